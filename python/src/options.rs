@@ -26,7 +26,7 @@ pub(crate) fn read(
     };
     match (device, bytes) {
         (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
-        (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
+        (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = Some(bytes),
         (_, None) => {}
     }
     Ok(options)

@@ -57,7 +57,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         let matrices = options.few(MATRICES, 12);
         let options = CommunicatorOptions {
             all_to_all,
-            device_scratch_bytes: 1 << 20,
+            device_scratch_bytes: Some(1 << 20),
             ..options.communicator()
         };
         exchange.comm = Communicator::with_options(pool, &options)?;

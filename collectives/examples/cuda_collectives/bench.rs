@@ -88,7 +88,7 @@ impl<'a> Bench<'a> {
             let mut communicator = CommunicatorOptions { algorithm, ..options.communicator() };
             let copied = algorithm == AllReduceAlgorithm::TwoShotCopy;
             if let Some(bytes) = options.copy_scratch.filter(|_| copied) {
-                communicator.device_scratch_bytes = bytes;
+                communicator.device_scratch_bytes = Some(bytes);
             }
             for &bytes in &sizes {
                 let comm = Communicator::with_options(pool, &communicator)?;

@@ -50,8 +50,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         // Little room, so that large calls go in several rounds.
         let communicator = CommunicatorOptions {
             algorithm,
-            device_inbox_bytes: 2 << 20,
-            device_scratch_bytes: 1 << 20,
+            device_inbox_bytes: Some(2 << 20),
+            device_scratch_bytes: Some(1 << 20),
             ..options.communicator()
         };
         let comm = Communicator::with_options(pool, &communicator)?;

@@ -71,7 +71,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         // Little scratch, so that calls take several rounds.
         let communicator = CommunicatorOptions {
             all_to_all,
-            device_scratch_bytes: 1 << 20,
+            device_scratch_bytes: Some(1 << 20),
             ..options.communicator()
         };
         let comm = Communicator::with_options(pool, &communicator)?;

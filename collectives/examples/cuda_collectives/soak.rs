@@ -103,7 +103,7 @@ fn communicators(
         let options = CommunicatorOptions {
             algorithm,
             all_to_all: AllToAllAlgorithm::ALL[nth % AllToAllAlgorithm::ALL.len()],
-            device_scratch_bytes: 4 << 20,
+            device_scratch_bytes: Some(4 << 20),
             ..options.communicator()
         };
         Ok((algorithm, Communicator::with_options(pool, &options)?))

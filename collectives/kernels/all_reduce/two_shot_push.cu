@@ -1,6 +1,6 @@
-//! All-reduce in two shots for data that no inbox can hold, and reduce-scatter, which is the first shot alone: shares
-//! are pushed into the peers' scratch, and results into the peers' outputs, which are windows.
-//! Defines: WORLD, DTYPE, OP, THREADS, COLLECTIVE (ALL_REDUCE or REDUCE_SCATTER).
+//! All-reduce in two shots for data that no inbox can hold, and that scratch can: shares are pushed into the peers'
+//! scratch, and results into the peers' outputs, which are windows. `two_shot_stages.cu` is for more data.
+//! Defines: WORLD, DTYPE, OP, THREADS.
 //!
 //! Peer blocks wait for each other alone. A block sends all its data for one peer before it turns to the next, and
 //! ranks keep step, so that no two of them send to one peer: links then carry 361 GB/s on an H200, and 347 where
@@ -13,9 +13,6 @@
 #include "all_reduce/reduce_share.cuh"
 
 using namespace symmpool;
-
-enum class Collective { ALL_REDUCE, REDUCE_SCATTER };
-constexpr bool GATHERS = Collective::COLLECTIVE == Collective::ALL_REDUCE;
 
 constexpr int UNROLL = 4;
 
@@ -38,7 +35,7 @@ struct Push {
     const Session& session;
     const Comm& comm;
     const Call& call;
-    const RankChunks<GATHERS> chunks;
+    const RankChunks<true> chunks;
     const PeerBlocks peer_blocks;
     const Split split;
 
@@ -48,10 +45,7 @@ struct Push {
 
     // Where this rank's results go: in its own output, or in that of the peer at a distance.
     __device__ __forceinline__ Target output(u32 distance) const {
-        if (GATHERS) {
-            return chunks.of(comm.at_peer(call.output, comm.after(distance)), comm.rank);
-        }
-        return Target(call.output, chunks.bytes);
+        return chunks.of(comm.at_peer(call.output, comm.after(distance)), comm.rank);
     }
 
     // Sends a range of the peer's chunk of this rank's input.
@@ -64,10 +58,10 @@ struct Push {
         });
     }
 
-    // Reduces a range of this rank's chunk, in an all-reduce also into the output of the next rank.
+    // Reduces a range of this rank's chunk, also into the output of the next rank.
     __device__ __forceinline__ void reduce(Range range) const {
         const Source input = chunks.of(call.input, comm.rank);
-        reduce_share<GATHERS>(comm, input, output(0), output(GATHERS ? 1 : 0), up_to(range, input.vectors()));
+        reduce_share<true>(comm, input, output(0), output(1), up_to(range, input.vectors()));
     }
 
     // Does `act` for the data of each of this block's indices, from one sixteenth of it to another.
@@ -108,38 +102,36 @@ struct Push {
 #pragma unroll 1
         for (u32 half = 0; half < 2; ++half) {
             each(8 * half, 8 * half + 8, [&](Range range) { scatter(WORLD - 1, range); });
-            if (half == 0 || !GATHERS) {
-                raise_flags(session, peer_blocks, ARRIVED, half + 1);
+            if (half == 0) {
+                raise_flags(session, peer_blocks, ARRIVED, 1);
             }
         }
         // While those flags travel.
-        if (GATHERS && !await_handshakes<false>(session, call)) {
+        if (!await_handshakes<false>(session, call)) {
             return false;
         }
-        if (!await_flags<GATHERS>(session, peer_blocks, ARRIVED, 1, DATA)) {
+        if (!await_flags<true>(session, peer_blocks, ARRIVED, 1, DATA)) {
             return false;
         }
-        if (GATHERS) {
-            raise_flags(session, peer_blocks, ARRIVED, 2);
-        }
+        raise_flags(session, peer_blocks, ARRIVED, 2);
         ++step;
         // In three pieces: the first half; until the next step is announced; the rest.
 #pragma unroll 1
         for (u32 piece = 0; piece < 3; ++piece) {
-            if (piece == 1 && !await_flags<GATHERS>(session, peer_blocks, ARRIVED, 2, DATA)) {
+            if (piece == 1 && !await_flags<true>(session, peer_blocks, ARRIVED, 2, DATA)) {
                 return false;
             }
             // The bounds of the pieces in sixteenths, a byte each.
             constexpr u32 BOUNDS = 0x10'00'08'00 | ANNOUNCED << 16;
             each(BOUNDS >> 8 * piece & 255, BOUNDS >> (8 * piece + 8) & 255,
                  [&](Range range) { reduce(range); });
-            if (GATHERS && piece == 1) {
+            if (piece == 1) {
                 announce_step(session, peer_blocks, step);
             }
         }
         // The next rank has the results already.
 #pragma unroll 1
-        for (u32 distance = 2; GATHERS && distance < WORLD; ++distance) {
+        for (u32 distance = 2; distance < WORLD; ++distance) {
             keep_step(session, peer_blocks, step);
             const Source results(output(0).begin, output(0).bytes);
             const Target peer = output(distance);

@@ -131,7 +131,7 @@ __device__ __noinline__ void expire_unused(const Session& session, const Call& c
                                            const Traffic& traffic, TrafficMatrix& matrix, Transfers& transfers) {
     const Exchange exchange{session, call, traffic, matrix, transfers};
     const Comm& comm = session.comm;
-    u64 blocks = DIRECT ? STAGES : 0;
+    u64 blocks = DIRECT ? MOST_STAGES : 0;
     for (u32 peer = 0; peer < WORLD; ++peer) {
         if (peer == comm.rank) {
             continue;
@@ -303,7 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     raise_direct_flags(exchange);
-    for (u32 stage = worker_block(); uses_scratch && stage < STAGES; stage += worker_blocks()) {
+    const u32 stages = uses_scratch ? PipelineStage::count(comm) : 0;
+    for (u32 stage = worker_block(); stage < stages; stage += worker_blocks()) {
         if (!run_stage(exchange, stage)) {
             return;
         }

@@ -6,9 +6,11 @@
 
 namespace symmpool {
 
-// The data of a pair is cut into so many stages, as if for so many blocks. On every rank, any number of blocks runs the
-// stages in order.
-constexpr u32 STAGES = 128;
+// The data of a pair is cut into stages, at most so many, as if for so many blocks. On every rank, any number of blocks
+// runs the stages in order.
+constexpr u32 MOST_STAGES = 128;
+// There are fewer stages where scratch has no room for so many bytes of each in a round. Not measured yet.
+constexpr u64 LEAST_CHUNK = 32 << 10;
 // Bytes that a stage moves in a round: a quarter of what it has, so that the sender stores while the receiver
 // copies. On two H200s, an all-gather of 256 MiB takes 481 us with 256 KiB and 495 us with half of that; a broadcast
 // of 64 MiB takes 200 us with 128 KiB and 221 us with twice that.
@@ -26,10 +28,11 @@ struct PipelineStage {
         const Comm& comm = exchange.session.comm;
         const u64 length =
             exchange.uses_scratch(sender, receiver) ? exchange.behind_inbox(sender, receiver) : 0;
-        const Split split(length, STAGES, 128);
+        const u32 stages = count(comm);
+        const Split split(length, stages, 128);
         from = exchange.traffic.head + split.begin(stage);
         to = exchange.traffic.head + split.begin(stage + 1);
-        const u64 most = 16 * (half(comm) / STAGES / 8 * 8);
+        const u64 most = 16 * (half(comm) / stages / 8 * 8);
         const u64 quarter = split.longest() / 512 * 128;
         chunk = quarter < MIN_CHUNK ? MIN_CHUNK : quarter < MAX_CHUNK ? quarter : MAX_CHUNK;
         chunk = chunk < most ? chunk : most;
@@ -38,6 +41,11 @@ struct PipelineStage {
     // Vectors of a sender's part of the scratch that hold one of two rounds.
     static __device__ __forceinline__ u64 half(const Comm& comm) {
         return comm.scratch_vectors() / 2;
+    }
+    // How many stages there are, the same on all ranks.
+    static __device__ __forceinline__ u32 count(const Comm& comm) {
+        const u64 stages = 16 * half(comm) / LEAST_CHUNK;
+        return stages < 1 ? 1 : stages < MOST_STAGES ? static_cast<u32>(stages) : MOST_STAGES;
     }
     __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
     __device__ __forceinline__ u64 length(u32 round) const {
@@ -64,8 +72,9 @@ __device__ __forceinline__ void raise_stage_flags(const Session& session, u32 ki
 }
 
 // Copies what a stage has to copy in one of `turns` turns of this rank's own part, which needs no link.
-__device__ __forceinline__ void copy_own(const Transfer& own, u32 stage, u32 turn, u32 turns) {
-    copy_piece(own, stage * turns + turn, STAGES * turns);
+__device__ __forceinline__ void copy_own(const Exchange& exchange, u32 stage, u32 turn, u32 turns) {
+    const u32 stages = PipelineStage::count(exchange.session.comm);
+    copy_piece(exchange.transfers[0], stage * turns + turn, stages * turns);
 }
 
 // Runs a stage for all pairs of this rank. Stages run in the same order on every rank, so the first one that is not done
@@ -84,7 +93,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
         rounds = in > rounds ? in : rounds;
     }
     if (rounds == 0) {
-        copy_own(exchange.transfers[0], stage, 0, 1);
+        copy_own(exchange, stage, 0, 1);
     }
     for (u32 round = 0; round < rounds; ++round) {
         for (u32 distance = 1; distance < WORLD; ++distance) {
@@ -104,7 +113,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
         }
         raise_stage_flags(session, ARRIVED, stage, round + 1,
              [&](u32 peer) { return round < PipelineStage(exchange, rank, peer, stage).rounds; });
-        copy_own(exchange.transfers[0], stage, round, rounds);
+        copy_own(exchange, stage, round, rounds);
         for (u32 distance = 1; distance < WORLD; ++distance) {
             const u32 peer = comm.after(distance);
             const PipelineStage in(exchange, peer, rank, stage);

@@ -40,11 +40,14 @@ pub enum AllReduceAlgorithm {
     /// if the call fails, the content of its output is undefined on every rank, also on ranks that did not make the
     /// call.
     TwoShotCopy = 12,
+    /// On devices: two shots by stores in stages through scratch, of which a part of the data is enough, into outputs
+    /// anywhere.
+    TwoShotStages = 13,
 }
 
 impl AllReduceAlgorithm {
     /// All algorithms, `Auto` first.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Auto,
         Self::OneShot,
         Self::TwoShot,
@@ -58,6 +61,7 @@ impl AllReduceAlgorithm {
         Self::CubeMesh,
         Self::OneShotLl128,
         Self::TwoShotCopy,
+        Self::TwoShotStages,
     ];
 
     /// Former names, which are accepted until the next version.
@@ -85,6 +89,7 @@ impl AllReduceAlgorithm {
             Self::CubeMesh => "cube_mesh",
             Self::OneShotLl128 => "one_shot_ll128",
             Self::TwoShotCopy => "two_shot_copy",
+            Self::TwoShotStages => "two_shot_stages",
         }
     }
 

@@ -10,7 +10,10 @@ use super::peers::{self, still_there};
 use super::refusal::Shared;
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::RequestedAlgorithm;
-use crate::cuda::{CudaEngine, CudaOptions, ReadyKernels};
+use crate::cuda::{
+    CudaEngine, CudaOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory,
+    requested_total,
+};
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
 use crate::{HostEngine, HostOptions};
@@ -36,7 +39,7 @@ impl Communicator {
         let all_to_all = all_to_all.unwrap_or_default();
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
         let (engine, control, one_sided) = if pool.driver().as_cuda().is_some() {
-            let (engine, control) = Self::on_device(pool, options, valid.and(requested.clone()))?;
+            let (engine, control) = Self::on_device(pool, options, &valid.and(requested.clone()))?;
             (engine, control, None)
         } else {
             Self::in_host_memory(pool, options, valid)?
@@ -107,23 +110,24 @@ impl Communicator {
     fn on_device(
         pool: &Pool,
         options: &CommunicatorOptions,
-        requested: Result<RequestedAlgorithm>,
+        requested: &Result<RequestedAlgorithm>,
     ) -> Result<(Engine, Block<u8>)> {
-        // If `requested` is an error, no engine is made with these options.
+        // If `requested` or `footprint` is an error, no engine is made with these options.
         let (auto, by_environment) = (options.algorithm, false);
+        let footprint =
+            requested.as_ref().map_err(Clone::clone).and_then(|_| footprint(pool, options));
         let options = CudaOptions {
             requested: requested
                 .clone()
                 .unwrap_or(RequestedAlgorithm { algorithm: auto, by_environment }),
             timeout: options.timeout,
-            inbox: options.device_inbox_bytes,
-            scratch: options.device_scratch_bytes,
+            footprint: footprint.clone().unwrap_or(Footprint::NONE),
             first_epoch: options.first_epoch,
             all_to_all: options.all_to_all,
             concurrent: options.concurrent,
             links: options.links.as_ref().unwrap_or(pool.topology()).clone(),
         };
-        let bytes = requested.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));
+        let bytes = footprint.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));
         let ready: Cell<Option<ReadyKernels>> = Cell::new(None);
         let prepare = |block: &Block<u8>| {
             ready.set(Some(CudaEngine::prepare(pool, block, &options)?));
@@ -168,4 +172,19 @@ impl Communicator {
             }
         }
     }
+}
+
+/// The sizes of the parts of a communicator's memory on a device. The same on every rank, as options and the
+/// environment are.
+fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<Footprint> {
+    // No communicator of this pool has taken memory of its lane yet.
+    let first_of_pool = pool.lane(CONTROL_LANE)?.stats()?.allocs == 0;
+    let first = pool.is_first_on_device() && first_of_pool;
+    let value = std::env::var(MEMORY_VARIABLE).ok();
+    let total = match options.device_memory_bytes {
+        Some(bytes) => Some(bytes),
+        None => requested_total(value.as_deref(), first)?,
+    };
+    let (inbox, scratch) = (options.device_inbox_bytes, options.device_scratch_bytes);
+    Footprint::new(pool.world(), RequestedMemory { total, inbox, scratch })
 }

@@ -25,16 +25,22 @@ pub struct CommunicatorOptions {
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
+    /// On a device: bytes of its memory that the communicator takes in all, 8 MiB to 4 GiB. Large calls go in pieces
+    /// or stages through what there is, so more memory makes some sizes faster and no call possible that was not.
+    /// Default: what the environment variable `SYMMPOOL_DEVICE_MEMORY` says, the same on every rank; or, where it is
+    /// not set or empty, 405 MiB, with which every size is as fast as memory can make it. The variable may have two
+    /// numbers, as in `96M,16M`: for the first communicator of a process there, and for each further one. A
+    /// communicator is a further one if any rank's process had another pool on its device when this one's pool was
+    /// made, or if the pool has another communicator.
+    pub device_memory_bytes: Option<u64>,
     /// On a device: bytes of each of the three parts of an inbox, which holds what ranks send each
     /// other in one call of up to some MiB: usually twice the bytes of an all-reduce. A multiple
-    /// of 4096, at least 1 MiB. Larger calls take several launches. Default 32 MiB.
-    pub device_inbox_bytes: u64,
-    /// On a device: bytes of scratch, where the shares that peers send in large calls wait to be
-    /// reduced. A multiple of 4096, at least 1 MiB. Larger calls take rounds, which cost some
-    /// microseconds each. Default 192 MiB, which is enough for 256 MiB on 4 ranks. The memory of a
-    /// communicator is the scratch, three times the inbox, and 117 MiB, of which 16 MiB are for send and recv;
-    /// with less than 64 MiB of scratch, a quarter of the scratch is for send and recv.
-    pub device_scratch_bytes: u64,
+    /// of 4096, at least 1 MiB. Larger calls take several launches. Default: a twelfth of the memory.
+    pub device_inbox_bytes: Option<u64>,
+    /// On a device: bytes of scratch, where the data of large calls waits to be reduced. A multiple of 4096, at least
+    /// 1 MiB. Larger calls take stages or rounds. Default: what the other parts of the memory leave, about a third;
+    /// with less than a third of the memory, a quarter of the scratch is for send and recv.
+    pub device_scratch_bytes: Option<u64>,
     /// On a device: how many communicators may have calls under way there at once, on several streams; 1 to 16.
     /// A kernel stays resident on the device while it waits for a peer. If it occupies the whole device, another
     /// communicator's kernel cannot start, and ranks that began with different communicators wait for each other
@@ -63,8 +69,9 @@ impl Default for CommunicatorOptions {
             algorithm: AllReduceAlgorithm::Auto,
             all_to_all: AllToAllAlgorithm::Auto,
             scratch_bytes,
-            device_inbox_bytes: 32 << 20,
-            device_scratch_bytes: 192 << 20,
+            device_memory_bytes: None,
+            device_inbox_bytes: None,
+            device_scratch_bytes: None,
             concurrent: None,
             first_epoch: 1,
             links: None,

@@ -64,8 +64,9 @@ impl CudaEngine {
             &vec![count as u64; self.world() as usize],
             dtype.size() as u64,
         );
+        let parts = (&parts, count as u64);
         // SAFETY: likewise.
-        unsafe { self.exchange(call, (input, output), &parts, dtype, stream) }
+        unsafe { self.exchange_in_pieces(call, (input, output), parts, dtype, stream) }
     }
 
     /// Copies `count` elements of the root's `place` into every other rank's.
@@ -100,18 +101,20 @@ impl CudaEngine {
         let (size, count) = (dtype.size() as u64, count as u64);
         if world <= 2 || bytes < TWO_STEP_BYTES {
             let parts = Parts::from_root((rank, root), &vec![count; world as usize], &[]);
+            let parts = (&parts, count);
             // SAFETY: likewise.
-            return unsafe { self.exchange(call, (place, place), &parts, dtype, stream) };
+            return unsafe { self.exchange_in_pieces(call, (place, place), parts, dtype, stream) };
         }
         let shares = shares(count, size, world);
         let begins: Vec<u64> = begins(&shares).map(|before| before * size).collect();
         let own = place.offset_by(begins[rank as usize]);
         let parts = Parts::from_root((rank, root), &shares, &begins);
         let gathered = Parts::gathered(rank, &shares, size);
+        let longest = shares.iter().copied().max().unwrap_or(0);
         // SAFETY: likewise; shares do not overlap.
-        unsafe { self.exchange(call, (place, own), &parts, dtype, stream) }?;
+        unsafe { self.exchange_in_pieces(call, (place, own), (&parts, longest), dtype, stream) }?;
         // SAFETY: likewise.
-        unsafe { self.exchange(call, (own, place), &gathered, dtype, stream) }
+        unsafe { self.exchange_in_pieces(call, (own, place), (&gathered, longest), dtype, stream) }
     }
 
     /// A reduction of a single rank, which is a copy.

@@ -22,6 +22,9 @@ const INBOX_BYTES: u64 = 24 << 20;
 /// Bytes that it sends through inboxes at the beginning of longer parts: as much as the links carry while the
 /// rows of the traffic matrix are exchanged.
 const HEAD_BYTES: u64 = 2 << 20;
+/// All-gathers and broadcasts take so many launches through inboxes at most, where inboxes are smaller than that. A launch
+/// takes 2 us more than its data (`h100x2_collectives.json`); in this many, 2 MiB each go as fast as directly.
+const MAX_LAUNCHES: u64 = 4;
 /// How many blocks keep all links busy.
 const MAX_BLOCKS: u32 = 132;
 
@@ -64,6 +67,31 @@ impl Parts {
         }
         parts
     }
+
+    /// The range of `count` elements from element `from` on of each part, as far as the part reaches.
+    fn piece(&self, from: u64, count: u64, size: u64) -> Self {
+        let counts = |all: PerRank| all.map(|each| each.saturating_sub(from).min(count));
+        let begins = |mut begins: PerRank, counts: &PerRank| {
+            for (begin, count) in begins.iter_mut().zip(counts) {
+                *begin += from.min(*count) * size;
+            }
+            begins
+        };
+        Self {
+            send: counts(self.send),
+            receive: counts(self.receive),
+            send_begin: begins(self.send_begin, &self.send),
+            receive_begin: begins(self.receive_begin, &self.receive),
+        }
+    }
+}
+
+/// The ranges of elements in which parts of `count` elements go through inboxes, which take `most` elements of a part at
+/// once: as few as possible, of about equal length. All but the last begin and end at multiples of an item.
+fn pieces(count: u64, most: u64, size: u64) -> impl Iterator<Item = (u64, u64)> {
+    let item = (ITEM / size).max(1);
+    let each = count.div_ceil(count.div_ceil(most).max(1)).next_multiple_of(item).max(1);
+    (0..count.div_ceil(each)).map(move |nth| (nth * each, each.min(count - nth * each)))
 }
 
 fn per_rank(numbers: impl Iterator<Item = u64>) -> PerRank {
@@ -211,6 +239,37 @@ impl CudaEngine {
         unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
     }
 
+    /// As [`exchange`](Self::exchange), for parts of at most `longest` elements on all ranks alike, which may go through
+    /// inboxes in several launches. An all-to-all must take one launch: only its rank knows how long its parts are.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::exchange`].
+    pub(super) unsafe fn exchange_in_pieces(
+        &mut self,
+        call: Call,
+        places: (Place, Place),
+        (parts, longest): (&Parts, u64),
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        let size = dtype.size() as u64;
+        let slot = self.control.escaped_slot(self.world());
+        let wanted = self.largest_inbox_part();
+        let bytes = longest * size;
+        let auto = self.all_to_all == AllToAllAlgorithm::Auto;
+        let few = bytes <= slot || self.world() < 2;
+        if !auto || few || bytes > wanted.min(MAX_LAUNCHES * slot) {
+            // SAFETY: passed on.
+            return unsafe { self.exchange(call, places, parts, dtype, stream) };
+        }
+        for (from, count) in pieces(longest, slot / size, size) {
+            // SAFETY: parts of what the caller promised.
+            unsafe { self.exchange(call, places, &parts.piece(from, count, size), dtype, stream) }?;
+        }
+        Ok(())
+    }
+
     /// Sends as many rows to every rank as the device's memory says when the stream comes to it.
     ///
     /// # Safety
@@ -300,17 +359,19 @@ impl CudaEngine {
     /// inboxes. The same on every rank.
     fn inbox_limits(&self) -> (u64, u32) {
         let most = self.control.escaped_slot(self.world());
-        let each = |bytes: u64| {
-            let each = bytes / u64::from(self.world().max(2) - 1);
-            // A multiple of an item, so that the rest of a part is aligned as its beginning is.
-            most.min(each.next_multiple_of(ITEM))
-        };
+        // A multiple of an item, so that the rest of a part is aligned as its beginning is.
+        let head = (HEAD_BYTES / u64::from(self.world().max(2) - 1)).next_multiple_of(ITEM);
         let (all, head) = match self.all_to_all {
-            AllToAllAlgorithm::Auto => (each(INBOX_BYTES), each(HEAD_BYTES)),
+            AllToAllAlgorithm::Auto => (most.min(self.largest_inbox_part()), most.min(head)),
             AllToAllAlgorithm::Ll => (most, most),
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => (0, 0),
         };
         (all, head as u32)
+    }
+
+    /// The most bytes of a part that go through inboxes, if these have room.
+    fn largest_inbox_part(&self) -> u64 {
+        (INBOX_BYTES / u64::from(self.world().max(2) - 1)).next_multiple_of(ITEM)
     }
 
     /// # Safety
@@ -369,5 +430,33 @@ fn window(place: Place) -> u64 {
     match place {
         Place::Window(offset) => offset,
         Place::Plain(_) => UNKNOWN,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_all_parts_and_fit_inboxes() {
+        for size in [1, 2, 4, 8, 16] {
+            let most = 3 * ITEM / size;
+            for count in [1, 5, most, most + 1, 2 * most + 3, 7 * most - 1] {
+                let mut at = 0;
+                for (from, length) in pieces(count, most, size) {
+                    assert_eq!(from, at);
+                    assert!(length > 0 && length <= most, "{length} of {count} at {from}, {size}");
+                    assert!((from * size).is_multiple_of(ITEM));
+                    at += length;
+                }
+                assert_eq!(at, count);
+            }
+        }
+        let parts =
+            Parts::contiguous(per_rank([5, 0, 9].into_iter()), per_rank([2, 7].into_iter()), 4);
+        let piece = parts.piece(4, 4, 4);
+        assert_eq!((&piece.send[..3], &piece.receive[..3]), (&[1, 0, 4][..], &[0, 3, 0][..]));
+        assert_eq!(piece.send_begin[..3], [16, 20, 20 + 16]);
+        assert_eq!(piece.receive_begin[..3], [8, 8 + 16, 36]);
     }
 }

@@ -2,6 +2,7 @@
 
 use symmpool_allocator::topology::Topology;
 
+use super::kernel_spec::KernelSpec;
 use super::params::{Control, LL128_PAYLOAD};
 use crate::{AllReduceAlgorithm, DType};
 
@@ -18,6 +19,7 @@ pub(crate) enum Algorithm {
     TwoShotPush = 14,
     OneShotLl128 = 15,
     TwoShotCopy = 16,
+    TwoShotStages = 17,
 }
 
 impl Algorithm {
@@ -37,6 +39,7 @@ impl Algorithm {
             AllReduceAlgorithm::TwoShotPull => Self::TwoShotPull,
             AllReduceAlgorithm::TwoShotPush => Self::TwoShotPush,
             AllReduceAlgorithm::TwoShotCopy => Self::TwoShotCopy,
+            AllReduceAlgorithm::TwoShotStages => Self::TwoShotStages,
         })
     }
 }
@@ -47,6 +50,14 @@ pub(super) const MIN_COPY_BYTES: u64 = 1 << 20;
 /// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
 /// be worth their start-up time in every round. From `cuda_collectives bench` on 4 H200s.
 const COPY_ROUND_BYTES: u64 = 256 << 20;
+/// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
+/// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
+const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
+/// The same for algorithms through inboxes: 16 MiB in two launches of 8 MiB take 52 us instead of 50.
+const INBOX_LAUNCH_BYTES: u64 = 8 << 20;
+/// Shorter launches through inboxes are as fast as any other way where a call takes no more than so many: 4 MiB in
+/// four launches of 1 MiB take 22 us there, as long as by loads from peers, which only windows have.
+const INBOX_LAUNCHES: u64 = 4;
 
 /// What the algorithm of an all-reduce is chosen by. It is the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -70,11 +81,29 @@ impl AllReduceShape {
         u64::from(self.world) * self.vectors()
     }
 
-    /// Whether an algorithm is as fast with the scratch there is as it was when it was measured: it is if the call
-    /// goes in one round, or in long ones.
+    /// Whether an algorithm is about as fast with the memory there is as it was when it was measured: it is if the
+    /// call goes in one round or launch, or in long ones.
     pub(super) fn pays_off(&self, algorithm: Algorithm, control: &Control) -> bool {
         let at_once = control.scratch_room(self.world) * u64::from(self.world);
-        algorithm != Algorithm::TwoShotCopy || at_once >= self.bytes.min(COPY_ROUND_BYTES)
+        match algorithm {
+            Algorithm::TwoShotCopy => at_once >= self.bytes.min(COPY_ROUND_BYTES),
+            Algorithm::TwoShotPush => at_once >= self.bytes.min(PUSH_LAUNCH_BYTES),
+            Algorithm::TwoShotLl | Algorithm::TwoShotLamport => {
+                let lamport = algorithm == Algorithm::TwoShotLamport;
+                let at_once = KernelSpec::two_shot_launch(
+                    control, self.world, self.dtype, lamport, self.bytes,
+                );
+                at_once >= INBOX_LAUNCH_BYTES || self.bytes <= INBOX_LAUNCHES * at_once
+            }
+            _ => true,
+        }
+    }
+
+    /// The algorithm for what inboxes are too small for.
+    pub(super) fn through_scratch(&self, control: &Control) -> Algorithm {
+        let push = Algorithm::TwoShotPush;
+        let pushes = self.can_serve(push, control) && self.pays_off(push, control);
+        if pushes { push } else { Algorithm::TwoShotStages }
     }
 
     pub(super) fn can_serve(&self, algorithm: Algorithm, control: &Control) -> bool {
@@ -96,17 +125,7 @@ impl AllReduceShape {
             Algorithm::TwoShotCopy => {
                 self.output_window && self.world > 1 && self.bytes >= MIN_COPY_BYTES
             }
-        }
-    }
-}
-
-impl Control {
-    /// Most bytes that one launch of a two-shot algorithm reduces.
-    pub(super) fn two_shot_bytes(&self, algorithm: Algorithm, world: u32) -> u64 {
-        match algorithm {
-            Algorithm::TwoShotLamport => self.two_shot_room(true, world),
-            Algorithm::TwoShotLl => self.two_shot_room(false, world),
-            _ => u64::MAX,
+            Algorithm::TwoShotStages => self.world > 1,
         }
     }
 }
@@ -126,6 +145,7 @@ pub(super) fn fits_lamport(dtype: DType) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::footprint::Footprint;
     use symmpool_allocator::topology::{Link, LinkMatrix};
 
     use super::*;
@@ -138,7 +158,8 @@ mod tests {
     #[test]
     fn one_shot_is_for_what_the_inboxes_have_room_for_from_all_ranks() {
         // Half of LL is data, and 120 of 128 bytes of LL128. Each row has the most bytes that fit.
-        let control = |world| Control::new(world, 4 << 20, 1 << 20).expect("valid");
+        let control =
+            |world| Control::new(world, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
         for (algorithm, world, most) in [
             (Algorithm::OneShotLl, 2, 2 << 20),
             (Algorithm::OneShotLl, 8, 512 << 10),
@@ -172,7 +193,7 @@ mod tests {
 
     #[test]
     fn lines_are_for_ranks_that_are_linked_directly() {
-        let control = Control::new(4, 4 << 20, 1 << 20).expect("valid");
+        let control = Control::new(4, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
         let linked = shape(64 << 10, 4);
         assert!(linked.can_serve(Algorithm::OneShotLl128, &control));
         let over_a_bus = AllReduceShape { direct: false, ..linked };
@@ -184,7 +205,7 @@ mod tests {
 
     #[test]
     fn copy_engines_are_for_long_outputs_that_peers_reach() {
-        let control = Control::new(2, 1 << 20, 1 << 20).expect("valid");
+        let control = Control::new(2, Footprint::ample(1 << 20, 1 << 20)).expect("valid");
         let fits = |shape: AllReduceShape| shape.can_serve(Algorithm::TwoShotCopy, &control);
         let least = shape(MIN_COPY_BYTES, 2);
         assert!(fits(least));

@@ -20,6 +20,7 @@ use symmpool_allocator::{ContiguousPeerView, Error, Maker, Pool, Result, Stream}
 
 use super::api::{Api, Handle};
 use super::fault::{Fault, HostView};
+use super::footprint::Footprint;
 use super::kernels::Kernels;
 use super::modules::{self, Modules};
 use super::p2p::P2p;
@@ -36,10 +37,8 @@ use crate::{AllToAllAlgorithm, Place};
 pub(crate) struct CudaOptions {
     /// Longest wait for a peer, on the device (rule S5).
     pub(crate) timeout: Duration,
-    /// Bytes of each of the three parts of the Lamport inbox.
-    pub(crate) inbox: u64,
-    /// Bytes of scratch.
-    pub(crate) scratch: u64,
+    /// The sizes of the parts of its memory.
+    pub(crate) footprint: Footprint,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
     /// The algorithm that was requested for all-reduces.

@@ -11,7 +11,7 @@ use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
     ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SHOT, ONE_SHOT_LL128, ONE_SHOT_PULL, ONE_SIDED,
-    TWO_SHOT, TWO_SHOT_COPY, TWO_SHOT_PULL, TWO_SHOT_PUSH,
+    TWO_SHOT, TWO_SHOT_COPY, TWO_SHOT_PULL, TWO_SHOT_PUSH, TWO_SHOT_STAGES,
 };
 use crate::{DType, ReduceOp};
 
@@ -21,7 +21,7 @@ pub(super) const BARRIER_THREADS: u32 = 128;
 pub(super) const FEW_THREADS: u32 = 32;
 
 /// Two-shot calls of more bytes get twice as many resident blocks, where registers suffice.
-const MANY_BYTES: u64 = 4 << 20;
+pub(super) const MANY_BYTES: u64 = 4 << 20;
 
 /// The environment variable that lists the reductions whose kernels are to be ready.
 const VARIABLE: &str = "SYMMPOOL_READY";
@@ -96,8 +96,7 @@ impl KernelSpec {
     ) -> Self {
         // Vectors of more ranks take more registers.
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
-        let wide = matches!(reduction.0, DType::F32 | DType::F16 | DType::Bf16);
-        let blocks = if bytes > MANY_BYTES && lamport && wide && world <= 4 { 2 } else { 1 };
+        let blocks = if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
         let base = if collective.reduces() {
             Self::reduces(&TWO_SHOT, reduction)
         } else {
@@ -107,13 +106,49 @@ impl KernelSpec {
         Self { mode: KernelMode::Collective(collective), lamport, threads, blocks, ..base }
     }
 
-    /// A collective of two shots, or of the first one, through scratch and into outputs.
-    pub(super) fn two_shot_push(
+    /// Whether a launch of so many bytes has two blocks of an SM, and an inbox without a slot for the rank itself.
+    fn is_compact(world: u32, dtype: DType, lamport: bool, bytes: u64) -> bool {
+        let wide = matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
+        bytes > MANY_BYTES && lamport && wide && world <= 4
+    }
+
+    /// Most bytes of a launch of a two-shot all-reduce of `bytes` bytes through inboxes.
+    pub(super) fn two_shot_launch(
+        control: &Control,
+        world: u32,
+        dtype: DType,
+        lamport: bool,
+        bytes: u64,
+    ) -> u64 {
+        let compact = control.two_shot_room(lamport, world, true);
+        if Self::is_compact(world, dtype, lamport, bytes.min(compact)) {
+            return compact;
+        }
+        control.two_shot_room(lamport, world, false)
+    }
+
+    /// The same of a reduction by some algorithm, for the kernel's variant.
+    fn launch_bytes(
+        control: &Control,
+        (algorithm, dtype): (Algorithm, DType),
+        world: u32,
+        bytes: u64,
+    ) -> u64 {
+        let launch = |lamport| Self::two_shot_launch(control, world, dtype, lamport, bytes);
+        match algorithm {
+            Algorithm::TwoShotLamport => bytes.min(launch(true)),
+            Algorithm::TwoShotLl => bytes.min(launch(false)),
+            _ => bytes,
+        }
+    }
+
+    /// A collective of two shots, or of the first one, in stages through scratch.
+    pub(super) fn two_shot_stages(
         reduction: (DType, ReduceOp),
         collective: TwoShotCollective,
     ) -> Self {
         let mode = KernelMode::Collective(collective);
-        Self { mode, ..Self::reduces(&TWO_SHOT_PUSH, reduction) }
+        Self { mode, ..Self::reduces(&TWO_SHOT_STAGES, reduction) }
     }
 
     /// The kernel of an all-reduce algorithm, for at most `bytes` bytes a launch.
@@ -131,7 +166,8 @@ impl KernelSpec {
             Algorithm::OneShotLl128 => one(&ONE_SHOT_LL128),
             Algorithm::OneShotPull => one(&ONE_SHOT_PULL),
             Algorithm::TwoShotPull => one(&TWO_SHOT_PULL),
-            Algorithm::TwoShotPush => Self::two_shot_push(reduction, BOTH),
+            Algorithm::TwoShotPush => one(&TWO_SHOT_PUSH),
+            Algorithm::TwoShotStages => Self::two_shot_stages(reduction, BOTH),
             Algorithm::TwoShotCopy => one(&TWO_SHOT_COPY),
             Algorithm::TwoShotLl => Self::two_shot(world, reduction, BOTH, false, bytes),
             Algorithm::TwoShotLamport => Self::two_shot(world, reduction, BOTH, true, bytes),
@@ -182,12 +218,12 @@ impl KernelSpec {
                 let Ok((algorithm, _)) = shape.choose(requested, control, measured) else {
                     continue;
                 };
-                let bytes = bytes.min(control.two_shot_bytes(algorithm, world));
+                let bytes = Self::launch_bytes(control, (algorithm, dtype), world, bytes);
                 all.push(Self::all_reduce(algorithm, world, reduction, bytes));
             }
         }
         let scatter = TwoShotCollective::ReduceScatter;
-        all.push(Self::two_shot_push(reduction, scatter));
+        all.push(Self::two_shot_stages(reduction, scatter));
         all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
         all
     }
@@ -243,6 +279,7 @@ fn reductions(list: Option<&str>) -> Result<Vec<(DType, ReduceOp)>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::footprint::Footprint;
     use super::*;
     use crate::AllReduceAlgorithm;
 
@@ -283,7 +320,8 @@ mod tests {
     #[test]
     fn whatever_is_chosen_by_itself_is_ready() {
         for world in 2..=8 {
-            let control = Control::new(world, 32 << 20, 192 << 20).expect("valid");
+            let control =
+                Control::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid");
             for name in ["NVIDIA H200", "a device"] {
                 let measured = MeasuredTable::of(&vec![name; world as usize]);
                 let usual = shape(world);
@@ -306,7 +344,8 @@ mod tests {
                             };
                             let chosen =
                                 shape.choose(AUTO, &control, &measured).expect("something");
-                            let most = bytes.min(control.two_shot_bytes(chosen.0, world));
+                            let which = (chosen.0, reduction.0);
+                            let most = KernelSpec::launch_bytes(&control, which, world, bytes);
                             let needed = KernelSpec::all_reduce(chosen.0, world, reduction, most);
                             assert!(ready.contains(&needed), "{world} {bytes} {needed:?}");
                         }
@@ -319,7 +358,8 @@ mod tests {
     #[test]
     fn what_is_ready_is_little() {
         for (world, most) in [(1, 9), (2, 45), (4, 45), (8, 45)] {
-            let control = Control::new(world, 32 << 20, 192 << 20).expect("valid");
+            let control =
+                Control::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid");
             for name in ["NVIDIA H200", "a device"] {
                 let measured = MeasuredTable::of(&vec![name; world as usize]);
                 let usual = shape(world);

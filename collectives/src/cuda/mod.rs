@@ -18,6 +18,7 @@
 //! | `launch_config` | how many blocks of how many threads a kernel gets |
 //! | `sm_budget` | how much of a device a communicator's kernels may occupy |
 //! | `stream_order` | keeps a communicator's calls in order, whatever streams they are on |
+//! | `footprint` | how much memory a communicator takes of its device, and what each part gets |
 //! | `params` | what kernels are given, laid out as in `symmpool/comm.cuh`; the layout of the control block |
 //! | `kernel_mode` | what a kernel is compiled to do, where its file can do several things |
 //! | `kernel_spec` | what a kernel is compiled for; which kernels are ready before a communicator's first call |
@@ -35,6 +36,7 @@ mod arguments;
 mod constraints;
 mod engine;
 mod fault;
+mod footprint;
 mod kernel_mode;
 mod kernel_spec;
 mod kernels;
@@ -53,6 +55,9 @@ mod table;
 mod table_format;
 
 pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};
+pub(crate) use footprint::{
+    Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, requested_total,
+};
 #[allow(deprecated)]
 pub use sm_budget::leave_room;
 pub use sm_budget::share_sms;

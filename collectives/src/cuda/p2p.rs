@@ -25,10 +25,6 @@ const SLOTS: u64 = 8;
 /// of both directions then have 48 blocks, about a third of a large device.
 const MOST_LANES: u64 = 16;
 const SHARED_LANES: u64 = 24;
-/// Most bytes of slots that a rank has for all that send to it.
-const MAX_STAGING: u64 = 16 << 20;
-/// The divisor of the communicator's scratch: slots take no larger part of it.
-const SCRATCH_DIVISOR: u64 = 4;
 
 /// Threads of a block. Each handles four vectors at once, which is enough to keep the link busy with sixteen
 /// blocks.
@@ -67,16 +63,16 @@ struct Division {
 }
 
 impl P2pLayout {
-    /// The layout for `world` ranks, behind the first `begin` bytes of the control block, which are whole pages.
+    /// The layout for `world` ranks, behind the first `begin` bytes of the control block, which are whole pages; the
+    /// slots of all that send to a rank have `staging` bytes together.
     /// A communicator of one rank has no peer to send to, and needs none of it.
-    pub(super) fn new(world: u32, begin: u64, scratch: u64) -> Self {
+    pub(super) fn new(world: u32, begin: u64, staging: u64) -> Self {
         let ranks = u64::from(world);
         let peers = ranks.max(2) - 1;
         let lanes = (SHARED_LANES / peers).min(MOST_LANES);
         // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each lane; and two
         // words for a refusal. Behind them, the number of processors of the device.
         let words_bytes = ranks * (lanes * (16 * SLOTS + 3 * 8) + 2 * 8);
-        let staging = (scratch / SCRATCH_DIVISOR).min(MAX_STAGING);
         let slot_bytes = (staging / peers / lanes / SLOTS / LINE * LINE).max(LINE);
         let slots = (begin + words_bytes + 8).next_multiple_of(4096);
         Self { words: begin, words_bytes, slots, slot_bytes, peers, lanes }
@@ -238,15 +234,15 @@ mod tests {
     #[test]
     fn places_are_whole_lines_and_end_where_the_block_does() {
         for world in 2..=8 {
-            for scratch in [1 << 20, 4 << 20, 192 << 20, 1 << 32] {
+            for staging in [1 << 18, 1 << 20, 16 << 20] {
                 let begin = 300 << 20;
-                let layout = P2pLayout::new(world, begin, scratch);
+                let layout = P2pLayout::new(world, begin, staging);
                 let slots = layout.peers * layout.lanes * SLOTS;
                 assert!(layout.slot_bytes >= LINE && layout.slot_bytes.is_multiple_of(LINE));
                 assert!(layout.slots.is_multiple_of(4096));
                 assert!(layout.processors() + 4 <= layout.slots);
                 assert!(layout.slots + slots * layout.slot_bytes <= layout.end(world));
-                assert!(layout.end(world) - begin <= MAX_STAGING + (1 << 16), "{layout:?}");
+                assert!(layout.end(world) - begin <= staging + (1 << 16), "{layout:?}");
                 assert!(layout.lanes * layout.peers <= SHARED_LANES);
                 let (from, bytes) = layout.zeroed();
                 assert_eq!((from, from + bytes), (begin, layout.slots));
@@ -259,8 +255,8 @@ mod tests {
     #[test]
     fn every_message_is_divided_whole_and_fits_its_slots() {
         for (world, processors) in [(2, 132), (2, 4), (3, 132), (4, 108), (8, 132), (8, 1)] {
-            for scratch in [1 << 20, 192 << 20] {
-                let layout = P2pLayout::new(world, 0, scratch);
+            for staging in [1 << 18, 16 << 20] {
+                let layout = P2pLayout::new(world, 0, staging);
                 let sizes = (0..40).flat_map(|bit| {
                     [(1_u64 << bit) - 1, 1 << bit, (1 << bit) + 1, (1 << bit) + 12_345]
                 });

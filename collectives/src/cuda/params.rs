@@ -2,6 +2,7 @@
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
+use super::footprint::Footprint;
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
 
@@ -9,23 +10,21 @@ use crate::signal::channel::CHANNELS;
 pub(super) const MAX_PEER_BLOCKS: u32 = 1056;
 /// Ranks whose vectors a kernel holds in registers at once; more would spill.
 pub(super) const MAX_RANKS: u32 = 8;
-/// Bytes of the LL inbox in each parity, of which half are data. Calls of more than some hundred KiB have
-/// faster algorithms.
-const LL: u64 = 8 << 20;
-/// Bytes of the LL128 inbox in each parity, whose lines of 128 bytes have 120 bytes of data.
-const LL128: u64 = 8 << 20;
+/// Bytes of data in a line of 128 bytes of LL128.
 pub(super) const LL128_PAYLOAD: u64 = 120;
-/// Bytes of the escaped Lamport inbox in each parity; its escape marks take a sixteenth more. That is what
-/// all peers send at most before it is faster to write into outputs directly, and as much again for uneven
-/// traffic.
-const ESCAPED: u64 = 32 << 20;
-/// Bytes of that inbox that a warp handles at once: `ITEM` vectors in `protocol/lamport_escaped.cuh`.
+/// Bytes of the escaped Lamport inbox that a warp handles at once: `ITEM` vectors in `protocol/lamport_escaped.cuh`.
 pub(super) const ITEM: u64 = 512;
 /// Bytes of `Local` in `symmpool/comm.cuh`, rounded up to whole cache lines.
-const LOCAL: u64 = 256;
+pub(super) const LOCAL: u64 = 256;
 
 /// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
+
+/// Least bytes that an index has in a stage of `all_reduce/two_shot_stages.cu`: with less, fewer blocks lose less than
+/// flags cost. Not measured yet.
+const MIN_STAGE_BYTES: u64 = 16 << 10;
+/// As many blocks as `two_shot_push` has at most.
+const MAX_STAGE_BLOCKS: u64 = 128;
 
 /// `Comm` in `symmpool/comm.cuh`.
 #[repr(C)]
@@ -134,21 +133,12 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// For `world` ranks, with room for `inbox` bytes in each of the three parts of the Lamport
-    /// inbox, and for `scratch` bytes.
-    pub(super) fn new(world: u32, inbox: u64, scratch: u64) -> Result<Self> {
+    /// For `world` ranks, with parts of these sizes.
+    pub(super) fn new(world: u32, footprint: Footprint) -> Result<Self> {
         if !(1..=MAX_RANKS).contains(&world) {
             return Err(Error::unsupported(format!(
                 "a communicator of {world} ranks on devices: kernels serve up to {MAX_RANKS}"
             )));
-        }
-        for (what, bytes) in [("an inbox", inbox), ("scratch", scratch)] {
-            if !(1 << 20..=1 << 32).contains(&bytes) || !bytes.is_multiple_of(1 << 12) {
-                return Err(Error::invalid_argument(format!(
-                    "{what} of {bytes} bytes on a device: a multiple of 4096 from 1 MiB to 4 GiB \
-                     is needed"
-                )));
-            }
         }
         let ranks = u64::from(world);
         let mut at = 0;
@@ -163,19 +153,18 @@ impl Control {
         let handshake = place(2 * 64 * ranks + 2 * row * ranks);
         // Behind them are the counts of `all_reduce/two_shot_copy.cu`: one for each rank, and two more.
         let channels = place(8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2));
-        // `FLAG_KINDS` flags of eight bytes for each peer block and rank, in two parities.
-        let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MAX_PEER_BLOCKS);
+        let flags_bytes = Self::flags_bytes(world);
         let flags = place(flags_bytes);
-        let ll_bytes = 2 * LL;
+        let ll_bytes = 2 * footprint.ll;
         let ll = place(ll_bytes);
-        let ll128_bytes = 2 * LL128;
+        let ll128_bytes = 2 * footprint.ll128;
         let ll128 = place(ll128_bytes);
-        let escaped_bytes = 2 * ESCAPED;
+        let escaped_bytes = 2 * footprint.escaped;
         let escape_marks = place(escaped_bytes / 16);
         let escaped = place(escaped_bytes);
-        let lamport_bytes = 3 * inbox;
+        let lamport_bytes = 3 * footprint.inbox;
         let lamport = place(lamport_bytes);
-        let scratch_bytes = scratch;
+        let scratch_bytes = footprint.scratch;
         let scratch = place(scratch_bytes);
         Ok(Self {
             handshake,
@@ -194,6 +183,11 @@ impl Control {
             scratch_bytes,
             channels,
         })
+    }
+
+    /// Bytes of the flags of peer blocks: `FLAG_KINDS` flags of eight bytes for each block and rank, in two parities.
+    pub(super) fn flags_bytes(world: u32) -> u64 {
+        2 * 4 * 8 * u64::from(world) * u64::from(MAX_PEER_BLOCKS)
     }
 
     pub(super) fn comm(&self, layout: &HeapLayout, control: u64, timeout: u64, fault: u64) -> Comm {
@@ -226,10 +220,18 @@ impl Control {
     }
 
     /// Bytes of a two-shot all-reduce that one launch can take through an inbox, which must hold the inputs
-    /// and the results of all ranks' shares.
-    pub(super) fn two_shot_room(&self, lamport: bool, world: u32) -> u64 {
+    /// and the results of all ranks' shares, or of all peers' shares if it is compact.
+    pub(super) fn two_shot_room(&self, lamport: bool, world: u32, compact: bool) -> u64 {
         let ranks = u64::from(world);
-        self.inbox_vectors(lamport) / 2 / ranks * ranks * 16
+        let slots = if compact { ranks.max(2) - 1 } else { ranks };
+        self.inbox_vectors(lamport) / 2 / slots * ranks * 16
+    }
+
+    /// How many peer blocks a call in stages has: as many as scratch has room for. An index has room for two stages of
+    /// inputs there, and with `results` for two of results.
+    pub(super) fn stage_blocks(&self, world: u32, results: bool) -> u32 {
+        let stage = self.scratch_room(world) / if results { 4 } else { 2 };
+        (stage / MIN_STAGE_BYTES).clamp(1, MAX_STAGE_BLOCKS) as u32
     }
 
     /// Vectors of 16 bytes of data that one call may put into the LL inbox.
@@ -279,7 +281,8 @@ mod tests {
     #[test]
     fn nothing_overlaps_and_nonsense_is_refused() {
         for world in 1..=8 {
-            let control = Control::new(world, 32 << 20, 192 << 20).expect("valid");
+            let footprint = Footprint::ample(32 << 20, 192 << 20);
+            let control = Control::new(world, footprint).expect("valid");
             let ranks = u64::from(world);
             let parts = [
                 (0, LOCAL),
@@ -308,14 +311,11 @@ mod tests {
             assert!(control.channels < control.escaped && control.escaped < control.lamport);
             // As long as that of `protocol/lamport_escaped.cuh`, which divides the inbox among the peers.
             let (slot, peers) = (control.escaped_slot(world), u64::from(world.max(2) - 1));
-            assert!(slot.is_multiple_of(ITEM) && slot * peers <= ESCAPED);
-            assert!((slot + ITEM) * peers > ESCAPED);
+            assert!(slot.is_multiple_of(ITEM) && slot * peers <= footprint.escaped);
+            assert!((slot + ITEM) * peers > footprint.escaped);
         }
-        assert!(Control::new(0, 32 << 20, 192 << 20).expect_err("no ranks").is_unsupported());
-        assert!(Control::new(9, 32 << 20, 192 << 20).expect_err("too many").is_unsupported());
-        for room in [0, 4095, (1 << 20) + 1, u64::MAX] {
-            assert!(Control::new(2, room, 1 << 20).expect_err("nonsense").is_invalid_argument());
-            assert!(Control::new(2, 1 << 20, room).expect_err("nonsense").is_invalid_argument());
-        }
+        let footprint = Footprint::ample(32 << 20, 192 << 20);
+        assert!(Control::new(0, footprint).expect_err("no ranks").is_unsupported());
+        assert!(Control::new(9, footprint).expect_err("too many").is_unsupported());
     }
 }

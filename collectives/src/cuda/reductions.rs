@@ -7,7 +7,7 @@ use symmpool_allocator::{Result, Stream};
 use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
 use super::engine::CudaEngine;
 use super::kernel_mode::TwoShotCollective;
-use super::kernel_spec::KernelSpec;
+use super::kernel_spec::{KernelSpec, MANY_BYTES};
 use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
 use super::params::{CallParams, LL128_PAYLOAD, MAX_PEER_BLOCKS};
@@ -20,6 +20,20 @@ pub(super) const THREADS: u32 = 512;
 /// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
 /// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
 const MAX_PUSH_BLOCKS: u32 = 128;
+
+/// Reduce-scatters whose ranks send no more bytes than this, or parts of no more than 4 MiB, go through inboxes if they
+/// take few launches. On two H100s a launch of 4 MiB takes 14 us, and `two_shot_push`, which reduced when all had
+/// arrived, took 44 us for 8 MiB and 143 us for 32 MiB. Where stages are faster was not measured yet.
+const SCATTER_BYTES: u64 = 16 << 20;
+const MAX_SCATTER_LAUNCHES: u64 = 4;
+
+/// How the results of an all-reduce in stages reach peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Results {
+    /// Into outputs, which are windows.
+    Direct,
+    ThroughScratch,
+}
 
 /// A call of a reduction, or of the LL protocol, with checked arguments.
 #[derive(Clone, Copy)]
@@ -130,13 +144,13 @@ impl CudaEngine {
         let (dtype, why) = (dtype.name(), why.name());
         tracing::debug!(bytes, dtype, algorithm = ?chosen, why, "all_reduce");
         // SAFETY: as above.
-        unsafe { self.run(&work, chosen) }
+        unsafe { self.run(&work, chosen, output.is_window()) }
     }
 
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn run(&mut self, work: &Work, algorithm: Algorithm) -> Result<()> {
+    unsafe fn run(&mut self, work: &Work, algorithm: Algorithm, output_window: bool) -> Result<()> {
         let vectors = work.bytes.div_ceil(16);
         let share = vectors.div_ceil(u64::from(self.world()));
         // Eight threads handle a line of LL128.
@@ -150,7 +164,12 @@ impl CudaEngine {
             Algorithm::TwoShotPull => (share, THREADS, 256),
             Algorithm::TwoShotPush => {
                 // SAFETY: passed on.
-                return unsafe { self.push(work, TwoShotCollective::AllReduce) };
+                return unsafe { self.push(work) };
+            }
+            Algorithm::TwoShotStages => {
+                let results = if output_window { Results::Direct } else { Results::ThroughScratch };
+                // SAFETY: passed on.
+                return unsafe { self.stages(work, TwoShotCollective::AllReduce, results) };
             }
             Algorithm::TwoShotCopy => {
                 // SAFETY: passed on.
@@ -189,9 +208,13 @@ impl CudaEngine {
         let ranks = u64::from(self.world());
         // An all-reduce needs room for the inputs and the results of all shares; one shot, for a part of each rank.
         let (shares, most) = if collective == TwoShotCollective::AllReduce {
-            (ranks, self.control.two_shot_room(lamport, self.world()))
+            let (control, dtype) = (&self.control, work.dtype);
+            let most =
+                KernelSpec::two_shot_launch(control, self.world(), dtype, lamport, work.bytes);
+            (ranks, most)
         } else {
-            (1, self.control.inbox_vectors(lamport) / ranks * 16)
+            // Longer launches would not be faster, and need another variant of the kernel.
+            (1, (self.control.inbox_vectors(lamport) / ranks * 16).min(MANY_BYTES))
         };
         let threads = match most.min(work.bytes) {
             0..=524_288 => 64,
@@ -293,30 +316,61 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn scatter(&mut self, work: &Work, lamport: bool) -> Result<()> {
+        let ranks = u64::from(self.world());
+        let launch = (self.control.inbox_vectors(lamport) / ranks * 16).min(MANY_BYTES);
         // LL sends twice the bytes that it carries; Lamport does not.
-        let inbox = if lamport { 4 << 20 } else { 64 << 10 };
-        let pushed = work.bytes > inbox;
+        let most = if lamport { MANY_BYTES.max(SCATTER_BYTES / (ranks - 1)) } else { 64 << 10 };
+        let in_stages = work.bytes > most.min(MAX_SCATTER_LAUNCHES * launch);
         let (bytes, call) = (work.bytes, work.call);
-        tracing::debug!(bytes, %call, pushed, lamport, "through scratch or inboxes");
-        if pushed {
+        tracing::debug!(bytes, %call, in_stages, lamport, "through scratch or inboxes");
+        if in_stages {
             // SAFETY: passed on.
-            return unsafe { self.push(work, TwoShotCollective::ReduceScatter) };
+            return unsafe { self.stages(work, TwoShotCollective::ReduceScatter, Results::Direct) };
         }
         // SAFETY: passed on.
         unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, lamport) }
     }
 
-    /// Pushes inputs through scratch and, in an all-reduce, results into outputs that are windows, in as many
-    /// launches as the scratch's size requires. Each begins when the peer blocks of all ranks are in step.
+    /// Sends inputs through scratch in stages, and results of an all-reduce into outputs that are windows or through
+    /// scratch too, in one launch.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn push(&mut self, work: &Work, collective: TwoShotCollective) -> Result<()> {
-        let ranks = u64::from(self.world());
-        let loaded = self.kernel(KernelSpec::two_shot_push((work.dtype, work.op), collective))?;
+    unsafe fn stages(
+        &mut self,
+        work: &Work,
+        collective: TwoShotCollective,
+        results: Results,
+    ) -> Result<()> {
+        let reduction = (work.dtype, work.op);
+        let loaded = self.kernel(KernelSpec::two_shot_stages(reduction, collective))?;
         // Peer blocks divide a share of an all-reduce, and a part of a reduce-scatter.
-        let shares = if collective == TwoShotCollective::AllReduce { ranks } else { 1 };
+        let both = collective == TwoShotCollective::AllReduce;
+        let shares = if both { u64::from(self.world()) } else { 1 };
+        let wanted = work.bytes.div_ceil(16).div_ceil(shares);
+        let through_scratch = results == Results::ThroughScratch;
+        let most = self.control.stage_blocks(self.world(), through_scratch);
+        let config = LaunchConfig::new(&loaded.alone(), wanted, THREADS, most);
+        let work = Work { root: through_scratch.into(), ..*work };
+        // SAFETY: passed on.
+        unsafe { self.launch_peer_blocks(loaded, config, &work) }
+    }
+
+    /// Pushes inputs through scratch and results into outputs that are windows, in as many launches as the scratch's
+    /// size requires. Each begins when the peer blocks of all ranks are in step.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn push(&mut self, work: &Work) -> Result<()> {
+        let shares = u64::from(self.world());
+        let loaded = self.kernel(KernelSpec::all_reduce(
+            Algorithm::TwoShotPush,
+            self.world(),
+            (work.dtype, work.op),
+            work.bytes,
+        ))?;
         let most = self.control.scratch_room(self.world()) * shares;
         for piece in work.pieces(most, 128 * shares) {
             let wanted = piece.bytes.div_ceil(16).div_ceil(shares);

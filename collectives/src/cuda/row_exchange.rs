@@ -96,6 +96,7 @@ mod tests {
     use symmpool_allocator::{CONTROL_LANE, Driver, Group, Pool};
 
     use super::super::engine::CudaOptions;
+    use super::super::footprint::Footprint;
     use super::super::share_sms;
     use super::*;
     use crate::algorithm::RequestedAlgorithm;
@@ -117,8 +118,7 @@ mod tests {
             RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
         let options = CudaOptions {
             timeout: Duration::from_secs(60),
-            inbox: 1 << 20,
-            scratch: 1 << 20,
+            footprint: Footprint::ample(1 << 20, 1 << 20),
             first_epoch: 1,
             requested,
             all_to_all: AllToAllAlgorithm::Auto,

@@ -59,6 +59,7 @@ impl MeasuredTable {
 
 #[cfg(test)]
 mod tests {
+    use super::super::footprint::Footprint;
     use std::collections::BTreeMap;
     use std::fs;
     use std::path::Path;
@@ -89,8 +90,8 @@ mod tests {
                 output_window: row.windows,
                 direct: true,
             };
-            let control =
-                Control::new(row.world, 32 << 20, 192 << 20).expect("a world that is served");
+            let control = Control::new(row.world, Footprint::ample(32 << 20, 192 << 20))
+                .expect("a world that is served");
             assert!(shape.can_serve(algorithm, &control), "{row:?}");
         }
         // Groups are in order, and nothing follows a row without end.

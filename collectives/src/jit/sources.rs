@@ -67,6 +67,7 @@ pub(crate) const KERNELS: &[&Kernel] = &[
     &TWO_SHOT_COPY,
     &TWO_SHOT_PULL,
     &TWO_SHOT_PUSH,
+    &TWO_SHOT_STAGES,
 ];
 
 /// Every code of [`DType::REDUCED`](crate::DType::REDUCED), the 8-bit floats included.
@@ -221,9 +222,16 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
     [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ALL_REDUCE, BOTH],
 );
 
-/// All-reduce in two shots through scratch and into outputs, and reduce-scatter.
+/// All-reduce in two shots through scratch and into outputs.
 pub(crate) const TWO_SHOT_PUSH: Kernel = collective!(
     "all_reduce" / "two_shot_push",
+    [WORLD, SOME_DTYPES, SUM, WIDE],
+    [ODD, F32, SUM, WIDE],
+);
+
+/// All-reduce in two shots, and reduce-scatter, in stages through scratch.
+pub(crate) const TWO_SHOT_STAGES: Kernel = collective!(
+    "all_reduce" / "two_shot_stages",
     [WORLD, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
     [ODD, F32, SUM, ALL_REDUCE, WIDE],
 );

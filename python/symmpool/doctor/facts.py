@@ -7,6 +7,7 @@ import importlib.metadata
 import mmap
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -223,11 +224,20 @@ SHOWN = (
     "SYMMPOOL_ALL_REDUCE",
     "SYMMPOOL_ALL_TO_ALL",
     "SYMMPOOL_CONCURRENT",
+    "SYMMPOOL_DEVICE_MEMORY",
     "SYMMPOOL_READY",
     "SYMMPOOL_SHARED_DEVICE",
 )
 #: The largest number of ranks in a group.
 MAX_RANKS = 1 << 16
+
+
+def _is_memory(value: str) -> bool:
+    """Whether communicators take this for the bytes of a device's memory."""
+    parts = value.split(",")
+    return not value.strip() or (
+        len(parts) <= 2 and all(re.fullmatch(r"\s*\d{1,12}[KMGkmg]?\s*", part, re.ASCII) for part in parts)
+    )
 
 
 def launcher_facts() -> dict[str, Any]:
@@ -251,6 +261,7 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
         "SYMMPOOL_CONCURRENT": (lambda value: not value or sm_budget.is_count(value), "1 to 16"),
+        "SYMMPOOL_DEVICE_MEMORY": (_is_memory, "bytes such as 64M, or two such as 96M,16M"),
         "SYMMPOOL_READY": (_are_reductions, "none, or a list of types or type:operation"),
         "SYMMPOOL_SHARED_DEVICE": (_one_of(("0", "1")), "1, or 0"),
         "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),

@@ -31,8 +31,8 @@ impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options. Options that are the
     /// communicator's own were checked before.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        let control = Control::new(world, options.inbox, options.scratch)?;
-        Ok(P2pLayout::new(world, control.bytes(), options.scratch).end(world))
+        let control = Control::new(world, options.footprint)?;
+        Ok(P2pLayout::new(world, control.bytes(), options.footprint.staging).end(world))
     }
 
     /// Fills a control block as kernels expect it, before peers can see it, and loads the kernels that calls
@@ -44,7 +44,7 @@ impl CudaEngine {
         options: &CudaOptions,
     ) -> Result<ReadyKernels> {
         let driver = cuda(pool)?;
-        let control = Control::new(pool.world(), options.inbox, options.scratch)?;
+        let control = Control::new(pool.world(), options.footprint)?;
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
             return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
         };
@@ -54,7 +54,7 @@ impl CudaEngine {
         fill(driver, block.address() + control.lamport, LAMPORT_PATTERN, control.lamport_bytes)?;
         fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
         if pool.world() > 1 {
-            let layout = P2pLayout::new(pool.world(), control.bytes(), options.scratch);
+            let layout = P2pLayout::new(pool.world(), control.bytes(), options.footprint.staging);
             let (words, words_bytes) = layout.zeroed();
             fill(driver, block.address() + words, 0, words_bytes)?;
             p2p::prepare(driver, block.address(), layout)?;
@@ -86,12 +86,12 @@ impl CudaEngine {
         let driver = cuda(pool)?;
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
-        let control = Control::new(layout.world, options.inbox, options.scratch)?;
+        let control = Control::new(layout.world, options.footprint)?;
         let kernels = Kernels::new(api, modules, driver, layout.world, options.concurrent);
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (copy_stream, companion_stream) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
-        let p2p_layout = P2pLayout::new(layout.world, control.bytes(), options.scratch);
+        let p2p_layout = P2pLayout::new(layout.world, control.bytes(), options.footprint.staging);
         let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
