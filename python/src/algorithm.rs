@@ -35,10 +35,8 @@ fn plan_error(py: Python<'_>, source: &str, error: &PlanError) -> PyErr {
             (source, line) => format!("{source}:{line}: "),
         };
         let class = py.import("symmpool.errors")?.getattr("PlanError")?;
-        let instance = class.call1((format!("{place}{error}"),))?;
-        instance.setattr("kind", error.kind.name())?;
-        instance.setattr("rank", error.rank)?;
-        instance.setattr("line", error.line)?;
+        let message = format!("{place}{error}");
+        let instance = class.call1((message, error.kind.name(), error.rank, error.line))?;
         PyResult::Ok(PyErr::from_value(instance))
     };
     make().unwrap_or_else(|broken| broken)
@@ -295,10 +293,15 @@ pub(crate) fn all_reduce_by_name(
     (tensor, out, op): (Argument<'_, '_>, Option<Argument<'_, '_>>, Option<Argument<'_, '_>>),
     stream: Stream,
 ) -> PyResult<()> {
-    let built_in = AllReduceAlgorithm::named(name);
-    let Some(algorithm) = built_in.filter(|_| calls.comm.registered("all_reduce", name).is_err())
-    else {
-        return run_named(py, calls, "all_reduce", name, Call::new(tensor, out, op), stream);
+    let algorithm = match calls.comm.registered("all_reduce", name) {
+        Ok(registered) => {
+            return run(py, calls, &registered, Call::new(tensor, out, op), stream);
+        }
+        Err(unknown) => {
+            let built_in = AllReduceAlgorithm::named(name);
+            let unknown = || Refusal::Raised(exception(py, &unknown));
+            calls.or_decline(py, stream, built_in.ok_or_else(unknown))?
+        }
     };
     let found = calls.of_all_reduce(tensor, op, out);
     let (input, output, op) = calls.or_decline(py, stream, found)?;

@@ -63,6 +63,10 @@ class PlanError(InvalidArgumentError):
     #: The line of that operation in the program's file; 0 where it is not known.
     line: int = 0
 
+    def __init__(self, message: str, kind: str = "", rank: int = 0, line: int = 0):
+        super().__init__(message)
+        self.kind, self.rank, self.line = kind, rank, line
+
 
 class OverflowError(Error, builtins.OverflowError):
     """An output was too short for what ranks sent; what was beyond its end was not written."""

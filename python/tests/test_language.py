@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import linecache
 import threading
 import time
 
@@ -303,6 +304,16 @@ def test_programs_that_make_no_sense_are_refused_at_once():
     with pytest.raises(sl.PlanError) as caught:
         programs.direct_all_gather.compile(2, protocol="ll")
     assert caught.value.kind == "protocol"
+
+
+def test_lines_are_those_of_the_program():
+    plan = json.loads(programs.direct_all_gather.trace(2))
+    texts = [
+        linecache.getline(programs.__file__, operation["line"]).strip() for operation in plan["programs"][0]
+    ]
+    called = [text.split("(")[0] for text in texts]
+    assert called == ["me.barrier", "me.put", "me.signal", "me.copy", "me.wait"]
+    assert plan["source"] == "programs.py"
 
 
 def test_files_keep_algorithms(tmp_path):

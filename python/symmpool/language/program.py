@@ -70,7 +70,7 @@ class Program:
         """Checks the program and makes an algorithm of it.
 
         `protocol` is how data shows on devices that it has arrived: "simple", by signals, or "ll", by
-        flags beside the data, for programs that reach peers by puts into scratch alone; PlanError where
+        flags with the data, for programs that reach peers by puts into scratch alone; PlanError where
         they do not. `blocks` are thread blocks on devices at most, 1 to 1024; without it that is left to
         the size of a call.
         """
@@ -96,7 +96,7 @@ class Program:
             Tracer(rank, world, {"input": [chunks] * world, "output": sizes}, source) for rank in range(world)
         ]
         for tracer in tracers:
-            self._function(Rank(tracer))
+            self._function(Rank(tracer, tracer.rank))
             if tracer.scratch != tracers[0].scratch:
                 raise plan_error(
                     "out_of_range",

@@ -22,9 +22,7 @@ BufferName = Literal["input", "output", "scratch"]
 def plan_error(kind: str, rank: int, place: tuple[str, int], why: str) -> PlanError:
     """The error of an operation that cannot be written down."""
     file, line = place
-    error = PlanError(f"{file}:{line}: {kind}: line {line} on rank {rank}: {why}")
-    error.kind, error.rank, error.line = kind, rank, line
-    return error
+    return PlanError(f"{file}:{line}: {kind}: line {line} on rank {rank}: {why}", kind, rank, line)
 
 
 def whole(value: Any, what: str) -> int:
@@ -103,25 +101,34 @@ class Scratch(Buffer):
     __slots__ = ()
 
 
-class Peer:
-    """Another rank, as this rank's program sees it."""
+class Side:
+    """What a program can name of a rank, its own or a peer."""
 
-    __slots__ = ("_tracer", "rank")
+    __slots__ = ("_rank", "_tracer")
 
     def __init__(self, tracer: "Tracer", rank: int):
-        self._tracer = tracer
-        #: The peer's number.
-        self.rank = rank
+        self._tracer, self._rank = tracer, rank
+
+    @property
+    def rank(self) -> int:
+        """The rank's number, from 0."""
+        return self._rank
 
     @property
     def input(self) -> Buffer:
-        """The peer's input."""
+        """What the rank's caller passed in."""
         return self._tracer.buffer(self.rank, "input")
 
     @property
     def output(self) -> Buffer:
-        """The peer's output."""
+        """What the rank's caller gets."""
         return self._tracer.buffer(self.rank, "output")
+
+
+class Peer(Side):
+    """Another rank, as this rank's program sees it."""
+
+    __slots__ = ()
 
     def at(self, scratch: Scratch) -> Scratch:
         """The peer's chunks of a scratch that this rank has too."""
@@ -133,31 +140,15 @@ class Peer:
         return f"Peer({self.rank})"
 
 
-class Rank:
+class Rank(Side):
     """One rank: its buffers, its peers, and what it does. A program is a function of it."""
 
-    def __init__(self, tracer: "Tracer"):
-        self._tracer = tracer
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0."""
-        return self._tracer.rank
+    __slots__ = ()
 
     @property
     def world(self) -> int:
         """The number of ranks."""
         return self._tracer.world
-
-    @property
-    def input(self) -> Buffer:
-        """What the caller passed in."""
-        return self._tracer.buffer(self.rank, "input")
-
-    @property
-    def output(self) -> Buffer:
-        """What the caller gets."""
-        return self._tracer.buffer(self.rank, "output")
 
     def scratch(self, chunks: int) -> Scratch:
         """So many chunks of memory that a call begins with undefined. Every rank has the same, in the
@@ -219,7 +210,7 @@ class Rank:
 
     @contextlib.contextmanager
     def block_group(self, group: int) -> Iterator[None]:
-        """What stands inside runs in order, and beside the other block groups, until they join. 16 are
+        """What stands inside runs in order, while the other block groups run, until they join. 16 are
         possible."""
         number = whole(group, "the number of a block group")
         if self._tracer.group is not None:
@@ -282,7 +273,7 @@ class Tracer:
     def place(self) -> tuple[str, int]:
         """The file and line of the program that calls: in the program's own file where it is on the stack."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("symmpool.language"):
+        while frame is not None and frame.f_globals.get("__name__") == __name__:
             frame = frame.f_back
         nearest = frame
         while frame is not None and frame.f_code.co_filename != self.source:
