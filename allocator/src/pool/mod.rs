@@ -293,7 +293,8 @@ impl Pool {
     }
 
     /// Whether no rank's process had another pool on its device when this one was made; the same on every rank.
-    /// Communicators take more memory on such a pool than on later ones. In host memory it is always so.
+    /// Communicators can be told to take another size of memory there than on later pools. In host memory it is
+    /// always so.
     pub fn is_first_on_device(&self) -> bool {
         self.0.first_on_device
     }

@@ -22,7 +22,10 @@ pub(super) struct OnDevice {
 
 impl OnDevice {
     pub(super) fn enter(driver: &Driver, world: u32) -> Self {
-        let uuid = driver.as_cuda().filter(|_| world > 1).map(|_| driver.device().uuid);
+        Self::of(driver.as_cuda().filter(|_| world > 1).map(|_| driver.device().uuid))
+    }
+
+    fn of(uuid: Option<String>) -> Self {
         let first = uuid.clone().is_none_or(|uuid| change(uuid, |count| count + 1) == 1);
         Self { uuid, first }
     }
@@ -49,11 +52,7 @@ mod tests {
 
     #[test]
     fn the_first_pool_is_first_again_when_all_are_gone() {
-        let enter = || {
-            let uuid = Some("of a test".to_owned());
-            let first = change("of a test".to_owned(), |count| count + 1) == 1;
-            OnDevice { uuid, first }
-        };
+        let enter = || OnDevice::of(Some("of a test".to_owned()));
         let (one, two) = (enter(), enter());
         assert!(one.first && !two.first);
         drop(one);

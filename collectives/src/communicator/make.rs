@@ -177,13 +177,14 @@ impl Communicator {
 /// The sizes of the parts of a communicator's memory on a device. The same on every rank, as options and the
 /// environment are.
 fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<Footprint> {
-    // No communicator of this pool has taken memory of its lane yet.
-    let first_of_pool = pool.lane(CONTROL_LANE)?.stats()?.allocs == 0;
-    let first = pool.is_first_on_device() && first_of_pool;
-    let value = std::env::var(MEMORY_VARIABLE).ok();
     let total = match options.device_memory_bytes {
         Some(bytes) => Some(bytes),
-        None => requested_total(value.as_deref(), first)?,
+        None => {
+            // No communicator of this pool has taken memory of its lane yet.
+            let first_of_pool = pool.lane(CONTROL_LANE)?.stats()?.allocs == 0;
+            let first = pool.is_first_on_device() && first_of_pool;
+            requested_total(std::env::var(MEMORY_VARIABLE).ok().as_deref(), first)?
+        }
     };
     let (inbox, scratch) = (options.device_inbox_bytes, options.device_scratch_bytes);
     Footprint::new(pool.world(), RequestedMemory { total, inbox, scratch })

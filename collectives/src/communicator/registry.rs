@@ -2,7 +2,6 @@
 
 #![allow(unsafe_code)] // callers hand over raw memory, and promise what it is
 
-use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use symmpool_allocator::{Error, Result, Stream};
@@ -10,15 +9,20 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::Communicator;
 use crate::{Algorithm, AllReduceAlgorithm, DType, ReduceOp};
 
-/// The algorithms that were registered with a communicator, by collective and name.
+/// The algorithms that were registered with a communicator, in the order of collectives and names. Each is there once.
 #[derive(Default)]
-pub(super) struct Registry(Mutex<BTreeMap<(String, String), Algorithm>>);
+pub(super) struct Registry(Mutex<Vec<Algorithm>>);
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<(String, String), Algorithm>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Algorithm>> {
         // Nothing is half-changed after a panic: insertions are the last thing.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Where an algorithm is, or where it would be inserted.
+fn find(registry: &[Algorithm], collective: &str, name: &str) -> std::result::Result<usize, usize> {
+    registry.binary_search_by(|each| (each.collective(), each.name()).cmp(&(collective, name)))
 }
 
 impl Communicator {
@@ -40,16 +44,16 @@ impl Communicator {
             )));
         }
         let mut registry = self.registry.lock();
-        let key = (algorithm.collective().to_owned(), algorithm.name().to_owned());
-        match registry.get(&key) {
-            Some(other) if other.hash() != algorithm.hash() => {
+        match find(&registry, algorithm.collective(), algorithm.name()) {
+            Ok(at) if registry[at].hash() != algorithm.hash() => {
                 Err(Error::invalid_argument(format!(
                     "{algorithm:?} on rank {rank}: another algorithm of this name is registered; give it a name of \
                      its own"
                 )))
             }
-            _ => {
-                registry.insert(key, algorithm);
+            Ok(_) => Ok(()),
+            Err(at) => {
+                registry.insert(at, algorithm);
                 Ok(())
             }
         }
@@ -62,14 +66,11 @@ impl Communicator {
     /// `is_invalid_argument` if there is none, with the names that there are.
     pub fn registered(&self, collective: &str, name: &str) -> Result<Algorithm> {
         let registry = self.registry.lock();
-        if let Some(found) = registry.get(&(collective.to_owned(), name.to_owned())) {
-            return Ok(found.clone());
+        if let Ok(at) = find(&registry, collective, name) {
+            return Ok(registry[at].clone());
         }
-        let mut names: Vec<&str> = registry
-            .keys()
-            .filter(|(of, _)| of == collective)
-            .map(|(_, name)| name.as_str())
-            .collect();
+        let of_collective = registry.iter().filter(|each| each.collective() == collective);
+        let mut names: Vec<&str> = of_collective.map(Algorithm::name).collect();
         if collective == "all_reduce" {
             names.extend(AllReduceAlgorithm::ALL.map(AllReduceAlgorithm::name));
         }
@@ -82,7 +83,7 @@ impl Communicator {
 
     /// The algorithms that were registered, by collective and name.
     pub fn registered_algorithms(&self) -> Vec<Algorithm> {
-        self.registry.lock().values().cloned().collect()
+        self.registry.lock().clone()
     }
 
     /// Runs an algorithm, registered or not, for `count` elements of each part of its input (see

@@ -213,8 +213,7 @@ impl CudaEngine {
                 KernelSpec::two_shot_launch(control, self.world(), dtype, lamport, work.bytes);
             (ranks, most)
         } else {
-            // Longer launches would not be faster, and need another variant of the kernel.
-            (1, (self.control.inbox_vectors(lamport) / ranks * 16).min(MANY_BYTES))
+            (1, self.scatter_launch(lamport))
         };
         let threads = match most.min(work.bytes) {
             0..=524_288 => 64,
@@ -310,6 +309,12 @@ impl CudaEngine {
         unsafe { self.scatter(&work, fits_lamport(dtype)) }
     }
 
+    /// Most bytes of a part that one launch of a reduce-scatter takes through inboxes, which must hold a part of each
+    /// rank. Longer launches would not be faster, and need another variant of the kernel.
+    fn scatter_launch(&self, lamport: bool) -> u64 {
+        (self.control.inbox_vectors(lamport) / u64::from(self.world()) * 16).min(MANY_BYTES)
+    }
+
     /// Reduces and scatters through inboxes while that is faster, else through scratch.
     ///
     /// # Safety
@@ -317,10 +322,9 @@ impl CudaEngine {
     /// As [`CudaEngine::all_reduce`].
     unsafe fn scatter(&mut self, work: &Work, lamport: bool) -> Result<()> {
         let ranks = u64::from(self.world());
-        let launch = (self.control.inbox_vectors(lamport) / ranks * 16).min(MANY_BYTES);
         // LL sends twice the bytes that it carries; Lamport does not.
         let most = if lamport { MANY_BYTES.max(SCATTER_BYTES / (ranks - 1)) } else { 64 << 10 };
-        let in_stages = work.bytes > most.min(MAX_SCATTER_LAUNCHES * launch);
+        let in_stages = work.bytes > most.min(MAX_SCATTER_LAUNCHES * self.scatter_launch(lamport));
         let (bytes, call) = (work.bytes, work.call);
         tracing::debug!(bytes, %call, in_stages, lamport, "through scratch or inboxes");
         if in_stages {

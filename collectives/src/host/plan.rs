@@ -109,6 +109,26 @@ fn real_rank(rank: u32, root: u32, world: u32) -> u32 {
     (rank + root) % world
 }
 
+/// The arguments of a call with a plan.
+#[derive(Clone, Copy)]
+struct Arguments {
+    input: Place,
+    output: Place,
+    count: usize,
+    dtype: DType,
+    op: ReduceOp,
+    root: u32,
+}
+
+/// What a call needs, found from its arguments.
+struct Prepared {
+    data: Data,
+    chunks: Chunks,
+    loops: Loops,
+    /// Bytes of scratch that each chunk has.
+    room: usize,
+}
+
 impl HostEngine {
     /// Runs a plan for `count` elements of each part (see [`Plan::input_parts`]); of one's own collective, for an
     /// input of `count` elements. `op` matters for collectives that reduce, `root` for a broadcast.
@@ -137,8 +157,9 @@ impl HostEngine {
         root: u32,
     ) -> Result<()> {
         self.ready()?;
-        let prepared = self.prepare(checked, input, output, count, dtype, op, root);
-        let (data, chunks, loops, room) = self.or_decline(prepared)?;
+        let arguments = Arguments { input, output, count, dtype, op, root };
+        let prepared = self.prepare(checked, &arguments);
+        let Prepared { data, chunks, loops, room } = self.or_decline(prepared)?;
         let plan = checked.plan();
         let mut call = Call::new(operation(plan)).elements(dtype, count).root(root);
         if plan.collective.reduces() {
@@ -149,8 +170,8 @@ impl HostEngine {
             if reached { place } else { Place::Plain(std::ptr::null_mut()) }
         };
         let call = call
-            .input(if_reached(checked.reaches_inputs, input))
-            .output(if_reached(checked.reaches_outputs, output))
+            .input(if_reached(checked.needs_input_window(), input))
+            .output(if_reached(checked.needs_output_window(), output))
             .registered(checked.hash());
         self.handshake(&call)?;
         if count == 0 {
@@ -162,6 +183,7 @@ impl HostEngine {
         };
         let windows = (offset(input), offset(output));
         let me = (self.rank() + self.world() - root) % self.world();
+        let mut sources = std::mem::take(&mut self.sources);
         let piece = if plan.scratch == 0 { chunks.each } else { room / chunks.size };
         let mut begin = 0;
         while begin < chunks.each {
@@ -196,7 +218,9 @@ impl HostEngine {
                         // SAFETY: the caller's promises about input and output; that windows are mapped in every slot
                         // was promised to `new`. The plan's proof says that what this rank accesses between two
                         // signals is accessed by no other rank meanwhile, and is within the buffers.
-                        unsafe { run_items(&buffers, &left[..items], begin..end, &loops) };
+                        unsafe {
+                            run_items(&buffers, &left[..items], begin..end, &loops, &mut sources);
+                        }
                         left = &left[items..];
                         continue;
                     }
@@ -205,21 +229,13 @@ impl HostEngine {
             }
             begin = end;
         }
+        self.sources = sources;
         Ok(())
     }
 
     /// Checks a call's arguments, and finds what it needs.
-    #[allow(clippy::too_many_arguments)] // what a call is
-    fn prepare(
-        &self,
-        checked: &CheckedPlan,
-        input: Place,
-        output: Place,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-        root: u32,
-    ) -> Result<(Data, Chunks, Loops, usize)> {
+    fn prepare(&self, checked: &CheckedPlan, arguments: &Arguments) -> Result<Prepared> {
+        let Arguments { input, output, count, dtype, op, root } = *arguments;
         let plan = checked.plan();
         let (name, rank, world) = (&plan.name, self.rank(), self.world());
         if plan.world != world {
@@ -237,9 +253,10 @@ impl HostEngine {
         if count >= MAX_COUNT {
             return Err(Error::invalid_argument(format!("{count} elements on rank {rank}")));
         }
-        for (reached, what, place) in
-            [(checked.reaches_inputs, "input", input), (checked.reaches_outputs, "output", output)]
-        {
+        for (reached, what, place) in [
+            (checked.needs_input_window(), "input", input),
+            (checked.needs_output_window(), "output", output),
+        ] {
             if reached && count > 0 && !place.is_window() {
                 return Err(Error::unsupported(format!(
                     "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
@@ -263,32 +280,24 @@ impl HostEngine {
                 (plan.scratch as usize * LINE).next_multiple_of(256)
             )));
         }
-        let part = count.checked_mul(size);
-        let times = |parts: u32| part.and_then(|part| part.checked_mul(parts as usize));
-        let own = part.and_then(|part| part.checked_mul(rank as usize)).unwrap_or(0);
-        let (input_bytes, output_bytes, in_place) = match plan.collective {
-            Collective::AllReduce => (part, part, InPlace::OutputAt(0)),
-            // Others than the root have no data to begin with.
-            Collective::Broadcast => {
-                (if rank == root { part } else { Some(0) }, part, InPlace::OutputAt(0))
-            }
-            Collective::AllGather => (part, times(world), InPlace::InputAt(own)),
-            Collective::ReduceScatter => (times(world), part, InPlace::OutputAt(own)),
-            Collective::AllToAll => (times(world), times(world), InPlace::OutputAt(0)),
-            Collective::Custom { .. } => {
-                let output = (count / plan.chunks as usize)
-                    .checked_mul(size)
-                    .and_then(|chunk| chunk.checked_mul(plan.output_chunks(rank) as usize));
-                (part, output, InPlace::OutputAt(0))
-            }
+        let bytes = |length: Option<usize>| length.and_then(|length| length.checked_mul(size));
+        let [inputs, output_bytes] = checked.lengths(rank, count).map(bytes);
+        let own = bytes(count.checked_mul(rank as usize)).unwrap_or(0);
+        let in_place = match plan.collective {
+            Collective::AllGather => InPlace::InputAt(own),
+            Collective::ReduceScatter => InPlace::OutputAt(own),
+            _ => InPlace::OutputAt(0),
         };
+        // Others than the root of a broadcast have no data to begin with.
+        let has_data = plan.collective != Collective::Broadcast || rank == root;
+        let input_bytes = if has_data { inputs } else { Some(0) };
         let data = self.resolve((input, input_bytes), (output, output_bytes), in_place)?;
         match checked.in_place() {
             Err(why) if data.in_place && count > 0 => Err(Error::invalid_argument(format!(
                 "the algorithm {name} on rank {rank} is wrong in place ({}); pass an output of its own",
                 why.message
             ))),
-            _ => Ok((data, chunks, loops, room)),
+            _ => Ok(Prepared { data, chunks, loops, room }),
         }
     }
 
@@ -348,9 +357,9 @@ unsafe fn run_items(
     steps: &[Step],
     range: std::ops::Range<usize>,
     loops: &Loops,
+    sources: &mut Vec<*const u8>,
 ) {
     let size = buffers.chunks.size;
-    let mut sources = Vec::with_capacity(8);
     let mut begin = range.start;
     while begin < range.end {
         let end = (begin + TILE / size).min(range.end);
@@ -377,7 +386,7 @@ unsafe fn run_items(
             let reduce = if *is_result { loops.result } else { loops.partial };
             if let Some(reduce) = reduce {
                 // SAFETY: the caller's promise; the destination is one of the sources or overlaps none.
-                unsafe { reduce(&sources, &[to], count, loops.divisor) };
+                unsafe { reduce(sources, &[to], count, loops.divisor) };
             }
         }
         begin = end;

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::timeline::timeline;
 use super::{CheckedPlan, Operation, Span};
 
-/// Columns beside each other; more ranks stand below.
+/// Ranks in one table; more are in tables below it.
 const COLUMNS: usize = 4;
 
 impl CheckedPlan {
@@ -13,10 +13,10 @@ impl CheckedPlan {
     /// same time, if each takes as long as any other.
     ///
     /// ```text
-    /// two_shot: all_reduce of 2 ranks, 2 chunks, 2 of scratch
+    /// two_shot: all_reduce of 2 ranks, 2 chunks, 2 of scratch, simple
     ///
     ///      | rank 0                      | rank 1
-    /// -----+-----------------------------+----------------------------
+    /// ---- | --------------------------- | ---------------------------
     ///    1 | put input[1] > 1:scratch[0] | put input[0] > 0:scratch[1]
     ///    2 | signal 1                    | signal 0
     /// ```
@@ -82,13 +82,13 @@ fn table(text: &mut String, cells: &[Vec<Vec<String>>], ranks: &[usize]) {
             words.map(String::len).chain([name.len()]).max().unwrap_or(0)
         })
         .collect();
+    text.push('\n');
     let mut row = |first: &str, words: &[&str]| {
         let columns = words.iter().zip(&widths);
         let columns: Vec<String> = columns.map(|(word, width)| format!("{word:width$}")).collect();
         let line = format!("{first:>4} | {}", columns.join(" | "));
         let _ = writeln!(text, "{}", line.trim_end());
     };
-    row("", &[]);
     row("", &names.iter().map(String::as_str).collect::<Vec<_>>());
     let dashes: Vec<String> = widths.iter().map(|width| "-".repeat(*width)).collect();
     row("----", &dashes.iter().map(String::as_str).collect::<Vec<_>>());

@@ -58,7 +58,7 @@ pub enum Collective {
 pub enum Protocol {
     /// By the signal that follows it.
     Simple,
-    /// By a flag beside every 8 bytes (LL): half the bandwidth, and no signal to wait for. For programs that reach
+    /// By flags, which are half of every 16 bytes (LL): half the bandwidth, and no signal to wait for. For programs that reach
     /// peers only by puts into scratch, and write each chunk of it at most once.
     Ll,
 }
@@ -164,7 +164,7 @@ impl fmt::Display for Cell {
 pub struct Instruction {
     /// What it does.
     pub operation: Operation,
-    /// The block group that runs it. Operations of one group run in order; groups run beside each other. An
+    /// The block group that runs it. Operations of one group run in order; groups run at the same time. An
     /// operation of no group, and [`Operation::Join`], come after all before them and before all after them.
     pub group: Option<u32>,
     /// The line in the program's source, from 1; 0 where it is not known.

@@ -109,28 +109,33 @@ def require_writable(path):
         raise SystemExit(f"{path} cannot be written to")
 
 
-def connect(options):
-    """Initializes torch.distributed, and returns this process's ranks and device."""
+def find_device(options, example):
+    """torch, and this process's device, which becomes the current one. Raises SystemExit if there is none,
+    and outside of torchrun, for which `example` has arguments."""
     try:
         import torch
         import torch.distributed
     except ImportError as error:
         raise SystemExit(f"the benchmark needs torch, which cannot be imported: {error}") from error
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise SystemExit(
-            "the benchmark runs under torchrun: torchrun --nproc-per-node 4 -m symmpool bench allreduce"
-        )
-    cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+        raise SystemExit(f"the benchmark runs under torchrun: torchrun {example}")
+    on_cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    if not on_cuda:
+        return torch, torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch sees no CUDA device")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return torch, device
+
+
+def connect(options):
+    """Initializes torch.distributed, and returns this process's ranks and device."""
+    torch, device = find_device(options, "--nproc-per-node 4 -m symmpool bench allreduce")
     timeout = timedelta(seconds=options.timeout)
-    if cuda:
-        if not torch.cuda.is_available():
-            raise SystemExit("--device cuda: torch sees no CUDA device")
-        local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
         torch.distributed.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
-        device = torch.device("cpu")
         torch.distributed.init_process_group("gloo", timeout=timeout)
     return peers.Ranks(torch, device, options.timeout)
 

@@ -25,6 +25,42 @@ def _of_all(me: Rank, own: Chunks, inbox: Scratch) -> list[Chunks]:
     return [own if rank == me.rank else inbox[rank] for rank in range(me.world)]
 
 
+def _reduce_directly(me: Rank, result: Chunks) -> None:
+    """Every rank puts to each peer that peer's chunk, and reduces its own."""
+    inbox = me.scratch(me.world)
+    for peer in me.peers():
+        me.put(peer.at(inbox)[me.rank], me.input[peer.rank])
+        me.signal(peer)
+    _wait_all(me)
+    me.reduce(result, _of_all(me, me.input[me.rank], inbox))
+
+
+def _reduce_around_ring(me: Rank, result: Chunks) -> None:
+    """Partial sums go round the ring; the sum of this rank's chunk ends here."""
+    last, n = me.world - 1, me.world
+    partial, inbox = me.scratch(n), me.scratch(n)
+    if n == 1:
+        me.copy(result, me.input[0])
+        return
+    right, left = me.peer((me.rank + 1) % n), me.peer((me.rank - 1) % n)
+    for step in range(last):
+        chunk, got = (me.rank - step - 1) % n, (me.rank - step - 2) % n
+        me.put(right.at(inbox)[chunk], partial[chunk] if step else me.input[chunk])
+        me.signal(right)
+        me.wait(left)
+        me.reduce(result if got == me.rank else partial[got], [inbox[got], me.input[got]])
+
+
+def _gather_around_ring(me: Rank) -> None:
+    """Each rank's chunk of its output goes round the ring."""
+    for step in range(me.world - 1):
+        right, left = me.peer((me.rank + 1) % me.world), me.peer((me.rank - 1) % me.world)
+        chunk = (me.rank - step) % me.world
+        me.put(right.output[chunk], me.output[chunk])
+        me.signal(right)
+        me.wait(left)
+
+
 @algorithm("all_reduce")
 def one_shot_all_reduce(me: Rank) -> None:
     """Every rank puts its input to all, and reduces what it got: one step, and the least latency."""
@@ -39,12 +75,7 @@ def one_shot_all_reduce(me: Rank) -> None:
 @algorithm("all_reduce", chunks="world")
 def two_shot_all_reduce(me: Rank) -> None:
     """Every rank reduces one chunk and puts the result to all: two steps, and the least traffic."""
-    inbox = me.scratch(me.world)
-    for peer in me.peers():
-        me.put(peer.at(inbox)[me.rank], me.input[peer.rank])
-        me.signal(peer)
-    _wait_all(me)
-    me.reduce(me.output[me.rank], _of_all(me, me.input[me.rank], inbox))
+    _reduce_directly(me, me.output[me.rank])
     for peer in me.peers():
         me.put(peer.output[me.rank], me.output[me.rank])
         me.signal(peer)
@@ -54,12 +85,8 @@ def two_shot_all_reduce(me: Rank) -> None:
 @algorithm("all_reduce", chunks="world")
 def two_shot_ll_all_reduce(me: Rank) -> None:
     """The same through scratch alone, so that it can be compiled with protocol="ll"."""
-    inbox, results = me.scratch(me.world), me.scratch(me.world)
-    for peer in me.peers():
-        me.put(peer.at(inbox)[me.rank], me.input[peer.rank])
-        me.signal(peer)
-    _wait_all(me)
-    me.reduce(me.output[me.rank], _of_all(me, me.input[me.rank], inbox))
+    results = me.scratch(me.world)
+    _reduce_directly(me, me.output[me.rank])
     for peer in me.peers():
         me.put(peer.at(results)[me.rank], me.output[me.rank])
         me.signal(peer)
@@ -83,23 +110,8 @@ def two_shot_pull_all_reduce(me: Rank) -> None:
 def ring_all_reduce(me: Rank) -> None:
     """Partial sums go round the ring, then results do: for ranks that are linked to their neighbours
     alone."""
-    last, n = me.world - 1, me.world
-    partial, inbox = me.scratch(n), me.scratch(n)
-    if n == 1:
-        me.copy(me.output[0], me.input[0])
-        return
-    right, left = me.peer((me.rank + 1) % n), me.peer((me.rank - 1) % n)
-    for step in range(last):
-        chunk, got = (me.rank - step - 1) % n, (me.rank - step - 2) % n
-        me.put(right.at(inbox)[chunk], partial[chunk] if step else me.input[chunk])
-        me.signal(right)
-        me.wait(left)
-        me.reduce(me.output[got] if step == last - 1 else partial[got], [inbox[got], me.input[got]])
-    for step in range(last):
-        chunk = (me.rank - step) % n
-        me.put(right.output[chunk], me.output[chunk])
-        me.signal(right)
-        me.wait(left)
+    _reduce_around_ring(me, me.output[me.rank])
+    _gather_around_ring(me)
 
 
 @algorithm("all_reduce", chunks="world")
@@ -185,40 +197,19 @@ def ring_all_gather(me: Rank) -> None:
     """Inputs go round the ring."""
     me.barrier()
     me.copy(me.output[me.rank], me.input[0])
-    for step in range(me.world - 1):
-        right, left = me.peer((me.rank + 1) % me.world), me.peer((me.rank - 1) % me.world)
-        chunk = (me.rank - step) % me.world
-        me.put(right.output[chunk], me.output[chunk])
-        me.signal(right)
-        me.wait(left)
+    _gather_around_ring(me)
 
 
 @algorithm("reduce_scatter")
 def direct_reduce_scatter(me: Rank) -> None:
     """Every rank puts to each peer that peer's chunk."""
-    inbox = me.scratch(me.world)
-    for peer in me.peers():
-        me.put(peer.at(inbox)[me.rank], me.input[peer.rank])
-        me.signal(peer)
-    _wait_all(me)
-    me.reduce(me.output[0], _of_all(me, me.input[me.rank], inbox))
+    _reduce_directly(me, me.output[0])
 
 
 @algorithm("reduce_scatter")
 def ring_reduce_scatter(me: Rank) -> None:
     """Partial sums go round the ring."""
-    last, n = me.world - 1, me.world
-    partial, inbox = me.scratch(n), me.scratch(n)
-    if n == 1:
-        me.copy(me.output[0], me.input[0])
-        return
-    right, left = me.peer((me.rank + 1) % n), me.peer((me.rank - 1) % n)
-    for step in range(last):
-        chunk, got = (me.rank - step - 1) % n, (me.rank - step - 2) % n
-        me.put(right.at(inbox)[chunk], partial[chunk] if step else me.input[chunk])
-        me.signal(right)
-        me.wait(left)
-        me.reduce(me.output[0] if step == last - 1 else partial[got], [inbox[got], me.input[got]])
+    _reduce_around_ring(me, me.output[0])
 
 
 @algorithm("broadcast")

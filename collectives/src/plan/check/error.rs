@@ -1,4 +1,4 @@
-//! Why a plan is refused, told so that its author finds the line.
+//! Why a plan is refused, with the rank and line of its program.
 
 use std::fmt;
 

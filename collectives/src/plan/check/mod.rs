@@ -37,8 +37,8 @@ pub struct CheckedPlan {
     /// Whether chunks must have equal lengths, because chunks at different places of their parts are exchanged.
     pub(crate) needs_equal_chunks: bool,
     /// Whether peers access inputs, so that these must be windows; and outputs.
-    pub(crate) reaches_inputs: bool,
-    pub(crate) reaches_outputs: bool,
+    reaches_inputs: bool,
+    reaches_outputs: bool,
     /// Whether results are reduced in several steps, with rounding between them.
     pub(crate) has_partial_results: bool,
     /// The most contributions of a chunk of the output: what an average divides by.
@@ -275,11 +275,11 @@ fn check_shape(rank: u32, operation: &Operation) -> Result<(), String> {
     if let Some(src) = srcs.iter().find(|src| src.count != dst.count) {
         return Err(format!("{} chunks do not fit {}", src.count, dst.count));
     }
-    let overlaps = |src: &&Span| {
+    let overlaps = |src: &Span| {
         let of_one = (src.rank, src.buffer) == (dst.rank, dst.buffer) && src.index != dst.index;
         of_one && src.index < dst.index + dst.count && dst.index < src.index + src.count
     };
-    if srcs.iter().any(|src| overlaps(&src)) {
+    if srcs.iter().any(overlaps) {
         return Err("source and destination overlap, and are not the same".to_owned());
     }
     let (to_peer, from_peer) = (dst.rank != rank, srcs[0].rank != rank);

@@ -1,8 +1,8 @@
 //! Right programs of all collectives.
 
-use symmpool_collectives::plan::{Buffer, Collective, Contribution, Plan};
+use symmpool_collectives::plan::{Buffer, Collective, Contribution, Plan, Span};
 
-use super::builder::{place, plan};
+use super::builder::{Me, place, plan};
 
 /// Every rank puts its input to all, and reduces what it got.
 pub(super) fn one_shot(world: u32) -> Plan {
@@ -19,19 +19,24 @@ pub(super) fn one_shot(world: u32) -> Plan {
     })
 }
 
+/// Every rank puts to each peer that peer's chunk, and reduces its own.
+fn reduce_own_chunk(me: &mut Me, result: Span) {
+    let own = me.rank;
+    for peer in me.peers() {
+        me.put(place(peer, Buffer::Scratch, own), me.input(peer));
+        me.signal(peer);
+    }
+    me.wait_all();
+    let of = |rank| if rank == own { me.input(own) } else { me.scratch(rank) };
+    let srcs = (0..me.world).map(of).collect();
+    me.reduce(result, srcs);
+}
+
 /// Every rank reduces a chunk and gives it to all.
 pub(super) fn two_shot(world: u32) -> Plan {
     plan("two_shot", Collective::AllReduce, world, world, world, |me| {
-        for peer in me.peers() {
-            me.put(place(peer, Buffer::Scratch, me.rank), me.input(peer));
-            me.signal(peer);
-        }
-        me.wait_all();
         let own = me.rank;
-        let srcs =
-            (0..world).map(|rank| if rank == own { me.input(own) } else { me.scratch(rank) });
-        let srcs = srcs.collect();
-        me.reduce(me.output(own), srcs);
+        reduce_own_chunk(me, me.output(own));
         for peer in me.peers() {
             me.put(place(peer, Buffer::Output, own), me.output(own));
             me.signal(peer);
@@ -92,16 +97,7 @@ pub(super) fn all_gather(world: u32) -> Plan {
 
 pub(super) fn reduce_scatter(world: u32) -> Plan {
     plan("reduce_scatter", Collective::ReduceScatter, world, world, world, |me| {
-        for peer in me.peers() {
-            me.put(place(peer, Buffer::Scratch, me.rank), me.input(peer));
-            me.signal(peer);
-        }
-        me.wait_all();
-        let own = me.rank;
-        let srcs =
-            (0..world).map(|rank| if rank == own { me.input(own) } else { me.scratch(rank) });
-        let srcs = srcs.collect();
-        me.reduce(me.output(0), srcs);
+        reduce_own_chunk(me, me.output(0));
     })
 }
 

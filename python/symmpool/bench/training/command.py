@@ -240,23 +240,8 @@ def measure(meeting, options, kind, backends, peer, profiles, report_progress):
 
 def connect(options):
     """The ranks of this run, before any of its process groups."""
-    try:
-        import torch
-        import torch.distributed
-    except ImportError as error:
-        raise SystemExit(f"the benchmark needs torch, which cannot be imported: {error}") from error
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise SystemExit(
-            "the benchmark runs under torchrun: torchrun --nproc-per-node 2 -m symmpool bench training"
-        )
-    on_cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
-    if on_cuda and not torch.cuda.is_available():
-        raise SystemExit("--device cuda: torch sees no CUDA device")
-    complete(options, on_cuda)
-    device = torch.device("cpu")
-    if on_cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    torch, device = session.find_device(options, "--nproc-per-node 2 -m symmpool bench training")
+    complete(options, device.type == "cuda")
     # Known to torch by itself where the package is installed; here it may lie beside the program.
     import symmpool.backend  # noqa: F401
 
