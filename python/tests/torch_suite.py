@@ -13,6 +13,7 @@ test: what became of it on each rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -200,7 +201,9 @@ class Ranks:
             process.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-            process.stdin.close()
+            # What a process that has ended did not read cannot be written any more.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def judged(answers):

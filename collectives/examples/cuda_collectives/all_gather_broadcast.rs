@@ -13,8 +13,10 @@ const POISON: u8 = 0x5a;
 /// Bytes behind the output that must not change.
 const AROUND: usize = 64;
 /// Elements that a rank sends to each other rank.
-const COUNTS: [usize; 7] = [0, 1, 1000, 65_539, 300_000, (1 << 20) + 1, 3 << 20];
-const QUICK: [usize; 2] = [1000, 300_000];
+const COUNTS: [usize; 8] = [0, 1, 1000, 65_539, 300_000, (1 << 20) + 1, UNEVEN, 3 << 20];
+const QUICK: [usize; 3] = [1000, 300_000, UNEVEN];
+/// So many bytes, through 1 MiB of scratch of two ranks, take fewer rounds in the last stages than in the first.
+const UNEVEN: usize = (2 << 20) + 1792;
 const DTYPES: [DType; 3] = [DType::U8, DType::Bf16, DType::I64];
 /// Room for the longest data of one rank.
 const ROOM: usize = 24 << 20;
@@ -57,9 +59,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let alike = all_to_all == AllToAllAlgorithm::Copy || count == 3 << 20;
                     let own = if alike { number } else { random(number, u64::from(pool.rank())) };
                     let shift = |by: u32| (own >> by) as usize % 4 * dtype.size();
-                    let from = inputs[own as usize & 1].address() + shift(8) as u64;
-                    let to = outputs[own as usize >> 1 & 1].address() + shift(16) as u64;
-                    let in_place = number >> 24 & 1 == 1;
+                    let mut from = inputs[own as usize & 1].address() + shift(8) as u64;
+                    let mut to = outputs[own as usize >> 1 & 1].address() + shift(16) as u64;
+                    let mut in_place = number >> 24 & 1 == 1;
+                    if count == UNEVEN {
+                        // Data passes through scratch into outputs that are no windows, and the own part is copied.
+                        (from, to, in_place) = (inputs[0].address(), outputs[0].address(), false);
+                    }
                     let what = format!("{} of {count} {}", all_to_all.name(), dtype.name());
                     check.all_gather(&comm, (from, to), (count, dtype), in_place, &what)?;
                     let root = (number >> 32) as u32 % pool.world();

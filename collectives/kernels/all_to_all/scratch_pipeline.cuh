@@ -71,10 +71,13 @@ __device__ __forceinline__ void raise_stage_flags(const Session& session, u32 ki
     }
 }
 
-// Copies what a stage has to copy in one of `turns` turns of this rank's own part, which needs no link.
+// Copies what a stage has to copy in one of `turns` turns of this rank's own part, which needs no link. The part is
+// divided among stages first: the number of turns differs from stage to stage.
 __device__ __forceinline__ void copy_own(const Exchange& exchange, u32 stage, u32 turn, u32 turns) {
-    const u32 stages = PipelineStage::count(exchange.session.comm);
-    copy_piece(exchange.transfers[0], stage * turns + turn, stages * turns);
+    const Copy copy(exchange.transfers[0]);
+    const Range mine = Split(copy.units(), PipelineStage::count(exchange.session.comm))[stage];
+    const Split split(mine.to - mine.from, turns);
+    copy.run(mine.from + split.begin(turn), mine.from + split.begin(turn + 1));
 }
 
 // Runs a stage for all pairs of this rank. Stages run in the same order on every rank, so the first one that is not done

@@ -57,7 +57,9 @@ def test_tensors_that_are_no_windows_are_served(alone):
 def test_calls_that_are_not_waited_for(alone):
     group, pool = alone
     x = pool.empty(1 << 22, torch.float32)
-    torch.cuda._sleep(50_000_000)
+    symmpool.all_reduce(x, "sum", group)  # what a first call does takes long
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
     x.fill_(2.0)
     work = symmpool.all_reduce(x, "sum", group, async_op=True)
     assert not work.is_completed()
