@@ -2,32 +2,24 @@
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
-use std::ffi::CString;
 use std::sync::Arc;
 
-use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::prelude::*;
 
 use crate::algorithm::{Algorithm, Call, all_reduce_by_name, run_named};
 use crate::arguments::{Argument, Calls, Terms};
+use crate::convert::deprecated;
 use crate::errors::{OrRaise, exception, reason};
 use crate::mark::Mark;
 use crate::number::Number;
 use crate::options;
 use crate::own::Own;
-use crate::p2p::send_or_recv;
+use crate::p2p::{peer_of, send_or_recv};
 use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
 use crate::splits::{Divided, Parts, RowsBySplits};
 use crate::{site, stream};
-
-/// Warns of a name or a form that goes with the next version.
-#[cold]
-fn deprecated(py: Python<'_>, old: &str, new: &str) -> PyResult<()> {
-    let text = CString::new(format!("symmpool: {old} is deprecated; use {new}"))?;
-    PyErr::warn(py, &py.get_type::<PyDeprecationWarning>(), &text, 1)
-}
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
 /// same order; it commits the pool. Where one rank's options are wrong, making it fails on all ranks, and
@@ -59,8 +51,8 @@ fn deprecated(py: Python<'_>, old: &str, new: &str) -> PyResult<()> {
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
-/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "ll",
-/// "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts
+/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto",
+/// "lamport", "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts
 /// too. `scratch_bytes` is how much scratch there is, in host memory or on the device. All of it is
 /// the same on every rank. `concurrent`, of which ranks may differ, is how many communicators of
 /// this process may have calls under way on the device at once, on several streams, 1 to 16: with
@@ -406,34 +398,39 @@ impl Communicator {
         self.calls.run(py, || self.calls.comm.barrier(&stream))
     }
 
-    /// Sends `tensor` to `peer`, whose next `recv` from this rank takes it: as many elements, of as many
+    /// Sends `tensor` to rank `dst`, whose next `recv` from this rank takes it: as many elements, of as many
     /// bytes each. Messages from one rank to another come in the order in which they are sent, and are in
     /// no order with others or with collectives. Complete when `tensor` may be written again: on the CPU
     /// when this returns, on CUDA when `stream` is past it. Where there is room for the message that
     /// waits for nobody; else for the receiver, for `timeout` seconds of the communicator. A receiver that
     /// expects something else has DivergedError, and so has the sender, from this call or its next message.
-    #[pyo3(signature = (tensor, peer, stream = None))]
+    /// `peer` is the former name of `dst`, and is deprecated.
+    #[pyo3(signature = (tensor, dst = None, stream = None, *, peer = None))]
     fn send(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        peer: Number<u32>,
+        dst: Option<Number<u32>>,
         stream: Option<Argument<'_, '_>>,
+        peer: Option<Number<u32>>,
     ) -> PyResult<()> {
+        let peer = peer_of(py, "send", "dst", dst, peer)?;
         send_or_recv(&self.calls, py, false, tensor, peer, stream)
     }
 
-    /// Receives `peer`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
+    /// Receives rank `src`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
     /// the message is there when this returns, on CUDA when `stream` is past it. One that does not come
-    /// closes the communicator, as a late rank does.
-    #[pyo3(signature = (tensor, peer, stream = None))]
+    /// closes the communicator, as a late rank does. `peer` is the former name of `src`, and is deprecated.
+    #[pyo3(signature = (tensor, src = None, stream = None, *, peer = None))]
     fn recv(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        peer: Number<u32>,
+        src: Option<Number<u32>>,
         stream: Option<Argument<'_, '_>>,
+        peer: Option<Number<u32>>,
     ) -> PyResult<()> {
+        let peer = peer_of(py, "recv", "src", src, peer)?;
         send_or_recv(&self.calls, py, true, tensor, peer, stream)
     }
 

@@ -133,6 +133,16 @@ fn warn_of_a_former_name(py: Python<'_>, given: &str, now: &str) -> PyResult<()>
     let text = format!(
         "the algorithm {given:?} is called {now:?}; its former name will not be accepted by the next version"
     );
+    warn(py, text)
+}
+
+/// Warns of a name or a form that goes with the next version.
+#[cold]
+pub(crate) fn deprecated(py: Python<'_>, old: &str, new: &str) -> PyResult<()> {
+    warn(py, format!("symmpool: {old} is deprecated; use {new}"))
+}
+
+fn warn(py: Python<'_>, text: String) -> PyResult<()> {
     let text = std::ffi::CString::new(text)?;
     PyErr::warn(py, &py.get_type::<PyDeprecationWarning>(), &text, 1)
 }

@@ -147,7 +147,7 @@ def exchanges_by_splits(group):
     pool = symmpool.Pool(group, "cpu")
     me, world = pool.rank, pool.world
     wrong = []
-    for all_to_all in ("auto", "ll", "direct", "copy", "ring"):
+    for all_to_all in ("auto", "lamport", "direct", "copy", "ring"):
         comm = symmpool.Communicator(pool, timeout=20, all_to_all=all_to_all)
         for name in DTYPES:
             for call, count in enumerate((np.int32, np.int64)):

@@ -373,8 +373,9 @@ def test_former_names_of_algorithms_are_accepted_with_a_warning():
     pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cpu")
     with pytest.warns(DeprecationWarning, match='"one_shot_packet" is called "one_shot_ll"'):
         assert symmpool.Communicator(pool, algorithm="one_shot_packet").algorithm == "one_shot_ll"
-    with pytest.warns(DeprecationWarning, match='"packet" is called "ll"'):
-        symmpool.Communicator(pool, all_to_all="packet")
+    for former in ("packet", "ll"):
+        with pytest.warns(DeprecationWarning, match=f'"{former}" is called "lamport"'):
+            symmpool.Communicator(pool, all_to_all=former)
 
 
 def refused_while_the_others_are_elsewhere(group):

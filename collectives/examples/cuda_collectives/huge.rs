@@ -179,7 +179,7 @@ impl Huge<'_> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         for all_to_all in AllToAllAlgorithm::ALL {
             // What does not fit into inboxes goes the same ways as with the other algorithms.
-            if all_to_all == AllToAllAlgorithm::Ll {
+            if all_to_all == AllToAllAlgorithm::Lamport {
                 continue;
             }
             let comm = CommunicatorOptions { all_to_all, ..Default::default() };

@@ -17,10 +17,11 @@ pub enum AllToAllAlgorithm {
     /// Chosen by what each pair of ranks exchanges, and by kind of memory.
     #[default]
     Auto = 0,
-    /// Low latency. In host memory, data goes through the sender's scratch. On devices, it goes in one hop into the
-    /// receiver's inbox, in vectors of 16 bytes that the receiver polls for their arrival, as far as the inbox has room
-    /// for a pair's data.
-    Ll = 1,
+    /// Low latency. On devices, data goes in one hop into the receiver's inbox, in the Lamport protocol: the inbox holds
+    /// a certain pattern, and the receiver polls until each vector differs from it (data that contains the pattern is
+    /// escaped). This holds as far as the inbox has room for a pair's data. In host memory, data goes through the
+    /// sender's scratch.
+    Lamport = 1,
     /// In host memory, receivers read inputs that are windows. On devices, senders write into outputs that are windows,
     /// and through the receiver's scratch into others.
     Direct = 2,
@@ -38,23 +39,24 @@ pub enum AllToAllAlgorithm {
 
 impl AllToAllAlgorithm {
     /// All algorithms, `Auto` first.
-    pub const ALL: [Self; 5] = [Self::Auto, Self::Ll, Self::Direct, Self::Copy, Self::Ring];
+    pub const ALL: [Self; 5] = [Self::Auto, Self::Lamport, Self::Direct, Self::Copy, Self::Ring];
 
     /// Former names, which are accepted until the next version.
-    const FORMER_NAMES: &[(&str, Self)] = &[("packet", Self::Ll)];
+    const FORMER_NAMES: &[(&str, Self)] = &[("ll", Self::Lamport), ("packet", Self::Lamport)];
 
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
-            Self::Ll => "ll",
+            Self::Lamport => "lamport",
             Self::Direct => "direct",
             Self::Copy => "copy",
             Self::Ring => "ring",
         }
     }
 
-    /// The algorithm of this [`name`](Self::name). The former name `packet` is accepted, with a warning.
+    /// The algorithm of this [`name`](Self::name). Its former names `ll` and `packet` are accepted, with a
+    /// warning.
     pub fn named(name: &str) -> Option<Self> {
         by_name(name, &Self::ALL, Self::FORMER_NAMES, Self::name)
     }
@@ -77,14 +79,16 @@ mod tests {
 
     #[test]
     fn the_environment_is_used_where_options_leave_the_choice_open() {
-        use AllToAllAlgorithm::{Auto, Direct, Ll};
+        use AllToAllAlgorithm::{Auto, Direct, Lamport};
         let with = |option: AllToAllAlgorithm, value| option.or_named(Some(OsStr::new(value)));
         assert_eq!(Auto.or_named(None).unwrap(), Auto);
         assert_eq!(with(Auto, "").unwrap(), Auto);
-        assert_eq!(with(Auto, "ll").unwrap(), Ll);
-        assert_eq!(with(Direct, "ll").unwrap(), Direct);
+        assert_eq!(with(Auto, "lamport").unwrap(), Lamport);
+        assert_eq!(with(Direct, "lamport").unwrap(), Direct);
         assert_eq!(with(Direct, "nonsense").unwrap(), Direct);
-        assert_eq!(with(Auto, "packet").unwrap(), Ll, "the former name");
+        for former in ["ll", "packet"] {
+            assert_eq!(with(Auto, former).unwrap(), Lamport, "{former}");
+        }
         let error = with(Auto, "nonsense").unwrap_err();
         assert!(error.is_invalid_argument());
         let text = error.to_string();

@@ -57,8 +57,10 @@ mod tests {
             assert_eq!(AllReduceAlgorithm::named(now).map(AllReduceAlgorithm::name), Some(now));
             assert!(AllReduceAlgorithm::ALL.iter().all(|algorithm| algorithm.name() != former));
         }
-        assert_eq!(AllToAllAlgorithm::named("packet"), Some(AllToAllAlgorithm::Ll));
-        assert_eq!(AllToAllAlgorithm::named("ll"), Some(AllToAllAlgorithm::Ll));
+        for name in ["ll", "packet", "lamport"] {
+            assert_eq!(AllToAllAlgorithm::named(name), Some(AllToAllAlgorithm::Lamport));
+        }
+        assert_eq!(AllToAllAlgorithm::Lamport.name(), "lamport");
         assert_eq!(AllToAllAlgorithm::named("line"), None);
     }
 }

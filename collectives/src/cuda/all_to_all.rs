@@ -363,7 +363,7 @@ impl CudaEngine {
         let head = (HEAD_BYTES / u64::from(self.world().max(2) - 1)).next_multiple_of(ITEM);
         let (all, head) = match self.all_to_all {
             AllToAllAlgorithm::Auto => (most.min(self.largest_inbox_part()), most.min(head)),
-            AllToAllAlgorithm::Ll => (most, most),
+            AllToAllAlgorithm::Lamport => (most, most),
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => (0, 0),
         };
         (all, head as u32)

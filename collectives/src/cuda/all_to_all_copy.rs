@@ -54,7 +54,9 @@ impl CudaEngine {
         let wanted = match self.all_to_all {
             AllToAllAlgorithm::Auto => sent >= MIN_SENT_BYTES && part >= MIN_PART_BYTES,
             AllToAllAlgorithm::Copy => sent > 0,
-            AllToAllAlgorithm::Ll | AllToAllAlgorithm::Direct | AllToAllAlgorithm::Ring => false,
+            AllToAllAlgorithm::Lamport | AllToAllAlgorithm::Direct | AllToAllAlgorithm::Ring => {
+                false
+            }
         };
         wanted && output.is_window()
     }

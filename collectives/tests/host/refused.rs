@@ -117,7 +117,7 @@ fn all_to_alls_of_ranks_with_different_options_are_errors() {
     // S6
     let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
-        let all_to_all = [AllToAllAlgorithm::Ll, AllToAllAlgorithm::Direct][rank as usize];
+        let all_to_all = [AllToAllAlgorithm::Lamport, AllToAllAlgorithm::Direct][rank as usize];
         let mut engine = heap.engine(rank, 0, HostOptions { all_to_all, ..small_scratch() });
         let from = Buffer::window(&heap, rank, 0, 8);
         let to = Buffer::window(&heap, rank, 64, 8);

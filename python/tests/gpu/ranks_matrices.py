@@ -41,7 +41,7 @@ DTYPES = {
 }
 #: Shapes of rows.
 ROWS = [(), (), (3,), (2, 5), (64,)]
-ALGORITHMS = ["auto", "ll", "direct", "ring"]
+ALGORITHMS = ["auto", "lamport", "direct", "ring"]
 
 
 def matrix(kind, world, most, luck):

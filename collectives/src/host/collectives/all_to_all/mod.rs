@@ -4,7 +4,7 @@
 //! publishes its row of the traffic matrix before the handshake (`all_to_all_v`), and every rank checks the whole
 //! matrix. So ranks agree, without further messages, on how each sender's data travels:
 //!
-//! - `staged` (requested as `ll`): through the sender's scratch, in one piece that is there before the handshake if it
+//! - `staged` (requested as `lamport`): through the sender's scratch, in one piece that is there before the handshake if it
 //!   fits, else in several pieces, one step each.
 //! - `direct`: receivers read the sender's window themselves, and a last step ends their access. Where one rank
 //!   receives far more than others, senders write a part of it into its output (`load_balance`).
@@ -247,7 +247,7 @@ impl Work {
     fn route(&self, outgoing: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
         let direct = match engine.all_to_all_algorithm() {
             AllToAllAlgorithm::Auto => is_direct(outgoing, self.world, engine.scratch_bytes()),
-            AllToAllAlgorithm::Ll => false,
+            AllToAllAlgorithm::Lamport => false,
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => true,
         };
         match if direct { place() } else { NO_WINDOW } {
