@@ -8,6 +8,10 @@
 
 #![deny(unsafe_code)]
 
+// Some unit tests share plans with tests from outside.
+#[cfg(test)]
+extern crate self as symmpool_collectives;
+
 mod algorithm;
 mod communicator;
 mod cuda;

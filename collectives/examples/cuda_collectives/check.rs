@@ -9,7 +9,7 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, first_calls, huge, one_sided,
-    one_sided_streams, p2p, repeats, row_exchange, slow, streams,
+    one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -104,6 +104,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let (message_cases, message_wrong) = p2p::run(pool, options)?;
         cases += message_cases;
         wrong += message_wrong;
+    }
+    if options.wants("plans") {
+        let (plan_cases, plan_wrong) = plans::run(pool, options)?;
+        cases += plan_cases;
+        wrong += plan_wrong;
     }
     // Checks that take long, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;

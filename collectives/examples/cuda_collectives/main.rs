@@ -31,6 +31,7 @@ mod oracle;
 mod outside;
 mod p2p;
 mod p2p_faults;
+mod plans;
 mod repeats;
 mod row_exchange;
 mod row_model;
@@ -85,7 +86,7 @@ struct Options {
     /// Algorithms to time, or checks to run, by name; all of them without it.
     ///
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
-    /// rank), all_to_all, all_gather_broadcast, row_exchange, one_sided, p2p, repeats (the same bits in
+    /// rank), all_to_all, all_gather_broadcast, row_exchange, one_sided, p2p, plans (collectives that programs bring along), repeats (the same bits in
     /// 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow
     /// (consumers that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name
     /// for each of its algorithms, such as all_to_all_ll, and p2p and p2p_round_trip. `soak` has all_reduce

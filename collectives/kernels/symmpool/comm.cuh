@@ -95,6 +95,8 @@ struct Comm {
     u64 scratch;
     u64 scratch_bytes;
     u64 channels;
+    u64 plan_scratch;  // of kernels that are made of plans
+    u64 plan_scratch_bytes;
     u64 timeout;   // nanoseconds
     Fault* fault;
     u32 rank;

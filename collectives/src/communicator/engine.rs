@@ -9,6 +9,8 @@ use symmpool_allocator::{Error, Result, Stream};
 use crate::algorithm::RequestedAlgorithm;
 use crate::cuda::CudaEngine;
 use crate::host::expect_length;
+use crate::host::plan_call::Arguments;
+use crate::plan::CheckedPlan;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
 use crate::timeout::Timeout;
 use crate::{DType, HostEngine, Place, ReduceOp, RowShape, SplitRows, SplitsAt};
@@ -243,6 +245,20 @@ impl Engine {
             Self::Host(host) => unsafe { host.all_to_all_splits(input, output, rows, splits) },
             // SAFETY: as in `all_reduce`.
             Self::Cuda(cuda) => unsafe { cuda.all_to_all_splits(places, rows, splits, *stream) },
+        }
+    }
+
+    pub(super) unsafe fn run_plan(
+        &mut self,
+        checked: &CheckedPlan,
+        arguments: &Arguments,
+        stream: &Stream,
+    ) -> Result<()> {
+        match self {
+            // SAFETY: as in `all_reduce`.
+            Self::Host(host) => unsafe { host.run_plan_for(checked, arguments) },
+            // SAFETY: as in `all_reduce`.
+            Self::Cuda(cuda) => unsafe { cuda.run_plan(checked, arguments, *stream) },
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::Communicator;
+use crate::host::plan_call::Arguments;
 use crate::{Algorithm, AllReduceAlgorithm, DType, ReduceOp};
 
 /// The algorithms that were registered with a communicator, in the order of collectives and names. Each is there once.
@@ -94,8 +95,8 @@ impl Communicator {
     /// # Errors
     ///
     /// As calls of the collective. `is_invalid_argument` if the elements do not divide as the algorithm needs them, or
-    /// buffers are in place where it is wrong; `is_unsupported` if it needs windows and these are none, and on
-    /// devices, for which plans are not compiled yet.
+    /// buffers are in place where it is wrong; `is_unsupported` if it needs windows and these are none, and on devices
+    /// for programs that are too long for a kernel.
     ///
     /// # Safety
     ///
@@ -119,8 +120,8 @@ impl Communicator {
             .map(|length| length.map_or(usize::MAX, |length| length.saturating_mul(dtype.size())));
         let from = self.place_at(&mut inner, input.cast_mut(), from, stream)?;
         let to = self.place_at(&mut inner, output, to, stream)?;
-        let host = inner.engine.host(&format!("the algorithm {}", algorithm.name()), stream)?;
+        let arguments = Arguments { input: from, output: to, count, dtype, op, root };
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { host.run_plan(checked, from, to, count, dtype, op, root) }
+        unsafe { inner.engine.run_plan(checked, &arguments, stream) }
     }
 }

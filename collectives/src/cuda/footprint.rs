@@ -24,11 +24,14 @@ const LL_DIVISOR: u64 = 24;
 const ESCAPED_DIVISOR: u64 = 12;
 const INBOX_DIVISOR: u64 = 12;
 const STAGING_DIVISOR: u64 = 12;
+const PLAN_SCRATCH_DIVISOR: u64 = 24;
 const MOST_LL: u64 = 8 << 20;
 const MOST_ESCAPED: u64 = 32 << 20;
 const MOST_INBOX: u64 = 32 << 20;
 const MOST_STAGING: u64 = 16 << 20;
-/// If the scratch was requested, slots of point-to-point messages take no larger part of it.
+const MOST_PLAN_SCRATCH: u64 = 16 << 20;
+/// If the scratch was requested, slots of point-to-point messages take no larger part of it, nor does the scratch of
+/// plans in each parity.
 const SCRATCH_DIVISOR: u64 = 4;
 
 /// The environment variable that says how much memory communicators take.
@@ -56,6 +59,8 @@ pub(crate) struct Footprint {
     /// Each of the three parts of the Lamport inbox.
     pub(super) inbox: u64,
     pub(super) scratch: u64,
+    /// The scratch of kernels that are made of plans, in each parity.
+    pub(super) plan_scratch: u64,
     /// The slots of point-to-point messages from all ranks together.
     pub(super) staging: u64,
 }
@@ -63,7 +68,7 @@ pub(crate) struct Footprint {
 impl Footprint {
     /// Of a communicator that is not made.
     pub(crate) const NONE: Self =
-        Self { ll: 0, ll128: 0, escaped: 0, inbox: 0, scratch: 0, staging: 0 };
+        Self { ll: 0, ll128: 0, escaped: 0, inbox: 0, scratch: 0, plan_scratch: 0, staging: 0 };
 
     /// Divides the memory of a communicator of `world` ranks.
     pub(crate) fn new(world: u32, requested: Requested) -> Result<Self> {
@@ -89,15 +94,17 @@ impl Footprint {
         }
         let part = |divisor, most| pages(total / divisor).min(most);
         let staging = part(STAGING_DIVISOR, MOST_STAGING);
-        let staging =
-            requested.scratch.map_or(staging, |bytes| staging.min(bytes / SCRATCH_DIVISOR));
+        let within_scratch = |part: u64| {
+            requested.scratch.map_or(part, |bytes| part.min(pages(bytes / SCRATCH_DIVISOR)))
+        };
         let parts = Self {
             ll: part(LL_DIVISOR, MOST_LL),
             ll128: part(LL_DIVISOR, MOST_LL),
             escaped: part(ESCAPED_DIVISOR, MOST_ESCAPED),
             inbox: requested.inbox.unwrap_or(part(INBOX_DIVISOR, MOST_INBOX)),
             scratch: 0,
-            staging: if world < 2 { 0 } else { staging },
+            plan_scratch: within_scratch(part(PLAN_SCRATCH_DIVISOR, MOST_PLAN_SCRATCH)),
+            staging: if world < 2 { 0 } else { within_scratch(staging) },
         };
         let rest = pages(total.saturating_sub(parts.without_scratch(world)));
         let scratch = requested.scratch.unwrap_or(rest.max(1 << 20));
@@ -107,7 +114,7 @@ impl Footprint {
     /// Bytes of everything but the scratch, at most.
     fn without_scratch(&self, world: u32) -> u64 {
         let inboxes = 2 * (self.ll + self.ll128 + self.escaped) + self.escaped / 8 + 3 * self.inbox;
-        inboxes + self.staging + words(world)
+        inboxes + 2 * self.plan_scratch + self.staging + words(world)
     }
 }
 
@@ -160,7 +167,7 @@ impl Footprint {
     /// As much memory as every size can use, but for the inbox and the scratch.
     pub(super) const fn ample(inbox: u64, scratch: u64) -> Self {
         let (ll, ll128, escaped, staging) = (MOST_LL, MOST_LL, MOST_ESCAPED, MOST_STAGING);
-        Self { ll, ll128, escaped, inbox, scratch, staging }
+        Self { ll, ll128, escaped, inbox, scratch, plan_scratch: MOST_PLAN_SCRATCH, staging }
     }
 }
 

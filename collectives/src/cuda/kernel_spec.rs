@@ -47,7 +47,7 @@ pub(super) struct KernelSpec {
 
 impl KernelSpec {
     /// For a kernel that moves bytes, or no data at all.
-    pub(super) fn new(kernel: &'static Kernel, threads: u32) -> Self {
+    pub(super) fn new(kernel: &'static Kernel<'static>, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
         Self {
             kernel: kernel.name,
@@ -82,7 +82,10 @@ impl KernelSpec {
     }
 
     /// A kernel that reduces.
-    pub(super) fn reduces(kernel: &'static Kernel, (dtype, op): (DType, ReduceOp)) -> Self {
+    pub(super) fn reduces(
+        kernel: &'static Kernel<'static>,
+        (dtype, op): (DType, ReduceOp),
+    ) -> Self {
         Self { dtype: dtype as u8, op: op as u8, ..Self::new(kernel, THREADS) }
     }
 

@@ -13,7 +13,8 @@ use symmpool_allocator::{Result, Stream};
 use super::api::{Api, Handle};
 use super::kernel_spec::KernelSpec;
 use super::modules::Modules;
-use super::params::{CallParams, Comm, Traffic};
+use super::params::{CallParams, Comm, PlanWork, Traffic};
+use super::plan::PlanKernel;
 use super::sm_budget::{BudgetMember, SmBudget};
 use crate::row_exchange::RowWork;
 
@@ -73,6 +74,7 @@ pub(super) struct Kernels {
     world: u32,
     /// The kernels that calls have used already.
     known: BTreeMap<KernelSpec, LoadedKernel>,
+    known_plans: BTreeMap<PlanKernel, LoadedKernel>,
 }
 
 impl Kernels {
@@ -86,8 +88,8 @@ impl Kernels {
     ) -> Self {
         let (ordinal, processors) = (driver.facts().ordinal, modules.processors());
         let member = BudgetMember::new(ordinal, processors, world, concurrent);
-        let (budget, known) = (SmBudget::ALL, BTreeMap::new());
-        Self { api, modules, member, budget, world, known }
+        let (known, known_plans) = (BTreeMap::new(), BTreeMap::new());
+        Self { api, modules, member, budget: SmBudget::ALL, world, known, known_plans }
     }
 
     /// Begins a call on that stream. Returns its budget.
@@ -110,6 +112,21 @@ impl Kernels {
         }
         let loaded = self.modules.get(self.world, spec)?;
         self.known.insert(spec, loaded);
+        Ok(LoadedKernel { budget, ..loaded })
+    }
+
+    /// The kernel of a plan with its budget. Its source is made if need be.
+    pub(super) fn get_plan(
+        &mut self,
+        key: PlanKernel,
+        source: impl FnOnce() -> Result<String>,
+    ) -> Result<LoadedKernel> {
+        let budget = self.budget;
+        if let Some(loaded) = self.known_plans.get(&key) {
+            return Ok(LoadedKernel { budget, ..*loaded });
+        }
+        let loaded = self.modules.get_plan(key, source)?;
+        self.known_plans.insert(key, loaded);
         Ok(LoadedKernel { budget, ..loaded })
     }
 
@@ -159,6 +176,28 @@ impl Kernels {
     ) -> Result<()> {
         let mut arguments: [*mut c_void; 2] =
             [(&raw const *comm).cast_mut().cast(), (&raw const *work).cast_mut().cast()];
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
+    }
+
+    /// Puts the kernel of a plan on a stream. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`]; the kernel is one of a plan.
+    pub(super) unsafe fn launch_plan(
+        &self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        stream: Stream,
+        (comm, call): (&Comm, &CallParams),
+        work: &PlanWork,
+    ) -> Result<()> {
+        let mut arguments: [*mut c_void; 3] = [
+            (&raw const *comm).cast_mut().cast(),
+            (&raw const *call).cast_mut().cast(),
+            (&raw const *work).cast_mut().cast(),
+        ];
         // SAFETY: the caller's promises.
         unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }

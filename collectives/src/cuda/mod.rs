@@ -11,6 +11,7 @@
 //! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `p2p` | send and recv between two ranks |
+//! | `plan` | runs collectives that programs bring along, by kernels made for them |
 //! | `arguments` | checks of what calls are given |
 //! | `select` | which algorithm serves an all-reduce |
 //! | `constraints` | the all-reduce algorithms, and which of them can serve a call |
@@ -45,6 +46,7 @@ mod modules;
 mod one_sided;
 mod p2p;
 mod params;
+mod plan;
 mod reductions;
 mod row_exchange;
 mod select;

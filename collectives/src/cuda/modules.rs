@@ -22,7 +22,8 @@ use super::api::{Api, Handle};
 use super::fault::RECORD_BYTES;
 use super::kernel_spec::KernelSpec;
 use super::kernels::{LoadedKernel, SIZES};
-use super::params::{CallParams, Comm, Traffic};
+use super::params::{CallParams, Comm, PlanWork, Traffic};
+use super::plan::PlanKernel;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 use crate::row_exchange::RowWork;
 
@@ -42,6 +43,8 @@ pub(super) struct Modules {
     arch: Arch,
     processors: u32,
     loaded: Mutex<BTreeMap<Key, (LoadedKernel, Handle)>>,
+    /// Those of plans.
+    plans: Mutex<BTreeMap<PlanKernel, (LoadedKernel, Handle)>>,
     /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
     loading: Mutex<()>,
 }
@@ -98,6 +101,7 @@ impl Modules {
             )?,
             processors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
             loaded: Mutex::default(),
+            plans: Mutex::default(),
             loading: Mutex::default(),
         })
     }
@@ -162,8 +166,47 @@ impl Modules {
         Ok(())
     }
 
+    /// The kernel of a plan, whose source is made if it was not loaded yet.
+    pub(super) fn get_plan(
+        &self,
+        key: PlanKernel,
+        source: impl FnOnce() -> Result<String>,
+    ) -> Result<LoadedKernel> {
+        let find = || lock(&self.plans).get(&key).map(|(kernel, _)| *kernel);
+        if let Some(kernel) = find() {
+            return Ok(kernel);
+        }
+        let _one_at_a_time = lock(&self.loading);
+        if let Some(kernel) = find() {
+            return Ok(kernel);
+        }
+        let source = source()?;
+        let made = cuda(&self.driver)?.with_context_unordered(|| {
+            let kernel = Kernel {
+                name: "plan",
+                path: "plan.cu",
+                entry: crate::plan::cuda::ENTRY,
+                source: &source,
+                variants: &[],
+            };
+            let (image, variant) = self.compile_as(&kernel, key.world, &key.spec())?;
+            self.load_image(&image, (kernel.entry, key.spec().threads), &variant)
+        })?;
+        lock(&self.plans).insert(key, made);
+        Ok(made.0)
+    }
+
     fn compile(&self, world: u32, spec: KernelSpec) -> Result<(Image, String)> {
-        let KernelSpec { kernel, dtype, op, mode, lamport, threads, blocks } = spec;
+        self.compile_as(Kernel::named(spec.kernel), world, &spec)
+    }
+
+    fn compile_as(
+        &self,
+        kernel: &Kernel<'_>,
+        world: u32,
+        spec: &KernelSpec,
+    ) -> Result<(Image, String)> {
+        let KernelSpec { dtype, op, mode, lamport, threads, blocks, .. } = *spec;
         let numbers = [
             ("WORLD", u64::from(world)),
             ("DTYPE", u64::from(dtype)),
@@ -175,13 +218,14 @@ impl Modules {
             ("FAULT_BYTES", RECORD_BYTES as u64),
             ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
             ("ROW_WORK_BYTES", size_of::<RowWork>() as u64),
+            ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
         ]
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =
             numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
         defines.push(("PROTOCOL", if lamport { "LAMPORT" } else { "LL" }));
         defines.extend(mode.defines());
-        let variant = Variant { kernel: Kernel::named(kernel), defines: &defines };
+        let variant = Variant { kernel, defines: &defines };
         let jit = jit(cuda(&self.driver)?);
         let image = jit.compile(&variant, self.arch)?;
         tracing::debug!(%variant, kind = ?image.kind, compiled = jit.compiled(), "kernel");
@@ -191,19 +235,34 @@ impl Modules {
     /// The context must be current.
     fn load(&self, world: u32, spec: KernelSpec) -> Result<(LoadedKernel, Handle)> {
         let (image, variant) = self.compile(world, spec)?;
+        self.load_image(&image, (Kernel::named(spec.kernel).entry, spec.threads), &variant)
+    }
+
+    /// The context must be current. The kernel has that entry point, and at most so many threads.
+    fn load_image(
+        &self,
+        image: &Image,
+        (entry, threads): (&str, u32),
+        variant: &str,
+    ) -> Result<(LoadedKernel, Handle)> {
         let mut module: Handle = 0;
         // SAFETY: the image is what the compiler made for this device, whole (PTX with its NUL);
         // the driver copies it.
         let code = unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
         CudaDriver::check(code, || format!("loading the kernel {variant}"))?;
-        self.inspect(module, spec, &variant).map(|loaded| (loaded, module)).inspect_err(|_| {
-            self.unload(module);
-        })
+        self.inspect(module, (entry, threads), variant)
+            .map(|loaded| (loaded, module))
+            .inspect_err(|_| self.unload(module))
     }
 
     /// The kernel of a module that was just loaded, and how many of its blocks run at once.
-    fn inspect(&self, module: Handle, spec: KernelSpec, variant: &str) -> Result<LoadedKernel> {
-        let entry = CString::new(Kernel::named(spec.kernel).entry)
+    fn inspect(
+        &self,
+        module: Handle,
+        (entry, most): (&str, u32),
+        variant: &str,
+    ) -> Result<LoadedKernel> {
+        let entry = CString::new(entry)
             .map_err(|_| Error::system("loading a kernel", "a name with a NUL"))?;
         let mut function: Handle = 0;
         // SAFETY: the module is loaded; writes one handle through a valid pointer.
@@ -217,7 +276,6 @@ impl Modules {
         // SAFETY: the function is of a loaded module; the attribute is a number.
         let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
         CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
-        let most = spec.threads;
         let mut resident = [0; SIZES.len()];
         for (blocks, threads) in resident.iter_mut().zip(SIZES) {
             if threads > most {
@@ -248,9 +306,12 @@ impl Drop for Modules {
     fn drop(&mut self) {
         let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
         let loaded = std::mem::take(loaded);
+        let plans = self.plans.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let plans = std::mem::take(plans);
         let unloaded = cuda(&self.driver).and_then(|driver| {
             driver.with_context_unordered(|| {
-                loaded.into_values().for_each(|(_, module)| self.unload(module));
+                let both = loaded.into_values().chain(plans.into_values());
+                both.for_each(|(_, module)| self.unload(module));
                 Ok(())
             })
         });

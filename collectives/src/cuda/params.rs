@@ -69,6 +69,25 @@ impl CallParams {
     }
 }
 
+/// How a plan's call is divided: `PlanWork` in `symmpool/plan.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PlanWork {
+    /// Bytes of a part, and of a chunk of it.
+    pub(super) part: u64,
+    pub(super) chunk: u64,
+    /// Where in each chunk a launch begins, and how many vectors of the longest chunk it has.
+    pub(super) begin: u64,
+    pub(super) vectors: u64,
+    /// Vectors that a peer block has in a stage, at most.
+    pub(super) each: u32,
+    pub(super) stages: u32,
+    /// How many stages have a place in scratch at once.
+    pub(super) slots: u32,
+    /// Turns from one stage to the next.
+    pub(super) interval: u32,
+}
+
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.
 pub(super) const UNKNOWN: u64 = u64::MAX;
 
@@ -130,6 +149,9 @@ pub(super) struct Control {
     pub(super) scratch: u64,
     pub(super) scratch_bytes: u64,
     pub(super) channels: u64,
+    /// Scratch of kernels that are made of plans, in two parities.
+    pub(super) plan_scratch: u64,
+    pub(super) plan_scratch_bytes: u64,
 }
 
 impl Control {
@@ -164,6 +186,8 @@ impl Control {
         let escaped = place(escaped_bytes);
         let lamport_bytes = 3 * footprint.inbox;
         let lamport = place(lamport_bytes);
+        let plan_scratch_bytes = 2 * footprint.plan_scratch;
+        let plan_scratch = place(plan_scratch_bytes);
         let scratch_bytes = footprint.scratch;
         let scratch = place(scratch_bytes);
         Ok(Self {
@@ -182,6 +206,8 @@ impl Control {
             scratch,
             scratch_bytes,
             channels,
+            plan_scratch,
+            plan_scratch_bytes,
         })
     }
 
@@ -275,7 +301,7 @@ mod tests {
         assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
         // All fields before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
-        assert_eq!(std::mem::offset_of!(Comm, timeout), 18 * 8);
+        assert_eq!(std::mem::offset_of!(Comm, timeout), 20 * 8);
     }
 
     #[test]
@@ -294,6 +320,7 @@ mod tests {
                 (control.escape_marks, control.escaped_bytes / 16),
                 (control.escaped, control.escaped_bytes),
                 (control.lamport, control.lamport_bytes),
+                (control.plan_scratch, control.plan_scratch_bytes),
                 (control.scratch, control.scratch_bytes),
             ];
             for pair in parts.windows(2) {

@@ -11,7 +11,7 @@
 //! | `fault` | what a rank reports to the others when it gives up waiting |
 //! | `place` | where the data of a call lies |
 //! | `collectives` | the collectives, one file or folder each |
-//! | `plan` | runs collectives that programs bring along |
+//! | `plan`, `plan_call` | runs collectives that programs bring along; what both engines check of such calls |
 //! | `slices`, `row_exchange` | collectives on slices, and the steps of row exchanges |
 //! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
 //! | `kernels` | the loops over memory: reductions and copies |
@@ -29,6 +29,7 @@ mod options;
 mod p2p;
 mod place;
 mod plan;
+pub(crate) mod plan_call;
 mod row_exchange;
 mod slices;
 mod wait;

@@ -8,65 +8,15 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::call::{Call, Operation};
 use super::kernels::{ReduceFn, copy};
+use super::plan_call::{Arguments, Chunks, LINE};
 use super::{Data, HostEngine, InPlace, Place};
-use crate::plan::{Buffer, Cell, CheckedPlan, Collective, Item, Plan, Step};
+use crate::plan::{Buffer, Cell, CheckedPlan, Collective, Item, Step};
 use crate::{DType, ReduceOp};
 
 /// Bytes of a chunk that operations between two signals run over together, so that what one writes another finds in
 /// the first or second cache.
 const TILE: usize = 32 << 10;
-/// Chunks of scratch begin at multiples of this, a cache line.
-const LINE: usize = 64;
-/// Counts from here on leave no place in call descriptions for an algorithm's hash.
-const MAX_COUNT: usize = 1 << 48;
-
-/// How a call's elements are divided into chunks.
-#[derive(Clone, Copy, Debug)]
-struct Chunks {
-    /// Elements of a part.
-    count: usize,
-    /// Elements of a chunk; those at the end of a part may have fewer, or none.
-    each: usize,
-    of_part: usize,
-    size: usize,
-}
-
-impl Chunks {
-    fn new(checked: &CheckedPlan, count: usize, size: usize) -> Result<Self> {
-        let plan = checked.plan();
-        let of_part = plan.chunks_of_part() as usize;
-        let is_custom = matches!(plan.collective, Collective::Custom { .. });
-        if (checked.needs_equal_chunks || is_custom) && !count.is_multiple_of(of_part) {
-            return Err(Error::invalid_argument(format!(
-                "the algorithm {} exchanges chunks at different places, so its {of_part} chunks must be equally \
-                 long; {count} elements do not divide into them",
-                plan.name
-            )));
-        }
-        let each = count.div_ceil(of_part);
-        let each = if checked.needs_equal_chunks || is_custom {
-            each
-        } else {
-            each.next_multiple_of((LINE / size).max(1))
-        };
-        Ok(Self { count, each, of_part, size })
-    }
-
-    /// The elements of the chunks at this place of their parts.
-    fn length(&self, place: usize) -> usize {
-        self.count.saturating_sub(place.saturating_mul(self.each)).min(self.each)
-    }
-
-    /// Where a chunk of the input or output begins, in bytes.
-    fn start(&self, index: u32) -> usize {
-        let (part, place) = (index as usize / self.of_part, index as usize % self.of_part);
-        // A chunk without elements may lie behind the end, where nothing is accessed.
-        (part * self.count + (place * self.each).min(self.count)) * self.size
-    }
-}
-
 /// Where a rank's buffers of a call lie.
 struct Buffers<'a> {
     engine: &'a HostEngine,
@@ -109,17 +59,6 @@ fn real_rank(rank: u32, root: u32, world: u32) -> u32 {
     (rank + root) % world
 }
 
-/// The arguments of a call with a plan.
-#[derive(Clone, Copy)]
-struct Arguments {
-    input: Place,
-    output: Place,
-    count: usize,
-    dtype: DType,
-    op: ReduceOp,
-    root: u32,
-}
-
 /// What a call needs, found from its arguments.
 struct Prepared {
     data: Data,
@@ -156,23 +95,27 @@ impl HostEngine {
         op: ReduceOp,
         root: u32,
     ) -> Result<()> {
-        self.ready()?;
         let arguments = Arguments { input, output, count, dtype, op, root };
-        let prepared = self.prepare(checked, &arguments);
+        // SAFETY: the caller's promises.
+        unsafe { self.run_plan_for(checked, &arguments) }
+    }
+
+    /// The same.
+    ///
+    /// # Safety
+    ///
+    /// As [`HostEngine::run_plan`].
+    pub(crate) unsafe fn run_plan_for(
+        &mut self,
+        checked: &CheckedPlan,
+        arguments: &Arguments,
+    ) -> Result<()> {
+        self.ready()?;
+        let Arguments { input, output, count, root, .. } = *arguments;
+        let prepared = self.prepare(checked, arguments);
         let Prepared { data, chunks, loops, room } = self.or_decline(prepared)?;
         let plan = checked.plan();
-        let mut call = Call::new(operation(plan)).elements(dtype, count).root(root);
-        if plan.collective.reduces() {
-            call = call.reduce(op);
-        }
-        // Where peers do not access them, buffers may lie anywhere.
-        let if_reached = |reached: bool, place: Place| {
-            if reached { place } else { Place::Plain(std::ptr::null_mut()) }
-        };
-        let call = call
-            .input(if_reached(checked.needs_input_window(), input))
-            .output(if_reached(checked.needs_output_window(), output))
-            .registered(checked.hash());
+        let call = arguments.describe(checked);
         self.handshake(&call)?;
         if count == 0 {
             return Ok(());
@@ -238,34 +181,8 @@ impl HostEngine {
         let Arguments { input, output, count, dtype, op, root } = *arguments;
         let plan = checked.plan();
         let (name, rank, world) = (&plan.name, self.rank(), self.world());
-        if plan.world != world {
-            return Err(Error::invalid_argument(format!(
-                "the algorithm {name} on rank {rank}: it is for {} ranks, and the communicator has {world}",
-                plan.world
-            )));
-        }
-        if root >= world || (root > 0 && plan.collective != Collective::Broadcast) {
-            return Err(Error::invalid_argument(format!(
-                "root {root} of {} on rank {rank}, among {world} ranks",
-                plan.collective.name()
-            )));
-        }
-        if count >= MAX_COUNT {
-            return Err(Error::invalid_argument(format!("{count} elements on rank {rank}")));
-        }
-        for (reached, what, place) in [
-            (checked.needs_input_window(), "input", input),
-            (checked.needs_output_window(), "output", output),
-        ] {
-            if reached && count > 0 && !place.is_window() {
-                return Err(Error::unsupported(format!(
-                    "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
-                     allocate it from the pool, as by pool.empty"
-                )));
-            }
-        }
         let size = dtype.size();
-        let chunks = Chunks::new(checked, count, size)?;
+        let chunks = arguments.check(checked, rank, world)?;
         let loops = self.loops(checked, dtype, op)?;
         let room = match plan.scratch {
             0 => 0,
@@ -292,13 +209,10 @@ impl HostEngine {
         let has_data = plan.collective != Collective::Broadcast || rank == root;
         let input_bytes = if has_data { inputs } else { Some(0) };
         let data = self.resolve((input, input_bytes), (output, output_bytes), in_place)?;
-        match checked.in_place() {
-            Err(why) if data.in_place && count > 0 => Err(Error::invalid_argument(format!(
-                "the algorithm {name} on rank {rank} is wrong in place ({}); pass an output of its own",
-                why.message
-            ))),
-            _ => Ok(Prepared { data, chunks, loops, room }),
+        if data.in_place && count > 0 {
+            Arguments::check_in_place(checked, rank)?;
         }
+        Ok(Prepared { data, chunks, loops, room })
     }
 
     /// The loops for results and for partial results.
@@ -307,15 +221,7 @@ impl HostEngine {
         if !plan.collective.reduces() {
             return Ok(Loops { result: None, partial: None, divisor: 1 });
         }
-        let (name, rank) = (&plan.name, self.rank());
-        let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
-        if op == ReduceOp::Avg && checked.has_partial_results && is_integer {
-            return Err(Error::unsupported(format!(
-                "the algorithm {name} on rank {rank}: it reduces in several steps, between which sums of {} can \
-                 overflow before they are divided; use sum, or an algorithm that reduces once",
-                dtype.name()
-            )));
-        }
+        let rank = self.rank();
         let partial = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
         let find = |op| {
             self.reduce_loop(dtype, op)
@@ -334,17 +240,6 @@ struct Loops {
     partial: Option<ReduceFn>,
     /// What averages are divided by.
     divisor: usize,
-}
-
-fn operation(plan: &Plan) -> Operation {
-    match plan.collective {
-        Collective::AllReduce => Operation::AllReduce,
-        Collective::AllGather => Operation::AllGather,
-        Collective::ReduceScatter => Operation::ReduceScatter,
-        Collective::Broadcast => Operation::Broadcast,
-        Collective::AllToAll => Operation::AllToAll,
-        Collective::Custom { .. } => Operation::Custom,
-    }
 }
 
 /// Runs operations between two signals, over elements `range` of their chunks.

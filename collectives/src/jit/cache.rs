@@ -28,8 +28,8 @@ const HEADER: usize = MAGIC.len() + HASH + 8 + 8;
 const LARGEST: u64 = 1 << 28;
 
 /// The hash of all that an image is made from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Key(blake3::Hash);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Key([u8; HASH]);
 
 impl Key {
     /// The key of these parts. It depends on their order and on their boundaries.
@@ -39,7 +39,7 @@ impl Key {
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part);
         }
-        Self(hasher.finalize())
+        Self(*hasher.finalize().as_bytes())
     }
 }
 
@@ -160,7 +160,7 @@ impl Cache {
 
     /// Waits until this process may compile `key`, or another process has done so.
     fn lock(&self, key: Key) -> Turn<'_> {
-        let name = format!("{}.lock", key.0.to_hex());
+        let name = format!("{}.lock", blake3::Hash::from_bytes(key.0).to_hex());
         let until = Instant::now() + self.wait;
         let mut pause = Duration::from_millis(1);
         loop {
@@ -239,13 +239,13 @@ fn trusted(stat: &Stat, owner: u32) -> Result<(), String> {
 }
 
 fn file_name(key: Key) -> String {
-    format!("{}.kernel", key.0.to_hex())
+    format!("{}.kernel", blake3::Hash::from_bytes(key.0).to_hex())
 }
 
 fn encode(key: Key, entry: &Entry) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(HEADER + entry.bytes.len() + HASH);
     bytes.extend_from_slice(MAGIC);
-    bytes.extend_from_slice(key.0.as_bytes());
+    bytes.extend_from_slice(&key.0);
     bytes.extend_from_slice(&[entry.kind, 0, 0, 0, 0, 0, 0, 0]);
     bytes.extend_from_slice(&(entry.bytes.len() as u64).to_le_bytes());
     bytes.extend_from_slice(&entry.bytes);
@@ -267,7 +267,7 @@ fn decode(key: Key, bytes: &[u8]) -> Result<Entry, String> {
     let (magic, rest) = header.split_at(MAGIC.len());
     let (found, rest) = rest.split_at(HASH);
     let (kind, length) = rest.split_at(8);
-    if magic != MAGIC || found != key.0.as_bytes() || length != (image.len() as u64).to_le_bytes() {
+    if magic != MAGIC || found != &key.0 || length != (image.len() as u64).to_le_bytes() {
         return Err("it holds something else".to_owned());
     }
     Ok(Entry { kind: kind[0], bytes: image.to_vec() })

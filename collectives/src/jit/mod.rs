@@ -55,7 +55,7 @@ const OPTIONS: [&str; 3] = ["--std=c++17", "--fmad=false", "-lineinfo"];
 /// A kernel with its compile-time parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Variant<'a> {
-    pub(crate) kernel: &'a Kernel,
+    pub(crate) kernel: &'a Kernel<'a>,
     /// The names and values of its macros.
     pub(crate) defines: &'a [(&'a str, &'a str)],
 }
@@ -147,12 +147,12 @@ pub(crate) struct Jit {
     options: JitOptions,
     nvrtc: OnceLock<Result<Nvrtc>>,
     cache: OnceLock<Option<Cache>>,
-    images: Mutex<BTreeMap<RequestedAlgorithm, Arc<Mutex<Option<Image>>>>>,
+    images: Mutex<BTreeMap<Wanted, Arc<Mutex<Option<Image>>>>>,
     compiled: AtomicU64,
 }
 
-/// What images in memory are found by: name, source, macros, device.
-type RequestedAlgorithm = (&'static str, &'static str, String, Arch);
+/// What images in memory are found by: a hash of name, source and macros; the device.
+type Wanted = (Key, Arch);
 
 impl Jit {
     /// Loads no library and accesses no file yet.
@@ -176,7 +176,8 @@ impl Jit {
     /// with its log. The next call tries again, unless there is no NVRTC.
     pub(crate) fn compile(&self, variant: &Variant<'_>, arch: Arch) -> Result<Image> {
         let Kernel { name, source, .. } = *variant.kernel;
-        let wanted: RequestedAlgorithm = (name, source, defines(variant).concat(), arch);
+        let defines = defines(variant).concat();
+        let wanted = (Key::of([name, source, &defines].map(str::as_bytes)), arch);
         let slot = Arc::clone(lock(&self.images).entry(wanted).or_default());
         // This lock is held while compiling, so that other threads wait for this one.
         let mut image = lock(&slot);

@@ -2,14 +2,14 @@
 
 /// A file with a kernel, which is its one `extern "C"` entry point.
 #[derive(Debug)]
-pub(crate) struct Kernel {
+pub(crate) struct Kernel<'a> {
     /// The file's name without the ending.
-    pub(crate) name: &'static str,
-    /// The file below `collectives/kernels`.
-    pub(crate) path: &'static str,
+    pub(crate) name: &'a str,
+    /// The file below `collectives/kernels`, or what the compiler calls it in its messages.
+    pub(crate) path: &'a str,
     /// The entry point.
-    pub(crate) entry: &'static str,
-    pub(crate) source: &'static str,
+    pub(crate) entry: &'a str,
+    pub(crate) source: &'a str,
     /// The variants that tests compile: for each row, every combination of the values of its macros.
     #[cfg_attr(not(test), expect(dead_code, reason = "tests compile them"))]
     pub(crate) variants: &'static [&'static [Axis]],
@@ -44,6 +44,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/handshake.cuh",
     "symmpool/partition.cuh",
     "symmpool/peer_blocks.cuh",
+    "symmpool/plan.cuh",
     "symmpool/ptx.cuh",
     "symmpool/reduce.cuh",
     "symmpool/span.cuh",
@@ -52,7 +53,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
 ];
 
 /// Every kernel.
-pub(crate) const KERNELS: &[&Kernel] = &[
+pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &ALL_TO_ALL,
     &BARRIER,
     &COPY_COMPANION,
@@ -111,7 +112,7 @@ const HOST_COUNTS: Axis = ("DEVICE_COUNTS", &["0"]);
 const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
 const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
 /// The sizes of kernels' arguments on the host, which kernels compare with their own.
-const COMM_BYTES: Axis = ("COMM_BYTES", &["168"]);
+const COMM_BYTES: Axis = ("COMM_BYTES", &["184"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
@@ -131,7 +132,7 @@ macro_rules! collective {
 }
 
 /// A handshake alone.
-pub(crate) const BARRIER: Kernel = collective!(
+pub(crate) const BARRIER: Kernel<'static> = collective!(
     "barrier" / "barrier",
     [WORLD, ("THREADS", &["128"]), ("NOTIFY_COMPANION", &["0", "1"])],
     [
@@ -142,7 +143,7 @@ pub(crate) const BARRIER: Kernel = collective!(
 );
 
 /// All-to-all with any counts.
-pub(crate) const ALL_TO_ALL: Kernel = collective!(
+pub(crate) const ALL_TO_ALL: Kernel<'static> = collective!(
     "all_to_all" / "all_to_all",
     [("WORLD", &["1", "2", "4"]), WIDE, BYTES, INBOXES, HOST_COUNTS, TRAFFIC_BYTES],
     [("WORLD", &["1", "2", "4"]), WIDE, BYTES, DIRECT, ANY_COUNTS, TRAFFIC_BYTES],
@@ -153,11 +154,11 @@ pub(crate) const ALL_TO_ALL: Kernel = collective!(
 );
 
 /// What SMs do while copy engines carry an all-to-all or an all-gather.
-pub(crate) const COPY_COMPANION: Kernel =
+pub(crate) const COPY_COMPANION: Kernel<'static> =
     collective!("all_to_all" / "copy_companion", [WORLD, WIDE], [ODD, WIDE],);
 
 /// Copies and signals between two ranks.
-pub(crate) const ONE_SIDED: Kernel = collective!(
+pub(crate) const ONE_SIDED: Kernel<'static> = collective!(
     "one_sided" / "one_sided",
     [("WORLD", &["1", "2", "8"]), ("OPERATION", &["COPY", "COPY_AND_SIGNAL"]), WIDE],
     [("WORLD", &["1", "2", "8"]), ("OPERATION", &["SIGNAL", "WAIT"]), ("THREADS", &["32"])],
@@ -166,14 +167,14 @@ pub(crate) const ONE_SIDED: Kernel = collective!(
 );
 
 /// Send and recv between two ranks.
-pub(crate) const P2P: Kernel = collective!(
+pub(crate) const P2P: Kernel<'static> = collective!(
     "p2p" / "p2p",
     [WORLD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
     [ODD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
 );
 
 /// The steps of a row exchange around its all-to-alls.
-pub(crate) const ROW_EXCHANGE: Kernel = collective!(
+pub(crate) const ROW_EXCHANGE: Kernel<'static> = collective!(
     "row_exchange" / "row_exchange",
     [
         ("WORLD", &["1", "2", "4", "8"]),
@@ -185,7 +186,7 @@ pub(crate) const ROW_EXCHANGE: Kernel = collective!(
 );
 
 /// All-reduce in one shot through inboxes.
-pub(crate) const ONE_SHOT: Kernel = collective!(
+pub(crate) const ONE_SHOT: Kernel<'static> = collective!(
     "all_reduce" / "one_shot",
     [WORLD, SOME_DTYPES, SUM, WIDE, ONE, LL],
     [WORLD, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
@@ -195,21 +196,21 @@ pub(crate) const ONE_SHOT: Kernel = collective!(
 );
 
 /// All-reduce in one shot in the LL128 protocol.
-pub(crate) const ONE_SHOT_LL128: Kernel = collective!(
+pub(crate) const ONE_SHOT_LL128: Kernel<'static> = collective!(
     "all_reduce" / "one_shot_ll128",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
 
 /// All-reduce in one shot by loads from peers.
-pub(crate) const ONE_SHOT_PULL: Kernel = collective!(
+pub(crate) const ONE_SHOT_PULL: Kernel<'static> = collective!(
     "all_reduce" / "one_shot_pull",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
 
 /// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
-pub(crate) const TWO_SHOT: Kernel = collective!(
+pub(crate) const TWO_SHOT: Kernel<'static> = collective!(
     "all_reduce" / "two_shot",
     [UP_TO_4, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
     [UP_TO_4, WIDE, ONE, BYTES, SUM, MOVES, LL],
@@ -223,35 +224,35 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
 );
 
 /// All-reduce in two shots through scratch and into outputs.
-pub(crate) const TWO_SHOT_PUSH: Kernel = collective!(
+pub(crate) const TWO_SHOT_PUSH: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_push",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
 
 /// All-reduce in two shots, and reduce-scatter, in stages through scratch.
-pub(crate) const TWO_SHOT_STAGES: Kernel = collective!(
+pub(crate) const TWO_SHOT_STAGES: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_stages",
     [WORLD, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
     [ODD, F32, SUM, ALL_REDUCE, WIDE],
 );
 
 /// Reduces what copy engines carry of an all-reduce.
-pub(crate) const TWO_SHOT_COPY: Kernel = collective!(
+pub(crate) const TWO_SHOT_COPY: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_copy",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
 
 /// All-reduce in two shots by loads from peers.
-pub(crate) const TWO_SHOT_PULL: Kernel = collective!(
+pub(crate) const TWO_SHOT_PULL: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_pull",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
 
 /// Reduces arrays of one device, in the given order.
-pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
+pub(crate) const REDUCE_LOCAL: Kernel<'static> = Kernel {
     name: "reduce_local",
     path: "reduce_local/reduce_local.cu",
     entry: "symmpool_reduce_local",
@@ -263,7 +264,7 @@ pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
     ],
 };
 
-impl Kernel {
+impl Kernel<'static> {
     /// The kernel of this name.
     ///
     /// # Panics
@@ -275,7 +276,7 @@ impl Kernel {
 }
 
 #[cfg(test)]
-impl Kernel {
+impl Kernel<'static> {
     /// The macros of each variant that tests compile.
     pub(crate) fn test_variants(&self) -> Vec<Vec<(&'static str, &'static str)>> {
         let mut all = Vec::new();

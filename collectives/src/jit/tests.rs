@@ -1,6 +1,8 @@
 //! Tests with real compilers: those named in `SYMMPOOL_TEST_NVRTC` (paths separated by colons), or the one that
 //! programs would find, if any.
 
+mod plans;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -175,7 +177,7 @@ fn processors_hold_the_blocks_that_kernels_are_bound_to() {
             && is("OP", &[1])
             && number(defines, "WORLD").is_some()
     };
-    let variants = |kernel: &'static Kernel| {
+    let variants = |kernel: &'static Kernel<'static>| {
         kernel.test_variants().into_iter().filter(some).map(move |defines| (kernel, defines))
     };
     for nvrtc in compilers() {
@@ -199,7 +201,7 @@ fn processors_hold_the_blocks_that_kernels_are_bound_to() {
 }
 
 /// What the machine code needs; `None` for intermediate code, which the driver translates.
-fn look(image: &Image, kernel: &Kernel) -> Result<Option<Usage>> {
+fn look(image: &Image, kernel: &Kernel<'_>) -> Result<Option<Usage>> {
     match image.kind {
         ImageKind::Cubin => usage(&image.bytes, kernel.entry)
             .map(Some)
@@ -229,7 +231,7 @@ fn table(archs: &[(u32, u32)], rows: &BTreeMap<String, BTreeMap<Arch, Option<Usa
     table
 }
 
-const EMPTY: Kernel = Kernel {
+const EMPTY: Kernel<'static> = Kernel {
     name: "empty",
     path: "empty.cu",
     entry: "empty",
@@ -237,7 +239,7 @@ const EMPTY: Kernel = Kernel {
     variants: &[],
 };
 
-fn plain(kernel: &Kernel) -> Variant<'_> {
+fn plain<'a>(kernel: &'a Kernel<'a>) -> Variant<'a> {
     Variant { kernel, defines: &[] }
 }
 
@@ -285,7 +287,7 @@ fn threads_share_one_compilation() {
 
 #[test]
 fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
-    const WRONG: Kernel = Kernel {
+    const WRONG: Kernel<'static> = Kernel {
         name: "wrong",
         path: "wrong.cu",
         entry: "wrong",
@@ -311,7 +313,7 @@ fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
 
 #[test]
 fn a_warning_is_an_error_only_to_the_strict() {
-    const HASTY: Kernel = Kernel {
+    const HASTY: Kernel<'static> = Kernel {
         name: "hasty",
         path: "hasty.cu",
         entry: "hasty",
@@ -361,7 +363,7 @@ fn devices_newer_than_the_compiler_get_code_to_translate() {
 
 #[test]
 fn usage_has_stack_and_shared_memory() {
-    const GREEDY: Kernel = Kernel {
+    const GREEDY: Kernel<'static> = Kernel {
         name: "greedy",
         path: "greedy.cu",
         entry: "greedy",
@@ -402,8 +404,9 @@ fn a_compiler_that_is_loaded_already_is_found_unless_the_driver_is_older() {
 
 #[test]
 fn keys_change_with_everything_that_matters() {
-    const OTHER: Kernel = Kernel { source: "extern \"C\" __global__ void empty() { }", ..EMPTY };
-    const RENAMED: Kernel = Kernel { path: "void.cu", ..EMPTY };
+    const OTHER: Kernel<'static> =
+        Kernel { source: "extern \"C\" __global__ void empty() { }", ..EMPTY };
+    const RENAMED: Kernel<'static> = Kernel { path: "void.cu", ..EMPTY };
     let key = |version, kernel, defines, target: &str| {
         let variant = Variant { kernel, defines };
         let options = super::options(&variant, &Target::Cubin(target.to_owned()));

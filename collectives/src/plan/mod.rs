@@ -10,15 +10,18 @@
 //! | `model` | what a plan is: collectives, buffers, chunks, operations |
 //! | `format` | plans as JSON |
 //! | `check` | the proof, and the errors that tell where it fails |
+//! | `schedule`, `cuda` | a plan in levels, as devices run it, and the CUDA kernel of a rank's program |
 //! | `timeline`, `explain`, `draw` | when operations run at the earliest; a plan as a table, and as a picture |
 //!
-//! The engines run checked plans; see `host/plan.rs`.
+//! The engines run checked plans; see `host/plan.rs` and `cuda/plan.rs`.
 
 mod check;
+pub(crate) mod cuda;
 mod draw;
 mod explain;
 mod format;
 mod model;
+pub(crate) mod schedule;
 mod timeline;
 
 pub use check::{CheckedPlan, PlanError, PlanErrorKind};

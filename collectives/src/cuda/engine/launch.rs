@@ -8,7 +8,8 @@ use symmpool_allocator::{Result, Stream};
 use super::super::api::Handle;
 use super::super::kernel_spec::{BARRIER_THREADS, KernelSpec};
 use super::super::kernels::LoadedKernel;
-use super::super::params::{CallParams, Comm, Traffic};
+use super::super::params::{CallParams, Comm, PlanWork, Traffic};
+use super::super::plan::PlanKernel;
 use super::super::strided_copy::StridedCopy;
 use super::{CudaEngine, cuda};
 use crate::host::call::Call;
@@ -17,6 +18,14 @@ use crate::row_exchange::RowWork;
 impl CudaEngine {
     pub(in super::super) fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
         self.kernels.get(spec)
+    }
+
+    pub(in super::super) fn plan_kernel(
+        &mut self,
+        key: PlanKernel,
+        source: impl FnOnce() -> Result<String>,
+    ) -> Result<LoadedKernel> {
+        self.kernels.get_plan(key, source)
     }
 
     /// A call without data: the handshake alone.
@@ -90,6 +99,27 @@ impl CudaEngine {
             // SAFETY: as the caller promised.
             unsafe { self.kernels.launch(kernel, grid, stream, comm, params, traffic) }
         })
+    }
+
+    /// Puts the kernel of a plan on the stream, behind what this communicator put on another one before.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch_plan`](super::super::kernels::Kernels::launch_plan).
+    pub(in super::super) unsafe fn launch_plan(
+        &mut self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        params: &CallParams,
+        work: &PlanWork,
+        stream: Stream,
+    ) -> Result<()> {
+        self.switch_to(stream)?;
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch_plan(kernel, grid, stream, (&self.comm, params), work) }
+        })?;
+        self.after_call(kernel, stream)
     }
 
     /// Puts a kernel of a row exchange on the stream, behind what this communicator put on another

@@ -16,12 +16,15 @@ mod run;
 mod value;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
 
 pub use error::{PlanError, PlanErrorKind};
+pub(super) use run::phases;
 use run::{Outcome, Run, name_of};
 use value::Value;
 
 use super::model::{Buffer, Cell, Collective, Contribution, Operation, Plan, Protocol, Span};
+use super::schedule::Schedule;
 
 /// A plan that was proved, and what execution needs to know of it.
 #[derive(Debug)]
@@ -43,6 +46,8 @@ pub struct CheckedPlan {
     pub(crate) has_partial_results: bool,
     /// The most contributions of a chunk of the output: what an average divides by.
     pub(crate) contributions: u32,
+    /// As devices run it, from the first call on one.
+    schedule: OnceLock<Schedule>,
 }
 
 /// A step of one rank, over single chunks.
@@ -158,8 +163,14 @@ impl CheckedPlan {
             reaches_outputs: reaches(Buffer::Output),
             has_partial_results,
             contributions,
+            schedule: OnceLock::new(),
             plan,
         }
+    }
+
+    /// The plan in levels.
+    pub(crate) fn schedule(&self) -> &Schedule {
+        self.schedule.get_or_init(|| Schedule::new(self))
     }
 
     /// The plan.

@@ -79,7 +79,7 @@ pub(super) struct Run<'a> {
 
 /// Splits a program into phases: the operations of one strand, or of several block groups between two points where
 /// they join.
-fn phases(program: &[Instruction]) -> VecDeque<Vec<Vec<usize>>> {
+pub(in super::super) fn phases(program: &[Instruction]) -> VecDeque<Vec<Vec<usize>>> {
     let mut phases = VecDeque::new();
     let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
     let mut alone = Vec::new();

@@ -7,7 +7,7 @@ use symmpool_collectives::plan::{
 };
 
 use super::builder::{Me, place, plan};
-use super::programs;
+use super::{more_programs, programs};
 
 fn refused(plan: Plan) -> PlanError {
     plan.check().expect_err("a wrong program")
@@ -20,7 +20,8 @@ fn reduced(program: impl Fn(&mut Me)) -> Plan {
 #[test]
 fn right_programs_are_proved() {
     for world in [2, 3, 4, 8] {
-        for plan in programs::all(world) {
+        let all = programs::all(world).into_iter();
+        for plan in all.chain(more_programs::all(world)).chain(more_programs::in_ll(world)) {
             let name = plan.name.clone();
             let checked = plan.check().unwrap_or_else(|error| panic!("{name} of {world}: {error}"));
             assert!(checked.explain().contains(&name));

@@ -3,5 +3,6 @@
 mod builder;
 mod errors;
 mod format;
+mod more_programs;
 mod programs;
 mod runs;

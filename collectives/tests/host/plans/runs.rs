@@ -5,7 +5,7 @@ use std::time::Duration;
 use symmpool_collectives::plan::{CheckedPlan, Collective, Plan};
 use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostOptions, ReduceOp};
 
-use super::programs;
+use super::{more_programs, programs};
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 
 const WINDOW: u64 = 1 << 17;
@@ -57,7 +57,11 @@ fn every_program_computes_what_was_proved() {
     for world in [1, 2, 3, 4] {
         let options = small_scratch();
         let heap = Heap::new(world, 1, 2 * WINDOW, &options);
-        let plans: Vec<CheckedPlan> = programs::all(world)
+        let mut plans = programs::all(world);
+        if world > 1 {
+            plans.append(&mut more_programs::all(world));
+        }
+        let plans: Vec<CheckedPlan> = plans
             .into_iter()
             .filter(|plan| world > 1 || plan.name != "ring")
             .map(|plan| plan.check().unwrap())

@@ -1,0 +1,155 @@
+//! Calls with a plan: what both engines check of their arguments, how ranks describe them, and how elements are divided
+//! into chunks.
+
+use symmpool_allocator::{Error, Result};
+
+use super::Place;
+use super::call::{Call, Operation};
+use crate::plan::{CheckedPlan, Collective, Plan};
+use crate::{DType, ReduceOp};
+
+/// Chunks of scratch begin at multiples of this, a cache line; so do chunks of inputs and outputs, if they may differ in
+/// length.
+pub(super) const LINE: usize = 64;
+/// Counts from here on leave no place in call descriptions for an algorithm's hash.
+const MAX_COUNT: usize = 1 << 48;
+
+/// The arguments of a call with a plan.
+#[derive(Clone, Copy)]
+pub(crate) struct Arguments {
+    pub(crate) input: Place,
+    pub(crate) output: Place,
+    /// Elements of a part; of one's own collective, of the input.
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: u32,
+}
+
+/// How a call's elements are divided into chunks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chunks {
+    /// Elements of a part.
+    pub(crate) count: usize,
+    /// Elements of a chunk; those at the end of a part may have fewer, or none.
+    pub(crate) each: usize,
+    of_part: usize,
+    pub(crate) size: usize,
+}
+
+impl Chunks {
+    fn new(checked: &CheckedPlan, count: usize, size: usize) -> Result<Self> {
+        let plan = checked.plan();
+        let of_part = plan.chunks_of_part() as usize;
+        let is_custom = matches!(plan.collective, Collective::Custom { .. });
+        if (checked.needs_equal_chunks || is_custom) && !count.is_multiple_of(of_part) {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {} exchanges chunks at different places, so its {of_part} chunks must be equally \
+                 long; {count} elements do not divide into them",
+                plan.name
+            )));
+        }
+        let each = count.div_ceil(of_part);
+        let each = if checked.needs_equal_chunks || is_custom {
+            each
+        } else {
+            each.next_multiple_of((LINE / size).max(1))
+        };
+        Ok(Self { count, each, of_part, size })
+    }
+
+    /// The elements of the chunks at this place of their parts.
+    pub(super) fn length(&self, place: usize) -> usize {
+        self.count.saturating_sub(place.saturating_mul(self.each)).min(self.each)
+    }
+
+    /// Where a chunk of the input or output begins, in bytes.
+    pub(super) fn start(&self, index: u32) -> usize {
+        let (part, place) = (index as usize / self.of_part, index as usize % self.of_part);
+        // A chunk without elements may lie behind the end, where nothing is accessed.
+        (part * self.count + (place * self.each).min(self.count)) * self.size
+    }
+}
+
+impl Arguments {
+    /// Refuses what no engine can run, and finds the chunks.
+    pub(crate) fn check(&self, checked: &CheckedPlan, rank: u32, world: u32) -> Result<Chunks> {
+        let Self { input, output, count, dtype, op, root } = *self;
+        let plan = checked.plan();
+        let name = &plan.name;
+        if plan.world != world {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {name} on rank {rank}: it is for {} ranks, and the communicator has {world}",
+                plan.world
+            )));
+        }
+        if root >= world || (root > 0 && plan.collective != Collective::Broadcast) {
+            return Err(Error::invalid_argument(format!(
+                "root {root} of {} on rank {rank}, among {world} ranks",
+                plan.collective.name()
+            )));
+        }
+        if count >= MAX_COUNT {
+            return Err(Error::invalid_argument(format!("{count} elements on rank {rank}")));
+        }
+        for (reached, what, place) in [
+            (checked.needs_input_window(), "input", input),
+            (checked.needs_output_window(), "output", output),
+        ] {
+            if reached && count > 0 && !place.is_window() {
+                return Err(Error::unsupported(format!(
+                    "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
+                     allocate it from the pool, as by pool.empty"
+                )));
+            }
+        }
+        let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
+        let divides = plan.collective.reduces() && op == ReduceOp::Avg;
+        if divides && checked.has_partial_results && is_integer {
+            return Err(Error::unsupported(format!(
+                "the algorithm {name} on rank {rank}: it reduces in several steps, between which sums of {} can \
+                 overflow before they are divided; use sum, or an algorithm that reduces once",
+                dtype.name()
+            )));
+        }
+        Chunks::new(checked, count, dtype.size())
+    }
+
+    /// What ranks compare.
+    pub(crate) fn describe(&self, checked: &CheckedPlan) -> Call {
+        let plan = checked.plan();
+        let mut call = Call::new(operation(plan)).elements(self.dtype, self.count).root(self.root);
+        if plan.collective.reduces() {
+            call = call.reduce(self.op);
+        }
+        // Where peers do not access them, buffers may lie anywhere.
+        let if_reached = |reached: bool, place: Place| {
+            if reached { place } else { Place::Plain(std::ptr::null_mut()) }
+        };
+        call.input(if_reached(checked.needs_input_window(), self.input))
+            .output(if_reached(checked.needs_output_window(), self.output))
+            .registered(checked.hash())
+    }
+
+    /// The error for a plan that is wrong where input and output are one memory.
+    pub(crate) fn check_in_place(checked: &CheckedPlan, rank: u32) -> Result<()> {
+        checked.in_place().map_err(|why| {
+            Error::invalid_argument(format!(
+                "the algorithm {} on rank {rank} is wrong in place ({}); pass an output of its own",
+                checked.plan().name,
+                why.message
+            ))
+        })
+    }
+}
+
+fn operation(plan: &Plan) -> Operation {
+    match plan.collective {
+        Collective::AllReduce => Operation::AllReduce,
+        Collective::AllGather => Operation::AllGather,
+        Collective::ReduceScatter => Operation::ReduceScatter,
+        Collective::Broadcast => Operation::Broadcast,
+        Collective::AllToAll => Operation::AllToAll,
+        Collective::Custom { .. } => Operation::Custom,
+    }
+}

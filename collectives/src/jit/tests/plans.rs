@@ -1,0 +1,55 @@
+//! Kernels of plans compile, with every compiler and for every architecture.
+
+#[path = "../../../tests/host/plans/builder.rs"]
+mod builder;
+#[path = "../../../tests/host/plans/more_programs.rs"]
+mod more_programs;
+#[path = "../../../tests/host/plans/programs.rs"]
+mod programs;
+
+use super::*;
+use crate::plan::CheckedPlan;
+use crate::plan::cuda::{ENTRY, source};
+
+fn plans(world: u32) -> Vec<CheckedPlan> {
+    let mut all = programs::all(world);
+    all.append(&mut more_programs::all(world));
+    all.append(&mut more_programs::in_ll(world));
+    all.into_iter().map(|plan| plan.check().expect("a right program")).collect()
+}
+
+#[test]
+fn kernels_of_plans_compile_for_every_architecture() {
+    let sizes = [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "136")];
+    for nvrtc in compilers() {
+        let jit = Jit::new(options(nvrtc, Some(&kept())));
+        for world in [2, 4, 8] {
+            let number = world.to_string();
+            for checked in plans(world) {
+                // The ends of chains and trees, and what is between them.
+                let rank = if checked.plan().name.len() % 2 == 0 { 0 } else { world / 2 };
+                let text = source(&checked, checked.schedule(), rank);
+                let name = &checked.plan().name;
+                let kernel =
+                    Kernel { name, path: "plan.cu", entry: ENTRY, source: &text, variants: &[] };
+                // Few programs for all architectures, and every one for one of them.
+                let all = PROCESSORS.iter().enumerate();
+                let some = all.filter(|(nth, _)| {
+                    world == 2 && name.contains("two_shot") || *nth == name.len() % PROCESSORS.len()
+                });
+                for (nth, ((major, minor), processor)) in some {
+                    let (dtype, op) = [("1", "1"), ("4", "1"), ("6", "5"), ("9", "1")][nth % 4];
+                    let mut defines = sizes.to_vec();
+                    defines.extend([("PLAN_WORK_BYTES", "48"), ("THREADS", "512")]);
+                    defines.extend([("WORLD", number.as_str()), ("DTYPE", dtype), ("OP", op)]);
+                    let variant = Variant { kernel: &kernel, defines: &defines };
+                    let image = jit.compile(&variant, arch(*major, *minor));
+                    let image = image.unwrap_or_else(|error| panic!("{error}\n{text}"));
+                    let Some(used) = look(&image, &kernel).expect("machine code") else { continue };
+                    println!("{name} of {world} on {major}.{minor}, type {dtype}: {used:?}");
+                    assert!(processor.holds(&used, 512) >= 1, "{name} of {world}: {used:?}");
+                }
+            }
+        }
+    }
+}

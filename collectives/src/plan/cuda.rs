@@ -1,0 +1,385 @@
+//! Writes the CUDA kernel of one rank's program of a plan, from the parts in `symmpool/plan.cuh`.
+//!
+//! The source depends on the plan alone: its macros say for how many ranks, which element type and which operation it is
+//! compiled. Operations that move data at once are written as one where that keeps links and memory busy together: a
+//! reduction and the put of its result, and a copy within a rank beside one to a peer.
+
+use std::fmt::Write;
+
+use super::schedule::{Flag, Level, Schedule, Slot};
+use super::{Buffer, Cell, CheckedPlan, Collective, Item, Protocol};
+
+/// The entry point of every kernel of a plan.
+pub(crate) const ENTRY: &str = "symmpool_plan";
+/// Reductions of a program from which on they are functions, and not written out each time.
+const MANY_REDUCTIONS: usize = 3;
+/// Copies that a thread makes at once in the LL protocol.
+const LL_AT_ONCE: usize = 8;
+
+struct Writer<'a> {
+    checked: &'a CheckedPlan,
+    schedule: &'a Schedule,
+    rank: u32,
+    text: String,
+}
+
+/// The kernel of a rank's program.
+pub(crate) fn source(checked: &CheckedPlan, schedule: &Schedule, rank: u32) -> String {
+    let mut writer = Writer { checked, schedule, rank, text: String::new() };
+    writer.kernel();
+    writer.text
+}
+
+macro_rules! line {
+    ($writer:expr, $($what:tt)*) => {{
+        // Writing to a string cannot fail.
+        let _ = writeln!($writer.text, $($what)*);
+    }};
+}
+
+impl Writer<'_> {
+    fn kernel(&mut self) {
+        let plan = self.checked.plan();
+        let (schedule, rank) = (self.schedule, self.rank);
+        let (world, collective) = (plan.world, plan.collective.name());
+        let is_ll = plan.protocol == Protocol::Ll;
+        let flags = if is_ll { 0 } else { schedule.flags + 1 };
+        let (slots, ll_slots) = (schedule.plain_slots.max(1), schedule.ll_slots);
+        let remote = schedule.first_remote(rank);
+        let release = remote.is_some() || schedule.begins_with_barrier;
+        line!(
+            self,
+            "// {collective} of {world} ranks in {}: the program of rank {rank}.",
+            plan.protocol.name()
+        );
+        line!(self, "#include <symmpool/plan.cuh>\n");
+        line!(self, "using namespace symmpool;\n");
+        line!(self, "using Run = PlanRun<{flags}, {slots}, {ll_slots}>;\n");
+        line!(self, "extern \"C\" __global__ void __launch_bounds__(THREADS, 1)");
+        line!(
+            self,
+            "    {ENTRY}(const __grid_constant__ Comm comm, const __grid_constant__ Call call,"
+        );
+        line!(self, "                  const __grid_constant__ PlanWork work) {{");
+        line!(self, "    begin_kernel(comm.early);");
+        line!(self, "    Session session(comm);");
+        line!(self, "    if (session.failed) {{\n        return;\n    }}");
+        line!(self, "    if (is_leader_block()) {{");
+        line!(self, "        run_leader_block<{release}>(session, call, Run::used(call, work));");
+        line!(self, "        return;\n    }}");
+        line!(self, "    session.advance();");
+        line!(self, "    const Run run(session, call, work);");
+        if is_ll {
+            self.ll_program();
+        } else {
+            self.program(remote);
+        }
+        line!(self, "}}");
+    }
+
+    /// The turns of a program whose data is followed by signals.
+    fn program(&mut self, remote: Option<u32>) {
+        let schedule = self.schedule;
+        let levels = &schedule.ranks[self.rank as usize];
+        // Peers' inputs and outputs are accessed only when they have made the same call.
+        if schedule.begins_with_barrier {
+            line!(
+                self,
+                "    if (!await_handshakes<true>(session, call)) {{\n        return;\n    }}"
+            );
+        }
+        let (first, last) = schedule.scratch_levels(self.rank);
+        if schedule.plain_slots > 0 {
+            line!(self, "    const bool reuses = work.stages > work.slots;");
+        }
+        line!(self, "    const u32 turns = (work.stages - 1) * work.interval + {};", levels.len());
+        line!(self, "#pragma unroll 1");
+        line!(self, "    for (u32 turn = 0; turn < turns; ++turn) {{");
+        line!(self, "        u32 stage = 0;");
+        let uses_scratch = schedule.plain_slots > 0;
+        for (number, level) in (0u32..).zip(levels) {
+            let frees = uses_scratch && number == last;
+            let takes = uses_scratch && number == first;
+            if level.waits.is_empty()
+                && level.items.is_empty()
+                && level.signals.is_empty()
+                && !frees
+                && !takes
+            {
+                continue;
+            }
+            line!(self, "        if (run.runs(turn, {number}, stage)) {{");
+            if remote == Some(number) && !schedule.begins_with_barrier {
+                line!(
+                    self,
+                    "            if (turn == {number} && !await_handshakes<false>(session, call)) {{"
+                );
+                line!(self, "                return;\n            }}");
+            }
+            if takes {
+                line!(
+                    self,
+                    "            if (reuses && !run.await_slot(stage)) {{\n                return;\n            }}"
+                );
+            }
+            if !level.waits.is_empty() {
+                let (count, words) = packed(&level.waits);
+                line!(
+                    self,
+                    "            if (!run.await<{count}>(stage, [](u32 nth) {{ return nth_flag(nth, {words}); }})) {{"
+                );
+                line!(self, "                return;\n            }}");
+            }
+            if !level.items.is_empty() {
+                line!(self, "            run.each(stage, [&](const Slice& slice) {{");
+                self.items(level);
+                line!(self, "            }});");
+            }
+            if !level.signals.is_empty() || frees {
+                let (count, words) = packed(&level.signals);
+                let frees = if frees { "reuses" } else { "false" };
+                let raise = format!(
+                    "run.raise<{count}>(stage, {frees}, [](u32 nth) {{ return nth_flag(nth, {words}); }});"
+                );
+                if level.signals.is_empty() {
+                    line!(
+                        self,
+                        "            if (reuses) {{\n                {raise}\n            }}"
+                    );
+                } else {
+                    line!(self, "            {raise}");
+                }
+            }
+            line!(self, "        }}");
+        }
+        line!(self, "    }}");
+    }
+
+    /// The operations of a level, on one slice.
+    fn items(&mut self, level: &Level) {
+        let (result_op, partial_op) = ("OP", "(OP == AVG ? SUM : OP)");
+        let reductions = self.schedule.ranks[self.rank as usize]
+            .iter()
+            .flat_map(|level| &level.items)
+            .filter(|item| item.srcs.len() > 1)
+            .count();
+        let mut left = level.items.as_slice();
+        while let Some((item, rest)) = left.split_first() {
+            left = rest;
+            let next = rest.first();
+            let bytes = format!("run.bytes(slice, {})", item.place);
+            let to = self.address(item.dst);
+            if let [src] = item.srcs[..] {
+                let from = self.address(src);
+                if let Some(next) = next.filter(|next| self.can_be_beside(item, next)) {
+                    left = &rest[1..];
+                    let (from2, to2) = (self.address(next.srcs[0]), self.address(next.dst));
+                    line!(self, "                copy_slices({from}, {to}, {bytes},");
+                    line!(
+                        self,
+                        "                            {from2}, {to2}, run.bytes(slice, {}));",
+                        next.place
+                    );
+                } else {
+                    line!(self, "                copy_slice({from}, {to}, {bytes});");
+                }
+                continue;
+            }
+            let count = item.srcs.len();
+            let also = next.filter(|next| next.srcs == [item.dst] && next.dst != item.dst);
+            if also.is_some() {
+                left = &rest[1..];
+            }
+            let also_at = also.map_or("nullptr".to_owned(), |also| self.address(also.dst));
+            let op = if item.is_result { result_op } else { partial_op };
+            let divisor = self.checked.contributions;
+            let name = if reductions > MANY_REDUCTIONS {
+                "reduce_slices_out_of_line"
+            } else {
+                "reduce_slices"
+            };
+            let sources: Vec<String> = item.srcs.iter().map(|src| self.address(*src)).collect();
+            line!(self, "                {name}<DTYPE, {op}, {}, {count}>(", also.is_some());
+            line!(
+                self,
+                "                    Sources<{count}>{{{{{}}}}},",
+                sources.join(",\n                        ")
+            );
+            line!(self, "                    {bytes}, {divisor}, {to}, {also_at});");
+        }
+    }
+
+    /// Whether a copy can be made at the same time as the one before it: one is within the rank, the other is not, and
+    /// none touches what the other writes.
+    fn can_be_beside(&self, first: &Item, second: &Item) -> bool {
+        let &[from] = second.srcs.as_slice() else { return false };
+        let is_local = |item: &Item| item.dst.rank == self.rank && item.srcs[0].rank == self.rank;
+        let (to, to2) = (self.memory(first.dst), self.memory(second.dst));
+        let (from, from2) = (self.memory(first.srcs[0]), self.memory(from));
+        is_local(first) != is_local(second) && to != to2 && to != from2 && to2 != from
+    }
+
+    /// The program of one thread in the LL protocol, on its own vectors.
+    fn ll_program(&mut self) {
+        let levels = &self.schedule.ranks[self.rank as usize];
+        let items: Vec<&Item> = levels.iter().flat_map(|level| &level.items).collect();
+        line!(self, "    const Slice slice = run.slice(worker_block(), 0);");
+        let mut left = items.as_slice();
+        while let Some(first) = left.first() {
+            if let &[_] = first.srcs.as_slice() {
+                let count = self.copies_at_once(left);
+                let (now, rest) = left.split_at(count);
+                left = rest;
+                let sources: Vec<(Cell, u32)> =
+                    now.iter().map(|item| (item.srcs[0], item.place)).collect();
+                let stores: Vec<(usize, Cell, u32)> =
+                    now.iter().enumerate().map(|(nth, item)| (nth, item.dst, item.place)).collect();
+                self.ll_loop(&sources, None, &stores);
+                continue;
+            }
+            // Copies of the result that follow go out with it.
+            let copies = left[1..].iter().take_while(|next| next.srcs == [first.dst]).count();
+            let sources: Vec<(Cell, u32)> =
+                first.srcs.iter().map(|src| (*src, first.place)).collect();
+            let stores: Vec<(usize, Cell, u32)> =
+                left[..=copies].iter().map(|item| (0, item.dst, first.place)).collect();
+            self.ll_loop(&sources, Some(first), &stores);
+            left = &left[copies + 1..];
+        }
+    }
+
+    /// How many of the copies at the beginning can be made at once: none reads or writes what another one writes here.
+    fn copies_at_once(&self, items: &[&Item]) -> usize {
+        let mut written: Vec<Cell> = Vec::new();
+        for item in items.iter().take(LL_AT_ONCE) {
+            let &[src] = item.srcs.as_slice() else { break };
+            let (from, to) = (self.memory(src), self.memory(item.dst));
+            if written.contains(&from) || written.contains(&to) {
+                break;
+            }
+            written.push(to);
+        }
+        written.len().max(1)
+    }
+
+    /// The memory of a chunk, where input and output may be one.
+    fn memory(&self, cell: Cell) -> Cell {
+        match self.checked.plan().alias(cell.rank, cell.index) {
+            Some(index) if cell.buffer == Buffer::Output => {
+                Cell { buffer: Buffer::Input, index, ..cell }
+            }
+            _ => cell,
+        }
+    }
+
+    /// A loop over a thread's vectors: loads or awaits the sources, reduces them for `reduction`, and stores results,
+    /// each as the number of a source, a chunk and the place whose length it has.
+    fn ll_loop(
+        &mut self,
+        sources: &[(Cell, u32)],
+        reduction: Option<&Item>,
+        stores: &[(usize, Cell, u32)],
+    ) {
+        let count = sources.len();
+        line!(self, "    {{");
+        line!(self, "        const LlSource from[{count}] = {{");
+        for (cell, place) in sources {
+            let bytes = format!("run.bytes(slice, {place})");
+            match self.slot(*cell) {
+                Some(Slot::Ll(slot, writer)) => {
+                    let (inbox, peer) = (self.inbox(cell.rank, slot), self.real(writer));
+                    line!(self, "            {{nullptr, {inbox}, {peer}, {bytes}}},");
+                }
+                _ => {
+                    let at = self.address(*cell);
+                    line!(self, "            {{{at}, nullptr, 0, {bytes}}},");
+                }
+            }
+        }
+        line!(self, "        }};");
+        line!(self, "        uint4 all[{count}];");
+        line!(
+            self,
+            "        for (u64 at = threadIdx.x; 16 * at < slice.bytes; at += blockDim.x) {{"
+        );
+        line!(
+            self,
+            "            if (!collect_ll(session, from, at, all)) {{\n                return;\n            }}"
+        );
+        if let Some(item) = reduction {
+            let op = if item.is_result { "OP" } else { "(OP == AVG ? SUM : OP)" };
+            let divisor = self.checked.contributions;
+            line!(self, "            all[0] = reduce_vectors<DTYPE, {op}>(all, {divisor});");
+        }
+        for (nth, cell, place) in stores {
+            let bytes = format!("run.bytes(slice, {place})");
+            line!(self, "            if (from[{nth}].has(at)) {{");
+            match self.slot(*cell) {
+                Some(Slot::Ll(slot, _)) => {
+                    let inbox = self.inbox(cell.rank, slot);
+                    line!(self, "                send_ll({inbox}, at, session.epoch, all[{nth}]);");
+                }
+                _ => {
+                    let to = self.address(*cell);
+                    line!(self, "                Target({to}, {bytes}).store(at, all[{nth}]);");
+                }
+            }
+            line!(self, "            }}");
+        }
+        line!(self, "        }}\n    }}");
+    }
+
+    fn slot(&self, cell: Cell) -> Option<Slot> {
+        if cell.buffer == Buffer::Scratch { self.schedule.slot(cell) } else { None }
+    }
+
+    fn inbox(&self, owner: u32, slot: u32) -> String {
+        format!("run.inbox(slice, {}, {slot})", self.real(owner))
+    }
+
+    /// The communicator's rank that is a rank of the plan.
+    fn real(&self, rank: u32) -> String {
+        match self.checked.plan().collective {
+            Collective::Broadcast => format!("run.rank_of({rank})"),
+            _ => rank.to_string(),
+        }
+    }
+
+    /// Where a chunk's slice begins.
+    fn address(&self, cell: Cell) -> String {
+        let each = self.checked.plan().chunks_of_part().max(1);
+        let (part, place) = (cell.index / each, cell.index % each);
+        let own = match cell.buffer {
+            Buffer::Scratch => {
+                let slot = match self.schedule.slot(cell) {
+                    Some(Slot::Plain(slot)) => slot,
+                    _ => 0,
+                };
+                return format!("run.scratch(slice, {}, {slot})", self.real(cell.rank));
+            }
+            Buffer::Input => format!("run.input(slice, {part}, {place})"),
+            Buffer::Output => format!("run.output(slice, {part}, {place})"),
+        };
+        if cell.rank == self.rank {
+            own
+        } else {
+            format!("comm.at_peer({own}, {})", self.real(cell.rank))
+        }
+    }
+}
+
+/// How many flags there are, and their peers and numbers, as `nth_flag` takes them.
+fn packed(flags: &[Flag]) -> (usize, String) {
+    let mut words: Vec<u64> = flags
+        .chunks(4)
+        .map(|four| {
+            let packed = four.iter().map(|(peer, number)| u64::from(peer << 12 | number));
+            packed.enumerate().fold(0, |word, (nth, flag)| word | flag << (16 * nth))
+        })
+        .collect();
+    if words.is_empty() {
+        words.push(0);
+    }
+    let texts: Vec<String> = words.iter().map(|word| format!("{word:#x}ull")).collect();
+    (flags.len(), texts.join(", "))
+}
