@@ -124,7 +124,8 @@ impl Algorithm {
     /// `input` and `output` are tensors as other calls take them, with as many elements as the collective has there;
     /// or addresses, with `count`, the elements of the input, and `dtype`. `op` ("sum", "prod", "min", "max", "avg") is
     /// for what reduces, `src` for a broadcast, in which `input` of other ranks is not read. On the CPU it returns when
-    /// this rank's part is done; on CUDA plans do not run yet (UnsupportedError).
+    /// this rank's part is done; on CUDA it is put on `stream`, or the current one, for which the first call with an
+    /// element type and operation compiles a kernel.
     #[pyo3(
         signature = (
             comm, input, output = None, *, op = None, src = Number::of(0), stream = None, count = None, dtype = None

@@ -1,6 +1,8 @@
 //! Times graphs of calls: the median of replays on the slowest rank, with the number of calls in a graph that is
 //! fastest.
 
+mod plans;
+
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -291,6 +293,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let mut rows = bench.measure(options, (&from, into), DType::Bf16, &algorithms)?;
     bench.all_to_alls(options, (&from, &to), &mut rows)?;
     bench.messages(options, (&from, &to), &mut rows)?;
+    bench.plans(options, (&from, &to), &mut rows)?;
     // The device's context is current, as in programs that use the device.
     let stream = stream(pool)?;
     let host_us =
@@ -353,7 +356,11 @@ pub(crate) fn show(rows: &Times, world: u32) {
         row.sort_by(|a, b| a.1.total_cmp(&b.1));
         let best = row[0].1;
         // How often the bytes cross a rank's links in each direction.
-        let ways = if row[0].0.starts_with(ALL_TO_ALL) { 1.0 } else { 2.0 };
+        let is_half = |name: &str| {
+            let halves = [ALL_TO_ALL, "all_gather", "reduce_scatter", "broadcast"];
+            halves.iter().any(|half| name.contains(half))
+        };
+        let ways = if is_half(&row[0].0) { 1.0 } else { 2.0 };
         let part = f64::from(world - 1) / f64::from(world);
         // A message crosses the links of both ranks once.
         let times = if row[0].0.starts_with(P2P) { 1.0 } else { ways * part };

@@ -277,9 +277,39 @@ impl CudaEngine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::testing::plans;
 
     #[test]
-    fn layouts_are_those_that_kernels_are_compiled_with() {
-        assert_eq!(size_of::<PlanWork>(), 48);
+    fn stages_fit_scratch_and_cover_every_vector() {
+        for world in [2, 4, 8] {
+            for checked in plans(world) {
+                let schedule = checked.schedule();
+                let slots = u64::from(schedule.plain_slots);
+                for half in [64 << 10, 256 << 10, 16 << 20] {
+                    for vectors in (0..40).map(|power| (1 << power) * 5 / 4) {
+                        for wanted in [1, 3, 131] {
+                            let Some((blocks, work)) = divide(schedule, half, vectors, wanted)
+                            else {
+                                assert!(slots * 128 > half, "{slots} chunks of a line fit");
+                                continue;
+                            };
+                            let (each, at_once) = (u64::from(work.each), u64::from(work.slots));
+                            let longest =
+                                vectors.div_ceil(LINE).div_ceil(blocks.into()).max(1) * LINE;
+                            assert!(each * u64::from(work.stages) >= longest);
+                            assert!(blocks <= wanted && each.is_multiple_of(LINE) && each > 0);
+                            if slots == 0 {
+                                continue;
+                            }
+                            assert!(16 * each * slots * at_once * u64::from(blocks) <= half);
+                            // A slot is free before it is needed again.
+                            let last = u64::from(schedule.last_scratch);
+                            let apart = at_once * u64::from(work.interval);
+                            assert!(work.stages <= work.slots || apart > last);
+                        }
+                    }
+                }
+            }
+        }
     }
 }

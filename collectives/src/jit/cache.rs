@@ -267,7 +267,7 @@ fn decode(key: Key, bytes: &[u8]) -> Result<Entry, String> {
     let (magic, rest) = header.split_at(MAGIC.len());
     let (found, rest) = rest.split_at(HASH);
     let (kind, length) = rest.split_at(8);
-    if magic != MAGIC || found != &key.0 || length != (image.len() as u64).to_le_bytes() {
+    if magic != MAGIC || *found != key.0 || length != (image.len() as u64).to_le_bytes() {
         return Err("it holds something else".to_owned());
     }
     Ok(Entry { kind: kind[0], bytes: image.to_vec() })

@@ -22,6 +22,8 @@ mod explain;
 mod format;
 mod model;
 pub(crate) mod schedule;
+#[cfg(test)]
+pub(crate) mod testing;
 mod timeline;
 
 pub use check::{CheckedPlan, PlanError, PlanErrorKind};

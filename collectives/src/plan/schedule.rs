@@ -252,3 +252,52 @@ fn phase_numbers(program: &[Instruction]) -> Vec<usize> {
     }
     numbers
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::plans;
+    use super::*;
+
+    #[test]
+    fn waits_are_at_later_levels_than_their_signals_and_nothing_is_lost() {
+        for checked in [2, 3, 4, 8].into_iter().flat_map(plans) {
+            let schedule = checked.schedule();
+            let mut signalled: BTreeMap<(u32, u32, u32), u32> = BTreeMap::new();
+            for (rank, levels) in (0u32..).zip(&schedule.ranks) {
+                for (number, level) in (0u32..).zip(levels) {
+                    for (peer, flag) in &level.signals {
+                        let before = signalled.insert((rank, *peer, *flag), number);
+                        assert_eq!(before, None, "each signal has a flag of its own");
+                        assert!(*flag < schedule.flags);
+                    }
+                }
+            }
+            for (rank, levels) in (0u32..).zip(&schedule.ranks) {
+                for (number, level) in (0u32..).zip(levels) {
+                    for (peer, flag) in &level.waits {
+                        let signal = signalled.remove(&(*peer, rank, *flag));
+                        assert!(signal.is_some_and(|signal| signal < number), "{checked:?}");
+                    }
+                }
+                let moved = |step: &&Step| matches!(step, Step::Reduce(_));
+                let wanted = checked.steps[rank as usize].iter().filter(moved).count();
+                assert_eq!(schedule.items(rank), wanted);
+            }
+            assert!(signalled.is_empty(), "every signal is waited for");
+        }
+    }
+
+    #[test]
+    fn usual_programs_have_few_levels() {
+        let levels = |name: &str| {
+            let all = plans(3);
+            let found = all.iter().find(|checked| checked.plan().name == name);
+            let ranks = &found.expect("a program").schedule().ranks;
+            ranks.iter().map(Vec::len).max().expect("ranks")
+        };
+        assert_eq!((levels("one_shot"), levels("two_shot")), (2, 3));
+        // The handshake is the barrier with which they begin.
+        assert_eq!((levels("all_gather"), levels("grouped_all_gather")), (2, 2));
+        assert_eq!((levels("one_shot_ll"), levels("two_shot_in_scratch_ll")), (1, 1));
+    }
+}

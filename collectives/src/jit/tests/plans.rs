@@ -1,22 +1,8 @@
 //! Kernels of plans compile, with every compiler and for every architecture.
 
-#[path = "../../../tests/host/plans/builder.rs"]
-mod builder;
-#[path = "../../../tests/host/plans/more_programs.rs"]
-mod more_programs;
-#[path = "../../../tests/host/plans/programs.rs"]
-mod programs;
-
 use super::*;
-use crate::plan::CheckedPlan;
 use crate::plan::cuda::{ENTRY, source};
-
-fn plans(world: u32) -> Vec<CheckedPlan> {
-    let mut all = programs::all(world);
-    all.append(&mut more_programs::all(world));
-    all.append(&mut more_programs::in_ll(world));
-    all.into_iter().map(|plan| plan.check().expect("a right program")).collect()
-}
+use crate::plan::testing::plans;
 
 #[test]
 fn kernels_of_plans_compile_for_every_architecture() {

@@ -82,7 +82,6 @@ impl Me {
         self.group = None;
     }
 
-    #[allow(dead_code, reason = "not every user of these files has wrong programs")]
     pub(super) fn signal_all(&mut self) {
         self.peers().into_iter().for_each(|peer| self.signal(peer));
     }

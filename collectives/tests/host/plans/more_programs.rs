@@ -20,8 +20,8 @@ pub(super) fn two_shot_in_scratch(world: u32) -> Plan {
         let own = me.rank;
         for peer in me.peers() {
             me.put(place(peer, Buffer::Scratch, own), me.input(peer));
-            me.signal(peer);
         }
+        me.signal_all();
         me.wait_all();
         let of = |rank| if rank == own { me.input(own) } else { me.scratch(rank) };
         let srcs = (0..world).map(of).collect();

@@ -1,0 +1,86 @@
+//! Times collectives that programs bring along, and built-in ones to compare them with.
+
+use symmpool_allocator::{Block, Result, Stream};
+use symmpool_collectives::plan::Collective;
+use symmpool_collectives::{Algorithm, Communicator, DType, ReduceOp};
+
+use super::{Bench, Times};
+use crate::{Options, plans};
+
+/// The built-in collectives that have no algorithms by name.
+const ALL_GATHER: &str = "all_gather";
+const REDUCE_SCATTER: &str = "reduce_scatter";
+
+impl Bench<'_> {
+    /// Times what options name: `bytes` are those of the longer one of input and output.
+    pub(super) fn plans(
+        &mut self,
+        options: &Options,
+        (from, to): (&Block<u8>, &Block<u8>),
+        times: &mut Times,
+    ) -> Result<()> {
+        let world = self.pool.world();
+        let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
+        let (dtype, op) = (DType::Bf16, ReduceOp::Sum);
+        for plan in plans::all(world) {
+            let name = format!("plan_{}", plan.name);
+            if !options.algorithms.contains(&name) {
+                continue;
+            }
+            let parts = match plan.collective {
+                Collective::AllReduce | Collective::Broadcast | Collective::Custom { .. } => 1,
+                _ => world as usize,
+            };
+            let algorithm = Algorithm::from_plan(plan).expect("a right program");
+            let comm = Communicator::with_options(self.pool, &options.communicator())?;
+            for &bytes in &options.sizes() {
+                let count = bytes as usize / dtype.size() / parts;
+                // SAFETY: both blocks are this long, and nothing else uses them.
+                let call = |stream: &Stream| unsafe {
+                    comm.execute_at(&algorithm, to, from, count, dtype, op, 0, stream)
+                };
+                // The first call compiles the kernel.
+                call(&self.stream)?;
+                comm.synchronize(&self.stream)?;
+                self.note(&name, &comm, bytes, times, call)?;
+            }
+        }
+        for name in [ALL_GATHER, REDUCE_SCATTER] {
+            if !options.algorithms.iter().any(|other| other == name) {
+                continue;
+            }
+            let comm = Communicator::with_options(self.pool, &options.communicator())?;
+            for &bytes in &options.sizes() {
+                let count = bytes as usize / dtype.size() / world as usize;
+                // SAFETY: as above.
+                let gather =
+                    |stream: &Stream| unsafe { comm.all_gather_at(to, from, count, dtype, stream) };
+                // SAFETY: as above.
+                let scatter = |stream: &Stream| unsafe {
+                    comm.reduce_scatter_at(to, from, count, dtype, op, stream)
+                };
+                let call = |stream: &Stream| match name {
+                    ALL_GATHER => gather(stream),
+                    _ => scatter(stream),
+                };
+                self.note(name, &comm, bytes, times, call)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn note(
+        &mut self,
+        name: &str,
+        comm: &Communicator,
+        bytes: u64,
+        times: &mut Times,
+        call: impl Fn(&Stream) -> Result<()>,
+    ) -> Result<()> {
+        if let Some((slowest, calls)) = self.time(comm, bytes, call)? {
+            self.calls.entry(bytes).or_default().insert(name.to_owned(), calls);
+            times.entry(bytes).or_default().push((name.to_owned(), slowest));
+        }
+        Ok(())
+    }
+}
