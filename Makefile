@@ -101,7 +101,7 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) EMULATED_PROCESSORS=96 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms p2p
 	$(EMULATED) $(COLLECTIVES) soak $(PATIENCE) --ranks 2 --calls 200
 	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 4 \
-		--algorithms one_shot_ll,two_shot_push,p2p,late,outside
+		--algorithms one_shot_ll,two_shot_push,p2p,plans,late,outside
 	$(call passed,emulated)
 else
 test-emulated:

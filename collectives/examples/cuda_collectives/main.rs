@@ -91,7 +91,7 @@ struct Options {
     /// (consumers that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name
     /// for each of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather, reduce_scatter, and one name
     /// for each plan, such as plan_two_shot. `soak` has all_reduce
-    /// (all algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, late (ranks that come when the others
+    /// (all algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, plans, late (ranks that come when the others
     /// have given up) and outside (ranks that disagree on what is moved). `killed` has all_reduce, two_shot_copy,
     /// all_to_all, all_to_all_splits and all_to_all_copy.
     #[arg(long, value_delimiter = ',')]

@@ -2,6 +2,7 @@
 
 #[path = "../../tests/host/plans/builder.rs"]
 mod builder;
+pub(crate) mod faults;
 mod model;
 #[path = "../../tests/host/plans/more_programs.rs"]
 mod more_programs;

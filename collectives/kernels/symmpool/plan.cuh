@@ -39,6 +39,33 @@ struct PlanWork {
 
 static_assert(sizeof(PlanWork) == PLAN_WORK_BYTES, "layouts differ");
 
+// --- waits
+
+// The rank to name when a wait for `peer` is over: one that has not even made the call, for which that peer may wait
+// itself.
+__device__ __noinline__ u32 missing_rank(const Session& session, u32 peer) {
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        if (rank != session.comm.rank && !ll_arrived(load_relaxed(handshake_word(session, rank, 0)), session.epoch)) {
+            return rank;
+        }
+    }
+    return peer;
+}
+
+// Bounds a wait, as `Watch` does (rule S5).
+struct PlanWatch {
+    u64 since = 0;
+    u32 looks = 0;
+
+    __device__ __forceinline__ bool expired(const Session& session, u32 peer) {
+        if ((++looks & 255) != 0) {
+            return false;
+        }
+        since = still_waiting(session.comm, session.epoch, since, missing_rank(session, peer), DATA);
+        return since == GIVE_UP;
+    }
+};
+
 // --- operations on slices. All are called by all threads of a block.
 
 // The first vector from `first` on that belongs to this thread. Blocks have a power of two of threads.
@@ -234,7 +261,7 @@ __device__ __forceinline__ bool collect_ll(const Session& session, const LlSourc
             vectors[i] = Source(from[i].plain, from[i].bytes).load(at);
         }
     }
-    Watch watch;
+    PlanWatch watch;
     while (true) {
         u32 missing = WORLD;
 #pragma unroll
@@ -248,7 +275,7 @@ __device__ __forceinline__ bool collect_ll(const Session& session, const LlSourc
         if (missing == WORLD) {
             return true;
         }
-        if (watch.expired(session, missing, DATA)) {
+        if (watch.expired(session, missing)) {
             return false;
         }
     }
@@ -413,11 +440,11 @@ private:
             const u32 packed = flag_at(i % COUNT), peer = packed >> 12;
             const u64* own = flag(comm.rank, peer, packed & 4095, blocks.first + i / COUNT);
             const bool left = withdrawn(handshake_word(session, peer, 0), session.epoch);
-            Watch watch;
+            PlanWatch watch;
             for (u64 value = load_acquire(own); !bad && (static_cast<u32>(value >> 32) != session.epoch ||
                                                          static_cast<u32>(value) < least);
                  value = load_acquire(own)) {
-                bad = watch.expired(session, peer, DATA);
+                bad = watch.expired(session, peer);
             }
             // Its memory may be used for something else from then on.
             if (left && !bad) {

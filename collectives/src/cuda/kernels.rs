@@ -119,13 +119,14 @@ impl Kernels {
     pub(super) fn get_plan(
         &mut self,
         key: PlanKernel,
-        source: impl FnOnce() -> Result<String>,
+        name: &str,
+        source: impl FnOnce() -> String,
     ) -> Result<LoadedKernel> {
         let budget = self.budget;
         if let Some(loaded) = self.known_plans.get(&key) {
             return Ok(LoadedKernel { budget, ..*loaded });
         }
-        let loaded = self.modules.get_plan(key, source)?;
+        let loaded = self.modules.get_plan(key, name, source)?;
         self.known_plans.insert(key, loaded);
         Ok(LoadedKernel { budget, ..loaded })
     }

@@ -170,7 +170,8 @@ impl Modules {
     pub(super) fn get_plan(
         &self,
         key: PlanKernel,
-        source: impl FnOnce() -> Result<String>,
+        name: &str,
+        source: impl FnOnce() -> String,
     ) -> Result<LoadedKernel> {
         let find = || lock(&self.plans).get(&key).map(|(kernel, _)| *kernel);
         if let Some(kernel) = find() {
@@ -180,10 +181,10 @@ impl Modules {
         if let Some(kernel) = find() {
             return Ok(kernel);
         }
-        let source = source()?;
+        let source = source();
         let made = cuda(&self.driver)?.with_context_unordered(|| {
             let kernel = Kernel {
-                name: "plan",
+                name,
                 path: "plan.cu",
                 entry: crate::plan::cuda::ENTRY,
                 source: &source,

@@ -128,7 +128,8 @@ impl CudaEngine {
         let (dtype, op) = (dtype as u8, op as u8);
         let key = PlanKernel { world, hash: checked.hash(), rank: of_plan, dtype, op };
         let schedule = checked.schedule();
-        let kernel = match self.plan_kernel(key, || Ok(cuda::source(checked, schedule, of_plan))) {
+        let source = || cuda::source(checked, schedule, of_plan);
+        let kernel = match self.plan_kernel(key, &plan.name, source) {
             Ok(kernel) => kernel,
             Err(why) => return Err(self.decline(why, stream)),
         };

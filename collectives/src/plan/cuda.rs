@@ -67,7 +67,9 @@ impl Writer<'_> {
         line!(self, "    if (is_leader_block()) {{");
         line!(self, "        run_leader_block<{release}>(session, call, Run::used(call, work));");
         line!(self, "        return;\n    }}");
-        line!(self, "    session.advance();");
+        if !is_ll {
+            line!(self, "    session.advance();");
+        }
         line!(self, "    const Run run(session, call, work);");
         if is_ll {
             self.ll_program();
@@ -225,9 +227,15 @@ impl Writer<'_> {
         let items: Vec<&Item> = levels.iter().flat_map(|level| &level.items).collect();
         line!(self, "    const Slice slice = run.slice(worker_block(), 0);");
         let mut left = items.as_slice();
+        // The atomic operation in it takes some time, so data that waits for nobody is sent before.
+        let mut is_advanced = false;
         while let Some(first) = left.first() {
+            let count = if first.srcs.len() == 1 { self.copies_at_once(left) } else { 1 };
+            if !is_advanced && left[..count].iter().any(|item| self.waits(item)) {
+                line!(self, "    session.advance();");
+                is_advanced = true;
+            }
             if let &[_] = first.srcs.as_slice() {
-                let count = self.copies_at_once(left);
                 let (now, rest) = left.split_at(count);
                 left = rest;
                 let sources: Vec<(Cell, u32)> =
@@ -246,6 +254,14 @@ impl Writer<'_> {
             self.ll_loop(&sources, Some(first), &stores);
             left = &left[copies + 1..];
         }
+        if !is_advanced {
+            line!(self, "    session.advance();");
+        }
+    }
+
+    /// Whether an operation waits for a peer in the LL protocol.
+    fn waits(&self, item: &Item) -> bool {
+        item.srcs.iter().any(|src| matches!(self.slot(*src), Some(Slot::Ll(..))))
     }
 
     /// How many of the copies at the beginning can be made at once: none reads or writes what another one writes here.

@@ -23,9 +23,10 @@ impl CudaEngine {
     pub(in super::super) fn plan_kernel(
         &mut self,
         key: PlanKernel,
-        source: impl FnOnce() -> Result<String>,
+        name: &str,
+        source: impl FnOnce() -> String,
     ) -> Result<LoadedKernel> {
-        self.kernels.get_plan(key, source)
+        self.kernels.get_plan(key, name, source)
     }
 
     /// A call without data: the handshake alone.
