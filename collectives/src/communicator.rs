@@ -10,7 +10,8 @@
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
-//! | `registry` | algorithms that a program brings along |
+//! | `registry` | the algorithms, and calls with one that is named |
+//! | `choice` | which algorithm a call takes |
 //! | `refusal` | calls whose arguments the caller finds wrong |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
@@ -18,6 +19,7 @@
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
+mod choice;
 mod engine;
 mod make;
 mod one_sided;
@@ -34,12 +36,14 @@ mod splits;
 use std::fmt;
 use std::sync::{Arc, MutexGuard};
 
+use symmpool_allocator::topology::Mesh;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
-use crate::algorithm::RequestedAlgorithm;
 use crate::host::HostOneSided;
 use crate::timeout::Timeout;
-use crate::{Element, Place, ReduceOp};
+use crate::{Element, Place, ReduceOp, StandardCollective};
+pub use choice::Selector;
+use choice::{Choices, Request};
 use engine::Engine;
 pub use options::CommunicatorOptions;
 use refusal::Shared;
@@ -104,10 +108,11 @@ pub use splits::Splits;
 /// ```
 pub struct Communicator {
     pool: Pool,
-    requested: RequestedAlgorithm,
     timeout: Arc<Timeout>,
     shared: Arc<Shared>,
     registry: registry::Registry,
+    /// How the ranks are linked.
+    mesh: Mesh,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
     /// engine's.
     one_sided: Option<HostOneSided>,
@@ -116,6 +121,7 @@ pub struct Communicator {
 /// What only one call at a time may use.
 struct Inner {
     engine: Engine,
+    choices: Choices,
     /// The windows of some earlier commit; see [`Communicator::place`].
     windows: Arc<Windows>,
 }
@@ -163,12 +169,12 @@ impl Communicator {
         inner.engine.fits("all_reduce", out.len(), Some(input.len()), stream)?;
         let (from, to) =
             (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let (collective, count) = (StandardCollective::AllReduce, input.len());
+        let request = Request { op, ..Request::new(collective, (from, to), count, T::DTYPE) };
         // SAFETY: both blocks are borrowed, so live and mapped, for this length. Whoever else
         // touches them meanwhile, here or on a peer, does so through raw pointers as well: there
         // are no references into blocks.
-        unsafe {
-            inner.engine.all_reduce((from, to), input.len(), T::DTYPE, op, self.requested, stream)
-        }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.
@@ -183,8 +189,12 @@ impl Communicator {
         inner.engine.fits("reduce_scatter", input.len(), self.parts(out.len()), stream)?;
         let (from, to) =
             (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let request = Request {
+            op,
+            ..Request::new(StandardCollective::ReduceScatter, (from, to), out.len(), T::DTYPE)
+        };
         // SAFETY: as in `all_reduce_into`; the input has `world` times the output's length.
-        unsafe { inner.engine.reduce_scatter((from, to), out.len(), T::DTYPE, op, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts. On devices,
@@ -200,16 +210,22 @@ impl Communicator {
         inner.engine.fits("all_gather", out.len(), self.parts(input.len()), stream)?;
         let (from, to) =
             (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let request =
+            Request::new(StandardCollective::AllGather, (from, to), input.len(), T::DTYPE);
         // SAFETY: as in `all_reduce_into`; the output has `world` times the input's length.
-        unsafe { inner.engine.all_gather((from, to), input.len(), T::DTYPE, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Copies the root's `x` into every other rank's.
     pub fn broadcast<T: Element>(&self, x: &Block<T>, root: u32, stream: &Stream) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let place = self.place(&mut inner, x, stream)?;
+        let request = Request {
+            root,
+            ..Request::new(StandardCollective::Broadcast, (place, place), x.len(), T::DTYPE)
+        };
         // SAFETY: as in `all_reduce_into`.
-        unsafe { inner.engine.broadcast(place, x.len(), T::DTYPE, root, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`. Both have the
@@ -228,8 +244,9 @@ impl Communicator {
         inner.engine.fits("all_to_all", out.len(), Some(input.len()), stream)?;
         let (from, to) =
             (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let request = Request::new(StandardCollective::AllToAll, (from, to), count, T::DTYPE);
         // SAFETY: as in `all_reduce_into`; both have `world` times this length.
-        unsafe { inner.engine.all_to_all((from, to), count, T::DTYPE, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]`
@@ -349,7 +366,6 @@ impl fmt::Debug for Communicator {
         f.debug_struct("Communicator")
             .field("rank", &self.rank())
             .field("world", &self.world())
-            .field("algorithm", &self.requested.algorithm)
             .finish_non_exhaustive()
     }
 }

@@ -27,9 +27,12 @@ mod row_exchange;
 mod signal;
 mod timeout;
 
-pub use algorithm::{Algorithm, AllReduceAlgorithm, AllToAllAlgorithm};
+pub use algorithm::{
+    Algorithm, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints, LaunchShape, Origin,
+    StandardCollective,
+};
 pub use communicator::{
-    Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Splits,
+    Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Selector, Splits,
 };
 #[allow(deprecated)]
 pub use cuda::leave_room;

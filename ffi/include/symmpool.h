@@ -92,12 +92,32 @@ typedef enum {
   SYMMPOOL_OP_AVG = 4,
 } symmpool_op;
 
+// A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
+typedef uint64_t symmpool_comm;
+
+// What a call looks like to a function that chooses its algorithm.
+typedef struct {
+  // Bytes of the larger one of input and output.
+  uint64_t bytes;
+  // A symmpool_dtype.
+  uint32_t dtype;
+  // A symmpool_op; 0 for what does not reduce.
+  uint32_t op;
+  // The number of ranks.
+  uint32_t world;
+  // Whether the input and the output lie in windows.
+  bool input_window;
+  // See input_window.
+  bool output_window;
+} symmpool_call_info;
+
+// Chooses an algorithm for a call: returns its name, which must stay as it is until the function's next call, or NULL
+// to leave it open. `data` is what was given with the function.
+typedef const char *(*symmpool_selector)(const symmpool_call_info *call, void *data);
+
 // A handle of a pool: symmetric memory of this rank, and windows of its peers' memory. 0 is never a valid
 // handle.
 typedef uint64_t symmpool_pool;
-
-// A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
-typedef uint64_t symmpool_comm;
 
 // A handle of a group: an ordered set of ranks, of which this process is one. 0 is never a valid handle.
 typedef uint64_t symmpool_group;
@@ -163,6 +183,61 @@ const char *symmpool_version(void);
 //
 // `text` is NULL or can be written to.
 symmpool_status symmpool_last_error(const char **text);
+
+// Registers a plan with a communicator under the plan's name: calls of its collective can name it from now on, as
+// SYMMPOOL_ALL_REDUCE and the like can. `json` is a plan as symmpool.language saves it; it is proved before it is
+// registered. The call does not communicate with other ranks; all must have registered the same before a call names
+// it. INVALID_ARGUMENT for what is no plan, is wrong, is for another number of ranks, or has another one's name.
+//
+// # Safety
+//
+// `json` is NULL (an error) or a C string.
+symmpool_status symmpool_comm_register_plan(symmpool_comm comm,
+                                            const char *json);
+
+// Makes a call of `collective` ("all_reduce", "reduce_scatter", "all_gather", "broadcast" or "all_to_all") as the
+// function of that name does, with the algorithm called `algorithm`, built in or registered; NULL chooses as that function
+// does. `op` matters to what reduces and `root` to a broadcast, whose data is at `output`; `input` may be NULL there.
+//
+// # Safety
+//
+// As the function of the collective; `collective` and `algorithm` are NULL or C strings.
+symmpool_status symmpool_collective(symmpool_comm comm,
+                                    const char *collective,
+                                    const char *algorithm,
+                                    void *output,
+                                    const void *input,
+                                    size_t count,
+                                    uint32_t dtype,
+                                    uint32_t op,
+                                    uint32_t root,
+                                    void *stream);
+
+// Writes the names of the algorithms that a communicator has for a collective to `names`, one in each line and with a NUL at the
+// end, as far as `capacity` bytes hold them, and how many bytes all need, the NUL included, to `length`.
+//
+// # Safety
+//
+// `collective` is NULL (an error) or a C string, `names` can be written to for `capacity` bytes, and `length` is NULL (an
+// error) or can be written to.
+symmpool_status symmpool_comm_algorithms(symmpool_comm comm,
+                                         const char *collective,
+                                         char *names,
+                                         size_t capacity,
+                                         size_t *length);
+
+// Has a function choose the algorithm of calls of a collective that name none; NULL ends that. It must choose alike on
+// every rank: DIVERGED names those that differ. A name that is unknown or does not fit the call has it made as if NULL
+// was returned. The thread that makes a call calls it, outside of all locks; it must make no calls itself.
+//
+// # Safety
+//
+// `collective` is NULL (an error) or a C string; the function can be called with `data` from any thread until another one
+// takes its place or the communicator is destroyed and no call is under way.
+symmpool_status symmpool_comm_select(symmpool_comm comm,
+                                     const char *collective,
+                                     symmpool_selector selector,
+                                     void *data);
 
 // Creates a communicator of all ranks of `pool`. Collective: every rank creates its communicators in the
 // same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. If one rank's

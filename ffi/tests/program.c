@@ -109,6 +109,72 @@ static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, u
   OK(symmpool_free(pool, x));
 }
 
+// Counts what it is asked, and chooses the registered algorithm for large calls.
+static const char *choose(const symmpool_call_info *call, void *data) {
+  ++*(int *)data;
+  HOLDS(call->dtype == SYMMPOOL_DTYPE_F32 && call->op == SYMMPOOL_OP_SUM && call->output_window);
+  return call->bytes > 64 ? "pulled" : NULL;
+}
+
+// A plan in which every rank reads all inputs.
+static void write_plan(char *json, uint32_t world) {
+  json += sprintf(json, "{\"symmpool_plan\":1,\"name\":\"pulled\",\"collective\":\"all_reduce\",");
+  json += sprintf(json, "\"world\":%u,\"chunks\":1,\"programs\":[", world);
+  for (uint32_t me = 0; me < world; me++) {
+    json += sprintf(json, "%s[{\"op\":\"barrier\"},{\"op\":\"reduce\",", me == 0 ? "" : ",");
+    json += sprintf(json, "\"dst\":{\"buffer\":\"output\",\"index\":0},\"srcs\":[");
+    for (uint32_t r = 0; r < world; r++)
+      json += sprintf(json, "%s{\"buffer\":\"input\",\"index\":0,\"rank\":%u}", r == 0 ? "" : ",", r);
+    json += sprintf(json, "]},{\"op\":\"barrier\"}]");
+  }
+  sprintf(json, "]}");
+}
+
+static void algorithms(symmpool_pool pool, symmpool_comm comm, uint32_t rank, uint32_t world) {
+  static char plan[1 << 16], names[256];
+  enum { N = 1000 };
+  size_t length = 0;
+  int asked = 0;
+  float *x = NULL, *y = NULL;
+  OK(symmpool_alloc(pool, N * sizeof *x, 0, NULL, (void **)&x));
+  OK(symmpool_alloc(pool, N * sizeof *y, 0, NULL, (void **)&y));
+  for (int i = 0; i < N; i++) x[i] = (float)(rank + 1);
+  write_plan(plan, world);
+  OK(symmpool_comm_register_plan(comm, plan));
+  OK(symmpool_comm_register_plan(comm, plan));
+  IS(INVALID_ARGUMENT, symmpool_comm_register_plan(comm, "{}"));
+  IS(INVALID_ARGUMENT, symmpool_comm_register_plan(comm, NULL));
+  write_plan(plan, world + 1);
+  IS(INVALID_ARGUMENT, symmpool_comm_register_plan(comm, plan));
+  OK(symmpool_comm_algorithms(comm, "all_reduce", names, sizeof names, &length));
+  HOLDS(length == strlen(names) + 1 && strncmp(names, "pulled\none_shot\ntwo_shot", 24) == 0);
+  OK(symmpool_comm_algorithms(comm, "all_reduce", names, 4, &length));
+  HOLDS(strcmp(names, "pul") == 0 && length > 4);
+  OK(symmpool_comm_algorithms(comm, "all_reduce", NULL, 0, &length));
+  IS(INVALID_ARGUMENT, symmpool_comm_algorithms(comm, "gossip", names, sizeof names, &length));
+  IS(INVALID_ARGUMENT, symmpool_comm_algorithms(comm, "all_reduce", NULL, 1, &length));
+  const char *of[] = {"pulled", "one_shot", "two_shot", NULL};
+  for (int i = 0; i < 4; i++) {
+    OK(symmpool_collective(comm, "all_reduce", of[i], y, x, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, 0, NULL));
+    for (int j = 0; j < N; j++) HOLDS(y[j] == (float)(world * (world + 1) / 2));
+  }
+  OK(symmpool_collective(comm, "broadcast", "staged", x, NULL, N, SYMMPOOL_DTYPE_F32, 0, world - 1, NULL));
+  HOLDS(x[0] == (float)world);
+  IS(INVALID_ARGUMENT, symmpool_collective(comm, "gossip", NULL, y, x, N, 0, 0, 0, NULL));
+  IS(INVALID_ARGUMENT, symmpool_collective(comm, "all_reduce", "rumour", y, x, N, 0, 0, 0, NULL));
+  IS(UNSUPPORTED, symmpool_collective(comm, "all_reduce", "one_shot_ll", y, x, N, 0, 0, 0, NULL));
+  OK(symmpool_comm_select(comm, "all_reduce", choose, &asked));
+  OK(symmpool_all_reduce(comm, y, x, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, NULL));
+  OK(symmpool_all_reduce(comm, y, x, 1, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, NULL));
+  HOLDS(asked == 2 && y[0] == (float)(world * world));
+  IS(INVALID_ARGUMENT, symmpool_comm_select(comm, NULL, choose, &asked));
+  OK(symmpool_comm_select(comm, "all_reduce", NULL, NULL));
+  OK(symmpool_all_reduce(comm, y, x, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, NULL));
+  HOLDS(asked == 2);
+  OK(symmpool_free(pool, y));
+  OK(symmpool_free(pool, x));
+}
+
 static void slots(symmpool_pool pool) {
   uint32_t slot = 99;
   symmpool_commit_report report;
@@ -180,6 +246,7 @@ int main(int argc, char **argv) {
   OK(symmpool_comm_forget_stream(comm, NULL));
   OK(symmpool_forget_stream(pool, NULL));
   collectives(pool, comm, rank, world);
+  algorithms(pool, comm, rank, world);
   slots(pool);
   symmpool_pool_stats stats;
   OK(symmpool_stats(pool, &stats));

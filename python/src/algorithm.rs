@@ -1,26 +1,27 @@
-//! The class `Algorithm`: an algorithm that a program brought along.
+//! The class `Algorithm`: an algorithm of a communicator, or one that a program brought along.
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
-use symmpool_allocator::{Result, Stream};
-use symmpool_collectives::plan::{Plan, PlanError};
-use symmpool_collectives::{AllReduceAlgorithm, DType, ReduceOp};
+use pyo3::types::PyDict;
+use symmpool_allocator::{Error, Result, Stream};
+use symmpool_collectives::plan::{CheckedPlan, Plan, PlanError};
+use symmpool_collectives::{DType, ReduceOp};
 
 use crate::arguments::{Argument, Calls};
 use crate::communicator::Communicator;
-use crate::convert;
+use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, exception, invalid};
 use crate::number::Number;
 use crate::operation;
 use crate::reading::{Refusal, Tensor};
 
-/// An algorithm for a collective: a plan that was proved to compute it. `symmpool.language` makes one of a
-/// program, and `symmpool.language.load` of a file.
+/// An algorithm for a collective: a built-in one, which `Communicator.algorithms` lists, or a plan that was proved to
+/// compute it. `symmpool.language` makes one of a program, and `symmpool.language.load` of a file.
 ///
-/// It is for one number of ranks. `Communicator.register` makes it known under its name, so that calls take it by
+/// A plan is for one number of ranks. `Communicator.register` makes it known under its name, so that calls take it by
 /// `algorithm=`; `execute` runs it as it is.
 #[pyclass(frozen, module = "symmpool.language")]
 pub(crate) struct Algorithm {
@@ -69,17 +70,20 @@ impl Algorithm {
 
     /// The number of ranks that it is for.
     #[getter]
-    fn world(&self) -> u32 {
-        self.algorithm.plan().plan().world
+    fn world(&self) -> Option<u32> {
+        let constraints = self.algorithm.constraints()?;
+        let (least, most) = (*constraints.world.start(), *constraints.world.end());
+        (least == most).then_some(least)
     }
 
-    /// Where it comes from: "plan".
+    /// Where it comes from: "builtin" or "plan".
     #[getter]
     fn origin(&self) -> &'static str {
-        "plan"
+        self.algorithm.origin().name()
     }
 
-    /// A hash of the plan, by which ranks find out that they have registered different ones.
+    /// A hash of the plan, by which ranks find out that they have registered different ones; of a built-in one, of its
+    /// name and this version.
     #[getter]
     fn hash(&self) -> String {
         format!("{:016x}", self.algorithm.hash())
@@ -88,35 +92,68 @@ impl Algorithm {
     /// Whether input and output may be one memory.
     #[getter]
     fn in_place(&self) -> bool {
-        self.algorithm.plan().in_place().is_ok()
+        self.algorithm.constraints().is_some_and(|constraints| constraints.in_place)
     }
 
     /// Which of "input" and "output" must be memory of the pool, because peers access it.
     #[getter]
     fn windows(&self) -> Vec<&'static str> {
-        let plan = self.algorithm.plan();
-        let both = [(plan.needs_input_window(), "input"), (plan.needs_output_window(), "output")];
-        both.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect()
+        self.algorithm.constraints().map_or_else(Vec::new, |constraints| {
+            window_names(constraints.input_window, constraints.output_window)
+        })
     }
 
-    /// The plan as JSON.
-    fn to_json(&self) -> String {
-        self.algorithm.plan().plan().to_json()
+    /// Which calls it can serve: "world" (the least and the greatest number of ranks), "topology" (how ranks must be
+    /// linked, or None), "dtypes", "ops" (none for what does not reduce), "bytes" (of the larger one of input and
+    /// output, the least and the most; None stands for no limit), "multiple_of" (elements of a part), "windows" and
+    /// "in_place".
+    #[getter]
+    fn constraints<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let Some(found) = self.algorithm.constraints() else { return Ok(None) };
+        let all = PyDict::new(py);
+        all.set_item("world", (*found.world.start(), *found.world.end()))?;
+        all.set_item("topology", found.topology)?;
+        let dtypes: Vec<&str> = found.dtypes.iter().map(|dtype| long_name(*dtype)).collect();
+        all.set_item("dtypes", dtypes)?;
+        all.set_item("ops", found.ops.iter().map(|op| op.name()).collect::<Vec<_>>())?;
+        let most = Some(*found.bytes.end()).filter(|most| *most < u64::MAX);
+        all.set_item("bytes", (*found.bytes.start(), most))?;
+        all.set_item("multiple_of", found.multiple_of)?;
+        all.set_item("windows", window_names(found.input_window, found.output_window))?;
+        all.set_item("in_place", found.in_place)?;
+        Ok(Some(all))
+    }
+
+    /// Chunks of scratch that a plan needs; 0 for built-in ones, which take what there is.
+    #[getter]
+    fn scratch(&self) -> u32 {
+        self.algorithm.scratch()
+    }
+
+    /// Thread blocks on devices, at most; None leaves it to the size of a call.
+    #[getter]
+    fn blocks(&self) -> Option<u32> {
+        self.algorithm.launch().blocks
+    }
+
+    /// The plan as JSON. UnsupportedError for a built-in one, which has no plan; so do the three that follow.
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.plan(py)?.plan().to_json())
     }
 
     /// Writes the plan to a file, for `symmpool.language.load` or a program in Rust.
-    fn save(&self, path: PathBuf) -> PyResult<()> {
-        Ok(std::fs::write(path, self.to_json())?)
+    fn save(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        Ok(std::fs::write(path, self.to_json(py)?)?)
     }
 
     /// The plan as a table: a column for each rank, a row for each step.
-    fn explain(&self) -> String {
-        self.algorithm.plan().explain()
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.plan(py)?.explain())
     }
 
     /// Draws the plan as an SVG file: ranks, operations and signals over time.
-    fn plot(&self, path: PathBuf) -> PyResult<()> {
-        Ok(std::fs::write(path, self.algorithm.plan().draw())?)
+    fn plot(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        Ok(std::fs::write(path, self.plan(py)?.draw())?)
     }
 
     /// Runs it: a call like any other, which every rank makes in the same order. Without `output` it is in place.
@@ -160,34 +197,49 @@ impl Algorithm {
     }
 
     fn __repr__(&self) -> String {
-        let (name, collective, world) = (self.name(), self.collective(), self.world());
-        format!("symmpool.language.Algorithm({name:?}, {collective:?}, world={world})")
+        let (name, collective) = (self.name(), self.collective());
+        match self.algorithm.plan() {
+            Some(plan) => {
+                let world = plan.plan().world;
+                format!("symmpool.language.Algorithm({name:?}, {collective:?}, world={world})")
+            }
+            None => format!(
+                "symmpool.language.Algorithm({name:?}, {collective:?}, origin={:?})",
+                self.origin()
+            ),
+        }
     }
+}
+
+impl Algorithm {
+    fn plan(&self, py: Python<'_>) -> PyResult<&CheckedPlan> {
+        let plan = self.algorithm.plan().map(|plan| &**plan);
+        plan.ok_or_else(|| {
+            let why =
+                format!("{} of {} is built in: it has no plan", self.name(), self.collective());
+            exception(py, &Error::unsupported(why))
+        })
+    }
+}
+
+/// The names of what must be windows, or is one.
+pub(crate) fn window_names(input: bool, output: bool) -> Vec<&'static str> {
+    let both = [(input, "input"), (output, "output")];
+    both.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect()
 }
 
 /// A call with an algorithm, as Python gives it.
-pub(crate) struct Call<'a, 'py> {
-    pub(crate) input: Argument<'a, 'py>,
-    pub(crate) output: Option<Argument<'a, 'py>>,
-    pub(crate) op: Option<Argument<'a, 'py>>,
-    pub(crate) src: Number<u32>,
+struct Call<'a, 'py> {
+    input: Argument<'a, 'py>,
+    output: Option<Argument<'a, 'py>>,
+    op: Option<Argument<'a, 'py>>,
+    src: Number<u32>,
     /// For addresses: the number of elements of the input, and their type.
-    pub(crate) raw: Option<(u64, DType)>,
-}
-
-impl<'a, 'py> Call<'a, 'py> {
-    /// A call on tensors, of rank 0 as the root.
-    pub(crate) fn new(
-        input: Argument<'a, 'py>,
-        output: Option<Argument<'a, 'py>>,
-        op: Option<Argument<'a, 'py>>,
-    ) -> Self {
-        Self { input, output, op, src: Number::of(0), raw: None }
-    }
+    raw: Option<(u64, DType)>,
 }
 
 /// Runs an algorithm.
-pub(crate) fn run(
+fn run(
     py: Python<'_>,
     calls: &Calls,
     algorithm: &symmpool_collectives::Algorithm,
@@ -223,14 +275,13 @@ fn prepare(
     let Call { input, output, op, src, raw } = call;
     let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
     let src = src.or_refuse("src")?;
-    let checked = algorithm.plan();
-    let parts = checked.plan().input_parts() as usize;
+    let parts = algorithm.input_parts(calls.world);
     let whole = |count: usize| {
         (count.is_multiple_of(parts)).then_some(count / parts).ok_or_else(|| {
             Refusal::Invalid(format!("input: {count} elements do not divide into {parts} parts"))
         })
     };
-    let lengths = |count: usize| checked.lengths(calls.rank, count);
+    let lengths = |count: usize| algorithm.lengths(calls.rank, calls.world, count);
     if let Some((count, dtype)) = raw {
         let address = |name: &'static str, object: Argument<'_, '_>| {
             let address: Number<u64> = object.extract()?;
@@ -269,48 +320,4 @@ fn prepare(
         )));
     }
     Ok(Prepared { input: from, output: to, count, op, src })
-}
-
-/// Runs the algorithm that was registered under a name for a collective.
-pub(crate) fn run_named(
-    py: Python<'_>,
-    calls: &Calls,
-    collective: &str,
-    name: &str,
-    call: Call<'_, '_>,
-    stream: Stream,
-) -> PyResult<()> {
-    let found = calls.comm.registered(collective, name);
-    let found = found.map_err(|error| Refusal::Raised(exception(py, &error)));
-    let algorithm = calls.or_decline(py, stream, found)?;
-    run(py, calls, &algorithm, call, stream)
-}
-
-/// An all-reduce by a registered algorithm of that name, or else by a built-in one.
-pub(crate) fn all_reduce_by_name(
-    py: Python<'_>,
-    calls: &Calls,
-    name: &str,
-    (tensor, out, op): (Argument<'_, '_>, Option<Argument<'_, '_>>, Option<Argument<'_, '_>>),
-    stream: Stream,
-) -> PyResult<()> {
-    let algorithm = match calls.comm.registered("all_reduce", name) {
-        Ok(registered) => {
-            return run(py, calls, &registered, Call::new(tensor, out, op), stream);
-        }
-        Err(unknown) => {
-            let built_in = AllReduceAlgorithm::named(name);
-            let unknown = || Refusal::Raised(exception(py, &unknown));
-            calls.or_decline(py, stream, built_in.ok_or_else(unknown))?
-        }
-    };
-    let found = calls.of_all_reduce(tensor, op, out);
-    let (input, output, op) = calls.or_decline(py, stream, found)?;
-    let Tensor { count, dtype, .. } = input;
-    // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and the caller's frame keeps
-    // them alive for the length of the call.
-    calls.run(py, || unsafe {
-        let (to, from) = (output.to(), input.from());
-        calls.comm.all_reduce_with_at(to, from, count, dtype, op, algorithm, &stream)
-    })
 }

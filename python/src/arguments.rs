@@ -7,7 +7,7 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
-use symmpool_collectives::DType;
+use symmpool_collectives::{DType, ReduceOp, StandardCollective};
 
 use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
@@ -66,6 +66,31 @@ impl Calls {
     ) -> PyResult<()> {
         self.comm.check("a communicator").or_raise(py)?;
         py.detach(call).or_raise(py)
+    }
+
+    /// Makes a call of a collective on tensors, with the algorithm of a name or the one that is chosen for it: for
+    /// parts of so many elements; an operation and a root go with the collective.
+    ///
+    /// # Safety
+    ///
+    /// As [`symmpool_collectives::Communicator::call_at`].
+    #[allow(unsafe_code)] // passes on the caller's promises
+    #[inline]
+    pub(crate) unsafe fn make(
+        &self,
+        py: Python<'_>,
+        (collective, algorithm, op, root): (StandardCollective, Option<&str>, ReduceOp, u32),
+        (output, input): (Tensor, Tensor),
+        count: usize,
+        stream: Stream,
+    ) -> PyResult<()> {
+        self.run(py, || {
+            let (to, from, dtype) = (output.to(), input.from(), input.dtype);
+            // SAFETY: the caller's promises.
+            unsafe {
+                self.comm.call_at(collective, algorithm, to, from, count, dtype, op, root, &stream)
+            }
+        })
     }
 
     /// The stream of a call. One that is none is a refusal like any other.

@@ -5,8 +5,13 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use symmpool_collectives::ReduceOp::Sum as SUM;
+use symmpool_collectives::StandardCollective::{
+    AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter,
+};
 
-use crate::algorithm::{Algorithm, Call, all_reduce_by_name, run_named};
+use crate::algorithm::Algorithm;
 use crate::arguments::{Argument, Calls, Terms};
 use crate::convert::deprecated;
 use crate::errors::{OrRaise, exception, reason};
@@ -19,7 +24,7 @@ use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
 use crate::splits::{Divided, Parts, RowsBySplits};
-use crate::{site, stream};
+use crate::{selection, site, stream};
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
 /// same order; it commits the pool. Where one rank's options are wrong, making it fails on all ranks, and
@@ -53,7 +58,8 @@ use crate::{site, stream};
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
 /// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto",
 /// "lamport", "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts
-/// too. `scratch_bytes` is how much scratch there is, in host memory or on the device. All of it is
+/// too. `algorithms`, as {"all_gather": "mine"}, names algorithms by collective, also those that are registered
+/// later; so do the environment variables SYMMPOOL_ALL_GATHER and the like. `scratch_bytes` is how much scratch there is, in host memory or on the device. All of it is
 /// the same on every rank. `concurrent`, of which ranks may differ, is how many communicators of
 /// this process may have calls under way on the device at once, on several streams, 1 to 16: with
 /// more than one, each takes only so much of the device that none waits outside for a peer that
@@ -63,7 +69,7 @@ use crate::{site, stream};
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     calls: Arc<Calls>,
-    algorithm: &'static str,
+    algorithm: String,
 }
 
 #[pymethods]
@@ -72,17 +78,19 @@ impl Communicator {
     #[pyo3(
         signature = (
             pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
-            scratch_bytes = None, concurrent = None
+            algorithms = None, scratch_bytes = None, concurrent = None
         ),
         text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', \
-                          scratch_bytes=None, concurrent=None)"
+                          algorithms=None, scratch_bytes=None, concurrent=None)"
     )]
+    #[expect(clippy::too_many_arguments, reason = "options, with names")]
     fn new(
         py: Python<'_>,
         pool: &Bound<'_, Pool>,
         timeout: Number<f64>,
         algorithm: &str,
         all_to_all: &str,
+        algorithms: Option<&Bound<'_, PyDict>>,
         scratch_bytes: Option<Number<u64>>,
         concurrent: Option<Number<u32>>,
     ) -> PyResult<Self> {
@@ -91,23 +99,23 @@ impl Communicator {
         let on = &*pool.pool;
         let read = || {
             let sizes = (scratch_bytes, concurrent);
-            options::read(py, pool.device, timeout, algorithm, all_to_all, sizes)
+            options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes)
         };
         let options = read().inspect_err(|error| {
             let why = reason(py, error);
             py.detach(|| symmpool_collectives::Communicator::refuse(on, why));
         })?;
-        let algorithm = options.algorithm;
+        let algorithm = options::algorithm_name(&options);
         let make = || symmpool_collectives::Communicator::with_options(on, &options);
         let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
         let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
         let calls = Arc::new(Calls { comm, terms });
-        Ok(Self { calls, algorithm: algorithm.name() })
+        Ok(Self { calls, algorithm })
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
     /// without one. `op` is "sum", "prod", "min", "max" or "avg". `algorithm` is the name of one that
-    /// was registered, or of a built-in one; for the other collectives, of one that was registered.
+    /// was registered, or of a built-in one (see `algorithms`); so it is for the other collectives.
     #[pyo3(
         signature = (tensor, op = None, out = None, stream = None, *, algorithm = None),
         text_signature = "($self, tensor, op='sum', out=None, stream=None, *, algorithm=None)"
@@ -122,18 +130,13 @@ impl Communicator {
         algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        if let Some(name) = algorithm {
-            return all_reduce_by_name(py, &self.calls, name, (tensor, out, op), stream);
-        }
         let found = self.calls.of_all_reduce(tensor, op, out);
         let (input, output, op) = self.calls.or_decline(py, stream, found)?;
-        let Tensor { count, dtype, .. } = input;
+        let which = (AllReduce, algorithm, op, 0);
         // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and
         // the caller's frame keeps them alive for the length of the call; how long work on a
         // stream needs them, and who else may touch them, is the documented contract of the class.
-        self.calls.run(py, || unsafe {
-            self.calls.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
-        })
+        unsafe { self.calls.make(py, which, (output, input), input.count, stream) }
     }
 
     /// As `all_reduce` on the current stream, where it takes these arguments. Returns False otherwise,
@@ -187,17 +190,11 @@ impl Communicator {
         algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        if let Some(name) = algorithm {
-            let call = Call::new(input, Some(output), op);
-            return run_named(py, &self.calls, "reduce_scatter", name, call, stream);
-        }
         let found = self.calls.of_reduce_scatter(output, input, op);
         let (input, output, op) = self.calls.or_decline(py, stream, found)?;
-        let Tensor { count, dtype, .. } = output;
+        let which = (ReduceScatter, algorithm, op, 0);
         // SAFETY: as in `all_reduce`; the input has `world` times the output's length.
-        self.calls.run(py, || unsafe {
-            self.calls.comm.reduce_scatter_at(output.to(), input.from(), count, dtype, op, &stream)
-        })
+        unsafe { self.calls.make(py, which, (output, input), output.count, stream) }
     }
 
     /// An earlier name of `reduce_scatter_tensor`.
@@ -229,17 +226,11 @@ impl Communicator {
         algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        if let Some(name) = algorithm {
-            let call = Call::new(input_tensor, Some(output_tensor), None);
-            return run_named(py, &self.calls, "all_gather", name, call, stream);
-        }
         let found = self.calls.of_all_gather(output_tensor, input_tensor);
         let (input, output) = self.calls.or_decline(py, stream, found)?;
-        let Tensor { count, dtype, .. } = input;
+        let which = (AllGather, algorithm, SUM, 0);
         // SAFETY: as in `all_reduce`; the output has `world` times the input's length.
-        self.calls.run(py, || unsafe {
-            self.calls.comm.all_gather_at(output.to(), input.from(), count, dtype, &stream)
-        })
+        unsafe { self.calls.make(py, which, (output, input), input.count, stream) }
     }
 
     /// An earlier name of `all_gather_into_tensor`.
@@ -274,17 +265,11 @@ impl Communicator {
             }
         };
         let stream = self.calls.stream(py, stream)?;
-        if let Some(name) = algorithm {
-            let call = Call { src, ..Call::new(tensor, None, None) };
-            return run_named(py, &self.calls, "broadcast", name, call, stream);
-        }
         let found = self.calls.of_broadcast(tensor, src);
         let (tensor, src) = self.calls.or_decline(py, stream, found)?;
-        let Tensor { count, dtype, .. } = tensor;
+        let which = (Broadcast, algorithm, SUM, src);
         // SAFETY: as in `all_reduce`.
-        self.calls.run(py, || unsafe {
-            self.calls.comm.broadcast_at(tensor.to(), count, dtype, src, &stream)
-        })
+        unsafe { self.calls.make(py, which, (tensor, tensor), tensor.count, stream) }
     }
 
     /// Sends part r of `input` to rank r, where it becomes part `rank` of `output`.
@@ -314,23 +299,19 @@ impl Communicator {
         algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        if let Some(name) = algorithm {
-            if output_split_sizes.is_some() || input_split_sizes.is_some() {
-                let why =
-                    format!("algorithm: {name:?} is for equal parts; leave out the split sizes");
-                return Err(self.calls.decline(py, stream, Refusal::Invalid(why)));
-            }
-            let call = Call::new(input, Some(output), None);
-            return run_named(py, &self.calls, "all_to_all", name, call, stream);
+        let has_sizes = output_split_sizes.is_some() || input_split_sizes.is_some();
+        if let Some(name) = algorithm.filter(|_| has_sizes) {
+            let why = format!("algorithm: {name:?} is for equal parts; leave out the split sizes");
+            return Err(self.calls.decline(py, stream, Refusal::Invalid(why)));
         }
         let found = self.calls.parts_of(output, input, output_split_sizes, input_split_sizes);
         let Divided { output, input, parts } = self.calls.or_decline(py, stream, found)?;
         let dtype = input.dtype;
         match parts {
             // SAFETY: as in `all_reduce`; both have `world` times this length.
-            Parts::Even(count) => self.calls.run(py, || unsafe {
-                self.calls.comm.all_to_all_at(output.to(), input.from(), count, dtype, &stream)
-            }),
+            Parts::Even(count) => unsafe {
+                self.calls.make(py, (AllToAll, algorithm, SUM, 0), (output, input), count, stream)
+            },
             // SAFETY: as in `all_reduce`; no sum is above its tensor's length.
             Parts::Uneven { receive, send } => self.calls.run(py, || unsafe {
                 let comm = &self.calls.comm;
@@ -538,13 +519,35 @@ impl Communicator {
         self.calls.comm.register(algorithm.get().algorithm.clone()).or_raise(py)
     }
 
-    /// The algorithms that were registered, for one collective or for all.
+    /// The algorithms for calls of this communicator, for one collective or for all: those that were registered, and
+    /// then the built-in ones that can serve calls here.
     #[pyo3(signature = (collective = None))]
     fn algorithms(&self, collective: Option<&str>) -> Vec<Algorithm> {
-        let all = self.calls.comm.registered_algorithms().into_iter();
+        let all = self.calls.comm.algorithms().into_iter();
         all.filter(|each| collective.is_none_or(|of| each.collective() == of))
             .map(|algorithm| Algorithm { algorithm })
             .collect()
+    }
+
+    /// Has `selector(bytes, dtype, op, world, windows, topology)` choose the algorithm of calls of a collective that
+    /// name none: it returns the name of a registered or built-in one, or None to leave it open. None ends that.
+    ///
+    /// `bytes` are those of the larger one of input and output; `dtype` and `op` are names, `op` None for what does not
+    /// reduce; `windows` has "input" and "output" if they are memory of the pool; `topology` is "fully_connected",
+    /// "hybrid_cube_mesh", "other" or "unknown". All ranks must choose alike, or DivergedError names those that differ.
+    /// Where it raises, or returns a name that is unknown or does not fit, the call is made as without it, and a
+    /// RuntimeWarning says so once. It must not make calls itself. Of all-to-alls only those of equal parts come to it.
+    fn select(
+        &self,
+        py: Python<'_>,
+        collective: &str,
+        selector: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        self.calls.comm.check("a communicator").or_raise(py)?;
+        let collective = selection::standard(py, collective)?;
+        let selector = selection::selector(py, selector)?;
+        py.detach(|| self.calls.comm.select(collective, selector));
+        Ok(())
     }
 
     /// Why all calls fail, as an exception; None while they do not.
@@ -579,12 +582,12 @@ impl Communicator {
 
     /// The name of the algorithm that was asked for.
     #[getter]
-    fn algorithm(&self) -> &'static str {
-        self.algorithm
+    fn algorithm(&self) -> &str {
+        &self.algorithm
     }
 
     fn __repr__(&self) -> String {
-        let (rank, world, algorithm) = (self.rank(), self.world(), self.algorithm);
+        let (rank, world, algorithm) = (self.rank(), self.world(), &self.algorithm);
         format!("symmpool.Communicator(rank={rank}, world={world}, algorithm={algorithm:?})")
     }
 }

@@ -3,7 +3,8 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
-//! | `algorithm` | algorithms that a program brought along |
+//! | `algorithm` | algorithms: the built-in ones, and those that a program brought along |
+//! | `selection` | functions of a program that choose algorithms |
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `device` | the driver that a device's name means, and ranks that have none |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
@@ -53,6 +54,7 @@ mod pool;
 mod process;
 mod reading;
 mod row_exchange;
+mod selection;
 mod site;
 mod slot;
 mod splits;

@@ -1,10 +1,13 @@
 //! The options of a communicator.
 
 use pyo3::prelude::*;
-use symmpool_collectives::CommunicatorOptions;
+use pyo3::types::PyDict;
+use symmpool_collectives::{CommunicatorOptions, StandardCollective};
 
 use crate::convert::{self, Device};
+use crate::errors::invalid;
 use crate::number::Number;
+use crate::selection::standard;
 
 /// Options as Python gives them: the sizes are `scratch_bytes` and `concurrent`.
 pub(crate) fn read(
@@ -13,6 +16,7 @@ pub(crate) fn read(
     timeout: Number<f64>,
     algorithm: &str,
     all_to_all: &str,
+    algorithms: Option<&Bound<'_, PyDict>>,
     (scratch_bytes, concurrent): (Option<Number<u64>>, Option<Number<u32>>),
 ) -> PyResult<CommunicatorOptions> {
     let bytes = scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
@@ -24,10 +28,25 @@ pub(crate) fn read(
         concurrent,
         ..CommunicatorOptions::default()
     };
+    for (collective, name) in algorithms.into_iter().flat_map(PyDictMethods::iter) {
+        let text = |object: &Bound<'_, PyAny>| {
+            object.extract::<String>().map_err(|_| {
+                invalid(py, format!("algorithms: {object:?} where names of collectives lead to names of algorithms"))
+            })
+        };
+        let collective = standard(py, &text(&collective)?)?;
+        options.algorithms.insert(collective, text(&name)?);
+    }
     match (device, bytes) {
         (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
         (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = Some(bytes),
         (_, None) => {}
     }
     Ok(options)
+}
+
+/// The name of the algorithm that is requested for all-reduces.
+pub(crate) fn algorithm_name(options: &CommunicatorOptions) -> String {
+    let named = options.algorithms.get(&StandardCollective::AllReduce);
+    named.cloned().unwrap_or_else(|| options.algorithm.name().to_owned())
 }

@@ -23,6 +23,7 @@ import sys as _sys
 import typing as _typing
 
 from symmpool._symmpool import (
+    Algorithm,
     Block,
     Communicator,
     Group,
@@ -35,6 +36,7 @@ from symmpool._symmpool import (
     share_sms,
     version,
 )
+from symmpool.collectives.algorithms import register, select
 from symmpool.collectives.functions import (
     all_gather,
     all_gather_into_tensor,
@@ -118,6 +120,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Algorithm",
     "Block",
     "Communicator",
     "DivergedError",
@@ -162,9 +165,11 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "register",
     "rendezvous",
     "reset_peak_memory_stats",
     "scatter",
+    "select",
     "send",
     "share_sms",
     "use_pool",

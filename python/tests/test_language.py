@@ -67,7 +67,8 @@ def compute(group):
                         expected = total[root]
                 if not np.array_equal(np.asarray(out), expected):
                     wrong.append((name, count, np.dtype(dtype).name))
-    return wrong, sorted(each.name for each in comm.algorithms("all_gather"))
+    mine = [each for each in comm.algorithms("all_gather") if each.origin == "plan"]
+    return wrong, sorted(each.name for each in mine)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -90,7 +90,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 impl Plans<'_> {
     /// Calls of one program with the types and operations that it has, and of many sizes.
     fn program(&mut self, algorithm: &Algorithm) -> Result<()> {
-        let checked = std::sync::Arc::clone(algorithm.plan());
+        let checked = std::sync::Arc::clone(algorithm.plan().expect("a plan"));
         let plan = checked.plan();
         // Averages are exact only where all is reduced at once.
         let reduces_once = plan.programs.iter().flatten().all(|each| {
@@ -172,7 +172,7 @@ impl Plans<'_> {
 
     /// Makes a call and compares what it leaves with the model.
     fn call(&mut self, algorithm: &Algorithm, case: Case, seed: u64) -> Result<()> {
-        let checked = std::sync::Arc::clone(algorithm.plan());
+        let checked = std::sync::Arc::clone(algorithm.plan().expect("a plan"));
         let (plan, rank) = (checked.plan(), self.pool.rank());
         let Case { dtype, op, count, root, .. } = case;
         let [inputs, outputs] = checked.lengths(rank, count).map(|length| length.expect("short"));

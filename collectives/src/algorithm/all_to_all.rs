@@ -1,14 +1,6 @@
-//! The algorithms of all-to-alls, by name, and which one is requested.
+//! The algorithms of all-to-alls, by name.
 
-use std::env;
-use std::ffi::OsStr;
-
-use symmpool_allocator::Result;
-
-use super::names::{by_name, from_environment};
-
-/// The environment variable that requests an algorithm for every communicator whose options leave it open.
-const VARIABLE: &str = "SYMMPOOL_ALL_TO_ALL";
+use super::names::by_name;
 
 /// The algorithm of all-to-alls. Results are the same with each of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,43 +47,14 @@ impl AllToAllAlgorithm {
         }
     }
 
-    /// The algorithm of this [`name`](Self::name). Its former names `ll` and `packet` are accepted, with a
-    /// warning.
+    /// The algorithm of this number.
+    pub(crate) fn of_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|each| *each as u8 == code)
+    }
+
+    /// The algorithm of this [`name`](Self::name). Its former names `ll` and `packet` are
+    /// accepted, with a warning.
     pub fn named(name: &str) -> Option<Self> {
         by_name(name, &Self::ALL, Self::FORMER_NAMES, Self::name)
-    }
-
-    /// This algorithm, or the one that the environment requests if this is `Auto`.
-    pub(crate) fn or_environment(self) -> Result<Self> {
-        self.or_named(env::var_os(VARIABLE).as_deref())
-    }
-
-    fn or_named(self, value: Option<&OsStr>) -> Result<Self> {
-        let value = value.filter(|_| self == Self::Auto);
-        let requested = from_environment(VARIABLE, value, Self::named, &Self::ALL.map(Self::name))?;
-        Ok(requested.unwrap_or(self))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_environment_is_used_where_options_leave_the_choice_open() {
-        use AllToAllAlgorithm::{Auto, Direct, Lamport};
-        let with = |option: AllToAllAlgorithm, value| option.or_named(Some(OsStr::new(value)));
-        assert_eq!(Auto.or_named(None).unwrap(), Auto);
-        assert_eq!(with(Auto, "").unwrap(), Auto);
-        assert_eq!(with(Auto, "lamport").unwrap(), Lamport);
-        assert_eq!(with(Direct, "lamport").unwrap(), Direct);
-        assert_eq!(with(Direct, "nonsense").unwrap(), Direct);
-        for former in ["ll", "packet"] {
-            assert_eq!(with(Auto, former).unwrap(), Lamport, "{former}");
-        }
-        let error = with(Auto, "nonsense").unwrap_err();
-        assert!(error.is_invalid_argument());
-        let text = error.to_string();
-        assert!(text.contains("SYMMPOOL_ALL_TO_ALL=nonsense") && text.contains("direct"), "{text}");
     }
 }

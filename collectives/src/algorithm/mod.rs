@@ -1,13 +1,23 @@
-//! The names of the algorithms, which one is requested (by a call, by options, or by the environment), and the
-//! algorithms that programs bring along.
+//! Algorithms: the names of the built-in ones, which one is requested (by a call, by options, or by the environment), what
+//! they can serve, and those that programs bring along.
 
 mod all_reduce;
 mod all_to_all;
+mod built_in;
+mod constraints;
 mod names;
 mod registered;
 mod requested;
+mod shape;
 
 pub use all_reduce::AllReduceAlgorithm;
 pub use all_to_all::AllToAllAlgorithm;
+pub use built_in::StandardCollective;
+pub(crate) use built_in::{
+    AUTO, COPY, DIRECT, LAMPORT, LL, RING, STAGED, STAGES, code_of, name_of,
+};
+pub use constraints::{Constraints, LaunchShape, Origin};
 pub use registered::Algorithm;
-pub(crate) use requested::{RequestedAlgorithm, VARIABLE};
+pub(crate) use registered::{BuiltIn, Source};
+pub(crate) use requested::{RequestedAlgorithm, RequestedName, VARIABLE};
+pub use shape::CallShape;

@@ -1,9 +1,5 @@
 //! Algorithms found by name, where options, calls or the environment request one.
 
-use std::ffi::OsStr;
-
-use symmpool_allocator::{Error, Result};
-
 /// The algorithm of this name among `all`. Former names are accepted for one version, with a warning.
 pub(super) fn by_name<A: Copy>(
     name: &str,
@@ -19,23 +15,6 @@ pub(super) fn by_name<A: Copy>(
             "the algorithm {former} is called {now}; its former name will not be accepted by the next version"
         );
         Some(*algorithm)
-    })
-}
-
-/// The algorithm that the value of an environment variable requests, if it is set. Refuses unknown names.
-pub(super) fn from_environment<A>(
-    variable: &str,
-    value: Option<&OsStr>,
-    named: impl Fn(&str) -> Option<A>,
-    names: &[&str],
-) -> Result<Option<A>> {
-    let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(None) };
-    value.to_str().and_then(named).map(Some).ok_or_else(|| {
-        Error::invalid_argument(format!(
-            "{variable}={}: no such algorithm; there are {}",
-            value.display(),
-            names.join(", ")
-        ))
     })
 }
 

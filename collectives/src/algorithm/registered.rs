@@ -1,17 +1,35 @@
-//! Algorithms as things: what a program makes, registers with communicators and runs.
+//! Algorithms as things: what communicators have and programs make, register and run.
 
 use std::fmt;
 use std::sync::Arc;
 
+use super::{Constraints, LaunchShape, Origin, StandardCollective, name_of};
 use crate::plan::{CheckedPlan, Plan, PlanError};
 
-/// An algorithm that a program brought along: a plan that was proved.
+/// An algorithm of a collective: a built-in one, or a plan that a program brought along and that was proved.
 ///
-/// It is for one number of ranks. [`Communicator::register`](crate::Communicator::register) makes it known under its
-/// name, and [`Communicator::execute_at`](crate::Communicator::execute_at) runs it as it is. Clones share the plan.
+/// [`Communicator::algorithms`](crate::Communicator::algorithms) lists those of a communicator,
+/// [`Communicator::register`](crate::Communicator::register) adds one under its name, and
+/// [`Communicator::execute_at`](crate::Communicator::execute_at) runs one as it is. Clones share what they hold.
 #[derive(Clone)]
 pub struct Algorithm {
-    plan: Arc<CheckedPlan>,
+    source: Source,
+}
+
+/// What runs an algorithm.
+#[derive(Clone)]
+pub(crate) enum Source {
+    BuiltIn(Arc<BuiltIn>),
+    Plan(Arc<CheckedPlan>),
+}
+
+/// A built-in algorithm of a communicator.
+pub(crate) struct BuiltIn {
+    pub(crate) collective: StandardCollective,
+    /// Its number in call descriptions.
+    pub(crate) code: u8,
+    /// `None` if it fits no call among these ranks.
+    pub(crate) constraints: Option<Constraints>,
 }
 
 impl Algorithm {
@@ -21,33 +39,123 @@ impl Algorithm {
     ///
     /// What is wrong with the plan, with the rank and the line.
     pub fn from_plan(plan: Plan) -> Result<Self, PlanError> {
-        Ok(Self { plan: Arc::new(plan.check()?) })
+        Ok(Self { source: Source::Plan(Arc::new(plan.check()?)) })
+    }
+
+    pub(crate) fn built_in(built_in: BuiltIn) -> Self {
+        Self { source: Source::BuiltIn(Arc::new(built_in)) }
+    }
+
+    pub(crate) fn source(&self) -> &Source {
+        &self.source
     }
 
     /// The name, under which it is registered.
     pub fn name(&self) -> &str {
-        &self.plan.plan().name
+        match &self.source {
+            Source::BuiltIn(built_in) => {
+                name_of(built_in.collective, built_in.code).unwrap_or_default()
+            }
+            Source::Plan(plan) => &plan.plan().name,
+        }
     }
 
     /// The name of what it computes.
     pub fn collective(&self) -> &str {
-        self.plan.plan().collective.name()
+        match &self.source {
+            Source::BuiltIn(built_in) => built_in.collective.name(),
+            Source::Plan(plan) => plan.plan().collective.name(),
+        }
     }
 
-    /// A hash of what ranks must have the same of. It is compared at each call.
+    /// Where it comes from.
+    pub fn origin(&self) -> Origin {
+        match &self.source {
+            Source::BuiltIn(_) => Origin::BuiltIn,
+            Source::Plan(_) => Origin::Plan,
+        }
+    }
+
+    /// Which calls it can serve. `None` for a built-in one that serves no call of its communicator, as the ranks are
+    /// not linked as it needs them.
+    pub fn constraints(&self) -> Option<Constraints> {
+        match &self.source {
+            Source::BuiltIn(built_in) => built_in.constraints.clone(),
+            Source::Plan(plan) => Some(Constraints::of_plan(plan)),
+        }
+    }
+
+    /// Chunks of scratch that a plan needs, of which a call's scratch holds pieces; 0 for built-in ones, which take what
+    /// there is.
+    pub fn scratch(&self) -> u32 {
+        self.plan().map_or(0, |plan| plan.plan().scratch)
+    }
+
+    /// How it is launched on devices, where it says so.
+    pub fn launch(&self) -> LaunchShape {
+        let blocks = self.plan().and_then(|plan| plan.plan().blocks);
+        LaunchShape { blocks, threads: None }
+    }
+
+    /// How many equal parts the input has among so many ranks. A part is what the `count` of a call counts.
+    pub fn input_parts(&self, world: u32) -> usize {
+        let parts = match &self.source {
+            Source::BuiltIn(built_in) => match built_in.collective {
+                StandardCollective::ReduceScatter | StandardCollective::AllToAll => world,
+                _ => 1,
+            },
+            Source::Plan(plan) => plan.plan().input_parts(),
+        };
+        parts.max(1) as usize
+    }
+
+    /// The elements of `rank`'s input and output in a call of `count` elements among so many ranks. `None` stands for a
+    /// number that is too large.
+    pub fn lengths(&self, rank: u32, world: u32, count: usize) -> [Option<usize>; 2] {
+        let all = count.checked_mul(world as usize);
+        match &self.source {
+            Source::BuiltIn(built_in) => match built_in.collective {
+                StandardCollective::AllReduce | StandardCollective::Broadcast => [Some(count); 2],
+                StandardCollective::ReduceScatter => [all, Some(count)],
+                StandardCollective::AllGather => [Some(count), all],
+                StandardCollective::AllToAll => [all; 2],
+            },
+            Source::Plan(plan) => plan.lengths(rank, count),
+        }
+    }
+
+    /// A hash of what ranks must have the same of. That of a plan is compared at each call.
     pub fn hash(&self) -> u64 {
-        self.plan.hash()
+        match &self.source {
+            Source::BuiltIn(_) => {
+                let text =
+                    format!("{} {} {}", self.collective(), self.name(), env!("CARGO_PKG_VERSION"));
+                let hash = blake3::hash(text.as_bytes());
+                let mut first = [0; 8];
+                first.copy_from_slice(&hash.as_bytes()[..8]);
+                u64::from_le_bytes(first)
+            }
+            Source::Plan(plan) => plan.hash(),
+        }
     }
 
-    /// The plan.
-    pub fn plan(&self) -> &Arc<CheckedPlan> {
-        &self.plan
+    /// The plan, if it is one.
+    pub fn plan(&self) -> Option<&Arc<CheckedPlan>> {
+        match &self.source {
+            Source::BuiltIn(_) => None,
+            Source::Plan(plan) => Some(plan),
+        }
     }
 }
 
 impl fmt::Debug for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plan = self.plan.plan();
-        write!(f, "Algorithm({}, {} of {} ranks)", plan.name, plan.collective.name(), plan.world)
+        let (name, collective) = (self.name(), self.collective());
+        match self.plan() {
+            Some(plan) => {
+                write!(f, "Algorithm({name}, {collective} of {} ranks)", plan.plan().world)
+            }
+            None => write!(f, "Algorithm({name}, {collective}, {})", self.origin().name()),
+        }
     }
 }

@@ -1,44 +1,91 @@
-//! The all-reduce algorithm that is requested: by the options of a communicator, or by the environment where they
-//! leave the choice open.
+//! The algorithms that are requested: by the options of a communicator, or by the environment where they leave the
+//! choice open.
 
 use std::env;
 use std::ffi::OsStr;
 
 use symmpool_allocator::{Error, Result};
 
-use super::AllReduceAlgorithm;
-use super::names::from_environment;
+use super::{AUTO, AllReduceAlgorithm, StandardCollective, code_of};
 
-/// The environment variable that requests an algorithm for every communicator whose options leave it open.
-pub(crate) const VARIABLE: &str = "SYMMPOOL_ALL_REDUCE";
+/// The environment variable that requests an all-reduce algorithm.
+pub(crate) const VARIABLE: &str = StandardCollective::AllReduce.variable();
 
-/// A requested algorithm. It must be the same on every rank, as ranks compare it in the handshake of calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The name of an algorithm that is requested of a communicator. It must be the same on every rank, as ranks compare
+/// what they use in the handshake of calls. It may be the name of one that is registered later.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RequestedName {
+    collective: StandardCollective,
+    pub(crate) name: String,
+    pub(crate) by_environment: bool,
+}
+
+impl RequestedName {
+    /// What options request, or the environment if they leave it open. `None` if both do.
+    pub(crate) fn of(collective: StandardCollective, option: Option<&str>) -> Result<Option<Self>> {
+        Self::with(collective, option, env::var_os(collective.variable()).as_deref())
+    }
+
+    fn with(
+        collective: StandardCollective,
+        option: Option<&str>,
+        value: Option<&OsStr>,
+    ) -> Result<Option<Self>> {
+        let is_open = |name: &str| code_of(collective, name) == Some(AUTO);
+        let value = value.filter(|value| !value.is_empty());
+        let (name, by_environment) = match (option.filter(|name| !is_open(name)), value) {
+            (Some(name), _) => (name, false),
+            (None, None) => return Ok(None),
+            (None, Some(value)) => {
+                let name = value.to_str().map(str::trim).filter(|name| !name.is_empty());
+                let name = name.ok_or_else(|| {
+                    let variable = collective.variable();
+                    Error::invalid_argument(format!("{variable}={}: no name", value.display()))
+                })?;
+                (name, true)
+            }
+        };
+        if name.is_empty() {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm of {collective} that options request has no name"
+            )));
+        }
+        let (name, open) = (name.to_owned(), is_open(name));
+        Ok((!open).then_some(Self { collective, name, by_environment }))
+    }
+
+    /// The number of the built-in algorithm of that name, of host memory or of devices, if there is one.
+    pub(crate) fn code(&self) -> Option<u8> {
+        code_of(self.collective, &self.name)
+    }
+
+    /// Adds to an error that the environment requested the algorithm, not the caller.
+    pub(crate) fn by_whom(&self, error: Error) -> Error {
+        if self.by_environment {
+            error.context(format!("with {}={}", self.collective.variable(), self.name))
+        } else {
+            error
+        }
+    }
+
+    /// The same, of the error of an unsupported algorithm.
+    pub(crate) fn blame(&self, error: Error) -> Error {
+        if error.is_unsupported() { self.by_whom(error) } else { error }
+    }
+}
+
+/// The requested built-in algorithm of all-reduces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RequestedAlgorithm {
     pub(crate) algorithm: AllReduceAlgorithm,
     pub(crate) by_environment: bool,
 }
 
 impl RequestedAlgorithm {
-    /// The algorithm that the options request, or the environment if they say `auto`. Refuses unknown names.
-    pub(crate) fn from_env(option: AllReduceAlgorithm) -> Result<Self> {
-        Self::with(option, env::var_os(VARIABLE).as_deref())
-    }
-
-    fn with(option: AllReduceAlgorithm, value: Option<&OsStr>) -> Result<Self> {
-        let value = value.filter(|_| option == AllReduceAlgorithm::Auto);
-        let names = AllReduceAlgorithm::ALL.map(AllReduceAlgorithm::name);
-        let requested = from_environment(VARIABLE, value, AllReduceAlgorithm::named, &names)?;
-        Ok(Self { algorithm: requested.unwrap_or(option), by_environment: requested.is_some() })
-    }
-
-    /// Adds to the error of an unsupported algorithm that the environment requested it, not the caller.
-    pub(crate) fn blame(self, error: Error) -> Error {
-        if self.by_environment && error.is_unsupported() {
-            error.context(format!("with {VARIABLE}={}", self.algorithm.name()))
-        } else {
-            error
-        }
+    /// The algorithm of this number.
+    pub(crate) fn of_code(code: u8, by_environment: bool) -> Self {
+        let found = AllReduceAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
+        Self { algorithm: found.unwrap_or_default(), by_environment }
     }
 }
 
@@ -48,32 +95,48 @@ mod tests {
 
     #[test]
     fn the_environment_is_used_where_options_leave_the_choice_open() {
-        use AllReduceAlgorithm::{Auto, OneShot, OneShotLl128, TwoShotPush};
-        let with = |option, value: &str| RequestedAlgorithm::with(option, Some(OsStr::new(value)));
-        let requested =
-            |algorithm, by_environment| RequestedAlgorithm { algorithm, by_environment };
-        assert_eq!(RequestedAlgorithm::with(Auto, None).unwrap(), requested(Auto, false));
-        assert_eq!(with(Auto, "").unwrap(), requested(Auto, false));
-        assert_eq!(with(Auto, "auto").unwrap(), requested(Auto, true));
-        assert_eq!(with(Auto, "two_shot_push").unwrap(), requested(TwoShotPush, true));
-        assert_eq!(
-            with(Auto, "one_shot_line").unwrap(),
-            requested(OneShotLl128, true),
-            "a former name"
-        );
-        assert_eq!(with(OneShot, "two_shot_push").unwrap(), requested(OneShot, false));
-        assert_eq!(with(OneShot, "nonsense").unwrap(), requested(OneShot, false));
-        for wrong in ["nonsense", "Auto", "one_shot ", "0"] {
-            let error = with(Auto, wrong).unwrap_err();
-            assert!(error.is_invalid_argument());
-            let text = error.to_string();
-            assert!(text.contains(&format!("SYMMPOOL_ALL_REDUCE={wrong}: ")), "{text}");
-            for algorithm in AllReduceAlgorithm::ALL {
-                assert!(text.contains(algorithm.name()), "{text}");
-            }
-        }
-        let forced = with(Auto, "one_shot").unwrap();
+        use StandardCollective::{AllGather, AllReduce, AllToAll};
+        let with = |collective, option: Option<&str>, value: Option<&str>| {
+            let found = RequestedName::with(collective, option, value.map(OsStr::new));
+            found.unwrap().map(|requested| (requested.name, requested.by_environment))
+        };
+        let name = |name: &str, by_environment| Some((name.to_owned(), by_environment));
+        assert_eq!(with(AllReduce, None, None), None);
+        assert_eq!(with(AllReduce, Some("auto"), Some("")), None);
+        assert_eq!(with(AllReduce, None, Some("auto")), None);
+        assert_eq!(with(AllReduce, None, Some("two_shot_push")), name("two_shot_push", true));
+        assert_eq!(with(AllReduce, Some("auto"), Some("mine")), name("mine", true));
+        assert_eq!(with(AllReduce, Some("one_shot"), Some("mine")), name("one_shot", false));
+        assert_eq!(with(AllGather, None, Some(" ring ")), name("ring", true));
+        assert_eq!(with(AllToAll, None, Some("auto")), None);
+        assert!(RequestedName::with(AllReduce, Some(""), None).unwrap_err().is_invalid_argument());
+        let blank = RequestedName::with(AllGather, None, Some(OsStr::new("  "))).unwrap_err();
+        assert!(blank.to_string().contains("SYMMPOOL_ALL_GATHER"), "{blank}");
+    }
+
+    #[test]
+    fn names_of_built_in_algorithms_have_their_numbers() {
+        let of = |collective, name: &str| {
+            RequestedName::with(collective, Some(name), None).unwrap().and_then(|one| one.code())
+        };
+        let line = of(StandardCollective::AllReduce, "one_shot_line");
+        assert_eq!(line, Some(AllReduceAlgorithm::OneShotLl128 as u8), "a former name");
+        assert_eq!(of(StandardCollective::AllReduce, "nonsense"), None);
+        assert_eq!(of(StandardCollective::AllToAll, "direct"), Some(super::super::DIRECT));
+        let code = AllReduceAlgorithm::TwoShotPull as u8;
+        let expected =
+            RequestedAlgorithm { algorithm: AllReduceAlgorithm::TwoShotPull, by_environment: true };
+        assert_eq!(RequestedAlgorithm::of_code(code, true), expected);
+    }
+
+    #[test]
+    fn errors_say_that_the_environment_requested_an_algorithm() {
+        let value = Some(OsStr::new("one_shot"));
+        let forced = RequestedName::with(StandardCollective::AllReduce, None, value);
+        let forced = forced.unwrap().unwrap();
         let text = forced.blame(Error::unsupported("no")).to_string();
         assert!(text.contains("SYMMPOOL_ALL_REDUCE=one_shot"), "{text}");
+        let other = forced.blame(Error::invalid_argument("no")).to_string();
+        assert!(!other.contains("SYMMPOOL"), "{other}");
     }
 }

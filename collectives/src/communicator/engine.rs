@@ -6,14 +6,15 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::algorithm::RequestedAlgorithm;
+use super::choice::Request;
+use crate::algorithm::{BuiltIn, CallShape, Constraints, RequestedAlgorithm, StandardCollective};
 use crate::cuda::CudaEngine;
 use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
 use crate::plan::CheckedPlan;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
 use crate::timeout::Timeout;
-use crate::{DType, HostEngine, Place, ReduceOp, RowShape, SplitRows, SplitsAt};
+use crate::{DType, HostEngine, Place, RowShape, SplitRows, SplitsAt};
 
 /// The engine of host memory or of a device. Both are boxed, as they are large and differ in size.
 pub(super) enum Engine {
@@ -126,93 +127,106 @@ impl Engine {
         }
     }
 
-    pub(super) unsafe fn all_reduce(
+    /// The numbers of a collective's built-in algorithms.
+    pub(super) fn algorithms(&self, collective: StandardCollective) -> Vec<u8> {
+        match self {
+            Self::Host(_) => HostEngine::algorithms(collective),
+            Self::Cuda(_) => CudaEngine::algorithms(collective),
+        }
+    }
+
+    /// Refuses a built-in algorithm that cannot serve a call.
+    pub(super) fn check_fit(&self, code: u8, shape: &CallShape) -> Result<()> {
+        match self {
+            Self::Host(host) => host.check_fit(code, shape),
+            Self::Cuda(cuda) => cuda.check_fit(code, shape),
+        }
+    }
+
+    /// All built-in algorithms.
+    pub(super) fn built_in(&self) -> Vec<BuiltIn> {
+        let world = self.world();
+        let of = |collective: StandardCollective| {
+            self.algorithms(collective).into_iter().map(move |code| {
+                let fits = |shape: &CallShape| self.check_fit(code, shape).is_ok();
+                let constraints = Constraints::of_built_in(collective, world, fits);
+                BuiltIn { collective, code, constraints }
+            })
+        };
+        StandardCollective::ALL.into_iter().flat_map(of).collect()
+    }
+
+    /// Runs a call with the built-in algorithm of this number, or with the best one if it is [`AUTO`].
+    #[inline]
+    pub(super) unsafe fn run(
         &mut self,
-        places: Places,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-        requested: RequestedAlgorithm,
+        request: &Request,
+        code: u8,
+        by_environment: bool,
         stream: &Stream,
     ) -> Result<()> {
-        let (input, output) = places;
-        match self {
-            Self::Host(host) => {
-                let algorithm = requested.algorithm;
-                // SAFETY: the caller's promises, as in all that follow.
-                let reduced =
-                    unsafe { host.all_reduce(input, output, count, dtype, op, algorithm) };
-                reduced.map_err(|error| requested.blame(error))
+        let Request { collective, from, to, count, dtype, op, root } = *request;
+        let places = (from, to);
+        match (self, collective) {
+            // SAFETY: the caller's promises, as in all that follow.
+            (Self::Host(host), StandardCollective::AllReduce) => unsafe {
+                let algorithm = RequestedAlgorithm::of_code(code, by_environment).algorithm;
+                host.all_reduce(from, to, count, dtype, op, algorithm)
+            },
+            // SAFETY: as above.
+            (Self::Host(host), StandardCollective::ReduceScatter) => unsafe {
+                host.reduce_scatter_by(from, to, count, (dtype, op), code)
+            },
+            // SAFETY: as above.
+            (Self::Host(host), StandardCollective::AllGather) => unsafe {
+                host.all_gather_by(from, to, count, dtype, code)
+            },
+            // SAFETY: as above.
+            (Self::Host(host), StandardCollective::Broadcast) => unsafe {
+                host.broadcast_by(to, count, dtype, root, code)
+            },
+            (Self::Host(host), StandardCollective::AllToAll) => {
+                // SAFETY: as above.
+                host.exchanging(code, |host| unsafe { host.all_to_all(from, to, count, dtype) })
             }
             // SAFETY: as above.
-            Self::Cuda(cuda) => unsafe {
+            (Self::Cuda(cuda), StandardCollective::AllReduce) => unsafe {
+                let requested = RequestedAlgorithm::of_code(code, by_environment);
                 cuda.all_reduce(places, count, (dtype, op), requested, *stream)
             },
+            // SAFETY: as above.
+            (Self::Cuda(cuda), StandardCollective::ReduceScatter) => unsafe {
+                cuda.reduce_scatter(places, count, (dtype, op), code, *stream)
+            },
+            (Self::Cuda(cuda), StandardCollective::AllGather) => {
+                // SAFETY: as above.
+                let run = |cuda: &mut CudaEngine| unsafe {
+                    cuda.all_gather(places, count, dtype, *stream)
+                };
+                cuda.exchanging(code, collective, *stream, run)
+            }
+            (Self::Cuda(cuda), StandardCollective::Broadcast) => {
+                // SAFETY: as above.
+                let run = |cuda: &mut CudaEngine| unsafe {
+                    cuda.broadcast(to, count, dtype, root, *stream)
+                };
+                cuda.exchanging(code, collective, *stream, run)
+            }
+            (Self::Cuda(cuda), StandardCollective::AllToAll) => {
+                // SAFETY: as above.
+                let run = |cuda: &mut CudaEngine| unsafe {
+                    cuda.all_to_all(places, count, dtype, *stream)
+                };
+                cuda.exchanging(code, collective, *stream, run)
+            }
         }
     }
 
-    pub(super) unsafe fn reduce_scatter(
-        &mut self,
-        places: Places,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-        stream: &Stream,
-    ) -> Result<()> {
-        let (input, output) = places;
+    /// Refuses a registered algorithm that cannot serve a call.
+    pub(super) fn check_plan(&self, checked: &CheckedPlan, arguments: &Arguments) -> Result<()> {
         match self {
-            // SAFETY: as in `all_reduce`.
-            Self::Host(host) => unsafe { host.reduce_scatter(input, output, count, dtype, op) },
-            // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe { cuda.reduce_scatter(places, count, (dtype, op), *stream) },
-        }
-    }
-
-    pub(super) unsafe fn all_gather(
-        &mut self,
-        places: Places,
-        count: usize,
-        dtype: DType,
-        stream: &Stream,
-    ) -> Result<()> {
-        let (input, output) = places;
-        match self {
-            // SAFETY: as in `all_reduce`.
-            Self::Host(host) => unsafe { host.all_gather(input, output, count, dtype) },
-            // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe { cuda.all_gather(places, count, dtype, *stream) },
-        }
-    }
-
-    pub(super) unsafe fn broadcast(
-        &mut self,
-        place: Place,
-        count: usize,
-        dtype: DType,
-        root: u32,
-        stream: &Stream,
-    ) -> Result<()> {
-        match self {
-            // SAFETY: as in `all_reduce`.
-            Self::Host(host) => unsafe { host.broadcast(place, count, dtype, root) },
-            // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe { cuda.broadcast(place, count, dtype, root, *stream) },
-        }
-    }
-
-    pub(super) unsafe fn all_to_all(
-        &mut self,
-        places: Places,
-        count: usize,
-        dtype: DType,
-        stream: &Stream,
-    ) -> Result<()> {
-        let (input, output) = places;
-        match self {
-            // SAFETY: as in `all_reduce`.
-            Self::Host(host) => unsafe { host.all_to_all(input, output, count, dtype) },
-            // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe { cuda.all_to_all(places, count, dtype, *stream) },
+            Self::Host(host) => host.check_plan(checked, arguments),
+            Self::Cuda(cuda) => cuda.check_plan(checked, arguments),
         }
     }
 
@@ -225,9 +239,9 @@ impl Engine {
     ) -> Result<()> {
         let ((input, output), (send, receive)) = (places, sizes);
         match self {
-            // SAFETY: as in `all_reduce`.
+            // SAFETY: as in `run`.
             Self::Host(host) => unsafe { host.all_to_all_v(input, send, output, receive, dtype) },
-            // SAFETY: as in `all_reduce`.
+            // SAFETY: as in `run`.
             Self::Cuda(cuda) => unsafe { cuda.all_to_all_v(places, sizes, dtype, *stream) },
         }
     }
@@ -241,9 +255,9 @@ impl Engine {
     ) -> Result<()> {
         let (input, output) = places;
         match self {
-            // SAFETY: as in `all_reduce`.
+            // SAFETY: as in `run`.
             Self::Host(host) => unsafe { host.all_to_all_splits(input, output, rows, splits) },
-            // SAFETY: as in `all_reduce`.
+            // SAFETY: as in `run`.
             Self::Cuda(cuda) => unsafe { cuda.all_to_all_splits(places, rows, splits, *stream) },
         }
     }

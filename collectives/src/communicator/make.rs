@@ -5,18 +5,19 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
+use super::choice::Choices;
 use super::engine::Engine;
 use super::peers::{self, still_there};
 use super::refusal::Shared;
 use super::{Communicator, CommunicatorOptions, Inner};
-use crate::algorithm::RequestedAlgorithm;
+use crate::algorithm::{AUTO, LAMPORT, RequestedAlgorithm, STAGED, StandardCollective};
 use crate::cuda::{
     CudaEngine, CudaOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory,
     requested_total,
 };
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
-use crate::{HostEngine, HostOptions};
+use crate::{AllToAllAlgorithm, HostEngine, HostOptions};
 
 impl Communicator {
     /// A communicator of all ranks of `pool`, with default options. Collective: every rank makes
@@ -31,25 +32,39 @@ impl Communicator {
 
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
-        let requested = RequestedAlgorithm::from_env(options.algorithm);
-        let all_to_all = options.all_to_all.or_environment();
-        // An unknown name fails in the commit below, so that all ranks get an error.
-        let valid = requested.clone().and_then(|_| all_to_all.clone());
-        let valid = valid.and_then(|_| options.check(pool.world()));
+        // A wrong name fails in the commit below, so that all ranks get an error.
+        let choices = Choices::new(options);
+        let code = |collective| {
+            let requested = choices.as_ref().ok().and_then(|all| all.requested(collective));
+            requested.map(|requested| (requested.code(), requested.by_environment))
+        };
+        let requested = code(StandardCollective::AllReduce).map(|(code, by_environment)| {
+            RequestedAlgorithm::of_code(code.unwrap_or(AUTO), by_environment)
+        });
+        let all_to_all = match code(StandardCollective::AllToAll) {
+            // In host memory that is what `lamport` stands for.
+            Some((Some(STAGED), _)) => AllToAllAlgorithm::of_code(LAMPORT),
+            Some((Some(code), _)) => AllToAllAlgorithm::of_code(code),
+            _ => None,
+        };
         let all_to_all = all_to_all.unwrap_or_default();
+        let valid = choices.as_ref().map(drop).map_err(Clone::clone);
+        let valid = valid.and_then(|()| options.check(pool.world()));
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
         let (engine, control, one_sided) = if pool.driver().as_cuda().is_some() {
-            let (engine, control) = Self::on_device(pool, options, &valid.and(requested.clone()))?;
+            let requested = valid.map(|()| requested.unwrap_or_default());
+            let (engine, control) = Self::on_device(pool, options, &requested)?;
             (engine, control, None)
         } else {
             Self::in_host_memory(pool, options, valid)?
         };
+        let (choices, windows) = (choices?, pool.windows());
         Ok(Self {
             pool: pool.clone(),
-            requested: requested?,
             timeout: Arc::clone(engine.timeout()),
-            shared: Arc::new(Shared::new(Inner { engine, windows: pool.windows() }, control)),
-            registry: super::registry::Registry::default(),
+            registry: super::registry::Registry::new(engine.built_in()),
+            mesh: options.links.as_ref().unwrap_or(pool.topology()).mesh(),
+            shared: Arc::new(Shared::new(Inner { engine, choices, windows }, control)),
             one_sided,
         })
     }
@@ -113,13 +128,10 @@ impl Communicator {
         requested: &Result<RequestedAlgorithm>,
     ) -> Result<(Engine, Block<u8>)> {
         // If `requested` or `footprint` is an error, no engine is made with these options.
-        let (auto, by_environment) = (options.algorithm, false);
         let footprint =
             requested.as_ref().map_err(Clone::clone).and_then(|_| footprint(pool, options));
         let options = CudaOptions {
-            requested: requested
-                .clone()
-                .unwrap_or(RequestedAlgorithm { algorithm: auto, by_environment }),
+            requested: requested.clone().unwrap_or_default(),
             timeout: options.timeout,
             footprint: footprint.clone().unwrap_or(Footprint::NONE),
             first_epoch: options.first_epoch,

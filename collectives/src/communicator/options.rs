@@ -1,12 +1,13 @@
 //! How a communicator behaves.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Error, Result};
 
 use super::Communicator;
-use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
+use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions, StandardCollective};
 
 /// How a [`Communicator`] behaves. The same on every rank, except where an option says otherwise.
 #[derive(Clone, Debug)]
@@ -22,6 +23,10 @@ pub struct CommunicatorOptions {
     /// with each. Default: what the environment variable `SYMMPOOL_ALL_TO_ALL` names, the same on every rank; or
     /// `Auto`, where it is not set or empty.
     pub all_to_all: AllToAllAlgorithm,
+    /// The algorithms of collectives by name, where they are not what `algorithm` and `all_to_all` say: any name that is
+    /// registered when the first call of that collective is made, or that a built-in algorithm has. Default: for each
+    /// collective what its environment variable names ([`StandardCollective::variable`]), the same on every rank.
+    pub algorithms: BTreeMap<StandardCollective, String>,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
@@ -68,6 +73,7 @@ impl Default for CommunicatorOptions {
             timeout,
             algorithm: AllReduceAlgorithm::Auto,
             all_to_all: AllToAllAlgorithm::Auto,
+            algorithms: BTreeMap::new(),
             scratch_bytes,
             device_memory_bytes: None,
             device_inbox_bytes: None,
@@ -83,6 +89,16 @@ impl Default for CommunicatorOptions {
 const MAX_CONCURRENT: u32 = 16;
 
 impl CommunicatorOptions {
+    /// The name that is requested for a collective, if any is.
+    pub(super) fn requested(&self, collective: StandardCollective) -> Option<&str> {
+        let of_field = match collective {
+            StandardCollective::AllReduce => Some(self.algorithm.name()),
+            StandardCollective::AllToAll => Some(self.all_to_all.name()),
+            _ => None,
+        };
+        self.algorithms.get(&collective).map(String::as_str).or(of_field)
+    }
+
     /// Refuses invalid options, also those for another kind of memory, so that they are found on any machine.
     pub(super) fn check(&self, world: u32) -> Result<()> {
         let refuse = |why: String| Err(Error::invalid_argument(why));

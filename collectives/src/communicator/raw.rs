@@ -8,9 +8,9 @@
 
 use symmpool_allocator::{Error, Result, Stream, Windows};
 
+use super::choice::Request;
 use super::{Communicator, Inner};
-use crate::algorithm::RequestedAlgorithm;
-use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
+use crate::{DType, Place, ReduceOp, StandardCollective};
 
 impl Communicator {
     /// Reduces `count` elements of every rank's `input` into every rank's `output`; in place if
@@ -30,52 +30,14 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let algorithm = self.requested;
-        // SAFETY: the caller's promise.
-        unsafe { self.all_reduce_requested(output, input, count, dtype, op, algorithm, stream) }
-    }
-
-    /// The same with the built-in algorithm that the call names, whatever the communicator's options are.
-    ///
-    /// # Safety
-    ///
-    /// As [`Self::all_reduce_at`].
-    #[allow(clippy::too_many_arguments)] // what a call is
-    pub unsafe fn all_reduce_with_at(
-        &self,
-        output: *mut u8,
-        input: *const u8,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-        algorithm: AllReduceAlgorithm,
-        stream: &Stream,
-    ) -> Result<()> {
-        let algorithm = RequestedAlgorithm { algorithm, by_environment: false };
-        // SAFETY: the caller's promise.
-        unsafe { self.all_reduce_requested(output, input, count, dtype, op, algorithm, stream) }
-    }
-
-    /// # Safety
-    ///
-    /// As [`Self::all_reduce_at`].
-    #[allow(clippy::too_many_arguments)] // what a call is
-    unsafe fn all_reduce_requested(
-        &self,
-        output: *mut u8,
-        input: *const u8,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-        algorithm: RequestedAlgorithm,
-        stream: &Stream,
-    ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let bytes = count.saturating_mul(dtype.size());
         let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
         let to = self.place_at(&mut inner, output, bytes, stream)?;
+        let collective = StandardCollective::AllReduce;
+        let request = Request { op, ..Request::new(collective, (from, to), count, dtype) };
         // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, algorithm, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output` of `count` elements; the
@@ -97,8 +59,12 @@ impl Communicator {
         let bytes = count.saturating_mul(dtype.size());
         let from = self.place_at(&mut inner, input.cast_mut(), self.all_parts(bytes), stream)?;
         let to = self.place_at(&mut inner, output, bytes, stream)?;
+        let request = Request {
+            op,
+            ..Request::new(StandardCollective::ReduceScatter, (from, to), count, dtype)
+        };
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.reduce_scatter((from, to), count, dtype, op, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Copies rank `r`'s `input` of `count` elements to part `r` of every rank's `output`, which
@@ -119,8 +85,9 @@ impl Communicator {
         let bytes = count.saturating_mul(dtype.size());
         let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
         let to = self.place_at(&mut inner, output, self.all_parts(bytes), stream)?;
+        let request = Request::new(StandardCollective::AllGather, (from, to), count, dtype);
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.all_gather((from, to), count, dtype, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Copies the root's `count` elements at `data` into every other rank's. Otherwise as
@@ -139,8 +106,12 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let place = self.place_at(&mut inner, data, count.saturating_mul(dtype.size()), stream)?;
+        let request = Request {
+            root,
+            ..Request::new(StandardCollective::Broadcast, (place, place), count, dtype)
+        };
         // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { inner.engine.broadcast(place, count, dtype, root, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `output`. Both have
@@ -161,8 +132,9 @@ impl Communicator {
         let bytes = self.all_parts(count.saturating_mul(dtype.size()));
         let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
         let to = self.place_at(&mut inner, output, bytes, stream)?;
+        let request = Request::new(StandardCollective::AllToAll, (from, to), count, dtype);
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.all_to_all((from, to), count, dtype, stream) }
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]` from
@@ -249,7 +221,7 @@ impl Communicator {
     }
 
     /// `world` times as many bytes; saturates, and no memory is that long then.
-    fn all_parts(&self, bytes: usize) -> usize {
+    pub(super) fn all_parts(&self, bytes: usize) -> usize {
         bytes.saturating_mul(self.world() as usize)
     }
 }

@@ -1,24 +1,22 @@
-//! Algorithms that a program brings along: registering them, and calls with one.
+//! A communicator's algorithms: those that are built in, those that a program registers, and calls with one.
 
 #![allow(unsafe_code)] // callers hand over raw memory, and promise what it is
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Block, Error, Result, Stream};
 
 use super::Communicator;
+use super::choice::{Chosen, Request};
+use crate::algorithm::{BuiltIn, Source, StandardCollective, code_of, name_of};
 use crate::host::plan_call::Arguments;
-use crate::{Algorithm, AllReduceAlgorithm, DType, ReduceOp};
+use crate::{Algorithm, DType, Element, ReduceOp};
 
-/// The algorithms that were registered with a communicator, in the order of collectives and names. Each is there once.
-#[derive(Default)]
-pub(super) struct Registry(Mutex<Vec<Algorithm>>);
-
-impl Registry {
-    fn lock(&self) -> MutexGuard<'_, Vec<Algorithm>> {
-        // Nothing is half-changed after a panic: insertions are the last thing.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// The algorithms of a communicator.
+pub(super) struct Registry {
+    built_in: Vec<Algorithm>,
+    /// In the order of collectives and names. Each is there once.
+    registered: Mutex<Vec<Algorithm>>,
 }
 
 /// Where an algorithm is, or where it would be inserted.
@@ -26,27 +24,69 @@ fn find(registry: &[Algorithm], collective: &str, name: &str) -> std::result::Re
     registry.binary_search_by(|each| (each.collective(), each.name()).cmp(&(collective, name)))
 }
 
+impl Registry {
+    pub(super) fn new(built_in: Vec<BuiltIn>) -> Self {
+        let built_in = built_in.into_iter().map(Algorithm::built_in).collect();
+        Self { built_in, registered: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Algorithm>> {
+        // Nothing is half-changed after a panic: insertions are the last thing.
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The algorithm of a name: one that was registered, or a built-in one, of devices or host memory.
+    pub(super) fn find(&self, collective: StandardCollective, name: &str) -> Option<Chosen> {
+        let registered = self.lock();
+        if let Ok(at) = find(&registered, collective.name(), name) {
+            return Some(Chosen::Registered(registered[at].clone()));
+        }
+        code_of(collective, name).map(Chosen::BuiltIn)
+    }
+
+    /// The error for a name that no algorithm has.
+    #[cold]
+    pub(super) fn unknown(&self, collective: &str, name: &str, rank: u32) -> Error {
+        let registered = self.lock();
+        let all = registered.iter().chain(&self.built_in);
+        let mut names: Vec<&str> =
+            all.filter(|each| each.collective() == collective).map(Algorithm::name).collect();
+        if StandardCollective::named(collective).is_some() {
+            names.push("auto");
+        }
+        let names = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
+        Error::invalid_argument(format!(
+            "no algorithm for {collective} is called {name:?} on rank {rank}; there are {names}"
+        ))
+    }
+}
+
 impl Communicator {
     /// Makes an algorithm known under its name and collective. It comes before a built-in one of the same name.
     ///
     /// It exchanges nothing with other ranks. All ranks must have registered the same before a call names it: calls
     /// with different ones are an error on every rank that names who differs. Registering the same once more changes
-    /// nothing.
+    /// nothing; so does registering a built-in one.
     ///
     /// # Errors
     ///
     /// `is_invalid_argument` if it is for another number of ranks, or another algorithm has its name here.
     pub fn register(&self, algorithm: Algorithm) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
-        let made_for = algorithm.plan().plan().world;
-        if made_for != world {
+        let Source::Plan(plan) = algorithm.source() else { return Ok(()) };
+        if plan.plan().world != world {
             return Err(Error::invalid_argument(format!(
                 "{algorithm:?} on rank {rank}: the communicator has {world} ranks; compile it for them"
             )));
         }
-        let mut registry = self.registry.lock();
-        match find(&registry, algorithm.collective(), algorithm.name()) {
-            Ok(at) if registry[at].hash() != algorithm.hash() => {
+        if algorithm.name() == "auto" {
+            return Err(Error::invalid_argument(format!(
+                "{algorithm:?} on rank {rank}: \"auto\" leaves the choice open; give it another name"
+            )));
+        }
+        let mut registered = self.registry.lock();
+        match find(&registered, algorithm.collective(), algorithm.name()) {
+            Ok(at) if registered[at].hash() != algorithm.hash() => {
                 Err(Error::invalid_argument(format!(
                     "{algorithm:?} on rank {rank}: another algorithm of this name is registered; give it a name of \
                      its own"
@@ -54,37 +94,112 @@ impl Communicator {
             }
             Ok(_) => Ok(()),
             Err(at) => {
-                registry.insert(at, algorithm);
+                registered.insert(at, algorithm);
                 Ok(())
             }
         }
     }
 
-    /// The registered algorithm of this name for a collective.
+    /// The algorithm of this name for a collective: one that was registered, or a built-in one.
     ///
     /// # Errors
     ///
     /// `is_invalid_argument` if there is none, with the names that there are.
     pub fn registered(&self, collective: &str, name: &str) -> Result<Algorithm> {
-        let registry = self.registry.lock();
-        if let Ok(at) = find(&registry, collective, name) {
-            return Ok(registry[at].clone());
+        let registered = self.registry.lock();
+        if let Ok(at) = find(&registered, collective, name) {
+            return Ok(registered[at].clone());
         }
-        let of_collective = registry.iter().filter(|each| each.collective() == collective);
-        let mut names: Vec<&str> = of_collective.map(Algorithm::name).collect();
-        if collective == "all_reduce" {
-            names.extend(AllReduceAlgorithm::ALL.map(AllReduceAlgorithm::name));
-        }
-        let names = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
-        Err(Error::invalid_argument(format!(
-            "no algorithm for {collective} is called {name:?} on rank {}; there are {names}",
-            self.rank()
-        )))
+        drop(registered);
+        // By number, as a built-in algorithm may have had another name.
+        let standard = StandardCollective::named(collective);
+        let now = standard.and_then(|of| name_of(of, code_of(of, name)?));
+        let is_meant =
+            |each: &&Algorithm| each.collective() == collective && Some(each.name()) == now;
+        let found = self.registry.built_in.iter().find(is_meant).cloned();
+        found.ok_or_else(|| self.registry.unknown(collective, name, self.rank()))
     }
 
-    /// The algorithms that were registered, by collective and name.
-    pub fn registered_algorithms(&self) -> Vec<Algorithm> {
-        self.registry.lock().clone()
+    /// The algorithms for calls of this communicator: those that were registered, by collective and name, and then the
+    /// built-in ones that can serve any call here. A built-in one whose name a registered one has is not among them.
+    pub fn algorithms(&self) -> Vec<Algorithm> {
+        let registered = self.registry.lock();
+        let built_in = self.registry.built_in.iter().filter(|each| {
+            each.constraints().is_some()
+                && find(&registered, each.collective(), each.name()).is_err()
+        });
+        registered.iter().chain(built_in).cloned().collect()
+    }
+
+    /// Makes a call of a collective on addresses, with the algorithm of this name; `None` chooses as other calls do. For
+    /// `count` elements of each part; `op` matters to reductions and `root` to broadcasts, which use `output` alone.
+    ///
+    /// # Errors
+    ///
+    /// As calls of the collective; `is_invalid_argument` for a name that no algorithm has here, and `is_unsupported`
+    /// for an algorithm that does not fit the call. The other ranks get an error too.
+    ///
+    /// # Safety
+    ///
+    /// As the call of the collective on addresses.
+    #[allow(clippy::too_many_arguments)] // what a call is
+    pub unsafe fn call_at(
+        &self,
+        collective: StandardCollective,
+        algorithm: Option<&str>,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        root: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let chosen = match algorithm.map(|name| (name, self.registry.find(collective, name))) {
+            None => None,
+            Some((_, Some(chosen))) => Some(chosen),
+            Some((name, None)) => {
+                let why = self.registry.unknown(collective.name(), name, self.rank());
+                return Err(self.decline(why, stream));
+            }
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.call_by(collective, chosen, output, input, (count, dtype, op, root), stream) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::call_at`].
+    unsafe fn call_by(
+        &self,
+        collective: StandardCollective,
+        chosen: Option<Chosen>,
+        output: *mut u8,
+        input: *const u8,
+        (count, dtype, op, root): (usize, DType, ReduceOp, u32),
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let bytes = count.saturating_mul(dtype.size());
+        let all = self.all_parts(bytes);
+        let (inputs, outputs) = match collective {
+            StandardCollective::AllReduce | StandardCollective::Broadcast => (bytes, bytes),
+            StandardCollective::ReduceScatter => (all, bytes),
+            StandardCollective::AllGather => (bytes, all),
+            StandardCollective::AllToAll => (all, all),
+        };
+        let to = self.place_at(&mut inner, output, outputs, stream)?;
+        let from = match collective {
+            StandardCollective::Broadcast => to,
+            _ => self.place_at(&mut inner, input.cast_mut(), inputs, stream)?,
+        };
+        let request = Request { collective, from, to, count, dtype, op, root };
+        match chosen {
+            // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+            Some(chosen) => unsafe { Self::run_by(&mut inner, &chosen, &request, false, stream) },
+            // SAFETY: as above.
+            None => unsafe { self.run(inner, &request, stream) },
+        }
     }
 
     /// Runs an algorithm, registered or not, for `count` elements of each part of its input (see
@@ -113,8 +228,19 @@ impl Communicator {
         root: u32,
         stream: &Stream,
     ) -> Result<()> {
+        let checked = match algorithm.source() {
+            Source::BuiltIn(built_in) => {
+                let (collective, chosen) =
+                    (built_in.collective, Some(Chosen::BuiltIn(built_in.code)));
+                let arguments = (count, dtype, op, root);
+                // SAFETY: the caller's promise.
+                return unsafe {
+                    self.call_by(collective, chosen, output, input, arguments, stream)
+                };
+            }
+            Source::Plan(checked) => checked,
+        };
         let mut inner = self.begin(stream)?;
-        let checked = algorithm.plan();
         let [from, to] = checked
             .lengths(self.rank(), count)
             .map(|length| length.map_or(usize::MAX, |length| length.saturating_mul(dtype.size())));
@@ -123,5 +249,40 @@ impl Communicator {
         let arguments = Arguments { input: from, output: to, count, dtype, op, root };
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
         unsafe { inner.engine.run_plan(checked, &arguments, stream) }
+    }
+
+    /// Runs an algorithm on blocks, as [`Self::execute_at`]: `input` and `out` have as many elements as the collective
+    /// has there. In a broadcast, `input` of other ranks than the root is not read.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::execute_at`]; `is_invalid_argument`, and an error on the other ranks, if the blocks' lengths do not
+    /// fit each other.
+    pub fn execute<T: Element>(
+        &self,
+        algorithm: &Algorithm,
+        out: &Block<T>,
+        input: &Block<T>,
+        op: ReduceOp,
+        root: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let lengths = |count: usize| algorithm.lengths(self.rank(), self.world(), count);
+        let parts = algorithm.input_parts(self.world());
+        let count = input.len() / parts;
+        if lengths(count) != [Some(input.len()), Some(out.len())] {
+            let why = Error::invalid_argument(format!(
+                "{algorithm:?} on rank {}: an input of {} elements and an output of {} do not fit each other among {} \
+                 ranks",
+                self.rank(),
+                input.len(),
+                out.len(),
+                self.world()
+            ));
+            return Err(self.decline(why, stream));
+        }
+        let (output, input) = (out.as_ptr().cast(), input.as_ptr().cast());
+        // SAFETY: both blocks are borrowed, so live and mapped, for these lengths.
+        unsafe { self.execute_at(algorithm, output, input, count, T::DTYPE, op, root, stream) }
     }
 }

@@ -1,9 +1,12 @@
 //! The same calls on slices of ordinary memory, which pass through the communicator's scratch.
 
+#![allow(unsafe_code)] // passes on slices as raw buffers, whole
+
 use symmpool_allocator::{Result, Stream};
 
 use super::Communicator;
-use crate::{Element, Place, ReduceOp};
+use super::choice::Request;
+use crate::{Element, Place, ReduceOp, StandardCollective};
 
 impl Communicator {
     /// Reduces every rank's `data` in place.
@@ -14,12 +17,13 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        let host = inner.engine.host("all_reduce of a slice", stream)?;
+        inner.engine.host("all_reduce of a slice", stream)?;
         let place = Place::Plain(data.as_mut_ptr().cast());
+        let (collective, count) = (StandardCollective::AllReduce, data.len());
+        let request = Request { op, ..Request::new(collective, (place, place), count, T::DTYPE) };
         // SAFETY: the slice is borrowed exclusively until the call returns, and peers do not touch
         // ordinary memory.
-        unsafe { host.all_reduce(place, place, data.len(), T::DTYPE, op, self.requested.algorithm) }
-            .map_err(|error| self.requested.blame(error))
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.
@@ -31,10 +35,13 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner
-            .engine
-            .host("reduce_scatter of a slice", stream)?
-            .reduce_scatter_slices(input, out, op)
+        inner.engine.host("reduce_scatter of a slice", stream)?;
+        inner.engine.fits("reduce_scatter", input.len(), self.parts(out.len()), stream)?;
+        let places = places(input, out);
+        let collective = StandardCollective::ReduceScatter;
+        let request = Request { op, ..Request::new(collective, places, out.len(), T::DTYPE) };
+        // SAFETY: both slices are borrowed until the call returns, and have these lengths.
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts.
@@ -45,7 +52,13 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.engine.host("all_gather of a slice", stream)?.all_gather_slices(input, out)
+        inner.engine.host("all_gather of a slice", stream)?;
+        inner.engine.fits("all_gather", out.len(), self.parts(input.len()), stream)?;
+        let places = places(input, out);
+        let collective = StandardCollective::AllGather;
+        let request = Request::new(collective, places, input.len(), T::DTYPE);
+        // SAFETY: both slices are borrowed until the call returns, and have these lengths.
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Copies the root's `data` into every other rank's.
@@ -56,7 +69,12 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.engine.host("broadcast of a slice", stream)?.broadcast_slice(data, root)
+        inner.engine.host("broadcast of a slice", stream)?;
+        let place = Place::Plain(data.as_mut_ptr().cast());
+        let (collective, count) = (StandardCollective::Broadcast, data.len());
+        let request = Request { root, ..Request::new(collective, (place, place), count, T::DTYPE) };
+        // SAFETY: the slice is borrowed exclusively until the call returns.
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`.
@@ -67,7 +85,14 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.engine.host("all_to_all of a slice", stream)?.all_to_all_slices(input, out)
+        inner.engine.host("all_to_all of a slice", stream)?;
+        let count = input.len() / self.world() as usize;
+        inner.engine.fits("all_to_all", input.len(), self.parts(count), stream)?;
+        inner.engine.fits("all_to_all", out.len(), Some(input.len()), stream)?;
+        let places = places(input, out);
+        let request = Request::new(StandardCollective::AllToAll, places, count, T::DTYPE);
+        // SAFETY: both slices are borrowed until the call returns, and have `world` times this length.
+        unsafe { self.run(inner, &request, stream) }
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]`
@@ -84,4 +109,9 @@ impl Communicator {
         let host = inner.engine.host("all_to_all_v of a slice", stream)?;
         host.all_to_all_v_slices(input, input_split_sizes, out, output_split_sizes)
     }
+}
+
+fn places<T>(input: &[T], out: &mut [T]) -> (Place, Place) {
+    let output = Place::Plain(out.as_mut_ptr().cast());
+    (Place::Plain(input.as_ptr().cast_mut().cast()), output)
 }

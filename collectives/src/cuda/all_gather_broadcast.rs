@@ -9,13 +9,15 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use super::algorithms::Use;
 use super::all_to_all::Parts;
 use super::all_to_all_copy::EqualParts;
 use super::engine::CudaEngine;
 use super::kernel_mode::TwoShotCollective;
 use super::reductions::Work;
+use crate::algorithm::COPY;
 use crate::host::call::{Call, Operation};
-use crate::{AllToAllAlgorithm, DType, Place, ReduceOp};
+use crate::{DType, Place, ReduceOp};
 
 /// Most bytes that a rank sends to all its peers together in the LL protocol, which sends twice as many as it
 /// carries. On two H200s, an all-gather of 8 KiB parts takes 2.7 us in LL and 3.5 us in escaped Lamport; of
@@ -48,13 +50,14 @@ impl CudaEngine {
             self.check_disjoint("all_gather", (from, part), (to, whole), stream)?;
         }
         let call = Call::new(Operation::AllGather).elements(dtype, count);
+        let call = call.algorithm(self.exchange.code);
         if self.uses_ll(part) {
             let work = Work { stride: part, ..moved(call, (from, to), part, dtype, stream) };
             // SAFETY: the caller's promises, which are passed on.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::AllGather) };
         }
         if self.copies_parts(output, part) {
-            let call = call.output(output).algorithm(AllToAllAlgorithm::Copy as u8);
+            let call = call.output(output).algorithm(COPY);
             let parts = EqualParts { from, to, part, input_stride: 0 };
             // SAFETY: likewise.
             return unsafe { self.copy_parts(call, parts, stream) };
@@ -92,6 +95,7 @@ impl CudaEngine {
             return Err(self.decline(why, stream));
         }
         let call = Call::new(Operation::Broadcast).elements(dtype, count).root(root);
+        let call = call.algorithm(self.exchange.code);
         if self.uses_ll(bytes) {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
@@ -137,8 +141,12 @@ impl CudaEngine {
 
     fn uses_ll(&self, bytes: u64) -> bool {
         let sent = bytes.saturating_mul(u64::from(self.world()) - 1);
-        let auto = self.all_to_all == AllToAllAlgorithm::Auto;
-        bytes == 0 || self.world() > 1 && auto && sent <= LL_BYTES
+        let wanted = match self.exchange.ll {
+            Use::Never => false,
+            Use::WhereFaster => sent <= LL_BYTES,
+            Use::Always => true,
+        };
+        bytes == 0 || self.world() > 1 && wanted
     }
 
     /// One shot of the LL protocol.

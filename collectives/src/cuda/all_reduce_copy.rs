@@ -16,6 +16,7 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
+use super::algorithms::AllReduce;
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
@@ -51,7 +52,12 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn two_shot_copy(&mut self, work: &Work) -> Result<()> {
+    pub(super) unsafe fn two_shot_copy(
+        &mut self,
+        _: &AllReduce,
+        work: &Work,
+        _: bool,
+    ) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let Some((&last, all_but_last)) = peers.split_last() else {
             return self.handshake_only(work.call, work.stream);

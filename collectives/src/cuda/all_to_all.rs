@@ -8,13 +8,14 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use super::algorithms::Use;
 use super::engine::CudaEngine;
 use super::kernel_mode::AllToAllMode;
 use super::kernel_spec::KernelSpec;
 use super::launch_config::LaunchConfig;
 use super::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
 use crate::host::call::{Call, Operation};
-use crate::{AllToAllAlgorithm, DType, Place, SplitRows, SplitsAt};
+use crate::{DType, Place, SplitRows, SplitsAt};
 
 /// Bytes that a rank sends to all others together through their inboxes, if all get as much. With more, it is
 /// faster to write data once, into outputs, although that must wait for the handshake.
@@ -257,9 +258,9 @@ impl CudaEngine {
         let slot = self.control.escaped_slot(self.world());
         let wanted = self.largest_inbox_part();
         let bytes = longest * size;
-        let auto = self.all_to_all == AllToAllAlgorithm::Auto;
+        let several = self.exchange.inboxes == Use::WhereFaster;
         let few = bytes <= slot || self.world() < 2;
-        if !auto || few || bytes > wanted.min(MAX_LAUNCHES * slot) {
+        if !several || few || bytes > wanted.min(MAX_LAUNCHES * slot) {
             // SAFETY: passed on.
             return unsafe { self.exchange(call, places, parts, dtype, stream) };
         }
@@ -347,12 +348,12 @@ impl CudaEngine {
 
     /// The call description. It has neither places nor counts: those are in the rows of the traffic matrix.
     fn describe(&self, dtype: DType, row: usize) -> Call {
-        let algorithm = self.all_to_all as u8;
+        let algorithm = self.exchange.code;
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
 
     fn keeps_ring(&self) -> u32 {
-        u32::from(self.all_to_all == AllToAllAlgorithm::Ring)
+        u32::from(self.exchange.ring)
     }
 
     /// The most bytes of a part that goes through inboxes whole, and how many bytes of longer parts go through
@@ -361,10 +362,10 @@ impl CudaEngine {
         let most = self.control.escaped_slot(self.world());
         // A multiple of an item, so that the rest of a part is aligned as its beginning is.
         let head = (HEAD_BYTES / u64::from(self.world().max(2) - 1)).next_multiple_of(ITEM);
-        let (all, head) = match self.all_to_all {
-            AllToAllAlgorithm::Auto => (most.min(self.largest_inbox_part()), most.min(head)),
-            AllToAllAlgorithm::Lamport => (most, most),
-            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => (0, 0),
+        let (all, head) = match self.exchange.inboxes {
+            Use::WhereFaster => (most.min(self.largest_inbox_part()), most.min(head)),
+            Use::Always => (most, most),
+            Use::Never => (0, 0),
         };
         (all, head as u32)
     }
@@ -408,7 +409,7 @@ impl CudaEngine {
         };
         let splits = if mode.device_counts { "device" } else { "host" };
         let direct = mode.direct;
-        let (blocks, threads, requested) = (grid.blocks, grid.threads, self.all_to_all.name());
+        let (blocks, threads, requested) = (grid.blocks, grid.threads, self.exchange.name());
         tracing::debug!(bytes, direct, splits, requested, blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
         // SAFETY: passed on.

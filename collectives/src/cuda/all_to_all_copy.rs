@@ -14,14 +14,16 @@
 
 use symmpool_allocator::{ContiguousPeerView, Result, Stream};
 
+use super::algorithms::Use;
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::params::CallParams;
 use super::reductions::THREADS;
 use super::strided_copy::StridedCopy;
+use crate::algorithm::COPY;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::COPY_COMPANION;
-use crate::{AllToAllAlgorithm, DType, Place};
+use crate::{DType, Place};
 
 /// Copy engines are faster than kernels' stores where a rank sends at least so many bytes,
 const MIN_SENT_BYTES: u64 = 48 << 20;
@@ -51,12 +53,10 @@ impl CudaEngine {
     /// windows on all ranks or on none.
     pub(super) fn copies_parts(&self, output: Place, part: u64) -> bool {
         let sent = part.saturating_mul(u64::from(self.world()) - 1);
-        let wanted = match self.all_to_all {
-            AllToAllAlgorithm::Auto => sent >= MIN_SENT_BYTES && part >= MIN_PART_BYTES,
-            AllToAllAlgorithm::Copy => sent > 0,
-            AllToAllAlgorithm::Lamport | AllToAllAlgorithm::Direct | AllToAllAlgorithm::Ring => {
-                false
-            }
+        let wanted = match self.exchange.copies {
+            Use::WhereFaster => sent >= MIN_SENT_BYTES && part >= MIN_PART_BYTES,
+            Use::Always => sent > 0,
+            Use::Never => false,
         };
         wanted && output.is_window()
     }
@@ -77,7 +77,7 @@ impl CudaEngine {
         let part = self.byte_count("all_to_all", count, dtype, stream)?;
         let whole = self.bytes_of_parts("all_to_all", part, stream)?;
         let call = Call::new(Operation::AllToAll).elements(dtype, count).output(output);
-        let call = call.algorithm(AllToAllAlgorithm::Copy as u8);
+        let call = call.algorithm(COPY);
         let (from, to) = (self.address(input), self.address(output));
         self.check_disjoint("all_to_all", (from, whole), (to, whole), stream)?;
         // SAFETY: the caller's promises, which are passed on.
@@ -100,7 +100,7 @@ impl CudaEngine {
         let head = self.head_of(part);
         let kernel = self.kernel(KernelSpec::new(&COPY_COMPANION, THREADS))?.after_copies();
         let view = if self.world() > 2 { self.contiguous_peers(to, whole) } else { None };
-        let (contiguous, requested) = (view.is_some(), self.all_to_all.name());
+        let (contiguous, requested) = (view.is_some(), self.exchange.name());
         tracing::debug!(part, head, contiguous, algorithm = "copy", requested, %call);
         let (copies, companion) = (self.copy_stream, self.companion_stream);
         self.switch_to(stream)?;

@@ -1,63 +1,13 @@
-//! The all-reduce algorithms of devices, and which of them can serve a call.
+//! What decides which all-reduce algorithm of a device can serve a call.
 
 use symmpool_allocator::topology::Topology;
 
-use super::kernel_spec::KernelSpec;
-use super::params::{Control, LL128_PAYLOAD};
-use crate::{AllReduceAlgorithm, DType};
-
-/// An all-reduce algorithm on a device. The numbers are part of the call description that ranks compare.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum Algorithm {
-    OneShotLl = 8,
-    OneShotLamport = 9,
-    OneShotPull = 10,
-    TwoShotLl = 11,
-    TwoShotLamport = 12,
-    TwoShotPull = 13,
-    TwoShotPush = 14,
-    OneShotLl128 = 15,
-    TwoShotCopy = 16,
-    TwoShotStages = 17,
-}
-
-impl Algorithm {
-    /// The one that a requested algorithm names; `None` if it leaves something open.
-    pub(super) fn of(requested: AllReduceAlgorithm) -> Option<Self> {
-        Some(match requested {
-            AllReduceAlgorithm::Auto
-            | AllReduceAlgorithm::OneShot
-            | AllReduceAlgorithm::TwoShot
-            | AllReduceAlgorithm::CubeMesh => return None,
-            AllReduceAlgorithm::OneShotLl => Self::OneShotLl,
-            AllReduceAlgorithm::OneShotLamport => Self::OneShotLamport,
-            AllReduceAlgorithm::OneShotLl128 => Self::OneShotLl128,
-            AllReduceAlgorithm::OneShotPull => Self::OneShotPull,
-            AllReduceAlgorithm::TwoShotLl => Self::TwoShotLl,
-            AllReduceAlgorithm::TwoShotLamport => Self::TwoShotLamport,
-            AllReduceAlgorithm::TwoShotPull => Self::TwoShotPull,
-            AllReduceAlgorithm::TwoShotPush => Self::TwoShotPush,
-            AllReduceAlgorithm::TwoShotCopy => Self::TwoShotCopy,
-            AllReduceAlgorithm::TwoShotStages => Self::TwoShotStages,
-        })
-    }
-}
+use super::algorithms::AllReduce;
+use super::params::Control;
+use crate::{AllReduceAlgorithm as Algorithm, DType};
 
 /// Calls of fewer bytes gain nothing from copy engines, and some of their shares may be empty.
 pub(super) const MIN_COPY_BYTES: u64 = 1 << 20;
-
-/// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
-/// be worth their start-up time in every round. From `cuda_collectives bench` on 4 H200s.
-const COPY_ROUND_BYTES: u64 = 256 << 20;
-/// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
-/// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
-const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
-/// The same for algorithms through inboxes: 16 MiB in two launches of 8 MiB take 52 us instead of 50.
-const INBOX_LAUNCH_BYTES: u64 = 8 << 20;
-/// Shorter launches through inboxes are as fast as any other way where a call takes no more than so many: 4 MiB in
-/// four launches of 1 MiB take 22 us there, as long as by loads from peers, which only windows have.
-const INBOX_LAUNCHES: u64 = 4;
 
 /// What the algorithm of an all-reduce is chosen by. It is the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -77,26 +27,13 @@ impl AllReduceShape {
     }
 
     /// Vectors that all ranks together put into an inbox in one shot.
-    fn one_shot_vectors(&self) -> u64 {
+    pub(super) fn one_shot_vectors(&self) -> u64 {
         u64::from(self.world) * self.vectors()
     }
 
-    /// Whether an algorithm is about as fast with the memory there is as it was when it was measured: it is if the
-    /// call goes in one round or launch, or in long ones.
+    /// Whether an algorithm is about as fast with the memory there is as it was when it was measured.
     pub(super) fn pays_off(&self, algorithm: Algorithm, control: &Control) -> bool {
-        let at_once = control.scratch_room(self.world) * u64::from(self.world);
-        match algorithm {
-            Algorithm::TwoShotCopy => at_once >= self.bytes.min(COPY_ROUND_BYTES),
-            Algorithm::TwoShotPush => at_once >= self.bytes.min(PUSH_LAUNCH_BYTES),
-            Algorithm::TwoShotLl | Algorithm::TwoShotLamport => {
-                let lamport = algorithm == Algorithm::TwoShotLamport;
-                let at_once = KernelSpec::two_shot_launch(
-                    control, self.world, self.dtype, lamport, self.bytes,
-                );
-                at_once >= INBOX_LAUNCH_BYTES || self.bytes <= INBOX_LAUNCHES * at_once
-            }
-            _ => true,
-        }
+        AllReduce::named(algorithm).is_some_and(|entry| (entry.pays_off)(self, control))
     }
 
     /// The algorithm for what inboxes are too small for.
@@ -107,26 +44,7 @@ impl AllReduceShape {
     }
 
     pub(super) fn can_serve(&self, algorithm: Algorithm, control: &Control) -> bool {
-        match algorithm {
-            Algorithm::OneShotLl => self.one_shot_vectors() <= control.ll_vectors(),
-            Algorithm::OneShotLl128 => {
-                let lines = self.bytes.div_ceil(LL128_PAYLOAD);
-                // A line of 128 bytes has one flag, so it must arrive whole; buses other than NVLink may tear it.
-                self.direct && u64::from(self.world) * lines <= control.ll128_lines()
-            }
-            Algorithm::OneShotLamport => {
-                fits_lamport(self.dtype) && self.one_shot_vectors() <= control.lamport_vectors()
-            }
-            Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes,
-            Algorithm::TwoShotLl => true,
-            Algorithm::TwoShotLamport => fits_lamport(self.dtype),
-            Algorithm::TwoShotPull => self.input_window && self.output_window,
-            Algorithm::TwoShotPush => self.output_window,
-            Algorithm::TwoShotCopy => {
-                self.output_window && self.world > 1 && self.bytes >= MIN_COPY_BYTES
-            }
-            Algorithm::TwoShotStages => self.world > 1,
-        }
+        AllReduce::named(algorithm).is_some_and(|entry| (entry.fits)(self, control))
     }
 }
 

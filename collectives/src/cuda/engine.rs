@@ -18,6 +18,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{ContiguousPeerView, Error, Maker, Pool, Result, Stream};
 
+use super::algorithms::Exchange;
 use super::api::{Api, Handle};
 use super::fault::{Fault, HostView};
 use super::footprint::Footprint;
@@ -70,7 +71,8 @@ pub(crate) struct CudaEngine {
     /// Whether all ranks' devices are linked by NVLink, or are one device.
     pub(super) direct: bool,
     pub(super) comm: Comm,
-    pub(super) all_to_all: AllToAllAlgorithm,
+    /// How exchanges go now.
+    pub(super) exchange: &'static Exchange,
     kernels: Kernels,
     /// `None` only while dropping.
     fault: Option<Fault>,

@@ -2,7 +2,8 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
+use super::algorithms::AllReduce;
+use super::constraints::{AllReduceShape, fits_lamport};
 use super::kernel_mode::{AllToAllMode, KernelMode, OneSidedMode, TwoShotCollective};
 use super::params::Control;
 use super::reductions::THREADS;
@@ -10,8 +11,7 @@ use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
-    ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SHOT, ONE_SHOT_LL128, ONE_SHOT_PULL, ONE_SIDED,
-    TWO_SHOT, TWO_SHOT_COPY, TWO_SHOT_PULL, TWO_SHOT_PUSH, TWO_SHOT_STAGES,
+    ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SIDED, TWO_SHOT, TWO_SHOT_STAGES,
 };
 use crate::{DType, ReduceOp};
 
@@ -130,21 +130,6 @@ impl KernelSpec {
         control.two_shot_room(lamport, world, false)
     }
 
-    /// The same of a reduction by some algorithm, for the kernel's variant.
-    fn launch_bytes(
-        control: &Control,
-        (algorithm, dtype): (Algorithm, DType),
-        world: u32,
-        bytes: u64,
-    ) -> u64 {
-        let launch = |lamport| Self::two_shot_launch(control, world, dtype, lamport, bytes);
-        match algorithm {
-            Algorithm::TwoShotLamport => bytes.min(launch(true)),
-            Algorithm::TwoShotLl => bytes.min(launch(false)),
-            _ => bytes,
-        }
-    }
-
     /// A collective of two shots, or of the first one, in stages through scratch.
     pub(super) fn two_shot_stages(
         reduction: (DType, ReduceOp),
@@ -152,29 +137,6 @@ impl KernelSpec {
     ) -> Self {
         let mode = KernelMode::Collective(collective);
         Self { mode, ..Self::reduces(&TWO_SHOT_STAGES, reduction) }
-    }
-
-    /// The kernel of an all-reduce algorithm, for at most `bytes` bytes a launch.
-    pub(super) fn all_reduce(
-        algorithm: Algorithm,
-        world: u32,
-        reduction: (DType, ReduceOp),
-        bytes: u64,
-    ) -> Self {
-        const BOTH: TwoShotCollective = TwoShotCollective::AllReduce;
-        let one = |kernel| Self::reduces(kernel, reduction);
-        match algorithm {
-            Algorithm::OneShotLl => one(&ONE_SHOT),
-            Algorithm::OneShotLamport => Self { lamport: true, ..one(&ONE_SHOT) },
-            Algorithm::OneShotLl128 => one(&ONE_SHOT_LL128),
-            Algorithm::OneShotPull => one(&ONE_SHOT_PULL),
-            Algorithm::TwoShotPull => one(&TWO_SHOT_PULL),
-            Algorithm::TwoShotPush => one(&TWO_SHOT_PUSH),
-            Algorithm::TwoShotStages => Self::two_shot_stages(reduction, BOTH),
-            Algorithm::TwoShotCopy => one(&TWO_SHOT_COPY),
-            Algorithm::TwoShotLl => Self::two_shot(world, reduction, BOTH, false, bytes),
-            Algorithm::TwoShotLamport => Self::two_shot(world, reduction, BOTH, true, bytes),
-        }
     }
 
     /// The kernels of all calls that reduce nothing.
@@ -218,11 +180,12 @@ impl KernelSpec {
                 let (input_window, output_window) = (window, window);
                 let shape = AllReduceShape { bytes, dtype, input_window, output_window, ..*usual };
                 // A requested algorithm may serve some sizes only.
-                let Ok((algorithm, _)) = shape.choose(requested, control, measured) else {
+                let chosen = shape.choose(requested, control, measured).ok();
+                let Some(entry) = chosen.and_then(|(name, _)| AllReduce::named(name)) else {
                     continue;
                 };
-                let bytes = Self::launch_bytes(control, (algorithm, dtype), world, bytes);
-                all.push(Self::all_reduce(algorithm, world, reduction, bytes));
+                let most = (entry.most_bytes)(&shape, control);
+                all.push((entry.kernel)(world, reduction, bytes.min(most)));
             }
         }
         let scatter = TwoShotCollective::ReduceScatter;
@@ -347,9 +310,9 @@ mod tests {
                             };
                             let chosen =
                                 shape.choose(AUTO, &control, &measured).expect("something");
-                            let which = (chosen.0, reduction.0);
-                            let most = KernelSpec::launch_bytes(&control, which, world, bytes);
-                            let needed = KernelSpec::all_reduce(chosen.0, world, reduction, most);
+                            let entry = AllReduce::named(chosen.0).expect("an entry");
+                            let most = (entry.most_bytes)(&shape, &control);
+                            let needed = (entry.kernel)(world, reduction, bytes.min(most));
                             assert!(ready.contains(&needed), "{world} {bytes} {needed:?}");
                         }
                     }

@@ -14,7 +14,8 @@
 //! | `plan` | runs collectives that programs bring along, by kernels made for them |
 //! | `arguments` | checks of what calls are given |
 //! | `select` | which algorithm serves an all-reduce |
-//! | `constraints` | the all-reduce algorithms, and which of them can serve a call |
+//! | `algorithms` | the built-in algorithms: what fits each, and how it is launched |
+//! | `constraints` | what decides which all-reduce can serve a call |
 //! | `table`, `table_format` | what was measured on known devices |
 //! | `launch_config` | how many blocks of how many threads a kernel gets |
 //! | `sm_budget` | how much of a device a communicator's kernels may occupy |
@@ -28,6 +29,7 @@
 //! | `fault` | what a kernel reports to the host when a peer is missing or differs |
 //! | `api` | the functions of the CUDA driver library that this module calls |
 
+mod algorithms;
 mod all_gather_broadcast;
 mod all_reduce_copy;
 mod all_to_all;

@@ -214,6 +214,11 @@ impl CudaEngine {
         ))
     }
 
+    /// Refuses a call that the plan cannot serve.
+    pub(crate) fn check_plan(&self, checked: &CheckedPlan, arguments: &Arguments) -> Result<()> {
+        self.prepare_plan(checked, arguments).map(drop)
+    }
+
     /// Checks a call's arguments, and finds how long its parts and chunks are.
     fn prepare_plan(&self, checked: &CheckedPlan, arguments: &Arguments) -> Result<PlanWork> {
         let (rank, world) = (self.rank(), self.world());

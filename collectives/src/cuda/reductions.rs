@@ -4,7 +4,8 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
+use super::algorithms::{AllReduce, Scatter};
+use super::constraints::{AllReduceShape, fits_lamport};
 use super::engine::CudaEngine;
 use super::kernel_mode::TwoShotCollective;
 use super::kernel_spec::{KernelSpec, MANY_BYTES};
@@ -12,8 +13,9 @@ use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
 use super::params::{CallParams, LL128_PAYLOAD, MAX_PEER_BLOCKS};
 use crate::algorithm::RequestedAlgorithm;
+use crate::algorithm::{AUTO, CallShape};
 use crate::host::call::{Call, Operation};
-use crate::{DType, Place, ReduceOp};
+use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.
 pub(super) const THREADS: u32 = 512;
@@ -119,8 +121,8 @@ impl CudaEngine {
             output_window: output.is_window(),
             direct: self.direct,
         };
-        let (chosen, why) = match shape.choose(requested, &self.control, &self.measured) {
-            Ok(chosen) => chosen,
+        let (entry, why) = match shape.entry(requested, &self.control, &self.measured) {
+            Ok(found) => found,
             Err(error) => return Err(self.decline(error, stream)),
         };
         let (from, to) = (self.address(input), self.address(output));
@@ -130,7 +132,7 @@ impl CudaEngine {
         let call = Call::new(Operation::AllReduce)
             .elements(dtype, count)
             .reduce(op)
-            .algorithm(chosen as u8)
+            .algorithm(entry.name as u8)
             .input(input)
             .output(output)
             .in_place(from == to);
@@ -142,56 +144,127 @@ impl CudaEngine {
             return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
         }
         let (dtype, why) = (dtype.name(), why.name());
-        tracing::debug!(bytes, dtype, algorithm = ?chosen, why, "all_reduce");
+        tracing::debug!(bytes, dtype, algorithm = entry.name.name(), why, "all_reduce");
         // SAFETY: as above.
-        unsafe { self.run(&work, chosen, output.is_window()) }
+        unsafe { (entry.launch)(self, entry, &work, output.is_window()) }
     }
 
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn run(&mut self, work: &Work, algorithm: Algorithm, output_window: bool) -> Result<()> {
-        let vectors = work.bytes.div_ceil(16);
-        let share = vectors.div_ceil(u64::from(self.world()));
-        // Eight threads handle a line of LL128.
-        let line_threads = work.bytes.div_ceil(LL128_PAYLOAD) * 8;
-        // How many threads have work, how many of them form a block, and the most blocks. Small blocks start
-        // and end sooner.
-        let (wanted, threads, most) = match algorithm {
-            Algorithm::OneShotLl | Algorithm::OneShotLamport => (vectors, 32, u32::MAX),
-            Algorithm::OneShotLl128 => (line_threads, 64, u32::MAX),
-            Algorithm::OneShotPull => (vectors, 256, MAX_PEER_BLOCKS),
-            Algorithm::TwoShotPull => (share, THREADS, 256),
-            Algorithm::TwoShotPush => {
-                // SAFETY: passed on.
-                return unsafe { self.push(work) };
-            }
-            Algorithm::TwoShotStages => {
-                let results = if output_window { Results::Direct } else { Results::ThroughScratch };
-                // SAFETY: passed on.
-                return unsafe { self.stages(work, TwoShotCollective::AllReduce, results) };
-            }
-            Algorithm::TwoShotCopy => {
-                // SAFETY: passed on.
-                return unsafe { self.two_shot_copy(work) };
-            }
-            Algorithm::TwoShotLl | Algorithm::TwoShotLamport => {
-                let lamport = algorithm == Algorithm::TwoShotLamport;
-                // SAFETY: passed on.
-                return unsafe { self.two_shot(work, TwoShotCollective::AllReduce, lamport) };
-            }
-        };
-        let spec =
-            KernelSpec::all_reduce(algorithm, self.world(), (work.dtype, work.op), work.bytes);
-        let loaded = self.kernel(spec)?;
-        if matches!(algorithm, Algorithm::OneShotPull | Algorithm::TwoShotPull) {
-            let config = LaunchConfig::new(&loaded.alone(), wanted, threads, most);
-            // SAFETY: passed on.
-            return unsafe { self.launch_peer_blocks(loaded, config, work) };
-        }
-        let config = LaunchConfig::new(&loaded, wanted, threads, most);
+    pub(super) unsafe fn one_shot(
+        &mut self,
+        entry: &AllReduce,
+        work: &Work,
+        _: bool,
+    ) -> Result<()> {
+        // Small blocks start and end sooner.
+        // SAFETY: passed on.
+        unsafe { self.launch_threads(entry, work, work.bytes.div_ceil(16), 32) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn one_shot_ll128(
+        &mut self,
+        entry: &AllReduce,
+        work: &Work,
+        _: bool,
+    ) -> Result<()> {
+        // Eight threads handle a line.
+        let threads = work.bytes.div_ceil(LL128_PAYLOAD) * 8;
+        // SAFETY: passed on.
+        unsafe { self.launch_threads(entry, work, threads, 64) }
+    }
+
+    /// Launches a kernel whose blocks need no blocks of peers: so many threads in blocks of `size`.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn launch_threads(
+        &mut self,
+        entry: &AllReduce,
+        work: &Work,
+        threads: u64,
+        size: u32,
+    ) -> Result<()> {
+        let loaded = self.kernel_of(entry, work)?;
+        let config = LaunchConfig::new(&loaded, threads, size, u32::MAX);
         // SAFETY: passed on.
         unsafe { self.launch_in(loaded, config, &work.params(), work.stream) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn one_shot_pull(
+        &mut self,
+        entry: &AllReduce,
+        work: &Work,
+        _: bool,
+    ) -> Result<()> {
+        let loaded = self.kernel_of(entry, work)?;
+        let vectors = work.bytes.div_ceil(16);
+        let config = LaunchConfig::new(&loaded.alone(), vectors, 256, MAX_PEER_BLOCKS);
+        // SAFETY: passed on.
+        unsafe { self.launch_peer_blocks(loaded, config, work) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn two_shot_pull(
+        &mut self,
+        entry: &AllReduce,
+        work: &Work,
+        _: bool,
+    ) -> Result<()> {
+        let loaded = self.kernel_of(entry, work)?;
+        let share = work.bytes.div_ceil(16).div_ceil(u64::from(self.world()));
+        let config = LaunchConfig::new(&loaded.alone(), share, THREADS, 256);
+        // SAFETY: passed on.
+        unsafe { self.launch_peer_blocks(loaded, config, work) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn two_shot_lamport(
+        &mut self,
+        _: &AllReduce,
+        work: &Work,
+        _: bool,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.two_shot(work, TwoShotCollective::AllReduce, true) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn two_shot_ll(&mut self, _: &AllReduce, work: &Work, _: bool) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.two_shot(work, TwoShotCollective::AllReduce, false) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn two_shot_stages(
+        &mut self,
+        _: &AllReduce,
+        work: &Work,
+        output_window: bool,
+    ) -> Result<()> {
+        let results = if output_window { Results::Direct } else { Results::ThroughScratch };
+        // SAFETY: passed on.
+        unsafe { self.stages(work, TwoShotCollective::AllReduce, results) }
+    }
+
+    fn kernel_of(&mut self, entry: &AllReduce, work: &Work) -> Result<LoadedKernel> {
+        self.kernel((entry.kernel)(self.world(), (work.dtype, work.op), work.bytes))
     }
 
     /// Runs a collective of two shots, or of one of them, through inboxes, in as many launches as the inboxes' size requires.
@@ -280,6 +353,7 @@ impl CudaEngine {
         (input, output): (Place, Place),
         count: usize,
         (dtype, op): (DType, ReduceOp),
+        algorithm: u8,
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
@@ -293,6 +367,7 @@ impl CudaEngine {
         let call = Call::new(Operation::ReduceScatter)
             .elements(dtype, count)
             .reduce(op)
+            .algorithm(algorithm)
             .input(input)
             .output(output);
         let (bytes, stride) = (part, part);
@@ -305,8 +380,15 @@ impl CudaEngine {
             // SAFETY: the caller's promises, which are passed on.
             return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
         }
+        let launch = match algorithm {
+            AUTO => Self::scatter,
+            named => match Scatter::named(named, dtype) {
+                Ok(entry) => entry.launch,
+                Err(error) => return Err(self.decline(error, stream)),
+            },
+        };
         // SAFETY: likewise.
-        unsafe { self.scatter(&work, fits_lamport(dtype)) }
+        unsafe { launch(self, &work) }
     }
 
     /// Most bytes of a part that one launch of a reduce-scatter takes through inboxes, which must hold a part of each
@@ -320,19 +402,58 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn scatter(&mut self, work: &Work, lamport: bool) -> Result<()> {
-        let ranks = u64::from(self.world());
+    unsafe fn scatter(&mut self, work: &Work) -> Result<()> {
+        let (ranks, lamport) = (u64::from(self.world()), fits_lamport(work.dtype));
         // LL sends twice the bytes that it carries; Lamport does not.
         let most = if lamport { MANY_BYTES.max(SCATTER_BYTES / (ranks - 1)) } else { 64 << 10 };
         let in_stages = work.bytes > most.min(MAX_SCATTER_LAUNCHES * self.scatter_launch(lamport));
         let (bytes, call) = (work.bytes, work.call);
         tracing::debug!(bytes, %call, in_stages, lamport, "through scratch or inboxes");
-        if in_stages {
-            // SAFETY: passed on.
-            return unsafe { self.stages(work, TwoShotCollective::ReduceScatter, Results::Direct) };
-        }
+        let launch = match (in_stages, lamport) {
+            (true, _) => Self::scatter_in_stages,
+            (false, true) => Self::scatter_lamport,
+            (false, false) => Self::scatter_ll,
+        };
         // SAFETY: passed on.
-        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, lamport) }
+        unsafe { launch(self, work) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn scatter_in_stages(&mut self, work: &Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.stages(work, TwoShotCollective::ReduceScatter, Results::Direct) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn scatter_lamport(&mut self, work: &Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, true) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn scatter_ll(&mut self, work: &Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, false) }
+    }
+
+    /// Refuses an all-reduce algorithm that cannot serve a call.
+    pub(super) fn check_all_reduce(&self, code: u8, shape: &CallShape) -> Result<()> {
+        let named = AllReduceAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
+        let shape = AllReduceShape {
+            bytes: shape.bytes,
+            dtype: shape.dtype,
+            world: shape.world,
+            input_window: shape.input_window,
+            output_window: shape.output_window,
+            direct: self.direct,
+        };
+        shape.resolve(named.unwrap_or_default(), &self.control).map(drop)
     }
 
     /// Sends inputs through scratch in stages, and results of an all-reduce into outputs that are windows or through
@@ -367,14 +488,14 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn push(&mut self, work: &Work) -> Result<()> {
+    pub(super) unsafe fn two_shot_push(
+        &mut self,
+        entry: &AllReduce,
+        work: &Work,
+        _: bool,
+    ) -> Result<()> {
         let shares = u64::from(self.world());
-        let loaded = self.kernel(KernelSpec::all_reduce(
-            Algorithm::TwoShotPush,
-            self.world(),
-            (work.dtype, work.op),
-            work.bytes,
-        ))?;
+        let loaded = self.kernel_of(entry, work)?;
         let most = self.control.scratch_room(self.world()) * shares;
         for piece in work.pieces(most, 128 * shares) {
             let wanted = piece.bytes.div_ceil(16).div_ceil(shares);

@@ -3,10 +3,11 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
+use super::algorithms::{ALL_REDUCE, AllReduce};
+use super::constraints::{AllReduceShape, fits_lamport};
 use super::params::Control;
 use super::table::MeasuredTable;
-use crate::AllReduceAlgorithm;
+use crate::AllReduceAlgorithm as Algorithm;
 use crate::algorithm::{RequestedAlgorithm, VARIABLE};
 
 /// By what an algorithm was chosen.
@@ -21,7 +22,7 @@ pub(super) enum ChosenBy {
 impl ChosenBy {
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::Options => "requested by the options",
+            Self::Options => "requested",
             Self::Environment => VARIABLE,
             Self::Table => "measured on such devices",
             Self::Rule => "rule",
@@ -93,6 +94,20 @@ impl AllReduceShape {
         order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotLl)
     }
 
+    /// The entry of the algorithm that [`Self::choose`] finds, and by what it was chosen.
+    pub(super) fn entry(
+        &self,
+        requested: RequestedAlgorithm,
+        control: &Control,
+        measured: &MeasuredTable,
+    ) -> Result<(&'static AllReduce, ChosenBy)> {
+        let (name, why) = self.choose(requested, control, measured)?;
+        let entry = AllReduce::named(name).ok_or_else(|| {
+            Error::unsupported(format!("the all-reduce algorithm {} on devices", name.name()))
+        })?;
+        Ok((entry, why))
+    }
+
     /// The requested algorithm, or the best that is known.
     pub(super) fn choose(
         &self,
@@ -100,7 +115,7 @@ impl AllReduceShape {
         control: &Control,
         measured: &MeasuredTable,
     ) -> Result<(Algorithm, ChosenBy)> {
-        if requested.algorithm == AllReduceAlgorithm::Auto {
+        if requested.algorithm == Algorithm::Auto {
             let algorithm = measured
                 .find(self)
                 .map(|best| match self.pays_off(best, control) {
@@ -114,45 +129,35 @@ impl AllReduceShape {
             });
         }
         let why = if requested.by_environment { ChosenBy::Environment } else { ChosenBy::Options };
-        match self.resolve(requested.algorithm, control) {
-            Ok(algorithm) => Ok((algorithm, why)),
-            Err(error) => Err(requested.blame(error)),
-        }
+        Ok((self.resolve(requested.algorithm, control)?, why))
     }
 
-    fn resolve(&self, requested: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
-        let one_of = |order: &[Algorithm]| {
-            order.iter().copied().find(|algorithm| self.can_serve(*algorithm, control)).ok_or_else(|| {
-                Error::unsupported(format!(
-                    "the all-reduce algorithm {} for {} bytes of {} from {} to {}: lamport carries \
-                     floats of up to 32 bits, ll128 needs NVLink between all devices, pull and push need \
-                     windows, one shot needs room for all inputs (inboxes here: {} bytes of Lamport, {} of LL)",
-                    requested.name(),
-                    self.bytes,
-                    self.dtype.name(),
-                    if self.input_window { "a window" } else { "ordinary memory" },
-                    if self.output_window { "a window" } else { "ordinary memory" },
-                    control.lamport_bytes / 3,
-                    control.ll_bytes / 2,
-                ))
-            })
-        };
-        match requested {
-            AllReduceAlgorithm::OneShot => one_of(&[
-                Algorithm::OneShotLamport,
-                Algorithm::OneShotLl128,
-                Algorithm::OneShotLl,
-                Algorithm::OneShotPull,
-            ]),
-            AllReduceAlgorithm::TwoShot => {
-                one_of(&[Algorithm::TwoShotLamport, Algorithm::TwoShotPush, Algorithm::TwoShotLl])
-            }
-            AllReduceAlgorithm::CubeMesh => Err(Error::unsupported(
-                "the all-reduce algorithm cube_mesh: it runs in host memory only; devices have \
-                 one_shot and two_shot in several forms, which need links between all of them",
-            )),
-            one => Algorithm::of(one).map_or(Ok(self.rule(control)), |one| one_of(&[one])),
+    /// The algorithm of a name, or the first that can serve the call of those that the name stands for.
+    pub(super) fn resolve(&self, requested: Algorithm, control: &Control) -> Result<Algorithm> {
+        let meant = |entry: &&AllReduce| entry.name == requested || entry.one_of == Some(requested);
+        if !ALL_REDUCE.iter().any(|entry| meant(&entry)) {
+            return Err(Error::unsupported(format!(
+                "the all-reduce algorithm {}: it runs in host memory only; devices have one_shot and two_shot in \
+                 several forms, which need links between all of them",
+                requested.name()
+            )));
         }
+        let fits = |entry: &&AllReduce| (entry.fits)(self, control);
+        let found = ALL_REDUCE.iter().filter(meant).find(fits).map(|entry| entry.name);
+        found.ok_or_else(|| {
+            Error::unsupported(format!(
+                "the all-reduce algorithm {} for {} bytes of {} from {} to {}: lamport carries floats of up to 32 \
+                 bits, ll128 needs NVLink between all devices, pull and push need windows, one shot needs room for \
+                 all inputs (inboxes here: {} bytes of Lamport, {} of LL)",
+                requested.name(),
+                self.bytes,
+                self.dtype.name(),
+                if self.input_window { "a window" } else { "ordinary memory" },
+                if self.output_window { "a window" } else { "ordinary memory" },
+                control.lamport_bytes / 3,
+                control.ll_bytes / 2,
+            ))
+        })
     }
 }
 
@@ -242,11 +247,7 @@ mod tests {
                         output_window: window,
                         ..shape(bytes, tuned.world)
                     };
-                    let name = AllReduceAlgorithm::ALL
-                        .into_iter()
-                        .find(|one| Algorithm::of(*one) == Some(best(shape)))
-                        .expect("an algorithm with a name")
-                        .name();
+                    let name = best(shape).name();
                     let least = row.values().copied().fold(f64::INFINITY, f64::min);
                     if name == "two_shot_stages" && !row.contains_key(name) {
                         // It is newer than some of the measurements.
@@ -271,19 +272,19 @@ mod tests {
     fn requested_algorithms_are_used_or_refused() {
         let control = control(4);
         let integers = AllReduceShape { dtype: DType::I64, ..shape(4 << 10, 4) };
-        let refused = integers.resolve(AllReduceAlgorithm::OneShotLamport, &control);
+        let refused = integers.resolve(Algorithm::OneShotLamport, &control);
         let text = refused.expect_err("integers have no NaN").to_string();
         assert!(text.contains("one_shot_lamport") && text.contains("i64"), "{text}");
-        let chosen = shape(4 << 10, 4).resolve(AllReduceAlgorithm::TwoShotPull, &control);
+        let chosen = shape(4 << 10, 4).resolve(Algorithm::TwoShotPull, &control);
         assert_eq!(chosen.expect("windows"), Algorithm::TwoShotPull);
         let ordinary = AllReduceShape { output_window: false, ..shape(4 << 10, 4) };
-        assert!(ordinary.resolve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
-        assert!(shape(1 << 30, 4).resolve(AllReduceAlgorithm::OneShot, &control).is_err());
+        assert!(ordinary.resolve(Algorithm::TwoShotPush, &control).is_err());
+        assert!(shape(1 << 30, 4).resolve(Algorithm::OneShot, &control).is_err());
         let over_a_bus = AllReduceShape { direct: false, ..shape(4 << 10, 4) };
-        let refused = over_a_bus.resolve(AllReduceAlgorithm::OneShotLl128, &control);
+        let refused = over_a_bus.resolve(Algorithm::OneShotLl128, &control);
         let text = refused.expect_err("lines of 128 bytes may be torn").to_string();
         assert!(text.contains("ll128 needs NVLink between all devices"), "{text}");
-        let mesh = shape(4 << 10, 8).resolve(AllReduceAlgorithm::CubeMesh, &control);
+        let mesh = shape(4 << 10, 8).resolve(Algorithm::CubeMesh, &control);
         assert!(mesh.is_err_and(|error| error.is_unsupported()));
     }
 
@@ -296,7 +297,7 @@ mod tests {
         let chosen = |shape: AllReduceShape, requested, measured| {
             shape.choose(requested, &control, measured).unwrap()
         };
-        let auto = requested(AllReduceAlgorithm::Auto, false);
+        let auto = requested(Algorithm::Auto, false);
         let shape = shape(20 << 20, 4);
         assert_eq!(chosen(shape, auto, &measured), (Algorithm::TwoShotPush, ChosenBy::Table));
         let unknown = MeasuredTable::of(&["a device"; 4]);
@@ -304,11 +305,10 @@ mod tests {
         let ordinary = AllReduceShape { output_window: false, ..shape };
         assert_eq!(chosen(ordinary, auto, &measured), (Algorithm::TwoShotLamport, ChosenBy::Table));
         for (by_environment, why) in [(false, ChosenBy::Options), (true, ChosenBy::Environment)] {
-            let requested = requested(AllReduceAlgorithm::TwoShotPull, by_environment);
+            let requested = requested(Algorithm::TwoShotPull, by_environment);
             assert_eq!(chosen(shape, requested, &measured), (Algorithm::TwoShotPull, why));
             let error = ordinary.choose(requested, &control, &measured).unwrap_err();
             assert!(error.is_unsupported());
-            assert_eq!(error.to_string().contains(VARIABLE), by_environment);
         }
         // What was measured over NVLink does not hold where devices of that name are on another bus.
         let over_a_bus =

@@ -2,9 +2,10 @@
 
 use std::sync::OnceLock;
 
-use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
+use super::algorithms::AllReduce;
+use super::constraints::{AllReduceShape, fits_lamport};
 use super::table_format::{Row, Table};
-use crate::AllReduceAlgorithm;
+use crate::AllReduceAlgorithm as Algorithm;
 
 /// All files of `collectives/tables`.
 const FILES: &[&str] =
@@ -40,8 +41,8 @@ impl MeasuredTable {
         let Some(table) = tables.iter().find(listed) else { return Self::default() };
         let rows = table.rows.iter().filter(|row| row.world as usize == devices.len());
         let named = |row: &Row| {
-            let algorithm = AllReduceAlgorithm::named(&row.algorithm)?;
-            Some((row.clone(), Algorithm::of(algorithm)?))
+            let algorithm = AllReduce::named(Algorithm::named(&row.algorithm)?)?;
+            Some((row.clone(), algorithm.name))
         };
         Self(rows.filter_map(named).collect())
     }
@@ -79,8 +80,8 @@ mod tests {
         devices.dedup();
         assert_eq!(devices.len(), all, "a device is in two tables");
         for row in tables().iter().flat_map(|table| &table.rows) {
-            let named = AllReduceAlgorithm::named(&row.algorithm).and_then(Algorithm::of);
-            let algorithm = named.unwrap_or_else(|| panic!("no algorithm: {row:?}"));
+            let named = Algorithm::named(&row.algorithm).and_then(AllReduce::named);
+            let algorithm = named.unwrap_or_else(|| panic!("no algorithm: {row:?}")).name;
             // The algorithm can serve the largest size of the row.
             let shape = AllReduceShape {
                 bytes: row.up_to.unwrap_or(1 << 30),

@@ -8,8 +8,9 @@ use symmpool_allocator::Error;
 
 pub(crate) use super::operation::Operation;
 use super::place::Place;
+use crate::algorithm::{AUTO, name_of};
 use crate::signal::DESCRIPTION_WORDS;
-use crate::{AllToAllAlgorithm, DType, ReduceOp};
+use crate::{DType, ReduceOp};
 
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
@@ -213,11 +214,10 @@ impl fmt::Display for Call {
             return write!(f, ", by a registered algorithm of hash {hash:08x}");
         }
         let code = (head >> 24) as u8;
-        let named = AllToAllAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
-        match (code, named) {
-            (0, _) => Ok(()),
-            (_, Some(named)) if self.is_exchange() => write!(f, ", by {}", named.name()),
-            _ => write!(f, ", by algorithm {code}"),
+        match operation.standard().and_then(|collective| name_of(collective, code)) {
+            _ if code == AUTO => Ok(()),
+            Some(name) => write!(f, ", by {name}"),
+            None => write!(f, ", by algorithm {code}"),
         }
     }
 }
@@ -326,6 +326,7 @@ pub(crate) fn rank_list(ranks: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::AllToAllAlgorithm;
 
     /// Rule S6.
     #[test]

@@ -22,8 +22,9 @@ use super::kernels::{Isa, ReduceFn, prepare_to_copy, select};
 use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::SpinPolicy;
+use crate::algorithm::AUTO;
 use crate::timeout::Timeout;
-use crate::{AllToAllAlgorithm, DType, ReduceOp};
+use crate::{DType, ReduceOp};
 
 /// One rank's side of a communicator in host memory.
 ///
@@ -64,6 +65,9 @@ pub struct HostEngine {
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
     pub(crate) load_balance: LoadBalance,
+    /// The number of the algorithm that all-to-alls use now, and of the one that the call names.
+    pub(crate) exchange: u8,
+    pub(crate) requested: u8,
 }
 
 // SAFETY: the raw pointers are scratch lists that are empty between calls; everything else is
@@ -137,6 +141,8 @@ impl HostEngine {
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),
             load_balance: LoadBalance::default(),
+            exchange: options.all_to_all as u8,
+            requested: AUTO,
             options,
         })
     }
@@ -254,12 +260,6 @@ impl HostEngine {
     #[inline]
     pub(crate) fn scratch(&self, owner: u32) -> *mut u8 {
         self.control.scratch(owner, self.parity() ^ 1)
-    }
-
-    /// The algorithm that all-to-alls use.
-    #[inline]
-    pub(crate) fn all_to_all_algorithm(&self) -> AllToAllAlgorithm {
-        self.options.all_to_all
     }
 
     /// The bytes of scratch that a call has.

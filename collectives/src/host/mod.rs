@@ -12,10 +12,12 @@
 //! | `place` | where the data of a call lies |
 //! | `collectives` | the collectives, one file or folder each |
 //! | `plan`, `plan_call` | runs collectives that programs bring along; what both engines check of such calls |
+//! | `algorithms` | what the tables of their algorithms consist of |
 //! | `slices`, `row_exchange` | collectives on slices, and the steps of row exchanges |
 //! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
 //! | `kernels` | the loops over memory: reductions and copies |
 
+mod algorithms;
 pub(crate) mod call;
 mod collectives;
 mod control;

@@ -1,5 +1,7 @@
 //! Operations by number and name: collectives, and point-to-point messages.
 
+use crate::algorithm::StandardCollective;
+
 /// An operation. The numbers are part of call descriptions and fault records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -48,6 +50,14 @@ impl Operation {
             Self::Send => "send",
             Self::Recv => "recv",
             Self::Custom => "custom collective",
+        }
+    }
+
+    /// The collective, if it is one of those that have several algorithms.
+    pub(crate) fn standard(self) -> Option<StandardCollective> {
+        match self {
+            Self::AllToAllV => Some(StandardCollective::AllToAll),
+            other => StandardCollective::named(other.name()),
         }
     }
 

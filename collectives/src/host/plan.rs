@@ -176,6 +176,11 @@ impl HostEngine {
         Ok(())
     }
 
+    /// Refuses a call that the plan cannot serve.
+    pub(crate) fn check_plan(&self, checked: &CheckedPlan, arguments: &Arguments) -> Result<()> {
+        self.prepare(checked, arguments).map(drop)
+    }
+
     /// Checks a call's arguments, and finds what it needs.
     fn prepare(&self, checked: &CheckedPlan, arguments: &Arguments) -> Result<Prepared> {
         let Arguments { input, output, count, dtype, op, root } = *arguments;

@@ -10,6 +10,8 @@ mod missing_links;
 mod mixed;
 mod oracle;
 mod plans;
+#[path = "../pool_ranks/mod.rs"]
+mod pool_ranks;
 mod process;
 mod random_matrices;
 mod refused;

@@ -66,12 +66,12 @@ pub enum Reduction {
 const OPS: [ReduceOp; 5] =
     [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg];
 
-fn find(comm: symmpool_comm) -> Result<Arc<Communicator>> {
+pub(super) fn find(comm: symmpool_comm) -> Result<Arc<Communicator>> {
     COMMS.get(comm)
 }
 
 /// Runs a collective. If this rank's arguments are refused, the other ranks get an error instead of waiting.
-fn call<A>(
+pub(super) fn call<A>(
     comm: symmpool_comm,
     stream: *mut c_void,
     arguments: impl FnOnce() -> Result<A>,
@@ -88,14 +88,24 @@ fn call<A>(
     })
 }
 
-fn dtype(value: u32) -> Result<DType> {
+pub(super) fn dtype(value: u32) -> Result<DType> {
     let known = DType::all().nth(value as usize);
     known.ok_or_else(|| Error::invalid_argument(format!("dtype: {value} is no element type")))
 }
 
-fn op(value: u32) -> Result<ReduceOp> {
+pub(super) fn op(value: u32) -> Result<ReduceOp> {
     let known = OPS.get(value as usize).copied();
     known.ok_or_else(|| Error::invalid_argument(format!("op: {value} is no reduction")))
+}
+
+/// The number of an element type.
+pub(super) fn number_of(dtype: DType) -> u32 {
+    DType::all().position(|each| each == dtype).unwrap_or(0) as u32
+}
+
+/// The number of a reduction.
+pub(super) fn number_of_op(op: ReduceOp) -> u32 {
+    OPS.iter().position(|each| *each == op).unwrap_or(0) as u32
 }
 
 /// Refuses a NULL pointer to more than 0 elements.
@@ -107,7 +117,11 @@ fn filled(pointer: *const c_void, count: usize, name: &str) -> Result<()> {
 }
 
 /// The output and input of a collective, whose parts have `count` elements.
-fn ends(output: *mut c_void, input: *const c_void, count: usize) -> Result<(*mut u8, *const u8)> {
+pub(super) fn ends(
+    output: *mut c_void,
+    input: *const c_void,
+    count: usize,
+) -> Result<(*mut u8, *const u8)> {
     filled(output, count, "output")?;
     filled(input, count, "input")?;
     Ok((output.cast(), input.cast()))

@@ -8,11 +8,13 @@
 //! | `window` | a pool's windows, peers' addresses, windows of NCCL |
 //! | `slot` | pools behind functions that take no pool |
 //! | `comm` | communicators and collectives |
+//! | `algorithm` | algorithms by name, plans, and functions that choose |
 //!
 //! Handles are numbers that are never used twice: a handle that was destroyed, or never existed, is an error and not
 //! a crash. Functions may be called from any thread. Each returns a status; the error's text is kept for the calling
 //! thread.
 
+pub mod algorithm;
 pub mod comm;
 pub mod group;
 pub mod memory;

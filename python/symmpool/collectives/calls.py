@@ -61,23 +61,55 @@ def reduction_needs_plan(op: Any, tensor: Any) -> bool:
         return False
 
 
+def _method(comm: Any, call: str, algorithm: str | None, of: str) -> Any:
+    """A communicator's method, with the algorithm that the call names. It is one of the collective `of`."""
+    method = getattr(comm, call)
+    if algorithm is None:
+        return method
+    if call != of:
+        raise InvalidArgumentError(
+            f"algorithm: {algorithm!r} is for {of} as it is; with such tensors or operations it is made of "
+            f"{call}"
+        )
+
+    def named(*arguments: Any) -> Any:
+        return method(*arguments, algorithm=algorithm)
+
+    named.__name__ = call
+    return named
+
+
 def make_direct(
-    tensor: Any, group: Any, call: str, arguments: tuple[Any, ...], results: list[Any], async_op: bool
+    tensor: Any,
+    group: Any,
+    call: str,
+    arguments: tuple[Any, ...],
+    results: list[Any],
+    async_op: bool,
+    algorithm: str | None = None,
 ) -> Any:
     """As `make`, for a call that needs no plan: of a communicator's method, with the caller's arguments. It
     writes to the tensor, by which the communicator is found."""
     entry = communicator_to_write(tensor, group, None, (call, arguments))
     if entry is None:
         return None
-    return entry.run(getattr(entry.comm, call), arguments, results, async_op)
+    return entry.run(_method(entry.comm, call, algorithm, call), arguments, results, async_op)
 
 
 @torch_state.opaque
-def make(tensor: Any, group: Any, plan: Planner, async_op: bool, writes: Any = ()) -> Any:
+def make(
+    tensor: Any,
+    group: Any,
+    plan: Planner,
+    async_op: bool,
+    writes: Any = (),
+    algorithm: tuple[str | None, str] = (None, ""),
+) -> Any:
     """Makes a call on the communicator that serves a group on a tensor's device (without a tensor, where the
     group's first pool is): Work with `async_op`, else None. The call writes to the tensors of `writes`.
 
-    What the plan refuses is raised here at once, and reported to the other ranks."""
+    What the plan refuses is raised here at once, and reported to the other ranks. `algorithm` is the name of
+    one, and the method that it is for."""
 
     def first(rank: int, world: int) -> tuple[str, tuple[Any, ...]]:
         return plan(rank, world)[:2]
@@ -90,17 +122,18 @@ def make(tensor: Any, group: Any, plan: Planner, async_op: bool, writes: Any = (
         return None
     try:
         call, arguments, finish, results = plan(entry.comm.rank, entry.comm.world)
+        method = _method(entry.comm, call, *algorithm)
     except (InvalidArgumentError, TypeError) as why:
         entry.refuse(str(why))
         raise
     if not async_op and entry.pending is not None:
         # Copies are made anew behind the calls that were begun, which may write to what is copied.
-        entry.check_and_join_pending(getattr(entry.comm, call), arguments)
+        entry.check_and_join_pending(method, arguments)
         call, arguments, finish, results = plan(entry.comm.rank, entry.comm.world)
     for each in writes:
         if getattr(each, "requires_grad", False):
             watch(each)
-    return entry.run(getattr(entry.comm, call), arguments, results, async_op, finish)
+    return entry.run(method, arguments, results, async_op, finish)
 
 
 def with_results(plan: Any, results: list[Any]) -> Any:

@@ -72,11 +72,18 @@ __all__ = [
 
 
 def all_reduce(
-    tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *, out: Any = None
+    tensor: Any,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    out: Any = None,
+    algorithm: str | None = None,
 ) -> Any:
     """Reduces every rank's `tensor` in place; or into every rank's `out`, of the same length and
     type. `op` is one of `ReduceOp`, its name ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor") or a
-    constant of torch.distributed.ReduceOp. Returns a Work with `async_op`, else None.
+    constant of torch.distributed.ReduceOp. `algorithm` is the name of a built-in algorithm or of one that
+    was registered (`symmpool.register`), the same on every rank. Returns a Work with `async_op`, else None.
 
     Raises InvalidArgumentError or TypeError for arguments that make no sense, and then DivergedError on the
     other ranks; DivergedError where ranks make different calls; TimeoutError and PeerLostError where a rank
@@ -86,6 +93,7 @@ def all_reduce(
     ):
         from symmpool import ops
 
+        _refuse_traced(algorithm)
         return ops.traced_all_reduce(tensor, op, group, async_op, out)
     entry = None
     try:
@@ -99,7 +107,7 @@ def all_reduce(
             watch(tensor if out is None else out)
     except (AttributeError, KeyError):
         entry = None
-    if entry is not None and not async_op and entry.pending is None:
+    if entry is not None and not async_op and entry.pending is None and algorithm is None:
         try:
             if entry.comm._try_all_reduce(tensor, op, out):
                 return None
@@ -117,19 +125,36 @@ def all_reduce(
             return with_results(made, [tensor if out is None else out])
         return ("all_reduce", (tensor, op, out), None, [tensor if out is None else out])
 
-    return make(tensor, group, plan, async_op, [tensor if out is None else out])
+    named = (algorithm, "all_reduce")
+    return make(tensor, group, plan, async_op, [tensor if out is None else out], named)
+
+
+def _refuse_traced(algorithm: str | None) -> None:
+    if algorithm is not None:
+        raise InvalidArgumentError(
+            f"algorithm: {algorithm!r} in compiled code, whose operators name none; set SYMMPOOL_ALL_REDUCE "
+            "or the variable of another collective, or use symmpool.select"
+        )
 
 
 def reduce_scatter_tensor(
-    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output: Any,
+    input: Any,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
 ) -> Any:
     """Reduces part r of every rank's `input` into rank r's `output`. Otherwise as `all_reduce`."""
     if torch_state.is_traced(output, group):
         from symmpool import ops
 
+        _refuse_traced(algorithm)
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
     if not needs_plan(output, input) and not reduction_needs_plan(op, input):
-        return make_direct(output, group, "reduce_scatter_tensor", (output, input, op), [output], async_op)
+        arguments, call = (output, input, op), "reduce_scatter_tensor"
+        return make_direct(output, group, call, arguments, [output], async_op, algorithm)
 
     def plan(rank: int, world: int) -> Any:
         from symmpool.collectives import layout, plans
@@ -137,11 +162,16 @@ def reduce_scatter_tensor(
         tensors = layout.as_torch("output", output), layout.as_torch("input", input)
         return with_results(plans.reduce_scatter_tensor(*tensors, op_name(op), world), [output])
 
-    return make(output, group, plan, async_op, [output])
+    return make(output, group, plan, async_op, [output], (algorithm, "reduce_scatter_tensor"))
 
 
 def all_gather_into_tensor(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+    output_tensor: Any,
+    input_tensor: Any,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
 ) -> Any:
     """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Where parts are as large
     as is said of `all_to_all_single`, outputs in a pool's memory lie at one offset on all ranks. Otherwise
@@ -149,11 +179,11 @@ def all_gather_into_tensor(
     if torch_state.is_traced(output_tensor, group):
         from symmpool import ops
 
+        _refuse_traced(algorithm)
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
     if not needs_plan(output_tensor, input_tensor):
-        arguments = (output_tensor, input_tensor)
-        results = [output_tensor]
-        return make_direct(output_tensor, group, "all_gather_into_tensor", arguments, results, async_op)
+        arguments, call = (output_tensor, input_tensor), "all_gather_into_tensor"
+        return make_direct(output_tensor, group, call, arguments, [output_tensor], async_op, algorithm)
 
     def plan(rank: int, world: int) -> Any:
         from symmpool.collectives import layout, plans
@@ -162,7 +192,8 @@ def all_gather_into_tensor(
         made = plans.all_gather_into_tensor(output, layout.as_torch("input_tensor", input_tensor))
         return with_results(made, [output_tensor])
 
-    return make(output_tensor, group, plan, async_op, [output_tensor])
+    named = (algorithm, "all_gather_into_tensor")
+    return make(output_tensor, group, plan, async_op, [output_tensor], named)
 
 
 def all_to_all_single(
@@ -172,6 +203,8 @@ def all_to_all_single(
     input_split_sizes: Any = None,
     group: Any = None,
     async_op: bool = False,
+    *,
+    algorithm: str | None = None,
 ) -> Any:
     """Sends part r of `input` to rank r, where it becomes part `rank` of `output`. Split sizes are
     rows for every rank; without them parts are equal. On CUDA, where equal parts of 16 MiB or more, 48
@@ -181,12 +214,13 @@ def all_to_all_single(
     if torch_state.is_traced(output, group):
         from symmpool import ops
 
+        _refuse_traced(algorithm)
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
     sizes = (sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
     if not needs_plan(output, input):
         arguments = (output, input, *sizes)
-        return make_direct(output, group, "all_to_all_single", arguments, [output], async_op)
+        return make_direct(output, group, "all_to_all_single", arguments, [output], async_op, algorithm)
 
     def plan(rank: int, world: int) -> Any:
         from symmpool.collectives import layout, plans
@@ -194,7 +228,7 @@ def all_to_all_single(
         tensors = layout.as_torch("output", output), layout.as_torch("input", input)
         return with_results(plans.all_to_all_single(*tensors, *sizes), [output])
 
-    return make(output, group, plan, async_op, [output])
+    return make(output, group, plan, async_op, [output], (algorithm, "all_to_all_single"))
 
 
 def all_to_all_v(
@@ -223,6 +257,8 @@ def broadcast(
     group: Any = None,
     async_op: bool = False,
     group_src: int | None = None,
+    *,
+    algorithm: str | None = None,
 ) -> Any:
     """Copies rank `src`'s `tensor` into every other rank's. On a process group of torch `src` is a
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
@@ -230,6 +266,7 @@ def broadcast(
     if torch_state.is_traced(tensor, group):
         from symmpool import ops
 
+        _refuse_traced(algorithm)
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)
     planned = needs_plan(tensor)
     try:
@@ -237,7 +274,7 @@ def broadcast(
     except InvalidArgumentError:
         root = None  # the plan raises it again, where it can be reported to the other ranks
     if root is not None and not planned:
-        return make_direct(tensor, group, "broadcast", (tensor, root), [tensor], async_op)
+        return make_direct(tensor, group, "broadcast", (tensor, root), [tensor], async_op, algorithm)
 
     def plan(rank: int, world: int) -> Any:
         root = rank_in(group, "broadcast", src=src, group_src=group_src)
@@ -248,7 +285,7 @@ def broadcast(
         made = plans.broadcast(layout.as_torch("tensor", tensor), root, rank)
         return with_results(made, [tensor])
 
-    return make(tensor, group, plan, async_op, [tensor])
+    return make(tensor, group, plan, async_op, [tensor], (algorithm, "broadcast"))
 
 
 def reduce(

@@ -223,6 +223,9 @@ SHOWN = (
     "SYMMPOOL_CACHE_DIR",
     "SYMMPOOL_ALL_REDUCE",
     "SYMMPOOL_ALL_TO_ALL",
+    "SYMMPOOL_ALL_GATHER",
+    "SYMMPOOL_BROADCAST",
+    "SYMMPOOL_REDUCE_SCATTER",
     "SYMMPOOL_CONCURRENT",
     "SYMMPOOL_DEVICE_MEMORY",
     "SYMMPOOL_READY",
@@ -254,9 +257,14 @@ def variable_facts() -> dict[str, Any]:
     from symmpool.communicators import sm_budget
 
     algorithms, all_to_all = _symmpool.algorithms(), _symmpool.all_to_all_algorithms()
+    scatters = ["auto", "staged", "direct", "lamport", "ll", "stages"]
+    gathers = [*all_to_all, "staged", "ll"]
     expected = {
         "SYMMPOOL_ALL_REDUCE": (_one_of(algorithms), f"one of {', '.join(algorithms)}"),
         "SYMMPOOL_ALL_TO_ALL": (_one_of(all_to_all), f"one of {', '.join(all_to_all)}"),
+        "SYMMPOOL_REDUCE_SCATTER": (_one_of(scatters), f"one of {', '.join(scatters)}"),
+        "SYMMPOOL_ALL_GATHER": (_one_of(gathers), f"one of {', '.join(gathers)}"),
+        "SYMMPOOL_BROADCAST": (_one_of(gathers), f"one of {', '.join(gathers)}"),
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
@@ -272,6 +280,9 @@ def variable_facts() -> dict[str, Any]:
     world = os.environ.get("WORLD_SIZE", "")
     ranks = int(world) if expected["WORLD_SIZE"][0](world) else MAX_RANKS
     expected["RANK"] = (_number(0, ranks - 1), f"a rank from 0 to {ranks - 1}")
+    for name in ("ALL_REDUCE", "REDUCE_SCATTER", "ALL_GATHER", "BROADCAST", "ALL_TO_ALL"):
+        is_right, what = expected[f"SYMMPOOL_{name}"]
+        expected[f"SYMMPOOL_{name}"] = (is_right, f"{what}, or one that the program registers")
     wrong = {
         name: f"{os.environ[name]!r}: expected {what}"
         for name, (is_right, what) in expected.items()

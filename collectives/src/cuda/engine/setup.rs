@@ -8,6 +8,7 @@ use std::sync::Arc;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, Error, HeapLayout, Maker, Pool, Result};
 
+use super::super::algorithms::Exchange;
 use super::super::api::Api;
 use super::super::constraints::{AllReduceShape, directly_linked};
 use super::super::fault::Fault;
@@ -103,7 +104,7 @@ impl CudaEngine {
             direct: directly_linked(&options.links),
             control,
             comm,
-            all_to_all: options.all_to_all,
+            exchange: Exchange::of(options.all_to_all as u8),
             kernels,
             fault: Some(fault),
             timeout,

@@ -6,9 +6,17 @@ use symmpool_allocator::Result;
 
 use super::pieces::Pieces;
 use crate::DType;
+use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
+use crate::host::algorithms::{HostAlgorithm, Work, always, with_output_window};
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::{copy, copy_own};
-use crate::host::{Data, HostEngine, InPlace, Place};
+use crate::host::{HostEngine, InPlace, Place};
+
+/// The algorithms: through scratch, and straight into outputs that are windows.
+pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
+    HostAlgorithm { code: STAGED, fits: always, run: staged },
+    HostAlgorithm { code: DIRECT, fits: with_output_window, run: push },
+];
 
 /// Windows of up to this many bytes for each rank go through scratch too, in one phase instead of two, as far as
 /// scratch holds them in one piece.
@@ -35,6 +43,23 @@ impl HostEngine {
         count: usize,
         dtype: DType,
     ) -> Result<()> {
+        // SAFETY: the caller's promises.
+        unsafe { self.all_gather_by(input, output, count, dtype, AUTO) }
+    }
+
+    /// The same with the algorithm of this number.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_gather`].
+    pub(crate) unsafe fn all_gather_by(
+        &mut self,
+        input: Place,
+        output: Place,
+        count: usize,
+        dtype: DType,
+        algorithm: u8,
+    ) -> Result<()> {
         self.ready()?;
         let size = dtype.size();
         let (part, all, own) = self.part_of_all(count, dtype);
@@ -42,23 +67,29 @@ impl HostEngine {
         let data = self.or_decline(data)?;
         let mut call = Call::new(Operation::AllGather)
             .elements(dtype, count)
+            .algorithm(algorithm)
             .output(output)
             .in_place(data.in_place);
         if !data.in_place {
             // In place, the input's offset differs from rank to rank, and follows from the output's.
             call = call.input(input);
         }
+        let bytes = count * size;
+        let direct = output.is_window() && bytes > SCRATCH_BYTES.min(self.scratch_bytes());
+        let code = match algorithm {
+            AUTO if direct => DIRECT,
+            AUTO => STAGED,
+            requested => requested,
+        };
+        let shape = CallShape::of_host(self, StandardCollective::AllGather, bytes, dtype, &data);
+        let entry = self.entry(&ALGORITHMS, code, &shape);
+        let entry = self.or_decline(entry)?;
         if count == 0 {
             return self.handshake(&call);
         }
-        let bytes = count * size;
-        if output.is_window() && bytes > SCRATCH_BYTES.min(self.scratch_bytes()) {
-            // SAFETY: the caller's promises about input and output, which `data` resolves.
-            unsafe { push(self, &call, &data, bytes) }
-        } else {
-            // SAFETY: as above.
-            unsafe { staged(self, &call, &data, count, size) }
-        }
+        let work = Work { call, data, count, size, root: 0, reduce: None };
+        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        unsafe { (entry.run)(self, &work) }
     }
 }
 
@@ -67,7 +98,9 @@ impl HostEngine {
 /// # Safety
 ///
 /// As [`HostEngine::all_gather`], for the resolved buffers, the output being a window.
-unsafe fn push(engine: &mut HostEngine, call: &Call, data: &Data, bytes: usize) -> Result<()> {
+unsafe fn push(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    let Work { call, data, count, size, .. } = work;
+    let bytes = count * size;
     let me = engine.rank();
     engine.handshake(call)?;
     let part = me as usize * bytes;
@@ -90,13 +123,9 @@ unsafe fn push(engine: &mut HostEngine, call: &Call, data: &Data, bytes: usize) 
 /// # Safety
 ///
 /// As [`HostEngine::all_gather`], for the resolved buffers.
-unsafe fn staged(
-    engine: &mut HostEngine,
-    call: &Call,
-    data: &Data,
-    count: usize,
-    size: usize,
-) -> Result<()> {
+unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    let Work { call, data, count, size, .. } = work;
+    let (count, size) = (*count, *size);
     let me = engine.rank();
     let pieces = Pieces::new(count, size, engine.scratch_bytes());
     // SAFETY: the first piece of the input is readable by contract; scratch holds a piece and is free

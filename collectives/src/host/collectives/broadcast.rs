@@ -6,9 +6,17 @@ use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
 use crate::DType;
+use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
+use crate::host::algorithms::{HostAlgorithm, Work, always, with_input_window};
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::copy;
-use crate::host::{HostEngine, Place};
+use crate::host::{Data, HostEngine, Place};
+
+/// The algorithms: through the root's scratch, and straight from its window.
+pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
+    HostAlgorithm { code: STAGED, fits: always, run: staged },
+    HostAlgorithm { code: DIRECT, fits: with_input_window, run: pull },
+];
 
 /// Windows of up to this many bytes go through scratch too, in one phase instead of two, as far as scratch holds
 /// them in one piece.
@@ -32,6 +40,23 @@ impl HostEngine {
         dtype: DType,
         root: u32,
     ) -> Result<()> {
+        // SAFETY: the caller's promises.
+        unsafe { self.broadcast_by(buffer, count, dtype, root, AUTO) }
+    }
+
+    /// The same with the algorithm of this number.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::broadcast`].
+    pub(crate) unsafe fn broadcast_by(
+        &mut self,
+        buffer: Place,
+        count: usize,
+        dtype: DType,
+        root: u32,
+        algorithm: u8,
+    ) -> Result<()> {
         self.ready()?;
         let size = dtype.size();
         let address = match self.resolve_one(buffer, count.checked_mul(size)) {
@@ -45,50 +70,55 @@ impl HostEngine {
         let call = Call::new(Operation::Broadcast)
             .elements(dtype, count)
             .root(root)
+            .algorithm(algorithm)
             .input(buffer)
             .in_place(true);
+        let direct = buffer.is_window() && count * size > SCRATCH_BYTES.min(self.scratch_bytes());
+        let code = match algorithm {
+            AUTO if direct => DIRECT,
+            AUTO => STAGED,
+            requested => requested,
+        };
+        let data =
+            Data { input: buffer, output: buffer, from: address, to: address, in_place: true };
+        let (bytes, broadcast) = (count * size, StandardCollective::Broadcast);
+        let shape = CallShape::of_host(self, broadcast, bytes, dtype, &data);
+        let entry = self.entry(&ALGORITHMS, code, &shape);
+        let entry = self.or_decline(entry)?;
         if count == 0 {
             return self.handshake(&call);
         }
-        match buffer {
-            Place::Window(offset) if count * size > SCRATCH_BYTES.min(self.scratch_bytes()) => {
-                self.handshake(&call)?;
-                if self.rank() != root {
-                    let from = self.window(root, offset);
-                    // SAFETY: the root has made this call, and leaves its window alone until this rank's step.
-                    // The same offset of different slots does not overlap.
-                    unsafe { copy(from, address, count * size) };
-                }
-                self.step()
-            }
-            // SAFETY: the caller's promises about the buffer, which `address` resolves.
-            _ => unsafe {
-                staged(
-                    self,
-                    &call,
-                    address,
-                    root,
-                    Pieces::new(count, size, self.scratch_bytes()),
-                    size,
-                )
-            },
-        }
+        let work = Work { call, data, count, size, root, reduce: None };
+        // SAFETY: the caller's promises about the buffer, which `data` resolves.
+        unsafe { (entry.run)(self, &work) }
     }
+}
+
+/// Every other rank copies the root's window.
+///
+/// # Safety
+///
+/// As [`HostEngine::broadcast`], for the resolved buffer, which is a window.
+unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    engine.handshake(&work.call)?;
+    if let (Place::Window(offset), true) = (work.data.input, engine.rank() != work.root) {
+        let from = engine.window(work.root, offset);
+        // SAFETY: the root has made this call, and leaves its window alone until this rank's step. The same offset
+        // of different slots does not overlap.
+        unsafe { copy(from, work.data.to, work.count * work.size) };
+    }
+    engine.step()
 }
 
 /// Broadcasts through the root's scratch, in pieces.
 ///
 /// # Safety
 ///
-/// As [`HostEngine::broadcast`], for the buffer at `address`.
-unsafe fn staged(
-    engine: &mut HostEngine,
-    call: &Call,
-    address: *mut u8,
-    root: u32,
-    pieces: Pieces,
-    size: usize,
-) -> Result<()> {
+/// As [`HostEngine::broadcast`], for the resolved buffer.
+unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    let Work { call, data, count, size, root, .. } = work;
+    let (address, size, root) = (data.to, *size, *root);
+    let pieces = Pieces::new(*count, size, engine.scratch_bytes());
     let is_root = engine.rank() == root;
     if is_root {
         // SAFETY: the first piece of the buffer is readable by contract; scratch holds a piece and is free

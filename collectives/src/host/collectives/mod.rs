@@ -1,10 +1,10 @@
 //! The collectives in host memory, one file or folder each. Each is written with the phases of
 //! [`HostEngine`](super::HostEngine): a handshake, then any number of steps. `pieces` divides data for all of them.
 
-mod all_gather;
+pub(crate) mod all_gather;
 pub(crate) mod all_reduce;
 pub(crate) mod all_to_all;
 mod barrier;
-mod broadcast;
+pub(crate) mod broadcast;
 mod pieces;
-mod reduce_scatter;
+pub(crate) mod reduce_scatter;

@@ -2,13 +2,21 @@
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
+use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
+use crate::host::algorithms::{HostAlgorithm, Work, always, with_input_window};
 use crate::host::call::{Call, Operation};
-use crate::host::kernels::{ReduceFn, copy};
-use crate::host::{Data, HostEngine, InPlace, Place};
+use crate::host::kernels::copy;
+use crate::host::{HostEngine, InPlace, Place};
 use crate::{DType, ReduceOp};
+
+/// The algorithms: through scratch, and by reading inputs that are windows.
+pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
+    HostAlgorithm { code: STAGED, fits: always, run: staged },
+    HostAlgorithm { code: DIRECT, fits: with_input_window, run: pull },
+];
 
 /// Windows of up to this many bytes in all parts go through scratch too, in one phase instead of two, as far as
 /// scratch has room for every part in one piece.
@@ -36,6 +44,23 @@ impl HostEngine {
         dtype: DType,
         op: ReduceOp,
     ) -> Result<()> {
+        // SAFETY: the caller's promises.
+        unsafe { self.reduce_scatter_by(input, output, count, (dtype, op), AUTO) }
+    }
+
+    /// The same with the algorithm of this number.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::reduce_scatter`].
+    pub(crate) unsafe fn reduce_scatter_by(
+        &mut self,
+        input: Place,
+        output: Place,
+        count: usize,
+        (dtype, op): (DType, ReduceOp),
+        algorithm: u8,
+    ) -> Result<()> {
         self.ready()?;
         let reduce = self.reduction("reduce_scatter", dtype, op)?;
         let size = dtype.size();
@@ -45,29 +70,47 @@ impl HostEngine {
         let call = Call::new(Operation::ReduceScatter)
             .elements(dtype, count)
             .reduce(op)
+            .algorithm(algorithm)
             .input(input)
             .in_place(data.in_place);
+        let code = match algorithm {
+            AUTO if input.is_window() && !fits_scratch(count * size, self) => DIRECT,
+            AUTO => STAGED,
+            requested => requested,
+        };
+        let (bytes, scatter) = (count * size, StandardCollective::ReduceScatter);
+        let shape = CallShape::of_host(self, scatter, bytes, dtype, &data);
+        let entry = self.entry(&ALGORITHMS, code, &shape);
+        let entry = self.or_decline(entry)?;
         if count == 0 {
             return self.handshake(&call);
         }
-        match input {
-            Place::Window(offset) if !fits_scratch(count * size, self) => {
-                self.handshake(&call)?;
-                let at = offset + own as u64;
-                let mut sources = std::mem::take(&mut self.sources);
-                sources.clear();
-                sources.extend((0..self.world()).map(|rank| self.window(rank, at).cast_const()));
-                // SAFETY: all ranks have made this call with this offset and leave their inputs alone until this
-                // rank's step; only this rank reads this part of them. The output is this rank's part of its own
-                // input, or does not overlap it.
-                unsafe { reduce(&sources, &[data.to], count, sources.len()) };
-                self.sources = sources;
-                self.step()
-            }
-            // SAFETY: the caller's promises about input and output, which `data` resolves.
-            _ => unsafe { staged(self, &call, &data, count, size, reduce) },
-        }
+        let work = Work { call, data, count, size, root: 0, reduce: Some(reduce) };
+        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        unsafe { (entry.run)(self, &work) }
     }
+}
+
+/// Every rank reads its part of all inputs.
+///
+/// # Safety
+///
+/// As [`HostEngine::reduce_scatter`], for the resolved buffers, the input being a window.
+unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    let Work { call, data, count, size, reduce, .. } = work;
+    engine.handshake(call)?;
+    if let (Place::Window(offset), Some(reduce)) = (data.input, reduce) {
+        let at = offset + (engine.rank() as usize * count * size) as u64;
+        let mut sources = std::mem::take(&mut engine.sources);
+        sources.clear();
+        sources.extend((0..engine.world()).map(|rank| engine.window(rank, at).cast_const()));
+        // SAFETY: all ranks have made this call with this offset and leave their inputs alone until this rank's
+        // step; only this rank reads this part of them. The output is this rank's part of its own input, or does not
+        // overlap it.
+        unsafe { reduce(&sources, &[data.to], *count, sources.len()) };
+        engine.sources = sources;
+    }
+    engine.step()
 }
 
 /// Bytes of scratch that each part has, a multiple of 16.
@@ -86,19 +129,17 @@ fn fits_scratch(part: usize, engine: &HostEngine) -> bool {
 /// # Safety
 ///
 /// As [`HostEngine::reduce_scatter`], for the resolved buffers.
-unsafe fn staged(
-    engine: &mut HostEngine,
-    call: &Call,
-    data: &Data,
-    count: usize,
-    size: usize,
-    reduce: ReduceFn,
-) -> Result<()> {
+unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    let Work { call, data, count, size, reduce, .. } = work;
+    let (count, size) = (*count, *size);
+    let Some(reduce) = reduce else {
+        return Err(engine.decline(Error::invalid_argument("a reduce_scatter without a reduction")));
+    };
     let (me, world) = (engine.rank(), engine.world());
     // Pieces use the two halves of it alternately. At least one element of the largest type fits into it.
     let room = part_room(engine);
     if room == 0 {
-        return Err(engine.decline(symmpool_allocator::Error::invalid_argument(format!(
+        return Err(engine.decline(Error::invalid_argument(format!(
             "{} bytes of scratch are too few for a reduce_scatter of {world} ranks; raise \
              scratch_bytes to {} or more",
             engine.scratch_bytes(),

@@ -5,4 +5,5 @@ mod errors;
 mod format;
 mod more_programs;
 mod programs;
+mod registry;
 mod runs;

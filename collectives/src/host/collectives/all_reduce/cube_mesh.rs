@@ -63,12 +63,27 @@ impl ForwardSlots {
     }
 }
 
+/// Runs it directly between windows, or through scratch.
+///
+/// # Safety
+///
+/// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
+pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    let groups = engine.paired_groups.clone().map_err(Error::unsupported)?;
+    match work.windows {
+        // SAFETY: passed on.
+        Some(places) => unsafe { direct(engine, work, groups, places) },
+        // SAFETY: passed on.
+        None => unsafe { staged(engine, work, groups) },
+    }
+}
+
 /// Runs the algorithm where input and output are windows, which are read and written in place.
 ///
 /// # Safety
 ///
 /// As [`HostEngine::all_reduce`]; `from` and `to` are the window offsets of input and output.
-pub(super) unsafe fn direct(
+unsafe fn direct(
     engine: &mut HostEngine,
     work: &Work,
     groups: PairedGroups,
@@ -107,11 +122,7 @@ pub(super) unsafe fn direct(
 /// # Safety
 ///
 /// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-pub(super) unsafe fn staged(
-    engine: &mut HostEngine,
-    work: &Work,
-    groups: PairedGroups,
-) -> Result<()> {
+unsafe fn staged(engine: &mut HostEngine, work: &Work, groups: PairedGroups) -> Result<()> {
     let (from, size) = (work.data.from, work.size);
     let (me, world) = (engine.rank(), engine.world() as usize);
     let forwards = if groups.partner(me).is_some() { groups.group_peer_count() } else { 0 };

@@ -14,15 +14,29 @@ mod one_shot;
 mod paired_groups;
 mod two_shot;
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::Result;
+use symmpool_allocator::topology::Mesh;
 
 pub(crate) use paired_groups::PairedGroups;
 
 use super::pieces::{Pieces, share};
+use crate::algorithm::{CallShape, StandardCollective};
+use crate::host::algorithms::{HostAlgorithm, always};
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::ReduceFn;
 use crate::host::{Data, HostEngine, InPlace, Place};
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
+
+/// The algorithms.
+pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 3] = [
+    HostAlgorithm { code: AllReduceAlgorithm::OneShot as u8, fits: always, run: one_shot::run },
+    HostAlgorithm { code: AllReduceAlgorithm::TwoShot as u8, fits: always, run: two_shot::run },
+    HostAlgorithm {
+        code: AllReduceAlgorithm::CubeMesh as u8,
+        fits: |engine, _| engine.paired_groups.clone().map(drop),
+        run: cube_mesh::run,
+    },
+];
 
 /// Windows of up to this many bytes, times the square of the number of ranks, take one phase through scratch
 /// instead of two phases without scratch. With more ranks a phase costs more, above all where ranks share cores,
@@ -68,13 +82,27 @@ impl HostEngine {
             .input(input)
             .output(output)
             .in_place(data.in_place);
-        let work = Work { call, data, count, size: dtype.size(), reduce };
         let windows = match (input, output) {
             (Place::Window(from), Place::Window(to)) => Some((from, to)),
             _ => None,
         };
-        let chosen = self.choose(algorithm, work.bytes(), windows.is_some());
-        let chosen = self.or_decline(chosen)?;
+        let work = Work { call, data, count, size: dtype.size(), reduce, windows };
+        let shape = CallShape {
+            collective: StandardCollective::AllReduce,
+            bytes: work.bytes() as u64,
+            dtype,
+            op: Some(op),
+            world: self.world(),
+            input_window: input.is_window(),
+            output_window: output.is_window(),
+            topology: Mesh::Unknown,
+        };
+        let code = match algorithm {
+            AllReduceAlgorithm::Auto => self.rule(work.bytes(), windows.is_some()),
+            requested => requested,
+        };
+        let entry = self.entry(&ALGORITHMS, code as u8, &shape);
+        let entry = self.or_decline(entry)?;
         if count == 0 {
             return self.handshake(&work.call);
         }
@@ -82,89 +110,27 @@ impl HostEngine {
             bytes = work.bytes(),
             dtype = dtype.name(),
             windows = windows.is_some(),
-            algorithm = chosen.name(),
+            algorithm = code.name(),
             why = if algorithm == AllReduceAlgorithm::Auto { "rule" } else { "requested" },
             "all_reduce"
         );
-        match (chosen, windows) {
-            // SAFETY: the caller's promises about input and output, which `data` resolves; that windows are
-            // mapped in every slot was promised to `new`. The same holds for the branches below.
-            (HostAlgorithm::OneShot, _) => unsafe { one_shot::run(self, &work) },
-            // SAFETY: as above.
-            (HostAlgorithm::TwoShot, Some((from, to))) => unsafe {
-                two_shot::direct(self, &work, from, to)
-            },
-            // SAFETY: as above.
-            (HostAlgorithm::TwoShot, None) => unsafe { two_shot::staged(self, &work) },
-            // SAFETY: as above.
-            (HostAlgorithm::CubeMesh(groups), Some(places)) => unsafe {
-                cube_mesh::direct(self, &work, groups, places)
-            },
-            // SAFETY: as above.
-            (HostAlgorithm::CubeMesh(groups), None) => unsafe {
-                cube_mesh::staged(self, &work, groups)
-            },
-        }
+        // SAFETY: the caller's promises about input and output, which `data` resolves; that windows are mapped in
+        // every slot was promised to `new`.
+        unsafe { (entry.run)(self, &work) }
     }
 
-    /// The requested algorithm, or the best one. It is chosen from what is the same on every rank, so all ranks
-    /// choose the same.
-    fn choose(
-        &self,
-        requested: AllReduceAlgorithm,
-        bytes: usize,
-        windows: bool,
-    ) -> Result<HostAlgorithm> {
-        let one_shot = match requested {
-            AllReduceAlgorithm::OneShot => true,
-            AllReduceAlgorithm::TwoShot => false,
-            AllReduceAlgorithm::CubeMesh => return self.cube_mesh(),
-            AllReduceAlgorithm::Auto if self.cube_mesh => return self.cube_mesh(),
-            AllReduceAlgorithm::Auto if windows => {
-                one_shot_of_windows(bytes, self.world(), self.scratch_bytes())
-            }
+    /// The best algorithm. It is chosen from what is the same on every rank, so all ranks choose the same.
+    fn rule(&self, bytes: usize, windows: bool) -> AllReduceAlgorithm {
+        if self.cube_mesh {
+            return AllReduceAlgorithm::CubeMesh;
+        }
+        let one_shot = if windows {
+            one_shot_of_windows(bytes, self.world(), self.scratch_bytes())
+        } else {
             // With two ranks both algorithms move the same bytes, and one shot waits less.
-            AllReduceAlgorithm::Auto => {
-                self.world() <= 2
-                    || bytes.saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES
-            }
-            other => {
-                return Err(Error::unsupported(format!(
-                    "the all-reduce algorithm {} on rank {}: it runs on devices only; in host memory \
-                     there are one_shot, two_shot and cube_mesh",
-                    other.name(),
-                    self.rank()
-                )));
-            }
+            self.world() <= 2 || bytes.saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES
         };
-        Ok(if one_shot { HostAlgorithm::OneShot } else { HostAlgorithm::TwoShot })
-    }
-
-    fn cube_mesh(&self) -> Result<HostAlgorithm> {
-        self.paired_groups.clone().map(HostAlgorithm::CubeMesh).map_err(|why| {
-            Error::unsupported(format!(
-                "the all-reduce algorithm cube_mesh on rank {}: {why}",
-                self.rank()
-            ))
-        })
-    }
-}
-
-/// The algorithms of all-reduces in host memory.
-#[derive(Clone, Copy, Debug)]
-enum HostAlgorithm {
-    OneShot,
-    TwoShot,
-    CubeMesh(PairedGroups),
-}
-
-impl HostAlgorithm {
-    fn name(self) -> &'static str {
-        match self {
-            Self::OneShot => "one_shot",
-            Self::TwoShot => "two_shot",
-            Self::CubeMesh(_) => "cube_mesh",
-        }
+        if one_shot { AllReduceAlgorithm::OneShot } else { AllReduceAlgorithm::TwoShot }
     }
 }
 
@@ -174,13 +140,15 @@ fn one_shot_of_windows(bytes: usize, world: u32, scratch: usize) -> bool {
 }
 
 /// An all-reduce whose arguments were checked and resolved.
-struct Work {
+pub(crate) struct Work {
     call: Call,
     data: Data,
     count: usize,
     /// Bytes of an element.
     size: usize,
     reduce: ReduceFn,
+    /// Where input and output lie in windows, if both do.
+    windows: Option<(u64, u64)>,
 }
 
 impl Work {

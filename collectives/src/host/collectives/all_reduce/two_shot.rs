@@ -11,18 +11,27 @@ const STREAMING_BYTES: usize = 16 << 20;
 /// How many bytes are reduced before they are written past the caches.
 const TILE: usize = 4096;
 
+/// Runs it directly between windows, or through scratch.
+///
+/// # Safety
+///
+/// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
+pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
+    match work.windows {
+        // SAFETY: passed on.
+        Some((from, to)) => unsafe { direct(engine, work, from, to) },
+        // SAFETY: passed on.
+        None => unsafe { staged(engine, work) },
+    }
+}
+
 /// Runs the algorithm where input and output are windows: each rank reads its share of every rank's input and
 /// writes the result to every rank's output. Nothing else is copied; there is a handshake and one step.
 ///
 /// # Safety
 ///
 /// As [`HostEngine::all_reduce`]; `from` and `to` are the window offsets of input and output.
-pub(super) unsafe fn direct(
-    engine: &mut HostEngine,
-    work: &Work,
-    from: u64,
-    to: u64,
-) -> Result<()> {
+unsafe fn direct(engine: &mut HostEngine, work: &Work, from: u64, to: u64) -> Result<()> {
     engine.handshake(&work.call)?;
     let mine = share(work.count, work.size, engine.rank(), engine.world());
     let at = (mine.start * work.size) as u64;
@@ -92,7 +101,7 @@ unsafe fn reduce(
 /// # Safety
 ///
 /// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-pub(super) unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
+unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let (from, to, size) = (work.data.from, work.data.to, work.size);
     let pieces = Pieces::new(work.count, size, engine.scratch_bytes());
     let (me, world) = (engine.rank(), engine.world());

@@ -4,7 +4,7 @@
 //! publishes its row of the traffic matrix before the handshake (`all_to_all_v`), and every rank checks the whole
 //! matrix. So ranks agree, without further messages, on how each sender's data travels:
 //!
-//! - `staged` (requested as `lamport`): through the sender's scratch, in one piece that is there before the handshake if it
+//! - `staged` (also requested as `lamport`): through the sender's scratch, in one piece that is there before the handshake if it
 //!   fits, else in several pieces, one step each.
 //! - `direct`: receivers read the sender's window themselves, and a last step ends their access. Where one rank
 //!   receives far more than others, senders write a part of it into its output (`load_balance`).
@@ -22,7 +22,8 @@ mod traffic_matrix;
 use symmpool_allocator::{Error, Result};
 
 use self::traffic_matrix::TrafficMatrix;
-use crate::{AllToAllAlgorithm, DType};
+use crate::DType;
+use crate::algorithm::{AUTO, COPY, DIRECT, LAMPORT, RING, STAGED, StandardCollective};
 pub(crate) use load_balance::LoadBalance;
 pub use splits::{SplitRows, SplitsAt};
 
@@ -37,6 +38,16 @@ const NO_WINDOW: u64 = u64::MAX;
 /// directly: more ranks make the second phase more expensive. So is one that does not fit into scratch in one
 /// piece, as every further piece would cost another phase.
 const DIRECT_BYTES: usize = 1 << 10;
+
+/// The routes that algorithms prescribe, by number; `None` where it follows from the size.
+pub(crate) static ROUTES: [(u8, bool); 2] = [(STAGED, false), (DIRECT, true)];
+/// The same of names that serve on devices.
+static DEVICE_ROUTES: [(u8, bool); 3] = [(LAMPORT, false), (COPY, true), (RING, true)];
+
+/// Whether the algorithm of this number has receivers read windows. `None` if there is no such algorithm.
+pub(crate) fn route(code: u8) -> Option<bool> {
+    ROUTES.iter().chain(&DEVICE_ROUTES).find(|(each, _)| *each == code).map(|(_, direct)| *direct)
+}
 
 impl HostEngine {
     /// Sends `count` elements to every rank: segment `r` of `input` goes to rank `r`, where it
@@ -63,7 +74,7 @@ impl HostEngine {
         let data = self.resolve((input, all), (output, all), InPlace::Never);
         let data = self.or_decline(data)?;
         let bytes = count * dtype.size();
-        let call = Call::new(Operation::AllToAll).elements(dtype, count);
+        let call = Call::new(Operation::AllToAll).elements(dtype, count).algorithm(self.requested);
         let (matrix, counts) = (TrafficMatrix::Even { bytes }, |_| (bytes as u64, bytes as u64));
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { self.exchange((data, dtype), &call, matrix, counts) }
@@ -108,9 +119,30 @@ impl HostEngine {
         };
         let data = self.or_decline(data)?;
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
-        let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
+        let call = Call::new(Operation::AllToAllV).elements(dtype, 0).algorithm(self.requested);
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { self.exchange((data, dtype), &call, TrafficMatrix::Rows, bytes) }
+    }
+
+    /// Runs an exchange with the algorithm of this number, if it is not [`AUTO`].
+    pub(crate) fn exchanging(
+        &mut self,
+        code: u8,
+        run: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        if code == AUTO {
+            return run(self);
+        }
+        if route(code).is_none() {
+            self.ready()?;
+            let why = self.not_here(code, StandardCollective::AllToAll);
+            return Err(self.decline(why));
+        }
+        let usual = (self.exchange, self.requested);
+        (self.exchange, self.requested) = (code, code);
+        let result = run(self);
+        (self.exchange, self.requested) = usual;
+        result
     }
 
     /// Sends to and receives from each rank the numbers of bytes that `counts` gives for it.
@@ -245,11 +277,8 @@ impl Work {
     /// How `outgoing` bytes to other ranks travel from an input whose offset `place` gives; it is called only
     /// where that matters.
     fn route(&self, outgoing: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
-        let direct = match engine.all_to_all_algorithm() {
-            AllToAllAlgorithm::Auto => is_direct(outgoing, self.world, engine.scratch_bytes()),
-            AllToAllAlgorithm::Lamport => false,
-            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => true,
-        };
+        let direct = route(engine.exchange)
+            .unwrap_or_else(|| is_direct(outgoing, self.world, engine.scratch_bytes()));
         match if direct { place() } else { NO_WINDOW } {
             NO_WINDOW => Route::Staged(Pieces::new(outgoing, 1, engine.scratch_bytes())),
             offset => Route::Direct(offset),

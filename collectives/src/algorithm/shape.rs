@@ -1,0 +1,57 @@
+//! What a call looks like to those who select an algorithm for it.
+
+use symmpool_allocator::topology::Mesh;
+
+use super::StandardCollective;
+use crate::host::Data;
+use crate::{DType, HostEngine, ReduceOp};
+
+/// A call of a collective, as selectors see it. It is the same on every rank, except that inputs and outputs of
+/// all-to-alls may be windows on some ranks only.
+#[derive(Clone, Copy, Debug)]
+pub struct CallShape {
+    /// The collective.
+    pub collective: StandardCollective,
+    /// Bytes of the larger one of input and output, which has all ranks' parts where the other has one.
+    pub bytes: u64,
+    /// The type of the elements.
+    pub dtype: DType,
+    /// How elements are reduced, if the collective reduces.
+    pub op: Option<ReduceOp>,
+    /// The number of ranks.
+    pub world: u32,
+    /// Whether the input lies in a window.
+    pub input_window: bool,
+    /// Whether the output lies in a window.
+    pub output_window: bool,
+    /// How the ranks are linked.
+    pub topology: Mesh,
+}
+
+impl CallShape {
+    /// A call in host memory whose parts have `part` bytes, for the checks of an engine, which knows its links.
+    pub(crate) fn of_host(
+        engine: &HostEngine,
+        collective: StandardCollective,
+        part: usize,
+        dtype: DType,
+        data: &Data,
+    ) -> Self {
+        let world = engine.world();
+        Self {
+            collective,
+            bytes: part as u64 * u64::from(collective.parts(world)),
+            dtype,
+            op: None,
+            world,
+            input_window: data.input.is_window(),
+            output_window: data.output.is_window(),
+            topology: Mesh::Unknown,
+        }
+    }
+
+    /// Bytes of a part: of what a rank gathers, or sends to another one.
+    pub fn part(&self) -> u64 {
+        self.bytes / u64::from(self.collective.parts(self.world).max(1))
+    }
+}

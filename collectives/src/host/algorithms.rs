@@ -1,0 +1,136 @@
+//! The built-in algorithms of host memory: what each collective's file has in its table.
+
+use symmpool_allocator::{Error, Result};
+
+use super::collectives::{all_gather, all_reduce, all_to_all, broadcast, reduce_scatter};
+use super::{Data, HostEngine};
+use crate::algorithm::{CallShape, StandardCollective, name_of};
+use crate::host::call::Call;
+use crate::host::kernels::ReduceFn;
+
+/// A built-in algorithm of a collective whose calls are a `W`.
+pub(crate) struct HostAlgorithm<W: 'static> {
+    /// Its number in call descriptions.
+    pub(crate) code: u8,
+    /// Why it cannot serve a call, if it cannot.
+    pub(crate) fits: fn(&HostEngine, &CallShape) -> std::result::Result<(), String>,
+    /// Runs it. The caller promises what it does of the collective's method, for the resolved buffers.
+    pub(crate) run: unsafe fn(&mut HostEngine, &W) -> Result<()>,
+}
+
+/// A call whose arguments were checked and resolved.
+pub(crate) struct Work {
+    pub(crate) call: Call,
+    pub(crate) data: Data,
+    /// Elements of a part.
+    pub(crate) count: usize,
+    /// Bytes of an element.
+    pub(crate) size: usize,
+    pub(crate) root: u32,
+    /// The loop that reduces, if the collective does.
+    pub(crate) reduce: Option<ReduceFn>,
+}
+
+/// For algorithms that serve every call.
+#[allow(clippy::unnecessary_wraps)] // as those that do not
+pub(crate) fn always(_: &HostEngine, _: &CallShape) -> std::result::Result<(), String> {
+    Ok(())
+}
+
+pub(crate) fn with_input_window(
+    _: &HostEngine,
+    shape: &CallShape,
+) -> std::result::Result<(), String> {
+    if shape.input_window || shape.bytes == 0 {
+        Ok(())
+    } else {
+        Err("peers read the input, which must be a window".to_owned())
+    }
+}
+
+pub(crate) fn with_output_window(
+    _: &HostEngine,
+    shape: &CallShape,
+) -> std::result::Result<(), String> {
+    if shape.output_window || shape.bytes == 0 {
+        Ok(())
+    } else {
+        Err("peers write the output, which must be a window".to_owned())
+    }
+}
+
+impl HostEngine {
+    /// The numbers of a collective's algorithms.
+    pub(crate) fn algorithms(collective: StandardCollective) -> Vec<u8> {
+        fn codes<W>(table: &[HostAlgorithm<W>]) -> Vec<u8> {
+            table.iter().map(|entry| entry.code).collect()
+        }
+        match collective {
+            StandardCollective::AllReduce => codes(&all_reduce::ALGORITHMS),
+            StandardCollective::ReduceScatter => codes(&reduce_scatter::ALGORITHMS),
+            StandardCollective::AllGather => codes(&all_gather::ALGORITHMS),
+            StandardCollective::Broadcast => codes(&broadcast::ALGORITHMS),
+            StandardCollective::AllToAll => {
+                all_to_all::ROUTES.iter().map(|(code, _)| *code).collect()
+            }
+        }
+    }
+
+    /// Refuses an algorithm that is not of host memory, or cannot serve a call.
+    pub(crate) fn check_fit(&self, code: u8, shape: &CallShape) -> Result<()> {
+        match shape.collective {
+            StandardCollective::AllReduce => {
+                self.entry(&all_reduce::ALGORITHMS, code, shape).map(drop)
+            }
+            StandardCollective::ReduceScatter => {
+                self.entry(&reduce_scatter::ALGORITHMS, code, shape).map(drop)
+            }
+            StandardCollective::AllGather => {
+                self.entry(&all_gather::ALGORITHMS, code, shape).map(drop)
+            }
+            StandardCollective::Broadcast => {
+                self.entry(&broadcast::ALGORITHMS, code, shape).map(drop)
+            }
+            StandardCollective::AllToAll if all_to_all::route(code).is_some() => Ok(()),
+            StandardCollective::AllToAll => Err(self.not_here(code, StandardCollective::AllToAll)),
+        }
+    }
+
+    /// The entry of an algorithm that can serve the call.
+    pub(crate) fn entry<W>(
+        &self,
+        table: &'static [HostAlgorithm<W>],
+        code: u8,
+        shape: &CallShape,
+    ) -> Result<&'static HostAlgorithm<W>> {
+        let found = table.iter().find(|entry| entry.code == code);
+        let entry = found.ok_or_else(|| self.not_here(code, shape.collective))?;
+        (entry.fits)(self, shape).map_err(|why| {
+            let name = name_of(shape.collective, code).unwrap_or("?");
+            Error::unsupported(format!(
+                "the {} algorithm {name} on rank {}: {why}",
+                written(shape.collective),
+                self.rank()
+            ))
+        })?;
+        Ok(entry)
+    }
+
+    #[cold]
+    pub(crate) fn not_here(&self, code: u8, collective: StandardCollective) -> Error {
+        let name = |code: &u8| name_of(collective, *code).unwrap_or("?");
+        let all: Vec<&str> = Self::algorithms(collective).iter().map(name).collect();
+        Error::unsupported(format!(
+            "the {} algorithm {} on rank {}: it runs on devices only; in host memory there are {}",
+            written(collective),
+            name(&code),
+            self.rank(),
+            all.join(", ")
+        ))
+    }
+}
+
+/// The collective's name in a sentence.
+fn written(collective: StandardCollective) -> String {
+    collective.name().replace('_', "-")
+}

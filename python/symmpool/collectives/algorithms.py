@@ -1,0 +1,35 @@
+"""Algorithms of the communicators that module-level calls and the backend of torch.distributed use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from symmpool._symmpool import Algorithm, Communicator
+from symmpool.communicators import cache
+
+__all__ = ["register", "select"]
+
+
+def register(algorithm: Algorithm, group: Any = None, *, device: Any = None) -> None:
+    """As `Communicator.register`, with the communicator that serves a group: module-level calls on it take
+    the algorithm by `algorithm=`, and these calls and those of torch.distributed's backend by
+    SYMMPOOL_ALL_REDUCE and the like, or by `select`. `device` says where ("cpu", "cuda:N"); without it,
+    where the group's first pool is, or on the CPU if there is none. The communicator is made if need be,
+    which is collective."""
+    _communicator(group, device).register(algorithm)
+
+
+def select(
+    collective: str,
+    selector: Callable[[int, str, str | None, int, list[str], str], str | None] | None,
+    group: Any = None,
+    *,
+    device: Any = None,
+) -> None:
+    """As `Communicator.select`, with the communicator that serves a group; see `register`."""
+    _communicator(group, device).select(collective, selector)
+
+
+def _communicator(group: Any, device: Any) -> Communicator:
+    return cache.communicator(group, cache.first_device(group) if device is None else device)
