@@ -28,8 +28,8 @@ mod signal;
 mod timeout;
 
 pub use algorithm::{
-    Algorithm, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints, LaunchShape, Origin,
-    StandardCollective,
+    Algorithm, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints, LaunchShape,
+    NativeKernel, Origin, StandardCollective,
 };
 pub use communicator::{
     Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Selector, Splits,

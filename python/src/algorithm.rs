@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::plan::{CheckedPlan, Plan, PlanError};
-use symmpool_collectives::{DType, ReduceOp};
+use symmpool_collectives::{DType, NativeKernel, ReduceOp, StandardCollective};
 
 use crate::arguments::{Argument, Calls};
 use crate::communicator::Communicator;
@@ -18,8 +18,9 @@ use crate::number::Number;
 use crate::operation;
 use crate::reading::{Refusal, Tensor};
 
-/// An algorithm for a collective: a built-in one, which `Communicator.algorithms` lists, or a plan that was proved to
-/// compute it. `symmpool.language` makes one of a program, and `symmpool.language.load` of a file.
+/// An algorithm for a collective: a built-in one, which `Communicator.algorithms` lists, a plan that was proved to
+/// compute it, or a kernel. `symmpool.language` makes one of a program, `symmpool.language.load` of a file, and
+/// `symmpool.native` of CUDA C++.
 ///
 /// A plan is for one number of ranks. `Communicator.register` makes it known under its name, so that calls take it by
 /// `algorithm=`; `execute` runs it as it is.
@@ -55,6 +56,47 @@ impl Algorithm {
         Ok(Self { algorithm })
     }
 
+    /// The algorithm that a CUDA kernel is; `symmpool.native` says what the arguments are.
+    #[staticmethod]
+    #[allow(clippy::too_many_arguments)] // what a kernel is
+    fn native(
+        py: Python<'_>,
+        source: &str,
+        path: String,
+        kernel: &str,
+        collective: &str,
+        name: String,
+        world: Option<Number<u32>>,
+        windows: (bool, bool),
+        in_place: bool,
+        grid: Option<Number<u32>>,
+        threads: Number<u32>,
+    ) -> PyResult<Self> {
+        let Some(standard) = StandardCollective::named(collective) else {
+            let all: Vec<&str> = StandardCollective::ALL.iter().map(|each| each.name()).collect();
+            return Err(invalid(
+                py,
+                format!("collective {collective:?}: kernels compute {}", all.join(", ")),
+            ));
+        };
+        let number = |number: Option<Number<u32>>, what: &'static str| {
+            number.map(|number| number.or_raise(py, what)).transpose()
+        };
+        let kernel = NativeKernel {
+            name,
+            path,
+            world: number(world, "world")?,
+            input_window: windows.0,
+            output_window: windows.1,
+            in_place,
+            blocks: number(grid, "grid")?,
+            threads: threads.or_raise(py, "threads")?,
+            ..NativeKernel::new(standard, kernel, source)
+        };
+        let algorithm = symmpool_collectives::Algorithm::native(kernel).or_raise(py)?;
+        Ok(Self { algorithm })
+    }
+
     /// The name, under which it is registered.
     #[getter]
     fn name(&self) -> &str {
@@ -76,7 +118,7 @@ impl Algorithm {
         (least == most).then_some(least)
     }
 
-    /// Where it comes from: "builtin" or "plan".
+    /// Where it comes from: "builtin", "plan" or "native".
     #[getter]
     fn origin(&self) -> &'static str {
         self.algorithm.origin().name()
@@ -136,7 +178,7 @@ impl Algorithm {
         self.algorithm.launch().blocks
     }
 
-    /// The plan as JSON. UnsupportedError for a built-in one, which has no plan; so do the three that follow.
+    /// The plan as JSON. UnsupportedError for what is no plan: built-in ones and kernels; so do the three that follow.
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
         Ok(self.plan(py)?.plan().to_json())
     }
@@ -215,8 +257,11 @@ impl Algorithm {
     fn plan(&self, py: Python<'_>) -> PyResult<&CheckedPlan> {
         let plan = self.algorithm.plan().map(|plan| &**plan);
         plan.ok_or_else(|| {
-            let why =
-                format!("{} of {} is built in: it has no plan", self.name(), self.collective());
+            let why = match self.origin() {
+                "native" => format!("{} of {} is a native kernel", self.name(), self.collective()),
+                _ => format!("{} of {} is built in", self.name(), self.collective()),
+            };
+            let why = format!("{why}: it has no plan");
             exception(py, &Error::unsupported(why))
         })
     }

@@ -71,6 +71,7 @@ from symmpool.errors import (
     TimeoutError,
     UnsupportedError,
 )
+from symmpool.kernels import native
 from symmpool.memory.handle import SymmetricMemory, rendezvous
 from symmpool.memory.install import (
     install,
@@ -161,6 +162,7 @@ __all__ = [
     "is_installed",
     "memory_stats",
     "memory_summary",
+    "native",
     "recv",
     "reduce",
     "reduce_scatter",

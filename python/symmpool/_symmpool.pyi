@@ -170,6 +170,19 @@ class Block:
 
 class Algorithm:
     def __init__(self, plan: str) -> None: ...
+    @staticmethod
+    def native(
+        source: str,
+        path: str,
+        kernel: str,
+        collective: str,
+        name: str,
+        world: int | None,
+        windows: tuple[bool, bool],
+        in_place: bool,
+        grid: int | None,
+        threads: int,
+    ) -> Algorithm: ...
     @property
     def name(self) -> str: ...
     @property
@@ -177,7 +190,7 @@ class Algorithm:
     @property
     def world(self) -> int | None: ...
     @property
-    def origin(self) -> Literal["builtin", "plan"]: ...
+    def origin(self) -> Literal["builtin", "plan", "native"]: ...
     @property
     def hash(self) -> str: ...
     @property

@@ -75,7 +75,7 @@ int compile(Program& program, const std::vector<std::string>& options) {
     }
     std::string source = "#include \"" EMULATOR_FOLDER "/device.h\"\n#line 1 \"" + program.name + "\"\n";
     source += program.source + "\n";
-    const std::regex entry(R"(__global__[^;{]*?\b(symmpool_\w+)\s*\()");
+    const std::regex entry(R"(__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\()");
     const std::string& text = program.source;
     for (std::sregex_iterator found(text.begin(), text.end(), entry), end; found != end; ++found) {
         source += "EMULATED_KERNEL(" + (*found)[1].str() + ")\n";

@@ -8,8 +8,8 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, first_calls, huge, one_sided,
-    one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, first_calls, huge, native,
+    one_sided, one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -109,6 +109,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let (plan_cases, plan_wrong) = plans::run(pool, options)?;
         cases += plan_cases;
         wrong += plan_wrong;
+    }
+    if options.wants("native") {
+        let (native_cases, native_wrong) = native::run(pool, options)?;
+        cases += native_cases;
+        wrong += native_wrong;
     }
     // Checks that take long, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;

@@ -8,7 +8,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::stream;
-use crate::{Options, all_to_all_faults, expect_error, late, outside, p2p_faults, plans};
+use crate::{Options, all_to_all_faults, expect_error, late, native, outside, p2p_faults, plans};
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let timeout = Duration::try_from_secs_f64(options.timeout)
@@ -115,6 +115,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     }
     if options.wants("plans") {
         wrong += plans::faults::run(pool, timeout)?;
+    }
+    if options.wants("native") {
+        wrong += native::faults(pool, timeout)?;
     }
     declined(pool)?;
     wrong += lost(pool, timeout)?;

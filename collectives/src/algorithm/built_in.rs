@@ -57,6 +57,16 @@ impl StandardCollective {
         matches!(self, Self::AllReduce | Self::ReduceScatter)
     }
 
+    /// How many parts the input and the output have, among so many ranks.
+    pub(crate) const fn both_parts(self, world: u32) -> [u32; 2] {
+        match self {
+            Self::AllReduce | Self::Broadcast => [1, 1],
+            Self::ReduceScatter => [world, 1],
+            Self::AllGather => [1, world],
+            Self::AllToAll => [world, world],
+        }
+    }
+
     /// How many parts the larger one of input and output has, among so many ranks.
     pub(crate) const fn parts(self, world: u32) -> u32 {
         match self {

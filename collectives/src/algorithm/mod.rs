@@ -6,6 +6,7 @@ mod all_to_all;
 mod built_in;
 mod constraints;
 mod names;
+mod native;
 mod registered;
 mod requested;
 mod shape;
@@ -17,6 +18,7 @@ pub(crate) use built_in::{
     AUTO, COPY, DIRECT, LAMPORT, LL, RING, STAGED, STAGES, code_of, name_of,
 };
 pub use constraints::{Constraints, LaunchShape, Origin};
+pub use native::NativeKernel;
 pub use registered::Algorithm;
 pub(crate) use registered::{BuiltIn, Source};
 pub(crate) use requested::{RequestedAlgorithm, RequestedName, VARIABLE};

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{Constraints, LaunchShape, Origin, StandardCollective, name_of};
+use super::{Constraints, LaunchShape, NativeKernel, Origin, StandardCollective, name_of};
 use crate::plan::{CheckedPlan, Plan, PlanError};
 
-/// An algorithm of a collective: a built-in one, or a plan that a program brought along and that was proved.
+/// An algorithm of a collective: a built-in one, or what a program brought along: a plan that was proved, or a kernel.
 ///
 /// [`Communicator::algorithms`](crate::Communicator::algorithms) lists those of a communicator,
 /// [`Communicator::register`](crate::Communicator::register) adds one under its name, and
@@ -21,6 +21,7 @@ pub struct Algorithm {
 pub(crate) enum Source {
     BuiltIn(Arc<BuiltIn>),
     Plan(Arc<CheckedPlan>),
+    Native(Arc<NativeKernel>),
 }
 
 /// A built-in algorithm of a communicator.
@@ -42,6 +43,16 @@ impl Algorithm {
         Ok(Self { source: Source::Plan(Arc::new(plan.check()?)) })
     }
 
+    /// An algorithm that is a CUDA kernel, for communicators on devices. It is compiled by a call that needs it.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for what cannot be a kernel: no source or name, or a grid that no device has.
+    pub fn native(kernel: NativeKernel) -> symmpool_allocator::Result<Self> {
+        kernel.check()?;
+        Ok(Self { source: Source::Native(Arc::new(kernel)) })
+    }
+
     pub(crate) fn built_in(built_in: BuiltIn) -> Self {
         Self { source: Source::BuiltIn(Arc::new(built_in)) }
     }
@@ -57,6 +68,7 @@ impl Algorithm {
                 name_of(built_in.collective, built_in.code).unwrap_or_default()
             }
             Source::Plan(plan) => &plan.plan().name,
+            Source::Native(kernel) => &kernel.name,
         }
     }
 
@@ -65,6 +77,7 @@ impl Algorithm {
         match &self.source {
             Source::BuiltIn(built_in) => built_in.collective.name(),
             Source::Plan(plan) => plan.plan().collective.name(),
+            Source::Native(kernel) => kernel.collective.name(),
         }
     }
 
@@ -73,6 +86,7 @@ impl Algorithm {
         match &self.source {
             Source::BuiltIn(_) => Origin::BuiltIn,
             Source::Plan(_) => Origin::Plan,
+            Source::Native(_) => Origin::Native,
         }
     }
 
@@ -82,6 +96,7 @@ impl Algorithm {
         match &self.source {
             Source::BuiltIn(built_in) => built_in.constraints.clone(),
             Source::Plan(plan) => Some(Constraints::of_plan(plan)),
+            Source::Native(kernel) => Some(kernel.constraints()),
         }
     }
 
@@ -93,8 +108,13 @@ impl Algorithm {
 
     /// How it is launched on devices, where it says so.
     pub fn launch(&self) -> LaunchShape {
-        let blocks = self.plan().and_then(|plan| plan.plan().blocks);
-        LaunchShape { blocks, threads: None }
+        match &self.source {
+            Source::BuiltIn(_) => LaunchShape::default(),
+            Source::Plan(plan) => LaunchShape { blocks: plan.plan().blocks, threads: None },
+            Source::Native(kernel) => {
+                LaunchShape { blocks: kernel.blocks, threads: Some(kernel.threads) }
+            }
+        }
     }
 
     /// How many equal parts the input has among so many ranks. A part is what the `count` of a call counts.
@@ -105,6 +125,7 @@ impl Algorithm {
                 _ => 1,
             },
             Source::Plan(plan) => plan.plan().input_parts(),
+            Source::Native(kernel) => kernel.collective.both_parts(world)[0],
         };
         parts.max(1) as usize
     }
@@ -121,6 +142,9 @@ impl Algorithm {
                 StandardCollective::AllToAll => [all; 2],
             },
             Source::Plan(plan) => plan.lengths(rank, count),
+            Source::Native(kernel) => {
+                kernel.collective.both_parts(world).map(|parts| count.checked_mul(parts as usize))
+            }
         }
     }
 
@@ -136,13 +160,14 @@ impl Algorithm {
                 u64::from_le_bytes(first)
             }
             Source::Plan(plan) => plan.hash(),
+            Source::Native(kernel) => kernel.hash(),
         }
     }
 
     /// The plan, if it is one.
     pub fn plan(&self) -> Option<&Arc<CheckedPlan>> {
         match &self.source {
-            Source::BuiltIn(_) => None,
+            Source::BuiltIn(_) | Source::Native(_) => None,
             Source::Plan(plan) => Some(plan),
         }
     }

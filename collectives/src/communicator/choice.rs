@@ -221,11 +221,13 @@ impl Communicator {
             match &chosen {
                 Chosen::BuiltIn(AUTO) => return Ok(None),
                 Chosen::BuiltIn(code) => inner.engine.check_fit(*code, shape)?,
-                Chosen::Registered(algorithm) => {
-                    if let Source::Plan(plan) = algorithm.source() {
-                        inner.engine.check_plan(plan, &request.arguments())?;
+                Chosen::Registered(algorithm) => match algorithm.source() {
+                    Source::BuiltIn(_) => {}
+                    Source::Plan(plan) => inner.engine.check_plan(plan, &request.arguments())?,
+                    Source::Native(kernel) => {
+                        inner.engine.check_native(kernel, &request.arguments())?;
                     }
-                }
+                },
             }
             Ok(Some(chosen))
         });
@@ -262,6 +264,10 @@ impl Communicator {
                 Source::Plan(plan) => {
                     // SAFETY: passed on.
                     unsafe { inner.engine.run_plan(plan, &request.arguments(), stream) }
+                }
+                Source::Native(kernel) => {
+                    // SAFETY: passed on.
+                    unsafe { inner.engine.run_native(kernel, &request.arguments(), stream) }
                 }
             },
         }

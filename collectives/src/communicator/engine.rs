@@ -7,7 +7,9 @@ use std::sync::Arc;
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::choice::Request;
-use crate::algorithm::{BuiltIn, CallShape, Constraints, RequestedAlgorithm, StandardCollective};
+use crate::algorithm::{
+    BuiltIn, CallShape, Constraints, NativeKernel, RequestedAlgorithm, StandardCollective,
+};
 use crate::cuda::CudaEngine;
 use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
@@ -276,6 +278,30 @@ impl Engine {
         }
     }
 
+    pub(super) unsafe fn run_native(
+        &mut self,
+        native: &NativeKernel,
+        arguments: &Arguments,
+        stream: &Stream,
+    ) -> Result<()> {
+        match self {
+            Self::Host(host) => {
+                host.ready()?;
+                Err(host.decline(no_kernels(native, host.rank())))
+            }
+            // SAFETY: as in `all_reduce`.
+            Self::Cuda(cuda) => unsafe { cuda.run_native(native, arguments, *stream) },
+        }
+    }
+
+    /// Whether a kernel of a program can serve a call.
+    pub(super) fn check_native(&self, native: &NativeKernel, arguments: &Arguments) -> Result<()> {
+        match self {
+            Self::Host(host) => Err(no_kernels(native, host.rank())),
+            Self::Cuda(cuda) => cuda.check_native(native, arguments).map(|_| ()),
+        }
+    }
+
     /// Loads the kernels that row exchanges need on a device.
     pub(super) fn load_rows(&mut self) -> Result<()> {
         match self {
@@ -392,4 +418,11 @@ fn splits_at(input: u64, output: u64, offsets: u64) -> SplitsAt {
         offsets: offsets as *mut u8,
         dtype: DType::I64,
     }
+}
+
+fn no_kernels(native: &NativeKernel, rank: u32) -> Error {
+    Error::unsupported(format!(
+        "the native algorithm {} on rank {rank}: it is a CUDA kernel, and this communicator is in host memory",
+        native.name
+    ))
 }

@@ -73,8 +73,12 @@ impl Communicator {
     /// `is_invalid_argument` if it is for another number of ranks, or another algorithm has its name here.
     pub fn register(&self, algorithm: Algorithm) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
-        let Source::Plan(plan) = algorithm.source() else { return Ok(()) };
-        if plan.plan().world != world {
+        let made_for = match algorithm.source() {
+            Source::BuiltIn(_) => return Ok(()),
+            Source::Plan(plan) => plan.plan().world,
+            Source::Native(kernel) => kernel.world.unwrap_or(world),
+        };
+        if made_for != world {
             return Err(Error::invalid_argument(format!(
                 "{algorithm:?} on rank {rank}: the communicator has {world} ranks; compile it for them"
             )));
@@ -228,27 +232,28 @@ impl Communicator {
         root: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let checked = match algorithm.source() {
-            Source::BuiltIn(built_in) => {
-                let (collective, chosen) =
-                    (built_in.collective, Some(Chosen::BuiltIn(built_in.code)));
-                let arguments = (count, dtype, op, root);
-                // SAFETY: the caller's promise.
-                return unsafe {
-                    self.call_by(collective, chosen, output, input, arguments, stream)
-                };
-            }
-            Source::Plan(checked) => checked,
-        };
+        if let Source::BuiltIn(built_in) = algorithm.source() {
+            let (collective, chosen) = (built_in.collective, Some(Chosen::BuiltIn(built_in.code)));
+            let arguments = (count, dtype, op, root);
+            // SAFETY: the caller's promise.
+            return unsafe { self.call_by(collective, chosen, output, input, arguments, stream) };
+        }
         let mut inner = self.begin(stream)?;
-        let [from, to] = checked
-            .lengths(self.rank(), count)
+        let [from, to] = algorithm
+            .lengths(self.rank(), self.world(), count)
             .map(|length| length.map_or(usize::MAX, |length| length.saturating_mul(dtype.size())));
         let from = self.place_at(&mut inner, input.cast_mut(), from, stream)?;
         let to = self.place_at(&mut inner, output, to, stream)?;
         let arguments = Arguments { input: from, output: to, count, dtype, op, root };
-        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.run_plan(checked, &arguments, stream) }
+        match algorithm.source() {
+            Source::BuiltIn(_) => Ok(()),
+            // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+            Source::Plan(plan) => unsafe { inner.engine.run_plan(plan, &arguments, stream) },
+            // SAFETY: as above.
+            Source::Native(kernel) => unsafe {
+                inner.engine.run_native(kernel, &arguments, stream)
+            },
+        }
     }
 
     /// Runs an algorithm on blocks, as [`Self::execute_at`]: `input` and `out` have as many elements as the collective

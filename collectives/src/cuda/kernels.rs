@@ -12,9 +12,9 @@ use symmpool_allocator::{Result, Stream};
 
 use super::api::{Api, Handle};
 use super::kernel_spec::KernelSpec;
+use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
 use super::params::{CallParams, Comm, PlanWork, Traffic};
-use super::plan::PlanKernel;
 use super::sm_budget::{BudgetMember, SmBudget};
 use crate::row_exchange::RowWork;
 
@@ -74,7 +74,7 @@ pub(super) struct Kernels {
     world: u32,
     /// The kernels that calls have used already.
     known: BTreeMap<KernelSpec, LoadedKernel>,
-    known_plans: BTreeMap<PlanKernel, LoadedKernel>,
+    known_made: BTreeMap<MadeKernel, LoadedKernel>,
 }
 
 impl Kernels {
@@ -88,8 +88,8 @@ impl Kernels {
     ) -> Self {
         let (ordinal, processors) = (driver.facts().ordinal, modules.processors());
         let member = BudgetMember::new(ordinal, processors, world, concurrent);
-        let (known, known_plans) = (BTreeMap::new(), BTreeMap::new());
-        Self { api, modules, member, budget: SmBudget::ALL, world, known, known_plans }
+        let (known, known_made) = (BTreeMap::new(), BTreeMap::new());
+        Self { api, modules, member, budget: SmBudget::ALL, world, known, known_made }
     }
 
     /// Begins a call on that stream. Returns its budget.
@@ -115,19 +115,18 @@ impl Kernels {
         Ok(LoadedKernel { budget, ..loaded })
     }
 
-    /// The kernel of a plan with its budget. Its source is made if need be.
-    pub(super) fn get_plan(
+    /// A kernel whose source is no file of ours, with its budget. It is asked for its source if need be.
+    pub(super) fn get_made(
         &mut self,
-        key: PlanKernel,
-        name: &str,
-        source: impl FnOnce() -> String,
+        key: MadeKernel,
+        source: impl FnOnce() -> MadeSource,
     ) -> Result<LoadedKernel> {
         let budget = self.budget;
-        if let Some(loaded) = self.known_plans.get(&key) {
+        if let Some(loaded) = self.known_made.get(&key) {
             return Ok(LoadedKernel { budget, ..*loaded });
         }
-        let loaded = self.modules.get_plan(key, name, source)?;
-        self.known_plans.insert(key, loaded);
+        let loaded = self.modules.get_made(key, source)?;
+        self.known_made.insert(key, loaded);
         Ok(LoadedKernel { budget, ..loaded })
     }
 

@@ -11,7 +11,7 @@
 //! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `p2p` | send and recv between two ranks |
-//! | `plan` | runs collectives that programs bring along, by kernels made for them |
+//! | `plan`, `native` | run collectives that programs bring along: plans, by kernels made for them, and kernels |
 //! | `arguments` | checks of what calls are given |
 //! | `select` | which algorithm serves an all-reduce |
 //! | `algorithms` | the built-in algorithms: what fits each, and how it is launched |
@@ -25,6 +25,7 @@
 //! | `kernel_mode` | what a kernel is compiled to do, where its file can do several things |
 //! | `kernel_spec` | what a kernel is compiled for; which kernels are ready before a communicator's first call |
 //! | `modules` | compiled kernels, loaded once for all communicators of the process on a device |
+//! | `made` | kernels whose sources are no files of ours |
 //! | `kernels` | the kernels of one communicator, and their launch |
 //! | `fault` | what a kernel reports to the host when a peer is missing or differs |
 //! | `api` | the functions of the CUDA driver library that this module calls |
@@ -44,7 +45,9 @@ mod kernel_mode;
 mod kernel_spec;
 mod kernels;
 mod launch_config;
+mod made;
 mod modules;
+mod native;
 mod one_sided;
 mod p2p;
 mod params;

@@ -22,8 +22,8 @@ use super::api::{Api, Handle};
 use super::fault::RECORD_BYTES;
 use super::kernel_spec::KernelSpec;
 use super::kernels::{LoadedKernel, SIZES};
+use super::made::{MadeKernel, MadeSource};
 use super::params::{CallParams, Comm, PlanWork, Traffic};
-use super::plan::PlanKernel;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 use crate::row_exchange::RowWork;
 
@@ -43,8 +43,8 @@ pub(super) struct Modules {
     arch: Arch,
     processors: u32,
     loaded: Mutex<BTreeMap<Key, (LoadedKernel, Handle)>>,
-    /// Those of plans.
-    plans: Mutex<BTreeMap<PlanKernel, (LoadedKernel, Handle)>>,
+    /// Those whose sources are no files of ours.
+    made: Mutex<BTreeMap<MadeKernel, (LoadedKernel, Handle)>>,
     /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
     loading: Mutex<()>,
 }
@@ -101,7 +101,7 @@ impl Modules {
             )?,
             processors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
             loaded: Mutex::default(),
-            plans: Mutex::default(),
+            made: Mutex::default(),
             loading: Mutex::default(),
         })
     }
@@ -166,14 +166,13 @@ impl Modules {
         Ok(())
     }
 
-    /// The kernel of a plan, whose source is made if it was not loaded yet.
-    pub(super) fn get_plan(
+    /// A kernel whose source is no file of ours. It is asked for its source if it was not loaded yet.
+    pub(super) fn get_made(
         &self,
-        key: PlanKernel,
-        name: &str,
-        source: impl FnOnce() -> String,
+        key: MadeKernel,
+        source: impl FnOnce() -> MadeSource,
     ) -> Result<LoadedKernel> {
-        let find = || lock(&self.plans).get(&key).map(|(kernel, _)| *kernel);
+        let find = || lock(&self.made).get(&key).map(|(kernel, _)| *kernel);
         if let Some(kernel) = find() {
             return Ok(kernel);
         }
@@ -181,19 +180,14 @@ impl Modules {
         if let Some(kernel) = find() {
             return Ok(kernel);
         }
-        let source = source();
+        let MadeSource { name, path, entry, source } = source();
+        let kernel =
+            Kernel { name: &name, path: &path, entry: &entry, source: &source, variants: &[] };
         let made = cuda(&self.driver)?.with_context_unordered(|| {
-            let kernel = Kernel {
-                name,
-                path: "plan.cu",
-                entry: crate::plan::cuda::ENTRY,
-                source: &source,
-                variants: &[],
-            };
             let (image, variant) = self.compile_as(&kernel, key.world, &key.spec())?;
-            self.load_image(&image, (kernel.entry, key.spec().threads), &variant)
+            self.load_image(&image, (kernel.entry, key.threads), &variant)
         })?;
-        lock(&self.plans).insert(key, made);
+        lock(&self.made).insert(key, made);
         Ok(made.0)
     }
 
@@ -268,6 +262,12 @@ impl Modules {
         let mut function: Handle = 0;
         // SAFETY: the module is loaded; writes one handle through a valid pointer.
         let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
+        if code == sys::cudaError_enum::CUDA_ERROR_NOT_FOUND as u32 {
+            return Err(Error::invalid_argument(format!(
+                "{variant} has no kernel {}: it must have one that is extern \"C\" __global__",
+                entry.to_string_lossy()
+            )));
+        }
         CudaDriver::check(code, || format!("finding {entry:?} in its module"))?;
         // An idle processor divides its memory into cache and shared memory as the next kernel prefers, and
         // runs no block of a kernel with another preference until it is idle again. So all our kernels have the
@@ -287,6 +287,12 @@ impl Modules {
             // SAFETY: the function is of a loaded module; writes one int through a valid pointer.
             let code = unsafe { (self.api.occupancy)(&raw mut found, function, threads, 0) };
             CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
+            if found < 1 && threads == most as c_int {
+                return Err(Error::invalid_argument(format!(
+                    "no processor holds a block of {most} threads of {variant}: bound it by \
+                     __launch_bounds__(THREADS), or give it fewer threads"
+                )));
+            }
             *blocks = u32::try_from(found).unwrap_or(0).max(1) * self.processors;
         }
         Ok(LoadedKernel::new(function, resident, most, self.processors))
@@ -307,11 +313,11 @@ impl Drop for Modules {
     fn drop(&mut self) {
         let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
         let loaded = std::mem::take(loaded);
-        let plans = self.plans.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let plans = std::mem::take(plans);
+        let made = self.made.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let made = std::mem::take(made);
         let unloaded = cuda(&self.driver).and_then(|driver| {
             driver.with_context_unordered(|| {
-                let both = loaded.into_values().chain(plans.into_values());
+                let both = loaded.into_values().chain(made.into_values());
                 both.for_each(|(_, module)| self.unload(module));
                 Ok(())
             })

@@ -6,12 +6,11 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernel_spec::KernelSpec;
 use super::launch_config::LaunchConfig;
+use super::made::{MadeKernel, MadeSource};
 use super::params::{CallParams, MAX_PEER_BLOCKS, MAX_RANKS, PlanWork};
 use super::reductions::THREADS;
 use crate::host::plan_call::Arguments;
-use crate::jit::sources::BARRIER;
 use crate::plan::schedule::Schedule;
 use crate::plan::{CheckedPlan, Collective, Protocol, cuda};
 use crate::{DType, ReduceOp};
@@ -31,25 +30,6 @@ const FLAG_KINDS: u32 = 4;
 const MIN_STAGE_VECTORS: u64 = 2048;
 /// Vectors in a line of 128 bytes, of which slices consist.
 const LINE: u64 = 8;
-
-/// What a kernel of a plan is compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct PlanKernel {
-    pub(super) world: u32,
-    /// The plan's hash.
-    hash: u64,
-    /// Whose program of the plan it runs.
-    rank: u32,
-    dtype: u8,
-    op: u8,
-}
-
-impl PlanKernel {
-    pub(super) fn spec(&self) -> KernelSpec {
-        // The kernel's name is not used.
-        KernelSpec { dtype: self.dtype, op: self.op, ..KernelSpec::new(&BARRIER, THREADS) }
-    }
-}
 
 /// The vectors of a call's longest chunk, divided among peer blocks and into stages.
 fn divide(schedule: &Schedule, half: u64, vectors: u64, wanted: u32) -> Option<(u32, PlanWork)> {
@@ -126,10 +106,16 @@ impl CudaEngine {
             (DType::U8, ReduceOp::Sum)
         };
         let (dtype, op) = (dtype as u8, op as u8);
-        let key = PlanKernel { world, hash: checked.hash(), rank: of_plan, dtype, op };
+        let (threads, hash) = (THREADS, checked.hash());
+        let key = MadeKernel { world, hash, rank: of_plan, dtype, op, threads };
         let schedule = checked.schedule();
-        let source = || cuda::source(checked, schedule, of_plan);
-        let kernel = match self.plan_kernel(key, &plan.name, source) {
+        let source = || MadeSource {
+            name: plan.name.clone(),
+            path: "plan.cu".to_owned(),
+            entry: cuda::ENTRY.to_owned(),
+            source: cuda::source(checked, schedule, of_plan),
+        };
+        let kernel = match self.made_kernel(key, source) {
             Ok(kernel) => kernel,
             Err(why) => return Err(self.decline(why, stream)),
         };

@@ -41,6 +41,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/comm.cuh",
     "symmpool/companion.cuh",
     "symmpool/copy.cuh",
+    "symmpool/device.cuh",
     "symmpool/handshake.cuh",
     "symmpool/partition.cuh",
     "symmpool/peer_blocks.cuh",

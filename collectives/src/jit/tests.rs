@@ -1,6 +1,7 @@
 //! Tests with real compilers: those named in `SYMMPOOL_TEST_NVRTC` (paths separated by colons), or the one that
 //! programs would find, if any.
 
+mod device_api;
 mod plans;
 
 use std::collections::BTreeSet;

@@ -13,6 +13,8 @@ use super::{Buffer, Cell, CheckedPlan, Collective, Item, Protocol};
 pub(crate) const ENTRY: &str = "symmpool_plan";
 /// Reductions of a program from which on they are functions, and not written out each time.
 const MANY_REDUCTIONS: usize = 3;
+/// Vectors of a slice that a block copies in about the time in which the handshake travels.
+const SHORT_VECTORS: u32 = 512;
 /// Copies that a thread makes at once in the LL protocol.
 const LL_AT_ONCE: usize = 8;
 
@@ -84,6 +86,20 @@ impl Writer<'_> {
         let schedule = self.schedule;
         let levels = &schedule.ranks[self.rank as usize];
         // Peers' inputs and outputs are accessed only when they have made the same call.
+        let early = self.early();
+        if !early.is_empty() {
+            line!(
+                self,
+                "    const bool is_short = work.stages == 1 && work.each <= {SHORT_VECTORS};"
+            );
+            line!(self, "    if (is_short) {{");
+            line!(self, "        run.each(0, [&](const Slice& slice) {{");
+            for item in &early {
+                let copy = self.copy(item);
+                line!(self, "            {copy}");
+            }
+            line!(self, "        }});\n    }}");
+        }
         if schedule.begins_with_barrier {
             line!(
                 self,
@@ -134,7 +150,7 @@ impl Writer<'_> {
             }
             if !level.items.is_empty() {
                 line!(self, "            run.each(stage, [&](const Slice& slice) {{");
-                self.items(level);
+                self.items(level, if number == 0 { &early } else { &[] });
                 line!(self, "            }});");
             }
             if !level.signals.is_empty() || frees {
@@ -157,8 +173,39 @@ impl Writer<'_> {
         line!(self, "    }}");
     }
 
-    /// The operations of a level, on one slice.
-    fn items(&mut self, level: &Level) {
+    /// Copies within the rank that are made while the handshake travels with which the program begins, if they are
+    /// short: those that neither read nor write what operations before them do.
+    fn early(&self) -> Vec<Item> {
+        let level = self.schedule.ranks[self.rank as usize].first();
+        let Some(level) = level.filter(|_| self.schedule.begins_with_barrier) else {
+            return Vec::new();
+        };
+        let mut early = Vec::new();
+        for (nth, item) in level.items.iter().enumerate() {
+            let &[src] = item.srcs.as_slice() else { continue };
+            let is_local = item.dst.rank == self.rank && src.rank == self.rank;
+            let (from, to) = (self.memory(src), self.memory(item.dst));
+            let is_free = level.items[..nth].iter().all(|before| {
+                let written = self.memory(before.dst);
+                let reads = before.srcs.iter().any(|read| self.memory(*read) == to);
+                written != from && written != to && !reads
+            });
+            if is_local && is_free {
+                early.push(item.clone());
+            }
+        }
+        // Where there is nothing else to do, nothing is gained.
+        if early.len() == level.items.len() { Vec::new() } else { early }
+    }
+
+    /// A copy of one slice.
+    fn copy(&self, item: &Item) -> String {
+        let (from, to) = (self.address(item.srcs[0]), self.address(item.dst));
+        format!("copy_slice({from}, {to}, run.bytes(slice, {}));", item.place)
+    }
+
+    /// The operations of a level, on one slice. Those that are `early` have been made already if they are short.
+    fn items(&mut self, level: &Level, early: &[Item]) {
         let (result_op, partial_op) = ("OP", "(OP == AVG ? SUM : OP)");
         let reductions = self.schedule.ranks[self.rank as usize]
             .iter()
@@ -169,24 +216,33 @@ impl Writer<'_> {
         while let Some((item, rest)) = left.split_first() {
             left = rest;
             let next = rest.first();
-            let bytes = format!("run.bytes(slice, {})", item.place);
-            let to = self.address(item.dst);
-            if let [src] = item.srcs[..] {
-                let from = self.address(src);
-                if let Some(next) = next.filter(|next| self.can_be_beside(item, next)) {
-                    left = &rest[1..];
-                    let (from2, to2) = (self.address(next.srcs[0]), self.address(next.dst));
-                    line!(self, "                copy_slices({from}, {to}, {bytes},");
-                    line!(
-                        self,
-                        "                            {from2}, {to2}, run.bytes(slice, {}));",
-                        next.place
-                    );
-                } else {
-                    line!(self, "                copy_slice({from}, {to}, {bytes});");
+            if item.srcs.len() == 1 {
+                let copy = self.copy(item);
+                let is_early = early.contains(item);
+                let Some(next) = next.filter(|next| self.can_be_beside(item, next)) else {
+                    let unless = if is_early { "if (!is_short) " } else { "" };
+                    line!(self, "                {unless}{copy}");
+                    continue;
+                };
+                left = &rest[1..];
+                // One of the two is within the rank. Alone, the other is left.
+                let other = if is_early { self.copy(next) } else { copy };
+                if is_early || early.contains(next) {
+                    line!(self, "                if (is_short) {{\n                    {other}");
+                    line!(self, "                }} else");
                 }
+                let (from, to) = (self.address(item.srcs[0]), self.address(item.dst));
+                let (from2, to2) = (self.address(next.srcs[0]), self.address(next.dst));
+                let (place, place2) = (item.place, next.place);
+                line!(self, "                copy_slices({from}, {to}, run.bytes(slice, {place}),");
+                line!(
+                    self,
+                    "                            {from2}, {to2}, run.bytes(slice, {place2}));"
+                );
                 continue;
             }
+            let bytes = format!("run.bytes(slice, {})", item.place);
+            let to = self.address(item.dst);
             let count = item.srcs.len();
             let also = next.filter(|next| next.srcs == [item.dst] && next.dst != item.dst);
             if also.is_some() {

@@ -45,6 +45,27 @@ impl Bench<'_> {
                 self.note(&name, &comm, bytes, times, call)?;
             }
         }
+        for kernel in crate::native::kernels() {
+            let name = format!("native_{}", kernel.name);
+            if !options.algorithms.contains(&name) {
+                continue;
+            }
+            let parts = if kernel.collective.reduces() { 1 } else { world as usize };
+            let algorithm = Algorithm::native(kernel)?;
+            let comm = Communicator::with_options(self.pool, &options.communicator())?;
+            for &bytes in &options.sizes() {
+                let count = bytes as usize / dtype.size() / parts;
+                // SAFETY: as above.
+                let call = |stream: &Stream| unsafe {
+                    comm.execute_at(&algorithm, to, from, count, dtype, op, 0, stream)
+                };
+                call(&self.stream)?;
+                // A call of more than an inbox holds never ends.
+                if comm.synchronize(&self.stream).is_ok() {
+                    self.note(&name, &comm, bytes, times, call)?;
+                }
+            }
+        }
         for name in [ALL_GATHER, REDUCE_SCATTER] {
             if !options.algorithms.iter().any(|other| other == name) {
                 continue;

@@ -8,8 +8,8 @@ use symmpool_allocator::{Result, Stream};
 use super::super::api::Handle;
 use super::super::kernel_spec::{BARRIER_THREADS, KernelSpec};
 use super::super::kernels::LoadedKernel;
+use super::super::made::{MadeKernel, MadeSource};
 use super::super::params::{CallParams, Comm, PlanWork, Traffic};
-use super::super::plan::PlanKernel;
 use super::super::strided_copy::StridedCopy;
 use super::{CudaEngine, cuda};
 use crate::host::call::Call;
@@ -20,13 +20,12 @@ impl CudaEngine {
         self.kernels.get(spec)
     }
 
-    pub(in super::super) fn plan_kernel(
+    pub(in super::super) fn made_kernel(
         &mut self,
-        key: PlanKernel,
-        name: &str,
-        source: impl FnOnce() -> String,
+        key: MadeKernel,
+        source: impl FnOnce() -> MadeSource,
     ) -> Result<LoadedKernel> {
-        self.kernels.get_plan(key, name, source)
+        self.kernels.get_made(key, source)
     }
 
     /// A call without data: the handshake alone.

@@ -1,0 +1,191 @@
+//! Checks of kernels that programs bring along: those of docs/kernels.md, and wrong ones.
+
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{
+    Algorithm, Communicator, CommunicatorOptions, DType, NativeKernel, ReduceOp, StandardCollective,
+};
+
+use crate::cuda::{download, stream, upload};
+use crate::oracle::{differs, input, random, reduce};
+use crate::{Options, expect_error};
+
+const DOCUMENT: &str = include_str!("../../../docs/kernels.md");
+const ROOM: usize = 6 << 20;
+
+/// The kernels of the document.
+pub(crate) fn kernels() -> Vec<NativeKernel> {
+    let found = DOCUMENT.split("```cuda\n").skip(1).map(|block| {
+        let text = block.split("```").next().expect("its end");
+        let (_, rest) = text.split_once("__global__ void ").expect("a kernel");
+        let name = rest.split('(').next().expect("a name");
+        let reduces = name == "my_all_reduce";
+        let collective =
+            if reduces { StandardCollective::AllReduce } else { StandardCollective::AllGather };
+        let windows = !reduces;
+        NativeKernel {
+            output_window: windows,
+            in_place: true,
+            ..NativeKernel::new(collective, name, text)
+        }
+    });
+    found.collect()
+}
+
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let buffers = [pool.alloc::<u8>(ROOM)?, pool.alloc::<u8>(ROOM)?];
+    pool.commit()?;
+    let comm = Communicator::with_options(pool, &options.communicator())?;
+    let stream = stream(pool)?;
+    let mut native = Native { pool, comm, buffers, stream, cases: 0, wrong: 0 };
+    for kernel in kernels() {
+        native.kernel(&kernel, options)?;
+    }
+    native.refusals()?;
+    Ok((native.cases, native.wrong))
+}
+
+struct Native<'a> {
+    pool: &'a Pool,
+    comm: Communicator,
+    buffers: [Block<u8>; 2],
+    stream: Stream,
+    cases: u64,
+    wrong: u64,
+}
+
+impl Native<'_> {
+    /// # Safety
+    ///
+    /// Both buffers hold the call's data, and nothing else uses them.
+    unsafe fn execute(
+        &self,
+        algorithm: &Algorithm,
+        (from, to): (u64, u64),
+        count: usize,
+        dtype: DType,
+    ) -> Result<()> {
+        let (to, from) = (to as *mut u8, from as *const u8);
+        let sum = ReduceOp::Sum;
+        // SAFETY: the caller's promise.
+        unsafe { self.comm.execute_at(algorithm, to, from, count, dtype, sum, 0, &self.stream) }
+    }
+
+    fn kernel(&mut self, kernel: &NativeKernel, options: &Options) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let algorithm = Algorithm::native(kernel.clone())?;
+        self.comm.register(algorithm.clone())?;
+        let reduces = kernel.collective.reduces();
+        let types: &[DType] =
+            if reduces { &[DType::Bf16, DType::I64] } else { &[DType::Bf16, DType::U8] };
+        for (nth, count) in [0, 1, 1000, 16_411, 100_003].into_iter().enumerate() {
+            for &dtype in types {
+                // So many elements take more than an inbox has.
+                let is_long = reduces && count * dtype.size() > 4 << 20;
+                if is_long || (options.quick && nth % 2 == 0 && nth > 0) {
+                    continue;
+                }
+                let number = random(options.seed, self.cases);
+                let all: Vec<Vec<u8>> =
+                    (0..world).map(|rank| input(number, rank, dtype, count)).collect();
+                let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
+                let shift = number % 3 * dtype.size() as u64;
+                let [from, to] = [0, 1].map(|which: usize| self.buffers[which].address() + shift);
+                let wanted =
+                    if reduces { reduce(&all, dtype, ReduceOp::Sum) } else { all.concat() };
+                upload(self.pool, to, &vec![0xa5; wanted.len() + 16])?;
+                upload(self.pool, from, all[rank as usize])?;
+                // SAFETY: both buffers are longer.
+                unsafe { self.execute(&algorithm, (from, to), count, dtype) }?;
+                self.comm.synchronize(&self.stream)?;
+                let got = download(self.pool, to, wanted.len() + 16)?;
+                let (result, beyond) = got.split_at(wanted.len());
+                self.cases += 1;
+                let differs = differs(result, &wanted, dtype);
+                if differs.is_some() || beyond.iter().any(|byte| *byte != 0xa5) {
+                    self.wrong += 1;
+                    println!("rank {rank}: {} of {count} {dtype:?}: {differs:?}", kernel.name);
+                }
+            }
+        }
+        if rank == 0 {
+            println!("native {}: {} cases, {} wrong", kernel.name, self.cases, self.wrong);
+        }
+        Ok(())
+    }
+
+    /// Kernels that cannot run are errors on all ranks, which say what is wrong; the communicator stays open.
+    fn refusals(&mut self) -> Result<()> {
+        let wrong = [
+            ("no_such", "extern \"C\" __global__ void other(int) {}", "no kernel no_such"),
+            (
+                "broken",
+                "\n\nextern \"C\" __global__ void broken() { undeclared = 1; }",
+                "broken.cu",
+            ),
+        ];
+        let at = self.buffers[0].address();
+        for (name, source, words) in wrong {
+            let algorithm =
+                Algorithm::native(NativeKernel::new(StandardCollective::AllReduce, name, source))?;
+            // SAFETY: the buffer is longer.
+            let result = unsafe { self.execute(&algorithm, (at, at + 4096), 8, DType::F32) };
+            let error = expect_error(result, name)?;
+            self.cases += 1;
+            if !error.is_invalid_argument() || !error.to_string().contains(words) {
+                self.wrong += 1;
+                println!("rank {}: {name}: {error}", self.pool.rank());
+            }
+        }
+        self.comm.barrier(&self.stream)?;
+        self.comm.synchronize(&self.stream)
+    }
+}
+
+/// A rank with another source, and ranks that wait for what never comes: errors in bounded time.
+pub(crate) fn faults(pool: &Pool, timeout: Duration) -> Result<u32> {
+    const LAZY: &str = "
+        #include <symmpool/device.cuh>
+        using namespace symmpool;
+        extern \"C\" __global__ void lazy(const __grid_constant__ DeviceComm comm,
+                                        const __grid_constant__ DeviceCall call) {
+            Collective collective(comm, call);
+            if (collective && MemoryChannel(collective, comm.after(1)).wait()) {
+                call.output[0] = 1;
+            }
+        }";
+    let block = pool.alloc::<u8>(1 << 20)?;
+    pool.commit()?;
+    let (rank, stream) = (pool.rank(), stream(pool)?);
+    let options = CommunicatorOptions { timeout, ..Default::default() };
+    let call = |comm: &Communicator, algorithm: &Algorithm| {
+        let (to, from) = (block.address() as *mut u8, (block.address() + 8192) as *const u8);
+        // SAFETY: the block is longer.
+        unsafe { comm.execute_at(algorithm, to, from, 8, DType::F32, ReduceOp::Sum, 0, &stream) }
+    };
+    let lazy = Algorithm::native(NativeKernel::new(StandardCollective::AllReduce, "lazy", LAZY))?;
+    let other = LAZY.replace("output[0] = 1", "output[0] = 2");
+    let other =
+        Algorithm::native(NativeKernel::new(StandardCollective::AllReduce, "lazy", &other))?;
+    let mut wrong = 0;
+    for (name, algorithm) in
+        [("lazy", &lazy), ("another source", if rank == 0 { &lazy } else { &other })]
+    {
+        // Compiles the kernel before anything is timed.
+        let first = Communicator::with_options(pool, &options)?;
+        call(&first, algorithm)?;
+        expect_error(first.synchronize(&stream), name)?;
+        let comm = Communicator::with_options(pool, &options)?;
+        let began = Instant::now();
+        let result = call(&comm, algorithm).and_then(|()| comm.synchronize(&stream));
+        let error = expect_error(result, name)?;
+        let took = began.elapsed();
+        let is_right = if name == "lazy" { error.is_timeout() } else { error.is_diverged() };
+        if !is_right || took > timeout + Duration::from_secs(1) {
+            wrong += 1;
+            println!("rank {rank}: {name}, after {took:?}: {error}");
+        }
+    }
+    Ok(wrong)
+}

@@ -1,0 +1,174 @@
+//! Runs kernels that programs bring along.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::engine::CudaEngine;
+use super::launch_config::LaunchConfig;
+use super::made::{MadeKernel, MadeSource};
+use super::params::{CallParams, MAX_PEER_BLOCKS, PlanWork};
+use crate::algorithm::{NativeKernel, StandardCollective};
+use crate::host::call::{Call, Operation};
+use crate::host::plan_call::Arguments;
+use crate::{DType, Place, ReduceOp};
+
+/// Most worker blocks of a call whose kernel does not say how many.
+const USUAL_BLOCKS: u32 = 128;
+
+impl CudaEngine {
+    /// Runs a kernel for `count` elements of each part.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` if the source does not compile, with the compiler's messages, or lacks the kernel, and if
+    /// buffers overlap; `is_unsupported` if buffers must be windows and are not, and where there is no NVRTC. Ranks
+    /// with different kernels get `is_diverged` from a later call.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`], for the elements of all parts. The kernel accesses nothing but them and what the
+    /// device API gives it.
+    pub(crate) unsafe fn run_native(
+        &mut self,
+        native: &NativeKernel,
+        arguments: &Arguments,
+        stream: Stream,
+    ) -> Result<()> {
+        self.begin(stream)?;
+        let part = match self.check_native(native, arguments) {
+            Ok(part) => part,
+            Err(why) => return Err(self.decline(why, stream)),
+        };
+        let call = describe(native, arguments);
+        if part == 0 {
+            return self.handshake_only(call, stream);
+        }
+        let (dtype, op) = match native.collective.reduces() {
+            true => (arguments.dtype, arguments.op),
+            false => (DType::U8, ReduceOp::Sum),
+        };
+        let key = MadeKernel {
+            world: self.world(),
+            hash: native.hash(),
+            rank: 0,
+            dtype: dtype as u8,
+            op: op as u8,
+            threads: native.threads,
+        };
+        let source = || MadeSource {
+            name: native.name.clone(),
+            path: native.path.clone(),
+            entry: native.kernel.clone(),
+            source: native.source.clone(),
+        };
+        let kernel = match self.made_kernel(key, source) {
+            Ok(kernel) => kernel,
+            // What the compiler says of a program's source is about an argument.
+            Err(why) => {
+                let why = if why.is_unsupported() || why.is_invalid_argument() {
+                    why
+                } else {
+                    Error::invalid_argument(format!("on rank {}: {why}", self.rank()))
+                };
+                return Err(self.decline(why, stream));
+            }
+        };
+        let most = native.blocks.unwrap_or(USUAL_BLOCKS).min(MAX_PEER_BLOCKS);
+        let config = LaunchConfig::new(&kernel, part.div_ceil(16), native.threads, most);
+        let blocks = config.worker_blocks();
+        let params = CallParams {
+            description: *call.peer_blocks(blocks).words(),
+            input: self.address(arguments.input),
+            output: self.address(arguments.output),
+            bytes: part,
+            stride: part,
+            root: arguments.root,
+            peer_blocks: blocks,
+        };
+        let (grid, unused) = ((config.blocks, config.threads), PlanWork::default());
+        // SAFETY: the caller's promises. A kernel has two parameters, and the driver reads no more.
+        unsafe { self.launch_plan(kernel, grid, &params, &unused, stream) }
+    }
+
+    /// Checks a call's arguments. Returns the bytes of a part.
+    pub(crate) fn check_native(&self, native: &NativeKernel, arguments: &Arguments) -> Result<u64> {
+        let (rank, world, name) = (self.rank(), self.world(), &native.name);
+        let Arguments { input, output, count, dtype, root, .. } = *arguments;
+        if native.world.is_some_and(|made_for| made_for != world) {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {name} on rank {rank}: it is for {} ranks, and the communicator has {world}",
+                native.world.unwrap_or(0)
+            )));
+        }
+        if root >= world || (root > 0 && native.collective != StandardCollective::Broadcast) {
+            return Err(Error::invalid_argument(format!(
+                "root {root} of {} on rank {rank}, among {world} ranks",
+                native.collective
+            )));
+        }
+        if native.collective.reduces() && !dtype.is_reduced() {
+            return Err(dtype.only_moved(native.collective.name(), rank));
+        }
+        let needed =
+            [(native.input_window, "input", input), (native.output_window, "output", output)];
+        for (is_needed, what, place) in needed {
+            if is_needed && count > 0 && !place.is_window() {
+                return Err(Error::unsupported(format!(
+                    "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
+                     allocate it from the pool, as by pool.empty"
+                )));
+            }
+        }
+        let [inputs, outputs] = native.collective.both_parts(world).map(u64::from);
+        let part = (count as u64).checked_mul(dtype.size() as u64);
+        let whole = part.and_then(|part| part.checked_mul(inputs.max(outputs)));
+        let (Some(part), Some(_)) = (part, whole.filter(|whole| *whole <= self.pool_stride()))
+        else {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {name} of {count} {} on rank {rank}: no memory is that long",
+                dtype.name()
+            )));
+        };
+        let (from, to) = (self.address(input), self.address(output));
+        let (from_end, to_end) = (from + part * inputs, to + part * outputs);
+        if part > 0 && from < to_end && to < from_end {
+            let own = u64::from(rank) * part;
+            let is_in_place = match native.collective {
+                StandardCollective::AllGather => from == to + own,
+                StandardCollective::ReduceScatter => from + own == to,
+                _ => from == to,
+            };
+            if !is_in_place || !native.in_place {
+                return Err(Error::invalid_argument(format!(
+                    "the algorithm {name} on rank {rank}: input and output overlap{}",
+                    if is_in_place { "; it is not said to be right in place" } else { "" }
+                )));
+            }
+        }
+        Ok(part)
+    }
+}
+
+/// What ranks compare.
+fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
+    let operation = match native.collective {
+        StandardCollective::AllReduce => Operation::AllReduce,
+        StandardCollective::AllGather => Operation::AllGather,
+        StandardCollective::ReduceScatter => Operation::ReduceScatter,
+        StandardCollective::Broadcast => Operation::Broadcast,
+        StandardCollective::AllToAll => Operation::AllToAll,
+    };
+    let Arguments { input, output, count, dtype, op, root } = *arguments;
+    let mut call = Call::new(operation).elements(dtype, count).root(root);
+    if native.collective.reduces() {
+        call = call.reduce(op);
+    }
+    // Where peers do not access them, buffers may lie anywhere.
+    let if_reached = |reached: bool, place: Place| {
+        if reached { place } else { Place::Plain(std::ptr::null_mut()) }
+    };
+    call.input(if_reached(native.input_window, input))
+        .output(if_reached(native.output_window, output))
+        .registered(native.hash())
+}

@@ -1,0 +1,46 @@
+//! The kernels of docs/kernels.md compile, with every compiler and for every architecture.
+
+use super::*;
+
+const DOCUMENT: &str = include_str!("../../../../docs/kernels.md");
+
+/// The kernels of the document: the name of each, and its text.
+pub(crate) fn kernels() -> Vec<(String, String)> {
+    let blocks = DOCUMENT.split("```cuda\n").skip(1);
+    let found = blocks.map(|block| {
+        let text = block.split("```").next().expect("its end").to_owned();
+        let (_, rest) = text.split_once("__global__ void ").expect("a kernel");
+        (rest.split('(').next().expect("a name").to_owned(), text)
+    });
+    found.collect()
+}
+
+#[test]
+fn kernels_of_the_document_compile_for_every_architecture() {
+    let sizes = [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "136")];
+    let all = kernels();
+    assert_eq!(all.len(), 3);
+    for nvrtc in compilers() {
+        let jit = Jit::new(options(nvrtc, Some(&kept())));
+        for (name, text) in &all {
+            for ((major, minor), _) in PROCESSORS {
+                for world in ["1", "2", "8"] {
+                    let kernel = Kernel {
+                        name,
+                        path: "kernels.md",
+                        entry: name,
+                        source: text,
+                        variants: &[],
+                    };
+                    let mut defines = sizes.to_vec();
+                    defines.extend([("WORLD", world), ("DTYPE", "4"), ("OP", "1")]);
+                    let variant = Variant { kernel: &kernel, defines: &defines };
+                    let image = jit.compile(&variant, arch(major, minor));
+                    let image = image.unwrap_or_else(|error| panic!("{error}"));
+                    let used = look(&image, &kernel).expect("machine code");
+                    println!("{name} of {world} on {major}.{minor}: {used:?}");
+                }
+            }
+        }
+    }
+}
