@@ -31,8 +31,8 @@ use crate::{selection, site, stream};
 /// `Pool.resync` takes back what they had allocated for it.
 ///
 /// Every rank makes the same calls, in the same order. Where a rank calls something else, all ranks raise
-/// DivergedError. A rank whose own arguments are wrong raises
-/// InvalidArgumentError or TypeError, and the others DivergedError, without waiting in vain.
+/// DivergedError; where its arguments are wrong, it raises InvalidArgumentError or TypeError, and the
+/// others DivergedError.
 ///
 /// Tensors are contiguous and on the pool's device: torch's, numpy's, or a Block. all_reduce and
 /// reduce_scatter_tensor take elements of float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
@@ -40,8 +40,7 @@ use crate::{selection, site, stream};
 /// 16 bytes, such as bool, uint16 or complex64, and moves them bit by bit; ranks name the same type
 /// all the same (types that torch and numpy do not share differ by their size alone). Memory
 /// of the pool is used where it lies, other memory is staged; in one call all ranks pass the same
-/// kind. Arguments must not overlap, except where a call works in place. Shapes play no part, only
-/// numbers of elements, but for `all_to_all_single`'s split sizes.
+/// kind. Arguments must not overlap, except where a call works in place. Shapes play no part.
 ///
 /// On the CPU a call returns when this rank's part is done. On CUDA it is queued on `stream` (a
 /// raw handle, or an object with one, as torch.cuda.Stream; torch's current stream unless given)
@@ -54,18 +53,17 @@ use crate::{selection, site, stream};
 /// kernel, in a capture too.
 ///
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
-/// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
-/// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
+/// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it. `algorithm` is one of `algorithms()`, and how
 /// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto",
 /// "lamport", "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts
-/// too. `algorithms`, as {"all_gather": "mine"}, names algorithms by collective, also those that are registered
-/// later; so do the environment variables SYMMPOOL_ALL_GATHER and the like. `scratch_bytes` is how much scratch there is, in host memory or on the device. All of it is
-/// the same on every rank. `concurrent`, of which ranks may differ, is how many communicators of
-/// this process may have calls under way on the device at once, on several streams, 1 to 16: with
-/// more than one, each takes only so much of the device that none waits outside for a peer that
-/// waits for it. Without it that is as many as there are streams on which they made their last
-/// calls, and one more for each that has made none yet or is in graphs; if that is one, it takes
-/// everything, unless `share_sms` says otherwise. A graph keeps what held when it was captured.
+/// too. `algorithms`, as {"all_gather": "mine"}, names algorithms by collective, also those that are
+/// registered later; so do the environment variables SYMMPOOL_ALL_GATHER and the like. `scratch_bytes`
+/// is how much scratch there is, in host memory or on the device. All of it is the same on every rank.
+/// `concurrent`, of which ranks may differ, is how many communicators of this process may have calls
+/// under way on the device at once, 1 to 16: with more than one, each takes a part of it. Without it
+/// there are as many as streams with calls of theirs, and one more for each that has made none yet or
+/// is in graphs. `sm_budget` is the most SMs of a kernel. With `beside_compute`, calls on no default
+/// stream and in no graph take few SMs.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     calls: Arc<Calls>,
@@ -78,12 +76,12 @@ impl Communicator {
     #[pyo3(
         signature = (
             pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
-            algorithms = None, scratch_bytes = None, concurrent = None
+            algorithms = None, scratch_bytes = None, concurrent = None, sm_budget = None, beside_compute = false
         ),
-        text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', \
-                          algorithms=None, scratch_bytes=None, concurrent=None)"
+        text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', algorithms=None, \
+                          scratch_bytes=None, concurrent=None, sm_budget=None, beside_compute=False)"
     )]
-    #[expect(clippy::too_many_arguments, reason = "options, with names")]
+    #[allow(clippy::too_many_arguments)] // options, with names
     fn new(
         py: Python<'_>,
         pool: &Bound<'_, Pool>,
@@ -93,12 +91,14 @@ impl Communicator {
         algorithms: Option<&Bound<'_, PyDict>>,
         scratch_bytes: Option<Number<u64>>,
         concurrent: Option<Number<u32>>,
+        sm_budget: Option<Number<u32>>,
+        beside_compute: bool,
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
         let on = &*pool.pool;
         let read = || {
-            let sizes = (scratch_bytes, concurrent);
+            let sizes = options::Sizes { scratch_bytes, concurrent, sm_budget, beside_compute };
             options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes)
         };
         let options = read().inspect_err(|error| {

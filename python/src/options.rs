@@ -9,7 +9,15 @@ use crate::errors::invalid;
 use crate::number::Number;
 use crate::selection::standard;
 
-/// Options as Python gives them: the sizes are `scratch_bytes` and `concurrent`.
+/// How much memory there is for calls, and how much of a device they may take, as Python says it.
+pub(crate) struct Sizes {
+    pub(crate) scratch_bytes: Option<Number<u64>>,
+    pub(crate) concurrent: Option<Number<u32>>,
+    pub(crate) sm_budget: Option<Number<u32>>,
+    pub(crate) beside_compute: bool,
+}
+
+/// Options as Python gives them.
 pub(crate) fn read(
     py: Python<'_>,
     device: Device,
@@ -17,15 +25,21 @@ pub(crate) fn read(
     algorithm: &str,
     all_to_all: &str,
     algorithms: Option<&Bound<'_, PyDict>>,
-    (scratch_bytes, concurrent): (Option<Number<u64>>, Option<Number<u32>>),
+    sizes: Sizes,
 ) -> PyResult<CommunicatorOptions> {
-    let bytes = scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
-    let concurrent = concurrent.map(|number| number.or_raise(py, "concurrent")).transpose()?;
+    let bytes = sizes.scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
+    let count = |number: Option<Number<u32>>, name| {
+        number.map(|number| number.or_raise(py, name)).transpose()
+    };
+    let concurrent = count(sizes.concurrent, "concurrent")?;
+    let sm_budget = count(sizes.sm_budget, "sm_budget")?;
     let mut options = CommunicatorOptions {
         timeout: timeout.seconds(py, "timeout")?,
         algorithm: convert::algorithm(py, algorithm)?,
         all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
         concurrent,
+        sm_budget,
+        beside_compute: sizes.beside_compute,
         ..CommunicatorOptions::default()
     };
     for (collective, name) in algorithms.into_iter().flat_map(PyDictMethods::iter) {

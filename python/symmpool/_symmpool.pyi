@@ -231,6 +231,8 @@ class Communicator:
         algorithms: dict[str, str] | None = None,
         scratch_bytes: int | None = None,
         concurrent: int | None = None,
+        sm_budget: int | None = None,
+        beside_compute: bool = False,
     ) -> None: ...
     def all_reduce(
         self,

@@ -30,6 +30,28 @@ def test_the_environment_says_how_many(monkeypatch):
     assert sm_budget.concurrent(ON_CUDA) is None
 
 
+def test_the_environment_says_how_many_sms(monkeypatch):
+    assert sm_budget.options(ON_CUDA) == {"concurrent": None, "sm_budget": None, "beside_compute": True}
+    monkeypatch.setenv("SYMMPOOL_SM_BUDGET", "16")
+    assert sm_budget.options(ON_CUDA)["sm_budget"] == 16
+    assert sm_budget.options(Pool("cpu"))["sm_budget"] is None
+    for nonsense in ("0", "1", "-2", "16.0", "some", str(1 << 32)):
+        monkeypatch.setenv("SYMMPOOL_SM_BUDGET", nonsense)
+        with pytest.raises(symmpool.InvalidArgumentError, match="SYMMPOOL_SM_BUDGET="):
+            sm_budget.sm_budget(ON_CUDA)
+    monkeypatch.setenv("SYMMPOOL_SM_BUDGET", "")
+    assert sm_budget.sm_budget(ON_CUDA) is None
+
+
+def test_options_that_make_no_sense_are_refused():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    for nonsense, text in ((1, "SM budget 1"), (-1, "sm_budget"), ("many", "sm_budget")):
+        with pytest.raises((symmpool.InvalidArgumentError, TypeError), match=text):
+            symmpool.Communicator(pool, sm_budget=nonsense)
+    symmpool.Communicator(pool, sm_budget=2, beside_compute=True)
+
+
 def test_room_is_left_on_devices_that_there_may_be():
     symmpool.share_sms(0)
     for nonsense in (-1, 2**32, 0.5, "cuda"):

@@ -124,6 +124,10 @@ struct Options {
     /// (check, soak, bench).
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     concurrent: Vec<u32>,
+    /// Communicators take their calls to run beside compute: with few SMs, and large ones in other ways (check, soak,
+    /// bench).
+    #[arg(long)]
+    beside_compute: bool,
     /// How long calls wait for a peer that does not come, in seconds (faults).
     #[arg(long, default_value_t = 1.5)]
     timeout: f64,
@@ -178,7 +182,8 @@ impl Options {
         // There may be several communicators, but their calls run one after the other.
         let concurrent = Some(configured.copied().unwrap_or(1));
         let links = self.emulated.then(|| Topology::host(self.ranks));
-        let usual = CommunicatorOptions { concurrent, links, ..Default::default() };
+        let beside_compute = self.beside_compute;
+        let usual = CommunicatorOptions { concurrent, beside_compute, links, ..Default::default() };
         if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
     }
 

@@ -136,7 +136,7 @@ impl Communicator {
             footprint: footprint.clone().unwrap_or(Footprint::NONE),
             first_epoch: options.first_epoch,
             all_to_all: options.all_to_all,
-            concurrent: options.concurrent,
+            budget: options.budget(),
             links: options.links.as_ref().unwrap_or(pool.topology()).clone(),
         };
         let bytes = footprint.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));

@@ -7,6 +7,7 @@ use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Error, Result};
 
 use super::Communicator;
+use crate::cuda::BudgetOptions;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions, StandardCollective};
 
 /// How a [`Communicator`] behaves. The same on every rank, except where an option says otherwise.
@@ -56,6 +57,15 @@ pub struct CommunicatorOptions {
     /// the whole device, unless [`share_sms`](crate::share_sms) was called. A graph keeps the budget that its
     /// calls were captured with: make all communicators before capturing, or set this. Ranks may differ.
     pub concurrent: Option<u32>,
+    /// On a device: the most SMs that a kernel of a call takes, 2 or more. What communicators on one device leave each
+    /// other (`concurrent`) still holds. `None`, the default: all of them, or, in calls that `beside_compute` is about,
+    /// as many as keep the links busy. Ranks may differ.
+    pub sm_budget: Option<u32>,
+    /// On a device: whether calls on other streams than a default one, unless they are captured, run beside kernels of
+    /// the program, such as matrix products, which are to lose as little as possible. Such calls take few SMs and a
+    /// little longer than calls that have the device for themselves. Large all-reduces of the communicator then go by an
+    /// algorithm that needs few SMs, on whatever streams. Default false. The same on every rank.
+    pub beside_compute: bool,
     /// The number of the first call, 1 or more. Default 1; larger ones serve to test what happens when
     /// numbers overflow.
     pub first_epoch: u32,
@@ -79,6 +89,8 @@ impl Default for CommunicatorOptions {
             device_inbox_bytes: None,
             device_scratch_bytes: None,
             concurrent: None,
+            sm_budget: None,
+            beside_compute: false,
             first_epoch: 1,
             links: None,
         }
@@ -87,6 +99,8 @@ impl Default for CommunicatorOptions {
 
 /// The most communicators whose calls may be under way at once.
 const MAX_CONCURRENT: u32 = 16;
+/// The least SM budget: a block that does the handshake, and one that moves data.
+const MIN_SM_BUDGET: u32 = 2;
 
 impl CommunicatorOptions {
     /// The name that is requested for a collective, if any is.
@@ -97,6 +111,12 @@ impl CommunicatorOptions {
             _ => None,
         };
         self.algorithms.get(&collective).map(String::as_str).or(of_field)
+    }
+
+    /// What they say of the SM budget of calls.
+    pub(super) fn budget(&self) -> BudgetOptions {
+        let Self { concurrent, sm_budget: most, beside_compute, .. } = *self;
+        BudgetOptions { concurrent, most, beside_compute }
     }
 
     /// Refuses invalid options, also those for another kind of memory, so that they are found on any machine.
@@ -110,6 +130,11 @@ impl CommunicatorOptions {
             return refuse(format!(
                 "concurrent {wrong}: how many communicators may have calls under way at once, 1 to \
                  {MAX_CONCURRENT}"
+            ));
+        }
+        if let Some(wrong) = self.sm_budget.filter(|sms| *sms < MIN_SM_BUDGET) {
+            return refuse(format!(
+                "SM budget {wrong}: the most SMs that a kernel takes, at least {MIN_SM_BUDGET}"
             ));
         }
         match &self.links {
@@ -161,6 +186,7 @@ mod tests {
         for (options, name) in [
             (CommunicatorOptions { concurrent: Some(0), ..good() }, "concurrent 0"),
             (CommunicatorOptions { concurrent: Some(17), ..good() }, "concurrent 17"),
+            (CommunicatorOptions { sm_budget: Some(1), ..good() }, "SM budget 1"),
             (CommunicatorOptions { timeout: Duration::ZERO, ..good() }, "timeout"),
             (CommunicatorOptions { first_epoch: 0, ..good() }, "first epoch"),
             (CommunicatorOptions { links: Some(Topology::host(3)), ..good() }, "links of 3 ranks"),

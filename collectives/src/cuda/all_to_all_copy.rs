@@ -97,34 +97,46 @@ impl CudaEngine {
     ) -> Result<()> {
         let EqualParts { from, to, part, input_stride } = parts;
         let whole = part * u64::from(self.world());
-        let head = self.head_of(part);
         let kernel = self.kernel(KernelSpec::new(&COPY_COMPANION, THREADS))?.after_copies();
+        let in_place =
+            from + u64::from(self.rank()) * input_stride == to + u64::from(self.rank()) * part;
+        // Where SMs are wanted for something else none is taken, unless the own part must be copied.
+        let companion_runs = !(in_place && kernel.budget.is_limited());
+        let head = if companion_runs { self.head_of(part) } else { 0 };
         let view = if self.world() > 2 { self.contiguous_peers(to, whole) } else { None };
         let (contiguous, requested) = (view.is_some(), self.exchange.name());
-        tracing::debug!(part, head, contiguous, algorithm = "copy", requested, %call);
+        tracing::debug!(part, head, companion_runs, contiguous, algorithm = "copy", requested, %call);
         let (copies, companion) = (self.copy_stream, self.companion_stream);
         self.switch_to(stream)?;
-        self.fork(stream, companion)?;
+        if companion_runs {
+            self.fork(stream, companion)?;
+        }
         // When peers have made the call, their streams are past whatever used their outputs before.
-        self.handshake_with_companion(call, stream)?;
-        let params = CallParams {
-            input: from,
-            output: to + u64::from(self.rank()) * part,
-            bytes: head,
-            stride: part,
-            root: u32::from(input_stride == 0),
-            ..CallParams::of(&call)
-        };
-        // These blocks wait for the handshake, whose block must be resident at the same time.
-        let most = kernel.resident(THREADS).saturating_sub(1).max(1);
-        let grid = (BLOCKS.min(kernel.budget.most_blocks).min(most), THREADS);
-        // SAFETY: parts of what the caller promised, and what no copy writes.
-        unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }
-            .map_err(|error| self.decline(error, stream))?;
+        if companion_runs {
+            self.handshake_with_companion(call, stream)?;
+            let params = CallParams {
+                input: from,
+                output: to + u64::from(self.rank()) * part,
+                bytes: head,
+                stride: part,
+                root: u32::from(input_stride == 0),
+                ..CallParams::of(&call)
+            };
+            // These blocks wait for the handshake, whose block must be resident at the same time.
+            let most = kernel.resident(THREADS).saturating_sub(1).max(1);
+            let grid = (BLOCKS.min(kernel.budget.most_blocks).min(most), THREADS);
+            // SAFETY: parts of what the caller promised, and what no copy writes.
+            unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }
+                .map_err(|error| self.decline(error, stream))?;
+        } else {
+            self.handshake_before_copies(call, stream)?;
+        }
         self.fork(stream, copies)?;
         self.copy_behind_heads(head, parts, view, copies)?;
         self.fork(copies, stream)?;
-        self.fork(companion, stream)?;
+        if companion_runs {
+            self.fork(companion, stream)?;
+        }
         // What a rank copied to its peers has arrived when it takes part in this handshake.
         self.handshake_after_copies(call, stream)
     }

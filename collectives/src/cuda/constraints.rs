@@ -19,6 +19,8 @@ pub(super) struct AllReduceShape {
     pub(super) output_window: bool,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
     pub(super) direct: bool,
+    /// Whether calls may run beside compute, with few SMs.
+    pub(super) beside_compute: bool,
 }
 
 impl AllReduceShape {
@@ -70,7 +72,8 @@ mod tests {
 
     fn shape(bytes: u64, world: u32) -> AllReduceShape {
         let (dtype, input_window, output_window) = (DType::F32, true, true);
-        AllReduceShape { bytes, dtype, world, input_window, output_window, direct: true }
+        let (direct, beside_compute) = (true, false);
+        AllReduceShape { bytes, dtype, world, input_window, output_window, direct, beside_compute }
     }
 
     #[test]

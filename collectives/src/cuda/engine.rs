@@ -26,6 +26,7 @@ use super::kernels::Kernels;
 use super::modules::{self, Modules};
 use super::p2p::P2p;
 use super::params::{ChannelEnd, Comm, Control};
+use super::sm_budget::BudgetOptions;
 use super::stream_order::StreamOrder;
 use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
@@ -45,8 +46,7 @@ pub(crate) struct CudaOptions {
     /// The algorithm that was requested for all-reduces.
     pub(crate) requested: RequestedAlgorithm,
     pub(crate) all_to_all: AllToAllAlgorithm,
-    /// Communicators whose calls may be under way at once, if the program says so. Ranks may differ.
-    pub(crate) concurrent: Option<u32>,
+    pub(crate) budget: BudgetOptions,
     /// How the ranks are linked.
     pub(crate) links: Topology,
 }
@@ -70,6 +70,8 @@ pub(crate) struct CudaEngine {
     pub(super) measured: MeasuredTable,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
     pub(super) direct: bool,
+    /// Whether calls may run beside compute.
+    pub(super) beside_compute: bool,
     pub(super) comm: Comm,
     /// How exchanges go now.
     pub(super) exchange: &'static Exchange,

@@ -261,6 +261,7 @@ mod tests {
             input_window: true,
             output_window: true,
             direct: true,
+            beside_compute: false,
         }
     }
 

@@ -15,7 +15,7 @@ use super::kernel_spec::KernelSpec;
 use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
 use super::params::{CallParams, Comm, PlanWork, Traffic};
-use super::sm_budget::{BudgetMember, SmBudget};
+use super::sm_budget::{BudgetMember, BudgetOptions, SmBudget};
 use crate::row_exchange::RowWork;
 
 /// The numbers of threads that blocks may have.
@@ -57,6 +57,14 @@ impl LoadedKernel {
         Self { budget: SmBudget::ALL, ..self }
     }
 
+    /// The kernel with no more blocks than that, if the call runs beside compute.
+    pub(super) fn beside_compute(self, most: u32) -> Self {
+        let most_blocks = self.budget.most_blocks;
+        let most_blocks =
+            if self.budget.beside_compute { most_blocks.min(most) } else { most_blocks };
+        Self { budget: SmBudget { most_blocks, ..self.budget }, ..self }
+    }
+
     /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
     /// themselves, so it must not start early.
     pub(super) fn after_copies(self) -> Self {
@@ -78,24 +86,29 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// The kernels of a communicator of `world` ranks; `concurrent` is as in the communicator's options.
+    /// The kernels of a communicator of `world` ranks.
     pub(super) fn new(
         api: &'static Api,
         modules: Arc<Modules>,
         driver: &CudaDriver,
         world: u32,
-        concurrent: Option<u32>,
+        options: BudgetOptions,
     ) -> Self {
         let (ordinal, processors) = (driver.facts().ordinal, modules.processors());
-        let member = BudgetMember::new(ordinal, processors, world, concurrent);
+        let member = BudgetMember::new(ordinal, processors, world, options);
         let (known, known_made) = (BTreeMap::new(), BTreeMap::new());
         Self { api, modules, member, budget: SmBudget::ALL, world, known, known_made }
     }
 
     /// Begins a call on that stream. Returns its budget.
-    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) -> SmBudget {
+    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl Fn() -> bool) -> SmBudget {
         self.budget = self.member.budget_in_call(stream, is_captured);
         self.budget
+    }
+
+    /// The most SMs that kernels of the call under way take.
+    pub(super) fn most_sms(&self) -> u32 {
+        self.budget.most_blocks.min(self.modules.processors())
     }
 
     /// Begins an operation that is no call of all ranks. Returns its budget.

@@ -65,6 +65,7 @@ pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};
 pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, requested_total,
 };
+pub(crate) use sm_budget::BudgetOptions;
 #[allow(deprecated)]
 pub use sm_budget::leave_room;
 pub use sm_budget::share_sms;

@@ -122,7 +122,7 @@ mod tests {
             first_epoch: 1,
             requested,
             all_to_all: AllToAllAlgorithm::Auto,
-            concurrent: None,
+            budget: Default::default(),
             links: Topology::host(1),
         };
         let bytes = CudaEngine::control_bytes(1, &options).expect("sound options") as usize;

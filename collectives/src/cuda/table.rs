@@ -90,6 +90,7 @@ mod tests {
                 input_window: row.windows,
                 output_window: row.windows,
                 direct: true,
+                beside_compute: false,
             };
             let control = Control::new(row.world, Footprint::ample(32 << 20, 192 << 20))
                 .expect("a world that is served");
@@ -116,6 +117,7 @@ mod tests {
             input_window: true,
             output_window: true,
             direct: true,
+            beside_compute: false,
         };
         let measured = MeasuredTable::of(&["NVIDIA H200"; 4]);
         let found = |bytes| measured.find(&shape(bytes, DType::Bf16));

@@ -23,9 +23,9 @@ class CommunicatorEntry:
 
     def __init__(self, pool: Pool):
         self.device = number_of(pool.device)
-        concurrent = sm_budget.concurrent(pool)
+        options = sm_budget.options(pool)
         sm_budget.share_with_other_groups(self.device)
-        self.comm = Communicator(pool, timeout=pool_registry.timeout_of(pool), concurrent=concurrent)
+        self.comm = Communicator(pool, timeout=pool_registry.timeout_of(pool), **options)
         self._pool = weakref.ref(pool)
         # What has `join`, for the calls with async_op that nothing has waited for yet.
         self.pending: Any = None

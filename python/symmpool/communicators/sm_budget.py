@@ -6,6 +6,9 @@ with different ones wait for each other until their time is over. Communicators 
 other and divide the device. Of NCCL's kernels they know what `share_sms` says: the backend calls it before
 NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls, so the device
 is shared as soon as there are several such groups.
+
+A call that runs beside the program's own kernels, on a side stream with `async_op` or on a stream of FSDP's,
+takes few SMs: as many as keep the links busy. SYMMPOOL_SM_BUDGET says another number, for all calls.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from symmpool._symmpool import share_sms
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups
 
-__all__ = ["concurrent", "share_with_other_groups", "shares_device"]
+__all__ = ["concurrent", "options", "share_with_other_groups", "shares_device", "sm_budget"]
 
 VARIABLE = "SYMMPOOL_CONCURRENT"
+SM_BUDGET = "SYMMPOOL_SM_BUDGET"
 # Says that several ranks may use one device; pools refuse values that make no sense.
 _SHARED_DEVICE = "SYMMPOOL_SHARED_DEVICE"
 # The most that `concurrent` of a communicator takes.
@@ -49,6 +53,30 @@ def concurrent(pool: Any) -> int | None:
             f"whole number from 1 to {_MOST} is needed"
         )
     return int(said)
+
+
+def is_budget(said: str) -> bool:
+    """Whether a text is a number of SMs that the option takes."""
+    return said.isascii() and said.isdigit() and 2 <= int(said) < 1 << 32
+
+
+def sm_budget(pool: Any) -> int | None:
+    """The most SMs that a call takes on a pool's device, where the environment says so."""
+    said = os.environ.get(SM_BUDGET, "")
+    if pool.device == "cpu" or not said:
+        return None
+    if not is_budget(said):
+        raise InvalidArgumentError(
+            f"{SM_BUDGET}={said}: the most multiprocessors that a collective takes; a whole number from 2 on "
+            "is needed"
+        )
+    return int(said)
+
+
+def options(pool: Any) -> dict[str, Any]:
+    """The options of the communicators that module-level calls and the backend make on a pool. Their calls on
+    other streams than the default one run beside kernels of the program."""
+    return {"concurrent": concurrent(pool), "sm_budget": sm_budget(pool), "beside_compute": True}
 
 
 def share_with_other_groups(device: int) -> None:

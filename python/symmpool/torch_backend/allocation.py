@@ -1,6 +1,6 @@
 """Tensors in a group's windows, for code that asks its backend for memory: `Backend.allocate_tensor`.
 
-FSDP does, for what it gathers and scatters, after `set_allocate_memory_from_process_group_for_comm(True)`.
+FSDP does, for what it gathers and scatters (`symmpool.torch_backend.fsdp`).
 Collectives on windows take one hop, and copy engines carry the largest, which leaves processors to the
 program. Every rank of the group asks for the same, in the same order, as for all memory of a pool.
 """

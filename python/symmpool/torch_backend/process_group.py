@@ -33,8 +33,8 @@ With SYMMPOOL_SHARED_DEVICE=1 on every rank several may use one GPU, to try a pr
 gloo is the fallback on CUDA then, and point-to-point calls of CUDA tensors need a collective on the group
 before.
 
-Memory that torch asks the group for lies in windows (`symmpool.torch_backend.allocation`): FSDP's buffers do,
-once the program has called `set_allocate_memory_from_process_group_for_comm(True)`.
+Memory that torch asks the group for lies in windows (`symmpool.torch_backend.allocation`), and FSDP asks for
+that of its buffers (`symmpool.torch_backend.fsdp`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from symmpool.collectives import layout, plans, reductions
 from symmpool.communicators import cache
 from symmpool.errors import TimeoutError
 from symmpool.groups import process_groups, resolution
-from symmpool.torch_backend import teardown
+from symmpool.torch_backend import allocation, fsdp, teardown
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.fallback import FallbackBackends
 from symmpool.torch_backend.p2p import PointToPoint
@@ -90,6 +90,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         # the Python half is gone, nobody answers the C++ half, and a wait for it never ends. DDP's `join`
         # keeps Work of one number from forward to backward; so the last of these are kept here.
         self._small: collections.deque[Any] = collections.deque(maxlen=_SMALL_KEPT)
+        fsdp.use_windows(_has_windows)
         # Work of calls that were begun between `_start_coalescing` and `_end_coalescing`.
         self._batch: list[Any] | None = None
 
@@ -395,6 +396,12 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         # This thread waits too, as in NCCL's barrier.
         entry.comm.synchronize()
         return DoneWork([], device)
+
+
+def _has_windows(group: Any, device: Any) -> bool:
+    """Whether a group is ours and has windows on the device, of several ranks."""
+    ours = isinstance(group, SymmpoolProcessGroup) and group.size() > 1
+    return ours and allocation.has_windows(group, device)
 
 
 def _is_one(tensors: Any, lists_of_parts: Any) -> bool:

@@ -28,6 +28,11 @@ impl CudaEngine {
         self.kernels.get_made(key, source)
     }
 
+    /// The most SMs that kernels of the call under way take.
+    pub(in super::super) fn most_sms(&self) -> u32 {
+        self.kernels.most_sms()
+    }
+
     /// A call without data: the handshake alone.
     pub(crate) fn handshake_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.begin(stream)?;
@@ -43,6 +48,16 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let kernel = self.kernel(KernelSpec::barrier(true))?;
+        self.launch_handshake(kernel, call, stream)
+    }
+
+    /// A call without data before copies, which begin when all ranks have made the call.
+    pub(in super::super) fn handshake_before_copies(
+        &mut self,
+        call: Call,
+        stream: Stream,
+    ) -> Result<()> {
+        let kernel = self.kernel(KernelSpec::barrier(false))?;
         self.launch_handshake(kernel, call, stream)
     }
 

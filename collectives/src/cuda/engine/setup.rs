@@ -68,6 +68,7 @@ impl CudaEngine {
             input_window: true,
             output_window: true,
             direct: directly_linked(&options.links),
+            beside_compute: options.budget.beside_compute,
         };
         let list =
             KernelSpec::ready((&usual, options.requested), &control, &measured_table(pool)?)?;
@@ -88,7 +89,7 @@ impl CudaEngine {
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.footprint)?;
-        let kernels = Kernels::new(api, modules, driver, layout.world, options.concurrent);
+        let kernels = Kernels::new(api, modules, driver, layout.world, options.budget);
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (copy_stream, companion_stream) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
@@ -102,6 +103,7 @@ impl CudaEngine {
             api,
             measured: measured_table(pool)?,
             direct: directly_linked(&options.links),
+            beside_compute: options.budget.beside_compute,
             control,
             comm,
             exchange: Exchange::of(options.all_to_all as u8),
