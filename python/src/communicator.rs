@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -529,6 +530,13 @@ impl Communicator {
             .collect()
     }
 
+    /// Loads a table of algorithms, as `python -m symmpool tune` writes it, for calls whose algorithm nothing else
+    /// requests; so does SYMMPOOL_TABLES. All ranks load the same. One for other devices or ranks changes nothing.
+    #[expect(clippy::needless_pass_by_value, reason = "as Python passes it")]
+    fn load_tables(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        selection::load_tables(py, &self.calls, &path)
+    }
+
     /// Has `selector(bytes, dtype, op, world, windows, topology)` choose the algorithm of calls of a collective that
     /// name none: it returns the name of a registered or built-in one, or None to leave it open. None ends that.
     ///
@@ -537,17 +545,8 @@ impl Communicator {
     /// "hybrid_cube_mesh", "other" or "unknown". All ranks must choose alike, or DivergedError names those that differ.
     /// Where it raises, or returns a name that is unknown or does not fit, the call is made as without it, and a
     /// RuntimeWarning says so once. It must not make calls itself. Of all-to-alls only those of equal parts come to it.
-    fn select(
-        &self,
-        py: Python<'_>,
-        collective: &str,
-        selector: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        self.calls.comm.check("a communicator").or_raise(py)?;
-        let collective = selection::standard(py, collective)?;
-        let selector = selection::selector(py, selector)?;
-        py.detach(|| self.calls.comm.select(collective, selector));
-        Ok(())
+    fn select(&self, py: Python<'_>, collective: &str, selector: Argument<'_, '_>) -> PyResult<()> {
+        selection::select(py, &self.calls, collective, selector)
     }
 
     /// Why all calls fail, as an exception; None while they do not.

@@ -1,6 +1,7 @@
 //! Functions of a program that choose algorithms.
 
 use std::ffi::CString;
+use std::path::Path;
 use std::sync::Arc;
 
 use pyo3::exceptions::{PyRuntimeWarning, PyTypeError};
@@ -10,8 +11,9 @@ use symmpool_allocator::{Error, Result};
 use symmpool_collectives::{CallShape, ReduceOp, Selector, StandardCollective};
 
 use crate::algorithm::window_names;
+use crate::arguments::Calls;
 use crate::convert::long_name;
-use crate::errors::invalid;
+use crate::errors::{OrRaise, invalid};
 
 /// The collective of a name.
 pub(crate) fn standard(py: Python<'_>, name: &str) -> PyResult<StandardCollective> {
@@ -21,11 +23,27 @@ pub(crate) fn standard(py: Python<'_>, name: &str) -> PyResult<StandardCollectiv
     })
 }
 
-/// A selector that is a function; None is none.
-pub(crate) fn selector(
+/// Has a function choose the algorithm of calls of a collective.
+pub(crate) fn select(
     py: Python<'_>,
+    calls: &Calls,
+    collective: &str,
     function: &Bound<'_, PyAny>,
-) -> PyResult<Option<Arc<dyn Selector>>> {
+) -> PyResult<()> {
+    calls.comm.check("a communicator").or_raise(py)?;
+    let (collective, selector) = (standard(py, collective)?, selector(py, function)?);
+    py.detach(|| calls.comm.select(collective, selector));
+    Ok(())
+}
+
+/// Loads a table of algorithms.
+pub(crate) fn load_tables(py: Python<'_>, calls: &Calls, path: &Path) -> PyResult<()> {
+    calls.comm.check("a communicator").or_raise(py)?;
+    py.detach(|| calls.comm.load_tables(path)).or_raise(py)
+}
+
+/// A selector that is a function; None is none.
+fn selector(py: Python<'_>, function: &Bound<'_, PyAny>) -> PyResult<Option<Arc<dyn Selector>>> {
     if function.is_none() {
         return Ok(None);
     }

@@ -36,7 +36,7 @@ from symmpool._symmpool import (
     share_sms,
     version,
 )
-from symmpool.collectives.algorithms import register, select
+from symmpool.collectives.algorithms import load_tables, register, select
 from symmpool.collectives.functions import (
     all_gather,
     all_gather_into_tensor,
@@ -160,6 +160,7 @@ __all__ = [
     "graph",
     "install",
     "is_installed",
+    "load_tables",
     "memory_stats",
     "memory_summary",
     "native",

@@ -10,6 +10,7 @@ def main(arguments=None):
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("bench", help="measure collectives and those of other libraries", add_help=False)
     commands.add_parser("doctor", help="what this machine has, and what will work", add_help=False)
+    commands.add_parser("tune", help="time all algorithms, and write a table of the fastest", add_help=False)
     given, rest = parser.parse_known_args(arguments)
     if given.command == "bench":
         from symmpool.bench import cli
@@ -19,6 +20,10 @@ def main(arguments=None):
         from symmpool import doctor
 
         return doctor.main(rest)
+    if given.command == "tune":
+        from symmpool import tune
+
+        return tune.main(rest)
     return 2
 
 

@@ -11,10 +11,10 @@ use crate::bench::{Bench, LONG_GRAPHS, Times, show};
 use crate::cuda::driver;
 use crate::{ORDINARY, Options};
 
-#[path = "../../src/cuda/table_format.rs"]
+#[path = "../../src/algorithm/table_format.rs"]
 mod table_format;
 
-use table_format::{Row, Table};
+use table_format::{Row, TABLES_VERSION, Table, all_reduce};
 
 /// The best algorithm of a size is kept for the next size unless another one is faster by more than this fraction.
 const MARGIN: f64 = 0.02;
@@ -42,11 +42,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         for (blocks, windows) in [(&windows, true), (&other, false)] {
             let times = bench.measure(options, (&blocks.0, &blocks.1), dtype, &algorithms)?;
             let new = fastest(&times).into_iter().map(|(up_to, algorithm)| Row {
+                collective: all_reduce(),
                 world,
-                lamport,
-                windows,
+                lamport: Some(lamport),
+                windows: Some(windows),
                 up_to,
                 algorithm,
+                blocks: None,
             });
             if pool.rank() == 0 {
                 println!("{}, {}", dtype.name(), if windows { "windows" } else { "ordinary" });
@@ -70,9 +72,11 @@ fn failed(path: &Path, error: &dyn std::fmt::Display) -> Error {
 fn read(path: &Path, device: &str) -> Result<Table> {
     let table: Table = match fs::read_to_string(path) {
         Ok(text) => serde_json::from_str(&text).map_err(|error| failed(path, &error))?,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            Table { devices: vec![device.to_owned()], rows: Vec::new() }
-        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Table {
+            symmpool_tables: TABLES_VERSION,
+            devices: vec![device.to_owned()],
+            rows: Vec::new(),
+        },
         Err(error) => return Err(failed(path, &error)),
     };
     if table.devices.iter().any(|name| name == device) {
@@ -107,7 +111,9 @@ fn fastest(times: &Times) -> Vec<(Option<u64>, String)> {
 
 /// Replaces a group of rows, or adds it.
 fn replace(table: &mut Table, new: Vec<Row>) {
-    let group = |row: &Row| (row.world, !row.lamport, !row.windows);
+    let group = |row: &Row| {
+        (row.collective.clone(), row.world, row.lamport.map(|is| !is), row.windows.map(|is| !is))
+    };
     let Some(which) = new.first().map(group) else { return };
     table.rows.retain(|row| group(row) != which);
     table.rows.extend(new);
@@ -155,18 +161,21 @@ mod tests {
         let mut table = read(&path, "NVIDIA H200").unwrap();
         assert_eq!(text(&table), held);
         let row = |world, up_to| Row {
+            collective: all_reduce(),
             world,
-            lamport: true,
-            windows: true,
+            lamport: Some(true),
+            windows: Some(true),
             up_to,
             algorithm: "two_shot_pull".into(),
+            blocks: None,
         };
         let before = table.rows.len();
         // A group that is not in the table yet, and one that may be.
         replace(&mut table, vec![row(3, Some(9)), row(3, None)]);
         assert_eq!(table.rows.len(), before + 2);
         assert!(table.rows.windows(2).any(|pair| pair == [row(3, Some(9)), row(3, None)]));
-        let group = |of: &&Row| of.world == 4 && of.lamport && of.windows;
+        let group =
+            |of: &&Row| of.world == 4 && of.lamport == Some(true) && of.windows == Some(true);
         let alike = table.rows.iter().filter(group).count();
         replace(&mut table, vec![row(4, None)]);
         assert_eq!(table.rows.len(), before + 2 + 1 - alike);

@@ -10,6 +10,8 @@ mod native;
 mod registered;
 mod requested;
 mod shape;
+pub(crate) mod table_format;
+mod tables;
 
 pub use all_reduce::AllReduceAlgorithm;
 pub use all_to_all::AllToAllAlgorithm;
@@ -23,3 +25,4 @@ pub use registered::Algorithm;
 pub(crate) use registered::{BuiltIn, Source};
 pub(crate) use requested::{RequestedAlgorithm, RequestedName, VARIABLE};
 pub use shape::CallShape;
+pub(crate) use tables::{read_rows, table_files};

@@ -148,6 +148,12 @@ impl Algorithm {
         }
     }
 
+    /// The same plan, launched with at most so many thread blocks on devices. `None` for what is no plan.
+    pub fn with_blocks(&self, blocks: u32) -> Option<Self> {
+        let plan = Plan { blocks: Some(blocks), ..self.plan()?.plan().clone() };
+        Self::from_plan(plan).ok()
+    }
+
     /// A hash of what ranks must have the same of. That of a plan is compared at each call.
     pub fn hash(&self) -> u64 {
         match &self.source {

@@ -4,12 +4,17 @@
 #![allow(unsafe_code)] // passes on the caller's promises about raw memory
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::{Arc, MutexGuard};
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Error, Pool, Result, Stream};
 
 use super::{Communicator, CommunicatorOptions, Inner};
-use crate::algorithm::{AUTO, CallShape, RequestedName, Source, StandardCollective};
+use crate::algorithm::table_format::Row;
+use crate::algorithm::{
+    AUTO, CallShape, RequestedName, Source, StandardCollective, read_rows, table_files,
+};
+use crate::cuda::fits_lamport;
 use crate::host::plan_call::Arguments;
 use crate::{Algorithm, DType, Place, ReduceOp};
 
@@ -79,11 +84,20 @@ struct Choice {
     selector: Option<Arc<dyn Selector>>,
     /// Whether it was said that the selector's choice could not be followed.
     has_warned: bool,
+    /// What tables say that were loaded.
+    rows: Vec<Measured>,
+}
+
+/// A row of a table that was loaded.
+struct Measured {
+    row: Row,
+    /// The plan with the row's number of blocks, once it was needed, and the hash of the plan that it was made of.
+    with_blocks: Option<(u64, Algorithm)>,
 }
 
 impl Choices {
     /// What options and the environment request.
-    pub(super) fn new(options: &CommunicatorOptions) -> Result<Self> {
+    pub(super) fn new(options: &CommunicatorOptions, devices: &[&str]) -> Result<Self> {
         let mut choices = Self(std::array::from_fn(|_| Choice::default()));
         for collective in StandardCollective::ALL {
             let requested = RequestedName::of(collective, options.requested(collective))?;
@@ -91,7 +105,24 @@ impl Choices {
             choice.is_closed = requested.is_some();
             choice.requested = requested;
         }
+        for path in table_files(&options.tables) {
+            choices.load(&read_rows(&path, devices)?);
+        }
         Ok(choices)
+    }
+
+    /// Adds the rows of tables. They replace those that were loaded before for the same collective.
+    fn load(&mut self, rows: &[(StandardCollective, Row)]) {
+        for collective in StandardCollective::ALL {
+            let of = rows.iter().filter(|(each, _)| *each == collective);
+            let rows: Vec<Measured> =
+                of.map(|(_, row)| Measured { row: row.clone(), with_blocks: None }).collect();
+            if !rows.is_empty() {
+                let choice = self.of(collective);
+                choice.rows = rows;
+                choice.is_closed = true;
+            }
+        }
     }
 
     fn of(&mut self, collective: StandardCollective) -> &mut Choice {
@@ -127,7 +158,8 @@ impl Communicator {
     pub fn select(&self, collective: StandardCollective, selector: Option<Arc<dyn Selector>>) {
         let mut inner = self.lock();
         let choice = inner.choices.of(collective);
-        choice.is_closed = selector.is_some() || choice.requested.is_some();
+        choice.is_closed =
+            selector.is_some() || choice.requested.is_some() || !choice.rows.is_empty();
         choice.selector = selector;
         choice.has_warned = false;
     }
@@ -184,8 +216,9 @@ impl Communicator {
             }
         }
         let Some(requested) = inner.choices.requested(collective) else {
+            let chosen = self.measured(&mut inner, request).unwrap_or(Chosen::BuiltIn(AUTO));
             // SAFETY: passed on.
-            return unsafe { inner.engine.run(request, AUTO, false, stream) };
+            return unsafe { Self::run_by(&mut inner, &chosen, request, false, stream) };
         };
         let requested = requested.clone();
         match self.registry.find(collective, &requested.name) {
@@ -204,6 +237,61 @@ impl Communicator {
         }
     }
 
+    /// Loads a table of algorithms, as `python -m symmpool tune` writes it, for calls whose algorithm nothing else
+    /// requests. Its rows replace those that were loaded before for the same collectives. It exchanges nothing with other
+    /// ranks, which must load the same. A table for other devices, or for another number of ranks, changes nothing.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for a file that cannot be read or is no table; it names the file and the field.
+    pub fn load_tables(&self, path: &Path) -> Result<()> {
+        let rows = read_rows(path, &device_names(&self.pool)?)?;
+        self.lock().choices.load(&rows);
+        Ok(())
+    }
+
+    /// The algorithm that a loaded table has for a call, if it can serve the call.
+    fn measured(&self, inner: &mut Inner, request: &Request) -> Option<Chosen> {
+        let (shape, collective) = (self.shape(request), request.collective);
+        let lamport = fits_lamport(shape.dtype);
+        let fits = |measured: &&mut Measured| {
+            let row = &measured.row;
+            row.lamport.is_none_or(|of| of == lamport)
+                && row.windows.is_none_or(|of| of == shape.output_window)
+                && row.up_to.is_none_or(|most| shape.bytes <= most)
+        };
+        let measured = inner.choices.of(collective).rows.iter_mut().find(fits)?;
+        let mut chosen = self.registry.find(collective, &measured.row.algorithm)?;
+        if let (Some(blocks), Chosen::Registered(plan)) = (measured.row.blocks, &chosen) {
+            let made = measured.with_blocks.take().filter(|(of, _)| *of == plan.hash());
+            let made = made.or_else(|| Some((plan.hash(), plan.with_blocks(blocks)?)));
+            if let Some((_, with_blocks)) = &made {
+                chosen = Chosen::Registered(with_blocks.clone());
+            }
+            measured.with_blocks = made;
+        }
+        self.check_fit(inner, &chosen, request, &shape).ok().map(|()| chosen)
+    }
+
+    /// Refuses an algorithm that cannot serve a call.
+    fn check_fit(
+        &self,
+        inner: &Inner,
+        chosen: &Chosen,
+        request: &Request,
+        shape: &CallShape,
+    ) -> Result<()> {
+        match chosen {
+            Chosen::BuiltIn(AUTO) => Ok(()),
+            Chosen::BuiltIn(code) => inner.engine.check_fit(*code, shape),
+            Chosen::Registered(algorithm) => match algorithm.source() {
+                Source::BuiltIn(built_in) => inner.engine.check_fit(built_in.code, shape),
+                Source::Plan(plan) => inner.engine.check_plan(plan, &request.arguments()),
+                Source::Native(kernel) => inner.engine.check_native(kernel, &request.arguments()),
+            },
+        }
+    }
+
     /// The algorithm of the name that a selector returned, if it can serve the call.
     fn follow(
         &self,
@@ -218,17 +306,10 @@ impl Communicator {
             let chosen = self.registry.find(collective, &name);
             let chosen = chosen
                 .ok_or_else(|| self.registry.unknown(collective.name(), &name, self.rank()))?;
-            match &chosen {
-                Chosen::BuiltIn(AUTO) => return Ok(None),
-                Chosen::BuiltIn(code) => inner.engine.check_fit(*code, shape)?,
-                Chosen::Registered(algorithm) => match algorithm.source() {
-                    Source::BuiltIn(_) => {}
-                    Source::Plan(plan) => inner.engine.check_plan(plan, &request.arguments())?,
-                    Source::Native(kernel) => {
-                        inner.engine.check_native(kernel, &request.arguments())?;
-                    }
-                },
+            if matches!(chosen, Chosen::BuiltIn(AUTO)) {
+                return Ok(None);
             }
+            self.check_fit(inner, &chosen, request, shape)?;
             Ok(Some(chosen))
         });
         found.map_err(|why| {
@@ -287,4 +368,11 @@ impl Communicator {
             topology: self.mesh,
         }
     }
+}
+
+/// The names of the ranks' devices, as tables have them.
+pub(super) fn device_names(pool: &Pool) -> Result<Vec<&str>> {
+    let on_device = pool.driver().as_cuda().is_some();
+    let name = |rank| if on_device { Ok(pool.device(rank)?.name.as_str()) } else { Ok("cpu") };
+    (0..pool.world()).map(name).collect()
 }

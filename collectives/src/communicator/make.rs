@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
-use super::choice::Choices;
+use super::choice::{Choices, device_names};
 use super::engine::Engine;
 use super::peers::{self, still_there};
 use super::refusal::Shared;
@@ -33,7 +33,7 @@ impl Communicator {
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
         // A wrong name fails in the commit below, so that all ranks get an error.
-        let choices = Choices::new(options);
+        let choices = device_names(pool).and_then(|devices| Choices::new(options, &devices));
         let code = |collective| {
             let requested = choices.as_ref().ok().and_then(|all| all.requested(collective));
             requested.map(|requested| (requested.code(), requested.by_environment))

@@ -1,6 +1,7 @@
 //! How a communicator behaves.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use symmpool_allocator::topology::Topology;
@@ -28,6 +29,9 @@ pub struct CommunicatorOptions {
     /// registered when the first call of that collective is made, or that a built-in algorithm has. Default: for each
     /// collective what its environment variable names ([`StandardCollective::variable`]), the same on every rank.
     pub algorithms: BTreeMap<StandardCollective, String>,
+    /// Files with tables of algorithms, which are loaded as [`Communicator::load_tables`] does. Default: those that the
+    /// environment variable `SYMMPOOL_TABLES` has, separated by colons, the same on every rank.
+    pub tables: Vec<PathBuf>,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
@@ -84,6 +88,7 @@ impl Default for CommunicatorOptions {
             algorithm: AllReduceAlgorithm::Auto,
             all_to_all: AllToAllAlgorithm::Auto,
             algorithms: BTreeMap::new(),
+            tables: Vec::new(),
             scratch_bytes,
             device_memory_bytes: None,
             device_inbox_bytes: None,

@@ -58,7 +58,7 @@ pub(super) fn directly_linked(links: &Topology) -> bool {
 
 /// Whether the Lamport protocol can carry the type: its reserved bit pattern is a NaN, for which another NaN
 /// can be sent.
-pub(super) fn fits_lamport(dtype: DType) -> bool {
+pub(crate) fn fits_lamport(dtype: DType) -> bool {
     use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
     matches!(dtype, F32 | F16 | Bf16 | F8E4m3 | F8E5m2)
 }

@@ -16,7 +16,7 @@
 //! | `select` | which algorithm serves an all-reduce |
 //! | `algorithms` | the built-in algorithms: what fits each, and how it is launched |
 //! | `constraints` | what decides which all-reduce can serve a call |
-//! | `table`, `table_format` | what was measured on known devices |
+//! | `table` | what was measured on known devices |
 //! | `launch_config` | how many blocks of how many threads a kernel gets |
 //! | `sm_budget` | how much of a device a communicator's kernels may occupy |
 //! | `stream_order` | keeps a communicator's calls in order, whatever streams they are on |
@@ -59,8 +59,8 @@ mod sm_budget;
 mod stream_order;
 mod strided_copy;
 mod table;
-mod table_format;
 
+pub(crate) use constraints::fits_lamport;
 pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};
 pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, requested_total,

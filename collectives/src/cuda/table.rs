@@ -4,8 +4,8 @@ use std::sync::OnceLock;
 
 use super::algorithms::AllReduce;
 use super::constraints::{AllReduceShape, fits_lamport};
-use super::table_format::{Row, Table};
 use crate::AllReduceAlgorithm as Algorithm;
+use crate::algorithm::table_format::{Row, Table};
 
 /// All files of `collectives/tables`.
 const FILES: &[&str] =
@@ -50,8 +50,8 @@ impl MeasuredTable {
     /// The fastest algorithm for this shape, if that was measured.
     pub(super) fn find(&self, shape: &AllReduceShape) -> Option<Algorithm> {
         let fits = |row: &Row| {
-            row.lamport == fits_lamport(shape.dtype)
-                && row.windows == shape.output_window
+            row.lamport.is_none_or(|lamport| lamport == fits_lamport(shape.dtype))
+                && row.windows.is_none_or(|windows| windows == shape.output_window)
                 && row.up_to.is_none_or(|bytes| shape.bytes <= bytes)
         };
         self.0.iter().find(|(row, _)| fits(row)).map(|(_, algorithm)| *algorithm)
@@ -85,10 +85,10 @@ mod tests {
             // The algorithm can serve the largest size of the row.
             let shape = AllReduceShape {
                 bytes: row.up_to.unwrap_or(1 << 30),
-                dtype: if row.lamport { DType::Bf16 } else { DType::I32 },
+                dtype: if row.lamport == Some(true) { DType::Bf16 } else { DType::I32 },
                 world: row.world,
-                input_window: row.windows,
-                output_window: row.windows,
+                input_window: row.windows == Some(true),
+                output_window: row.windows == Some(true),
                 direct: true,
                 beside_compute: false,
             };

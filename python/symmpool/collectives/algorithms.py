@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import Algorithm, Communicator
 from symmpool.communicators import cache
 
-__all__ = ["register", "select"]
+__all__ = ["load_tables", "register", "select"]
 
 
 def register(algorithm: Algorithm, group: Any = None, *, device: Any = None) -> None:
@@ -18,6 +19,11 @@ def register(algorithm: Algorithm, group: Any = None, *, device: Any = None) -> 
     where the group's first pool is, or on the CPU if there is none. The communicator is made if need be,
     which is collective."""
     _communicator(group, device).register(algorithm)
+
+
+def load_tables(path: str | os.PathLike[str], group: Any = None, *, device: Any = None) -> None:
+    """As `Communicator.load_tables`, with the communicator that serves a group; see `register`."""
+    _communicator(group, device).load_tables(path)
 
 
 def select(

@@ -231,6 +231,7 @@ SHOWN = (
     "SYMMPOOL_DEVICE_MEMORY",
     "SYMMPOOL_READY",
     "SYMMPOOL_SHARED_DEVICE",
+    "SYMMPOOL_TABLES",
 )
 #: The largest number of ranks in a group.
 MAX_RANKS = 1 << 16
@@ -266,6 +267,7 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_REDUCE_SCATTER": (_one_of(scatters), f"one of {', '.join(scatters)}"),
         "SYMMPOOL_ALL_GATHER": (_one_of(gathers), f"one of {', '.join(gathers)}"),
         "SYMMPOOL_BROADCAST": (_one_of(gathers), f"one of {', '.join(gathers)}"),
+        "SYMMPOOL_TABLES": (_are_files, "files, separated by colons"),
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
@@ -293,6 +295,10 @@ def variable_facts() -> dict[str, Any]:
     known = (*SHOWN, "SYMMPOOL_SECRET")
     ours = [name for name in sorted(os.environ) if name.startswith("SYMMPOOL_")]
     return {"wrong": wrong, "unknown": [name for name in ours if name not in known]}
+
+
+def _are_files(value: str) -> bool:
+    return all(os.path.isfile(path) for path in value.split(os.pathsep) if path)
 
 
 #: Types and operations that devices reduce, as SYMMPOOL_READY names them.

@@ -278,3 +278,57 @@ fn selectors_that_fail_are_warned_of_once_and_the_rule_chooses() {
         }
     });
 }
+
+#[test]
+fn tables_choose_where_nothing_is_requested() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("table.json");
+    let rows = r#"{"symmpool_tables":1,"devices":["cpu"],"rows":[
+        {"world":2,"windows":true,"up_to":400,"algorithm":"mine","blocks":3},
+        {"world":2,"windows":true,"up_to":8000,"algorithm":"two_shot"},
+        {"world":2,"windows":true,"up_to":null,"algorithm":"unknown"},
+        {"collective":"all_gather","world":2,"up_to":null,"algorithm":"direct"},
+        {"collective":"broadcast","world":3,"up_to":null,"algorithm":"direct"}]}"#;
+    std::fs::write(&path, rows).unwrap();
+    let wrong = folder.path().join("wrong.json");
+    std::fs::write(&wrong, rows.replace("\"world\":3", "\"world\":\"all\"")).unwrap();
+    ranks(2, |pool| {
+        let tables = vec![path.clone()];
+        let options = CommunicatorOptions { tables, ..CommunicatorOptions::default() };
+        let comm = Communicator::with_options(pool, &options).unwrap();
+        comm.register(named(programs::two_shot(2), "mine")).unwrap();
+        // The other rank has no table: what this one chose is in the error.
+        let chosen = |count: usize| {
+            let other = Communicator::new(pool).unwrap();
+            let comm = if pool.rank() == 0 {
+                other.register(named(programs::two_shot(2), "mine")).unwrap();
+                other.load_tables(&path).unwrap();
+                other
+            } else {
+                other
+            };
+            let found = comm.all_reduce(&block(pool, count), ReduceOp::Sum, STREAM);
+            found.err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        let texts = [100, 1000, 10_000].map(chosen);
+        assert!(texts[0].contains("registered algorithm"), "{texts:?}");
+        assert!(texts[1].contains("by two_shot"), "{texts:?}");
+        assert_eq!(texts[2], "", "an unknown name leaves it to the rule");
+        for count in [100, 1000, 10_000] {
+            let (x, out) = (block(pool, count), block(pool, 2 * count));
+            comm.all_reduce(&x, ReduceOp::Sum, STREAM).unwrap();
+            comm.all_gather_into(&out, &x, STREAM).unwrap();
+        }
+        // Ordinary memory, which `direct` cannot serve.
+        let mut out = [0_f32; 4];
+        comm.all_gather_slice(&mut out, &[1.0, 2.0], STREAM).unwrap();
+        let error = comm.load_tables(&wrong).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_invalid_argument() && text.contains("wrong.json"), "{text}");
+        assert!(text.contains("rows[4].world"), "{text}");
+        let options =
+            CommunicatorOptions { tables: vec![wrong.clone()], ..CommunicatorOptions::default() };
+        assert!(Communicator::with_options(pool, &options).unwrap_err().is_invalid_argument());
+        pool.resync().unwrap();
+    });
+}
