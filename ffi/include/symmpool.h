@@ -195,6 +195,26 @@ symmpool_status symmpool_last_error(const char **text);
 symmpool_status symmpool_comm_register_plan(symmpool_comm comm,
                                             const char *json);
 
+// Registers a CUDA kernel with a communicator as an algorithm for a collective, under the kernel's name. `source` is CUDA
+// C++ with an extern "C" __global__ function called `kernel`, written against symmpool/device.cuh (docs/kernels.md). Peers
+// may access inputs and outputs, which calls must then pass as windows, if `input_window` and `output_window` say so;
+// `in_place` says that both may be one memory. It has at most `blocks` thread blocks, or as many as a call's size is worth
+// if that is 0, of `threads` threads: 32, 64, 128, 256 or 512. Nothing is compiled before a call needs it. Otherwise as
+// symmpool_comm_register_plan. On a communicator in host memory calls of it are UNSUPPORTED.
+//
+// # Safety
+//
+// `collective`, `kernel` and `source` are NULL (an error) or C strings.
+symmpool_status symmpool_comm_register_kernel(symmpool_comm comm,
+                                              const char *collective,
+                                              const char *kernel,
+                                              const char *source,
+                                              bool input_window,
+                                              bool output_window,
+                                              bool in_place,
+                                              uint32_t blocks,
+                                              uint32_t threads);
+
 // Makes a call of `collective` ("all_reduce", "reduce_scatter", "all_gather", "broadcast" or "all_to_all") as the
 // function of that name does, with the algorithm called `algorithm`, built in or registered; NULL chooses as that function
 // does. `op` matters to what reduces and `root` to a broadcast, whose data is at `output`; `input` may be NULL there.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, Result};
 use symmpool_collectives::plan::Plan;
-use symmpool_collectives::{Algorithm, CallShape, Selector, StandardCollective};
+use symmpool_collectives::{Algorithm, CallShape, NativeKernel, Selector, StandardCollective};
 
 use super::comm::{call, dtype, ends, find, op, symmpool_comm};
 use super::{Out, text};
@@ -70,6 +70,48 @@ pub unsafe extern "C" fn symmpool_comm_register_plan(
             Error::invalid_argument(format!("the plan is wrong ({}): {error}", error.kind.name()))
         })?;
         comm.register(algorithm)
+    })
+}
+
+/// Registers a CUDA kernel with a communicator as an algorithm for a collective, under the kernel's name. `source` is CUDA
+/// C++ with an extern "C" __global__ function called `kernel`, written against symmpool/device.cuh (docs/kernels.md). Peers
+/// may access inputs and outputs, which calls must then pass as windows, if `input_window` and `output_window` say so;
+/// `in_place` says that both may be one memory. It has at most `blocks` thread blocks, or as many as a call's size is worth
+/// if that is 0, of `threads` threads: 32, 64, 128, 256 or 512. Nothing is compiled before a call needs it. Otherwise as
+/// symmpool_comm_register_plan. On a communicator in host memory calls of it are UNSUPPORTED.
+///
+/// # Safety
+///
+/// `collective`, `kernel` and `source` are NULL (an error) or C strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_comm_register_kernel(
+    comm: symmpool_comm,
+    collective: *const c_char,
+    kernel: *const c_char,
+    source: *const c_char,
+    input_window: bool,
+    output_window: bool,
+    in_place: bool,
+    blocks: u32,
+    threads: u32,
+) -> Status {
+    status(|| {
+        let comm = find(comm)?;
+        // SAFETY: the caller's promise, for all three.
+        let of = unsafe { self::collective(collective) }?;
+        // SAFETY: as above.
+        let kernel = unsafe { text(kernel, "kernel") }?;
+        // SAFETY: as above.
+        let source = unsafe { text(source, "source") }?;
+        let blocks = (blocks > 0).then_some(blocks);
+        comm.register(Algorithm::native(NativeKernel {
+            input_window,
+            output_window,
+            in_place,
+            blocks,
+            threads,
+            ..NativeKernel::new(of, kernel, source)
+        })?)
     })
 }
 
