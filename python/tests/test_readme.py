@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 EXAMPLES = {
+    ("README.md", "own"): ("[1, 1, 2, 2]", "[1, 1, 2, 2]"),
     ("docs/python.md", "first"): ("3.0", "3.0"),
     ("docs/python.md", "rows"): ("[3.0, 3.0, 0.0, 3.0]", "[6.0, 6.0, 0.0, 6.0]"),
 }
