@@ -27,44 +27,7 @@ use crate::row_exchange::RowExchange;
 use crate::splits::{Divided, Parts, RowsBySplits};
 use crate::{selection, site, stream};
 
-/// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
-/// same order; it commits the pool. Where one rank's options are wrong, making it fails on all ranks, and
-/// `Pool.resync` takes back what they had allocated for it.
-///
-/// Every rank makes the same calls, in the same order. Where a rank calls something else, all ranks raise
-/// DivergedError; where its arguments are wrong, it raises InvalidArgumentError or TypeError, and the
-/// others DivergedError.
-///
-/// Tensors are contiguous and on the pool's device: torch's, numpy's, or a Block. all_reduce and
-/// reduce_scatter_tensor take elements of float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
-/// int32, int64, uint8, int8. What only moves data takes any type whose elements have 1, 2, 4, 8 or
-/// 16 bytes, such as bool, uint16 or complex64, and moves them bit by bit; ranks name the same type
-/// all the same (types that torch and numpy do not share differ by their size alone). Memory
-/// of the pool is used where it lies, other memory is staged; in one call all ranks pass the same
-/// kind. Arguments must not overlap, except where a call works in place. Shapes play no part.
-///
-/// On the CPU a call returns when this rank's part is done. On CUDA it is queued on `stream` (a
-/// raw handle, or an object with one, as torch.cuda.Stream; torch's current stream unless given)
-/// and returns at once: tensors stay alive until the stream is past the call, as with any other
-/// work of torch; on a stream of your own use Tensor.record_stream. What goes wrong on the device
-/// is raised by `synchronize`, or by a later call; `failure` has it. What a failed call names as
-/// output is undefined then on every rank. If the call is large, which copy engines carry, that may be
-/// written to until every rank has had its error or has ended, also on ranks that never made it;
-/// launch no graphs with calls of a communicator that failed. The first call of a kind compiles its
-/// kernel, in a capture too.
-///
-/// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
-/// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it. `algorithm` is one of `algorithms()`, and how
-/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto",
-/// "lamport", "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts
-/// too. `algorithms`, as {"all_gather": "mine"}, names algorithms by collective, also those that are
-/// registered later; so do the environment variables SYMMPOOL_ALL_GATHER and the like. `scratch_bytes`
-/// is how much scratch there is, in host memory or on the device. All of it is the same on every rank.
-/// `concurrent`, of which ranks may differ, is how many communicators of this process may have calls
-/// under way on the device at once, 1 to 16: with more than one, each takes a part of it. Without it
-/// there are as many as streams with calls of theirs, and one more for each that has made none yet or
-/// is in graphs. `sm_budget` is the most SMs of a kernel. With `beside_compute`, calls on no default
-/// stream and in no graph take few SMs.
+#[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     calls: Arc<Calls>,
@@ -77,10 +40,12 @@ impl Communicator {
     #[pyo3(
         signature = (
             pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
-            algorithms = None, scratch_bytes = None, concurrent = None, sm_budget = None, beside_compute = false
+            algorithms = None, scratch_bytes = None, concurrent = None, sm_budget = None, beside_compute = false,
+            device_memory_bytes = None
         ),
         text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', algorithms=None, \
-                          scratch_bytes=None, concurrent=None, sm_budget=None, beside_compute=False)"
+                          scratch_bytes=None, concurrent=None, sm_budget=None, beside_compute=False, \
+                          device_memory_bytes=None)"
     )]
     #[allow(clippy::too_many_arguments)] // options, with names
     fn new(
@@ -94,12 +59,19 @@ impl Communicator {
         concurrent: Option<Number<u32>>,
         sm_budget: Option<Number<u32>>,
         beside_compute: bool,
+        device_memory_bytes: Option<Number<u64>>,
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
         let on = &*pool.pool;
         let read = || {
-            let sizes = options::Sizes { scratch_bytes, concurrent, sm_budget, beside_compute };
+            let sizes = options::Sizes {
+                scratch_bytes,
+                device_memory_bytes,
+                concurrent,
+                sm_budget,
+                beside_compute,
+            };
             options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes)
         };
         let options = read().inspect_err(|error| {
@@ -485,6 +457,14 @@ impl Communicator {
     fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
         let stream = stream::resolve(py, self.calls.device, stream)?;
         py.detach(|| self.calls.comm.synchronize(&stream)).or_raise(py)
+    }
+
+    /// Has this rank's later calls take so many SMs of the device at most, 2 or more, as `sm_budget` does;
+    /// None: as many as if that had not been given. Not collective; graphs keep what they were captured with.
+    #[pyo3(signature = (sms))]
+    fn set_sm_budget(&self, py: Python<'_>, sms: Option<Number<u32>>) -> PyResult<()> {
+        let most = sms.map(|sms| sms.or_raise(py, "sms")).transpose()?;
+        py.detach(|| self.calls.comm.set_sm_budget(most)).or_raise(py)
     }
 
     /// Lets go of a stream that is about to be destroyed: it is touched no more unless a call names it

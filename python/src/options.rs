@@ -12,6 +12,7 @@ use crate::selection::standard;
 /// How much memory there is for calls, and how much of a device they may take, as Python says it.
 pub(crate) struct Sizes {
     pub(crate) scratch_bytes: Option<Number<u64>>,
+    pub(crate) device_memory_bytes: Option<Number<u64>>,
     pub(crate) concurrent: Option<Number<u32>>,
     pub(crate) sm_budget: Option<Number<u32>>,
     pub(crate) beside_compute: bool,
@@ -27,6 +28,10 @@ pub(crate) fn read(
     algorithms: Option<&Bound<'_, PyDict>>,
     sizes: Sizes,
 ) -> PyResult<CommunicatorOptions> {
+    let device_memory_bytes = sizes
+        .device_memory_bytes
+        .map(|bytes| bytes.or_raise(py, "device_memory_bytes"))
+        .transpose()?;
     let bytes = sizes.scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
     let count = |number: Option<Number<u32>>, name| {
         number.map(|number| number.or_raise(py, name)).transpose()
@@ -37,6 +42,7 @@ pub(crate) fn read(
         timeout: timeout.seconds(py, "timeout")?,
         algorithm: convert::algorithm(py, algorithm)?,
         all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
+        device_memory_bytes,
         concurrent,
         sm_budget,
         beside_compute: sizes.beside_compute,

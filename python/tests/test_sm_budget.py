@@ -49,7 +49,12 @@ def test_options_that_make_no_sense_are_refused():
     for nonsense, text in ((1, "SM budget 1"), (-1, "sm_budget"), ("many", "sm_budget")):
         with pytest.raises((symmpool.InvalidArgumentError, TypeError), match=text):
             symmpool.Communicator(pool, sm_budget=nonsense)
-    symmpool.Communicator(pool, sm_budget=2, beside_compute=True)
+    comm = symmpool.Communicator(pool, sm_budget=2, beside_compute=True)
+    for good in (2, 1 << 31, None):
+        comm.set_sm_budget(good)
+    for nonsense in (0, 1, -3, 2.5, "all"):
+        with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="SM budget|sms"):
+            comm.set_sm_budget(nonsense)
 
 
 def test_room_is_left_on_devices_that_there_may_be():

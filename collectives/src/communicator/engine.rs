@@ -68,6 +68,13 @@ impl Engine {
         }
     }
 
+    pub(super) fn set_sm_budget(&mut self, most: Option<u32>) {
+        match self {
+            Self::Host(_) => {}
+            Self::Cuda(cuda) => cuda.set_sm_budget(most),
+        }
+    }
+
     pub(super) fn forget_stream(&mut self, stream: &Stream) -> Result<()> {
         match self {
             // In host memory nothing is pending on a stream.

@@ -8,7 +8,7 @@ use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Error, Result};
 
 use super::Communicator;
-use crate::cuda::BudgetOptions;
+use crate::cuda::{BudgetOptions, check_total};
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions, StandardCollective};
 
 /// How a [`Communicator`] behaves. The same on every rank, except where an option says otherwise.
@@ -137,11 +137,8 @@ impl CommunicatorOptions {
                  {MAX_CONCURRENT}"
             ));
         }
-        if let Some(wrong) = self.sm_budget.filter(|sms| *sms < MIN_SM_BUDGET) {
-            return refuse(format!(
-                "SM budget {wrong}: the most SMs that a kernel takes, at least {MIN_SM_BUDGET}"
-            ));
-        }
+        check_sm_budget(self.sm_budget)?;
+        check_total(self.device_memory_bytes)?;
         match &self.links {
             Some(links) if links.world() != world => refuse(format!(
                 "the links of {} ranks for a communicator of {world}; give those of all its ranks",
@@ -153,6 +150,19 @@ impl CommunicatorOptions {
 }
 
 impl Communicator {
+    /// Changes the option [`sm_budget`](CommunicatorOptions::sm_budget) of this rank's calls from now on. It is not
+    /// collective. Calls that are on a stream already, or captured in a graph, keep theirs. In host memory it changes
+    /// nothing. Waits for a call under way in another thread.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for fewer than 2 SMs.
+    pub fn set_sm_budget(&self, most: Option<u32>) -> Result<()> {
+        check_sm_budget(most)?;
+        self.lock().engine.set_sm_budget(most);
+        Ok(())
+    }
+
     /// How long calls wait for a late rank.
     pub fn timeout(&self) -> Duration {
         self.timeout.get()
@@ -168,6 +178,15 @@ impl Communicator {
         check_timeout(timeout)?;
         self.timeout.set(timeout);
         Ok(())
+    }
+}
+
+fn check_sm_budget(most: Option<u32>) -> Result<()> {
+    match most.filter(|sms| *sms < MIN_SM_BUDGET) {
+        Some(wrong) => Err(Error::invalid_argument(format!(
+            "SM budget {wrong}: the most SMs that a kernel takes, at least {MIN_SM_BUDGET}"
+        ))),
+        None => Ok(()),
     }
 }
 
@@ -192,6 +211,10 @@ mod tests {
             (CommunicatorOptions { concurrent: Some(0), ..good() }, "concurrent 0"),
             (CommunicatorOptions { concurrent: Some(17), ..good() }, "concurrent 17"),
             (CommunicatorOptions { sm_budget: Some(1), ..good() }, "SM budget 1"),
+            (
+                CommunicatorOptions { device_memory_bytes: Some(1 << 20), ..good() },
+                "1048576 bytes of device memory",
+            ),
             (CommunicatorOptions { timeout: Duration::ZERO, ..good() }, "timeout"),
             (CommunicatorOptions { first_epoch: 0, ..good() }, "first epoch"),
             (CommunicatorOptions { links: Some(Topology::host(3)), ..good() }, "links of 3 ranks"),

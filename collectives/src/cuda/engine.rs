@@ -146,6 +146,11 @@ impl CudaEngine {
         Ok(())
     }
 
+    /// Kernels that are launched from now on take no more SMs than that.
+    pub(crate) fn set_sm_budget(&mut self, most: Option<u32>) {
+        self.kernels.set_sm_budget(most);
+    }
+
     /// Begins an operation that is no call of all ranks. Says whether the kernel that follows it on its
     /// stream may start early.
     pub(super) fn begin_outside_calls(&mut self) -> bool {

@@ -72,13 +72,8 @@ impl Footprint {
 
     /// Divides the memory of a communicator of `world` ranks.
     pub(crate) fn new(world: u32, requested: Requested) -> Result<Self> {
+        check_total(requested.total)?;
         let total = match requested.total {
-            Some(total) if !(LEAST..=MOST).contains(&total) => {
-                return Err(Error::invalid_argument(format!(
-                    "{total} bytes of device memory for a communicator: 8 MiB to 4 GiB are possible \
-                     (option device_memory, {VARIABLE})"
-                )));
-            }
             Some(total) => total,
             None if world < 2 => ALONE,
             None => DEFAULT,
@@ -115,6 +110,17 @@ impl Footprint {
     fn without_scratch(&self, world: u32) -> u64 {
         let inboxes = 2 * (self.ll + self.ll128 + self.escaped) + self.escaped / 8 + 3 * self.inbox;
         inboxes + 2 * self.plan_scratch + self.staging + words(world)
+    }
+}
+
+/// Refuses a communicator's memory of which too little or too much was requested.
+pub(crate) fn check_total(total: Option<u64>) -> Result<()> {
+    match total.filter(|total| !(LEAST..=MOST).contains(total)) {
+        Some(total) => Err(Error::invalid_argument(format!(
+            "{total} bytes of device memory for a communicator: 8 MiB to 4 GiB are possible \
+             (option device_memory_bytes, {VARIABLE})"
+        ))),
+        None => Ok(()),
     }
 }
 

@@ -106,6 +106,11 @@ impl Kernels {
         self.budget
     }
 
+    /// Later calls take no more SMs than that.
+    pub(super) fn set_sm_budget(&mut self, most: Option<u32>) {
+        self.member.set_most(most);
+    }
+
     /// The most SMs that kernels of the call under way take.
     pub(super) fn most_sms(&self) -> u32 {
         self.budget.most_blocks.min(self.modules.processors())

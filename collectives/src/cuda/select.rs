@@ -205,8 +205,7 @@ mod tests {
     #[test]
     fn large_calls_go_in_stages_where_they_may_run_beside_compute() {
         let control = Control::new(2, Footprint::ample(8 << 20, 64 << 20)).expect("valid");
-        let auto =
-            RequestedAlgorithm { algorithm: Algorithm::Auto, by_environment: false };
+        let auto = RequestedAlgorithm { algorithm: Algorithm::Auto, by_environment: false };
         let table = MeasuredTable::of(&["NVIDIA H100 80GB HBM3"; 2]);
         let chosen = |bytes, beside_compute| {
             let shape = AllReduceShape { beside_compute, ..shape(bytes, 2) };

@@ -150,6 +150,11 @@ impl BudgetMember {
         Self { device, number, stream: None, any_stream: false, processors, options }
     }
 
+    /// The most SMs of kernels from now on, whatever the options said before.
+    pub(super) fn set_most(&mut self, most: Option<u32>) {
+        self.options.most = most;
+    }
+
     /// The budget of the kernels of a call on that stream.
     ///
     /// Calls of one communicator run one after the other, and so do calls on one stream. So as many are under way
@@ -383,6 +388,10 @@ mod tests {
         // What the options say holds on every stream, and other communicators are still left theirs.
         let mut chosen = new(Some(50), None);
         assert_eq!([0, 7].map(|stream| blocks(&mut chosen, stream)), [50; 2]);
+        chosen.set_most(Some(20));
+        assert_eq!(blocks(&mut chosen, 0), 20);
+        chosen.set_most(None);
+        assert_eq!(budget(&mut chosen, 7), few);
         drop(chosen);
         let mut shared = new(Some(50), Some(2));
         assert_eq!(blocks(&mut shared, 7), 44);
