@@ -69,8 +69,9 @@ struct Prepared {
 }
 
 impl HostEngine {
-    /// Runs a plan for `count` elements of each part (see [`Plan::input_parts`]); of one's own collective, for an
-    /// input of `count` elements. `op` matters for collectives that reduce, `root` for a broadcast.
+    /// Runs a plan for `count` elements of each part (see [`Plan::input_parts`](crate::plan::Plan::input_parts)); of
+    /// one's own collective, for an input of `count` elements. `op` matters for collectives that reduce, `root` for a
+    /// broadcast.
     ///
     /// # Errors
     ///
