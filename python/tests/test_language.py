@@ -313,7 +313,7 @@ def test_lines_are_those_of_the_program():
         linecache.getline(programs.__file__, operation["line"]).strip() for operation in plan["programs"][0]
     ]
     called = [text.split("(")[0] for text in texts]
-    assert called == ["me.barrier", "me.put", "me.signal", "me.copy", "me.wait"]
+    assert called == ["me.barrier", "me.copy", "me.put", "me.signal", "me.wait"]
     assert plan["source"] == "programs.py"
 
 

@@ -185,10 +185,10 @@ def hierarchical_all_reduce(me: Rank) -> None:
 def direct_all_gather(me: Rank) -> None:
     """Every rank puts its input to all. The barrier says that outputs may be written to."""
     me.barrier()
+    me.copy(me.output[me.rank], me.input[0])  # on devices at the same time as the first put
     for peer in me.peers():
         me.put(peer.output[me.rank], me.input[0])
         me.signal(peer)
-    me.copy(me.output[me.rank], me.input[0])
     _wait_all(me)
 
 

@@ -86,11 +86,11 @@ pub(super) fn ring(world: u32) -> Plan {
 pub(super) fn all_gather(world: u32) -> Plan {
     plan("all_gather", Collective::AllGather, world, 1, 0, |me| {
         me.barrier();
+        me.copy(me.output(me.rank), me.input(0));
         for peer in me.peers() {
             me.put(place(peer, Buffer::Output, me.rank), me.input(0));
             me.signal(peer);
         }
-        me.copy(me.output(me.rank), me.input(0));
         me.wait_all();
     })
 }
