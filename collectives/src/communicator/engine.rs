@@ -165,7 +165,7 @@ impl Engine {
         StandardCollective::ALL.into_iter().flat_map(of).collect()
     }
 
-    /// Runs a call with the built-in algorithm of this number, or with the best one if it is [`AUTO`].
+    /// Runs a call with the built-in algorithm of this number, or with the best one if it is [`AUTO`](crate::algorithm::AUTO).
     #[inline]
     pub(super) unsafe fn run(
         &mut self,
