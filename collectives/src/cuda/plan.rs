@@ -210,6 +210,13 @@ impl CudaEngine {
         let (rank, world) = (self.rank(), self.world());
         let chunks = arguments.check(checked, rank, world)?;
         let plan = checked.plan();
+        if checked.divides_last && arguments.op == ReduceOp::Avg {
+            return Err(Error::unsupported(format!(
+                "the algorithm {} on rank {rank}: other results are made of the sums of some, which devices cannot \
+                 divide at the end; use sum, and divide its outputs",
+                plan.name
+            )));
+        }
         let (name, size) = (&plan.name, arguments.dtype.size() as u64);
         if plan.collective.reduces() && !arguments.dtype.is_reduced() {
             return Err(arguments.dtype.only_moved(plan.collective.name(), rank));

@@ -147,8 +147,9 @@ impl HostEngine {
                         self.wait_in_plan(peer(*of), *channel, phase)?;
                     }
                     Step::Barrier => self.step()?,
-                    Step::Reduce(_) => {
-                        let is_signal = |step: &Step| !matches!(step, Step::Reduce(_));
+                    Step::Reduce(_) | Step::Divide { .. } => {
+                        let is_signal =
+                            |step: &Step| !matches!(step, Step::Reduce(_) | Step::Divide { .. });
                         let items = left.iter().position(is_signal).unwrap_or(left.len());
                         let buffers = Buffers {
                             engine: self,
@@ -221,31 +222,32 @@ impl HostEngine {
         Ok(Prepared { data, chunks, loops, room })
     }
 
-    /// The loops for results and for partial results.
+    /// The loops over elements that a call runs.
     fn loops(&self, checked: &CheckedPlan, dtype: DType, op: ReduceOp) -> Result<Loops> {
         let plan = checked.plan();
         if !plan.collective.reduces() {
-            return Ok(Loops { result: None, partial: None, divisor: 1 });
+            return Ok(Loops { average: None, reduce: None });
         }
         let rank = self.rank();
-        let partial = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
         let find = |op| {
             self.reduce_loop(dtype, op)
                 .ok_or_else(|| dtype.only_moved(plan.collective.name(), rank))
                 .map(Some)
         };
-        let divisor = checked.contributions as usize;
-        Ok(Loops { result: find(op)?, partial: find(partial)?, divisor })
+        match op {
+            ReduceOp::Avg => Ok(Loops { average: find(op)?, reduce: find(ReduceOp::Sum)? }),
+            _ => Ok(Loops { average: None, reduce: find(op)? }),
+        }
     }
 }
 
 /// The loops over elements that a call runs.
 #[derive(Clone, Copy)]
 struct Loops {
-    result: Option<ReduceFn>,
-    partial: Option<ReduceFn>,
-    /// What averages are divided by.
-    divisor: usize,
+    /// Of averages: reduces by sum, and divides.
+    average: Option<ReduceFn>,
+    /// Reduces, without a division.
+    reduce: Option<ReduceFn>,
 }
 
 /// Runs operations between two signals, over elements `range` of their chunks.
@@ -265,14 +267,26 @@ unsafe fn run_items(
     while begin < range.end {
         let end = (begin + TILE / size).min(range.end);
         for step in steps {
-            let Step::Reduce(Item { dst, srcs, place, is_result }) = step else { continue };
-            let length = buffers.chunks.length(*place as usize);
-            let count = end.min(length).saturating_sub(begin);
+            let address =
+                |cell: &Cell| buffers.address(*cell, begin * size, (begin - range.start) * size);
+            let count_of =
+                |place: u32| end.min(buffers.chunks.length(place as usize)).saturating_sub(begin);
+            let Item { dst, srcs, place, divisor } = match step {
+                Step::Reduce(item) => item,
+                Step::Divide { cell, place, by } => {
+                    let (to, count) = (address(cell), count_of(*place));
+                    if let (Some(divide), 1..) = (loops.average, count) {
+                        // SAFETY: the caller's promise; the destination is the source.
+                        unsafe { divide(&[to], &[to], count, *by as usize) };
+                    }
+                    continue;
+                }
+                Step::Signal { .. } | Step::Wait { .. } | Step::Barrier => continue,
+            };
+            let count = count_of(*place);
             if count == 0 {
                 continue;
             }
-            let address =
-                |cell: &Cell| buffers.address(*cell, begin * size, (begin - range.start) * size);
             let to = address(dst);
             if let [src] = srcs.as_slice() {
                 let from = address(src);
@@ -284,10 +298,10 @@ unsafe fn run_items(
             }
             sources.clear();
             sources.extend(srcs.iter().map(|src| address(src).cast_const()));
-            let reduce = if *is_result { loops.result } else { loops.partial };
-            if let Some(reduce) = reduce {
+            let average = loops.average.filter(|_| *divisor > 1);
+            if let Some(reduce) = average.or(loops.reduce) {
                 // SAFETY: the caller's promise; the destination is one of the sources or overlaps none.
-                unsafe { reduce(sources, &[to], count, loops.divisor) };
+                unsafe { reduce(sources, &[to], count, *divisor as usize) };
             }
         }
         begin = end;

@@ -249,8 +249,8 @@ impl Writer<'_> {
                 left = &rest[1..];
             }
             let also_at = also.map_or("nullptr".to_owned(), |also| self.address(also.dst));
-            let op = if item.is_result { result_op } else { partial_op };
-            let divisor = self.checked.contributions;
+            let op = if item.divisor > 1 { result_op } else { partial_op };
+            let divisor = item.divisor;
             let name = if reductions > MANY_REDUCTIONS {
                 "reduce_slices_out_of_line"
             } else {
@@ -379,8 +379,8 @@ impl Writer<'_> {
             "            if (!collect_ll(session, from, at, all)) {{\n                return;\n            }}"
         );
         if let Some(item) = reduction {
-            let op = if item.is_result { "OP" } else { "(OP == AVG ? SUM : OP)" };
-            let divisor = self.checked.contributions;
+            let op = if item.divisor > 1 { "OP" } else { "(OP == AVG ? SUM : OP)" };
+            let divisor = item.divisor;
             line!(self, "            all[0] = reduce_vectors<DTYPE, {op}>(all, {divisor});");
         }
         for (nth, cell, place) in stores {

@@ -20,7 +20,7 @@ use std::sync::OnceLock;
 
 pub use error::{PlanError, PlanErrorKind};
 pub(super) use run::phases;
-use run::{Outcome, Run, name_of};
+use run::{Held, Outcome, Run, name_of};
 use value::Value;
 
 use super::model::{Buffer, Cell, Collective, Contribution, Operation, Plan, Protocol, Span};
@@ -44,8 +44,8 @@ pub struct CheckedPlan {
     reaches_outputs: bool,
     /// Whether results are reduced in several steps, with rounding between them.
     pub(crate) has_partial_results: bool,
-    /// The most contributions of a chunk of the output: what an average divides by.
-    pub(crate) contributions: u32,
+    /// Whether averages divide some results at the end of the call ([`Step::Divide`]).
+    pub(crate) divides_last: bool,
     /// As devices run it, from the first call on one.
     schedule: OnceLock<Schedule>,
 }
@@ -55,6 +55,14 @@ pub struct CheckedPlan {
 pub(crate) enum Step {
     /// Reduces chunks, or copies one.
     Reduce(Item),
+    /// Divides a chunk of the rank's own output, where a call averages: another result was made of it as a sum, so that
+    /// it was not divided when it was reduced.
+    Divide {
+        cell: Cell,
+        /// Which chunk of a part it has the length of.
+        place: u32,
+        by: u32,
+    },
     Signal {
         peer: u32,
         channel: u32,
@@ -73,8 +81,9 @@ pub(crate) struct Item {
     pub(crate) srcs: Vec<Cell>,
     /// Which chunk of a part it has the length of.
     pub(crate) place: u32,
-    /// Whether this is a result, and no partial one: where an average is divided.
-    pub(crate) is_result: bool,
+    /// What an average is divided by here: the number of inputs that are reduced in a result. 1 where nothing is
+    /// divided, which are copies and partial results.
+    pub(crate) divisor: u32,
 }
 
 impl Plan {
@@ -106,18 +115,20 @@ impl CheckedPlan {
     fn new(plan: Plan, outcome: &Outcome, in_place: Result<(), PlanError>) -> Self {
         let values = &outcome.values;
         let mut results: BTreeSet<Value> = BTreeSet::new();
-        let mut contributions = 1;
         let mut needs_equal_chunks = false;
         for rank in 0..plan.world {
             for index in 0..plan.output_chunks(rank) {
                 let cell = Cell { rank, buffer: Buffer::Output, index };
                 let Some(held) = outcome.cells.get(&cell) else { continue };
                 results.insert(held.value);
-                contributions = contributions.max(plan.expected(rank, index).len() as u32);
                 needs_equal_chunks |=
                     values.place(held.value) != Some(index % plan.chunks_of_part().max(1));
             }
         }
+        // A result of which others are made stays a sum until the end, when nobody reads it any more.
+        let all = outcome.order.iter().flat_map(|ran| &ran.values);
+        let parts: BTreeSet<Value> =
+            all.flat_map(|value| values.operands(*value)).copied().collect();
         let mut steps = vec![Vec::new(); plan.world as usize];
         let mut has_partial_results = false;
         for ran in &outcome.order {
@@ -138,14 +149,27 @@ impl CheckedPlan {
                 let place = values.place(*value);
                 needs_equal_chunks |= place.is_none();
                 has_partial_results |= !values.is_flat(*value);
-                steps.push(Step::Reduce(Item {
-                    dst: dst.cell(offset),
-                    srcs: operation.sources().iter().map(|src| src.cell(offset)).collect(),
-                    place: place.unwrap_or(0),
-                    is_result: results.contains(value),
-                }));
+                let srcs: Vec<Cell> =
+                    operation.sources().iter().map(|src| src.cell(offset)).collect();
+                let divides = srcs.len() > 1 && results.contains(value) && !parts.contains(value);
+                let divisor = if divides { values.count(*value) } else { 1 };
+                let (dst, place) = (dst.cell(offset), place.unwrap_or(0));
+                steps.push(Step::Reduce(Item { dst, srcs, place, divisor }));
             }
         }
+        for (rank, steps) in (0u32..).zip(&mut steps) {
+            for index in 0..plan.output_chunks(rank) {
+                let cell = Cell { rank, buffer: Buffer::Output, index };
+                let Some(Held { value, .. }) = outcome.cells.get(&cell) else { continue };
+                let by = values.count(*value);
+                if by > 1 && parts.contains(value) {
+                    let place = values.place(*value).unwrap_or(0);
+                    steps.push(Step::Divide { cell, place, by });
+                }
+            }
+        }
+        let is_division = |step: &Step| matches!(step, Step::Divide { .. });
+        let divides_last = steps.iter().flatten().any(is_division);
         let reaches = |buffer: Buffer| {
             let programs = (0u32..).zip(&plan.programs);
             programs.into_iter().any(|(rank, program)| {
@@ -162,7 +186,7 @@ impl CheckedPlan {
             reaches_inputs: reaches(Buffer::Input),
             reaches_outputs: reaches(Buffer::Output),
             has_partial_results,
-            contributions,
+            divides_last,
             schedule: OnceLock::new(),
             plan,
         }

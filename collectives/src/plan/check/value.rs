@@ -112,6 +112,19 @@ impl Values {
         Some(found)
     }
 
+    /// How many inputs take part in a value, each as often as it does.
+    pub(super) fn count(&self, value: Value) -> u32 {
+        u32::try_from(self.facts(value).contributions).unwrap_or(u32::MAX)
+    }
+
+    /// What a value was reduced of.
+    pub(super) fn operands(&self, value: Value) -> &[Value] {
+        match &self.expressions[value.0 as usize].0 {
+            Expression::Reduced(values) => values,
+            _ => &[],
+        }
+    }
+
     /// Whether a value is the reduction of inputs as they are, of which none was reduced before.
     pub(super) fn is_flat(&self, value: Value) -> bool {
         match &self.expressions[value.0 as usize].0 {

@@ -212,6 +212,42 @@ fn averages_by_partial_sums_divide_once_and_refuse_integers() {
     });
 }
 
+/// Outputs with different numbers of contributions, and results that other results are made of.
+#[test]
+fn averages_divide_each_output_by_its_own_number_of_contributions() {
+    const WORLD: u32 = 4;
+    const COUNT: usize = 5000;
+    let options = small_scratch();
+    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let plans =
+        [programs::scan(WORLD), programs::flat_scan(WORLD)].map(|plan| plan.check().unwrap());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let input = Buffer::window(&heap, rank, 0, COUNT * 4);
+        let output = Buffer::window(&heap, rank, WINDOW, COUNT * 4);
+        for (call, checked) in plans.iter().enumerate() {
+            let data: Vec<f32> = (0..COUNT).map(|index| value(rank, index, call)).collect();
+            input.write(&data);
+            for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max] {
+                let (from, to) = (input.place, output.place);
+                // SAFETY: as in `run`.
+                unsafe { engine.run_plan(checked, from, to, COUNT, DType::F32, op, 0) }.unwrap();
+                let expected = (0..COUNT).map(|index| {
+                    let all = (0..=rank).map(|rank| value(rank, index, call));
+                    match op {
+                        ReduceOp::Sum => all.sum(),
+                        ReduceOp::Avg => all.sum::<f32>() / (rank + 1) as f32,
+                        _ => all.fold(f32::MIN, f32::max),
+                    }
+                });
+                let name = &checked.plan().name;
+                let expected: Vec<f32> = expected.collect();
+                assert!(output.read::<f32>(COUNT) == expected, "{name} on rank {rank} by {op:?}");
+            }
+        }
+    });
+}
+
 trait Refusal {
     fn is_unsupported_or_invalid(&self) -> bool;
 }
