@@ -35,7 +35,7 @@ pub struct Group {
 
 /// Says whether a waiting rank is to stop; see [`Group::with_interrupt`].
 #[derive(Clone)]
-pub(crate) struct Interrupt(Arc<dyn Fn() -> bool + Send + Sync>);
+pub(crate) struct Interrupt(pub(crate) Arc<dyn Fn() -> bool + Send + Sync>);
 
 impl Interrupt {
     pub(crate) fn is_requested(&self) -> bool {

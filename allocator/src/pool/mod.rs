@@ -334,6 +334,12 @@ impl Pool {
         committer.peers.sockets_mut().is_some_and(|sockets| sockets.has_left(rank))
     }
 
+    /// What was passed to [`Group::with_interrupt`](crate::Group::with_interrupt) of the pool's group: it returns
+    /// whether waits for other ranks are to stop.
+    pub fn interrupt(&self) -> Option<Arc<dyn Fn() -> bool + Send + Sync>> {
+        self.0.group.interrupt().map(|interrupt| interrupt.0)
+    }
+
     /// The process id of `rank`, if it is on the same machine and in the same pid namespace.
     pub fn peer_pid(&self, rank: u32) -> Option<u32> {
         self.0.pids.get(rank as usize).copied().flatten()

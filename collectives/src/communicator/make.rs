@@ -103,6 +103,7 @@ impl Communicator {
             links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
             first_epoch: u64::from(options.first_epoch),
             peer_alive: Some(Box::new(alive.clone())),
+            interrupted: pool.interrupt(),
             all_to_all: options.all_to_all,
         };
         let bytes = valid.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));

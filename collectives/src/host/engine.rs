@@ -35,7 +35,7 @@ use crate::{DType, ReduceOp};
 pub struct HostEngine {
     pub(super) layout: HeapLayout,
     pub(super) control: Control,
-    options: HostOptions,
+    pub(super) options: HostOptions,
     /// The timeout of `options`, until it is changed.
     pub(crate) timeout: Arc<Timeout>,
     pub(super) spin_policy: SpinPolicy,

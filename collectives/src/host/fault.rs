@@ -15,6 +15,8 @@ pub(super) enum Cause {
     Timeout = 1,
     /// The peer's process is gone.
     PeerLost = 2,
+    /// The waiting rank was asked to stop, as by Ctrl-C.
+    Interrupted = 3,
 }
 
 /// The record of a failed wait.
@@ -45,6 +47,7 @@ impl Fault {
         let cause = match word as u8 {
             1 => Cause::Timeout,
             2 => Cause::PeerLost,
+            3 => Cause::Interrupted,
             _ => return None,
         };
         Some(Self {
@@ -71,6 +74,14 @@ impl Fault {
                 self.timeout,
                 vec![self.peer],
             ),
+            // Of the rank that stopped this is no failure of a peer; for the others it is the rank that left.
+            Cause::Interrupted => {
+                let what = format!("interrupted while waiting for rank {} in {text}", self.peer);
+                match reporter {
+                    None => Error::invalid_state(what),
+                    Some(left) => Error::peer_lost(vec![left], format!("it was {what}")),
+                }
+            }
             Cause::PeerLost if gone.is_empty() => Error::peer_lost(
                 vec![self.peer],
                 format!("its process ended, or dropped its pool, during {text}"),
@@ -132,6 +143,11 @@ mod tests {
                 assert_eq!(fault.to_error(0, None, &[2]).ranks(), [2, 1023]);
             }
         }
+        let fault = Fault { cause: Cause::Interrupted, ..sample() };
+        assert_eq!(Fault::unpack(fault.pack(), fault.epoch, fault.timeout), Some(fault));
+        assert!(fault.to_error(0, None, &[]).is_invalid_state());
+        let heard = fault.to_error(0, Some(4), &[]);
+        assert!(heard.is_peer_lost() && heard.ranks() == [4], "{heard}");
         let message = Fault { operation: 10, peer: 1, ..sample() };
         let text = message.to_error(0, None, &[]).to_string();
         assert!(text.contains("waiting for rank 1 in recv on rank 0"), "{text}");

@@ -16,7 +16,7 @@ use super::HostEngine;
 use super::control::Control;
 use super::fault::Cause;
 use super::kernels::copy;
-use super::wait::{SpinPolicy, Waiter, Watchdog, wake_all};
+use super::wait::{Interrupted, SpinPolicy, Waiter, Watchdog, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
 use crate::timeout::Timeout;
@@ -40,6 +40,7 @@ pub(crate) struct HostOneSided {
     pub(super) failed: Arc<OnceLock<Error>>,
     maker: Maker,
     pub(super) alive: PeerAlive,
+    pub(super) interrupted: Option<Interrupted>,
     /// The engine's timeout, for messages. A wait on a channel has a timeout of its own.
     pub(super) timeout: Arc<Timeout>,
     /// Counts of packets of messages, by peer.
@@ -65,6 +66,7 @@ impl HostEngine {
             failed: Arc::clone(&self.failed),
             maker: self.maker,
             alive,
+            interrupted: self.options.interrupted.clone(),
             timeout: Arc::clone(&self.timeout),
             counts: (0..self.world()).map(|_| PacketCounts::default()).collect(),
             taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
@@ -163,7 +165,7 @@ impl HostOneSided {
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(timeout));
             let alive = (peer != me).then_some(|| (self.alive)(peer));
-            watchdog.look(alive).map_err(|cause| match cause {
+            watchdog.look(alive, self.interrupted.as_ref()).map_err(|cause| match cause {
                 Cause::PeerLost => {
                     let what = format!(
                         "its process ended, or dropped its pool, while rank {me} waited for its \
@@ -171,6 +173,9 @@ impl HostOneSided {
                     );
                     Error::peer_lost(vec![peer], what)
                 }
+                Cause::Interrupted => Error::invalid_state(format!(
+                    "rank {me}: interrupted while waiting for a signal of rank {peer} on channel {channel}"
+                )),
                 Cause::Timeout => {
                     let what = format!("waiting for a signal of rank {peer} on channel {channel}");
                     Error::timeout(format!("{what}, on rank {me}"), timeout, vec![peer])

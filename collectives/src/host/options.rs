@@ -6,6 +6,7 @@ use std::time::Duration;
 use symmpool_allocator::topology::{Mesh, Topology};
 use symmpool_allocator::{Error, Result};
 
+use super::wait::Interrupted;
 use crate::AllToAllAlgorithm;
 
 /// The version of the control block's layout and protocol, which increases with every change of them.
@@ -16,7 +17,7 @@ const LAYOUT_VERSION: u64 = 3;
 /// Returns whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;
 
-/// How a [`HostEngine`](super::HostEngine) behaves. Everything but `peer_alive` must be the same on
+/// How a [`HostEngine`](super::HostEngine) behaves. Everything but `peer_alive` and `interrupted` must be the same on
 /// every rank.
 pub struct HostOptions {
     /// The longest wait for a peer, counted from when a rank begins to wait for it (rule S5). Default: 30 s.
@@ -32,6 +33,10 @@ pub struct HostOptions {
     /// Called while a rank waits for a late peer, to find out whether its process still runs, so that the error names
     /// a lost rank long before the timeout. Default: processes are not checked.
     pub peer_alive: Option<PeerAlive>,
+    /// Called several times a second while a rank waits for a late peer. Once it returns `true` the wait ends: the call
+    /// fails as `is_invalid_state`, and the communicator is closed, which the peers hear. Default: waits are not
+    /// interrupted.
+    pub interrupted: Option<Interrupted>,
     /// How the ranks are linked. The all-reduce algorithm `cube_mesh` moves data over direct links only; it is the
     /// automatic choice on a hybrid cube mesh. Default: all ranks are linked.
     pub links: Option<Topology>,
@@ -47,6 +52,7 @@ impl Default for HostOptions {
             first_epoch: 1,
             spin: None,
             peer_alive: None,
+            interrupted: None,
             links: None,
             all_to_all: AllToAllAlgorithm::Auto,
         }
@@ -103,6 +109,7 @@ impl fmt::Debug for HostOptions {
             .field("first_epoch", &self.first_epoch)
             .field("spin", &self.spin)
             .field("peer_alive", &self.peer_alive.is_some())
+            .field("interrupted", &self.interrupted.is_some())
             .field("links", &self.links.as_ref().map(Topology::mesh))
             .field("all_to_all", &self.all_to_all)
             .finish()

@@ -127,7 +127,8 @@ impl HostOneSided {
                 return Err(end);
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.timeout.get()));
-            watchdog.look(Some(|| (self.alive)(peer))).map_err(|cause| {
+            let alive = Some(|| (self.alive)(peer));
+            watchdog.look(alive, self.interrupted.as_ref()).map_err(|cause| {
                 let (operation, timeout) = (operation as u8, watchdog.timeout());
                 let fault = Fault { cause, operation, phase: 0, peer, epoch: number, timeout };
                 WaitFailure { fault, reporter: None }

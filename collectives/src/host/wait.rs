@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)] // a futex is an address in shared memory
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,8 @@ const SPIN: Duration = Duration::from_micros(3);
 const YIELDS: u32 = 400;
 /// The longest single sleep, and so how often a sleeper checks for an abort, a dead peer and its deadline.
 const SLICE: Duration = Duration::from_millis(10);
+/// How often a waiter asks whether it is to stop. The answer may need a lock that others hold.
+const ASK_EVERY: Duration = Duration::from_millis(200);
 
 /// How often a waiter spins and yields before it sleeps.
 #[derive(Clone, Copy, Debug)]
@@ -106,20 +109,26 @@ where
     }
 }
 
-/// Ends one wait when its deadline passes or the peer's process ends. It is made at the first check, so that a wait
+/// Returns whether a wait is to stop, as after Ctrl-C.
+pub(super) type Interrupted = Arc<dyn Fn() -> bool + Send + Sync>;
+
+/// Ends one wait when its deadline passes, the peer's process ends, or the wait is to stop. It is made at the first check, so that a wait
 /// that ends while spinning never reads a clock.
 pub(super) struct Watchdog {
     deadline: Deadline,
     /// When to check next whether the peer's process runs.
     check_at: Instant,
     dead: bool,
+    /// When to ask next whether to stop.
+    ask_at: Instant,
 }
 
 impl Watchdog {
     pub(super) fn new(timeout: Duration) -> Self {
         // Not at once, so that a peer that is only a little late costs no system call.
-        let check_at = Instant::now() + SLICE;
-        Self { deadline: Deadline::after(timeout), check_at, dead: false }
+        let now = Instant::now();
+        let (check_at, ask_at) = (now + SLICE, now + ASK_EVERY);
+        Self { deadline: Deadline::after(timeout), check_at, dead: false, ask_at }
     }
 
     /// How long this wait may take in all.
@@ -129,7 +138,11 @@ impl Watchdog {
 
     /// Returns the cause if the wait must end. `alive` returns whether the peer's process runs; `None` if that cannot
     /// be found out.
-    pub(super) fn look(&mut self, alive: Option<impl FnOnce() -> bool>) -> Result<(), Cause> {
+    pub(super) fn look(
+        &mut self,
+        alive: Option<impl FnOnce() -> bool>,
+        interrupted: Option<&Interrupted>,
+    ) -> Result<(), Cause> {
         // The peer may have signalled before it ended: the word was loaded once more after `dead` was set.
         if self.dead {
             return Err(Cause::PeerLost);
@@ -137,12 +150,16 @@ impl Watchdog {
         if self.deadline.expired() {
             return Err(Cause::Timeout);
         }
-        if let Some(alive) = alive {
-            let now = Instant::now();
-            if now >= self.check_at {
-                self.dead = !alive();
-                self.check_at = now + SLICE;
+        let now = Instant::now();
+        if let Some(alive) = alive.filter(|_| now >= self.check_at) {
+            self.dead = !alive();
+            self.check_at = now + SLICE;
+        }
+        if let Some(interrupted) = interrupted.filter(|_| now >= self.ask_at) {
+            if interrupted() {
+                return Err(Cause::Interrupted);
             }
+            self.ask_at = now + ASK_EVERY;
         }
         Ok(())
     }

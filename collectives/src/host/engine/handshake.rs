@@ -205,7 +205,8 @@ impl HostEngine {
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.call_timeout));
             let alive = self.options.peer_alive.as_ref().map(|alive| || alive(peer));
-            watchdog.look(alive).map_err(|cause| {
+            let interrupted = self.options.interrupted.as_ref();
+            watchdog.look(alive, interrupted).map_err(|cause| {
                 let (operation, timeout) = (self.operation, watchdog.timeout());
                 let fault = Fault { cause, operation, phase, peer, epoch, timeout };
                 WaitFailure { fault, reporter: None }

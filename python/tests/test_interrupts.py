@@ -1,0 +1,68 @@
+"""Ctrl-C while a collective waits for other ranks, in host memory."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from ranks import run
+
+import symmpool
+
+
+def interrupted(call):
+    """What Ctrl-C in the middle of a call raises: the cause, and after how many seconds."""
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        call()
+    cause = raised.value.__cause__
+    return type(cause).__name__, str(cause), time.monotonic() - started - 0.5
+
+
+CALLS = {
+    "barrier": lambda comm: comm.barrier(),
+    "all_reduce": lambda comm: comm.all_reduce(np.ones(1000)),
+    "recv": lambda comm: comm.recv(np.ones(4), 1),
+}
+
+
+def alone(group, call):
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=300)
+    if comm.rank == 0:
+        found = interrupted(lambda: CALLS[call](comm))
+        return *found, isinstance(comm.failure, symmpool.InvalidStateError)
+    time.sleep(2)
+    with pytest.raises(symmpool.PeerLostError) as raised:
+        comm.barrier()
+    return raised.value.ranks, str(raised.value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ctrl_c_ends_a_wait_and_the_other_ranks_hear_who_left(call):
+    zero, *others = run(3, alone, call)
+    assert zero.error is None, zero.error
+    kind, text, seconds, closed = zero.value
+    assert kind == "InvalidStateError" and seconds < 1.5 and closed
+    assert "interrupted while waiting for rank 1" in text and call in text, text
+    for other in others:
+        assert other.error is None, other.error
+        ranks, text = other.value
+        assert ranks == (0,) and "interrupted" in text, text
+
+
+def on_a_channel(group):
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=300)
+    found = interrupted(lambda: comm.wait(1, timeout=60)) if comm.rank == 0 else None
+    # A wait on a channel closes nothing.
+    comm.barrier()
+    return found
+
+
+def test_ctrl_c_ends_a_wait_on_a_channel_and_the_communicator_stays_usable():
+    zero, one = run(2, on_a_channel)
+    assert zero.error is None and one.error is None, (zero.error, one.error)
+    kind, text, seconds = zero.value
+    assert kind == "InvalidStateError" and seconds < 1.5 and "signal of rank 1" in text
