@@ -40,6 +40,7 @@ pub use group::Group;
 pub use heap::HeapLayout;
 pub use pool::{
     Block, CONTROL_LANE, CommitReport, ContiguousPeerView, Lane, Pool, PoolBuilder, PoolStats,
+    PreparedPool,
 };
 pub use random::random_bytes;
 pub use window::{Window, Windows};

@@ -2,6 +2,7 @@
 //!
 //! The classes are Python's (`symmpool/errors.py`), because each derives from two others.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -36,6 +37,9 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
     make().unwrap_or_else(|broken| broken)
 }
 
+/// Whether the program is ending: what its threads wait for does not matter any more.
+pub(crate) static ENDING: AtomicBool = AtomicBool::new(false);
+
 /// Whether Ctrl-C asks the call that this thread is in to stop, where that is what Ctrl-C does. It is
 /// then raised when the call is back.
 ///
@@ -43,6 +47,9 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
 /// handlers run after the call, and do not end it.
 #[allow(unsafe_code)] // asks the interpreter
 pub(crate) fn is_interrupted() -> bool {
+    if ENDING.load(Ordering::Relaxed) {
+        return true;
+    }
     // Python handles signals on its main thread. No other thread may wait for the interpreter here: it would
     // be ended where it is when the interpreter ends.
     if rustix::thread::gettid() != rustix::process::getpid() {

@@ -116,6 +116,12 @@ mod _symmpool {
         Ok(())
     }
 
+    /// Ends the waits for other ranks that are under way, and all later ones: the program is ending.
+    #[pyo3::pyfunction]
+    fn end_waits() {
+        crate::errors::ENDING.store(true, std::sync::atomic::Ordering::Relaxed);
+    }
+
     /// The package's version.
     #[pyo3::pyfunction]
     fn version() -> &'static str {

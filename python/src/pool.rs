@@ -8,13 +8,13 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyInt, PyString, PyTuple};
+use symmpool_allocator::Deadline;
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
-use symmpool_allocator::{Deadline, Result};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
 use crate::convert::{self, Device};
-use crate::device::{decline, driver};
+use crate::device::{await_reports, decline, driver, meet};
 use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid};
 use crate::group::group_of;
@@ -45,7 +45,7 @@ use crate::{site, stream, tensor, torch};
 /// Raises DivergedError when ranks pass different settings, UnsupportedError when there is no such
 /// device or memory cannot travel between the ranks, TimeoutError and PeerLostError when a rank is
 /// missing, InvalidArgumentError for anything that makes no sense. What one rank cannot do, or was
-/// asked in vain, is the error of all: none waits for it, and later pools of the group meet.
+/// asked in vain, it raises at once; a thread tells the others, and later pools of the group meet.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Pool {
     pub(crate) pool: Own<symmpool_allocator::Pool>,
@@ -72,26 +72,22 @@ impl Pool {
     ) -> PyResult<Bound<'py, Self>> {
         let limit = timeout.map(|timeout| timeout.seconds(py, "timeout")).transpose();
         let known = limit.as_ref().ok().copied().flatten().map(|limit| limit.as_secs_f64());
-        // The group comes first: whatever else is refused is reported to its other ranks.
-        let of = group_of(py, group, known)?;
+        await_reports(py, group)?;
         let asked = || {
-            // A torch.device reads as its name.
             let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
             let name = torch::current_device(py, name)?;
             let stride = stride.map(|stride| stride.or_raise(py, "stride")).transpose()?;
             let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
-            PyResult::Ok((name, stride, limit?, policy))
+            let (driver, device) = py.detach(|| driver(name.as_deref())).or_raise(py)?;
+            PyResult::Ok((driver, device, stride, limit?, policy))
         };
-        let (name, stride, deadline, policy) = match asked() {
+        let (driver, device, stride, deadline, policy) = match asked() {
             Ok(asked) => asked,
-            Err(why) => return Err(decline(py, of, why)),
+            Err(why) => return Err(decline(py, group, why)),
         };
-        let build = move || {
-            let (driver, device) = match driver(name.as_deref()) {
-                Ok((driver, device)) => (Ok(driver), device),
-                Err(error) => (Err(error), Device::Cpu), // of a pool that is not made
-            };
-            let mut builder = symmpool_allocator::Pool::builder(of).driver_or_failure(driver);
+        let of = group_of(py, group, known)?;
+        let prepare = move || {
+            let mut builder = symmpool_allocator::Pool::builder(of).driver(driver);
             if let Some(stride) = stride {
                 builder = builder.stride(stride);
             }
@@ -104,10 +100,11 @@ impl Pool {
             if let Some(policy) = policy {
                 builder = builder.lane(LaneConfig::symmetric("default").window_policy(policy));
             }
-            Result::Ok(Self { pool: Own::new(builder.build()?), device, scope: PyOnceLock::new() })
+            builder.prepare()
         };
-        let made = Bound::new(py, py.detach(build).or_raise(py)?)?;
-        // Collectives of the package look for the pools of a group.
+        let prepared = py.detach(prepare);
+        let pool = Own::new(meet(py, group, prepared)?);
+        let made = Bound::new(py, Self { pool, device, scope: PyOnceLock::new() })?;
         py.import("symmpool.groups.pool_registry")?
             .call_method1("register", (&made, group, known))?;
         Ok(made)

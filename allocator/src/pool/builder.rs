@@ -2,10 +2,11 @@
 
 use std::env;
 use std::ffi::OsStr;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
+use super::background::Background;
 use super::commit_due::CommitDue;
 use super::committer::Committer;
 use super::early_handles::EarlyHandles;
@@ -127,10 +128,45 @@ impl PoolBuilder {
     /// is also reported to the others, so that they do not wait for it. Every call counts as one of the
     /// group's pools, whether it succeeds or not, so that later calls match on all ranks.
     pub fn build(self) -> Result<Pool> {
+        self.prepare().meet()
+    }
+
+    /// Prepares this rank's part of the pool, and counts it as the group's next one; talks to nobody. What is wrong on
+    /// this rank alone is known then, before it meets the others. [`build`](Self::build) does both.
+    pub fn prepare(self) -> PreparedPool {
         let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
         let group = self.group.child("pool");
-        // A rank that fails here reports it in the handshake, so that no other waits for it.
         let ready = Ready::new(self, &group);
+        PreparedPool { group, ready, deadline }
+    }
+}
+
+/// This rank's part of a pool, before it meets the other ranks; or why it has none.
+#[must_use = "the other ranks wait for this one"]
+pub struct PreparedPool {
+    group: Group,
+    ready: Result<Ready>,
+    deadline: Deadline,
+}
+
+impl fmt::Debug for PreparedPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PreparedPool").field("failure", &self.failure()).finish_non_exhaustive()
+    }
+}
+
+impl PreparedPool {
+    /// Why this rank cannot build the pool, if it cannot. [`meet`](Self::meet) reports that to the other ranks, which
+    /// may take as long as they take to come.
+    pub fn failure(&self) -> Option<&Error> {
+        self.ready.as_ref().err()
+    }
+
+    /// Connects to the other ranks and makes the pool, or tells them why there is none. Collective. Errors are those of
+    /// [`PoolBuilder::build`].
+    pub fn meet(self) -> Result<Pool> {
+        let Self { group, ready, deadline } = self;
+        // A rank that failed reports it in the handshake, so that no other waits for it.
         let terms = ready.as_ref().map_err(Clone::clone).map(|ready| Terms {
             driver: ready.heap.driver(),
             config_hash: *blake3::hash(ready.text.as_bytes()).as_bytes(),
@@ -165,6 +201,7 @@ impl PoolBuilder {
             handles,
             committer: Mutex::new(Committer::new(peers)),
             committing,
+            background: Background::default(),
             windows: Mutex::new(Arc::new(windows)),
             topology,
             devices,
@@ -226,6 +263,11 @@ fn lay_out(
     stride: u64,
     granularity: u64,
 ) -> Result<Vec<LanePlacement>> {
+    if stride < granularity {
+        return Err(Error::invalid_argument(format!(
+            "a stride of {stride} bytes; it must be a multiple of {granularity}"
+        )));
+    }
     if lanes.is_empty() {
         lanes.push(LaneConfig::symmetric("default"));
     }

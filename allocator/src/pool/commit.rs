@@ -70,6 +70,13 @@ impl Pool {
     /// If NCCL refuses new windows (see [`register_nccl`](Pool::register_nccl)), that is an error on every rank
     /// too, but the commit itself has succeeded.
     pub fn commit_by(&self, deadline: Deadline) -> Result<CommitReport> {
+        self.check_process()?;
+        self.await_background(deadline)?;
+        self.commit_now(deadline)
+    }
+
+    /// The same, in front of a commit in the background.
+    pub(super) fn commit_now(&self, deadline: Deadline) -> Result<CommitReport> {
         let mut committer = self.committer()?;
         let mut locked = self.lock_lanes();
         let outcome = self.commit_locked(&mut committer, &mut locked, deadline);

@@ -17,12 +17,14 @@
 //! | `share` | mapping new segments on all ranks or none: part of a commit |
 //! | `committer` | the state of commits: connections, and whether ranks are still alike |
 //! | `commit_guard` | what a commit locks while it runs |
+//! | `background` | a commit in a background thread, which reports a failure of this rank |
 //! | `commit_due` | whether a commit is due |
 //! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
 //! | `nccl_windows` | registering windows with NCCL |
 //! | `resync` | returning to a common state after a divergence |
 
 mod access;
+mod background;
 mod block;
 mod builder;
 mod by_address;
@@ -47,7 +49,7 @@ use std::sync::{Arc, Mutex};
 use bytemuck::Pod;
 
 pub use block::Block;
-pub use builder::PoolBuilder;
+pub use builder::{PoolBuilder, PreparedPool};
 pub use commit::CommitReport;
 pub use lane::Lane;
 
@@ -91,6 +93,8 @@ struct Inner {
     committer: Mutex<Committer>,
     /// Whether a commit (or resync) is under way.
     committing: Arc<AtomicBool>,
+    /// Whether a background thread is in a commit.
+    background: background::Background,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
     devices: PerRank<DeviceIdentity>,

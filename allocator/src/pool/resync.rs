@@ -62,6 +62,8 @@ impl Pool {
     /// are streams that any rank has forgotten.
     pub fn resync(&self) -> Result<bool> {
         let deadline = self.group().deadline();
+        self.check_process()?;
+        self.await_background(deadline)?;
         let mut committer = self.committer()?;
         let mut locked = self.lock_lanes();
         let outcome = self.resync_locked(&mut committer, &mut locked, deadline);

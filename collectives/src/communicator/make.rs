@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::time::Duration;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
@@ -18,6 +19,10 @@ use crate::cuda::{
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
 use crate::{AllToAllAlgorithm, HostEngine, HostOptions};
+
+/// How long a rank that cannot make its communicator waits for the others. Those that are there come in less, and
+/// everything is then as after any other commit.
+const GRACE: Duration = Duration::from_millis(500);
 
 impl Communicator {
     /// A communicator of all ranks of `pool`, with default options. Collective: every rank makes
@@ -70,13 +75,13 @@ impl Communicator {
     }
 
     /// To be called instead of making a communicator where the caller has found its own options wrong: the other
-    /// ranks get an error from the commit that makes theirs. Returns `why`.
+    /// ranks get an error from the commit that makes theirs. Returns `why`, and does not wait for the other ranks: a
+    /// background thread does, in front of this rank's next commit.
     #[cold]
     pub fn refuse(pool: &Pool, why: Error) -> Error {
         if let Ok(lane) = pool.lane(CONTROL_LANE) {
             lane.note_failure(&why);
-            // The caller reports its own error, whatever the commit returns.
-            let _ = pool.commit();
+            pool.commit_in_background(GRACE);
         }
         why
     }
@@ -169,13 +174,16 @@ impl Communicator {
             prepare(&block)?;
             Ok(block)
         });
-        if let Err(error) = &control {
-            lane.note_failure(error);
-        }
-        // A rank without a block commits too: the other ranks wait in this commit, and get an error there.
-        let committed = pool.commit();
-        let control = control?;
-        committed?;
+        let control = match control {
+            Ok(control) => control,
+            Err(error) => {
+                // A rank without a block commits too: the other ranks wait in this commit, and get an error there.
+                lane.note_failure(&error);
+                pool.commit_in_background(GRACE);
+                return Err(error);
+            }
+        };
+        pool.commit()?;
         match build(&control) {
             Ok(engine) => Ok((engine, control)),
             Err(error) => {
