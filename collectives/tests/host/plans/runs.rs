@@ -219,8 +219,8 @@ fn averages_divide_each_output_by_its_own_number_of_contributions() {
     const COUNT: usize = 5000;
     let options = small_scratch();
     let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
-    let plans =
-        [programs::scan(WORLD), programs::flat_scan(WORLD)].map(|plan| plan.check().unwrap());
+    let plans = [more_programs::scan(WORLD), more_programs::flat_scan(WORLD)]
+        .map(|plan| plan.check().unwrap());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
         let input = Buffer::window(&heap, rank, 0, COUNT * 4);
