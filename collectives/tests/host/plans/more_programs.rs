@@ -1,4 +1,4 @@
-//! The programs that `symmpool.language.programs` has besides those of `programs.rs`, and scans.
+//! The programs that `symmpool.language.programs` has besides those of `programs.rs`.
 
 use symmpool_collectives::plan::{Buffer, Collective, Plan, Protocol, Span};
 
@@ -219,36 +219,4 @@ pub(super) fn in_ll(world: u32) -> Vec<Plan> {
         plan.name.push_str("_ll");
     }
     all
-}
-
-/// Rank r gets the inputs of ranks 0 to r, reduced: each rank makes its result of the result before.
-pub(super) fn scan(world: u32) -> Plan {
-    let to = |rank| vec![(0..=rank).map(|rank| Contribution { rank, chunk: 0 }).collect()];
-    let collective =
-        Collective::Custom { name: "scan".to_owned(), outputs: (0..world).map(to).collect() };
-    plan("scan", collective, world, 1, 0, |me| {
-        me.barrier();
-        if me.rank > 0 {
-            me.wait(me.rank - 1);
-            let before = place(me.rank - 1, Buffer::Output, 0);
-            me.reduce(me.output(0), vec![before, me.input(0)]);
-        } else {
-            me.copy(me.output(0), me.input(0));
-        }
-        if me.rank + 1 < world {
-            me.signal(me.rank + 1);
-        }
-        me.barrier();
-    })
-}
-
-/// Rank r gets the inputs of ranks 0 to r, reduced at once.
-pub(super) fn flat_scan(world: u32) -> Plan {
-    let collective = scan(world).collective;
-    plan("flat_scan", collective, world, 1, 0, |me| {
-        me.barrier();
-        let from = (0..=me.rank).map(|rank| place(rank, Buffer::Input, 0)).collect();
-        me.reduce(me.output(0), from);
-        me.barrier();
-    })
 }

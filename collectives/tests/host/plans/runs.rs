@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use symmpool_collectives::plan::{CheckedPlan, Collective, Plan};
+use symmpool_collectives::plan::{Buffer as Part, CheckedPlan, Collective, Contribution, Plan};
 use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostOptions, ReduceOp};
 
+use super::builder::{place, plan};
 use super::{more_programs, programs};
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 
@@ -212,6 +213,38 @@ fn averages_by_partial_sums_divide_once_and_refuse_integers() {
     });
 }
 
+/// Rank r gets the inputs of ranks 0 to r, reduced: each rank makes its result of the result before.
+fn scan(world: u32) -> Plan {
+    let to = |rank| vec![(0..=rank).map(|rank| Contribution { rank, chunk: 0 }).collect()];
+    let collective =
+        Collective::Custom { name: "scan".to_owned(), outputs: (0..world).map(to).collect() };
+    plan("scan", collective, world, 1, 0, |me| {
+        me.barrier();
+        if me.rank > 0 {
+            me.wait(me.rank - 1);
+            let before = place(me.rank - 1, Part::Output, 0);
+            me.reduce(me.output(0), vec![before, me.input(0)]);
+        } else {
+            me.copy(me.output(0), me.input(0));
+        }
+        if me.rank + 1 < world {
+            me.signal(me.rank + 1);
+        }
+        me.barrier();
+    })
+}
+
+/// Rank r gets the inputs of ranks 0 to r, reduced at once.
+fn flat_scan(world: u32) -> Plan {
+    let collective = scan(world).collective;
+    plan("flat_scan", collective, world, 1, 0, |me| {
+        me.barrier();
+        let from = (0..=me.rank).map(|rank| place(rank, Part::Input, 0)).collect();
+        me.reduce(me.output(0), from);
+        me.barrier();
+    })
+}
+
 /// Outputs with different numbers of contributions, and results that other results are made of.
 #[test]
 fn averages_divide_each_output_by_its_own_number_of_contributions() {
@@ -219,8 +252,7 @@ fn averages_divide_each_output_by_its_own_number_of_contributions() {
     const COUNT: usize = 5000;
     let options = small_scratch();
     let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
-    let plans = [more_programs::scan(WORLD), more_programs::flat_scan(WORLD)]
-        .map(|plan| plan.check().unwrap());
+    let plans = [scan(WORLD), flat_scan(WORLD)].map(|plan| plan.check().unwrap());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
         let input = Buffer::window(&heap, rank, 0, COUNT * 4);
