@@ -13,7 +13,7 @@ use super::refusal::Shared;
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::{AUTO, LAMPORT, RequestedAlgorithm, STAGED, StandardCollective};
 use crate::cuda::{
-    CudaEngine, CudaOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory,
+    CudaEngine, CudaOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory, as_text,
     requested_total,
 };
 use crate::host::HostOneSided;
@@ -204,7 +204,8 @@ fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<Footprint> {
             // No communicator of this pool has taken memory of its lane yet.
             let first_of_pool = pool.lane(CONTROL_LANE)?.stats()?.allocs == 0;
             let first = pool.is_first_on_device() && first_of_pool;
-            requested_total(std::env::var(MEMORY_VARIABLE).ok().as_deref(), first)?
+            let value = std::env::var_os(MEMORY_VARIABLE);
+            requested_total(as_text(value.as_deref())?, first)?
         }
     };
     let (inbox, scratch) = (options.device_inbox_bytes, options.device_scratch_bytes);

@@ -5,6 +5,8 @@
 //! is; with more of it pieces are longer, which matters most between some hundred KiB and some MiB. Without a request a
 //! communicator gets [`DEFAULT`], with which every size is as fast as memory can make it.
 
+use std::ffi::OsStr;
+
 use symmpool_allocator::{Error, Result};
 
 use super::params::{Control, LOCAL};
@@ -139,6 +141,15 @@ fn pages(bytes: u64) -> u64 {
     bytes / 4096 * 4096
 }
 
+/// The variable's value as text. One that is no text is refused, and not taken for one that is not set.
+pub(crate) fn as_text(value: Option<&OsStr>) -> Result<Option<&str>> {
+    let text = |value: &OsStr| {
+        format!("{VARIABLE}={}: it is not UTF-8; bytes, as in 64M", value.display())
+    };
+    let read = |value| OsStr::to_str(value).ok_or_else(|| Error::invalid_argument(text(value)));
+    value.map(read).transpose()
+}
+
 /// Reads the environment variable: bytes for every communicator, or for the first one of a process and for each further
 /// one. Numbers may end in K, M or G.
 pub(crate) fn requested_total(value: Option<&str>, first: bool) -> Result<Option<u64>> {
@@ -185,6 +196,15 @@ mod tests {
     fn bytes(world: u32, footprint: Footprint) -> u64 {
         let control = Control::new(world, footprint).expect("up to 8 ranks");
         P2pLayout::new(world, control.bytes(), footprint.staging).end(world)
+    }
+
+    #[test]
+    fn a_variable_that_is_no_text_is_refused_by_name() {
+        use std::os::unix::ffi::OsStrExt as _;
+        let error = as_text(Some(OsStr::from_bytes(b"64\xffM"))).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains(VARIABLE), "{error}");
+        assert_eq!(as_text(Some(OsStr::new("64M"))).unwrap(), Some("64M"));
+        assert_eq!(as_text(None).unwrap(), None);
     }
 
     #[test]
