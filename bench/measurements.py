@@ -10,6 +10,12 @@ PROGRAMS = {
     "cuda_collectives": "symmpool-collectives",
     "on_a_stream": "symmpool-collectives",
 }
+#: Collectives of programs and of kernels in documents, and ours of the same shape.
+PLANS = ",".join([
+    "plan_two_shot,two_shot_stages,plan_two_shot_pull,two_shot_pull,plan_one_shot,one_shot_pull,plan_one_shot_ll",
+    "one_shot_ll,plan_two_shot_in_scratch_ll,two_shot_ll,plan_all_gather,native_my_all_gather,plan_reduce_scatter",
+    "reduce_scatter,plan_all_to_all,all_to_all_direct,all_gather",
+])  # fmt: skip
 SIZES = "1K,4K,16K,64K,128K,256K,512K,1M,4M,16M,64M,256M,1G"
 
 
@@ -99,6 +105,10 @@ def measurements():
         it("allreduce_rust", "the same all-reduces from Rust, and an eager call's host time", 40, 180,
            lambda w: w.collectives("bench", "--algorithms", "auto", "--in-place", "--sizes",
                                    in_bytes(w.pick(SIZES, "4K,1M,16M"))), program="cuda_collectives"),
+        it("plans", "programs and kernels of one's own, beside our kernels of the same shape", 30, 150,
+           lambda w: w.collectives("bench", "--algorithms", PLANS, "--sizes",
+                                   in_bytes(w.pick("1K,64K,1M,16M,64M,256M", "64K,16M"))),
+           program="cuda_collectives"),
         it("allreduce_scratch", "the largest all-reduces with 768 MiB of scratch", 30, 120,
            lambda w: w.bench("allreduce", "--eager", "--sizes", w.pick("64M,256M,1G", "64M"), "--scratch",
                              "768M", "--peers", "NCCL,NCCL window,two-shot")),

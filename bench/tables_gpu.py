@@ -269,6 +269,39 @@ def training():
     return f"{title} NCCL's first turn", place, report, head, rows
 
 
+#: Collectives of programs and of kernels in documents, and our kernel of the same shape. Large all-gathers into
+#: windows go by copy engines; the kernel of all-to-alls moves as much by stores.
+OWN_SHAPES = {
+    "plan_two_shot": "two_shot_stages",
+    "plan_two_shot_pull": "two_shot_pull",
+    "plan_one_shot": "one_shot_pull",
+    "plan_one_shot_ll": "one_shot_ll",
+    "plan_two_shot_in_scratch_ll": "two_shot_ll",
+    "plan_all_gather": "all_to_all_direct",
+    "plan_reduce_scatter": "reduce_scatter",
+    "plan_all_to_all": "all_to_all_direct",
+    "native_my_all_gather": "all_gather",
+}
+
+
+def plans():
+    place, report = recorded("plans", TWO)
+    if report is None:
+        return None
+    by_size = {entry["bytes"]: entry["by"] for entry in report["us"]}
+
+    def shown(by, name, ours):
+        return f"{exact(by[name])} / {exact(by[ours])}" if name in by and ours in by else "-"
+
+    rows = [
+        [f"`{name}`", f"`{ours}`", *(shown(by, name, ours) for by in by_size.values())]
+        for name, ours in OWN_SHAPES.items()
+        if any(name in by for by in by_size.values())
+    ]
+    head = ["program or kernel", "beside", *(f"{size(each)} us" for each in by_size)]
+    return "Collectives of one's own beside our kernels of the same shape", place, report, head, rows
+
+
 def overlap_backend():
     place, report = recorded("overlap_backend")
     if report is None:
@@ -408,6 +441,7 @@ def more():
         python_and_rust,
         with_scratch,
         device_splits,
+        plans,
         training,
         overlap_backend,
         overlap,
