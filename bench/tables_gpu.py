@@ -296,7 +296,7 @@ def plans():
     rows = [
         [f"`{name}`", f"`{ours}`", *(shown(by, name, ours) for by in by_size.values())]
         for name, ours in OWN_SHAPES.items()
-        if any(name in by for by in by_size.values())
+        if any(name in by and ours in by for by in by_size.values())
     ]
     head = ["program or kernel", "beside", *(f"{size(each)} us" for each in by_size)]
     return "Collectives of one's own beside our kernels of the same shape", place, report, head, rows
