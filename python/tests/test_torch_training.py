@@ -168,11 +168,22 @@ def saved_and_loaded(me, world, folder):
     return losses + losses_of(second, two, me, steps=2)
 
 
+def replicated(me, world):
+    """`replicate` has FSDP's classes, with groups that shard nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    made = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    model, mesh = model_of(), init_device_mesh("cpu", (world,))
+    made.replicate(model, mesh=mesh)
+    return losses_of(model, torch.optim.Adam(model.parameters(), 0.01), me)
+
+
 # With how many ranks each is tried. They share processes: most of the time goes to importing.
 WAYS = {
     2: [
         fully_sharded,
         fully_sharded_in_memory_of_torch,
+        replicated,
         in_a_pipeline,
         with_a_sharded_optimizer,
         with_compressed_gradients,

@@ -283,7 +283,8 @@ pub(crate) fn mismatch_of_two(
             "ranks made the same call ({ours}) as call {number}, but the device of rank {low} divides it \
              among {mine} blocks and that of rank {high} among {other}. All ranks need devices with the same \
              number of SMs, the same share of them left to the process (MPS), and kernels compiled by the \
-             same NVRTC. The communicator is closed."
+             same NVRTC; for native kernels also the same SM budget, or a grid that all have room for. The \
+             communicator is closed."
         ))
         .naming([rank, peer]);
     }

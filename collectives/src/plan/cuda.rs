@@ -320,16 +320,19 @@ impl Writer<'_> {
         item.srcs.iter().any(|src| matches!(self.slot(*src), Some(Slot::Ll(..))))
     }
 
-    /// How many of the copies at the beginning can be made at once: none reads or writes what another one writes here.
+    /// How many of the copies at the beginning can be made at once: none reads or writes what another one writes here,
+    /// and nothing is awaited before what a peer may need first has gone out.
     fn copies_at_once(&self, items: &[&Item]) -> usize {
         let mut written: Vec<Cell> = Vec::new();
+        let mut sends = false;
         for item in items.iter().take(LL_AT_ONCE) {
             let &[src] = item.srcs.as_slice() else { break };
             let (from, to) = (self.memory(src), self.memory(item.dst));
-            if written.contains(&from) || written.contains(&to) {
+            if written.contains(&from) || written.contains(&to) || (sends && self.waits(item)) {
                 break;
             }
             written.push(to);
+            sends |= item.dst.rank != self.rank;
         }
         written.len().max(1)
     }

@@ -77,7 +77,8 @@ def _wrap(module: ModuleType, is_ours: Callable[[Any, Any], bool]) -> None:
             if not hasattr(self, _CHOSEN) and _is_usual(self) and _is_served(self, is_ours):
                 choose(self, True)
                 setattr(self, _CHOSEN, True)
-        except AttributeError as error:
+        except (AttributeError, AssertionError) as error:
+            # What `replicate` makes of models has the same class, and refuses to name a group of shards.
             _log.debug("FSDP's buffers lie in memory of torch's own: %s", error)
         return begun
 

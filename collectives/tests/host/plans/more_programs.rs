@@ -186,6 +186,35 @@ pub(super) fn rotated_all_to_all(world: u32) -> Plan {
     })
 }
 
+/// Every rank puts its input to all, and then takes what they put. Each chunk is sent before one is awaited.
+pub(super) fn all_gather_in_scratch(world: u32) -> Plan {
+    plan("all_gather_in_scratch", Collective::AllGather, world, 1, world, |me| {
+        for peer in me.peers() {
+            me.put(place(peer, Buffer::Scratch, me.rank), me.input(0));
+            me.signal(peer);
+        }
+        me.copy(me.output(me.rank), me.input(0));
+        for peer in me.peers() {
+            me.wait(peer);
+            me.copy(me.output(peer), me.scratch(peer));
+        }
+    })
+}
+
+/// The same with another chunk for each rank, which is sent between two that are awaited.
+pub(super) fn all_to_all_in_turns(world: u32) -> Plan {
+    plan("all_to_all_in_turns", Collective::AllToAll, world, world, world, |me| {
+        me.copy(me.output(me.rank), me.input(me.rank));
+        for distance in 1..world {
+            let (to, of) = ((me.rank + distance) % world, (me.rank + world - distance) % world);
+            me.put(place(to, Buffer::Scratch, me.rank), me.input(to));
+            me.signal(to);
+            me.wait(of);
+            me.copy(me.output(of), me.scratch(of));
+        }
+    })
+}
+
 /// All of them for so many ranks.
 pub(super) fn all(world: u32) -> Vec<Plan> {
     let mut all = vec![
@@ -195,6 +224,8 @@ pub(super) fn all(world: u32) -> Vec<Plan> {
         flat_broadcast(world),
         broadcast_chain(world),
         rotated_all_to_all(world),
+        all_gather_in_scratch(world),
+        all_to_all_in_turns(world),
     ];
     if world.is_power_of_two() {
         all.push(halving_doubling(world));
@@ -213,6 +244,8 @@ pub(super) fn in_ll(world: u32) -> Vec<Plan> {
         two_shot_in_scratch(world),
         ring_reduce_scatter(world),
         broadcast_chain(world),
+        all_gather_in_scratch(world),
+        all_to_all_in_turns(world),
     ];
     for plan in &mut all {
         plan.protocol = Protocol::Ll;
