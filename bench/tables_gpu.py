@@ -269,8 +269,8 @@ def training():
     return f"{title} NCCL's first turn", place, report, head, rows
 
 
-#: Collectives of programs and of kernels in documents, and our kernel of the same shape. Large all-gathers into
-#: windows go by copy engines; the kernel of all-to-alls moves as much by stores.
+#: Collectives of programs and of kernels in documents, and our kernel of the same shape. Large all-gathers
+#: into windows go by copy engines; the kernel of all-to-alls moves as much by stores.
 OWN_SHAPES = {
     "plan_two_shot": "two_shot_stages",
     "plan_two_shot_pull": "two_shot_pull",
