@@ -73,6 +73,16 @@ impl Maker {
         Self { forks: FORKS.load(Ordering::Relaxed), pid: std::process::id() }
     }
 
+    /// The same as a number other than zero, for an atomic that says who made something.
+    pub fn to_bits(self) -> u64 {
+        u64::from(self.forks) << 32 | u64::from(self.pid)
+    }
+
+    /// The process of [`to_bits`](Maker::to_bits).
+    pub fn from_bits(bits: u64) -> Self {
+        Self { forks: (bits >> 32) as u32, pid: bits as u32 }
+    }
+
     /// Whether that is this process, and not one that it was forked from.
     #[inline]
     pub fn is_here(&self) -> bool {

@@ -67,9 +67,12 @@ exports! {
 mod tests {
     use std::ffi::c_void;
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
-    use symmpool_allocator::{Driver, Group, Pool};
+    use symmpool_allocator::lane::LaneConfig;
+    use symmpool_allocator::testing::in_child;
+    use symmpool_allocator::{Driver, Error, Group, Pool};
 
     use super::*;
     use crate::guard::lock;
@@ -81,6 +84,13 @@ mod tests {
     fn pool() -> Pool {
         let group = Group::in_process(1).unwrap().pop().unwrap();
         Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap()
+    }
+
+    /// A pool with a lane that reuses memory at once, "mine".
+    fn pool_with_a_local_lane() -> Pool {
+        let group = Group::in_process(1).unwrap().pop().unwrap();
+        let builder = Pool::builder(group).driver(Driver::host().unwrap());
+        builder.lane(LaneConfig::local("mine")).build().unwrap()
     }
 
     fn stats(pool: &Pool) -> symmpool_allocator::lane::LaneStats {
@@ -159,7 +169,7 @@ mod tests {
         assert_eq!(unsafe { block.wrapping_add(4095).read() }, 7);
         assert!(slots::pool(n).is_some());
         give(n, block.cast());
-        assert!(slots::pool(n).is_none() && owner(block as u64).is_none());
+        assert!(slots::pool(n).is_none() && owner(block as u64).unwrap().is_none());
         give(n, block.cast());
     }
 
@@ -200,16 +210,75 @@ mod tests {
         assert!(slots::is_on(n, 0) && slots::is_on(n, 5), "host memory serves any device");
     }
 
+    /// Whether each call on slot `n` of the parent and on its block is answered in a forked child as it must be.
+    fn a_child_is_answered(slot: &Slot, block: *mut c_void, own: &Pool) -> bool {
+        let refused =
+            |error: Error| error.is_invalid_state() && error.to_string().contains("forked from it");
+        let (n, address) = (slot.index(), block as u64);
+        let refusals = [
+            slots::alloc(n, 1, 0, 0).map(drop),
+            slots::free(n, address),
+            slots::record_stream(n, address, 1),
+        ];
+        let others = [
+            call(n, 1).is_null(),
+            slot.failure().is_some_and(refused) && slot.take_failure().is_some_and(refused),
+            slot.live() == 0 && slots::pool(n).is_none(),
+            slots::is_on(n, 3),
+            owner(address).map_or_else(refused, |found| found == Some(n)),
+        ];
+        give(n, block);
+        // A slot of its own serves the child.
+        let mine = bind(own, &own.lane("mine").unwrap()).unwrap();
+        let served = mine.index() != n && slots::is_on(mine.index(), 0);
+        refusals.into_iter().all(|refusal| refusal.is_err_and(refused))
+            && others.into_iter().all(|good| good)
+            && served
+    }
+
+    #[test]
+    fn a_child_does_not_wait_for_the_lock_of_its_parents_slot() {
+        let _turn = lock(&TURN);
+        let pool = pool_with_a_local_lane();
+        let lane = pool.lane("mine").unwrap();
+        let slot = bind(&pool, &lane).unwrap();
+        let n = slot.index();
+        let block = call(n, 4096);
+        let mut slot = Some(slot);
+        let busy = AtomicBool::new(true);
+        let answered = thread::scope(|scope| {
+            // The slot's lock is held most of the time, and that of the next vacant slot now and then.
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while busy.load(Ordering::Relaxed) {
+                        for _ in 0..64 {
+                            give(n, call(n, 512));
+                        }
+                        drop(bind(&pool, &lane));
+                    }
+                });
+            }
+            let children = (0..40).all(|_| {
+                in_child(|| {
+                    let good = a_child_is_answered(slot.as_ref().unwrap(), block, &pool);
+                    drop(slot.take());
+                    good
+                })
+            });
+            busy.store(false, Ordering::Relaxed);
+            children
+        });
+        assert!(answered);
+        // What the children did was not done to the parent's.
+        let slot = slot.unwrap();
+        give(n, block);
+        assert_eq!((slot.live(), slot.take_failure().map(|error| error.to_string())), (0, None));
+    }
+
     #[test]
     fn a_local_lane_reuses_at_once() {
         let _turn = lock(&TURN);
-        use symmpool_allocator::lane::LaneConfig;
-        let group = Group::in_process(1).unwrap().pop().unwrap();
-        let pool = Pool::builder(group)
-            .driver(Driver::host().unwrap())
-            .lane(LaneConfig::local("mine"))
-            .build()
-            .unwrap();
+        let pool = pool_with_a_local_lane();
         let slot = bind(&pool, &pool.lane("mine").unwrap()).unwrap();
         let n = slot.index();
         let (a, b) = (call(n, 3000), call(n, 3000));

@@ -4,10 +4,14 @@
 //! their frees are *unordered* (rule D5), because torch frees memory when garbage is collected or its cache is emptied,
 //! at different times on different ranks. A slot keeps its pool until its [`Slot`] is dropped and every block that it
 //! allocated is freed, because tensors may outlive both the slot and the pool.
+//!
+//! A forked child has a copy of the table, in which a lock that another thread of the parent held stays locked. So the
+//! process that bound a slot is known without its lock, and a child never waits for the lock of its parent's slot.
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use symmpool_allocator::lane::at_site;
 use symmpool_allocator::{Error, Lane, Maker, Pool, Result};
@@ -26,8 +30,6 @@ struct Bound {
     lane: Lane,
     /// The device that callers must pass; in host memory they may pass any.
     device: Option<u32>,
-    /// The process that bound the slot. A forked child has a copy of this table, but not of the memory.
-    maker: Maker,
     /// Addresses that are allocated.
     live: BTreeSet<u64>,
     /// Addresses whose use on another stream could not be recorded. Their memory is never reused.
@@ -37,7 +39,59 @@ struct Bound {
     failure: Option<Error>,
 }
 
-static TABLE: [Mutex<Option<Bound>>; SLOTS] = [const { Mutex::new(None) }; SLOTS];
+/// A place in the table.
+struct Place {
+    /// The process that bound the slot, or [`VACANT`]. It changes under the lock only.
+    maker: AtomicU64,
+    bound: Mutex<Option<Bound>>,
+}
+
+type Guard<'a> = MutexGuard<'a, Option<Bound>>;
+
+/// No process: no process id is zero.
+const VACANT: u64 = 0;
+
+static TABLE: [Place; SLOTS] = [const { Place::new() }; SLOTS];
+
+impl Place {
+    const fn new() -> Self {
+        Self { maker: AtomicU64::new(VACANT), bound: Mutex::new(None) }
+    }
+
+    /// Who bound the slot, if it is bound.
+    fn maker(&self) -> Option<Maker> {
+        let bits = self.maker.load(Ordering::Acquire);
+        (bits != VACANT).then(|| Maker::from_bits(bits))
+    }
+
+    /// Locks what this process has bound. A slot that is vacant is refused, and so is one of a process that this one
+    /// was forked from: the child shares the parent's host memory and cannot use the parent's CUDA context, changing
+    /// its copy of the lane would only make it differ from the other ranks, and the lock may never come free.
+    fn lock(&self, index: usize) -> Result<Guard<'_>> {
+        let maker = self.maker().ok_or_else(|| not_bound(index))?;
+        maker.check("a pool").map_err(|error| error.context(format!("slot {index}")))?;
+        Ok(lock(&self.bound))
+    }
+
+    /// The lock, if nobody has it.
+    fn try_lock(&self) -> Option<Guard<'_>> {
+        match self.bound.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Takes out what is bound if the slot was dropped and nothing is allocated. The caller drops it, after the lock.
+    fn vacate(&self, slot: &mut Option<Bound>) -> Option<Bound> {
+        let unused = slot.as_ref().is_some_and(|bound| bound.retired && bound.live.is_empty());
+        if !unused {
+            return None;
+        }
+        self.maker.store(VACANT, Ordering::Release);
+        slot.take()
+    }
+}
 
 /// A bound slot. Dropping it closes the slot to allocations; its blocks can still be freed.
 pub struct Slot(usize);
@@ -46,19 +100,24 @@ pub struct Slot(usize);
 /// [`Error::is_invalid_state`].
 pub fn bind(pool: &Pool, lane: &Lane) -> Result<Slot> {
     let device = pool.driver().as_cuda().map(|cuda| cuda.facts().ordinal);
-    for (index, slot) in TABLE.iter().enumerate() {
-        let mut slot = lock(slot);
+    for (index, place) in TABLE.iter().enumerate() {
+        if place.maker().is_some() {
+            continue;
+        }
+        // Whoever holds the lock of a vacant slot is about to bind it or has just vacated it, or did so when this
+        // process was forked, and then it never comes free.
+        let Some(mut slot) = place.try_lock() else { continue };
         if slot.is_none() {
             *slot = Some(Bound {
                 pool: pool.clone(),
                 lane: lane.clone(),
                 device,
-                maker: Maker::here(),
                 live: BTreeSet::new(),
                 stuck: BTreeSet::new(),
                 retired: false,
                 failure: None,
             });
+            place.maker.store(Maker::here().to_bits(), Ordering::Release);
             return Ok(Slot(index));
         }
     }
@@ -74,28 +133,38 @@ impl Slot {
         self.0
     }
 
-    /// The number of blocks that are allocated through the slot.
+    /// The number of blocks that are allocated through the slot; 0 in a forked child.
     pub fn live(&self) -> usize {
-        lock(&TABLE[self.0]).as_ref().map_or(0, |bound| bound.live.len())
+        let slot = TABLE[self.0].lock(self.0);
+        slot.map_or(0, |slot| slot.as_ref().map_or(0, |bound| bound.live.len()))
     }
 
-    /// The error of the latest call that failed.
+    /// The error of the latest call that failed. In a forked child, where every call fails, it is the refusal.
     pub fn failure(&self) -> Option<Error> {
-        lock(&TABLE[self.0]).as_ref().and_then(|bound| bound.failure.clone())
+        match TABLE[self.0].lock(self.0) {
+            Ok(slot) => slot.as_ref().and_then(|bound| bound.failure.clone()),
+            Err(refusal) => Some(refusal),
+        }
     }
 
     /// Returns [`failure`](Self::failure) and clears it.
     pub fn take_failure(&self) -> Option<Error> {
-        lock(&TABLE[self.0]).as_mut().and_then(|bound| bound.failure.take())
+        match TABLE[self.0].lock(self.0) {
+            Ok(mut slot) => slot.as_mut().and_then(|bound| bound.failure.take()),
+            Err(refusal) => Some(refusal),
+        }
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let mut slot = lock(&TABLE[self.0]);
-        let Some(bound) = slot.as_mut() else { return };
-        bound.retired = true;
-        let unused = if bound.live.is_empty() { slot.take() } else { None };
+        let place = &TABLE[self.0];
+        // A forked child gives up its copy if no other thread of its parent had the lock. If one had, it keeps it.
+        let Some(mut slot) = place.lock(self.0).ok().or_else(|| place.try_lock()) else { return };
+        if let Some(bound) = slot.as_mut() {
+            bound.retired = true;
+        }
+        let unused = place.vacate(&mut slot);
         drop(slot);
         // This may drop the pool, which must not happen under the lock.
         drop(unused);
@@ -110,7 +179,7 @@ impl fmt::Debug for Slot {
 
 /// Allocates through a slot. An error is kept in the slot too.
 pub(crate) fn alloc(index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
-    let mut slot = lock(&TABLE[index]);
+    let mut slot = TABLE[index].lock(index)?;
     let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
     let placed = bound.alloc(index, size, device, stream);
     match placed {
@@ -130,7 +199,8 @@ pub(crate) fn free(index: usize, address: u64) -> Result<()> {
     if address == 0 {
         return Ok(());
     }
-    let mut slot = lock(&TABLE[index]);
+    let place = &TABLE[index];
+    let mut slot = place.lock(index).map_err(logged)?;
     let Some(bound) = slot.as_mut() else {
         return Err(logged(not_bound(index)));
     };
@@ -138,7 +208,7 @@ pub(crate) fn free(index: usize, address: u64) -> Result<()> {
     if let Err(error) = &freed {
         bound.failure = Some(error.clone());
     }
-    let unused = if bound.retired && bound.live.is_empty() { slot.take() } else { None };
+    let unused = place.vacate(&mut slot);
     drop(slot);
     // This may drop the pool, which must not happen under the lock.
     drop(unused);
@@ -147,7 +217,6 @@ pub(crate) fn free(index: usize, address: u64) -> Result<()> {
 
 impl Bound {
     fn alloc(&self, index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
-        self.own_process(index)?;
         if self.retired {
             return Err(Error::invalid_state(format!(
                 "symmpool_alloc_{index}: the slot was released; it only frees what it allocated before"
@@ -171,7 +240,6 @@ impl Bound {
     }
 
     fn free(&mut self, index: usize, address: u64) -> Result<()> {
-        self.own_process(index)?;
         if !self.live.remove(&address) {
             return Err(Error::invalid_argument(format!(
                 "symmpool_free_{index}: {address:#x} is no block that symmpool_alloc_{index} \
@@ -186,32 +254,43 @@ impl Bound {
         }
         self.lane.free_address_unordered(address)
     }
-
-    /// Refuses calls in a forked child. It shares the parent's host memory and cannot use the parent's CUDA context,
-    /// and changing its copy of the lane would only make it differ from the other ranks.
-    fn own_process(&self, index: usize) -> Result<()> {
-        self.maker.check("a pool").map_err(|error| error.context(format!("slot {index}")))
-    }
 }
 
-/// The pool behind slot `index`, if there is one.
+/// The pool behind slot `index`, if there is one of this process.
 pub fn pool(index: usize) -> Option<Pool> {
-    let slot = TABLE.get(index)?;
-    lock(slot).as_ref().map(|bound| bound.pool.clone())
+    let slot = TABLE.get(index)?.lock(index).ok()?;
+    slot.as_ref().map(|bound| bound.pool.clone())
 }
 
-/// The slot through which the live block at `address` was allocated, if there is one.
-pub(crate) fn owner(address: u64) -> Option<usize> {
-    TABLE
-        .iter()
-        .position(|slot| lock(slot).as_ref().is_some_and(|bound| bound.live.contains(&address)))
+/// The slot through which the live block at `address` was allocated, if there is one. In a forked child, where a slot
+/// of the parent may have a block there and cannot be asked, the answer is the refusal of that slot.
+pub(crate) fn owner(address: u64) -> Result<Option<usize>> {
+    let mut none = Ok(None);
+    for (index, place) in TABLE.iter().enumerate() {
+        let Some(maker) = place.maker() else { continue };
+        let slot = match place.lock(index) {
+            Ok(slot) => slot,
+            // Vacated meanwhile.
+            Err(_) if maker.is_here() => continue,
+            Err(refusal) => match place.try_lock() {
+                Some(slot) => slot,
+                None => {
+                    none = Err(refusal);
+                    continue;
+                }
+            },
+        };
+        if slot.as_ref().is_some_and(|bound| bound.live.contains(&address)) {
+            return Ok(Some(index));
+        }
+    }
+    none
 }
 
 /// Records that a block is used on another stream (rule D4). If that fails, the block's memory is never reused.
 pub(crate) fn record_stream(index: usize, address: u64, stream: u64) -> Result<()> {
-    let mut slot = lock(&TABLE[index]);
+    let mut slot = TABLE[index].lock(index)?;
     let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
-    bound.own_process(index)?;
     let recorded = bound.lane.record_stream_address(address, named(stream));
     recorded.inspect_err(|error| {
         if bound.live.contains(&address) {
@@ -221,11 +300,15 @@ pub(crate) fn record_stream(index: usize, address: u64, stream: u64) -> Result<(
     })
 }
 
-/// Whether a slot serves memory of this device.
+/// Whether a slot serves memory of this device. A slot that cannot be asked, as it is the parent's of this forked child,
+/// is taken to: its functions say why they are refused.
 pub(crate) fn is_on(index: usize, device: i32) -> bool {
-    lock(&TABLE[index])
-        .as_ref()
-        .is_some_and(|bound| bound.device.is_none_or(|own| i64::from(own) == i64::from(device)))
+    let place = &TABLE[index];
+    let serves = |bound: &Bound| bound.device.is_none_or(|own| i64::from(own) == i64::from(device));
+    match place.lock(index) {
+        Ok(slot) => slot.as_ref().is_some_and(serves),
+        Err(_) => place.maker().is_some_and(|maker| !maker.is_here()),
+    }
 }
 
 fn not_bound(index: usize) -> Error {

@@ -119,7 +119,7 @@ fn record_stream(address: u64, stream: u64) -> Result<()> {
 }
 
 fn slot_of(address: u64) -> Result<usize> {
-    slots::owner(address).ok_or_else(|| {
+    slots::owner(address)?.ok_or_else(|| {
         Error::invalid_argument(format!(
             "{address:#x} is no memory that is allocated (was it freed before?)"
         ))
