@@ -302,7 +302,7 @@ impl Communicator {
     /// `output_offsets`, if these are given. What `output` has no room for is not written; it is
     /// counted in `output_splits` all the same. Then OverflowError is raised on every rank, and if a
     /// rank's splits are negative or more than its input has, InvalidArgumentError; on the CPU by the
-    /// call, on CUDA by the next `synchronize`. The communicator goes on after both.
+    /// call, on CUDA by the next `synchronize`. The communicator stays usable after both.
     #[pyo3(signature = (
         output, input, input_splits, output_splits = None, output_offsets = None, stream = None
     ))]

@@ -183,7 +183,7 @@ impl RowExchange {
     /// Then OverflowError is raised on every rank, and if a rank has a destination that is no rank,
     /// InvalidArgumentError, and that rank sent nothing; on the CPU by the call, on CUDA by the next
     /// `Communicator.synchronize`. All other rows are where they should be, and the communicator
-    /// goes on.
+    /// stays usable.
     #[pyo3(signature = (output, input, destinations, layout, stream = None))]
     fn send(
         &self,

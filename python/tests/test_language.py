@@ -153,7 +153,7 @@ def disagrees(group):
     ):
         with pytest.raises(symmpool.InvalidArgumentError):
             call()
-    # All of that was refused on all ranks alike, and the communicator goes on.
+    # All of that was refused on all ranks alike, and the communicator stays usable.
     comm.all_reduce(tensor, algorithm="one_shot_all_reduce")
     return float(tensor[0])
 

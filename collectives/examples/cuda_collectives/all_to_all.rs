@@ -316,7 +316,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Splits on one rank's device that are negative, or larger than its input: all ranks get an error, and the
-    /// communicator stays open.
+    /// communicator stays usable.
     fn nonsense(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());

@@ -151,7 +151,7 @@ fn lost(pool: &Pool, timeout: Duration) -> Result<u32> {
     Ok(1)
 }
 
-/// Arguments that are invalid on every rank: all get an error, and the communicator stays open.
+/// Arguments that are invalid on every rank: all get an error, and the communicator stays usable.
 fn declined(pool: &Pool) -> Result<()> {
     let stream = stream(pool)?;
     let comm = Communicator::new(pool)?;

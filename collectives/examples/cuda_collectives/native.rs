@@ -115,7 +115,7 @@ impl Native<'_> {
         Ok(())
     }
 
-    /// Kernels that cannot run are errors on all ranks, which say what is wrong; the communicator stays open.
+    /// Kernels that cannot run are errors on all ranks, which say what is wrong; the communicator stays usable.
     fn refusals(&mut self) -> Result<()> {
         let wrong = [
             ("no_such", "extern \"C\" __global__ void other(int) {}", "no kernel no_such"),

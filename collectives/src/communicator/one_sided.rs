@@ -188,8 +188,8 @@ impl Communicator {
     ///
     /// `is_invalid_argument` for a peer or a channel that there is not. `is_timeout`, naming the
     /// peer and the channel, where no signal comes within `timeout` (zero: where none is there):
-    /// - in host memory from this call. No signal is taken then, and the communicator can be used
-    ///   on; `is_peer_lost` if the peer's process is gone.
+    /// - in host memory from this call. No signal is taken then, and the communicator stays
+    ///   usable; `is_peer_lost` if the peer's process is gone.
     /// - on a device from [`Self::synchronize`] or the next call; the time begins when `stream`
     ///   comes to the wait. The communicator is closed on this rank, as what follows on the stream relies on the
     ///   signal: none of its operations run any more, except copies of large calls.

@@ -129,7 +129,7 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
     /// Besides those of every call, on every rank: `is_overflow` if a rank received more rows than its
     /// `out` has room for; the last ones were not written. `is_invalid_argument` if a rank has a
     /// destination that is no rank; that rank sent nothing. All other rows are where
-    /// they should be, and the communicator stays open. In host memory the call itself returns the error, on a
+    /// they should be, and the communicator stays usable. In host memory the call itself returns the error, on a
     /// device [`Communicator::synchronize`] does.
     pub fn send<T: Element, D: Element>(
         &self,

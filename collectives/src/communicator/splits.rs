@@ -31,7 +31,7 @@ impl Communicator {
     /// Besides those of every call: `is_overflow`, on every rank, if a rank was sent more than its
     /// output holds, and `is_invalid_argument`, on every rank, if a rank's splits were negative or
     /// more than its input has, in which case that rank sent nothing. All other data is where it
-    /// should be, and the communicator stays open. In host memory the call itself returns the error; on a
+    /// should be, and the communicator stays usable. In host memory the call itself returns the error; on a
     /// device [`Self::synchronize`] returns it once, for all calls since the last time. Later calls do not
     /// fail because of it, as ranks would then no longer make the same calls.
     pub fn all_to_all_v<T: Element, S: Element>(

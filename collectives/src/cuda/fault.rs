@@ -67,7 +67,7 @@ impl Notice {
             return Error::overflow(format!(
                 "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: rank {culprit} \
                  was sent {needed} elements, and its output holds {room}. The {} beyond were not \
-                 written, and the communicator goes on.{more} Pass a longer output, or send less.",
+                 written, and the communicator stays usable.{more} Pass a longer output, or send less.",
                 needed.saturating_sub(room)
             ))
             .naming([culprit]);
@@ -83,7 +83,7 @@ impl Notice {
         Error::invalid_argument(format!(
             "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: the input splits \
              of rank {culprit} are negative, or more than its input has, or it has a row whose \
-             destination is no rank. It sent nothing, and the communicator goes on.{more}"
+             destination is no rank. It sent nothing, and the communicator stays usable.{more}"
         ))
         .naming([culprit])
     }
