@@ -146,8 +146,8 @@ mod tests {
         let fault = Fault { cause: Cause::Interrupted, ..sample() };
         assert_eq!(Fault::unpack(fault.pack(), fault.epoch, fault.timeout), Some(fault));
         assert!(fault.to_error(0, None, &[]).is_invalid_state());
-        let heard = fault.to_error(0, Some(4), &[]);
-        assert!(heard.is_peer_lost() && heard.ranks() == [4], "{heard}");
+        let reported = fault.to_error(0, Some(4), &[]);
+        assert!(reported.is_peer_lost() && reported.ranks() == [4], "{reported}");
         let message = Fault { operation: 10, peer: 1, ..sample() };
         let text = message.to_error(0, None, &[]).to_string();
         assert!(text.contains("waiting for rank 1 in recv on rank 0"), "{text}");

@@ -95,7 +95,7 @@ fn keep_nothing(_: u32, _: usize, _: Vec<OwnedFd>) -> Result<()> {
 fn exchange_tagged(peers: &mut PeerSockets, rank: u32, world: u32, count: usize) {
     let mine: Vec<OwnedFd> = (0..count).map(|index| tagged(rank, index)).collect();
     let mut next = vec![0; world as usize];
-    let withheld = peers.exchange(
+    let sent_nothing = peers.exchange(
         &borrowed(&mine),
         count,
         &mut |from, first, fds| {
@@ -108,7 +108,7 @@ fn exchange_tagged(peers: &mut PeerSockets, rank: u32, world: u32, count: usize)
         },
         soon(),
     );
-    assert_eq!(withheld.unwrap(), [0; 0], "all gave what was expected, if anything was");
+    assert_eq!(sent_nothing.unwrap(), [0; 0], "all gave what was expected, if anything was");
     for peer in 0..world {
         assert_eq!(next[peer as usize], if peer == rank { 0 } else { count });
     }
@@ -252,13 +252,13 @@ fn a_rank_with_nothing_to_give_holds_up_nobody() {
                 came.extend((first..first + fds.len()).map(|index| (peer, index)));
                 Ok(())
             };
-            let withheld = peers.exchange(&send, 2, &mut keep, soon()).unwrap();
+            let sent_nothing = peers.exchange(&send, 2, &mut keep, soon()).unwrap();
             let from = |peer| peer != rank && (peer, round) != (1, 1);
             let expected: Vec<_> =
                 (0..3).filter(|&peer| from(peer)).flat_map(|peer| [(peer, 0), (peer, 1)]).collect();
             came.sort_unstable();
             assert_eq!(came, expected);
-            assert_eq!(withheld, if round == 1 && rank != 1 { vec![1] } else { vec![] });
+            assert_eq!(sent_nothing, if round == 1 && rank != 1 { vec![1] } else { vec![] });
         }
     });
 }
