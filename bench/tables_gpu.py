@@ -246,10 +246,10 @@ def training():
     if report is None:
         return None
 
-    def turns(found):
+    def rounds(found):
         return " ".join(f"{each:,.0f}" for each in found["rounds"]) if found else "-"
 
-    def apart(value):
+    def difference(value):
         return "-" if value is None else f"{value:.1e}" if value else "0"
 
     rows = []
@@ -257,16 +257,14 @@ def training():
         ours, theirs = (entry["figures"].get(name) for name in ("ours", entry["peer"]))
         times = ours["ratio"] if ours else None
         bar, kind = figure(TRAINING_BARS.get(entry["kind"])), TRAINED[entry["kind"]]
-        both = [turns(ours), turns(theirs), exact(times), bar]
-        rows.append([kind, *both, *(apart(each and each["apart"]) for each in (ours, theirs))])
+        both = [rounds(ours), rounds(theirs), exact(times), bar]
+        rows.append([kind, *both, *(difference(each and each["apart"]) for each in (ours, theirs))])
     head = ["program", "symmpool tokens/s", "NCCL tokens/s", "symmpool / NCCL", "bar"]
-    head += ["losses apart", "NCCL's own"]
+    head += ["loss difference", "NCCL's own"]
     given = report["options"]
     whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
-    title = (
-        f"{whose} of {given['layers']} layers, every turn, and how far losses and tokens are from those of"
-    )
-    return f"{title} NCCL's first turn", place, report, head, rows
+    title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference of losses"
+    return f"{title} and tokens from those of NCCL's first round", place, report, head, rows
 
 
 #: Collectives of programs and of kernels in documents, and our kernel of the same shape. Large all-gathers
@@ -298,7 +296,7 @@ def plans():
         for name, ours in OWN_SHAPES.items()
         if any(name in by and ours in by for by in by_size.values())
     ]
-    head = ["program or kernel", "beside", *(f"{size(each)} us" for each in by_size)]
+    head = ["program or kernel", "our kernel", *(f"{size(each)} us" for each in by_size)]
     return "Collectives of one's own beside our kernels of the same shape", place, report, head, rows
 
 
@@ -385,7 +383,7 @@ def tensor_parallel():
          f"{entry['apart']:.1e}" if entry["apart"] else "0"]
         for entry in report["results"]
     ]  # fmt: skip
-    head = ["with", "mode", "tokens a second", "last loss", "losses apart"]
+    head = ["with", "mode", "tokens a second", "last loss", "loss difference"]
     return "`examples/tensor_parallel.py`", place, report, head, rows
 
 

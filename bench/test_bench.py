@@ -206,11 +206,11 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     recorded("overlap", 2, contenders=["ours", "ours 2", "NCCL"], results=[products])
     recorded("overlap_windows", 2, contenders=["ours", "ours 2", "NCCL"], results=[products])
     recorded("overlap_backend", 2, contenders=["ours", "NCCL"], results=[products])
-    turns = {"rounds": [1100.0, 1150.0], "ratio": 1.125, "apart": 0.0}
+    ours = {"rounds": [1100.0, 1150.0], "ratio": 1.125, "apart": 0.0}
     theirs = {"rounds": [1000.0], "ratio": 1.0, "apart": 1e-5}
     given = {"layers": 8, "model": "hf"}
     programs = [
-        {"kind": "fsdp", "peer": "NCCL", "figures": {"ours": turns, "NCCL": theirs}},
+        {"kind": "fsdp", "peer": "NCCL", "figures": {"ours": ours, "NCCL": theirs}},
         {"kind": "decode_graph", "peer": "NCCL", "figures": {"NCCL": theirs}},
     ]
     recorded("training", 2, options=given, results=programs)

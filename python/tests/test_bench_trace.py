@@ -34,7 +34,7 @@ def test_products_beside_communication_are_compared_with_the_same_alone():
         event("ncclDevKernel_AllGather_RING_LL", 11, 40, stream=SIDE),
     ]
     found = trace.summarize(events)
-    assert found["matmul_us"] == 54 and found["matmul_beside_us"] == 44
+    assert found["matmul_us"] == 54 and found["matmul_overlapped_us"] == 44
     assert found["matmul_excess_us"] == pytest.approx(4) and found["matmul_ratio"] == pytest.approx(1.4)
     assert found["communication_us"] == 40 and found["exposed_us"] == 0
     assert found["gaps_us"] == 0 and found["step_us"] == 54
@@ -113,7 +113,7 @@ def test_a_comparison_names_where_the_last_loses_most():
     other = {**one, "step_us": 50.0, "exposed_us": 35.0, "copies_us": 12.0}
     text = trace.compare({"NCCL": one, "ours": other})
     last = text.splitlines()[-1]
-    assert last.startswith("ours's step takes +40 us beside NCCL's")
+    assert last.startswith("ours's step takes +40 us compared with NCCL's")
     assert last.index("nothing else on the device (+25 us)") < last.index("by kernels (+2 us)")
     assert "loses most" not in trace.compare({"ours": other})
     assert trace.compare({"NCCL": other, "ours": one}).endswith("loses most in: nothing")

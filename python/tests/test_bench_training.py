@@ -14,7 +14,7 @@ TINY += ["--heads", "4", "--shared-heads", "2", "--vocabulary", "64", "--length"
 TINY += ["--steps", "2", "--warmup", "1"]
 
 
-def turn(rate, *ranks, peak=None):
+def round_of(rate, *ranks, peak=None):
     return {
         "tokens_a_second": rate,
         "numbers": list(ranks),
@@ -25,11 +25,14 @@ def turn(rate, *ranks, peak=None):
     }
 
 
-def test_a_row_has_medians_ratios_and_how_far_losses_are_apart():
+def test_a_row_has_medians_ratios_and_the_difference_of_losses():
     row = rows.Row("ddp", "NCCL")
-    row.turns = {
-        "NCCL": [turn(100, [2.0, 1.0], [2.0, 1.5]), turn(90, [2.0, 1.0], [2.0, 1.5])],
-        "ours": [turn(120, [2.0, 1.0], [2.0, 1.5]), turn(125, [2.0, 1.0], [1.6, 1.5], peak=3 << 20)],
+    row.rounds = {
+        "NCCL": [round_of(100, [2.0, 1.0], [2.0, 1.5]), round_of(90, [2.0, 1.0], [2.0, 1.5])],
+        "ours": [
+            round_of(120, [2.0, 1.0], [2.0, 1.5]),
+            round_of(125, [2.0, 1.0], [1.6, 1.5], peak=3 << 20),
+        ],
     }
     found = row.to_json()
     assert found["kind"] == "ddp" and found["figures"]["NCCL"]["ratio"] == 1
@@ -39,19 +42,19 @@ def test_a_row_has_medians_ratios_and_how_far_losses_are_apart():
     assert ours["apart"] == pytest.approx(0.2) and found["figures"]["NCCL"]["apart"] == 0
     assert ours["peak_bytes"] == 3 << 20 and ours["device_bytes"] is None
     heading, lines = rows.cells([row], ["NCCL", "ours"], "NCCL")
-    assert heading[4] == "of NCCL"
+    assert heading[3:6] == ["rounds", "of NCCL", "loss difference"]
     assert lines[0] == ["ddp", "NCCL", "95", "100 90", "1.000", "0", "-", "-", "-"]
     assert lines[1] == ["ddp", "ours", "122", "120 125", "1.289", "2.0e-01", "3.00", "-", "-"]
 
 
-def test_a_loss_that_is_no_number_is_apart_from_all():
+def test_a_loss_that_is_no_number_differs_from_all():
     assert rows.difference([[1.0, math.nan]], [[1.0, math.nan]]) == math.inf
     assert rows.difference([[0.0, -1.0]], [[0.0, -1.0]]) == 0
 
 
-def test_a_contender_without_turns_has_no_figures():
+def test_a_contender_without_rounds_has_no_figures():
     row = rows.Row("tp", "NCCL")
-    row.turns, row.missing = {"ours": [turn(10, [1.0])]}, {"NCCL": "why"}
+    row.rounds, row.missing = {"ours": [round_of(10, [1.0])]}, {"NCCL": "why"}
     found = row.to_json()
     assert found["missing"] == {"NCCL": "why"} and set(found["figures"]) == {"ours"}
     assert found["figures"]["ours"]["ratio"] is None and found["figures"]["ours"]["apart"] is None

@@ -1,9 +1,9 @@
 """`bench training`: training steps and decoding with each library in turn, in one run.
 
-A turn makes a default process group with one of the backends and a model of the same weights, runs it, and
-destroys both (`symmpool.bench.training.turns` says why). Libraries take turns in going first. What counts is
-the median of a contender's turns, of the slowest rank. Losses and decoded tokens are compared with those of
-the peer's first turn.
+In each round each library has a default process group and a model of the same weights, runs it, and destroys
+both (`symmpool.bench.training.meeting` says why). Each round begins with another library. What counts is the
+median of a contender's rounds, of the slowest rank. Losses and decoded tokens are compared with those of the
+peer's first round.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from symmpool.bench import session, table, timing
 from symmpool.bench.arguments import comma_separated, positive, seconds
 from symmpool.bench.training import rows as results
 from symmpool.bench.training import trace
-from symmpool.bench.training.turns import Meeting
+from symmpool.bench.training.meeting import Meeting
 
 TRAINED, DECODED = ("fsdp", "ddp", "tp"), ("decode", "decode_graph")
 OURS, ORDINARY = results.OURS, "ours ordinary"
@@ -64,7 +64,7 @@ def add_options(commands):
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
     it.add_argument("--profile", type=Path, metavar="DIR",
-                    help="write a trace of each contender's last turn, and where time is lost")  # fmt: skip
+                    help="write a trace of each contender's last round, and where time is lost")  # fmt: skip
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     it.set_defaults(plot=None)
 
@@ -105,7 +105,7 @@ def contenders(options, on_cuda):
 
 
 def make(kind, name, meeting, options):
-    """What a turn runs."""
+    """The program that a contender runs in a round."""
     if kind in DECODED:
         from symmpool.bench.training.decode import Decoding
 
@@ -118,7 +118,7 @@ def make(kind, name, meeting, options):
     return training
 
 
-def turn(kind, name, meeting, options, where):
+def run_round(kind, name, meeting, options, where):
     """Runs one program with the default group that is there, and returns what was found. `where` is the file
     of its trace, if one is to be written."""
     from symmpool.backend import backend_counts
@@ -211,7 +211,7 @@ class Profiles:
 
 
 def measure(meeting, options, kind, backends, peer, profiles, report_progress):
-    """All turns of one kind."""
+    """All rounds of one kind."""
     row = results.Row(kind, peer)
     if kind in DECODED and options.model == "own":
         row.missing = dict.fromkeys(backends, "needs transformers")
@@ -225,13 +225,13 @@ def measure(meeting, options, kind, backends, peer, profiles, report_progress):
             where = profiles.path(kind, name) if profiles is not None and last else None
             with meeting.group(backends[name]):
                 found, why = meeting.attempt(
-                    lambda name=name, where=where: turn(kind, name, meeting, options, where)
+                    lambda name=name, where=where: run_round(kind, name, meeting, options, where)
                 )
             if why is not None:
                 row.missing[name] = why
-                row.turns.pop(name, None)
+                row.rounds.pop(name, None)
             else:
-                row.turns.setdefault(name, []).append(found)
+                row.rounds.setdefault(name, []).append(found)
                 report_progress(
                     f"{kind}, round {number + 1}: {name} {found['tokens_a_second']:,.0f} tokens/s"
                 )
@@ -282,7 +282,7 @@ def run(options, arguments):
     if first:
         report(facts, options, rows, list(backends), peer)
     meeting.meet()
-    return 1 if any(OURS in row.missing and row.turns for row in rows) else 0
+    return 1 if any(OURS in row.missing and row.rounds for row in rows) else 0
 
 
 def describe(meeting, options, arguments, backends):
@@ -300,7 +300,7 @@ def report(facts, options, rows, names, peer):
     """Prints the table."""
     whose = "Hugging Face's Llama" if options.model == "hf" else "a Llama in plain torch"
     print(f"{whose} of {options.layers} layers, {options.dtype}, {session.where(facts)}")
-    print(f"tokens a second, slowest rank, median of {options.rounds} turns in alternation\n")
+    print(f"tokens a second, slowest rank, median of {options.rounds} rounds\n")
     print(table.format_table(*results.cells(rows, names, peer)))
     session.print_missing(facts, rows, lambda row: f"in {row.kind}")
     if options.profile is not None:

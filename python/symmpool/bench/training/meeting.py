@@ -1,8 +1,9 @@
-"""Turns of one run, each with a process group of its own that is the default group, as in a program.
+"""The ranks of a run, and the contenders' process groups: each is the default group, as in a program.
 
 Groups of both libraries side by side would not be fair: each keeps memory of the device for itself, and ours
-leaves processors to NCCL's kernels where a process has several of NCCL's groups. So every turn makes its
-default group and destroys it, and between turns the ranks talk by the store that they met in.
+leaves processors to NCCL's kernels where a process has several of NCCL's groups. So every round of a
+contender makes its default group and destroys it, and between rounds the ranks talk by the store that they
+met in.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def group(self, backend: str) -> Iterator[None]:
-        """A default group on a backend, for one turn. What the turn has made must be gone at its end."""
+        """A default group on a backend, for one round. What that has made must be gone at its end."""
         self._groups += 1
         # A name of its own in the store, which still has what former groups have left there.
         store = self.dist.PrefixStore(f"group/{self._groups}", self.store)

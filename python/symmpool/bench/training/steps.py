@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 class Training:
-    """A model, its optimizer and its data, for one turn."""
+    """A model, its optimizer and its data, for one round."""
 
     def __init__(self, kind: str, meeting: Any, options: Any):
         wrap, self.same_tokens = KINDS[kind]

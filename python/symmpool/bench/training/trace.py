@@ -24,7 +24,7 @@ ROWS = {
     "communication_us": "kernels and copies that communicate",
     "exposed_us": "of these, with nothing else on the device",
     "matmul_us": "matrix products and attention",
-    "matmul_beside_us": "of these, beside communication",
+    "matmul_overlapped_us": "of these, overlapped with communication",
     "matmul_excess_us": "what they take longer there than the same ones alone",
     "matmul_ratio": "how many times as long as alone they take there",
     "other_us": "other kernels, but for copies",
@@ -62,15 +62,15 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
     """The times that are in both; each is a `union`."""
-    found, at, beside = [], 0, 0
-    while at < len(one) and beside < len(other):
-        begin, end = max(one[at][0], other[beside][0]), min(one[at][1], other[beside][1])
+    found, i, k = [], 0, 0
+    while i < len(one) and k < len(other):
+        begin, end = max(one[i][0], other[k][0]), min(one[i][1], other[k][1])
         if begin < end:
             found.append((begin, end))
-        if one[at][1] < other[beside][1]:
-            at += 1
+        if one[i][1] < other[k][1]:
+            i += 1
         else:
-            beside += 1
+            k += 1
     return found
 
 
@@ -113,13 +113,13 @@ def _of_device(events: list[Event]) -> dict[str, float]:
     window = min(map(_begin, events)), max(map(_end, events))
     communication = union(map(_interval, communicating))
     gaps = without(window, union(_interval(each) for each in events if _stream(each) == compute))
-    beside = common(communication, union(map(_interval, rest)))
+    overlapped = common(communication, union(map(_interval, rest)))
     return {
         "step_us": window[1] - window[0],
         "communication_us": length(map(_interval, communicating)),
-        "exposed_us": length(communication) - length(beside),
+        "exposed_us": length(communication) - length(overlapped),
         "matmul_us": length(map(_interval, matmuls)),
-        **_beside(matmuls, communication),
+        **_overlapped(matmuls, communication),
         "other_us": length(_interval(each) for each in events if id(each) not in marked),
         "copies_us": length(map(_interval, copies)),
         "gaps_us": length(gaps),
@@ -127,23 +127,23 @@ def _of_device(events: list[Event]) -> dict[str, float]:
     }
 
 
-def _beside(matmuls: list[Event], communication: list[Interval]) -> dict[str, float]:
-    """Products beside communication, each compared with the mean of the same ones alone: those of one kernel
-    and one shape of the launch."""
+def _overlapped(matmuls: list[Event], communication: list[Interval]) -> dict[str, float]:
+    """Products that overlap with communication, each compared with the mean of the same ones alone: those of
+    one kernel and one shape of the launch."""
     alone: dict[Any, list[float]] = defaultdict(list)
-    beside: list[Event] = []
+    overlapped: list[Event] = []
     begins = [begin for begin, _ in communication]
     for each in matmuls:
         shared = _shared(_interval(each), communication, begins)
         if shared >= each["dur"] / 2:
-            beside.append(each)
+            overlapped.append(each)
         elif shared == 0:
             alone[_same(each)].append(each["dur"])
-    known = [each for each in beside if _same(each) in alone]
+    known = [each for each in overlapped if _same(each) in alone]
     took = sum(each["dur"] for each in known)
     usual = sum(sum(alone[_same(each)]) / len(alone[_same(each)]) for each in known)
     return {
-        "matmul_beside_us": sum(each["dur"] for each in beside),
+        "matmul_overlapped_us": sum(each["dur"] for each in overlapped),
         "matmul_excess_us": took - usual,
         "matmul_ratio": took / usual if usual else 1.0,
     }
@@ -189,7 +189,7 @@ def compare(summaries: dict[str, dict[str, float]]) -> str:
         lost = [f"{ROWS[key]} (+{by:,.0f} us)" for by, key in more if by > 0]
         whole = last["step_us"] - first["step_us"]
         lines.append(
-            f"{names[-1]}'s step takes {whole:+,.0f} us beside {names[0]}'s; it loses most in: "
+            f"{names[-1]}'s step takes {whole:+,.0f} us compared with {names[0]}'s; it loses most in: "
             f"{'; '.join(lost[:3]) or 'nothing'}"
         )
     return "\n".join(lines)
