@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
 use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::store::tcp::{Secret, TcpLimits, TcpOptions};
@@ -238,6 +239,104 @@ fn a_lost_server_is_its_hosts_loss() {
     assert!(waiting.set("k", b"", ample()).unwrap_err().is_peer_lost());
     let error = anonymous.set("k", b"", ample()).unwrap_err();
     assert!(!error.is_timeout() && error.to_string().contains("is gone"), "{error}");
+}
+
+#[test]
+fn a_wait_that_hears_of_a_lost_rank_can_still_be_cancelled() {
+    let server = server();
+    let [zero, one, two] = [0, 1, 2].map(|rank| declare(&server, rank).unwrap());
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let asked = || stop.load(Ordering::Relaxed);
+            zero.all_gather_until("g", 0, 2, b"", Deadline::seconds(300), Some(&asked))
+        });
+        // The server says so to rank 0, which waits or is about to.
+        drop(two);
+        drop(declare_again(&server, 2));
+        stop.store(true, Ordering::Relaxed);
+        let error = waiting.join().unwrap().unwrap_err();
+        assert!(error.to_string().contains("interrupted while waiting for other ranks"), "{error}");
+    });
+    // Rank 0's part was taken back and its connection lives, so nobody lost it.
+    std::thread::scope(|scope| {
+        let gathers = [(&zero, 0), (&one, 1)].map(|(store, rank)| {
+            scope.spawn(move || store.all_gather("g", rank, 2, &[rank as u8], ample()).unwrap())
+        });
+        for gather in gathers {
+            assert_eq!(gather.join().unwrap().part(1), [1]);
+        }
+    });
+}
+
+/// How the process of rank 0, which serves the store, ends in the next test.
+const ENDS: [&str; 3] = ["dropped", "exited", "killed"];
+
+/// One of the other processes of the next test, by its role: `host END` or `rank 1 ADDRESS`.
+fn other_process(role: &str) {
+    let Some(("host", end)) = role.split_once(' ') else {
+        let addr: SocketAddr = role.rsplit(' ').next().unwrap().parse().unwrap();
+        let store = TcpStore::connect_as(addr, hosted_by_0(), 1, ample()).unwrap();
+        store.all_gather("all", 1, 3, b"", ample()).unwrap();
+        // Until it is killed.
+        let _ = store.get("never", Deadline::seconds(300));
+        return;
+    };
+    let server = server();
+    println!("address {}", server.local_addr());
+    let store = declare(&server, 0).unwrap();
+    store.all_gather("all", 0, 3, b"", ample()).unwrap();
+    // Of ranks 0 and 1 only, so that the third learns nothing of it. Nobody leaves in the last case but this process.
+    let limit = Deadline::seconds(300);
+    let lost = store.all_gather("two", 0, 2, b"", limit).unwrap_err();
+    assert_eq!(lost.ranks(), [1]);
+    if end == "exited" {
+        // As when an interpreter ends: nothing is dropped.
+        std::process::exit(0);
+    }
+}
+
+/// A process of the next test, which is killed at the latest when the test ends.
+struct Other(std::process::Child);
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_server_that_left_because_of_another_rank_does_not_make_its_host_the_lost_one() {
+    const NAME: &str =
+        "a_server_that_left_because_of_another_rank_does_not_make_its_host_the_lost_one";
+    if let Some(role) = role() {
+        return other_process(&role);
+    }
+    for end in ENDS {
+        let mut host = this_test_as(NAME, &format!("host {end}"));
+        let mut host = Other(host.stdout(Stdio::piped()).spawn().unwrap());
+        let stdout = BufReader::new(host.0.stdout.take().unwrap());
+        let mut lines = stdout.lines().map(Result::unwrap);
+        let addr: SocketAddr = lines
+            .find_map(|line| line.split_once("address ").map(|(_, addr)| addr.parse().unwrap()))
+            .unwrap();
+        let rank_1 = this_test_as(NAME, &format!("rank 1 {addr}")).stdout(Stdio::null()).spawn();
+        let mut rank_1 = Other(rank_1.unwrap());
+        let store = TcpStore::connect_as(addr, hosted_by_0(), 2, ample()).unwrap();
+        store.all_gather("all", 2, 3, b"", ample()).unwrap();
+        // This rank is in no call while the first of the others leaves.
+        let first = if end == "killed" { &mut host } else { &mut rank_1 };
+        first.0.kill().unwrap();
+        host.0.wait().unwrap();
+        let begun = Instant::now();
+        let error = store.all_gather("three", 2, 3, b"", Deadline::seconds(300)).unwrap_err();
+        assert!(error.is_peer_lost() && begun.elapsed() < Duration::from_secs(60), "{error}");
+        let (lost, other) = if end == "killed" { (0, "no other rank") } else { (1, "rank 0") };
+        assert_eq!(error.ranks(), [lost], "{end}: {error}");
+        assert!(error.to_string().contains(other), "{end}: {error}");
+    }
 }
 
 #[test]

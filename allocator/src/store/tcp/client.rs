@@ -50,6 +50,8 @@ pub struct TcpStore {
 #[derive(Debug, Default)]
 struct Connections {
     idle: Vec<ClientConnection>,
+    /// Which rank left first and has not come back, as the server last said.
+    first_left: Option<u32>,
     gone: Option<Error>,
 }
 
@@ -112,8 +114,10 @@ impl TcpStore {
         loop {
             let why = match connect_any(addr, &options, identity, limit)? {
                 Attempt::Connected(addr, connection, instance) => {
-                    let connections =
-                        Mutex::new(Connections { idle: vec![connection], gone: None });
+                    let connections = Mutex::new(Connections {
+                        idle: vec![connection],
+                        ..Connections::default()
+                    });
                     let counters = Counters::default();
                     let maker = Maker::here();
                     return Ok(Self {
@@ -174,9 +178,13 @@ impl TcpStore {
         self.maker.check("a store's client")?;
         let limit = WaitLimit { until: deadline.at() + GRACE, stop };
         let exchanged = self.checkout(limit).and_then(|mut connection| {
-            let reply = connection.ask(request, tail, limit)?;
-            self.lock().idle.push(connection);
-            Ok(reply)
+            let reply = connection.ask(request, tail, limit);
+            let mut connections = self.lock();
+            connections.first_left = connection.first_left();
+            if reply.is_ok() {
+                connections.idle.push(connection);
+            }
+            reply
         });
         match exchanged {
             Ok((ToClient::Failed(kind), _)) => Err(match Error::from_kind(kind) {
@@ -196,7 +204,8 @@ impl TcpStore {
             Err(Fault::Gone(cause) | Fault::Later(cause)) => {
                 let mut connections = self.lock();
                 connections.idle.clear();
-                Err(connections.gone.get_or_insert_with(|| self.gone(&cause)).clone())
+                let first = connections.first_left;
+                Err(connections.gone.get_or_insert_with(|| self.gone(&cause, first)).clone())
             }
         }
     }
@@ -218,17 +227,26 @@ impl TcpStore {
         Ok(connection)
     }
 
-    fn gone(&self, cause: &str) -> Error {
+    /// The error of calls after the server has gone. `first` is the rank that had left before, as the server said: the
+    /// process that served has most likely left because of it.
+    fn gone(&self, cause: &str, first: Option<u32>) -> Error {
         let addr = self.addr;
-        match self.options.hosted_by {
-            Some(rank) => Error::peer_lost(
-                vec![rank],
+        match (self.options.hosted_by, first) {
+            (Some(host), Some(first)) if first != host => Error::peer_lost(
+                vec![first],
                 format!(
-                    "the store's server at {addr}, in its process, is gone ({cause}); it may have left \
-                     because of another rank: its own error says"
+                    "it disconnected from the store, whose server at {addr}, in the process of rank {host}, \
+                     then left as well ({cause})"
                 ),
             ),
-            None => Error::system(format!("the store's server at {addr} is gone"), cause),
+            (Some(rank), _) => Error::peer_lost(
+                vec![rank],
+                format!(
+                    "the store's server at {addr}, in its process, is gone ({cause}), and no other rank had left \
+                     before; it may have left because of an error, which it reports itself"
+                ),
+            ),
+            (None, _) => Error::system(format!("the store's server at {addr} is gone"), cause),
         }
     }
 }

@@ -17,6 +17,9 @@ use crate::random::random_bytes;
 /// How long the server may take to say that a request is cancelled.
 const CANCELLED_IN: Duration = Duration::from_millis(500);
 
+/// How long what a broken connection still has to read is read.
+const LAST_WORDS_IN: Duration = Duration::from_millis(100);
+
 /// An open connection on which no request is under way.
 #[derive(Debug)]
 pub(super) struct ClientConnection {
@@ -25,6 +28,8 @@ pub(super) struct ClientConnection {
     _own: NotInherited,
     stream: TcpStream,
     maker: Maker,
+    /// Which rank left first and has not come back, as the server last said here.
+    first_left: Option<u32>,
 }
 
 impl Drop for ClientConnection {
@@ -47,7 +52,7 @@ impl ClientConnection {
     ) -> Result<(Self, [u8; 16]), Fault> {
         tune(&stream);
         let (own, maker) = (NotInherited::new(&stream), Maker::here());
-        let mut connection = Self { _own: own, stream, maker };
+        let mut connection = Self { _own: own, stream, maker, first_left: None };
         let (instance, server_nonce, secret_needed) =
             match connection.receive(Caps::HANDSHAKE, limit)? {
                 (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
@@ -95,9 +100,29 @@ impl ClientConnection {
         Ok((connection, instance))
     }
 
+    /// Which rank left first and has not come back, as far as the server had said when the last call ended.
+    pub(super) fn first_left(&self) -> Option<u32> {
+        self.first_left
+    }
+
     /// Sends `request` with its value and waits for the reply. After an error the connection must be
     /// dropped.
     pub(super) fn ask(
+        &mut self,
+        request: Request,
+        tail: &[u8],
+        limit: WaitLimit<'_>,
+    ) -> Result<(ToClient, Vec<u8>), Fault> {
+        let asked = self.exchange(request, tail, limit);
+        if matches!(asked, Err(Fault::Gone(_))) {
+            // Sending may have failed while there is still something to read.
+            let soon = WaitLimit::until(limit.until.min(Instant::now() + LAST_WORDS_IN));
+            while self.receive_reply(soon).is_ok() {}
+        }
+        asked
+    }
+
+    fn exchange(
         &mut self,
         request: Request,
         tail: &[u8],
@@ -113,16 +138,42 @@ impl ClientConnection {
             self.send(&frame, limit)?;
             self.send(tail, limit)?;
         }
-        if limit.stop.is_some() {
-            match self.wait_for_reply(limit) {
-                Err(Fault::Stopped) => return self.cancel(limit),
-                begun => begun?,
+        loop {
+            if limit.stop.is_some() {
+                match self.wait_for_reply(limit) {
+                    Err(Fault::Stopped) => return self.cancel(limit),
+                    begun => begun?,
+                }
+            }
+            if let Some(reply) = self.receive_message(limit)? {
+                return Ok(reply);
             }
         }
-        self.receive(Caps::REPLY, limit)
     }
 
-    /// Waits for the first byte of the reply.
+    /// Receives a reply; `None` if the server said what is none, which is kept.
+    fn receive_message(
+        &mut self,
+        limit: WaitLimit<'_>,
+    ) -> Result<Option<(ToClient, Vec<u8>)>, Fault> {
+        match self.receive(Caps::REPLY, limit)? {
+            (ToClient::FirstLeft(first), _) => {
+                self.first_left = first;
+                Ok(None)
+            }
+            reply => Ok(Some(reply)),
+        }
+    }
+
+    fn receive_reply(&mut self, limit: WaitLimit<'_>) -> Result<(ToClient, Vec<u8>), Fault> {
+        loop {
+            if let Some(reply) = self.receive_message(limit)? {
+                return Ok(reply);
+            }
+        }
+    }
+
+    /// Waits for the first byte of the server's next message.
     fn wait_for_reply(&mut self, limit: WaitLimit<'_>) -> Result<(), Fault> {
         loop {
             let slice = limit.slice()?;
@@ -145,7 +196,7 @@ impl ClientConnection {
         let soon = Instant::now() + CANCELLED_IN;
         let soon = WaitLimit::until(soon.min(limit.until));
         self.send(&wire::encode(&ToServer::Cancel, 0), soon)?;
-        match self.receive(Caps::REPLY, soon) {
+        match self.receive_reply(soon) {
             Err(Fault::Late) => Err(Fault::Stopped),
             answered => answered,
         }

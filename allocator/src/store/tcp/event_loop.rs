@@ -132,13 +132,19 @@ impl EventLoop {
     fn serve_all(&mut self) -> rustix::io::Result<()> {
         loop {
             let next = self.timers.first().map(|(at, _)| *at);
+            let mut stop = false;
             for ready in self.poller.wait(next.into_iter().chain(self.accept_again).min())? {
                 match ready {
-                    Ready::Stop => return Ok(()),
+                    // What has happened as well is still heard: this process may stop because a rank has left,
+                    // of which the others are to be told.
+                    Ready::Stop => stop = true,
                     Ready::Listener => self.accept()?,
                     Ready::Client(client, flags) => self.handle_events(client, flags),
                 }
                 self.deliver();
+            }
+            if stop {
+                return Ok(());
             }
             self.run_timers()?;
             self.deliver();

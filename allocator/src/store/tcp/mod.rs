@@ -28,8 +28,10 @@
 //!
 //! **Loss.** A client that declares its rank ([`TcpStore::connect_as`]) is missed when its
 //! process ends: gathers that still need it fail at once with [`Error::is_peer_lost`], instead of
-//! at their deadlines. When the server itself is gone, clients get that error with the rank named
-//! by [`TcpOptions::hosted_by`].
+//! at their deadlines. The server also tells its clients which declared
+//! rank left first, because the rank that serves may leave when another has. When the server itself is
+//! gone, clients get that error with the rank that left first: the one named by
+//! [`TcpOptions::hosted_by`], if no other had left before it.
 //!
 //! [`Error::is_peer_lost`]: crate::Error::is_peer_lost
 
@@ -65,7 +67,7 @@ pub struct TcpOptions {
     /// round.
     pub secret: Option<Secret>,
     /// For clients: the rank in whose process the server runs, if in any's. It is the rank that
-    /// errors name when the server is gone.
+    /// errors name when the server is gone, unless another had left before.
     pub hosted_by: Option<u32>,
     /// For servers: what clients may use up.
     pub limits: TcpLimits,

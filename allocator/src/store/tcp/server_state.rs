@@ -9,6 +9,9 @@
 //! every later one until the rank is declared again. Gathers of clients that declared no rank are not
 //! affected, as they may number their ranks differently.
 //!
+//! Clients are told which rank left first ([`State::news`]). The rank that serves the store may leave because of it,
+//! and the others then find the server gone, which cannot tell them any more.
+//!
 //! A store that serves one group ends together with it: after the first gather that was answered, a rank
 //! that has left does not come back to this store. A client that declares it again belongs to the next
 //! group, whose server has not replaced this one yet, and gets the reply to try again.
@@ -57,6 +60,10 @@ pub(super) struct State {
     live: BTreeMap<u32, ([u8; 16], usize)>,
     /// Declared ranks whose connections have all closed, and the session that each had.
     lost: BTreeMap<u32, [u8; 16]>,
+    /// The same ranks in the order in which they left.
+    left: Vec<u32>,
+    /// Which of them was the first at the last call of [`news`](State::news).
+    told: Option<u32>,
     /// Whether the store serves one group only.
     one_group: bool,
     /// Whether ranks of that group have met: a gather of declared ranks was answered.
@@ -102,6 +109,8 @@ impl State {
             clients: BTreeMap::new(),
             live: BTreeMap::new(),
             lost: BTreeMap::new(),
+            left: Vec::new(),
+            told: None,
             one_group: false,
             met: false,
             outbox: Vec::new(),
@@ -141,6 +150,7 @@ impl State {
             }
             *connections += 1;
             if self.lost.remove(&rank).is_some() {
+                self.left.retain(|left| *left != rank);
                 // Gathers that failed because the rank was missing may be tried again.
                 self.gathers.retain(|_, gather| !gather.gathering.failed_without(rank));
             }
@@ -237,6 +247,7 @@ impl State {
         let session = *session;
         self.live.remove(&rank);
         self.lost.insert(rank, session);
+        self.left.push(rank);
         let stuck: Vec<String> = self
             .gathers
             .iter()
@@ -251,6 +262,17 @@ impl State {
     /// Whether `client` waits for something.
     pub(super) fn is_waiting(&self, client: Client) -> bool {
         self.clients.get(&client).is_some_and(|member| member.wait.is_some())
+    }
+
+    /// Of the ranks that have left and not come back, the first.
+    pub(super) fn first_left(&self) -> Option<u32> {
+        self.left.first().copied()
+    }
+
+    /// [`first_left`](State::first_left), if it has changed since the last call.
+    pub(super) fn news(&mut self) -> Option<Option<u32>> {
+        let first = self.first_left();
+        (std::mem::replace(&mut self.told, first) != first).then_some(first)
     }
 
     /// The replies since the last call.

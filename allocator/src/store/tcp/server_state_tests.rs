@@ -353,3 +353,17 @@ fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
     // Each rank that gives up looks for the missing ones, which is one pass over all others.
     assert!(many_left < std::time::Duration::from_secs(1), "{few_left:?} and {many_left:?}");
 }
+
+#[test]
+fn the_rank_that_left_first_is_told_until_it_is_back() {
+    let mut bench = Bench::declared(4);
+    assert_eq!(bench.state.news(), None);
+    bench.state.disconnect(2);
+    assert_eq!(bench.state.news(), Some(Some(2)));
+    bench.state.disconnect(1);
+    assert_eq!((bench.state.news(), bench.state.first_left()), (None, Some(2)));
+    bench.declare(12, 2, 1).unwrap();
+    assert_eq!(bench.state.news(), Some(Some(1)));
+    bench.declare(11, 1, 1).unwrap();
+    assert_eq!((bench.state.news(), bench.state.news()), (Some(None), None));
+}

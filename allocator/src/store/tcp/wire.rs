@@ -15,7 +15,7 @@ use crate::{Error, Result};
 pub(super) const MAGIC: [u8; 4] = *b"symS";
 
 /// Changes whenever a frame would be read differently.
-pub(super) const VERSION: u16 = 2;
+pub(super) const VERSION: u16 = 3;
 
 pub(super) const HEADER: usize = framing::HEADER;
 
@@ -103,6 +103,8 @@ pub(super) enum ToClient {
     Later {
         why: String,
     },
+    /// No reply, and sent at any time after `Welcome`: of the ranks that have left and not come back, the first.
+    FirstLeft(Option<u32>),
 }
 
 /// The lengths a header announces.
@@ -204,6 +206,7 @@ mod tests {
             key().prop_map(|why| ToClient::Later { why }),
             any::<Vec<u32>>().prop_map(|missing| ToClient::Cancelled { missing }),
             any::<i64>().prop_map(ToClient::Sum),
+            any::<Option<u32>>().prop_map(ToClient::FirstLeft),
             any::<bool>().prop_map(ToClient::Deleted),
             (any::<Vec<u32>>(), any::<Vec<(u32, u32)>>())
                 .prop_map(|(lengths, runs)| ToClient::Gathered { lengths, runs }),

@@ -179,6 +179,10 @@ impl EventLoop {
             Admission::Granted => {
                 let frame = self.state.frame(&ToClient::Welcome { proof }, None);
                 self.reply(client, frame);
+                if let Some(first) = self.state.first_left() {
+                    let frame = self.state.frame(&ToClient::FirstLeft(Some(first)), None);
+                    self.tell(client, frame);
+                }
             }
             Admission::Later(why) => self.end_with(client, &ToClient::Later { why }),
         }

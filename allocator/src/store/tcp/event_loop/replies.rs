@@ -12,17 +12,39 @@ use crate::store::tcp::server_state::{Client, Frame};
 use crate::store::tcp::wire::ToClient;
 
 impl EventLoop {
-    /// Sends the replies that the state has made.
+    /// Sends the replies that the state has made, and before them which rank left first, if that has changed.
     pub(super) fn deliver(&mut self) {
         loop {
+            let news = self.state.news();
+            if let Some(first) = news {
+                self.tell_all(&ToClient::FirstLeft(first));
+            }
             let replies = self.state.take_replies();
-            if replies.is_empty() {
+            if replies.is_empty() && news.is_none() {
                 return;
             }
             for (client, frame) in replies {
                 self.reply(client, frame);
             }
         }
+    }
+
+    /// Tells all clients that have completed the handshake.
+    fn tell_all(&mut self, message: &ToClient) {
+        let frame = self.state.frame(message, None);
+        let admitted = self.connections.iter().filter(|(_, connection)| {
+            !matches!(connection.phase, Phase::Handshake { .. } | Phase::Ending)
+        });
+        for client in admitted.map(|(client, _)| *client).collect::<Vec<_>>() {
+            self.tell(client, frame.clone());
+        }
+    }
+
+    /// Sends a client what is no reply.
+    pub(super) fn tell(&mut self, client: Client, frame: Frame) {
+        let Some(connection) = self.connections.get_mut(&client) else { return };
+        connection.outgoing.push(frame);
+        self.flush(client);
     }
 
     pub(super) fn reply(&mut self, client: Client, frame: Frame) {
