@@ -11,6 +11,7 @@ use symmpool_collectives::{DType, ReduceOp, StandardCollective};
 
 use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
+use crate::name::Name;
 use crate::own::Own;
 use crate::reading::{Refusal, Tensor};
 use crate::{stream, tensor};
@@ -79,11 +80,13 @@ impl Calls {
     pub(crate) unsafe fn make(
         &self,
         py: Python<'_>,
-        (collective, algorithm, op, root): (StandardCollective, Option<&str>, ReduceOp, u32),
+        (collective, algorithm, op, root): (StandardCollective, Option<Name<'_>>, ReduceOp, u32),
         (output, input): (Tensor, Tensor),
         count: usize,
         stream: Stream,
     ) -> PyResult<()> {
+        let algorithm = algorithm.map(|name| name.or_refuse("algorithm")).transpose();
+        let algorithm = self.or_decline(py, stream, algorithm)?;
         self.run(py, || {
             let (to, from, dtype) = (output.to(), input.from(), input.dtype);
             // SAFETY: the caller's promises.

@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_collectives::ReduceOp::Sum as SUM;
@@ -17,6 +18,7 @@ use crate::arguments::{Argument, Calls, Terms};
 use crate::convert::deprecated;
 use crate::errors::{OrRaise, exception, reason};
 use crate::mark::Mark;
+use crate::name::Name;
 use crate::number::Number;
 use crate::options;
 use crate::own::Own;
@@ -32,6 +34,7 @@ use crate::{selection, site, stream};
 pub(crate) struct Communicator {
     calls: Arc<Calls>,
     algorithm: String,
+    selectors: selection::Selectors,
 }
 
 #[pymethods]
@@ -83,7 +86,7 @@ impl Communicator {
         let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
         let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
         let calls = Arc::new(Calls { comm, terms });
-        Ok(Self { calls, algorithm })
+        Ok(Self { calls, algorithm, selectors: selection::Selectors::default() })
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
@@ -100,7 +103,7 @@ impl Communicator {
         op: Option<Argument<'_, '_>>,
         out: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
-        algorithm: Option<&str>,
+        algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
         let found = self.calls.of_all_reduce(tensor, op, out);
@@ -160,7 +163,7 @@ impl Communicator {
         input: Argument<'_, '_>,
         op: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
-        algorithm: Option<&str>,
+        algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
         let found = self.calls.of_reduce_scatter(output, input, op);
@@ -196,7 +199,7 @@ impl Communicator {
         output_tensor: Argument<'_, '_>,
         input_tensor: Argument<'_, '_>,
         stream: Option<Argument<'_, '_>>,
-        algorithm: Option<&str>,
+        algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
         let found = self.calls.of_all_gather(output_tensor, input_tensor);
@@ -228,7 +231,7 @@ impl Communicator {
         tensor: Argument<'_, '_>,
         src: Option<Number<u32>>,
         stream: Option<Argument<'_, '_>>,
-        algorithm: Option<&str>,
+        algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
         let src = match src {
             Some(src) => src,
@@ -269,12 +272,12 @@ impl Communicator {
         output_split_sizes: Option<Argument<'_, '_>>,
         input_split_sizes: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
-        algorithm: Option<&str>,
+        algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
         let has_sizes = output_split_sizes.is_some() || input_split_sizes.is_some();
-        if let Some(name) = algorithm.filter(|_| has_sizes) {
-            let why = format!("algorithm: {name:?} is for equal parts; leave out the split sizes");
+        if algorithm.is_some() && has_sizes {
+            let why = "algorithm is for equal parts; leave out the split sizes".to_owned();
             return Err(self.calls.decline(py, stream, Refusal::Invalid(why)));
         }
         let found = self.calls.parts_of(output, input, output_split_sizes, input_split_sizes);
@@ -526,7 +529,15 @@ impl Communicator {
     /// Where it raises, or returns a name that is unknown or does not fit, the call is made as without it, and a
     /// RuntimeWarning says so once. It must not make calls itself. Of all-to-alls only those of equal parts come to it.
     fn select(&self, py: Python<'_>, collective: &str, selector: Argument<'_, '_>) -> PyResult<()> {
-        selection::select(py, &self.calls, collective, selector)
+        self.selectors.select(py, &self.calls, collective, selector)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.selectors.traverse(&visit)
+    }
+
+    fn __clear__(&self) {
+        self.selectors.clear(&self.calls);
     }
 
     /// Why all calls fail, as an exception; None while they do not.

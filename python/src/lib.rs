@@ -44,6 +44,7 @@ mod group;
 mod machine;
 mod mark;
 mod memory;
+mod name;
 mod ndarray;
 mod number;
 mod operation;

@@ -2,12 +2,13 @@
 
 use std::ffi::CString;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeWarning, PyTypeError};
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
+use symmpool_allocator::Error;
 use symmpool_allocator::topology::Mesh;
-use symmpool_allocator::{Error, Result};
 use symmpool_collectives::{CallShape, ReduceOp, Selector, StandardCollective};
 
 use crate::algorithm::window_names;
@@ -23,17 +24,57 @@ pub(crate) fn standard(py: Python<'_>, name: &str) -> PyResult<StandardCollectiv
     })
 }
 
-/// Has a function choose the algorithm of calls of a collective.
-pub(crate) fn select(
-    py: Python<'_>,
-    calls: &Calls,
-    collective: &str,
-    function: &Bound<'_, PyAny>,
-) -> PyResult<()> {
-    calls.comm.check("a communicator").or_raise(py)?;
-    let (collective, selector) = (standard(py, collective)?, selector(py, function)?);
-    py.detach(|| calls.comm.select(collective, selector));
-    Ok(())
+/// The selectors of a communicator, as Python's garbage collector must know them: functions often refer to the
+/// communicator for which they choose, and neither would ever be freed.
+#[derive(Default)]
+pub(crate) struct Selectors(Mutex<Vec<(StandardCollective, Arc<Function>)>>);
+
+impl Selectors {
+    fn lock(&self) -> MutexGuard<'_, Vec<(StandardCollective, Arc<Function>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a function choose the algorithm of calls of a collective.
+    pub(crate) fn select(
+        &self,
+        py: Python<'_>,
+        calls: &Calls,
+        collective: &str,
+        function: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        calls.comm.check("a communicator").or_raise(py)?;
+        let (collective, function) = (standard(py, collective)?, selector(py, function)?);
+        // The former one is dropped when nothing is locked: what ends with it may be the program's.
+        let former = py.detach(|| {
+            let mut kept = self.lock();
+            let former: Vec<_> = kept.extract_if(.., |(of, _)| *of == collective).collect();
+            kept.extend(function.clone().map(|function| (collective, function)));
+            let chooses = function.map(|function| function as Arc<dyn Selector>);
+            calls.comm.select(collective, chooses);
+            former
+        });
+        drop(former);
+        Ok(())
+    }
+
+    /// Shows the functions to the garbage collector.
+    pub(crate) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        // Whoever has it locked keeps the communicator.
+        let Ok(kept) = self.0.try_lock() else { return Ok(()) };
+        kept.iter().try_for_each(|(_, function)| visit.call(&function.0))
+    }
+
+    /// Lets go of all functions.
+    pub(crate) fn clear(&self, calls: &Calls) {
+        // In a forked child the communicator stays as it is.
+        if calls.comm.check("a communicator").is_err() {
+            return;
+        }
+        let kept = std::mem::take(&mut *self.lock());
+        for (collective, _) in &kept {
+            calls.comm.select(*collective, None);
+        }
+    }
 }
 
 /// Loads a table of algorithms.
@@ -43,7 +84,7 @@ pub(crate) fn load_tables(py: Python<'_>, calls: &Calls, path: &Path) -> PyResul
 }
 
 /// A selector that is a function; None is none.
-fn selector(py: Python<'_>, function: &Bound<'_, PyAny>) -> PyResult<Option<Arc<dyn Selector>>> {
+fn selector(py: Python<'_>, function: &Bound<'_, PyAny>) -> PyResult<Option<Arc<Function>>> {
     if function.is_none() {
         return Ok(None);
     }
@@ -54,7 +95,8 @@ fn selector(py: Python<'_>, function: &Bound<'_, PyAny>) -> PyResult<Option<Arc<
     Ok(Some(Arc::new(Function(function.clone().unbind()))))
 }
 
-struct Function(Py<PyAny>);
+/// A function that chooses.
+pub(crate) struct Function(Py<PyAny>);
 
 impl Function {
     fn call(&self, py: Python<'_>, call: &CallShape) -> PyResult<Option<String>> {
@@ -78,7 +120,7 @@ impl Function {
 }
 
 impl Selector for Function {
-    fn select(&self, call: &CallShape) -> Result<Option<String>> {
+    fn select(&self, call: &CallShape) -> symmpool_allocator::Result<Option<String>> {
         Python::attach(|py| {
             self.call(py, call).map_err(|error| Error::invalid_state(error.to_string()))
         })

@@ -1,6 +1,8 @@
 """A communicator's algorithms: which there are, calls by name, and who chooses where a call names none."""
 
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -172,3 +174,31 @@ def module_level(group):
 
 def test_module_level_calls_take_names():
     assert values(2, module_level) == [[12.0] * 4] * 2
+
+
+def names_that_are_none(group):
+    pool = symmpool.Pool(group, "cpu")
+    for wrong, error in ((3, TypeError), ("\ud800", symmpool.InvalidArgumentError)):
+        comm = symmpool.Communicator(pool, timeout=30)
+        expected = error if comm.rank == 0 else symmpool.DivergedError
+        with pytest.raises(expected, match="algorithm|refused"):
+            comm.all_reduce(np.ones(3), algorithm=wrong if comm.rank == 0 else None)
+
+
+def test_names_that_are_none_are_refused_on_all_ranks():
+    values(2, names_that_are_none)
+
+
+def selectors_that_know_their_communicator(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=30)
+    comm.select("all_reduce", lambda *call: comm.algorithms("all_reduce")[0].name)
+    comm.all_reduce(np.ones(3))
+    gone = weakref.ref(comm)
+    del comm
+    gc.collect()
+    return gone() is None
+
+
+def test_selectors_keep_no_communicator_alive():
+    assert values(2, selectors_that_know_their_communicator) == [True, True]
