@@ -177,14 +177,20 @@ impl CheckedPlan {
                 spans.into_iter().any(|span| span.rank != rank && span.buffer == buffer)
             })
         };
+        let (reaches_inputs, reaches_outputs) = (reaches(Buffer::Input), reaches(Buffer::Output));
+        let in_place = in_place.and_then(|()| match plan.collective {
+            Collective::AllGather if reaches_inputs => Err(elsewhere("inputs")),
+            Collective::ReduceScatter if reaches_outputs => Err(elsewhere("outputs")),
+            _ => Ok(()),
+        });
         Self {
             hash: plan.hash(),
             order: outcome.order.iter().map(|ran| (ran.rank, ran.index)).collect(),
             steps,
             in_place,
             needs_equal_chunks,
-            reaches_inputs: reaches(Buffer::Input),
-            reaches_outputs: reaches(Buffer::Output),
+            reaches_inputs,
+            reaches_outputs,
             has_partial_results,
             divides_last,
             schedule: OnceLock::new(),
@@ -238,6 +244,13 @@ impl CheckedPlan {
     pub fn needs_output_window(&self) -> bool {
         self.reaches_outputs
     }
+}
+
+/// Why a program that reaches its peers' inputs, or outputs, is not right where these are a rank's own part of the other
+/// buffer: peers look for them at one offset on every rank.
+fn elsewhere(what: &str) -> PlanError {
+    let message = format!("peers access {what}, which then lie at another offset on each rank");
+    PlanError { kind: PlanErrorKind::Race, rank: 0, line: 0, message }
 }
 
 /// Refuses places, peers and groups that are not there.

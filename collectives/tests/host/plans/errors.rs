@@ -40,6 +40,15 @@ fn what_is_wrong_in_place_is_known() {
     assert!(in_place(programs::two_shot_pull(4)) && in_place(programs::ring(4)));
     assert!(in_place(programs::all_gather(4)) && in_place(programs::broadcast_tree(4)));
     assert!(!in_place(programs::all_to_all(4)), "a peer's part is overwritten before it is sent");
+    let pulled = plan("pulled", Collective::AllGather, 4, 1, 0, |me| {
+        me.barrier();
+        me.copy(me.output(me.rank), me.input(0));
+        for peer in me.peers() {
+            me.get(me.output(peer), place(peer, Buffer::Input, 0));
+        }
+        me.barrier();
+    });
+    assert!(!in_place(pulled), "inputs lie at another offset on each rank");
 }
 
 #[test]
