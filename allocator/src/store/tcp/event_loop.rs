@@ -135,8 +135,8 @@ impl EventLoop {
             let mut stop = false;
             for ready in self.poller.wait(next.into_iter().chain(self.accept_again).min())? {
                 match ready {
-                    // What has happened as well is still heard: this process may stop because a rank has left,
-                    // of which the others are to be told.
+                    // Events that came together with this one are still handled: this process may stop because a
+                    // rank has left, and the others need to know which.
                     Ready::Stop => stop = true,
                     Ready::Listener => self.accept()?,
                     Ready::Client(client, flags) => self.handle_events(client, flags),

@@ -9,7 +9,7 @@
 //! every later one until the rank is declared again. Gathers of clients that declared no rank are not
 //! affected, as they may number their ranks differently.
 //!
-//! Clients are told which rank left first ([`State::news`]). The rank that serves the store may leave because of it,
+//! The server announces which rank left first ([`State::news`]). The rank that serves the store may leave because of it,
 //! and the others then find the server gone, which cannot tell them any more.
 //!
 //! A store that serves one group ends together with it: after the first gather that was answered, a rank
@@ -63,7 +63,7 @@ pub(super) struct State {
     /// The same ranks in the order in which they left.
     left: Vec<u32>,
     /// Which of them was the first at the last call of [`news`](State::news).
-    told: Option<u32>,
+    announced: Option<u32>,
     /// Whether the store serves one group only.
     one_group: bool,
     /// Whether ranks of that group have met: a gather of declared ranks was answered.
@@ -110,7 +110,7 @@ impl State {
             live: BTreeMap::new(),
             lost: BTreeMap::new(),
             left: Vec::new(),
-            told: None,
+            announced: None,
             one_group: false,
             met: false,
             outbox: Vec::new(),
@@ -272,7 +272,7 @@ impl State {
     /// [`first_left`](State::first_left), if it has changed since the last call.
     pub(super) fn news(&mut self) -> Option<Option<u32>> {
         let first = self.first_left();
-        (std::mem::replace(&mut self.told, first) != first).then_some(first)
+        (std::mem::replace(&mut self.announced, first) != first).then_some(first)
     }
 
     /// The replies since the last call.

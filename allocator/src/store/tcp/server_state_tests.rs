@@ -355,7 +355,7 @@ fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
 }
 
 #[test]
-fn the_rank_that_left_first_is_told_until_it_is_back() {
+fn the_rank_that_left_first_is_announced_until_it_is_back() {
     let mut bench = Bench::declared(4);
     assert_eq!(bench.state.news(), None);
     bench.state.disconnect(2);
