@@ -101,7 +101,7 @@ impl Kernels {
     }
 
     /// Begins a call on that stream. Returns its budget.
-    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl Fn() -> bool) -> SmBudget {
+    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) -> SmBudget {
         self.budget = self.member.budget_in_call(stream, is_captured);
         self.budget
     }

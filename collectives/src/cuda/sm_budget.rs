@@ -5,6 +5,7 @@
 //! other until the timeout. So the communicators of a process that are on one device divide it. Each rank
 //! decides that for itself: kernels of one call work together whatever their grids are.
 
+use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -168,16 +169,16 @@ impl BudgetMember {
     pub(super) fn budget_in_call(
         &mut self,
         stream: Stream,
-        is_captured: impl Fn() -> bool,
+        is_captured: impl FnOnce() -> bool,
     ) -> SmBudget {
-        if self.number.is_none() {
-            return self.budget_outside_calls();
-        }
-        let shared = self.shared_budget(stream, &is_captured);
+        let Some(number) = self.number else { return self.budget_outside_calls() };
+        // The driver is asked at most once, and only where it matters.
+        let is_captured = LazyCell::new(is_captured);
+        let shared = self.shared_budget(number, stream, || *is_captured);
         let on_default = stream.raw() <= LAST_DEFAULT;
         let chosen = self.options.most;
         let beside_compute =
-            chosen.is_none() && self.options.beside_compute && !on_default && !is_captured();
+            chosen.is_none() && self.options.beside_compute && !on_default && !*is_captured;
         let most = if beside_compute { Some(SMS_BESIDE_COMPUTE) } else { chosen };
         most.map_or(shared, |most| SmBudget {
             most_blocks: shared.most_blocks.min(most),
@@ -188,8 +189,12 @@ impl BudgetMember {
     }
 
     /// What the communicators of the device leave to this one.
-    fn shared_budget(&mut self, stream: Stream, is_captured: impl Fn() -> bool) -> SmBudget {
-        let Some(number) = self.number else { return self.budget_outside_calls() };
+    fn shared_budget(
+        &mut self,
+        number: u64,
+        stream: Stream,
+        is_captured: impl FnOnce() -> bool,
+    ) -> SmBudget {
         let device = &self.device;
         let communicators = device.communicators.load(Ordering::Relaxed);
         let handle = stream.raw();
@@ -319,7 +324,7 @@ mod tests {
         let stream = Stream::numbered(7);
         assert_eq!(second.budget_in_call(stream, || true).most_blocks, 44);
         assert_eq!(first.budget_in_call(stream, || false).most_blocks, 44);
-        assert_eq!(second.budget_in_call(stream, || panic!("is known")).most_blocks, 44);
+        assert_eq!(second.budget_in_call(stream, || panic!("is asked once")).most_blocks, 44);
         let mut per_thread = member(1001, 2, None);
         assert_eq!(blocks(&mut per_thread, PER_THREAD), 29);
     }
