@@ -14,6 +14,7 @@ takes few SMs: as many as keep the links busy. SYMMPOOL_SM_BUDGET says another n
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import share_sms
@@ -44,15 +45,11 @@ def is_count(said: str) -> bool:
 def concurrent(pool: Any) -> int | None:
     """How many communicators may have calls under way at once on a pool's device, this one included, where
     the environment says so."""
-    said = os.environ.get(VARIABLE, "")
-    if pool.device == "cpu" or not said:
-        return None
-    if not is_count(said):
-        raise InvalidArgumentError(
-            f"{VARIABLE}={said}: communicators whose calls are under way at once on a device; a "
-            f"whole number from 1 to {_MOST} is needed"
-        )
-    return int(said)
+    what = (
+        "communicators whose calls are under way at once on a device; a whole number from 1 to "
+        f"{_MOST} is needed"
+    )
+    return _of_environment(pool, VARIABLE, is_count, what)
 
 
 def is_budget(said: str) -> bool:
@@ -62,14 +59,17 @@ def is_budget(said: str) -> bool:
 
 def sm_budget(pool: Any) -> int | None:
     """The most SMs that a call takes on a pool's device, where the environment says so."""
-    said = os.environ.get(SM_BUDGET, "")
+    what = "the most multiprocessors that a collective takes; a whole number from 2 on is needed"
+    return _of_environment(pool, SM_BUDGET, is_budget, what)
+
+
+def _of_environment(pool: Any, variable: str, accepts: Callable[[str], bool], what: str) -> int | None:
+    """A number that the environment has for communicators on CUDA. `what` says what it is."""
+    said = os.environ.get(variable, "")
     if pool.device == "cpu" or not said:
         return None
-    if not is_budget(said):
-        raise InvalidArgumentError(
-            f"{SM_BUDGET}={said}: the most multiprocessors that a collective takes; a whole number from 2 on "
-            "is needed"
-        )
+    if not accepts(said):
+        raise InvalidArgumentError(f"{variable}={said}: {what}")
     return int(said)
 
 
