@@ -18,10 +18,7 @@ use crate::errors::{OrRaise, invalid};
 
 /// The collective of a name.
 pub(crate) fn standard(py: Python<'_>, name: &str) -> PyResult<StandardCollective> {
-    StandardCollective::named(name).ok_or_else(|| {
-        let names = StandardCollective::ALL.map(StandardCollective::name).join(", ");
-        invalid(py, format!("collective: {name:?} is none of {names}"))
-    })
+    StandardCollective::parse(name).or_raise(py)
 }
 
 /// The selectors of a communicator, as Python's garbage collector must know them: functions often refer to the

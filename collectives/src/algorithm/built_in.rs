@@ -3,6 +3,8 @@
 
 use std::fmt;
 
+use symmpool_allocator::{Error, Result};
+
 use super::{AllReduceAlgorithm, AllToAllAlgorithm};
 
 /// A collective of which there are several algorithms.
@@ -39,6 +41,23 @@ impl StandardCollective {
     /// The collective of this [`name`](Self::name).
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|each| each.name() == name)
+    }
+
+    /// As [`named`](Self::named).
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for a name that no collective has, with those that there are.
+    pub fn parse(name: &str) -> Result<Self> {
+        Self::named(name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::invalid_argument(format!("collective: {name:?} is none of {names}"))
+        })
+    }
+
+    /// The name in a sentence, as "all-reduce".
+    pub(crate) fn in_words(self) -> String {
+        self.name().replace('_', "-")
     }
 
     /// The environment variable that requests an algorithm where options leave the choice open.

@@ -18,6 +18,23 @@ const MAX_BYTES: u64 = 16 << 20;
 /// More blocks than any device runs at once.
 const MAX_BLOCKS: u32 = 1 << 16;
 
+impl Table {
+    /// Whether it is for devices of all these names.
+    pub(crate) fn is_for(&self, devices: &[&str]) -> bool {
+        devices.iter().all(|device| self.devices.iter().any(|name| name == device))
+    }
+}
+
+impl Row {
+    /// Whether it is for calls of so many bytes, of types that the Lamport protocol can carry or others, into outputs that
+    /// are windows or others.
+    pub(crate) fn fits(&self, lamport: bool, windows: bool, bytes: u64) -> bool {
+        self.lamport.is_none_or(|of| of == lamport)
+            && self.windows.is_none_or(|of| of == windows)
+            && self.up_to.is_none_or(|most| bytes <= most)
+    }
+}
+
 /// The files that options name, or the environment if they name none.
 pub(crate) fn table_files(option: &[PathBuf]) -> Vec<PathBuf> {
     if !option.is_empty() {
@@ -37,8 +54,7 @@ pub(crate) fn read_rows(path: &Path, devices: &[&str]) -> Result<Vec<(StandardCo
     let table = read(path).map_err(|why| {
         Error::invalid_argument(format!("the table of algorithms {}: {why}", path.display()))
     })?;
-    let listed = |device: &&str| table.devices.iter().any(|name| name == device);
-    if !devices.iter().all(listed) {
+    if !table.is_for(devices) {
         tracing::debug!(path = %path.display(), ?devices, "a table for other devices");
         return Ok(Vec::new());
     }

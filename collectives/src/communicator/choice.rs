@@ -254,12 +254,8 @@ impl Communicator {
     fn measured(&self, inner: &mut Inner, request: &Request) -> Option<Chosen> {
         let (shape, collective) = (self.shape(request), request.collective);
         let lamport = fits_lamport(shape.dtype);
-        let fits = |measured: &&mut Measured| {
-            let row = &measured.row;
-            row.lamport.is_none_or(|of| of == lamport)
-                && row.windows.is_none_or(|of| of == shape.output_window)
-                && row.up_to.is_none_or(|most| shape.bytes <= most)
-        };
+        let fits =
+            |measured: &&mut Measured| measured.row.fits(lamport, shape.output_window, shape.bytes);
         let measured = inner.choices.of(collective).rows.iter_mut().find(fits)?;
         let mut chosen = self.registry.find(collective, &measured.row.algorithm)?;
         if let (Some(blocks), Chosen::Registered(plan)) = (measured.row.blocks, &chosen) {

@@ -288,7 +288,7 @@ fn not_here(collective: StandardCollective, code: u8) -> Error {
     let all: Vec<&str> = CudaEngine::algorithms(collective).into_iter().map(name).collect();
     Error::unsupported(format!(
         "the {} algorithm {}: it runs in host memory only; on devices there are {}",
-        collective.name().replace('_', "-"),
+        collective.in_words(),
         name(code),
         all.join(", ")
     ))

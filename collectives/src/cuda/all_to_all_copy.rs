@@ -108,11 +108,9 @@ impl CudaEngine {
         tracing::debug!(part, head, companion_runs, contiguous, algorithm = "copy", requested, %call);
         let (copies, companion) = (self.copy_stream, self.companion_stream);
         self.switch_to(stream)?;
-        if companion_runs {
-            self.fork(stream, companion)?;
-        }
         // When peers have made the call, their streams are past whatever used their outputs before.
         if companion_runs {
+            self.fork(stream, companion)?;
             self.handshake_with_companion(call, stream)?;
             let params = CallParams {
                 input: from,

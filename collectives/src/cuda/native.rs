@@ -11,7 +11,7 @@ use super::params::{CallParams, MAX_PEER_BLOCKS, PlanWork};
 use crate::algorithm::{NativeKernel, StandardCollective};
 use crate::host::call::{Call, Operation};
 use crate::host::plan_call::Arguments;
-use crate::{DType, Place, ReduceOp};
+use crate::{DType, ReduceOp};
 
 /// Most worker blocks of a call whose kernel does not say how many.
 const USUAL_BLOCKS: u32 = 128;
@@ -94,32 +94,14 @@ impl CudaEngine {
     /// Checks a call's arguments. Returns the bytes of a part.
     pub(crate) fn check_native(&self, native: &NativeKernel, arguments: &Arguments) -> Result<u64> {
         let (rank, world, name) = (self.rank(), self.world(), &native.name);
-        let Arguments { input, output, count, dtype, root, .. } = *arguments;
-        if native.world.is_some_and(|made_for| made_for != world) {
-            return Err(Error::invalid_argument(format!(
-                "the algorithm {name} on rank {rank}: it is for {} ranks, and the communicator has {world}",
-                native.world.unwrap_or(0)
-            )));
-        }
-        if root >= world || (root > 0 && native.collective != StandardCollective::Broadcast) {
-            return Err(Error::invalid_argument(format!(
-                "root {root} of {} on rank {rank}, among {world} ranks",
-                native.collective
-            )));
-        }
+        let Arguments { input, output, count, dtype, .. } = *arguments;
+        let has_root = native.collective == StandardCollective::Broadcast;
+        let of = (name.as_str(), native.collective.name(), has_root);
+        arguments.check_ranks(of, native.world, rank, world)?;
         if native.collective.reduces() && !dtype.is_reduced() {
             return Err(dtype.only_moved(native.collective.name(), rank));
         }
-        let needed =
-            [(native.input_window, "input", input), (native.output_window, "output", output)];
-        for (is_needed, what, place) in needed {
-            if is_needed && count > 0 && !place.is_window() {
-                return Err(Error::unsupported(format!(
-                    "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
-                     allocate it from the pool, as by pool.empty"
-                )));
-            }
-        }
+        arguments.check_windows(name, rank, [native.input_window, native.output_window])?;
         let [inputs, outputs] = native.collective.both_parts(world).map(u64::from);
         let part = (count as u64).checked_mul(dtype.size() as u64);
         let whole = part.and_then(|part| part.checked_mul(inputs.max(outputs)));
@@ -159,16 +141,6 @@ fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
         StandardCollective::Broadcast => Operation::Broadcast,
         StandardCollective::AllToAll => Operation::AllToAll,
     };
-    let Arguments { input, output, count, dtype, op, root } = *arguments;
-    let mut call = Call::new(operation).elements(dtype, count).root(root);
-    if native.collective.reduces() {
-        call = call.reduce(op);
-    }
-    // Where peers do not access them, buffers may lie anywhere.
-    let if_reached = |reached: bool, place: Place| {
-        if reached { place } else { Place::Plain(std::ptr::null_mut()) }
-    };
-    call.input(if_reached(native.input_window, input))
-        .output(if_reached(native.output_window, output))
-        .registered(native.hash())
+    let reached = [native.input_window, native.output_window];
+    arguments.described(operation, native.collective.reduces(), reached, native.hash())
 }

@@ -118,15 +118,8 @@ impl CudaEngine {
             let call = Call::new(Operation::AllReduce).elements(dtype, count).reduce(op);
             return self.handshake_only(call, stream);
         }
-        let shape = AllReduceShape {
-            bytes,
-            dtype,
-            world: self.world(),
-            input_window: input.is_window(),
-            output_window: output.is_window(),
-            direct: self.direct,
-            beside_compute: self.beside_compute,
-        };
+        let windows = (input.is_window(), output.is_window());
+        let shape = self.all_reduce_shape(bytes, dtype, windows);
         let (entry, why) = match shape.entry(requested, &self.control, &self.measured) {
             Ok(found) => found,
             Err(error) => return Err(self.decline(error, stream)),
@@ -450,18 +443,29 @@ impl CudaEngine {
         unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, false) }
     }
 
+    /// What the algorithm of an all-reduce here is chosen by.
+    fn all_reduce_shape(
+        &self,
+        bytes: u64,
+        dtype: DType,
+        (input_window, output_window): (bool, bool),
+    ) -> AllReduceShape {
+        AllReduceShape {
+            bytes,
+            dtype,
+            world: self.world(),
+            input_window,
+            output_window,
+            direct: self.direct,
+            beside_compute: self.beside_compute,
+        }
+    }
+
     /// Refuses an all-reduce algorithm that cannot serve a call.
     pub(super) fn check_all_reduce(&self, code: u8, shape: &CallShape) -> Result<()> {
         let named = AllReduceAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
-        let shape = AllReduceShape {
-            bytes: shape.bytes,
-            dtype: shape.dtype,
-            world: shape.world,
-            input_window: shape.input_window,
-            output_window: shape.output_window,
-            direct: self.direct,
-            beside_compute: self.beside_compute,
-        };
+        let windows = (shape.input_window, shape.output_window);
+        let shape = self.all_reduce_shape(shape.bytes, shape.dtype, windows);
         shape.resolve(named.unwrap_or_default(), &self.control).map(drop)
     }
 

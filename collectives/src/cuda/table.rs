@@ -34,11 +34,9 @@ impl MeasuredTable {
     }
 
     fn among(tables: &[Table], devices: &[&str]) -> Self {
-        let listed = |table: &&Table| {
-            let has = |device: &&str| table.devices.iter().any(|name| name == device);
-            devices.iter().all(has)
+        let Some(table) = tables.iter().find(|table| table.is_for(devices)) else {
+            return Self::default();
         };
-        let Some(table) = tables.iter().find(listed) else { return Self::default() };
         let rows = table.rows.iter().filter(|row| row.world as usize == devices.len());
         let named = |row: &Row| {
             let algorithm = AllReduce::named(Algorithm::named(&row.algorithm)?)?;
@@ -49,11 +47,8 @@ impl MeasuredTable {
 
     /// The fastest algorithm for this shape, if that was measured.
     pub(super) fn find(&self, shape: &AllReduceShape) -> Option<Algorithm> {
-        let fits = |row: &Row| {
-            row.lamport.is_none_or(|lamport| lamport == fits_lamport(shape.dtype))
-                && row.windows.is_none_or(|windows| windows == shape.output_window)
-                && row.up_to.is_none_or(|bytes| shape.bytes <= bytes)
-        };
+        let fits =
+            |row: &Row| row.fits(fits_lamport(shape.dtype), shape.output_window, shape.bytes);
         self.0.iter().find(|(row, _)| fits(row)).map(|(_, algorithm)| *algorithm)
     }
 }

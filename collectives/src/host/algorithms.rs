@@ -109,7 +109,7 @@ impl HostEngine {
             let name = name_of(shape.collective, code).unwrap_or("?");
             Error::unsupported(format!(
                 "the {} algorithm {name} on rank {}: {why}",
-                written(shape.collective),
+                shape.collective.in_words(),
                 self.rank()
             ))
         })?;
@@ -122,15 +122,10 @@ impl HostEngine {
         let all: Vec<&str> = Self::algorithms(collective).iter().map(name).collect();
         Error::unsupported(format!(
             "the {} algorithm {} on rank {}: it runs on devices only; in host memory there are {}",
-            written(collective),
+            collective.in_words(),
             name(&code),
             self.rank(),
             all.join(", ")
         ))
     }
-}
-
-/// The collective's name in a sentence.
-fn written(collective: StandardCollective) -> String {
-    collective.name().replace('_', "-")
 }

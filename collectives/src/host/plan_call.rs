@@ -74,35 +74,19 @@ impl Chunks {
 impl Arguments {
     /// Refuses what no engine can run, and finds the chunks.
     pub(crate) fn check(&self, checked: &CheckedPlan, rank: u32, world: u32) -> Result<Chunks> {
-        let Self { input, output, count, dtype, op, root } = *self;
+        let Self { count, dtype, op, .. } = *self;
         let plan = checked.plan();
         let name = &plan.name;
-        if plan.world != world {
-            return Err(Error::invalid_argument(format!(
-                "the algorithm {name} on rank {rank}: it is for {} ranks, and the communicator has {world}",
-                plan.world
-            )));
-        }
-        if root >= world || (root > 0 && plan.collective != Collective::Broadcast) {
-            return Err(Error::invalid_argument(format!(
-                "root {root} of {} on rank {rank}, among {world} ranks",
-                plan.collective.name()
-            )));
-        }
+        let has_root = plan.collective == Collective::Broadcast;
+        self.check_ranks((name, plan.collective.name(), has_root), Some(plan.world), rank, world)?;
         if count >= MAX_COUNT {
             return Err(Error::invalid_argument(format!("{count} elements on rank {rank}")));
         }
-        for (reached, what, place) in [
-            (checked.needs_input_window(), "input", input),
-            (checked.needs_output_window(), "output", output),
-        ] {
-            if reached && count > 0 && !place.is_window() {
-                return Err(Error::unsupported(format!(
-                    "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
-                     allocate it from the pool, as by pool.empty"
-                )));
-            }
-        }
+        self.check_windows(
+            name,
+            rank,
+            [checked.needs_input_window(), checked.needs_output_window()],
+        )?;
         let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
         let divides = plan.collective.reduces() && op == ReduceOp::Avg;
         if divides && checked.has_partial_results && is_integer {
@@ -118,17 +102,64 @@ impl Arguments {
     /// What ranks compare.
     pub(crate) fn describe(&self, checked: &CheckedPlan) -> Call {
         let plan = checked.plan();
-        let mut call = Call::new(operation(plan)).elements(self.dtype, self.count).root(self.root);
-        if plan.collective.reduces() {
+        let reached = [checked.needs_input_window(), checked.needs_output_window()];
+        self.described(operation(plan), plan.collective.reduces(), reached, checked.hash())
+    }
+
+    /// What ranks compare of a call with an algorithm of that hash. `reached` says whether peers access the input and the
+    /// output; where they do not, buffers may lie anywhere.
+    pub(crate) fn described(
+        &self,
+        operation: Operation,
+        reduces: bool,
+        reached: [bool; 2],
+        hash: u64,
+    ) -> Call {
+        let mut call = Call::new(operation).elements(self.dtype, self.count).root(self.root);
+        if reduces {
             call = call.reduce(self.op);
         }
-        // Where peers do not access them, buffers may lie anywhere.
-        let if_reached = |reached: bool, place: Place| {
-            if reached { place } else { Place::Plain(std::ptr::null_mut()) }
-        };
-        call.input(if_reached(checked.needs_input_window(), self.input))
-            .output(if_reached(checked.needs_output_window(), self.output))
-            .registered(checked.hash())
+        let [input, output] = [(reached[0], self.input), (reached[1], self.output)]
+            .map(|(is, place)| if is { place } else { Place::Plain(std::ptr::null_mut()) });
+        call.input(input).output(output).registered(hash)
+    }
+
+    /// Refuses another number of ranks than an algorithm is for, and a root that there is not. The algorithm has a name and
+    /// a collective, of which calls may or may not have a root.
+    pub(crate) fn check_ranks(
+        &self,
+        (name, collective, has_root): (&str, &str, bool),
+        made_for: Option<u32>,
+        rank: u32,
+        world: u32,
+    ) -> Result<()> {
+        if let Some(made_for) = made_for.filter(|made_for| *made_for != world) {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {name} on rank {rank}: it is for {made_for} ranks, and the communicator has {world}"
+            )));
+        }
+        let root = self.root;
+        if root >= world || (root > 0 && !has_root) {
+            return Err(Error::invalid_argument(format!(
+                "root {root} of {collective} on rank {rank}, among {world} ranks"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses an input and an output that peers access and that are no windows.
+    pub(crate) fn check_windows(&self, name: &str, rank: u32, reached: [bool; 2]) -> Result<()> {
+        for (reached, what, place) in
+            [(reached[0], "input", self.input), (reached[1], "output", self.output)]
+        {
+            if reached && self.count > 0 && !place.is_window() {
+                return Err(Error::unsupported(format!(
+                    "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
+                     allocate it from the pool, as by pool.empty"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The error for a plan that is wrong where input and output are one memory.

@@ -20,6 +20,9 @@ use super::*;
 /// Bytes of stack that a call of a function takes that is not inlined. Waits that take long call such functions.
 const CALL_FRAME: u32 = 24;
 
+/// The layouts that kernels of programs are compiled with.
+const SIZES: [(&str, &str); 3] =
+    [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "136")];
 const ARCHS: [(u32, u32); 3] = [(8, 0), (9, 0), (10, 0)];
 /// The registers, threads, blocks and bytes of shared memory of an SM, by compute capability.
 const PROCESSORS: [((u32, u32), Processor); 6] = [

@@ -42,11 +42,7 @@ pub type symmpool_selector =
 /// `name` is NULL or a C string.
 unsafe fn collective(name: *const c_char) -> Result<StandardCollective> {
     // SAFETY: the caller's promise.
-    let name = unsafe { text(name, "collective") }?;
-    StandardCollective::named(name).ok_or_else(|| {
-        let names = StandardCollective::ALL.map(StandardCollective::name).join(", ");
-        Error::invalid_argument(format!("collective: {name:?} is none of {names}"))
-    })
+    StandardCollective::parse(unsafe { text(name, "collective") }?)
 }
 
 /// Registers a plan with a communicator under the plan's name: calls of its collective can name it from now on, as

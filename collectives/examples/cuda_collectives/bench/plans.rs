@@ -32,18 +32,7 @@ impl Bench<'_> {
                 _ => world as usize,
             };
             let algorithm = Algorithm::from_plan(plan).expect("a right program");
-            let comm = Communicator::with_options(self.pool, &options.communicator())?;
-            for &bytes in &options.sizes() {
-                let count = bytes as usize / dtype.size() / parts;
-                // SAFETY: both blocks are this long, and nothing else uses them.
-                let call = |stream: &Stream| unsafe {
-                    comm.execute_at(&algorithm, to, from, count, dtype, op, 0, stream)
-                };
-                // The first call compiles the kernel.
-                call(&self.stream)?;
-                comm.synchronize(&self.stream)?;
-                self.note(&name, &comm, bytes, times, call)?;
-            }
+            self.registered(options, (&name, &algorithm, parts), (from, to), false, times)?;
         }
         for kernel in crate::native::kernels() {
             let name = format!("native_{}", kernel.name);
@@ -52,19 +41,8 @@ impl Bench<'_> {
             }
             let parts = if kernel.collective.reduces() { 1 } else { world as usize };
             let algorithm = Algorithm::native(kernel)?;
-            let comm = Communicator::with_options(self.pool, &options.communicator())?;
-            for &bytes in &options.sizes() {
-                let count = bytes as usize / dtype.size() / parts;
-                // SAFETY: as above.
-                let call = |stream: &Stream| unsafe {
-                    comm.execute_at(&algorithm, to, from, count, dtype, op, 0, stream)
-                };
-                call(&self.stream)?;
-                // A call of more than an inbox holds never ends.
-                if comm.synchronize(&self.stream).is_ok() {
-                    self.note(&name, &comm, bytes, times, call)?;
-                }
-            }
+            // A call of more than an inbox holds never ends.
+            self.registered(options, (&name, &algorithm, parts), (from, to), true, times)?;
         }
         for name in [ALL_GATHER, REDUCE_SCATTER] {
             if !options.algorithms.iter().any(|other| other == name) {
@@ -85,6 +63,34 @@ impl Bench<'_> {
                     _ => scatter(stream),
                 };
                 self.note(name, &comm, bytes, times, call)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Times an algorithm whose calls have so many parts. A size of which the first call fails is left out if it `may_fail`.
+    fn registered(
+        &mut self,
+        options: &Options,
+        (name, algorithm, parts): (&str, &Algorithm, usize),
+        (from, to): (*const u8, *mut u8),
+        may_fail: bool,
+        times: &mut Times,
+    ) -> Result<()> {
+        let (dtype, op) = (DType::Bf16, ReduceOp::Sum);
+        let comm = Communicator::with_options(self.pool, &options.communicator())?;
+        for &bytes in &options.sizes() {
+            let count = bytes as usize / dtype.size() / parts;
+            // SAFETY: both blocks are this long, and nothing else uses them.
+            let call = |stream: &Stream| unsafe {
+                comm.execute_at(algorithm, to, from, count, dtype, op, 0, stream)
+            };
+            // The first call compiles the kernel.
+            call(&self.stream)?;
+            match comm.synchronize(&self.stream) {
+                Ok(()) => self.note(name, &comm, bytes, times, call)?,
+                Err(_) if may_fail => {}
+                Err(why) => return Err(why),
             }
         }
         Ok(())

@@ -36,8 +36,7 @@ impl CudaEngine {
     /// A call without data: the handshake alone.
     pub(crate) fn handshake_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.begin(stream)?;
-        let kernel = self.kernel(KernelSpec::barrier(false))?;
-        self.launch_handshake(kernel, call, stream)
+        self.handshake_before_copies(call, stream)
     }
 
     /// A call without data that notifies a companion kernel, which is launched after it, when all ranks have

@@ -17,7 +17,6 @@ pub(crate) fn kernels() -> Vec<(String, String)> {
 
 #[test]
 fn kernels_of_the_document_compile_for_every_architecture() {
-    let sizes = [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "136")];
     let all = kernels();
     assert_eq!(all.len(), 3);
     for nvrtc in compilers() {
@@ -32,7 +31,7 @@ fn kernels_of_the_document_compile_for_every_architecture() {
                         source: text,
                         variants: &[],
                     };
-                    let mut defines = sizes.to_vec();
+                    let mut defines = SIZES.to_vec();
                     defines.extend([("WORLD", world), ("DTYPE", "4"), ("OP", "1")]);
                     let variant = Variant { kernel: &kernel, defines: &defines };
                     let image = jit.compile(&variant, arch(major, minor));

@@ -7,7 +7,6 @@ use crate::plan::testing::plans;
 
 #[test]
 fn kernels_of_plans_compile_for_every_architecture() {
-    let sizes = [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "136")];
     for (compiler, nvrtc) in compilers().into_iter().enumerate() {
         let jit = Jit::new(options(nvrtc, Some(&kept())));
         for world in [2, 4, 8] {
@@ -36,7 +35,7 @@ fn kernels_of_plans_compile_for_every_architecture() {
                 });
                 for (nth, ((major, minor), processor)) in some {
                     let (dtype, op) = [("1", "1"), ("4", "1"), ("6", "5"), ("9", "1")][nth % 4];
-                    let mut defines = sizes.to_vec();
+                    let mut defines = SIZES.to_vec();
                     defines.extend([("PLAN_WORK_BYTES", "48"), ("THREADS", "512")]);
                     defines.extend([("WORLD", number.as_str()), ("DTYPE", dtype), ("OP", op)]);
                     let variant = Variant { kernel: &kernel, defines: &defines };
