@@ -105,7 +105,7 @@ def measurements():
         it("allreduce_rust", "the same all-reduces from Rust, and an eager call's host time", 40, 180,
            lambda w: w.collectives("bench", "--algorithms", "auto", "--in-place", "--sizes",
                                    in_bytes(w.pick(SIZES, "4K,1M,16M"))), program="cuda_collectives"),
-        it("plans", "programs and kernels of one's own, beside our kernels of the same shape", 30, 150,
+        it("plans", "programs and kernels of one's own, compared with our kernels", 30, 150,
            lambda w: w.collectives("bench", "--algorithms", PLANS, "--sizes",
                                    in_bytes(w.pick("1K,64K,1M,16M,64M,256M", "64K,16M"))),
            program="cuda_collectives"),

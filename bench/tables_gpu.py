@@ -297,7 +297,7 @@ def plans():
         if any(name in by and ours in by for by in by_size.values())
     ]
     head = ["program or kernel", "our kernel", *(f"{size(each)} us" for each in by_size)]
-    return "Collectives of one's own beside our kernels of the same shape", place, report, head, rows
+    return "Collectives of one's own, compared with our kernels of the same shape", place, report, head, rows
 
 
 def overlap_backend():
