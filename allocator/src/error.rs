@@ -53,6 +53,8 @@ pub(crate) enum ErrorKind {
     Overflow(String),
     #[error("{0}")]
     InvalidState(String),
+    #[error("{0}")]
+    Interrupted(String),
     #[error("{what}: {cause}")]
     System { what: String, cause: String },
 }
@@ -144,10 +146,15 @@ impl Error {
         Self::from_kind(ErrorKind::InvalidState(message.into()))
     }
 
+    /// A call that a program's own code or a signal ended, such as Ctrl-C.
+    pub fn interrupted(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::Interrupted(message.into()))
+    }
+
     /// A wait that was interrupted: `waiting` completes "interrupted …", `missing` are the ranks that had
     /// not answered by then.
-    pub(crate) fn interrupted(waiting: &str, missing: &[u32]) -> Self {
-        Self::invalid_state(format!("interrupted {waiting}{}", missing_ranks(missing)))
+    pub(crate) fn interrupted_wait(waiting: &str, missing: &[u32]) -> Self {
+        Self::interrupted(format!("interrupted {waiting}{}", missing_ranks(missing)))
     }
 
     /// A failed call to the operating system or a device library.
@@ -236,9 +243,15 @@ impl Error {
         matches!(self.0.kind, ErrorKind::Refused(_))
     }
 
-    /// The call does not fit the current state (a commit under way, a pool that lost a peer).
+    /// The call does not fit the current state (a commit under way, a pool that lost a peer), or was
+    /// interrupted.
     pub fn is_invalid_state(&self) -> bool {
-        matches!(self.0.kind, ErrorKind::InvalidState(_))
+        matches!(self.0.kind, ErrorKind::InvalidState(_) | ErrorKind::Interrupted(_))
+    }
+
+    /// The call was to stop, as by Ctrl-C.
+    pub fn is_interrupted(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Interrupted(_))
     }
 
     /// The ranks that are missing, lost, different or at fault; empty if there are none.

@@ -20,6 +20,7 @@ mod heap;
 pub mod lane;
 mod nccl;
 mod pool;
+mod quote;
 mod random;
 mod rendezvous;
 pub mod store;
@@ -42,5 +43,6 @@ pub use pool::{
     Block, CONTROL_LANE, CommitReport, ContiguousPeerView, Lane, Pool, PoolBuilder, PoolStats,
     PreparedPool,
 };
+pub use quote::{Short, short};
 pub use random::random_bytes;
 pub use window::{Window, Windows};

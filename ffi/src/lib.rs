@@ -6,6 +6,7 @@
 //! | `slots` | pools behind pairs of exported functions that take no pool |
 //! | `exports` | those functions: `symmpool_alloc_0`, `symmpool_free_0`, ... |
 //! | `process` | an allocator for all of a process's device memory, and the hooks that torch calls |
+//! | `own` | state that forked children do not share |
 //! | `guard` | keeps panics from crossing into C, and keeps errors for C code to query |
 //!
 //! Functions of `slots`, `exports` and `process` may be called under the lock of torch's allocator. So they do local
@@ -16,6 +17,7 @@
 pub mod capi;
 mod exports;
 mod guard;
+mod own;
 pub mod process;
 pub mod slots;
 

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::plan::{CheckedPlan, Plan, PlanError};
-use symmpool_collectives::{DType, NativeKernel, ReduceOp, StandardCollective};
+use symmpool_collectives::{DType, NativeKernel, ReduceOp};
 
 use crate::arguments::{Argument, Calls};
 use crate::communicator::Communicator;
@@ -17,6 +17,7 @@ use crate::errors::{OrRaise, exception, invalid};
 use crate::number::Number;
 use crate::operation;
 use crate::reading::{Refusal, Tensor};
+use crate::selection::standard;
 
 /// An algorithm for a collective: a built-in one, which `Communicator.algorithms` lists, a plan that was proved to
 /// compute it, or a kernel. `symmpool.language` makes one of a program, `symmpool.language.load` of a file, and
@@ -72,13 +73,7 @@ impl Algorithm {
         grid: Option<Number<u32>>,
         threads: Number<u32>,
     ) -> PyResult<Self> {
-        let Some(standard) = StandardCollective::named(collective) else {
-            let all: Vec<&str> = StandardCollective::ALL.iter().map(|each| each.name()).collect();
-            return Err(invalid(
-                py,
-                format!("collective {collective:?}: kernels compute {}", all.join(", ")),
-            ));
-        };
+        let collective = standard(py, collective)?;
         let number = |number: Option<Number<u32>>, what: &'static str| {
             number.map(|number| number.or_raise(py, what)).transpose()
         };
@@ -91,7 +86,7 @@ impl Algorithm {
             in_place,
             blocks: number(grid, "grid")?,
             threads: threads.or_raise(py, "threads")?,
-            ..NativeKernel::new(standard, kernel, source)
+            ..NativeKernel::new(collective, kernel, source)
         };
         let algorithm = symmpool_collectives::Algorithm::native(kernel).or_raise(py)?;
         Ok(Self { algorithm })

@@ -4,6 +4,7 @@ use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
+use symmpool_allocator::short;
 use symmpool_collectives::{AllReduceAlgorithm, AllToAllAlgorithm, DType};
 
 use crate::errors::invalid;
@@ -87,7 +88,7 @@ pub(crate) fn dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     let known = known.filter(|_| object.is_instance_of::<PyString>() || text != "float");
     known.ok_or_else(|| {
         let names = named().map(long_name).collect::<Vec<_>>().join(", ");
-        invalid(py, format!("dtype: {text:?} is none of {names}"))
+        invalid(py, format!("dtype: {:?} is none of {names}", short(&text)))
     })
 }
 
@@ -110,7 +111,7 @@ pub(crate) fn all_to_all_algorithm_names() -> Vec<&'static str> {
 pub(crate) fn all_to_all_algorithm(py: Python<'_>, name: &str) -> PyResult<AllToAllAlgorithm> {
     let algorithm = AllToAllAlgorithm::named(name).ok_or_else(|| {
         let names = all_to_all_algorithm_names().join(", ");
-        invalid(py, format!("all_to_all: {name:?} is none of {names}"))
+        invalid(py, format!("all_to_all: {:?} is none of {names}", short(name)))
     })?;
     warn_of_a_former_name(py, name, algorithm.name())?;
     Ok(algorithm)
@@ -119,7 +120,10 @@ pub(crate) fn all_to_all_algorithm(py: Python<'_>, name: &str) -> PyResult<AllTo
 /// The algorithm of a name.
 pub(crate) fn algorithm(py: Python<'_>, name: &str) -> PyResult<AllReduceAlgorithm> {
     let algorithm = AllReduceAlgorithm::named(name).ok_or_else(|| {
-        invalid(py, format!("algorithm: {name:?} is none of {}", algorithm_names().join(", ")))
+        invalid(
+            py,
+            format!("algorithm: {:?} is none of {}", short(name), algorithm_names().join(", ")),
+        )
     })?;
     warn_of_a_former_name(py, name, algorithm.name())?;
     Ok(algorithm)

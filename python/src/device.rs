@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::PyCFunction;
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Driver, Error, PreparedPool, Result};
+use symmpool_allocator::{Driver, Error, PreparedPool, Result, short};
 
 use crate::convert::Device;
 use crate::errors::{OrRaise, exception, reason};
@@ -21,13 +21,17 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
         // As torch names the one CPU there is.
         Some("cpu" | "cpu:0") => Ok((Driver::host()?, Device::Cpu)),
         Some(name) if name.starts_with("cpu:") => Err(Error::invalid_argument(format!(
-            "device: {name:?}: the CPU is one device here; pass \"cpu\""
+            "device: {:?}: the CPU is one device here; pass \"cpu\"",
+            short(name)
         ))),
         Some("cuda") => CudaDriver::from_env().map(cuda),
         Some(name) => {
             let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
             let ordinal = ordinal.ok_or_else(|| {
-                Error::invalid_argument(format!("device: {name:?} is none of cpu, cuda, cuda:N"))
+                Error::invalid_argument(format!(
+                    "device: {:?} is none of cpu, cuda, cuda:N",
+                    short(name)
+                ))
             })?;
             CudaDriver::new(ordinal).map(cuda)
         }

@@ -2,9 +2,11 @@
 //!
 //! The classes are Python's (`symmpool/errors.py`), because each derives from two others.
 
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use symmpool_allocator::Error;
@@ -74,12 +76,31 @@ pub(crate) fn is_interrupted() -> bool {
     Python::try_attach(asked).unwrap_or(false)
 }
 
+thread_local! {
+    /// What ended a call of this thread from within a program's own function: no error of a program, such as
+    /// `KeyboardInterrupt` or `SystemExit`.
+    static STOPPED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+}
+
+/// The error of a call in which a program's function raised `error`. If that is to end more than the function, as
+/// `KeyboardInterrupt` is, the call is interrupted and raises it ([`raised`]).
+#[cold]
+pub(crate) fn from_within(py: Python<'_>, error: PyErr) -> Error {
+    let text = error.to_string();
+    if error.is_instance_of::<PyException>(py) {
+        return Error::invalid_state(text);
+    }
+    STOPPED.set(Some(error));
+    Error::interrupted(text)
+}
+
 /// What a call raises. Ctrl-C during the call comes before the call's own error: often the other ranks were
 /// interrupted too, and a program that catches the package's errors would go on. The call's error becomes the
 /// cause: it says for which rank the call waited.
 #[cold]
 pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
-    match py.check_signals() {
+    let within = if error.is_interrupted() { STOPPED.take() } else { None };
+    match within.map_or_else(|| py.check_signals(), Err) {
         Ok(()) => exception(py, error),
         Err(signal) => {
             // A handler's own exception may have a cause of its own.

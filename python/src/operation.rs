@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyString;
+use symmpool_allocator::short;
 use symmpool_collectives::ReduceOp;
 
 use crate::reading;
@@ -20,7 +21,7 @@ pub(crate) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> Result<ReduceOp, Strin
     };
     known.ok_or_else(|| {
         let known = ReduceOp::ALL.map(ReduceOp::name).join(", ");
-        format!("op: {op:?} is none of {known}")
+        format!("op: {} is none of {known}", short(&format!("{op:?}")))
     })
 }
 

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use symmpool_allocator::short;
 use symmpool_collectives::{CommunicatorOptions, StandardCollective};
 
 use crate::convert::{self, Device};
@@ -51,7 +52,13 @@ pub(crate) fn read(
     for (collective, name) in algorithms.into_iter().flat_map(PyDictMethods::iter) {
         let text = |object: &Bound<'_, PyAny>| {
             object.extract::<String>().map_err(|_| {
-                invalid(py, format!("algorithms: {object:?} where names of collectives lead to names of algorithms"))
+                invalid(
+                    py,
+                    format!(
+                        "algorithms: {} where names of collectives lead to names of algorithms",
+                        short(&format!("{object:?}"))
+                    ),
+                )
             })
         };
         let collective = standard(py, &text(&collective)?)?;

@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::{PyRuntimeWarning, PyTypeError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use symmpool_allocator::Error;
 use symmpool_allocator::topology::Mesh;
+use symmpool_allocator::{Error, short};
 use symmpool_collectives::{CallShape, ReduceOp, Selector, StandardCollective};
 
 use crate::algorithm::window_names;
 use crate::arguments::Calls;
 use crate::convert::long_name;
-use crate::errors::{OrRaise, invalid};
+use crate::errors::{OrRaise, from_within, invalid};
 
 /// The collective of a name.
 pub(crate) fn standard(py: Python<'_>, name: &str) -> PyResult<StandardCollective> {
@@ -111,16 +111,17 @@ impl Function {
             return Ok(None);
         }
         found.extract::<String>().map(Some).map_err(|_| {
-            PyTypeError::new_err(format!("it returned {found:?}, which is no name and not None"))
+            PyTypeError::new_err(format!(
+                "it returned {}, which is no name and not None",
+                short(&format!("{found:?}"))
+            ))
         })
     }
 }
 
 impl Selector for Function {
     fn select(&self, call: &CallShape) -> symmpool_allocator::Result<Option<String>> {
-        Python::attach(|py| {
-            self.call(py, call).map_err(|error| Error::invalid_state(error.to_string()))
-        })
+        Python::attach(|py| self.call(py, call).map_err(|error| from_within(py, error)))
     }
 
     fn warn(&self, why: &Error) {

@@ -6,7 +6,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
-use symmpool_allocator::Stream;
+use symmpool_allocator::{Stream, short};
 
 use crate::convert::Device;
 use crate::torch::torch;
@@ -57,7 +57,8 @@ fn raw_stream(stream: &Bound<'_, PyAny>) -> PyResult<u64> {
     };
     handle().map_err(|_: PyErr| {
         PyTypeError::new_err(format!(
-            "stream: a raw handle, or an object with one as cuda_stream, is needed, not {stream:?}"
+            "stream: a raw handle, or an object with one as cuda_stream, is needed, not {}",
+            short(&format!("{stream:?}"))
         ))
     })
 }

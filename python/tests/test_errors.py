@@ -499,3 +499,37 @@ def test_modules_are_there_under_the_packages_name():
     assert symmpool.engines.__name__ == "symmpool.engines"
     with pytest.raises(AttributeError, match="nonsense"):
         _ = symmpool.nonsense
+
+
+LONG = "n" * (10 << 20)
+
+
+def quoting(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool)
+    native = symmpool.native
+    calls = {
+        "option": lambda: symmpool.Communicator(pool, algorithm=LONG),
+        "all_to_all": lambda: symmpool.Communicator(pool, all_to_all=LONG),
+        "collective of an option": lambda: symmpool.Communicator(pool, algorithms={LONG: "ring"}),
+        "no name": lambda: symmpool.Communicator(pool, algorithms={"all_reduce": [LONG]}),
+        "selected collective": lambda: comm.select(LONG, None),
+        "device": lambda: symmpool.Pool(group, LONG),
+        "dtype": lambda: pool.empty(4, LONG),
+        "op": lambda: comm.all_reduce(np.ones(4), op=LONG),
+        "kernel's collective": lambda: native("k(\n)", kernel="k", collective=LONG),
+        "kernel": lambda: native("k(\n)", kernel=LONG, collective="all_reduce"),
+        "kernel's name": lambda: native("k(\n)", kernel="k", collective="all_reduce", name=LONG),
+    }
+    errors = {name: failure(call) for name, call in calls.items()}
+    named = symmpool.Communicator(pool, algorithms={"all_reduce": LONG})
+    errors["named"] = failure(lambda: named.all_reduce(np.ones(4)))
+    return errors
+
+
+def test_errors_repeat_no_more_than_the_beginning_of_a_long_name():
+    (errors,) = values(1, quoting)
+    for name, error in errors.items():
+        assert error is not None, name
+        assert 20 < len(error[2]) < 2000, (name, len(error[2]))
+    assert f"({10 << 20} bytes)" in errors["named"][2]

@@ -66,3 +66,40 @@ def test_ctrl_c_ends_a_wait_on_a_channel_and_the_communicator_stays_usable():
     assert zero.error is None and one.error is None, (zero.error, one.error)
     kind, text, seconds = zero.value
     assert kind == "InvalidStateError" and seconds < 1.5 and "signal of rank 1" in text
+
+
+STOPS = {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit}
+
+
+def in_a_selector(group, stop):
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=60)
+
+    def choose(*call):
+        if comm.rank == 0 and stop == "SystemExit":
+            raise SystemExit(3)
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        return None
+
+    comm.select("all_reduce", choose)
+    started = time.monotonic()
+    with pytest.raises(STOPS[stop] if comm.rank == 0 else symmpool.Error) as raised:
+        comm.all_reduce(np.ones(4))
+    seconds = time.monotonic() - started
+    comm.select("all_reduce", None)
+    # The call was refused as one with wrong arguments is: all have made as many, and go on.
+    total = np.ones(4)
+    comm.all_reduce(total)
+    return str(raised.value.__cause__ or raised.value), seconds, total.tolist(), comm.failure
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_what_ends_a_program_goes_through_a_selector_and_the_other_ranks_hear_of_it(stop):
+    zero, *others = run(3, in_a_selector, stop)
+    for rank in (zero, *others):
+        assert rank.error is None, rank.error
+        text, seconds, total, failure = rank.value
+        assert seconds < 10 and total == [3.0] * 4 and failure is None, rank.value
+    assert stop in zero.value[0], zero.value
+    assert all("rank 0" in other.value[0] for other in others), others

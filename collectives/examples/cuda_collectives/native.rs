@@ -87,6 +87,9 @@ impl Native<'_> {
                     continue;
                 }
                 let number = random(options.seed, self.cases);
+                // Ranks have as many blocks whatever their SM budgets, here different ones in half of the cases.
+                let budget = number.is_multiple_of(2).then_some(2 + 3 * rank);
+                self.comm.set_sm_budget(budget)?;
                 let all: Vec<Vec<u8>> =
                     (0..world).map(|rank| input(number, rank, dtype, count)).collect();
                 let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
@@ -109,6 +112,7 @@ impl Native<'_> {
                 }
             }
         }
+        self.comm.set_sm_budget(None)?;
         if rank == 0 {
             println!("native {}: {} cases, {} wrong", kernel.name, self.cases, self.wrong);
         }

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, short};
 
 use super::{AllReduceAlgorithm, AllToAllAlgorithm};
 
@@ -51,7 +51,7 @@ impl StandardCollective {
     pub fn parse(name: &str) -> Result<Self> {
         Self::named(name).ok_or_else(|| {
             let names = Self::ALL.map(Self::name).join(", ");
-            Error::invalid_argument(format!("collective: {name:?} is none of {names}"))
+            Error::invalid_argument(format!("collective: {:?} is none of {names}", short(name)))
         })
     }
 

@@ -1,8 +1,8 @@
 //! Kernels that programs bring along.
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, short};
 
-use super::{Constraints, StandardCollective};
+use super::{Constraints, MOST_NAME, StandardCollective};
 use crate::{DType, ReduceOp};
 
 /// Bytes of a source at most.
@@ -65,17 +65,21 @@ impl NativeKernel {
         let Self { name, collective, kernel, .. } = self;
         let refuse = |why: String| {
             Err(Error::invalid_argument(format!(
-                "the native algorithm {name:?} for {collective}: {why}"
+                "the native algorithm {:?} for {collective}: {why}",
+                short(name)
             )))
         };
+        if name.len() > MOST_NAME {
+            return refuse(format!("names have {MOST_NAME} bytes at most"));
+        }
         if name.is_empty() || name == "auto" || name.chars().any(char::is_control) {
             return refuse("it needs a name, other than \"auto\"".to_owned());
         }
         let is_word = |each: char| each.is_ascii_alphanumeric() || each == '_';
         let begins_right =
             kernel.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_');
-        if !begins_right || !kernel.chars().all(is_word) {
-            return refuse(format!("{kernel:?} is no name of a kernel"));
+        if !begins_right || kernel.len() > MOST_NAME || !kernel.chars().all(is_word) {
+            return refuse(format!("{:?} is no name of a kernel", short(kernel)));
         }
         if self.source.is_empty() || self.source.len() > MOST_SOURCE {
             let bytes = self.source.len();

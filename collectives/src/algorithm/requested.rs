@@ -4,7 +4,7 @@
 use std::env;
 use std::ffi::OsStr;
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, short};
 
 use super::{AUTO, AllReduceAlgorithm, StandardCollective, code_of};
 
@@ -62,7 +62,7 @@ impl RequestedName {
     /// Adds to an error that the environment requested the algorithm, not the caller.
     pub(crate) fn by_whom(&self, error: Error) -> Error {
         if self.by_environment {
-            error.context(format!("with {}={}", self.collective.variable(), self.name))
+            error.context(format!("with {}={}", self.collective.variable(), short(&self.name)))
         } else {
             error
         }

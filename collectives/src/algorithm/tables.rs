@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, short};
 
 use super::StandardCollective;
 use super::table_format::{Row, TABLES_VERSION, Table, all_reduce};
@@ -119,7 +119,7 @@ fn row(each: &Map<String, Value>, place: &str) -> std::result::Result<Row, Strin
     let collective = field(each, place, "collective")?.unwrap_or_else(all_reduce);
     if StandardCollective::named(&collective).is_none() {
         let names = StandardCollective::ALL.map(StandardCollective::name).join(", ");
-        return Err(format!("{place}collective: {collective:?} is none of {names}"));
+        return Err(format!("{place}collective: {:?} is none of {names}", short(&collective)));
     }
     let world: u32 = field(each, place, "world")?.ok_or(format!("{place}world: it is missing"))?;
     if world == 0 {

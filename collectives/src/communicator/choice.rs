@@ -27,7 +27,8 @@ pub trait Selector: Send + Sync {
     /// # Errors
     ///
     /// Any error has the call made as if there were no selector; so does a name that is unknown, and an algorithm that
-    /// does not fit the call.
+    /// does not fit the call. But one that [is interrupted](Error::is_interrupted) is the call's error: the call is
+    /// refused as one with wrong arguments is, so that the other ranks do not wait for it.
     fn select(&self, call: &CallShape) -> Result<Option<String>>;
 
     /// Called the first time that the choice could not be followed, with the reason.
@@ -199,7 +200,12 @@ impl Communicator {
             drop(inner);
             let name = catch_unwind(AssertUnwindSafe(|| selector.select(&shape)))
                 .unwrap_or_else(|_| Err(Error::invalid_state("it panicked")));
-            inner = self.begin(stream)?;
+            inner = match name {
+                Err(why) if why.is_interrupted() => {
+                    return Err(self.decline(why, stream));
+                }
+                _ => self.begin(stream)?,
+            };
             match self.follow(&inner, name, request, &shape) {
                 Ok(None) => {}
                 Ok(Some(chosen)) => {

@@ -4,7 +4,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use symmpool_allocator::{Block, Error, Result, Stream};
+use symmpool_allocator::{Block, Error, Result, Stream, short};
 
 use super::Communicator;
 use super::choice::{Chosen, Request};
@@ -56,7 +56,9 @@ impl Registry {
         }
         let names = if names.is_empty() { "nothing".to_owned() } else { names.join(", ") };
         Error::invalid_argument(format!(
-            "no algorithm for {collective} is called {name:?} on rank {rank}; there are {names}"
+            "no algorithm for {} is called {:?} on rank {rank}; there are {names}",
+            short(collective),
+            short(name)
         ))
     }
 }

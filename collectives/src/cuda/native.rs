@@ -5,6 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
+use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
 use super::made::{MadeKernel, MadeSource};
 use super::params::{CallParams, MAX_PEER_BLOCKS, PlanWork};
@@ -74,8 +75,7 @@ impl CudaEngine {
                 return Err(self.decline(why, stream));
             }
         };
-        let most = native.blocks.unwrap_or(USUAL_BLOCKS).min(MAX_PEER_BLOCKS);
-        let config = LaunchConfig::new(&kernel, part.div_ceil(16), native.threads, most);
+        let config = native_grid(&kernel, part.div_ceil(16), native.threads, native.blocks);
         let blocks = config.worker_blocks();
         let params = CallParams {
             description: *call.peer_blocks(blocks).words(),
@@ -132,6 +132,21 @@ impl CudaEngine {
     }
 }
 
+/// The grid of a kernel of a program. Blocks of equal number work together, so ranks must have as many: it follows from the
+/// kernel, the call and the device, and not from a rank's SM budget, which is its own affair. A kernel that does not say
+/// how many blocks it has takes a quarter of the device's places at most, so that other communicators' kernels, which
+/// expect it to keep to a budget, find theirs.
+fn native_grid(
+    kernel: &LoadedKernel,
+    vectors: u64,
+    threads: u32,
+    wanted: Option<u32>,
+) -> LaunchConfig {
+    let usual = || USUAL_BLOCKS.min((kernel.resident(threads) / 4).max(2) - 1);
+    let most = wanted.unwrap_or_else(usual).min(MAX_PEER_BLOCKS);
+    LaunchConfig::new(&kernel.alone(), vectors, threads, most)
+}
+
 /// What ranks compare.
 fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
     let operation = match native.collective {
@@ -143,4 +158,38 @@ fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
     };
     let reached = [native.input_window, native.output_window];
     arguments.described(operation, native.collective.reduces(), reached, native.hash())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kernels::SIZES;
+    use super::super::sm_budget::SmBudget;
+    use super::*;
+
+    #[test]
+    fn ranks_with_different_budgets_launch_as_many_blocks() {
+        for (processors, places) in [(132, 8), (132, 2), (4, 4), (1, 1)] {
+            let resident = SIZES.map(|size| (2048 / size).min(places) * processors);
+            let whole = LoadedKernel::new(0, resident, 256, processors);
+            for vectors in [1, 1000, 1 << 20] {
+                for wanted in [None, Some(1), Some(100), Some(MAX_PEER_BLOCKS)] {
+                    let expected = native_grid(&whole, vectors, 256, wanted);
+                    for most_blocks in [2, 3, 44, 1000] {
+                        let early = most_blocks > 100;
+                        let budget = SmBudget {
+                            most_blocks,
+                            early,
+                            concurrent: !early,
+                            beside_compute: early,
+                        };
+                        let limited = LoadedKernel { budget, ..whole };
+                        assert_eq!(native_grid(&limited, vectors, 256, wanted), expected);
+                    }
+                    let most = whole.resident(256);
+                    assert!(expected.blocks <= most.max(2), "all run at once: {expected:?}");
+                    assert!(wanted.is_some() || expected.blocks <= (most / 4).max(2));
+                }
+            }
+        }
+    }
 }

@@ -73,6 +73,16 @@ fn divide(schedule: &Schedule, half: u64, vectors: u64, wanted: u32) -> Option<(
     Some((blocks, work))
 }
 
+/// The launches of a call in the LL protocol: each takes `most` vectors of every chunk. There is room for some, else the
+/// call is refused before.
+fn ll_launches(most: u64, work: PlanWork) -> impl Iterator<Item = PlanWork> {
+    (0..work.vectors.div_ceil(most.max(LINE))).map(move |nth| {
+        let begin = nth * most;
+        let vectors = most.min(work.vectors - begin);
+        PlanWork { begin: 16 * begin, vectors, stages: 1, slots: 1, interval: 1, ..work }
+    })
+}
+
 impl CudaEngine {
     /// Runs a plan for `count` elements of each part; of one's own collective, for an input of `count` elements.
     ///
@@ -126,7 +136,7 @@ impl CudaEngine {
             ..CallParams::of(&call)
         };
         if plan.protocol == Protocol::Ll {
-            for work in self.ll_launches(schedule, work)? {
+            for work in ll_launches(self.ll_room(schedule), work) {
                 let threads = match work.vectors {
                     0..=16_384 => 64,
                     16_385..=65_536 => 256,
@@ -169,30 +179,38 @@ impl CudaEngine {
         unsafe { self.launch_plan(kernel, (config.blocks, config.threads), &params, &work, stream) }
     }
 
-    /// The launches of a call in the LL protocol: each takes of every chunk what the inbox holds.
-    fn ll_launches(&self, schedule: &Schedule, work: PlanWork) -> Result<Vec<PlanWork>> {
+    /// Vectors of a chunk that one launch in the LL protocol can take; zero if the inbox or scratch is too small.
+    fn ll_room(&self, schedule: &Schedule) -> u64 {
         let inbox = self.control.ll_vectors() / u64::from(schedule.ll_slots.max(1));
         let plain = self.control.plan_scratch_bytes / 32 / u64::from(schedule.plain_slots.max(1));
         // Slices are whole lines, so there may be a line more for each block.
         let plain = plain.saturating_sub(u64::from(MAX_LL_BLOCKS) * LINE);
-        let most = if schedule.plain_slots == 0 { inbox } else { inbox.min(plain) } / LINE * LINE;
-        if most == 0 {
+        let vectors = if schedule.plain_slots == 0 { inbox } else { inbox.min(plain) };
+        vectors / LINE * LINE
+    }
+
+    /// Refuses a plan whose chunks have no room in this communicator's memory, however few elements they have.
+    fn check_room(&self, checked: &CheckedPlan) -> Result<()> {
+        let schedule = checked.schedule();
+        if checked.plan().protocol == Protocol::Ll {
+            if self.ll_room(schedule) > 0 {
+                return Ok(());
+            }
             return Err(Error::invalid_argument(format!(
-                "a plan on rank {}: its chunks do not fit the communicator's inbox; raise device_memory",
-                self.rank()
+                "the algorithm {} on rank {}: its {} chunks do not fit the communicator's inbox; raise \
+                 device_memory_bytes",
+                checked.plan().name,
+                self.rank(),
+                schedule.ll_slots
             )));
         }
-        let launches = (0..work.vectors.div_ceil(most)).map(|nth| {
-            let begin = nth * most;
-            let vectors = most.min(work.vectors - begin);
-            PlanWork { begin: 16 * begin, vectors, stages: 1, slots: 1, interval: 1, ..work }
-        });
-        Ok(launches.collect())
+        let half = self.control.plan_scratch_bytes / 2;
+        divide(schedule, half, 1, 1).map(drop).ok_or_else(|| self.little_scratch(checked))
     }
 
     fn little_scratch(&self, checked: &CheckedPlan) -> Error {
         Error::invalid_argument(format!(
-            "the algorithm {} on rank {}: {} bytes of scratch are too few for its {} chunks; raise device_memory",
+            "the algorithm {} on rank {}: {} bytes of scratch are too few for its {} chunks; raise device_memory_bytes",
             checked.plan().name,
             self.rank(),
             self.control.plan_scratch_bytes / 2,
@@ -217,6 +235,7 @@ impl CudaEngine {
                 plan.name
             )));
         }
+        self.check_room(checked)?;
         let (name, size) = (&plan.name, arguments.dtype.size() as u64);
         if plan.collective.reduces() && !arguments.dtype.is_reduced() {
             return Err(arguments.dtype.only_moved(plan.collective.name(), rank));

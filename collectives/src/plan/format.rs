@@ -19,7 +19,7 @@
 //! `buffer`, `index`, `count` (1 if absent) and `rank` (the program's own if absent).
 
 use serde::{Deserialize, Serialize};
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, short};
 
 use super::model::{
     Buffer, Collective, Contribution, Instruction, Operation, Plan, Protocol, Span,
@@ -29,6 +29,7 @@ use super::model::{
 pub const PLAN_VERSION: u32 = 1;
 
 /// More operations than any sensible program has; what a check takes grows with them.
+const MOST_NAME: usize = crate::algorithm::MOST_NAME;
 const MAX_OPERATIONS: usize = 1 << 18;
 /// More bytes than so many operations need.
 const MAX_BYTES: usize = 64 << 20;
@@ -184,11 +185,15 @@ impl Plan {
             if found <= most {
                 return Ok(());
             }
-            let name = &self.name;
+            let name = short(&self.name);
             Err(Error::invalid_argument(format!(
                 "plan {name:?} has {found} {what}; {most} are possible"
             )))
         };
+        over("bytes in its name", self.name.len() as u64, MOST_NAME as u64)?;
+        if let Collective::Custom { name, .. } = &self.collective {
+            over("bytes in its collective's name", name.len() as u64, MOST_NAME as u64)?;
+        }
         over("operations", self.len() as u64, MAX_OPERATIONS as u64)?;
         over("ranks", self.world.into(), MAX_WORLD.into())?;
         over("chunks of input", self.chunks.into(), MAX_CHUNKS.into())?;
@@ -251,7 +256,7 @@ type Read<T> = std::result::Result<T, String>;
 
 fn read(file: File) -> Read<Plan> {
     let name = file.name;
-    let reading = |why: String| format!("{name:?} {why}");
+    let reading = |why: String| format!("{:?} {why}", short(&name));
     let collective = match file.collective {
         FileCollective::Named(of) => match of.as_str() {
             "all_reduce" => Collective::AllReduce,
@@ -259,7 +264,7 @@ fn read(file: File) -> Read<Plan> {
             "reduce_scatter" => Collective::ReduceScatter,
             "broadcast" => Collective::Broadcast,
             "all_to_all" => Collective::AllToAll,
-            _ => return Err(reading(format!("is of an unknown collective, {of:?}"))),
+            _ => return Err(reading(format!("is of an unknown collective, {:?}", short(&of)))),
         },
         FileCollective::Own { name, outputs } => {
             let chunk = |pairs: Vec<(u32, u32)>| {
@@ -270,7 +275,10 @@ fn read(file: File) -> Read<Plan> {
         }
     };
     let protocol = Protocol::named(&file.protocol).ok_or_else(|| {
-        reading(format!("has an unknown protocol, {:?}; there are simple and ll", file.protocol))
+        reading(format!(
+            "has an unknown protocol, {:?}; there are simple and ll",
+            short(&file.protocol)
+        ))
     })?;
     let mut programs = Vec::new();
     for (rank, program) in (0u32..).zip(file.programs) {
@@ -311,7 +319,7 @@ fn read_operation(rank: u32, it: FileOperation) -> Read<Instruction> {
         "reduce" => &["dst", "srcs"],
         "signal" | "wait" => &["peer", "channel"],
         "barrier" | "join" => &[],
-        _ => return Err(format!("an unknown op, {op:?}")),
+        _ => return Err(format!("an unknown op, {:?}", short(&op))),
     };
     if let Some((name, _)) = given.iter().find(|(name, is)| *is && !wanted.contains(name)) {
         return Err(format!("a {op} with {name:?}, which has none"));
@@ -340,7 +348,8 @@ fn read_operation(rank: u32, it: FileOperation) -> Read<Instruction> {
 fn read_span(rank: u32, it: &FileSpan) -> Read<Span> {
     let buffer = [Buffer::Input, Buffer::Output, Buffer::Scratch];
     let buffer = buffer.into_iter().find(|each| each.name() == it.buffer);
-    let buffer = buffer.ok_or_else(|| format!("a place in an unknown buffer, {:?}", it.buffer))?;
+    let buffer =
+        buffer.ok_or_else(|| format!("a place in an unknown buffer, {:?}", short(&it.buffer)))?;
     Ok(Span {
         rank: it.rank.unwrap_or(rank),
         buffer,

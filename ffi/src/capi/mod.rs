@@ -24,13 +24,14 @@ pub mod window;
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::guard::{Status, guarded, last, lock};
+use crate::guard::{Status, guarded, last};
+use crate::own::OfProcess;
 
 /// The library's version, such as "0.1.0".
 #[unsafe(no_mangle)]
@@ -59,10 +60,10 @@ pub unsafe extern "C" fn symmpool_last_error(text: *mut *const c_char) -> Status
     guarded(work, |status| status)
 }
 
-/// The objects of one kind that C code refers to by handle.
+/// The objects of one kind that C code refers to by handle. A forked child has none of its parent's, and may make its own.
 pub(crate) struct Handles<T> {
     what: &'static str,
-    held: Mutex<BTreeMap<u64, Arc<T>>>,
+    held: OfProcess<BTreeMap<u64, Arc<T>>>,
 }
 
 /// The next handle. All kinds share it, so that a handle of one kind is never a handle of another.
@@ -70,26 +71,36 @@ static NEXT: AtomicU64 = AtomicU64::new(1);
 
 impl<T> Handles<T> {
     pub(crate) const fn new(what: &'static str) -> Self {
-        Self { what, held: Mutex::new(BTreeMap::new()) }
+        Self { what, held: OfProcess::new() }
     }
 
     pub(crate) fn insert(&self, value: T) -> u64 {
         let handle = NEXT.fetch_add(1, Ordering::Relaxed);
-        lock(&self.held).insert(handle, Arc::new(value));
+        self.held.lock().insert(handle, Arc::new(value));
         handle
     }
 
     pub(crate) fn get(&self, handle: u64) -> Result<Arc<T>> {
-        lock(&self.held).get(&handle).cloned().ok_or_else(|| self.unknown(handle))
+        let found = self.held.lock().get(&handle).cloned();
+        found.ok_or_else(|| self.unknown(handle))
     }
 
     /// Calls in other threads keep the object until they return.
     pub(crate) fn remove(&self, handle: u64) -> Result<()> {
-        let gone = lock(&self.held).remove(&handle);
+        let gone = self.held.lock().remove(&handle);
         gone.map(drop).ok_or_else(|| self.unknown(handle))
     }
 
+    #[cold]
     fn unknown(&self, handle: u64) -> Error {
+        if self.held.is_forked() {
+            return Error::invalid_state(format!(
+                "{handle} is no {} of process {}, which was forked: what its parent made is refused there; make a \
+                 group, and what is needed on it, after the fork",
+                self.what,
+                std::process::id()
+            ));
+        }
         Error::invalid_argument(format!("{handle} is no {} (was it destroyed?)", self.what))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
-use symmpool_allocator::{CONTROL_LANE, Driver, Error, Pool, Result, Stream};
+use symmpool_allocator::{CONTROL_LANE, Driver, Error, Pool, Result, Stream, short};
 use symmpool_collectives::Communicator;
 
 use super::group::{GROUPS, symmpool_group};
@@ -61,7 +61,10 @@ fn driver(name: Option<&str>) -> Result<Driver> {
         Some(name) => {
             let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
             Driver::cuda(ordinal.ok_or_else(|| {
-                Error::invalid_argument(format!("device: {name:?} is none of cpu, cuda, cuda:N"))
+                Error::invalid_argument(format!(
+                    "device: {:?} is none of cpu, cuda, cuda:N",
+                    short(name)
+                ))
             })?)
         }
     }

@@ -1,15 +1,14 @@
 //! Slots, in the C API: pools behind functions that take no pool, for allocators that take plain function pointers.
 
-use std::sync::Mutex;
-
 use symmpool_allocator::Error;
 
 use super::Out;
 use super::pool::{find, symmpool_pool};
-use crate::guard::{Status, lock, status};
+use crate::guard::{Status, status};
+use crate::own::OfProcess;
 use crate::slots::{self, Slot};
 
-static BOUND: Mutex<Vec<Slot>> = Mutex::new(Vec::new());
+static BOUND: OfProcess<Vec<Slot>> = OfProcess::new();
 
 /// Binds the pool to a free slot N and writes N to `slot`. The functions symmpool_alloc_N and
 /// symmpool_free_N then allocate from the pool, for allocators that take plain functions, such as torch's
@@ -27,7 +26,7 @@ pub unsafe extern "C" fn symmpool_slot_bind(pool: symmpool_pool, slot: *mut u32)
         let pool = find(pool)?;
         let slot = slots::bind(&pool, &pool.default_lane())?;
         out.put(slot.index() as u32);
-        lock(&BOUND).push(slot);
+        BOUND.lock().push(slot);
         Ok(())
     })
 }
@@ -37,7 +36,7 @@ pub unsafe extern "C" fn symmpool_slot_bind(pool: symmpool_pool, slot: *mut u32)
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_slot_release(slot: u32) -> Status {
     status(|| {
-        let mut bound = lock(&BOUND);
+        let mut bound = BOUND.lock();
         let at = bound.iter().position(|bound| bound.index() == slot as usize);
         let at = at.ok_or_else(|| {
             Error::invalid_argument(format!("slot {slot} was not bound by symmpool_slot_bind"))

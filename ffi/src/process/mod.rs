@@ -16,8 +16,9 @@ mod hooks;
 
 use std::cell::Cell;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use symmpool_allocator::{Driver, Error, Result};
+use symmpool_allocator::{Driver, Error, Maker, Result};
 
 pub use device::{Device, MempoolId, ProcessStats};
 
@@ -28,6 +29,9 @@ use crate::slots::{self, Slot};
 const DEVICES: usize = 64;
 
 static TABLE: [OnceLock<Result<Device>>; DEVICES] = [const { OnceLock::new() }; DEVICES];
+
+/// The process that first made a device's allocator; 0 before.
+static MAKER: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     /// The index, plus one, of the slot that this thread's allocations are redirected to; 0 if they are not.
@@ -40,6 +44,13 @@ fn device(ordinal: i32) -> Result<&'static Device> {
     let slot = slot.ok_or_else(|| {
         Error::invalid_argument(format!("device {ordinal}: 0 to {} are possible", DEVICES - 1))
     })?;
+    if slot.get().is_none() {
+        // Another thread of a process that this one was forked from may have been about to make it: then nobody ends that.
+        let here = Maker::here();
+        let first = MAKER.compare_exchange(0, here.to_bits(), Ordering::AcqRel, Ordering::Acquire);
+        Maker::from_bits(first.err().unwrap_or(here.to_bits()))
+            .check("the allocator of devices")?;
+    }
     let made = slot.get_or_init(|| Device::new(Driver::cuda(ordinal as u32)?, None));
     made.as_ref().map_err(Clone::clone)
 }

@@ -103,7 +103,7 @@ impl<'a> Gather<'a> {
             if stopped {
                 let _ = fs::remove_file(self.part_path(rank));
                 let missing = gathering.missing();
-                return Err(Error::interrupted("while waiting for other ranks", &missing));
+                return Err(Error::interrupted_wait("while waiting for other ranks", &missing));
             }
             if deadline.expired() {
                 // The part is taken back, so that another attempt does not look like a second rank.

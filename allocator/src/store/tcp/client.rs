@@ -137,7 +137,7 @@ impl TcpStore {
                     let why = known.unwrap_or_else(|| "it did not answer yet".to_owned());
                     let host: Vec<u32> = options.hosted_by.into_iter().collect();
                     let doing = format!("while connecting to the store ({why})");
-                    return Err(Error::interrupted(&doing, &host));
+                    return Err(Error::interrupted_wait(&doing, &host));
                 }
             };
             if deadline.expired() {
@@ -192,10 +192,12 @@ impl TcpStore {
                 error if error.is_timeout() => error.waited_for(deadline.budget()),
                 error => error,
             }),
-            Ok((ToClient::Cancelled { missing }, _)) => Err(Error::interrupted(WAITING, &missing)),
+            Ok((ToClient::Cancelled { missing }, _)) => {
+                Err(Error::interrupted_wait(WAITING, &missing))
+            }
             Ok(reply) => Ok(reply),
             Err(Fault::Refused(error)) => Err(error),
-            Err(Fault::Stopped) => Err(Error::interrupted(WAITING, &[])),
+            Err(Fault::Stopped) => Err(Error::interrupted_wait(WAITING, &[])),
             Err(Fault::Late) => Err(Error::timeout(
                 format!("for the store's server at {} to answer", self.addr),
                 deadline.budget(),
