@@ -22,6 +22,7 @@
 mod choice;
 mod engine;
 mod make;
+mod memory;
 mod one_sided;
 mod options;
 mod p2p;
@@ -45,6 +46,7 @@ use crate::{Element, Place, ReduceOp, StandardCollective};
 pub use choice::Selector;
 use choice::{Choices, Request};
 use engine::Engine;
+pub use memory::CommunicatorMemory;
 pub use options::CommunicatorOptions;
 use refusal::Shared;
 pub use row_exchange::{Received, RowExchange, RowLayout, RowsAt};
@@ -111,6 +113,7 @@ pub struct Communicator {
     timeout: Arc<Timeout>,
     shared: Arc<Shared>,
     registry: registry::Registry,
+    memory: CommunicatorMemory,
     /// How the ranks are linked.
     mesh: Mesh,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the

@@ -32,7 +32,8 @@ pub use algorithm::{
     NativeKernel, Origin, StandardCollective,
 };
 pub use communicator::{
-    Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Selector, Splits,
+    Communicator, CommunicatorMemory, CommunicatorOptions, Received, RowExchange, RowLayout,
+    RowsAt, Selector, Splits,
 };
 #[allow(deprecated)]
 pub use cuda::leave_room;

@@ -27,7 +27,7 @@ use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
 use crate::splits::{Divided, Parts, RowsBySplits};
-use crate::{selection, site, stream};
+use crate::{selection, site, statistics, stream};
 
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
@@ -84,6 +84,7 @@ impl Communicator {
         let algorithm = options::algorithm_name(&options);
         let make = || symmpool_collectives::Communicator::with_options(on, &options);
         let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
+        pool.communicators.add(&comm);
         let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
         let calls = Arc::new(Calls { comm, terms });
         Ok(Self { calls, algorithm, selectors: selection::Selectors::default() })
@@ -518,6 +519,14 @@ impl Communicator {
     #[expect(clippy::needless_pass_by_value, reason = "as Python passes it")]
     fn load_tables(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         selection::load_tables(py, &self.calls, &path)
+    }
+
+    /// Bytes that the communicator holds on this rank for as long as it lives: `control` (flags, descriptions of calls,
+    /// channels), `inboxes` (of small calls), `scratch` (of large calls and programs), `staging` (of point-to-point
+    /// messages), and `total`. They are device memory, or host memory on the CPU.
+    fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.calls.comm.check("a communicator").or_raise(py)?;
+        statistics::of_communicator(py, &self.calls.comm.memory())
     }
 
     /// Has `selector(bytes, dtype, op, world, windows, topology)` choose the algorithm of calls of a collective that

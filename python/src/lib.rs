@@ -5,6 +5,7 @@
 //! | `group`, `pool`, `communicator` | the classes of these names |
 //! | `algorithm` | algorithms: the built-in ones, and those that a program brought along |
 //! | `selection` | functions of a program that choose algorithms |
+//! | `statistics` | the numbers of pools and communicators |
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `device` | the driver that a device's name means, and ranks that have none |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
@@ -59,6 +60,7 @@ mod selection;
 mod site;
 mod slot;
 mod splits;
+mod statistics;
 mod store;
 mod stream;
 mod tensor;

@@ -5,7 +5,7 @@ use pyo3::types::{PyDict, PyList};
 use symmpool_allocator::driver::{CudaDriver, DeviceIdentity, Fabric};
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Driver, Result};
-use symmpool_collectives::{kernel_cache, kernel_compiler};
+use symmpool_collectives::{CommunicatorMemory, kernel_cache, kernel_compiler};
 
 /// A device, or why it cannot be used.
 type Found = Result<(symmpool_allocator::driver::CudaFacts, (u64, u64))>;
@@ -28,6 +28,9 @@ pub(crate) fn machine(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         (host, count, devices, kernel_compiler(version))
     });
     let found = PyDict::new(py);
+    let memory = CommunicatorMemory::by_default();
+    found.set_item("communicator_error", memory.as_ref().err().map(ToString::to_string))?;
+    found.set_item("communicator_bytes", memory.ok().map(Vec::from))?;
     found.set_item("host", host.map(|error| error.to_string()))?;
     found.set_item("cuda", count.err().map(|error| error.to_string()))?;
     let list = PyList::empty(py);

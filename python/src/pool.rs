@@ -21,7 +21,7 @@ use crate::group::group_of;
 use crate::memory::Memory;
 use crate::number::{Address, Number};
 use crate::own::Own;
-use crate::{site, stream, tensor, torch};
+use crate::{site, statistics, stream, tensor, torch};
 
 /// Symmetric memory of one rank, and windows on that of its peers.
 ///
@@ -50,6 +50,8 @@ use crate::{site, stream, tensor, torch};
 pub(crate) struct Pool {
     pub(crate) pool: Own<symmpool_allocator::Pool>,
     pub(crate) device: Device,
+    /// The communicators that were made on it, for statistics.
+    pub(crate) communicators: statistics::Communicators,
     /// The `symmpool.memory.scope.Scope`, once there was a `with`. It holds nothing of this object.
     scope: PyOnceLock<Py<PyAny>>,
 }
@@ -104,7 +106,15 @@ impl Pool {
         };
         let prepared = py.detach(prepare);
         let pool = Own::new(meet(py, group, prepared)?);
-        let made = Bound::new(py, Self { pool, device, scope: PyOnceLock::new() })?;
+        let made = Bound::new(
+            py,
+            Self {
+                pool,
+                device,
+                communicators: statistics::Communicators::default(),
+                scope: PyOnceLock::new(),
+            },
+        )?;
         py.import("symmpool.groups.pool_registry")?
             .call_method1("register", (&made, group, known))?;
         Ok(made)
@@ -325,40 +335,12 @@ impl Pool {
     }
 
     /// The pool's numbers: `allocated` and `reserved` bytes over all lanes, `commits`, `windows`,
-    /// and `lanes`: a dict of each lane's by name. Raises InvalidStateError in a forked child.
+    /// `lanes`: a dict of each lane's by name, and `communicators`: what each communicator on the pool holds
+    /// of memory, as its `memory()`. Raises InvalidStateError in a forked child.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.check(py)?;
         let stats = py.detach(|| self.pool.stats()).or_raise(py)?;
-        let lanes = PyDict::new(py);
-        for (name, lane) in &stats.lanes {
-            let dict = PyDict::new(py);
-            let numbers = [
-                ("allocated", lane.allocated),
-                ("peak_allocated", lane.peak_allocated),
-                ("reserved", lane.reserved),
-                ("peak_reserved", lane.peak_reserved),
-                ("deferred", lane.deferred),
-                // The former name of `deferred`, kept for one version.
-                ("set_aside", lane.deferred),
-                ("live_blocks", lane.live_blocks),
-                ("segments", lane.segments),
-                ("events", lane.events),
-                ("allocs", lane.allocs),
-                ("frees", lane.frees),
-                ("unordered_frees", lane.unordered_frees),
-            ];
-            for (key, value) in numbers {
-                dict.set_item(key, value)?;
-            }
-            lanes.set_item(name, dict)?;
-        }
-        let dict = PyDict::new(py);
-        dict.set_item("allocated", stats.allocated())?;
-        dict.set_item("reserved", stats.reserved())?;
-        dict.set_item("commits", stats.commits)?;
-        dict.set_item("windows", stats.windows)?;
-        dict.set_item("lanes", lanes)?;
-        Ok(dict)
+        statistics::of_pool(py, &stats, &self.communicators)
     }
 
     /// Whether all of a contiguous tensor's memory lies in windows: whether collectives use it

@@ -73,6 +73,7 @@ from symmpool.errors import (
 )
 from symmpool.kernels import native
 from symmpool.memory.handle import SymmetricMemory, rendezvous
+from symmpool.memory.held import communicator_memory
 from symmpool.memory.install import (
     install,
     is_installed,
@@ -161,6 +162,7 @@ __all__ = [
     "install",
     "is_installed",
     "load_tables",
+    "communicator_memory",
     "memory_stats",
     "memory_summary",
     "native",

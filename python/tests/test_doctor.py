@@ -62,6 +62,7 @@ GOOD = {
         "links": [["-" if a == b else "NV18" for b in range(4)] for a in range(4)],
         "mesh": "fully connected (18 links)",
     },
+    "communicators": {"error": None, "bytes": [405 << 20, 16 << 20]},
     "host_error": None,
     "nvrtc": {"error": None, "version": (13, 0), "place": "/lib/libnvrtc.so.13", "archs": [90]},
     "kernel_cache": {"place": "/home/u/.cache/symmpool/jit", "error": None},
@@ -97,7 +98,16 @@ def test_everything_works_on_a_good_machine():
         "windows registered with NCCL": None,
     }
     text = "\n".join(cli.report(GOOD, verdicts.judge(GOOD)))
-    for word in ("4 x NVIDIA H200", "NV18", "2.28.9", "139.0 GiB of 140.0 GiB", "RANK=0", "13.0"):
+    for word in (
+        "4 x NVIDIA H200",
+        "NV18",
+        "2.28.9",
+        "139.0 GiB of 140.0 GiB",
+        "RANK=0",
+        "13.0",
+        "405 MiB",
+        "16 MiB",
+    ):
         assert word in text, text
     assert max(map(len, text.splitlines())) <= cli.WIDTH
 

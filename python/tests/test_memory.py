@@ -237,3 +237,35 @@ def test_a_forked_child_has_no_numbers_and_does_not_wait_for_its_parents_commit(
         done.set()
         committing.join()
     assert pool.stats()["commits"] > 0
+
+
+PARTS = ("control", "inboxes", "scratch", "staging")
+
+
+def held_by_communicators(group):
+    pool = symmpool.Pool(group, "cpu")
+    none = pool.stats()["communicators"]
+    small = symmpool.Communicator(pool, scratch_bytes=1 << 20)
+    large = symmpool.Communicator(pool, scratch_bytes=8 << 20)
+    both = pool.stats()["communicators"]
+    assert both == [small.memory(), large.memory()]
+    reserved = pool.stats()["lanes"]["symmpool.control"]["allocated"]
+    named = [each for each in symmpool.communicator_memory() if each["device"] == "cpu"]
+    large.barrier()
+    del large
+    gc.collect()
+    return none, both, reserved, named, pool.stats()["communicators"]
+
+
+def test_communicators_say_what_they_hold_and_for_whom():
+    for none, both, reserved, named, left in values(2, held_by_communicators):
+        assert none == [] and left == both[:1]
+        for memory in both:
+            assert memory["total"] == sum(memory[part] for part in PARTS)
+        small, large = both
+        # Two halves, so that a call may begin while peers still read what the one before left.
+        assert (small["scratch"], large["scratch"]) == (2 << 20, 16 << 20)
+        assert small["control"] == large["control"] > 0
+        assert sum(memory["total"] for memory in both) <= reserved
+        assert [{part: each[part] for part in (*PARTS, "total")} for each in named] == both
+        assert {each["group"] for each in named} == {named[0]["group"]} and named[0]["group"]

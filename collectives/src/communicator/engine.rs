@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use super::CommunicatorMemory;
 use super::choice::Request;
 use crate::algorithm::{
     BuiltIn, CallShape, Constraints, NativeKernel, RequestedAlgorithm, StandardCollective,
@@ -72,6 +73,14 @@ impl Engine {
         match self {
             Self::Host(_) => {}
             Self::Cuda(cuda) => cuda.set_sm_budget(most),
+        }
+    }
+
+    /// How a communicator's `total` bytes divide.
+    pub(super) fn memory(&self, total: u64) -> CommunicatorMemory {
+        match self {
+            Self::Host(host) => host.memory(total),
+            Self::Cuda(cuda) => cuda.memory(total),
         }
     }
 

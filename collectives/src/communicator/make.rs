@@ -67,6 +67,7 @@ impl Communicator {
         Ok(Self {
             pool: pool.clone(),
             timeout: Arc::clone(engine.timeout()),
+            memory: engine.memory(control.bytes()),
             registry: super::registry::Registry::new(engine.built_in()),
             mesh: options.links.as_ref().unwrap_or(pool.topology()).mesh(),
             shared: Arc::new(Shared::new(Inner { engine, choices, windows }, control)),

@@ -32,7 +32,7 @@ use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::timeout::Timeout;
-use crate::{AllToAllAlgorithm, Place};
+use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
 #[derive(Clone, Debug)]
@@ -147,6 +147,16 @@ impl CudaEngine {
     }
 
     /// Kernels that are launched from now on take no more SMs than that.
+    pub(crate) fn memory(&self, total: u64) -> CommunicatorMemory {
+        let places = &self.control;
+        let inboxes = places.ll_bytes
+            + places.ll128_bytes
+            + places.lamport_bytes
+            + places.escaped_bytes / 16 * 17;
+        let scratch = places.scratch_bytes + places.plan_scratch_bytes;
+        CommunicatorMemory::new(total, inboxes, scratch, total.saturating_sub(places.bytes()))
+    }
+
     pub(crate) fn set_sm_budget(&mut self, most: Option<u32>) {
         self.kernels.set_sm_budget(most);
     }

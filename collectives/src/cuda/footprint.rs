@@ -141,6 +141,14 @@ fn pages(bytes: u64) -> u64 {
     bytes / 4096 * 4096
 }
 
+/// Bytes that a communicator of several ranks takes at most where its options say nothing.
+pub(crate) fn communicator_bytes(first: bool) -> Result<u64> {
+    let value = std::env::var_os(VARIABLE);
+    let total = requested_total(as_text(value.as_deref())?, first)?;
+    check_total(total)?;
+    Ok(total.unwrap_or(DEFAULT))
+}
+
 /// The variable's value as text. One that is no text is refused, and not taken for one that is not set.
 pub(crate) fn as_text(value: Option<&OsStr>) -> Result<Option<&str>> {
     let text = |value: &OsStr| {

@@ -64,7 +64,7 @@ pub(crate) use constraints::fits_lamport;
 pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};
 pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
-    requested_total,
+    communicator_bytes, requested_total,
 };
 pub(crate) use sm_budget::BudgetOptions;
 #[allow(deprecated)]

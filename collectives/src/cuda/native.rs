@@ -182,7 +182,8 @@ mod tests {
                             concurrent: !early,
                             beside_compute: early,
                         };
-                        let limited = LoadedKernel { budget, ..whole };
+                        let mut limited = whole;
+                        limited.budget = budget;
                         assert_eq!(native_grid(&limited, vectors, 256, wanted), expected);
                     }
                     let most = whole.resident(256);

@@ -25,6 +25,7 @@ use std::time::Duration;
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::fault::{Fault, WaitFailure};
+use crate::CommunicatorMemory;
 use crate::signal::channel::CHANNELS;
 use crate::signal::{Native, Slot};
 use crate::timeout::nanoseconds;
@@ -144,6 +145,12 @@ pub(super) struct Control {
 }
 
 impl Control {
+    /// How the bytes of the block divide.
+    pub(super) fn memory(&self, total: u64) -> CommunicatorMemory {
+        let staging = self.layout.scratch - self.layout.packets;
+        CommunicatorMemory::new(total, 0, 2 * self.scratch_bytes, staging)
+    }
+
     /// The bytes that a control block needs.
     pub(super) fn required(world: u32, scratch_bytes: u64) -> Result<u64> {
         Ok(Layout::new(world, scratch_bytes)?.end)

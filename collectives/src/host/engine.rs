@@ -24,7 +24,7 @@ use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::SpinPolicy;
 use crate::algorithm::AUTO;
 use crate::timeout::Timeout;
-use crate::{DType, ReduceOp};
+use crate::{CommunicatorMemory, DType, ReduceOp};
 
 /// One rank's side of a communicator in host memory.
 ///
@@ -145,6 +145,10 @@ impl HostEngine {
             requested: AUTO,
             options,
         })
+    }
+
+    pub(crate) fn memory(&self, total: u64) -> CommunicatorMemory {
+        self.control.memory(total)
     }
 
     /// This process's rank.

@@ -71,6 +71,10 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("", f"handles: {', '.join(handles)}"))
     if not facts["cuda"]["devices"]:
         found.append(("CUDA", facts["cuda"]["error"] or "no device"))
+    held = facts["communicators"]
+    if facts["cuda"]["devices"] and held["bytes"]:
+        first, further = (f"{bytes / (1 << 20):,.0f} MiB" for bytes in held["bytes"])
+        found.append(("a communicator", f"{first} of a device, each further one of a process {further}"))
     compiler, nccl = facts["nvrtc"], facts["nccl"]
     version = compiler["error"] or ".".join(map(str, compiler["version"]))
     found.append(("NVRTC", version if compiler["error"] else f"{version}, {compiler['place']}"))
