@@ -10,6 +10,7 @@
 //! | `device` | the driver that a device's name means, and ranks that have none |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
 //! | `process` | the allocator under all of torch's |
+//! | `bell` | how a thread waits for calls that nobody else makes first |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
@@ -33,6 +34,7 @@
 
 mod algorithm;
 mod arguments;
+mod bell;
 mod block;
 mod checks;
 mod communicator;
@@ -71,6 +73,8 @@ mod torch;
 mod _symmpool {
     #[pymodule_export]
     use crate::algorithm::Algorithm;
+    #[pymodule_export]
+    use crate::bell::Bell;
     #[pymodule_export]
     use crate::block::Block;
     #[pymodule_export]

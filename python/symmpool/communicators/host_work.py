@@ -1,8 +1,10 @@
 """Calls with `async_op=True` on the CPU, which a thread makes.
 
-A thread makes such calls one after the other, and is the one that runs the callbacks of
-their futures, so these may make calls themselves. A callback's calls come right behind the call that it
-follows, before any that was begun since: they are made as they are begun. Where a future is done
+A thread makes such calls one after the other. A program that waits for a call that the thread has not
+begun makes it, and those before it, itself: a small call takes a third of the time then, and the thread,
+which leaves a call alone for 60 microseconds, does not come into it. The thread is the one that runs the
+callbacks of futures, so these may make calls themselves. A callback's calls come right behind the call that
+it follows, before any that was begun since: they are made as they are begun. Where a future is done
 already, torch runs a callback at once, in the thread that adds it, and its calls come behind all that
 was begun. The two are one order on every rank if the program adds a callback that makes calls before it
 begins the next call on that communicator. A callback may also wait for a call that was begun before,
@@ -14,13 +16,14 @@ another communicator whose callbacks wait for this one.
 from __future__ import annotations
 
 import atexit
+import collections
 import functools
-import queue
 import threading
 import time
 import weakref
 from typing import Any
 
+from symmpool._symmpool import Bell
 from symmpool.communicators.work import Explain, Finish, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import InvalidStateError, TimeoutError
 
@@ -90,6 +93,11 @@ class HostWork(Work):
         except Exception as error:
             explain(error)
             self._error = error
+        except BaseException as error:
+            # Ctrl-C in a thread of the program that makes the call itself.
+            self._error = InvalidStateError(f"symmpool: {type(error).__name__} ended the call")
+            self._end()
+            raise
         self._end()
 
     def _end(self) -> None:
@@ -105,12 +113,19 @@ class HostWork(Work):
                 callbacks_done.set()
 
     def wait(self, timeout: Any = None) -> bool:
+        seconds = seconds_or_none(timeout)
         self._queue.advance(self._done)
-        if not self._done.wait(seconds_or_none(timeout)):
+        if seconds is None:
+            self._queue.help(self._done)
+        if not self._done.wait(seconds):
             raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
         if self._error is not None:
             raise self._error
         return True
+
+    def has_future(self) -> bool:
+        """Whether somebody has asked for its future, whose callbacks follow the call."""
+        return self._future is not None
 
     def is_completed(self) -> bool:
         return self._done.is_set()
@@ -120,6 +135,7 @@ class HostWork(Work):
 
     def join(self) -> None:
         self._queue.advance(self._done)
+        self._queue.help(self._done)
         self._done.wait()
 
     @property
@@ -170,17 +186,25 @@ class _CallQueue:
     call may wait for a rank that does not come."""
 
     def __init__(self, explain: Explain) -> None:
-        self.waiting: queue.SimpleQueue = queue.SimpleQueue()
+        self.waiting: collections.deque = collections.deque()
         self.explain = explain
-        # The thread that makes the calls, and the last one begun by another.
-        self.thread = 0
+        # The thread that makes the calls, another that makes one now, and the last one begun by another.
+        self.thread = self._helper = 0
         self.last: _Done | None = None
         self._lock = threading.Lock()
+        # Held by the thread that takes and makes a call, and runs its callbacks.
+        self._turn = threading.Lock()
+        self._bell = Bell()
         self._calling = self._given_up = False
 
     def is_here(self) -> bool:
         """Whether this is the thread that makes the calls: it is in a callback, then."""
-        return threading.get_ident() == self.thread
+        return threading.get_ident() in (self.thread, self._helper)
+
+    def put(self, item: Any) -> None:
+        """Has the thread make a call, or end (None), after those that were put before."""
+        self.waiting.append(item)
+        self._bell.ring()
 
     def make(self, call: Any, arguments: tuple[Any, ...]) -> None:
         """Makes a call. Never comes back from one that was given up."""
@@ -196,14 +220,42 @@ class _CallQueue:
                 # The program is ending and no longer waits for this thread.
                 threading.Event().wait()
 
-    def make_next(self) -> bool:
-        """Waits for a call and makes it. Returns False once there will be no more."""
-        item = self.waiting.get()
+    def serve(self) -> bool:
+        """Waits for a call that nobody makes, and makes it and those behind it. Returns False once there will
+        be no more."""
+        self._bell.wait()
+        with self._turn:
+            while self.waiting:
+                if not self._make_next():
+                    return False
+        return True
+
+    def _make_next(self) -> bool:
+        """Makes the next call, in the thread whose turn it is. Returns False if there will be no more."""
+        item = self.waiting.popleft()
+        self._bell.answer()
         if item is None:
             return False
         work, call, arguments, finish = item
         work.run(call, arguments, finish, self.explain)
         return True
+
+    def help(self, done: _Done) -> None:
+        """Makes calls in this thread up to the one that it waits for, as far as they were not begun. Those
+        that somebody has a future of are left to the thread that runs callbacks, and so are those whose
+        results are copied afterwards."""
+        if done.is_set() or self.is_here() or not self._turn.acquire(blocking=False):
+            return
+        try:
+            self._helper = threading.get_ident()
+            while not done.is_set() and self.waiting:
+                item = self.waiting[0]
+                if item is None or item[3] is not None or item[0].has_future():
+                    break
+                self._make_next()
+        finally:
+            self._helper = 0
+            self._turn.release()
 
     def advance(self, done: _Done) -> None:
         """Where this is a callback, which keeps the thread from its calls: makes the calls up to the one
@@ -212,16 +264,17 @@ class _CallQueue:
             return
         ends = False
         while not done.is_set():
-            ends |= not self.make_next()
+            ends |= not self._make_next()
         if ends:
             # `_work`, which this callback was called from, ends by it.
-            self.waiting.put(None)
+            self.put(None)
 
     def join(self) -> None:
         """Whatever this thread does next comes after all that was begun, and after the callbacks; in a
         callback, after the call that it follows, as it does already."""
         last = self.last
         if last is not None and not self.is_here():
+            self.help(last)
             last.wait_for_callbacks()
 
     def give_up(self) -> bool:
@@ -242,7 +295,7 @@ class Worker:
         calls.thread = self._thread.ident or 0
         _end_all_at_exit()
         _running[self._thread] = calls
-        weakref.finalize(owner, calls.waiting.put, None)
+        weakref.finalize(owner, calls.put, None)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -267,7 +320,7 @@ class Worker:
             work.run(call, arguments, finish, calls.explain)
         else:
             calls.last = work._done
-            calls.waiting.put((work, call, arguments, finish))
+            calls.put((work, call, arguments, finish))
         return work
 
 
@@ -289,7 +342,7 @@ def _end_all() -> None:
     for a rank that does not come is given up: it never returns from that call."""
     running = list(_running.items())
     for _, calls in running:
-        calls.waiting.put(None)
+        calls.put(None)
     end = time.monotonic() + 2
     for thread, calls in running:
         thread.join(max(end - time.monotonic(), 0))
@@ -299,5 +352,5 @@ def _end_all() -> None:
 
 def _work(calls: _CallQueue) -> None:
     # By a function, whose locals would keep a call's tensors until the next call.
-    while calls.make_next():
+    while calls.serve():
         pass

@@ -78,6 +78,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             # Before 2.12 or so torch makes no derived objects so; those made thus know no store.
             super().__init__(rank, size)
         self._store, self._timeout = store, timeout
+        # Asking torch's object takes as long as the rest of a small call's way through this one.
+        self._rank, self._size = rank, size
         seconds = process_groups.seconds_of(timeout) or process_groups.DEFAULT_TIMEOUT
         # Its name keeps its keys apart from those of groups that the program makes of this store.
         ours = Group.from_store(store, rank, size, name="symmpool.backend", timeout=seconds)
@@ -213,14 +215,14 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         op = self._reduces(opts, *tensors) if len(tensors) == 1 else None
         if op is None:
             return self._pass("all_reduce", "allreduce", tensors, opts)
-        return self._run("all_reduce", plans.all_reduce(tensors[0], op, self.size()), opts)
+        return self._run("all_reduce", plans.all_reduce(tensors[0], op, self._size), opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if len(tensors) != 1 or not self._moves(*tensors):
             return self._pass("broadcast", "broadcast", tensors, opts)
-        return self._run("broadcast", plans.broadcast(tensors[0], opts.rootRank, self.rank()), opts)
+        return self._run("broadcast", plans.broadcast(tensors[0], opts.rootRank, self._rank), opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceOptions()
@@ -231,7 +233,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         op = self._reduces(opts, *tensors) if ours else None
         if op is None:
             return self._pass("reduce", "reduce", tensors, opts)
-        plan = plans.reduce(tensors[0], op, opts.rootRank, self.rank(), self.size())
+        plan = plans.reduce(tensors[0], op, opts.rootRank, self._rank, self._size)
         return self._run("reduce", plan, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
@@ -247,7 +249,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         op = self._reduces(opts, output, input)
         if op is None:
             return self._pass("reduce_scatter_tensor", "_reduce_scatter_base", output, input, opts)
-        plan = plans.reduce_scatter_tensor(output, input, op, self.size())
+        plan = plans.reduce_scatter_tensor(output, input, op, self._size)
         return self._run("reduce_scatter_tensor", plan, opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -256,7 +258,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         opts = opts if opts is not None else AllgatherOptions()
         if not _is_one(inputs, outputs) or not self._moves(*inputs, *outputs[0]):
             return self._pass("allgather", "allgather", outputs, inputs, opts)
-        return self._run("allgather", plans.all_gather(outputs[0], inputs[0], self.size()), opts)
+        return self._run("allgather", plans.all_gather(outputs[0], inputs[0], self._size), opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
@@ -264,7 +266,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         op = self._reduces(opts, *outputs, *inputs[0]) if one else None
         if op is None:
             return self._pass("reduce_scatter", "reduce_scatter", outputs, inputs, opts)
-        plan = plans.reduce_scatter(outputs[0], inputs[0], op, self.rank(), self.size())
+        plan = plans.reduce_scatter(outputs[0], inputs[0], op, self._rank, self._size)
         return self._run("reduce_scatter", plan, opts)
 
     # What functional collectives, DTensor with them, and Megatron's data parallelism call.
@@ -356,7 +358,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if len(inputs) != 1 or not self._moves(*inputs):
             return self._pass("gather", "gather", outputs, inputs, opts)
         parts = outputs[0] if outputs else None
-        plan = plans.gather(inputs[0], parts, opts.rootRank, self.rank(), self.size())
+        plan = plans.gather(inputs[0], parts, opts.rootRank, self._rank, self._size)
         return self._run("gather", plan, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -364,7 +366,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if len(outputs) != 1 or not self._moves(*outputs):
             return self._pass("scatter", "scatter", outputs, inputs, opts)
         parts = inputs[0] if inputs else None
-        plan = plans.scatter(outputs[0], parts, opts.rootRank, self.rank(), self.size())
+        plan = plans.scatter(outputs[0], parts, opts.rootRank, self._rank, self._size)
         return self._run("scatter", plan, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -372,10 +374,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         # NCCL takes lists as they are; gloo takes none.
         if not outputs or self._names.get(outputs[0].device.type) == "nccl":
             return self._pass("alltoall", "alltoall", outputs, inputs, opts)
-        plans.check_lists("all_to_all", self.size(), output=outputs, input=inputs)
+        plans.check_lists("all_to_all", self._size, output=outputs, input=inputs)
         if not self._moves(*outputs, *inputs):
             return self._pass("alltoall", "alltoall", outputs, inputs, opts)
-        return self._run("alltoall", plans.all_to_all(outputs, inputs, self.size()), opts)
+        return self._run("alltoall", plans.all_to_all(outputs, inputs, self._size), opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.BarrierOptions()
