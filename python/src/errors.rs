@@ -78,8 +78,8 @@ pub(crate) fn is_interrupted() -> bool {
 
 thread_local! {
     /// What ended a call of this thread from within a program's own function: no error of a program, such as
-    /// `KeyboardInterrupt` or `SystemExit`.
-    static STOPPED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+    /// `KeyboardInterrupt` or `SystemExit`. And what the call's error says of it.
+    static STOPPED: RefCell<Option<(PyErr, String)>> = const { RefCell::new(None) };
 }
 
 /// The error of a call in which a program's function raised `error`. If that is to end more than the function, as
@@ -90,7 +90,7 @@ pub(crate) fn from_within(py: Python<'_>, error: PyErr) -> Error {
     if error.is_instance_of::<PyException>(py) {
         return Error::invalid_state(text);
     }
-    STOPPED.set(Some(error));
+    STOPPED.set(Some((error, text.clone())));
     Error::interrupted(text)
 }
 
@@ -100,7 +100,9 @@ pub(crate) fn from_within(py: Python<'_>, error: PyErr) -> Error {
 #[cold]
 pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
     let within = if error.is_interrupted() { STOPPED.take() } else { None };
-    match within.map_or_else(|| py.check_signals(), Err) {
+    // One that another thread's wait was told of is not raised by a later call.
+    let within = within.filter(|(_, text)| error.to_string().contains(text.as_str()));
+    match within.map(|(stop, _)| stop).map_or_else(|| py.check_signals(), Err) {
         Ok(()) => exception(py, error),
         Err(signal) => {
             // A handler's own exception may have a cause of its own.

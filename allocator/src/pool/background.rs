@@ -68,7 +68,7 @@ impl Pool {
             || format!("rank {}: an earlier commit, of a call that failed here", self.rank());
         while !self.0.background.wait(deadline.remaining().min(ASK_EVERY)) {
             if interrupt.as_ref().is_some_and(crate::group::Interrupt::is_requested) {
-                return Err(Error::invalid_state(format!("interrupted: {}", what())));
+                return Err(Error::interrupted(format!("interrupted: {}", what())));
             }
             if deadline.expired() {
                 let text = format!("{}, still waits for the other ranks", what());

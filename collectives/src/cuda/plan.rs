@@ -306,8 +306,11 @@ mod tests {
                 for half in [64 << 10, 256 << 10, 16 << 20] {
                     for vectors in (0..40).map(|power| (1 << power) * 5 / 4) {
                         for wanted in [1, 3, 131] {
-                            let Some((blocks, work)) = divide(schedule, half, vectors, wanted)
-                            else {
+                            let divided = divide(schedule, half, vectors, wanted);
+                            // `check_room` refuses just the plans that no call has room for.
+                            let has_room = divide(schedule, half, 1, 1).is_some();
+                            assert_eq!(divided.is_some(), has_room, "{vectors} in {half}");
+                            let Some((blocks, work)) = divided else {
                                 assert!(slots * 128 > half, "{slots} chunks of a line fit");
                                 continue;
                             };
@@ -327,6 +330,22 @@ mod tests {
                         }
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn launches_in_ll_take_every_vector_once() {
+        for most in [LINE, 3 * LINE, 1 << 20] {
+            for vectors in [0, 1, LINE, 3 * LINE, 1000, (1 << 20) + 1] {
+                let work = PlanWork { vectors, ..PlanWork::default() };
+                let mut next = 0;
+                for launch in ll_launches(most, work) {
+                    assert_eq!(launch.begin, 16 * next);
+                    assert!((1..=most).contains(&launch.vectors));
+                    next += launch.vectors;
+                }
+                assert_eq!(next, vectors);
             }
         }
     }

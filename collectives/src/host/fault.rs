@@ -78,7 +78,7 @@ impl Fault {
             Cause::Interrupted => {
                 let what = format!("interrupted while waiting for rank {} in {text}", self.peer);
                 match reporter {
-                    None => Error::invalid_state(what),
+                    None => Error::interrupted(what),
                     Some(left) => Error::peer_lost(vec![left], format!("it was {what}")),
                 }
             }

@@ -135,7 +135,7 @@ impl PeerSockets {
             if (ready == 0 && !send_later) || asked.elapsed() >= ASK_EVERY {
                 asked = Instant::now();
                 if self.interrupt.as_ref().is_some_and(Interrupt::is_requested) {
-                    return Err(Error::invalid_state(INTERRUPTED).into());
+                    return Err(Error::interrupted(INTERRUPTED).into());
                 }
             }
         }
