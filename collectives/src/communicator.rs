@@ -8,6 +8,7 @@
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
 //! | `row_exchange` | exchanges of rows with a destination each |
+//! | `fused` | all-reduces with a residual and a norm |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
 //! | `registry` | the algorithms, and calls with one that is named |
@@ -21,6 +22,7 @@
 
 mod choice;
 mod engine;
+mod fused;
 mod make;
 mod memory;
 mod one_sided;

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
 //! | `algorithm` | algorithms: the built-in ones, and those that a program brought along |
+//! | `fused` | all-reduces with a residual and a norm |
 //! | `selection` | functions of a program that choose algorithms |
 //! | `statistics` | the numbers of pools and communicators |
 //! | `row_exchange` | exchanges of rows with a destination each |
@@ -43,6 +44,7 @@ mod device;
 mod dlpack;
 mod errors;
 mod exchange;
+mod fused;
 mod group;
 mod machine;
 mod mark;
@@ -81,6 +83,8 @@ mod _symmpool {
     use crate::checks::check_call;
     #[pymodule_export]
     use crate::communicator::Communicator;
+    #[pymodule_export]
+    use crate::fused::all_reduce_norm;
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]

@@ -376,4 +376,12 @@ class RowLayout:
     @property
     def source_index(self) -> Any: ...
 
+def _all_reduce_norm(
+    communicator: Communicator,
+    addresses: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    dtype: str,
+    numbers: tuple[float, float],
+    how: tuple[str, bool, str],
+) -> None: ...
 def check_call(device: int, rank: int, world: int, call: str, arguments: tuple[Any, ...]) -> None: ...

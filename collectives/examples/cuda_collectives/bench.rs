@@ -1,6 +1,7 @@
 //! Times graphs of calls: the median of replays on the slowest rank, with the number of calls in a graph that is
 //! fastest.
 
+mod fused;
 mod plans;
 
 use std::collections::BTreeMap;
@@ -294,6 +295,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     bench.all_to_alls(options, (&from, &to), &mut rows)?;
     bench.messages(options, (&from, &to), &mut rows)?;
     bench.plans(options, (&from, &to), &mut rows)?;
+    bench.fused(pool, options)?;
     // The device's context is current, as in programs that use the device.
     let stream = stream(pool)?;
     let host_us =

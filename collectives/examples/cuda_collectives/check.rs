@@ -8,8 +8,8 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, first_calls, huge, native,
-    one_sided, one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, first_calls, fused, huge,
+    native, one_sided, one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -114,6 +114,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let (native_cases, native_wrong) = native::run(pool, options)?;
         cases += native_cases;
         wrong += native_wrong;
+    }
+    if options.wants("fused") {
+        let (fused_cases, fused_wrong) = fused::run(pool, options)?;
+        cases += fused_cases;
+        wrong += fused_wrong;
     }
     // Checks that take long, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;

@@ -21,6 +21,7 @@ mod cuda;
 mod equal_parts;
 mod faults;
 mod first_calls;
+mod fused;
 mod huge;
 mod killed;
 mod late;
@@ -87,10 +88,10 @@ struct Options {
     /// Algorithms to time, or checks to run, by name; all of them without it.
     ///
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
-    /// rank), all_to_all, all_gather_broadcast, row_exchange, one_sided, p2p, plans and native (collectives that programs bring along), repeats (the same bits in
+    /// rank), all_to_all, all_gather_broadcast, row_exchange, one_sided, p2p, plans and native (collectives that programs bring along), fused (all-reduces with a residual and a norm), repeats (the same bits in
     /// 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow
     /// (consumers that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name
-    /// for each of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather, reduce_scatter, and one name
+    /// for each of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather, reduce_scatter, fused (a table of its own), and one name
     /// for each plan and each kernel of docs/kernels.md, such as plan_two_shot and native_my_all_gather. `soak` has all_reduce
     /// (all algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, plans, native, late (ranks that come when the others
     /// have given up) and outside (ranks that disagree on what is moved). `killed` has all_reduce, two_shot_copy,

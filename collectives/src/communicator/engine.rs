@@ -17,7 +17,7 @@ use crate::host::plan_call::Arguments;
 use crate::plan::CheckedPlan;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
 use crate::timeout::Timeout;
-use crate::{DType, HostEngine, Place, RowShape, SplitRows, SplitsAt};
+use crate::{DType, HostEngine, NormBuffers, NormShape, Place, RowShape, SplitRows, SplitsAt};
 
 /// The engine of host memory or of a device. Both are boxed, as they are large and differ in size.
 pub(super) enum Engine {
@@ -307,6 +307,22 @@ impl Engine {
             }
             // SAFETY: as in `all_reduce`.
             Self::Cuda(cuda) => unsafe { cuda.run_native(native, arguments, *stream) },
+        }
+    }
+
+    /// Adds up rows, and adds a residual and norms them. `input` is where the buffers' input lies.
+    pub(super) unsafe fn all_reduce_norm(
+        &mut self,
+        shape: &NormShape,
+        buffers: &NormBuffers,
+        input: Place,
+        stream: &Stream,
+    ) -> Result<()> {
+        match self {
+            // SAFETY: as in `all_reduce`.
+            Self::Host(host) => unsafe { host.all_reduce_norm(shape, buffers, input) },
+            // SAFETY: as in `all_reduce`.
+            Self::Cuda(cuda) => unsafe { cuda.all_reduce_norm(shape, buffers, *stream) },
         }
     }
 

@@ -1,5 +1,7 @@
 //! What a kernel is compiled to do, where its file can do several things: values of macros that the file names.
 
+use crate::NormOutput;
+
 /// A kernel's file and what it is compiled to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum KernelMode {
@@ -15,6 +17,17 @@ pub(super) enum KernelMode {
     OneSided(OneSidedMode),
     PointToPoint(P2pMode),
     RowExchange(RowStep),
+    Norm(NormMode),
+}
+
+/// What a fused all-reduce makes of the sum, and how threads divide rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct NormMode {
+    pub(super) output: NormOutput,
+    /// Units of a row that a thread has at once.
+    pub(super) units: u8,
+    /// Whether these are all that it has.
+    pub(super) held: bool,
 }
 
 /// How the data of an all-to-all may travel, and where its counts are.
@@ -107,6 +120,10 @@ impl KernelMode {
                     P2pMode::Receive => "RECEIVE",
                 };
                 vec![("OPERATION", name)]
+            }
+            Self::Norm(NormMode { output, units, held }) => {
+                let units = if units == 1 { "1" } else { "2" };
+                vec![("OUTPUT", output.name()), ("UNITS", units), ("HELD", number(held))]
             }
             Self::RowExchange(step) => {
                 let name = match step {

@@ -14,7 +14,7 @@ use super::api::{Api, Handle};
 use super::kernel_spec::KernelSpec;
 use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
-use super::params::{CallParams, Comm, PlanWork, Traffic};
+use super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
 use super::sm_budget::{BudgetMember, BudgetOptions, SmBudget};
 use crate::row_exchange::RowWork;
 
@@ -210,6 +210,28 @@ impl Kernels {
         stream: Stream,
         (comm, call): (&Comm, &CallParams),
         work: &PlanWork,
+    ) -> Result<()> {
+        let mut arguments: [*mut c_void; 3] = [
+            (&raw const *comm).cast_mut().cast(),
+            (&raw const *call).cast_mut().cast(),
+            (&raw const *work).cast_mut().cast(),
+        ];
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
+    }
+
+    /// Puts the kernel of a fused all-reduce on a stream. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`]; the kernel is one of `collectives/kernels/fused`.
+    pub(super) unsafe fn launch_norm(
+        &self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        stream: Stream,
+        (comm, call): (&Comm, &CallParams),
+        work: &NormWork,
     ) -> Result<()> {
         let mut arguments: [*mut c_void; 3] = [
             (&raw const *comm).cast_mut().cast(),

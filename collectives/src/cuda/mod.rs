@@ -8,6 +8,7 @@
 //! | `all_gather_broadcast` | all-gathers and broadcasts: in the LL protocol, or as all-to-alls |
 //! | `all_to_all` | all-to-alls: what their kernel is given |
 //! | `all_to_all_copy`, `strided_copy` | all-to-alls and all-gathers carried by copy engines |
+//! | `fused` | all-reduces with a residual and a norm |
 //! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `p2p` | send and recv between two ranks |
@@ -41,6 +42,7 @@ mod constraints;
 mod engine;
 mod fault;
 mod footprint;
+mod fused;
 mod kernel_mode;
 mod kernel_spec;
 mod kernels;

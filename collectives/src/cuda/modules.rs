@@ -23,7 +23,7 @@ use super::fault::RECORD_BYTES;
 use super::kernel_spec::KernelSpec;
 use super::kernels::{LoadedKernel, SIZES};
 use super::made::{MadeKernel, MadeSource};
-use super::params::{CallParams, Comm, PlanWork, Traffic};
+use super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 use crate::row_exchange::RowWork;
 
@@ -214,6 +214,7 @@ impl Modules {
             ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
             ("ROW_WORK_BYTES", size_of::<RowWork>() as u64),
             ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
+            ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),
         ]
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =

@@ -88,6 +88,26 @@ pub(super) struct PlanWork {
     pub(super) interval: u32,
 }
 
+/// What a fused all-reduce is given besides [`CallParams`]: `NormWork` in `fused/norm.cuh`, which documents the fields.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NormWork {
+    pub(super) residual: u64,
+    pub(super) weight: u64,
+    pub(super) bias: u64,
+    pub(super) residual_out: u64,
+    pub(super) norm_out: u64,
+    pub(super) scales: u64,
+    pub(super) scale_row: u64,
+    pub(super) scale_group: u64,
+    pub(super) tokens: u32,
+    pub(super) hidden: u32,
+    pub(super) epsilon: f32,
+    pub(super) weight_bias: f32,
+    pub(super) powers_of_two: u32,
+    pub(super) unused: u32,
+}
+
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.
 pub(super) const UNKNOWN: u64 = u64::MAX;
 
@@ -299,6 +319,9 @@ mod tests {
         let row = crate::jit::sources::ALL_TO_ALL.variants[0];
         let traffic = row.iter().find(|(axis, _)| *axis == "TRAFFIC_BYTES").expect("the axis");
         assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
+        let row = crate::jit::sources::NORM_ONE_SHOT.variants[0];
+        let norm = row.iter().find(|(axis, _)| *axis == "NORM_WORK_BYTES").expect("the axis");
+        assert_eq!(norm.1[0].parse(), Ok(size_of::<NormWork>()));
         // All fields before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 20 * 8);

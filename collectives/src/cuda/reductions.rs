@@ -444,7 +444,7 @@ impl CudaEngine {
     }
 
     /// What the algorithm of an all-reduce here is chosen by.
-    fn all_reduce_shape(
+    pub(super) fn all_reduce_shape(
         &self,
         bytes: u64,
         dtype: DType,

@@ -10,7 +10,7 @@ pub(crate) use super::operation::Operation;
 use super::place::Place;
 use crate::algorithm::{AUTO, name_of};
 use crate::signal::DESCRIPTION_WORDS;
-use crate::{DType, ReduceOp};
+use crate::{DType, NormOutput, ReduceOp};
 
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
@@ -20,6 +20,20 @@ const PEER_BLOCKS_SHIFT: u32 = 48;
 const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
 /// The number of a registered algorithm, whose hash is in the highest bits of the count and of the input's offset.
 const REGISTERED: u8 = 255;
+
+/// What ranks compare of a fused all-reduce besides its type and number of elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct NormFields {
+    pub(crate) hidden: u32,
+    pub(crate) epsilon: f32,
+    pub(crate) weight_bias: f32,
+    /// The number of a [`NormOutput`].
+    pub(crate) output: u8,
+    pub(crate) residual: bool,
+    pub(crate) bias: bool,
+    pub(crate) powers_of_two: bool,
+    pub(crate) algorithm: u8,
+}
 
 /// Everything that ranks must agree on before data is accessed, packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +59,34 @@ impl Call {
     pub(crate) fn reduce(mut self, op: ReduceOp) -> Self {
         self.words[0] |= (op as u64) << 16;
         self
+    }
+
+    /// Describes a fused all-reduce of `count` elements.
+    pub(crate) fn norm((dtype, count): (DType, usize), fields: NormFields) -> Self {
+        let NormFields { hidden, epsilon, weight_bias, output, .. } = fields;
+        let flags = [fields.residual, fields.bias, fields.powers_of_two].map(u32::from);
+        let root = u32::from(output) | flags[0] << 8 | flags[1] << 9 | flags[2] << 10;
+        let call = Self::new(Operation::AllReduceNorm).elements(dtype, count).root(root);
+        let mut call = call.algorithm(fields.algorithm);
+        call.words[2] = u64::from(hidden) | u64::from(weight_bias.to_bits()) << 32;
+        call.words[3] = u64::from(epsilon.to_bits());
+        call
+    }
+
+    /// The fields of a fused all-reduce.
+    fn norm_fields(&self) -> NormFields {
+        let [head, _, row, epsilon] = self.words;
+        let flag = |bit: u32| head >> (40 + bit) & 1 != 0;
+        NormFields {
+            hidden: row as u32,
+            epsilon: f32::from_bits(epsilon as u32),
+            weight_bias: f32::from_bits((row >> 32) as u32),
+            output: (head >> 40) as u8,
+            residual: flag(8),
+            bias: flag(9),
+            powers_of_two: flag(10),
+            algorithm: (head >> 24) as u8,
+        }
     }
 
     /// Describes the requested algorithm by its number, which is the operation's own; 0 is the automatic choice.
@@ -178,6 +220,34 @@ impl fmt::Display for Call {
         f.write_str(operation.name())?;
         if matches!(operation, Operation::Declined | Operation::Barrier) {
             return Ok(());
+        }
+        if operation == Operation::AllReduceNorm {
+            let (dtype, fields) = (DType::from_code((head >> 8) as u8), self.norm_fields());
+            let rows = self.words[1].checked_div(fields.hidden.into()).unwrap_or(0);
+            let made = NormOutput::from_code(fields.output).map_or("?", NormOutput::name);
+            let dtype = dtype.map_or("?", DType::name);
+            write!(
+                f,
+                " of {rows} rows of {} {dtype} to {made}, epsilon {}",
+                fields.hidden, fields.epsilon
+            )?;
+            for (given, name) in [
+                (fields.residual, "a residual"),
+                (fields.bias, "a bias"),
+                (fields.powers_of_two, "scales that are powers of two"),
+            ] {
+                if given {
+                    write!(f, ", with {name}")?;
+                }
+            }
+            if fields.weight_bias != 0.0 {
+                write!(f, ", {} added to weights", fields.weight_bias)?;
+            }
+            return match fields.algorithm {
+                1 => write!(f, ", by one_shot"),
+                2 => write!(f, ", by two_shot"),
+                _ => Ok(()),
+            };
         }
         if let Some(op) = ReduceOp::from_code((head >> 16) as u8) {
             write!(f, " {}", op.name())?;
@@ -357,6 +427,42 @@ mod tests {
         assert_eq!(
             base.input(Place::Window(0x40)).to_string(),
             "all_reduce sum of 8 f32 from window offset 0x40 to ordinary memory"
+        );
+    }
+
+    #[test]
+    fn fused_calls_differ_in_each_field_and_read_back() {
+        let usual = NormFields {
+            hidden: 4096,
+            epsilon: 1e-6,
+            weight_bias: 0.0,
+            output: NormOutput::Norm as u8,
+            residual: true,
+            bias: false,
+            powers_of_two: false,
+            algorithm: 1,
+        };
+        let call = |fields| Call::norm((DType::Bf16, 7 * 4096), fields);
+        let others = [
+            NormFields { hidden: 8192, ..usual },
+            NormFields { epsilon: 1e-5, ..usual },
+            NormFields { weight_bias: 1.0, ..usual },
+            NormFields { output: NormOutput::Fp8PerToken as u8, ..usual },
+            NormFields { residual: false, ..usual },
+            NormFields { bias: true, ..usual },
+            NormFields { powers_of_two: true, ..usual },
+            NormFields { algorithm: 2, ..usual },
+        ];
+        for fields in others {
+            assert_ne!(call(fields).digest(0), call(usual).digest(0), "{fields:?}");
+            assert_ne!(call(fields).to_string(), call(usual).to_string(), "{fields:?}");
+            assert_eq!(call(fields).norm_fields(), fields);
+            let text = mismatch_of_two(7, 0, &call(fields), 1, &call(usual)).to_string();
+            assert!(text.contains("different collectives"), "{text}");
+        }
+        assert_eq!(
+            call(usual).to_string(),
+            "all_reduce_norm of 7 rows of 4096 bf16 to NORM, epsilon 0.000001, with a residual, by one_shot"
         );
     }
 

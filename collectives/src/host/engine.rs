@@ -65,6 +65,8 @@ pub struct HostEngine {
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
     pub(crate) load_balance: LoadBalance,
+    /// The sums of a fused all-reduce.
+    pub(crate) norm_sums: Vec<u8>,
     /// The number of the algorithm that all-to-alls use now, and of the one that the call names.
     pub(crate) exchange: u8,
     pub(crate) requested: u8,
@@ -141,6 +143,7 @@ impl HostEngine {
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),
             load_balance: LoadBalance::default(),
+            norm_sums: Vec::new(),
             exchange: options.all_to_all as u8,
             requested: AUTO,
             options,

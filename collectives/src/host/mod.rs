@@ -13,6 +13,7 @@
 //! | `collectives` | the collectives, one file or folder each |
 //! | `plan`, `plan_call` | runs collectives that programs bring along; what both engines check of such calls |
 //! | `algorithms` | what the tables of their algorithms consist of |
+//! | `fused` | all-reduces with a residual and a norm |
 //! | `slices`, `row_exchange` | collectives on slices, and the steps of row exchanges |
 //! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
 //! | `kernels` | the loops over memory: reductions and copies |
@@ -24,6 +25,7 @@ mod control;
 pub(crate) mod cores;
 mod engine;
 mod fault;
+mod fused;
 pub(crate) mod kernels;
 mod one_sided;
 mod operation;

@@ -20,10 +20,12 @@ pub(crate) enum Operation {
     Recv = 10,
     /// A registered algorithm for a collective of the program's own.
     Custom = 11,
+    /// An all-reduce of rows, and what layers do next.
+    AllReduceNorm = 12,
 }
 
 impl Operation {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Declined,
         Self::Barrier,
         Self::AllReduce,
@@ -35,6 +37,7 @@ impl Operation {
         Self::Send,
         Self::Recv,
         Self::Custom,
+        Self::AllReduceNorm,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -50,6 +53,7 @@ impl Operation {
             Self::Send => "send",
             Self::Recv => "recv",
             Self::Custom => "custom collective",
+            Self::AllReduceNorm => "all_reduce_norm",
         }
     }
 

@@ -33,6 +33,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/scratch_pipeline.cuh",
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
+    "fused/norm.cuh",
     "protocol/inbox.cuh",
     "protocol/lamport.cuh",
     "protocol/lamport_escaped.cuh",
@@ -58,6 +59,8 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &ALL_TO_ALL,
     &BARRIER,
     &COPY_COMPANION,
+    &NORM_ONE_SHOT,
+    &NORM_TWO_SHOT,
     &ONE_SHOT,
     &ONE_SHOT_LL128,
     &ONE_SHOT_PULL,
@@ -117,6 +120,7 @@ const COMM_BYTES: Axis = ("COMM_BYTES", &["184"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
+const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
 const ROW_WORK_BYTES: Axis = ("ROW_WORK_BYTES", &["152"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
@@ -251,6 +255,45 @@ pub(crate) const TWO_SHOT_PULL: Kernel<'static> = collective!(
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
+
+/// What is made of a fused sum, and how threads divide rows.
+const OUTPUTS: Axis = ("OUTPUT", &["SUM_ONLY", "NORM", "FP8_STATIC", "FP8_TOKEN", "FP8_GROUP"]);
+const NORM: Axis = ("OUTPUT", &["NORM"]);
+const FEW: Axis = ("WORLD", &["2"]);
+const NORM_DTYPES: Axis = ("DTYPE", &["1", "3", "4"]);
+const FP8_TOKEN: Axis = ("OUTPUT", &["FP8_TOKEN"]);
+const BF16: Axis = ("DTYPE", &["4"]);
+const HELD: Axis = ("HELD", &["1"]);
+const NOT_HELD: Axis = ("HELD", &["0"]);
+const ONE_UNIT: Axis = ("UNITS", &["1"]);
+const TWO_UNITS: Axis = ("UNITS", &["2"]);
+const ONE_WARP: Axis = ("THREADS", &["32"]);
+
+macro_rules! norms {
+    ($name:literal $(, [$($more:expr),+ $(,)?])?) => {
+        collective!(
+            "fused" / $name,
+            [UP_TO_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS, NORM_WORK_BYTES],
+            [ABOVE_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [FEW, WIDE, ONE, LAMPORT, SUM, NORM_DTYPES, NORM, HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [FEW, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [WORLD, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [WORLD, WIDE, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [FEW, ONE_WARP, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [ODD, WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, ONE_UNIT, NORM_WORK_BYTES],
+            $([$($more),+],)?
+        )
+    };
+}
+
+/// All-reduce, residual and norm in one shot; also of a single rank.
+pub(crate) const NORM_ONE_SHOT: Kernel<'static> = norms!(
+    "norm_one_shot",
+    [("WORLD", &["1"]), WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT, NORM_WORK_BYTES]
+);
+
+/// All-reduce, residual and norm in two shots.
+pub(crate) const NORM_TWO_SHOT: Kernel<'static> = norms!("norm_two_shot");
 
 /// Reduces arrays of one device, in the given order.
 pub(crate) const REDUCE_LOCAL: Kernel<'static> = Kernel {

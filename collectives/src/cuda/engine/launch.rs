@@ -9,7 +9,7 @@ use super::super::api::Handle;
 use super::super::kernel_spec::{BARRIER_THREADS, KernelSpec};
 use super::super::kernels::LoadedKernel;
 use super::super::made::{MadeKernel, MadeSource};
-use super::super::params::{CallParams, Comm, PlanWork, Traffic};
+use super::super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
 use super::super::strided_copy::StridedCopy;
 use super::{CudaEngine, cuda};
 use crate::host::call::Call;
@@ -132,6 +132,27 @@ impl CudaEngine {
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
             unsafe { self.kernels.launch_plan(kernel, grid, stream, (&self.comm, params), work) }
+        })?;
+        self.after_call(kernel, stream)
+    }
+
+    /// Puts the kernel of a fused all-reduce on the stream, behind what this communicator put on another one before.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch_norm`](super::super::kernels::Kernels::launch_norm).
+    pub(in super::super) unsafe fn launch_norm(
+        &mut self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        params: &CallParams,
+        work: &NormWork,
+        stream: Stream,
+    ) -> Result<()> {
+        self.switch_to(stream)?;
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch_norm(kernel, grid, stream, (&self.comm, params), work) }
         })?;
         self.after_call(kernel, stream)
     }

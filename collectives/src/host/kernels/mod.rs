@@ -9,7 +9,9 @@ mod convert;
 mod copy;
 mod elementwise;
 mod float_environment;
+mod norm;
 mod reduce;
 
 pub(crate) use copy::{copy, copy_own, copy_streaming, prepare_to_copy};
+pub(crate) use norm::{RowIn, narrow_row, norm_row, widen_row};
 pub(crate) use reduce::{Isa, ReduceFn, select};

@@ -1,0 +1,21 @@
+"""Collectives together with what layers compute next to them, in one kernel.
+
+    from symmpool import fused
+
+    x, residual, _ = fused.all_reduce_rms_norm(x, residual, norm.weight, norm.eps)
+
+docs/fused.md has the layouts of quantised outputs. Importing this module also registers
+`torch.ops.symmpool.all_reduce_rms_norm` and `all_reduce_rms_norm_`, which compiled code uses. It needs
+torch."""
+
+from symmpool.fused.norm import all_reduce_rms_norm
+from symmpool.fused.quantization import Fused, Quantization, fp8_per_group, fp8_per_token, fp8_static
+
+__all__ = [
+    "Fused",
+    "Quantization",
+    "all_reduce_rms_norm",
+    "fp8_per_group",
+    "fp8_per_token",
+    "fp8_static",
+]
