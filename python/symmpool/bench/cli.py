@@ -10,7 +10,19 @@ import sys
 from functools import partial
 
 import symmpool
-from symmpool.bench import alltoallv, check, collectives, overlap, peers, plot, rounds, session, table, timing
+from symmpool.bench import (
+    alltoallv,
+    check,
+    collectives,
+    fused,
+    overlap,
+    peers,
+    plot,
+    rounds,
+    session,
+    table,
+    timing,
+)
 from symmpool.bench.arguments import add_measuring, factor, size, size_list
 from symmpool.bench.training import command as training
 
@@ -47,6 +59,7 @@ def parser():
     add_measuring(command)
     alltoallv.add_options(commands)
     collectives.add_options(commands)
+    fused.add_options(commands)
     overlap.add_options(commands)
     training.add_options(commands)
     return top
@@ -178,6 +191,8 @@ def main(arguments=None):
             return alltoallv.run(options, arguments)
         if options.command == "collectives":
             return collectives.run(options, arguments)
+        if options.command == "fused":
+            return fused.run(options, arguments)
         if options.command == "overlap":
             return overlap.run(options, arguments)
         if options.command == "training":
