@@ -7,6 +7,7 @@
 //! | `options` | how a communicator behaves |
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
+//! | `experts` | dispatch to experts, and combine |
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `raw` | the same calls on addresses |
@@ -23,6 +24,7 @@
 mod choice;
 mod engine;
 mod fused;
+mod experts;
 mod make;
 mod memory;
 mod one_sided;
@@ -49,6 +51,7 @@ pub use choice::Selector;
 use choice::{Choices, Request};
 use engine::Engine;
 pub use memory::CommunicatorMemory;
+pub use experts::{ExpertBuffer, ReceivedParts};
 pub use options::CommunicatorOptions;
 use refusal::Shared;
 pub use row_exchange::{Received, RowExchange, RowLayout, RowsAt};

@@ -16,6 +16,7 @@ mod algorithm;
 mod communicator;
 mod cuda;
 mod dtype;
+mod experts;
 mod float8;
 mod fused;
 mod host;
@@ -33,13 +34,14 @@ pub use algorithm::{
     NativeKernel, Origin, StandardCollective,
 };
 pub use communicator::{
-    Communicator, CommunicatorMemory, CommunicatorOptions, Received, RowExchange, RowLayout,
-    RowsAt, Selector, Splits,
+    Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, Received, ReceivedParts,
+    RowExchange, RowLayout, RowsAt, Selector, Splits,
 };
 #[allow(deprecated)]
 pub use cuda::leave_room;
 pub use cuda::share_sms;
 pub use dtype::{DType, Element};
+pub use experts::{CombineAt, DispatchAt, ExpertLayout, ExpertShape, HandleParts, Quantization};
 pub use float8::{F8E4m3, F8E5m2};
 pub use fused::{FusedAlgorithm, NormBuffers, NormOutput, NormShape};
 pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};

@@ -12,6 +12,7 @@ use crate::algorithm::{
     BuiltIn, CallShape, Constraints, NativeKernel, RequestedAlgorithm, StandardCollective,
 };
 use crate::cuda::CudaEngine;
+use crate::experts::{ExpertCall, ExpertShape};
 use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
 use crate::plan::CheckedPlan;
@@ -416,6 +417,36 @@ impl Engine {
             Self::Cuda(_) => {}
         }
         sent
+    }
+
+    /// Loads the kernels that buffers for experts need on a device.
+    pub(super) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Cuda(cuda) => cuda.load_experts(shape),
+        }
+    }
+
+    /// Sends tokens to the ranks of their experts. The buffer's memory is at `call.region`.
+    pub(super) unsafe fn dispatch(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()> {
+        self.ready()?;
+        match self {
+            // SAFETY: as in `run`.
+            Self::Host(host) => unsafe { host.dispatch(call) },
+            // SAFETY: as in `run`.
+            Self::Cuda(cuda) => unsafe { cuda.dispatch(call, *stream) },
+        }
+    }
+
+    /// Sends rows of experts back, and sums them up.
+    pub(super) unsafe fn combine(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()> {
+        self.ready()?;
+        match self {
+            // SAFETY: as in `run`.
+            Self::Host(host) => unsafe { host.combine(call) },
+            // SAFETY: as in `run`.
+            Self::Cuda(cuda) => unsafe { cuda.combine(call, *stream) },
+        }
     }
 
     /// The engine of a device, for calls that need no engine in host memory.

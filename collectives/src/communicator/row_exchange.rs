@@ -12,7 +12,7 @@ use symmpool_allocator::{Block, CONTROL_LANE, Error, Result, Stream};
 use super::Communicator;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork, Scratch};
 use crate::{DType, Element, RowShape};
-use layout::Memory;
+pub(super) use layout::Memory;
 pub use layout::{Received, RowLayout};
 
 /// An all-to-all of rows that each have a destination, and the way back: what a mixture of experts does

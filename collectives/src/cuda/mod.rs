@@ -10,6 +10,7 @@
 //! | `all_to_all_copy`, `strided_copy` | all-to-alls and all-gathers carried by copy engines |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
+//! | `experts` | dispatch to experts, and combine |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `p2p` | send and recv between two ranks |
 //! | `plan`, `native` | run collectives that programs bring along: plans, by kernels made for them, and kernels |
@@ -40,6 +41,7 @@ mod api;
 mod arguments;
 mod constraints;
 mod engine;
+mod experts;
 mod fault;
 mod footprint;
 mod fused;

@@ -9,6 +9,7 @@ use symmpool_allocator::Error;
 pub(crate) use super::operation::Operation;
 use super::place::Place;
 use crate::algorithm::{AUTO, name_of};
+use crate::experts::{ExpertMode, ExpertShape};
 use crate::signal::DESCRIPTION_WORDS;
 use crate::{DType, NormOutput, ReduceOp};
 
@@ -151,6 +152,19 @@ impl Call {
         self
     }
 
+    /// Describes a dispatch to experts, or a combine: what the buffer is made for, and how rows lie. To be called before
+    /// [`Self::output`], which describes the buffer's memory.
+    #[inline]
+    pub(crate) fn experts(mut self, shape: &ExpertShape, mode: ExpertMode) -> Self {
+        let capacity = shape.capacity.unwrap_or(0) as u64;
+        let rows = shape.max_tokens as u64 | capacity << 21;
+        self.words[0] |= (shape.dtype as u64) << 8 | u64::from(mode.bits()) << 40;
+        self.words[1] =
+            shape.hidden as u64 | u64::from(shape.experts) << 24 | u64::from(shape.top_k) << 40;
+        self.words[2] = rows;
+        self
+    }
+
     /// Describes among how many peer blocks a device divides the call: blocks of one index on all ranks signal each
     /// other, so all ranks need the same number.
     #[inline]
@@ -210,6 +224,22 @@ impl Call {
     }
 }
 
+impl Call {
+    /// What follows the name and the type of a dispatch to experts or a combine.
+    fn fmt_experts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [head, shape, rows, output] = self.words;
+        let (hidden, experts, top_k) =
+            (shape & 0xff_ffff, shape >> 24 & 0xffff, shape >> 40 & 0xff);
+        let (max_tokens, capacity) = (rows & 0x1f_ffff, rows >> 21);
+        write!(f, ", hidden {hidden}, {experts} experts, top_k {top_k}, max_tokens {max_tokens}")?;
+        if capacity > 0 {
+            write!(f, ", capacity {capacity}")?;
+        }
+        write!(f, ", {}", ExpertMode::of_bits((head >> 40) as u32))?;
+        write!(f, ", in a buffer at window offset {:#x}", output & OFFSET)
+    }
+}
+
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [head, count, input, output] = self.words;
@@ -257,9 +287,14 @@ impl fmt::Display for Call {
                 write!(f, " of {}", dtype.name())?;
             } else if operation == Operation::AllToAllV {
                 write!(f, " of rows of {count} {}", dtype.name())?;
+            } else if matches!(operation, Operation::ExpertDispatch | Operation::ExpertCombine) {
+                write!(f, " of {}", dtype.name())?;
             } else {
                 write!(f, " of {count} {}", dtype.name())?;
             }
+        }
+        if matches!(operation, Operation::ExpertDispatch | Operation::ExpertCombine) {
+            return self.fmt_experts(f);
         }
         if operation == Operation::Broadcast {
             write!(f, " from rank {}", head >> 40)?;

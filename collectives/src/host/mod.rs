@@ -24,6 +24,7 @@ mod collectives;
 mod control;
 pub(crate) mod cores;
 mod engine;
+mod experts;
 mod fault;
 mod fused;
 pub(crate) mod kernels;

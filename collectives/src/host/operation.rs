@@ -22,10 +22,13 @@ pub(crate) enum Operation {
     Custom = 11,
     /// An all-reduce of rows, and what layers do next.
     AllReduceNorm = 12,
+    /// Tokens go to the ranks of their experts, and come back.
+    ExpertDispatch = 13,
+    ExpertCombine = 14,
 }
 
 impl Operation {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 14] = [
         Self::Declined,
         Self::Barrier,
         Self::AllReduce,
@@ -38,6 +41,8 @@ impl Operation {
         Self::Recv,
         Self::Custom,
         Self::AllReduceNorm,
+        Self::ExpertDispatch,
+        Self::ExpertCombine,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -54,6 +59,8 @@ impl Operation {
             Self::Recv => "recv",
             Self::Custom => "custom collective",
             Self::AllReduceNorm => "all_reduce_norm",
+            Self::ExpertDispatch => "dispatch to experts",
+            Self::ExpertCombine => "combine from experts",
         }
     }
 

@@ -31,18 +31,16 @@ pub struct Received {
 }
 
 /// A block that kernels may still use when it is dropped.
-pub(super) struct Memory {
+pub(in super::super) struct Memory {
     pool: Pool,
     /// `None` only while dropping.
     block: Option<Block<u8>>,
 }
 
 impl Memory {
-    pub(super) fn new(pool: &Pool, lane: &str, bytes: u64) -> Result<Self> {
+    pub(in super::super) fn new(pool: &Pool, lane: &str, bytes: u64) -> Result<Self> {
         let bytes = usize::try_from(bytes).map_err(|_| {
-            Error::out_of_memory(format!(
-                "{bytes} bytes for a row exchange: no memory is that long"
-            ))
+            Error::out_of_memory(format!("{bytes} bytes for rows: no memory is that long"))
         })?;
         let block = pool.lane(lane)?.alloc_bytes(bytes, ALIGN, Stream::DEFAULT)?;
         let memory = Self { pool: pool.clone(), block: Some(block) };
@@ -51,7 +49,7 @@ impl Memory {
         Ok(memory)
     }
 
-    pub(super) fn block(&self) -> &Block<u8> {
+    pub(in super::super) fn block(&self) -> &Block<u8> {
         self.block.as_ref().expect("there until dropped")
     }
 }
@@ -62,12 +60,12 @@ impl Drop for Memory {
         let Some(block) = self.block.take() else { return };
         if let Err(error) = self.pool.driver().synchronize_by(self.pool.group().deadline()) {
             // Kernels may still run, so the memory that they use is leaked.
-            tracing::warn!(%error, "the memory of a row exchange is not given back");
+            tracing::warn!(%error, "the memory for rows is not given back");
             block.into_address();
             return;
         }
         if let Err(error) = block.free_unordered() {
-            tracing::error!(%error, "freeing the memory of a row exchange");
+            tracing::error!(%error, "freeing the memory for rows");
         }
     }
 }

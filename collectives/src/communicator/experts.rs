@@ -1,0 +1,389 @@
+//! Mixture of experts: dispatch and combine.
+
+#![allow(unsafe_code)] // passes on memory by address
+
+use std::fmt;
+use std::ops::Deref;
+
+use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
+
+use super::Communicator;
+use super::row_exchange::Memory;
+use crate::experts::{ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP};
+use crate::{CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization};
+
+/// Sends tokens to the ranks of their experts, and sums up what comes back.
+///
+/// It is made ahead of calls, and has all memory that they need: symmetric memory, into which peers write rows directly.
+/// A call of [`Self::dispatch_at`] sends tokens, and [`Self::combine_at`] sends rows back. What connects the two is a
+/// *handle*, memory of the caller in which dispatch keeps how tokens were routed ([`HandleParts`]). There may be several
+/// handles. All calls are collective: every rank makes them in the same order, with tokens or without.
+///
+/// Received rows are in the buffer's memory ([`Self::received`]) if they lie by rank. They stay there until the next
+/// dispatch of the buffer; no peer writes them before this rank's stream has come to that call.
+pub struct ExpertBuffer<C: Deref<Target = Communicator>> {
+    comm: C,
+    shape: ExpertShape,
+    num_sms: Option<u32>,
+    /// Where the symmetric memory begins.
+    region: u64,
+    /// Keeps that memory, if it is the buffer's own.
+    _memory: Option<Memory>,
+}
+
+/// Where received rows and what belongs to them lie: addresses. Each part has room for as many rows as the buffer's
+/// capacity.
+#[derive(Clone, Copy, Debug)]
+pub struct ReceivedParts {
+    /// The rows.
+    pub rows: *mut u8,
+    /// Their scales, as many bytes for each as were sent.
+    pub scales: *mut u8,
+    /// Which experts of this rank each row is for: for each of its `top_k` ids the number of the expert among those of
+    /// this rank, or -1, as `i32`.
+    pub ids: *mut i32,
+    /// The weights of these.
+    pub weights: *mut f32,
+}
+
+impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
+    /// A buffer for this shape. Its kernels take at most `num_sms` SMs, or what is best. It allocates memory of the
+    /// pool: every rank makes its buffers, with the same arguments, at the same place of its sequence of allocations, and
+    /// none while a graph is captured. Commit the pool before a capture. On a device it waits for running kernels, and so
+    /// does dropping it; drop it after the graphs that use it.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for an invalid shape; the errors of allocating, and of compiling kernels.
+    pub fn new(comm: C, shape: ExpertShape, num_sms: Option<u32>) -> Result<Self> {
+        let shape = shape.checked(comm.rank(), comm.world())?;
+        let bytes = RegionParts::new(&shape, comm.world()).bytes;
+        let memory = Memory::new(comm.pool(), CONTROL_LANE, bytes)?;
+        let region = memory.block().address();
+        // SAFETY: the memory is new, has as many bytes, and is kept by the value.
+        let buffer = unsafe { Self::at(comm, shape, num_sms, region as *mut u8) }?;
+        Ok(Self { _memory: Some(memory), ..buffer })
+    }
+
+    /// A buffer in memory of the caller, of [`Self::region_bytes`] bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::new`].
+    ///
+    /// # Safety
+    ///
+    /// `region` is a block of the communicator's pool, at the same offset on every rank, that stays allocated while the
+    /// value and calls of it live. Nobody but its calls writes it.
+    pub unsafe fn at(
+        comm: C,
+        shape: ExpertShape,
+        num_sms: Option<u32>,
+        region: *mut u8,
+    ) -> Result<Self> {
+        let shape = shape.checked(comm.rank(), comm.world())?;
+        if num_sms.is_some_and(|count| count < 2) {
+            return Err(Error::invalid_argument(format!(
+                "a buffer for experts on rank {}: num_sms={}: kernels take 2 SMs or more",
+                comm.rank(),
+                num_sms.unwrap_or(0)
+            )));
+        }
+        comm.lock().engine.load_experts(&shape)?;
+        Ok(Self { comm, shape, num_sms, region: region as u64, _memory: None })
+    }
+
+    /// Bytes of the symmetric memory of a buffer of this shape among `world` ranks.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for an invalid shape.
+    pub fn region_bytes(shape: ExpertShape, rank: u32, world: u32) -> Result<usize> {
+        Ok(RegionParts::new(&shape.checked(rank, world)?, world).bytes as usize)
+    }
+
+    /// What it was made for.
+    pub fn shape(&self) -> ExpertShape {
+        self.shape
+    }
+
+    /// The most SMs that its kernels take, if that was given.
+    pub fn num_sms(&self) -> Option<u32> {
+        self.num_sms
+    }
+
+    /// The communicator whose calls it makes.
+    pub fn communicator(&self) -> &Communicator {
+        &self.comm
+    }
+
+    /// Where things lie in a handle.
+    pub fn handle_parts(&self) -> HandleParts {
+        HandleParts::new(&self.shape, self.comm.world())
+    }
+
+    /// Where received rows lie.
+    pub fn received(&self) -> ReceivedParts {
+        let parts = RegionParts::new(&self.shape, self.comm.world());
+        ReceivedParts {
+            rows: (self.region + parts.rows) as *mut u8,
+            scales: (self.region + parts.scales) as *mut u8,
+            ids: (self.region + parts.ids) as *mut i32,
+            weights: (self.region + parts.weights) as *mut f32,
+        }
+    }
+
+    /// The most rows that this rank can receive, with those that have a row for each of their experts.
+    pub fn capacity(&self, by_expert: bool, alignment: u32) -> usize {
+        let rows = self.shape.received(self.comm.world());
+        if !by_expert {
+            return rows;
+        }
+        let local = self.shape.local_experts(self.comm.world()) as usize;
+        rows * self.shape.top_k as usize + local * (alignment as usize - 1)
+    }
+
+    /// Sends tokens to the ranks of their experts. Ids, weights and tokens are read when the call runs, so that each
+    /// replay of a captured graph uses those of that moment; how many tokens there are is captured.
+    ///
+    /// # Errors
+    ///
+    /// Besides those of every call, on every rank: `is_invalid_argument` if an id is neither an expert nor -1, which is
+    /// named; that id counts as -1. `is_overflow` if a rank has no room for all its rows; the last ones were not written.
+    /// The communicator stays usable after these. In host memory the call itself returns the error, on a device
+    /// [`Communicator::synchronize`] does.
+    ///
+    /// # Safety
+    ///
+    /// What `dispatch` points to is readable, or writable, for its lengths by whoever runs the call, until the stream is
+    /// past it, and nobody else touches it meanwhile. `handle` is aligned to 16 bytes, and writable for
+    /// [`HandleParts::bytes`]; where `known`, only calls of this buffer wrote it. Where `dispatch.known`, there are as
+    /// many tokens as in the call that made the handle.
+    pub unsafe fn dispatch_at(
+        &self,
+        handle: *mut u8,
+        dispatch: &DispatchAt,
+        stream: &Stream,
+    ) -> Result<()> {
+        if let Err(why) = self.check_dispatch(handle, dispatch) {
+            return Err(self.decline(&why, stream));
+        }
+        let row_bytes = match dispatch.quantized || dispatch.quantize != Quantization::None {
+            true => self.shape.hidden,
+            false => self.shape.row_bytes(),
+        };
+        let scale_bytes = match dispatch.quantize {
+            Quantization::None => dispatch.scale_bytes,
+            quantize => self.shape.groups() * quantize.scale_bytes(),
+        };
+        let (output, output_scales, output_capacity, alignment) = match dispatch.layout {
+            ExpertLayout::ByRank => (std::ptr::null_mut(), std::ptr::null_mut(), 0, 1),
+            ExpertLayout::ByExpert { output, scales, capacity, alignment } => {
+                (output, scales, capacity, alignment)
+            }
+        };
+        let work = ExpertsWork {
+            input: dispatch.input as u64,
+            input_scales: dispatch.scales as u64,
+            ids: dispatch.ids as u64,
+            weights: dispatch.weights as u64,
+            output: output as u64,
+            output_scales: output_scales as u64,
+            output_capacity: output_capacity as u64,
+            row_bytes: row_bytes as u64,
+            scale_bytes: scale_bytes as u64,
+            tokens: dispatch.tokens as u32,
+            alignment,
+            wide: u32::from(dispatch.ids_dtype == DType::I64),
+            known: u32::from(dispatch.known),
+            quantize: dispatch.quantize as u32,
+            ..self.work(handle)
+        };
+        let mode = ExpertMode {
+            by_expert: matches!(dispatch.layout, ExpertLayout::ByExpert { .. }),
+            known: dispatch.known,
+            weights: false,
+            quantized: row_bytes != self.shape.row_bytes() || dispatch.quantized,
+            scale_bytes: scale_bytes as u32,
+        };
+        let mut inner = self.comm.begin(stream)?;
+        let call = self.call(&mut inner, mode, work, stream)?;
+        // SAFETY: the caller's promises; the rest lies in the buffer's own memory and the handle, which are as long as
+        // `ExpertsWork` takes them to be.
+        unsafe { inner.engine.dispatch(&call, stream) }
+    }
+
+    /// Sends rows back to the ranks of their tokens, and sums up the rows of each token, in the order of ranks and in
+    /// `f32`. A token without rows becomes zeros. Rows by expert are multiplied by their weights and summed up on their
+    /// rank first, in the order of the token's experts; that sum is rounded to the buffer's type, as it travels.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::dispatch_at`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch_at`]. `handle` is one that a dispatch of this buffer made, with rows that lay as `combine`
+    /// says, and of as many tokens. The input has all rows that were received then.
+    pub unsafe fn combine_at(
+        &self,
+        handle: *mut u8,
+        combine: &CombineAt,
+        stream: &Stream,
+    ) -> Result<()> {
+        if let Err(why) = self.check_combine(handle, combine) {
+            return Err(self.decline(&why, stream));
+        }
+        let work = ExpertsWork {
+            input: combine.input as u64,
+            weights: combine.weights as u64,
+            output: combine.output as u64,
+            tokens: combine.tokens as u32,
+            sends_weights: u32::from(!combine.weights.is_null()),
+            ..self.work(handle)
+        };
+        let (by_expert, weights) = (combine.by_expert, !combine.weights.is_null());
+        let mode = ExpertMode { by_expert, weights, ..ExpertMode::default() };
+        let mut inner = self.comm.begin(stream)?;
+        let call = self.call(&mut inner, mode, work, stream)?;
+        // SAFETY: as in `dispatch_at`.
+        unsafe { inner.engine.combine(&call, stream) }
+    }
+
+    fn work(&self, handle: *mut u8) -> ExpertsWork {
+        ExpertsWork::new(&self.shape, self.comm.world(), self.region, handle as u64)
+    }
+
+    /// A call, with the buffer's memory in a window, as `begin` has committed what was due.
+    fn call(
+        &self,
+        inner: &mut super::Inner,
+        mode: ExpertMode,
+        work: ExpertsWork,
+        stream: &Stream,
+    ) -> Result<ExpertCall> {
+        let bytes = RegionParts::new(&self.shape, self.comm.world()).bytes as usize;
+        let place = self.comm.place_at(inner, self.region as *mut u8, bytes, stream)?;
+        match place {
+            Place::Window(_) => {
+                let (shape, num_sms) = (self.shape, self.num_sms);
+                Ok(ExpertCall { shape, mode, num_sms, work, region: place })
+            }
+            Place::Plain(_) => {
+                let why = "its memory is in no window: commit the pool before a capture";
+                let why =
+                    Error::invalid_state(format!("experts on rank {}: {why}", self.comm.rank()));
+                Err(inner.engine.decline(why, stream))
+            }
+        }
+    }
+
+    fn decline(&self, why: &str, stream: &Stream) -> Error {
+        let why = Error::invalid_argument(format!("experts on rank {}: {why}", self.comm.rank()));
+        self.comm.decline(why, stream)
+    }
+
+    fn check_dispatch(
+        &self,
+        handle: *mut u8,
+        dispatch: &DispatchAt,
+    ) -> std::result::Result<(), String> {
+        let shape = &self.shape;
+        let there =
+            |at: *const u8, what: &str, align: usize| match (at as usize).is_multiple_of(align) {
+                _ if dispatch.tokens > 0 && at.is_null() => Err(format!("no {what}")),
+                false => Err(format!("{what} at {at:?}: the address is no multiple of {align}")),
+                true => Ok(()),
+            };
+        self.check_call(handle, dispatch.tokens)?;
+        there(dispatch.input, "tokens", 16)?;
+        if !dispatch.known {
+            if !matches!(dispatch.ids_dtype, DType::I32 | DType::I64) {
+                return Err(format!("ids of {}: they are i32 or i64", dispatch.ids_dtype.name()));
+            }
+            there(dispatch.ids, "ids", dispatch.ids_dtype.size())?;
+        }
+        let quantizes = dispatch.quantize != Quantization::None;
+        if quantizes && (dispatch.quantized || !shape.hidden.is_multiple_of(SCALE_GROUP)) {
+            return Err(format!(
+                "{:?} of tokens of {} {}: tokens that are quantised by dispatch are not so before, and have a \
+                 multiple of {SCALE_GROUP} channels",
+                dispatch.quantize,
+                shape.hidden,
+                if dispatch.quantized { "f8e4m3" } else { shape.dtype.name() }
+            ));
+        }
+        if dispatch.quantized && !shape.hidden.is_multiple_of(16) {
+            return Err(format!(
+                "quantised tokens of {} channels: they have a multiple of 16",
+                shape.hidden
+            ));
+        }
+        let most = 4 * shape.groups();
+        if dispatch.scale_bytes > most || (quantizes && dispatch.scale_bytes > 0) {
+            return Err(format!(
+                "{} bytes of scales for each token: there are at most {most}, an f32 for {SCALE_GROUP} channels each, \
+                 and none where dispatch quantises",
+                dispatch.scale_bytes
+            ));
+        }
+        if dispatch.scale_bytes > 0 {
+            there(dispatch.scales, "scales", 1)?;
+        }
+        if let ExpertLayout::ByExpert { output, alignment, capacity, .. } = dispatch.layout {
+            if alignment == 0 || alignment > 1 << 16 {
+                return Err(format!("alignment={alignment}: it is 1 to 65536"));
+            }
+            if !(output as usize).is_multiple_of(16) || (output.is_null() && capacity > 0) {
+                return Err(format!("an output at {output:?}: its address is a multiple of 16"));
+            }
+            if capacity > i32::MAX as usize {
+                return Err(format!("an output of {capacity} rows: it has less than 2^31"));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_combine(
+        &self,
+        handle: *mut u8,
+        combine: &CombineAt,
+    ) -> std::result::Result<(), String> {
+        self.check_call(handle, combine.tokens)?;
+        for (at, what) in [(combine.input, "input"), (combine.output.cast_const(), "output")] {
+            if !(at as usize).is_multiple_of(16) {
+                return Err(format!("{what} at {at:?}: the address is no multiple of 16"));
+            }
+        }
+        if combine.tokens > 0 && combine.output.is_null() {
+            return Err("no output".to_owned());
+        }
+        if !combine.weights.is_null() && !combine.by_expert {
+            return Err("weights for rows by rank: those are summed as they are".to_owned());
+        }
+        Ok(())
+    }
+
+    fn check_call(&self, handle: *mut u8, tokens: usize) -> std::result::Result<(), String> {
+        if handle.is_null() || !(handle as usize).is_multiple_of(16) {
+            return Err(format!("a handle at {handle:?}: its address is a multiple of 16"));
+        }
+        if tokens > self.shape.max_tokens {
+            return Err(format!(
+                "{tokens} tokens where the buffer is made for {} (max_tokens)",
+                self.shape.max_tokens
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl<C: Deref<Target = Communicator>> fmt::Debug for ExpertBuffer<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ExpertBuffer")
+            .field("rank", &self.comm.rank())
+            .field("shape", &self.shape)
+            .field("num_sms", &self.num_sms)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,255 @@
+//! Where things lie in the memory of a buffer for experts and in a handle, and the arguments of kernels.
+
+use super::ExpertShape;
+
+/// Parts of memory begin at multiples of this.
+pub(crate) const ALIGN: u64 = 512;
+/// Most chunks into which a rank's tokens are cut.
+pub(crate) const MOST_CHUNKS: u32 = 2048;
+/// Most chunks that a peer block has: so many times blocks signal in a call.
+const MOST_STEPS: u32 = 8;
+/// Fewer tokens in a chunk are not worth a signal.
+const CHUNK_TOKENS: usize = 4;
+
+/// Into how many chunks `tokens` tokens are cut among so many peer blocks. Chunk `c` of `n` begins at token
+/// `tokens * c / n`. Kernels compute the same (`chunks_of` in `experts/work.cuh`).
+pub(crate) fn chunks_of(tokens: usize, peer_blocks: u32) -> u32 {
+    let steps = tokens / (peer_blocks as usize * CHUNK_TOKENS);
+    let most = MOST_STEPS.min(MOST_CHUNKS / peer_blocks).max(1);
+    peer_blocks * (steps as u32).clamp(1, most)
+}
+
+/// Divides memory into parts, one after the other.
+struct Parts(u64);
+
+impl Parts {
+    fn take(&mut self, count: u64, size: u64) -> u64 {
+        let here = self.0;
+        self.0 = (here + count * size).next_multiple_of(ALIGN);
+        here
+    }
+}
+
+/// Where things lie in the symmetric memory of a buffer, which peers write: offsets in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RegionParts {
+    /// Received rows, and of each its scales, the numbers of its experts on this rank (`i32`, -1 for those elsewhere),
+    /// their weights (`f32`), its number on its source (`i32`), and for each expert how many rows of the same source
+    /// go to that expert before it (`i32`).
+    pub(crate) rows: u64,
+    pub(crate) scales: u64,
+    pub(crate) ids: u64,
+    pub(crate) weights: u64,
+    pub(crate) tokens: u64,
+    pub(crate) places: u64,
+    /// The row, counted from the source's first one, at which each chunk of each source begins (`i32`).
+    pub(crate) chunks: u64,
+    /// Weights that a combine is given, for each received row.
+    pub(crate) combine_weights: u64,
+    /// Rows that come back, from each peer in the order of its distance.
+    pub(crate) combined: u64,
+    pub(crate) bytes: u64,
+}
+
+impl RegionParts {
+    pub(crate) fn new(shape: &ExpertShape, world: u32) -> Self {
+        let (ranks, capacity) = (u64::from(world), shape.received(world) as u64);
+        let (top_k, row) = (u64::from(shape.top_k), shape.row_bytes() as u64);
+        let mut parts = Parts(0);
+        let rows = parts.take(capacity, row);
+        let scales = parts.take(capacity, 4 * shape.groups() as u64);
+        let ids = parts.take(capacity * top_k, 4);
+        let weights = parts.take(capacity * top_k, 4);
+        let tokens = parts.take(capacity, 4);
+        let places = parts.take(capacity * top_k, 4);
+        let chunks = parts.take(ranks * u64::from(MOST_CHUNKS + 1), 4);
+        let combine_weights = parts.take(capacity * top_k, 4);
+        let combined = parts.take((ranks - 1) * shape.max_tokens as u64, row);
+        let bytes = parts.0;
+        Self {
+            rows,
+            scales,
+            ids,
+            weights,
+            tokens,
+            places,
+            chunks,
+            combine_weights,
+            combined,
+            bytes,
+        }
+    }
+}
+
+/// Where things lie in a handle, which says how the tokens of a dispatch were routed: offsets in bytes. All numbers are
+/// `i32`, but for weights.
+#[derive(Clone, Copy, Debug)]
+pub struct HandleParts {
+    /// How many rows were received, then how many tokens this rank had, then how many rows by expert there are,
+    /// padding included.
+    pub head: usize,
+    /// Where the rows of each source begin, and behind them the end: `world + 1` numbers.
+    pub source_offsets: usize,
+    /// Where the rows of this rank begin on each rank.
+    pub bases: usize,
+    /// How many tokens each rank had.
+    pub source_tokens: usize,
+    /// How many rows each expert of this rank was sent.
+    pub expert_counts: usize,
+    /// Where rows of each expert begin if they lie by expert, and behind them the end: one number more than experts.
+    pub expert_offsets: usize,
+    /// For each token and rank, which row of those that this rank sends there it is; -1 for none: `[max_tokens, world]`.
+    pub positions: usize,
+    /// The row, counted from the source's first one, at which each chunk of each source begins.
+    pub chunks: usize,
+    /// For each received row and expert of it, its row by expert; -1 for none: `[capacity, top_k]`.
+    pub places: usize,
+    /// For each received row and expert of it, its weight (`f32`).
+    pub weights: usize,
+    /// The source's number of each received row.
+    pub tokens: usize,
+    /// Bytes of a handle.
+    pub bytes: usize,
+}
+
+impl HandleParts {
+    pub(crate) fn new(shape: &ExpertShape, world: u32) -> Self {
+        let (ranks, capacity) = (u64::from(world), shape.received(world) as u64);
+        let (top_k, local) = (u64::from(shape.top_k), u64::from(shape.local_experts(world)));
+        let mut parts = Parts(0);
+        let mut take = |count: u64| parts.take(count, 4) as usize;
+        let head = take(16);
+        let source_offsets = take(ranks + 1);
+        let bases = take(ranks);
+        let source_tokens = take(ranks);
+        let expert_counts = take(local);
+        let expert_offsets = take(local + 1);
+        let positions = take(shape.max_tokens as u64 * ranks);
+        let chunks = take(ranks * u64::from(MOST_CHUNKS + 1));
+        let places = take(capacity * top_k);
+        let weights = take(capacity * top_k);
+        let tokens = take(capacity);
+        let bytes = parts.0 as usize;
+        Self {
+            head,
+            source_offsets,
+            bases,
+            source_tokens,
+            expert_counts,
+            expert_offsets,
+            positions,
+            chunks,
+            places,
+            weights,
+            tokens,
+            bytes,
+        }
+    }
+}
+
+/// The arguments of kernels; addresses are those of this rank. This is `ExpertsWork` in `experts/work.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertsWork {
+    /// What the caller gave.
+    pub(crate) input: u64,
+    pub(crate) input_scales: u64,
+    pub(crate) ids: u64,
+    pub(crate) weights: u64,
+    pub(crate) output: u64,
+    pub(crate) output_scales: u64,
+    /// Parts of the handle.
+    pub(crate) head: u64,
+    pub(crate) source_offsets: u64,
+    pub(crate) bases: u64,
+    pub(crate) source_tokens: u64,
+    pub(crate) expert_counts: u64,
+    pub(crate) expert_offsets: u64,
+    pub(crate) positions: u64,
+    pub(crate) chunks: u64,
+    pub(crate) places: u64,
+    pub(crate) kept_weights: u64,
+    pub(crate) kept_tokens: u64,
+    /// Parts of the buffer's symmetric memory.
+    pub(crate) rows: u64,
+    pub(crate) row_scales: u64,
+    pub(crate) row_ids: u64,
+    pub(crate) row_weights: u64,
+    pub(crate) row_tokens: u64,
+    pub(crate) row_places: u64,
+    pub(crate) chunk_begins: u64,
+    pub(crate) combine_weights: u64,
+    pub(crate) combined: u64,
+    /// Bytes of a row that travels, and of its scales.
+    pub(crate) row_bytes: u64,
+    pub(crate) scale_bytes: u64,
+    /// Rows that a rank can receive, and rows by expert that `output` has room for.
+    pub(crate) capacity: u64,
+    pub(crate) output_capacity: u64,
+    pub(crate) max_tokens: u32,
+    pub(crate) tokens: u32,
+    pub(crate) top_k: u32,
+    pub(crate) experts: u32,
+    /// What the number of each expert's first row is a multiple of.
+    pub(crate) alignment: u32,
+    /// Whether ids have 64 bits.
+    pub(crate) wide: u32,
+    /// Whether the routing is that of the handle.
+    pub(crate) known: u32,
+    /// How tokens are quantised: `Quantization`.
+    pub(crate) quantize: u32,
+    /// How many peer blocks there are on every rank.
+    pub(crate) peer_blocks: u32,
+    /// Whether weights are sent ahead of a combine.
+    pub(crate) sends_weights: u32,
+}
+
+impl ExpertsWork {
+    /// Arguments with the addresses of a buffer and a handle only.
+    pub(crate) fn new(shape: &ExpertShape, world: u32, region_at: u64, handle_at: u64) -> Self {
+        let (region, handle) = (RegionParts::new(shape, world), HandleParts::new(shape, world));
+        let kept = |part: usize| handle_at + part as u64;
+        Self {
+            input: 0,
+            input_scales: 0,
+            ids: 0,
+            weights: 0,
+            output: 0,
+            output_scales: 0,
+            head: kept(handle.head),
+            source_offsets: kept(handle.source_offsets),
+            bases: kept(handle.bases),
+            source_tokens: kept(handle.source_tokens),
+            expert_counts: kept(handle.expert_counts),
+            expert_offsets: kept(handle.expert_offsets),
+            positions: kept(handle.positions),
+            chunks: kept(handle.chunks),
+            places: kept(handle.places),
+            kept_weights: kept(handle.weights),
+            kept_tokens: kept(handle.tokens),
+            rows: region_at + region.rows,
+            row_scales: region_at + region.scales,
+            row_ids: region_at + region.ids,
+            row_weights: region_at + region.weights,
+            row_tokens: region_at + region.tokens,
+            row_places: region_at + region.places,
+            chunk_begins: region_at + region.chunks,
+            combine_weights: region_at + region.combine_weights,
+            combined: region_at + region.combined,
+            row_bytes: shape.row_bytes() as u64,
+            scale_bytes: 0,
+            capacity: shape.received(world) as u64,
+            output_capacity: 0,
+            max_tokens: shape.max_tokens as u32,
+            tokens: 0,
+            top_k: shape.top_k,
+            experts: shape.experts,
+            alignment: 1,
+            wide: 0,
+            known: 0,
+            quantize: 0,
+            peer_blocks: 1,
+            sends_weights: 0,
+        }
+    }
+}
