@@ -23,8 +23,8 @@
 
 mod choice;
 mod engine;
-mod fused;
 mod experts;
+mod fused;
 mod make;
 mod memory;
 mod one_sided;
@@ -50,8 +50,8 @@ use crate::{Element, Place, ReduceOp, StandardCollective};
 pub use choice::Selector;
 use choice::{Choices, Request};
 use engine::Engine;
-pub use memory::CommunicatorMemory;
 pub use experts::{ExpertBuffer, ReceivedParts};
+pub use memory::CommunicatorMemory;
 pub use options::CommunicatorOptions;
 use refusal::Shared;
 pub use row_exchange::{Received, RowExchange, RowLayout, RowsAt};

@@ -8,8 +8,8 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, first_calls, fused, huge,
-    native, one_sided, one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, first_calls, fused,
+    huge, native, one_sided, one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -91,6 +91,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let (row_cases, row_wrong) = row_exchange::run(pool, options)?;
         cases += row_cases;
         wrong += row_wrong;
+    }
+    if options.wants("experts") {
+        let (expert_cases, expert_wrong) = experts::run(pool, options)?;
+        cases += expert_cases;
+        wrong += expert_wrong;
     }
     if options.wants("one_sided") {
         for (some_cases, some_wrong) in

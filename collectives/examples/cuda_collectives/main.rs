@@ -19,6 +19,8 @@ mod bench;
 mod check;
 mod cuda;
 mod equal_parts;
+mod experts;
+mod experts_model;
 mod faults;
 mod first_calls;
 mod fused;

@@ -30,10 +30,13 @@ struct PeerBlocks {
     u32 end;
 
     // Of `count` indices, those of this block.
-    __device__ __forceinline__ explicit PeerBlocks(u32 count) : first(worker_block()), end(first + 1) {
-        if (count != worker_blocks()) {
-            first = count * worker_block() / worker_blocks();
-            end = count * (worker_block() + 1) / worker_blocks();
+    __device__ __forceinline__ explicit PeerBlocks(u32 count) : PeerBlocks(count, worker_block(), worker_blocks()) {}
+
+    // The same, where `blocks` of the worker blocks divide the indices, and this is number `block` of them.
+    __device__ __forceinline__ PeerBlocks(u32 count, u32 block, u32 blocks) : first(block), end(first + 1) {
+        if (count != blocks) {
+            first = count * block / blocks;
+            end = count * (block + 1) / blocks;
         }
     }
 

@@ -5,18 +5,130 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
-use crate::experts::{ExpertCall, ExpertShape};
+use super::kernel_mode::KernelMode;
+use super::kernel_spec::KernelSpec;
+use super::params::CallParams;
+use super::reductions::THREADS;
+use crate::experts::{ExpertCall, ExpertMode, ExpertShape, Quantization};
+use crate::host::call::{Call, Operation};
+use crate::jit::Kernel;
+use crate::jit::sources::{COMBINE, DISPATCH};
+use crate::{DType, ReduceOp};
+
+/// Peer blocks of every call. With so many, 128 tokens have a block each, and thousands are divided evenly; where fewer
+/// blocks run, each does the work of several.
+const PEER_BLOCKS: u32 = 128;
 
 impl CudaEngine {
-    pub(crate) fn load_experts(&mut self, _shape: &ExpertShape) -> Result<()> {
+    /// Compiles and loads the kernels of a buffer ahead of calls.
+    pub(crate) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
+        let mut specs = Vec::new();
+        for by_expert in [false, true] {
+            specs.push(self.combine_spec(shape.dtype, by_expert));
+            specs.push(spec(&DISPATCH, DType::U8, by_expert, false));
+            specs.push(spec(&DISPATCH, shape.dtype, by_expert, true));
+        }
+        specs.sort();
+        self.prepare_kernels(&specs)?;
+        // What the ranks tell each other of their rows travels through the LL inbox.
+        let (world, local) = (u64::from(self.world()), shape.local_experts(self.world()));
+        let vectors = world * (1 + world.div_ceil(4) + u64::from(local).div_ceil(4));
+        if vectors > self.control.ll_vectors() {
+            return Err(Error::unsupported(format!(
+                "{} experts on rank {}: their counts take {vectors} vectors of the LL inbox, which has {}; \
+                 make the communicator with more device memory (device_memory_bytes)",
+                shape.experts,
+                self.rank(),
+                self.control.ll_vectors()
+            )));
+        }
         Ok(())
     }
 
-    pub(crate) unsafe fn dispatch(&mut self, _call: &ExpertCall, _stream: Stream) -> Result<()> {
-        Err(Error::unsupported("not yet"))
+    /// Sends tokens to the ranks of their experts.
+    ///
+    /// # Errors
+    ///
+    /// Those of every call.
+    ///
+    /// # Safety
+    ///
+    /// As [`ExpertBuffer::dispatch_at`](crate::ExpertBuffer::dispatch_at).
+    pub(crate) unsafe fn dispatch(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
+        self.begin(stream)?;
+        let quantizes = call.work.quantize != Quantization::None as u32;
+        let dtype = if quantizes { call.shape.dtype } else { DType::U8 };
+        let kernel = self.kernel(spec(&DISPATCH, dtype, call.mode.by_expert, quantizes))?;
+        let room = kernel.resident(THREADS).min(kernel.budget.most_blocks);
+        let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_call(Operation::ExpertDispatch, (kernel, blocks), call, stream) }
     }
 
-    pub(crate) unsafe fn combine(&mut self, _call: &ExpertCall, _stream: Stream) -> Result<()> {
-        Err(Error::unsupported("not yet"))
+    /// Sends rows of experts back, and sums them up.
+    ///
+    /// # Errors
+    ///
+    /// Those of every call.
+    ///
+    /// # Safety
+    ///
+    /// As [`ExpertBuffer::combine_at`](crate::ExpertBuffer::combine_at).
+    pub(crate) unsafe fn combine(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
+        self.begin(stream)?;
+        let ExpertMode { by_expert, .. } = call.mode;
+        let kernel = self.kernel(self.combine_spec(call.shape.dtype, by_expert))?;
+        // A block that sends and one that sums up, for each index.
+        let room = kernel.resident(THREADS).min(kernel.budget.most_blocks);
+        let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, 2 * PEER_BLOCKS + 1);
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_call(Operation::ExpertCombine, (kernel, blocks), call, stream) }
+    }
+
+    fn combine_spec(&self, dtype: DType, by_expert: bool) -> KernelSpec {
+        // Vectors of more ranks take more registers.
+        let blocks = if self.world() <= 4 { 2 } else { 1 };
+        KernelSpec { blocks, ..spec(&COMBINE, dtype, by_expert, false) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`].
+    unsafe fn launch_call(
+        &mut self,
+        operation: Operation,
+        (kernel, blocks): (super::kernels::LoadedKernel, u32),
+        call: &ExpertCall,
+        stream: Stream,
+    ) -> Result<()> {
+        let described = Call::new(operation).experts(&call.shape, call.mode).output(call.region);
+        let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
+        let mut work = call.work;
+        work.peer_blocks = PEER_BLOCKS;
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_experts(kernel, (blocks, THREADS), &params, &work, stream) }
+    }
+}
+
+/// The kernel of a call.
+fn spec(
+    kernel: &'static Kernel<'static>,
+    dtype: DType,
+    by_expert: bool,
+    quantizes: bool,
+) -> KernelSpec {
+    let mode = KernelMode::Experts { by_expert, quantizes };
+    KernelSpec { mode, ..KernelSpec::reduces(kernel, (dtype, ReduceOp::Sum)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::experts::ExpertsWork;
+
+    #[test]
+    fn the_arguments_are_as_large_as_kernels_are_compiled_with() {
+        let row = crate::jit::sources::COMBINE.variants[0];
+        let stated = row.iter().find(|(axis, _)| *axis == "EXPERTS_WORK_BYTES").expect("the axis");
+        assert_eq!(stated.1[0].parse(), Ok(size_of::<ExpertsWork>()));
     }
 }

@@ -54,6 +54,10 @@ struct Notice {
 }
 
 const OVERFLOW: u32 = 1;
+// Those of `experts/work.cuh`.
+const NO_EXPERT: u32 = 3;
+const ROWS_OVERFLOW: u32 = 4;
+const EXPERTS_OVERFLOW: u32 = 5;
 
 impl Notice {
     /// The notice as an error of `rank` of `world`, after `calls` calls with notices.
@@ -72,6 +76,9 @@ impl Notice {
             ))
             .naming([culprit]);
         }
+        if let NO_EXPERT | ROWS_OVERFLOW | EXPERTS_OVERFLOW = kind {
+            return self.error_of_experts(rank, &more).naming([culprit]);
+        }
         if culprit == rank && bad.epoch == epoch {
             let bad_row = BadRow { row: bad.row as usize, destination: bad.destination.into() };
             let why = bad_row.why(rank, world);
@@ -86,6 +93,32 @@ impl Notice {
              destination is no rank. It sent nothing, and the communicator stays usable.{more}"
         ))
         .naming([culprit])
+    }
+}
+
+impl Notice {
+    /// The notice of a dispatch to experts.
+    fn error_of_experts(&self, rank: u32, more: &str) -> Error {
+        let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
+        let call =
+            format!("dispatch to experts, collective {epoch} on the device, seen on rank {rank}");
+        let left = "The communicator stays usable";
+        match kind {
+            NO_EXPERT => Error::invalid_argument(format!(
+                "{call}: token {needed} of rank {culprit} has the id {}, which is no expert; it counts as -1. \
+                 {left}.{more}",
+                room as u32 as i32
+            )),
+            ROWS_OVERFLOW => Error::overflow(format!(
+                "{call}: rank {culprit} was sent {needed} rows, and its buffer has room for {room} (capacity). The \
+                 {} beyond were not written. {left}.{more}",
+                needed.saturating_sub(room)
+            )),
+            _ => Error::overflow(format!(
+                "{call}: rank {culprit} received rows for its experts that take {needed} places, and its output has \
+                 {room}. Those beyond were not written. {left}.{more} Pass a longer output."
+            )),
+        }
     }
 }
 
@@ -322,6 +355,18 @@ mod tests {
         let text = error.to_string();
         assert!(text.contains("rank 3 was sent 12 elements, and its output holds 10"), "{text}");
         assert!(!text.contains("such calls"), "{text}");
+        let no_expert = Notice { kind: NO_EXPERT, needed: 5, room: 0xffff_fff9, ..notice };
+        let error = no_expert.error((0, 4), 1, BadRowRecord::default());
+        assert!(error.is_invalid_argument() && error.ranks() == [3], "{error}");
+        assert!(error.to_string().contains("token 5 of rank 3 has the id -7"), "{error}");
+        for kind in [ROWS_OVERFLOW, EXPERTS_OVERFLOW] {
+            let error = Notice { kind, ..notice }.error((3, 4), 2, BadRowRecord::default());
+            assert!(error.is_overflow() && error.ranks() == [3], "{error}");
+            assert!(
+                error.to_string().contains("12") && error.to_string().contains("10"),
+                "{error}"
+            );
+        }
         let nonsense = Notice { kind: 2, ..notice }.error((0, 4), 5, BadRowRecord::default());
         assert!(nonsense.is_invalid_argument() && nonsense.ranks() == [3], "{nonsense}");
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");

@@ -18,6 +18,11 @@ pub(super) enum KernelMode {
     PointToPoint(P2pMode),
     RowExchange(RowStep),
     Norm(NormMode),
+    /// Whether rows lie by expert, and whether a dispatch quantises tokens.
+    Experts {
+        by_expert: bool,
+        quantizes: bool,
+    },
 }
 
 /// What a fused all-reduce makes of the sum, and how threads divide rows.
@@ -124,6 +129,9 @@ impl KernelMode {
             Self::Norm(NormMode { output, units, held }) => {
                 let units = if units == 1 { "1" } else { "2" };
                 vec![("OUTPUT", output.name()), ("UNITS", units), ("HELD", number(held))]
+            }
+            Self::Experts { by_expert, quantizes } => {
+                vec![("BY_EXPERT", number(by_expert)), ("QUANTIZES", number(quantizes))]
             }
             Self::RowExchange(step) => {
                 let name = match step {

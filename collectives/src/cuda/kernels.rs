@@ -16,6 +16,7 @@ use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
 use super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
 use super::sm_budget::{BudgetMember, BudgetOptions, SmBudget};
+use crate::experts::ExpertsWork;
 use crate::row_exchange::RowWork;
 
 /// The numbers of threads that blocks may have.
@@ -122,6 +123,11 @@ impl Kernels {
         self.budget
     }
 
+    /// Compiles and loads kernels ahead of calls, several at a time.
+    pub(super) fn prepare(&self, rank: u32, specs: &[KernelSpec]) -> Result<()> {
+        self.modules.make_ready((rank, self.world), specs)
+    }
+
     /// The kernel with its budget. Compiles and loads it if need be.
     pub(super) fn get(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
         let budget = self.budget;
@@ -194,6 +200,28 @@ impl Kernels {
     ) -> Result<()> {
         let mut arguments: [*mut c_void; 2] =
             [(&raw const *comm).cast_mut().cast(), (&raw const *work).cast_mut().cast()];
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
+    }
+
+    /// Puts a kernel of a dispatch to experts, or of a combine, on a stream. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`]; the kernel is one of `experts/`.
+    pub(super) unsafe fn launch_experts(
+        &self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        stream: Stream,
+        (comm, call): (&Comm, &CallParams),
+        work: &ExpertsWork,
+    ) -> Result<()> {
+        let mut arguments: [*mut c_void; 3] = [
+            (&raw const *comm).cast_mut().cast(),
+            (&raw const *call).cast_mut().cast(),
+            (&raw const *work).cast_mut().cast(),
+        ];
         // SAFETY: the caller's promises.
         unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }

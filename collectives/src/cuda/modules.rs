@@ -24,6 +24,7 @@ use super::kernel_spec::KernelSpec;
 use super::kernels::{LoadedKernel, SIZES};
 use super::made::{MadeKernel, MadeSource};
 use super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
+use crate::experts::ExpertsWork;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 use crate::row_exchange::RowWork;
 
@@ -213,6 +214,7 @@ impl Modules {
             ("FAULT_BYTES", RECORD_BYTES as u64),
             ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
             ("ROW_WORK_BYTES", size_of::<RowWork>() as u64),
+            ("EXPERTS_WORK_BYTES", size_of::<ExpertsWork>() as u64),
             ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
             ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),
         ]

@@ -34,6 +34,8 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
     "fused/norm.cuh",
+    "experts/counts.cuh",
+    "experts/work.cuh",
     "protocol/inbox.cuh",
     "protocol/lamport.cuh",
     "protocol/lamport_escaped.cuh",
@@ -58,9 +60,11 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
 pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &ALL_TO_ALL,
     &BARRIER,
+    &COMBINE,
     &COPY_COMPANION,
     &NORM_ONE_SHOT,
     &NORM_TWO_SHOT,
+    &DISPATCH,
     &ONE_SHOT,
     &ONE_SHOT_LL128,
     &ONE_SHOT_PULL,
@@ -92,6 +96,10 @@ const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
 /// One type for each way to widen, reduce and narrow, for kernels with more parameters than these.
 const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
 const LAMPORT_DTYPES: Axis = ("DTYPE", &["1", "4", "9"]);
+/// The types that combine sums up: `f32`, `f16` and `bf16`.
+const EXPERT_DTYPES: Axis = ("DTYPE", &["1", "3", "4"]);
+/// Whether rows lie by expert.
+const BY_EXPERT: Axis = ("BY_EXPERT", &["0", "1"]);
 const BYTES: Axis = ("DTYPE", &["7"]);
 const F32: Axis = ("DTYPE", &["1"]);
 const SUM: Axis = ("OP", &["1"]);
@@ -122,6 +130,7 @@ const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
 const ROW_WORK_BYTES: Axis = ("ROW_WORK_BYTES", &["152"]);
+const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["280"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
 macro_rules! collective {
@@ -188,6 +197,37 @@ pub(crate) const ROW_EXCHANGE: Kernel<'static> = collective!(
         ROW_WORK_BYTES
     ],
     [ODD, NARROW, ("STEP", &["PACK", "UNPACK"]), ROW_WORK_BYTES],
+);
+
+/// Sends tokens to the ranks of their experts.
+pub(crate) const DISPATCH: Kernel<'static> = collective!(
+    "experts" / "dispatch",
+    [
+        ("WORLD", &["1", "2", "8"]),
+        WIDE,
+        BYTES,
+        BY_EXPERT,
+        ("QUANTIZES", &["0"]),
+        EXPERTS_WORK_BYTES
+    ],
+    [
+        ("WORLD", &["2", "4"]),
+        WIDE,
+        EXPERT_DTYPES,
+        BY_EXPERT,
+        ("QUANTIZES", &["1"]),
+        EXPERTS_WORK_BYTES
+    ],
+    [ODD, WIDE, BYTES, ("BY_EXPERT", &["1"]), ("QUANTIZES", &["0"]), EXPERTS_WORK_BYTES],
+);
+
+/// Sends rows of experts back, and sums them up.
+pub(crate) const COMBINE: Kernel<'static> = collective!(
+    "experts" / "combine",
+    [("WORLD", &["1", "2", "4"]), WIDE, TWO, EXPERT_DTYPES, BY_EXPERT, EXPERTS_WORK_BYTES],
+    [ABOVE_4, WIDE, ONE, EXPERT_DTYPES, BY_EXPERT, EXPERTS_WORK_BYTES],
+    [ODD_UP_TO_4, WIDE, TWO, F32, ("BY_EXPERT", &["1"]), EXPERTS_WORK_BYTES],
+    [ODD_ABOVE_4, WIDE, ONE, F32, ("BY_EXPERT", &["1"]), EXPERTS_WORK_BYTES],
 );
 
 /// All-reduce in one shot through inboxes.

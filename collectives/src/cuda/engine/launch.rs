@@ -12,6 +12,7 @@ use super::super::made::{MadeKernel, MadeSource};
 use super::super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
 use super::super::strided_copy::StridedCopy;
 use super::{CudaEngine, cuda};
+use crate::experts::ExpertsWork;
 use crate::host::call::Call;
 use crate::row_exchange::RowWork;
 
@@ -155,6 +156,33 @@ impl CudaEngine {
             unsafe { self.kernels.launch_norm(kernel, grid, stream, (&self.comm, params), work) }
         })?;
         self.after_call(kernel, stream)
+    }
+
+    /// Puts a kernel of a dispatch to experts, or of a combine, on the stream, behind what this communicator put on
+    /// another one before.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch_experts`](super::super::kernels::Kernels::launch_experts).
+    pub(in super::super) unsafe fn launch_experts(
+        &mut self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        params: &CallParams,
+        work: &ExpertsWork,
+        stream: Stream,
+    ) -> Result<()> {
+        self.switch_to(stream)?;
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch_experts(kernel, grid, stream, (&self.comm, params), work) }
+        })?;
+        self.after_call(kernel, stream)
+    }
+
+    /// Compiles and loads kernels ahead of calls.
+    pub(in super::super) fn prepare_kernels(&self, specs: &[KernelSpec]) -> Result<()> {
+        self.kernels.prepare(self.comm.rank, specs)
     }
 
     /// Puts a kernel of a row exchange on the stream, behind what this communicator put on another

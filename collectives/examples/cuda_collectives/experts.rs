@@ -1,0 +1,459 @@
+//! Checks dispatch to experts and combine against a model that moves one row at a time: random routings in both layouts,
+//! quantised and not, with handles that are used again, and graphs whose routing changes between replays.
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{
+    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape, F8E4m3,
+    Quantization,
+};
+
+use crate::cuda::{Graph, download, stream, upload};
+use crate::experts_model::{Routing, channel};
+use crate::oracle::random;
+use crate::{ORDINARY, Options};
+
+const POISON: u8 = 0xa5;
+
+/// Shapes: channels, experts of each rank, experts of a token, tokens.
+const SHAPES: [(usize, u32, u32, usize); 6] = [
+    (8, 1, 1, 5),
+    (128, 4, 2, 700),
+    (256, 3, 6, 130),
+    (384, 16, 8, 40),
+    (1024, 5, 12, 9),
+    (16, 64, 8, 300),
+];
+
+type Buffer<'a> = ExpertBuffer<&'a Communicator>;
+
+struct Check<'a> {
+    pool: &'a Pool,
+    stream: Stream,
+    input: Block<u8>,
+    ids: Block<u8>,
+    weights: Block<u8>,
+    output: Block<u8>,
+    scales: Block<u8>,
+    rows: Block<u8>,
+    result: Block<u8>,
+    handles: [Block<u8>; 2],
+    cases: u64,
+    wrong: u64,
+}
+
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let ordinary = pool.lane(ORDINARY)?;
+    let room = |bytes: usize| ordinary.alloc_bytes(bytes, 512, Stream::DEFAULT);
+    let mut check = Check {
+        pool,
+        stream: stream(pool)?,
+        input: room(1 << 20)?,
+        ids: room(1 << 17)?,
+        weights: room(1 << 17)?,
+        output: room(24 << 20)?,
+        scales: room(4 << 20)?,
+        rows: room(24 << 20)?,
+        result: room(1 << 20)?,
+        handles: [room(8 << 20)?, room(8 << 20)?],
+        cases: 0,
+        wrong: 0,
+    };
+    pool.commit()?;
+    let comm = Communicator::with_options(pool, &options.communicator())?;
+    for (nth, (hidden, local, top_k, max_tokens)) in SHAPES.into_iter().enumerate() {
+        let experts = local * pool.world();
+        for dtype in [DType::F32, DType::Bf16] {
+            let (top_k, capacity) = (top_k.min(experts), None);
+            let shape = ExpertShape { hidden, experts, top_k, max_tokens, dtype, capacity };
+            let num_sms = [None, Some(2), Some(7)][(nth + dtype as usize) % 3];
+            let buffer = ExpertBuffer::new(&comm, shape, num_sms)?;
+            for call in 0..options.few(12, 2) {
+                let seed = random(options.seed ^ 77, 1000 * nth as u64 + 10 * dtype as u64 + call);
+                check.by_rank(&buffer, seed)?;
+                check.by_expert(&buffer, seed)?;
+                if hidden.is_multiple_of(128) {
+                    check.quantized(&buffer, seed)?;
+                }
+            }
+            if nth == 1 {
+                check.bad_ids(&buffer, options.seed)?;
+                check.graphs(&buffer, options.seed)?;
+            }
+        }
+    }
+    check.overflow(&comm, options.seed)?;
+    if pool.rank() == 0 {
+        println!("experts: {} cases, {} wrong", check.cases, check.wrong);
+    }
+    Ok((check.cases, check.wrong))
+}
+
+/// Elements of a type that holds them exactly.
+fn encode(dtype: DType, values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+    let values = values.into_iter();
+    match dtype {
+        DType::F32 => values.flat_map(f32::to_le_bytes).collect(),
+        _ => values.flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes()).collect(),
+    }
+}
+
+fn numbers(bytes: &[u8]) -> Vec<i32> {
+    bytes.chunks_exact(4).map(|four| i32::from_le_bytes(four.try_into().expect("four"))).collect()
+}
+
+impl Check<'_> {
+    fn judge<T: PartialEq + std::fmt::Debug>(&mut self, what: &str, got: &[T], wanted: &[T]) {
+        self.cases += 1;
+        if got == wanted {
+            return;
+        }
+        self.wrong += 1;
+        if self.wrong < 20 {
+            let at = got.iter().zip(wanted).position(|(got, wanted)| got != wanted).unwrap_or(0);
+            let part = |all: &[T]| format!("{:?}", &all[at.min(all.len())..all.len().min(at + 8)]);
+            println!(
+                "rank {}: {what}: wrong from {at} of {} on: {} and should be {}",
+                self.pool.rank(),
+                wanted.len(),
+                part(got),
+                part(wanted)
+            );
+        }
+    }
+
+    /// Puts a rank's tokens, ids and weights into memory.
+    fn put(&self, routing: &Routing, shape: &ExpertShape, seed: u64) -> Result<DispatchAt> {
+        let rank = self.pool.rank() as usize;
+        let tokens = routing.ids[rank].len();
+        let all = (0..tokens)
+            .flat_map(|token| (0..shape.hidden).map(move |at| channel(seed, rank, token, at)));
+        upload(self.pool, self.input.address(), &encode(shape.dtype, all))?;
+        let wide = random(seed, 3 + rank as u64).is_multiple_of(2);
+        let ids = routing.ids[rank].iter().flatten();
+        let ids: Vec<u8> = match wide {
+            true => ids.flat_map(|id| id.to_le_bytes()).collect(),
+            false => ids.flat_map(|id| (*id as i32).to_le_bytes()).collect(),
+        };
+        upload(self.pool, self.ids.address(), &ids)?;
+        let weights =
+            routing.weights[rank].iter().flatten().flat_map(|weight| weight.to_le_bytes());
+        upload(self.pool, self.weights.address(), &weights.collect::<Vec<u8>>())?;
+        Ok(DispatchAt {
+            input: self.input.as_ptr(),
+            quantized: false,
+            scales: std::ptr::null(),
+            scale_bytes: 0,
+            tokens,
+            ids: self.ids.as_ptr(),
+            ids_dtype: if wide { DType::I64 } else { DType::I32 },
+            weights: self.weights.as_ptr().cast::<f32>(),
+            quantize: Quantization::None,
+            layout: ExpertLayout::ByRank,
+            known: false,
+        })
+    }
+
+    fn dispatch(&self, buffer: &Buffer<'_>, handle: usize, call: &DispatchAt) -> Result<()> {
+        let handle = self.handles[handle].as_ptr().cast();
+        assert!(self.handles[0].len() >= buffer.handle_parts().bytes, "room for handles");
+        // SAFETY: the blocks are as long as these calls need, and nothing else uses them.
+        unsafe { buffer.dispatch_at(handle, call, &self.stream) }
+    }
+
+    fn combine(&self, buffer: &Buffer<'_>, handle: usize, call: &CombineAt) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { buffer.combine_at(self.handles[handle].as_ptr().cast(), call, &self.stream) }
+    }
+
+    fn settle(&self, buffer: &Buffer<'_>) -> Result<()> {
+        buffer.communicator().synchronize(&self.stream)
+    }
+
+    /// The bytes of the rows that this rank receives, in the order of ranks.
+    fn received(&self, routing: &Routing, shape: &ExpertShape, seed: u64) -> Vec<u8> {
+        let rows = routing.received(self.pool.rank());
+        let row = |&(source, token): &(usize, usize)| {
+            encode(shape.dtype, (0..shape.hidden).map(move |at| channel(seed, source, token, at)))
+        };
+        rows.iter().flat_map(row).collect()
+    }
+
+    fn by_rank(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+        let (shape, rank) = (buffer.shape(), self.pool.rank());
+        let routing = Routing::random(seed, self.pool.world(), &shape);
+        let other = Routing::random(random(seed, 9), self.pool.world(), &shape);
+        let what = format!("{shape:?} by rank, seed {seed}");
+        let call = self.put(&routing, &shape, seed)?;
+        self.dispatch(buffer, 0, &call)?;
+        self.settle(buffer)?;
+        let wanted = self.received(&routing, &shape, seed);
+        let at = buffer.received();
+        let got = download(self.pool, at.rows as u64, wanted.len())?;
+        self.judge(&format!("rows, {what}"), &got, &wanted);
+        let rows = routing.received(rank);
+        let details = rows.len() * shape.top_k as usize;
+        let ids = numbers(&download(self.pool, at.ids as u64, 4 * details)?);
+        let weights = download(self.pool, at.weights as u64, 4 * details)?;
+        self.judge(&format!("ids, {what}"), &ids, &routing.local_ids(rank));
+        let wanted: Vec<u8> =
+            routing.local_weights(rank).iter().flat_map(|one| one.to_le_bytes()).collect();
+        self.judge(&format!("weights, {what}"), &weights, &wanted);
+        let parts = buffer.handle_parts();
+        let handle = self.handles[0].address();
+        let read = |part: usize, count: usize| {
+            Ok(numbers(&download(self.pool, handle + part as u64, 4 * count)?))
+        };
+        let offsets: Vec<i32> = read(parts.source_offsets, self.pool.world() as usize + 1)?;
+        let tokens: Vec<i32> = read(parts.tokens, rows.len())?;
+        let head: Vec<i32> = read(parts.head, 2)?;
+        let counts: Vec<i32> =
+            read(parts.expert_counts, (shape.experts / self.pool.world()) as usize)?;
+        self.judge(&format!("offsets, {what}"), &offsets, &routing.source_offsets(rank));
+        let wanted: Vec<i32> = rows.iter().map(|(_, token)| *token as i32).collect();
+        self.judge(&format!("tokens, {what}"), &tokens, &wanted);
+        self.judge(&format!("head, {what}"), &head, &[rows.len() as i32, call.tokens as i32]);
+        self.judge(&format!("counts, {what}"), &counts, &routing.expert_counts(rank));
+
+        // Another dispatch, into another handle, before the first one's rows go back; and the first one's routing again.
+        let another = self.put(&other, &shape, seed)?;
+        self.dispatch(buffer, 1, &another)?;
+        let again = self.put(&routing, &shape, random(seed, 1))?;
+        self.dispatch(buffer, 0, &DispatchAt { known: true, ids: std::ptr::null(), ..again })?;
+        self.settle(buffer)?;
+        let wanted = self.received(&routing, &shape, random(seed, 1));
+        let got = download(self.pool, at.rows as u64, wanted.len())?;
+        self.judge(&format!("rows again, {what}"), &got, &wanted);
+        upload(self.pool, self.rows.address(), &self.received(&routing, &shape, seed))?;
+        self.back(buffer, (0, false), &routing, seed, &what)
+    }
+
+    /// Sends `rows` back by a handle, and compares the sums.
+    fn back(
+        &mut self,
+        buffer: &Buffer<'_>,
+        (handle, by_expert): (usize, bool),
+        routing: &Routing,
+        seed: u64,
+        what: &str,
+    ) -> Result<()> {
+        let (shape, rank) = (buffer.shape(), self.pool.rank());
+        let tokens = routing.ids[rank as usize].len();
+        let bytes = tokens * shape.hidden * shape.dtype.size();
+        // Weights that dispatch was given, or the same ones given now.
+        let now = by_expert && random(seed, 40).is_multiple_of(2);
+        for given in [false, now] {
+            upload(self.pool, self.result.address(), &vec![POISON; bytes + 64])?;
+            let weights = if given { self.weights.as_ptr().cast() } else { std::ptr::null() };
+            let (input, output) =
+                (self.rows.as_ptr().cast_const().cast(), self.result.as_ptr().cast());
+            self.combine(buffer, handle, &CombineAt { input, output, tokens, weights, by_expert })?;
+            self.settle(buffer)?;
+            let mut wanted =
+                encode(shape.dtype, routing.combined(rank, seed, shape.hidden, by_expert));
+            wanted.extend([POISON; 64]);
+            let got = download(self.pool, self.result.address(), wanted.len())?;
+            self.judge(&format!("sums, weights {given}, {what}"), &got, &wanted);
+        }
+        Ok(())
+    }
+
+    fn by_expert(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+        let (shape, rank) = (buffer.shape(), self.pool.rank());
+        let routing = Routing::random(seed, self.pool.world(), &shape);
+        let alignment = [1, 4, 16][(random(seed, 5) % 3) as usize];
+        let what = format!("{shape:?} by expert, alignment {alignment}, seed {seed}");
+        let (offsets, rows) = routing.by_expert(rank, alignment);
+        let (row, capacity) =
+            (shape.hidden * shape.dtype.size(), offsets[offsets.len() - 1] as usize);
+        upload(self.pool, self.output.address(), &vec![POISON; capacity * row + 64])?;
+        let layout = ExpertLayout::ByExpert {
+            output: self.output.as_ptr().cast(),
+            scales: std::ptr::null_mut(),
+            capacity,
+            alignment: alignment as u32,
+        };
+        let call = DispatchAt { layout, ..self.put(&routing, &shape, seed)? };
+        self.dispatch(buffer, 1, &call)?;
+        self.settle(buffer)?;
+        let mut wanted = vec![POISON; capacity * row + 64];
+        let mut back = wanted.clone();
+        for (at, source, token, expert) in rows {
+            let values = (0..shape.hidden).map(|each| channel(seed, source, token, each));
+            wanted[at * row..][..row].copy_from_slice(&encode(shape.dtype, values.clone()));
+            let values = values.map(|value| value + (expert % 3) as f32);
+            back[at * row..][..row].copy_from_slice(&encode(shape.dtype, values));
+        }
+        let got = download(self.pool, self.output.address(), wanted.len())?;
+        self.judge(&format!("rows, {what}"), &got, &wanted);
+        let parts = buffer.handle_parts();
+        let found = download(
+            self.pool,
+            self.handles[1].address() + parts.expert_offsets as u64,
+            4 * offsets.len(),
+        )?;
+        self.judge(&format!("expert_offsets, {what}"), &numbers(&found), &offsets);
+        upload(self.pool, self.output.address(), &vec![POISON; capacity * row + 64])?;
+        self.dispatch(buffer, 1, &DispatchAt { known: true, ..call })?;
+        self.settle(buffer)?;
+        let got = download(self.pool, self.output.address(), wanted.len())?;
+        self.judge(&format!("rows again, {what}"), &got, &wanted);
+        upload(self.pool, self.rows.address(), &back)?;
+        self.back(buffer, (1, true), &routing, seed, &what)
+    }
+
+    fn quantized(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+        let (shape, rank) = (buffer.shape(), self.pool.rank());
+        let routing = Routing::random(seed, self.pool.world(), &shape);
+        let quantize = [Quantization::Fp8, Quantization::Fp8PowerOfTwo, Quantization::Fp8Ue8m0];
+        let quantize = quantize[(random(seed, 6) % 3) as usize];
+        let what = format!("{shape:?} {quantize:?}, seed {seed}");
+        let call = DispatchAt { quantize, ..self.put(&routing, &shape, seed)? };
+        self.dispatch(buffer, 0, &call)?;
+        self.settle(buffer)?;
+        let (mut rows, mut scales) = (Vec::new(), Vec::new());
+        for (source, token) in routing.received(rank) {
+            let values: Vec<f32> =
+                (0..shape.hidden).map(|at| channel(seed, source, token, at)).collect();
+            for group in values.chunks(128) {
+                let largest =
+                    group.iter().fold(1e-4_f32, |largest, value| largest.max(value.abs()));
+                let mut scale = largest / 448.0;
+                if quantize != Quantization::Fp8 {
+                    scale = 2.0_f32.powi(scale.log2().ceil() as i32);
+                }
+                match quantize {
+                    Quantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
+                    _ => scales.extend(scale.to_le_bytes()),
+                }
+                let inverse = 1.0 / scale;
+                rows.extend(group.iter().map(|value| F8E4m3::from_f32(value * inverse).to_bits()));
+            }
+        }
+        let at = buffer.received();
+        let got = download(self.pool, at.rows as u64, rows.len())?;
+        self.judge(&format!("rows, {what}"), &got, &rows);
+        let got = download(self.pool, at.scales as u64, scales.len())?;
+        self.judge(&format!("scales, {what}"), &got, &scales);
+        // Rows that are quantised already, with their scales.
+        let tokens = routing.ids[rank as usize].len();
+        let groups = shape.hidden / 128;
+        let own: Vec<u8> =
+            (0..tokens * shape.hidden).map(|at| random(seed, at as u64) as u8).collect();
+        let own_scales: Vec<u8> =
+            (0..4 * tokens * groups).map(|at| at as u8 ^ rank as u8).collect();
+        let known = self.put(&routing, &shape, seed)?;
+        upload(self.pool, self.input.address(), &own)?;
+        upload(self.pool, self.scales.address(), &own_scales)?;
+        let (scales, scale_bytes) = (self.scales.as_ptr().cast_const().cast(), 4 * groups);
+        self.dispatch(buffer, 0, &DispatchAt { quantized: true, scales, scale_bytes, ..known })?;
+        self.settle(buffer)?;
+        let begin = routing.source_offsets(rank)[rank as usize] as usize;
+        let mine =
+            routing.received(rank).into_iter().filter(|(source, _)| *source == rank as usize);
+        let (mut rows, mut scales) = (Vec::new(), Vec::new());
+        for (_, token) in mine {
+            rows.extend_from_slice(&own[token * shape.hidden..][..shape.hidden]);
+            scales.extend_from_slice(&own_scales[4 * token * groups..][..4 * groups]);
+        }
+        let got = download(self.pool, at.rows as u64 + (begin * shape.hidden) as u64, rows.len())?;
+        self.judge(&format!("own quantised rows, {what}"), &got, &rows);
+        let got =
+            download(self.pool, at.scales as u64 + (4 * begin * groups) as u64, scales.len())?;
+        self.judge(&format!("own scales, {what}"), &got, &scales);
+        Ok(())
+    }
+
+    /// An id that is no expert is named on all ranks, and counts as none.
+    fn bad_ids(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+        let shape = buffer.shape();
+        let mut routing = Routing::random(seed, self.pool.world(), &shape);
+        let bad = self.pool.world() as usize - 1;
+        routing.ids[bad].resize(4, vec![0; shape.top_k as usize]);
+        routing.weights[bad].resize(4, vec![1.0; shape.top_k as usize]);
+        routing.ids[bad][2][1] = i64::from(shape.experts);
+        let call = self.put(&routing, &shape, seed)?;
+        self.dispatch(buffer, 0, &call)?;
+        let result = self.settle(buffer);
+        let named = format!("token 2 of rank {bad} has the id {}", shape.experts);
+        let good = result
+            .is_err_and(|error| error.is_invalid_argument() && error.to_string().contains(&named));
+        self.judge("a bad id is named", &[good], &[true]);
+        routing.ids[bad][2][1] = -1;
+        let wanted = self.received(&routing, &shape, seed);
+        let got = download(self.pool, buffer.received().rows as u64, wanted.len())?;
+        self.judge("rows beside a bad id", &got, &wanted);
+        Ok(())
+    }
+
+    /// What a buffer has no room for is not written, and all ranks hear of it.
+    fn overflow(&mut self, comm: &Communicator, seed: u64) -> Result<()> {
+        let world = self.pool.world();
+        let (hidden, max_tokens, dtype) = (64, 32, DType::F32);
+        let capacity = Some(10);
+        let shape = ExpertShape { hidden, experts: world, top_k: 1, max_tokens, dtype, capacity };
+        let buffer = ExpertBuffer::new(comm, shape, None)?;
+        let ids = vec![vec![vec![0]; 20]; world as usize];
+        let weights = vec![vec![vec![1.0]; 20]; world as usize];
+        let routing = Routing { ids, weights, experts: world, top_k: 1 };
+        let call = self.put(&routing, &shape, seed)?;
+        self.dispatch(&buffer, 0, &call)?;
+        let result = self.settle(&buffer);
+        let good = result.is_err_and(|error| error.is_overflow() && error.ranks() == [0]);
+        self.judge("rows that do not fit", &[good], &[true]);
+        let rows = if self.pool.rank() == 0 { 10 } else { 0 };
+        let wanted = &self.received(&routing, &shape, seed)[..rows * hidden * 4];
+        let got = download(self.pool, buffer.received().rows as u64, wanted.len())?;
+        self.judge("rows that fit", &got, wanted);
+        upload(self.pool, self.rows.address(), wanted)?;
+        upload(self.pool, self.result.address(), &vec![POISON; 20 * hidden * 4])?;
+        let (input, output) = (self.rows.as_ptr().cast_const().cast(), self.result.as_ptr().cast());
+        let weights = std::ptr::null();
+        self.combine(
+            &buffer,
+            0,
+            &CombineAt { input, output, tokens: 20, weights, by_expert: false },
+        )?;
+        self.settle(&buffer)?;
+        let came = |token: usize| self.pool.rank() == 0 && token < 10;
+        let rank = self.pool.rank() as usize;
+        let wanted = (0..20).flat_map(|token| {
+            (0..hidden)
+                .map(move |at| if came(token) { channel(seed, rank, token, at) } else { 0.0 })
+        });
+        let wanted = encode(dtype, wanted.collect::<Vec<f32>>());
+        let got = download(self.pool, self.result.address(), wanted.len())?;
+        self.judge("sums of rows that fit", &got, &wanted);
+        Ok(())
+    }
+
+    /// S2, S8: a dispatch and a combine are captured once, and replayed with other ids and tokens in memory.
+    fn graphs(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+        let (shape, rank) = (buffer.shape(), self.pool.rank());
+        let tokens = 100;
+        let routed = |seed: u64| {
+            Routing::of(seed, self.pool.world(), &shape, &vec![tokens; self.pool.world() as usize])
+        };
+        let call = self.put(&routed(0), &shape, 0)?;
+        let call = DispatchAt { ids_dtype: DType::I64, ..call };
+        let graph = Graph::capture(self.pool, self.stream, || {
+            self.dispatch(buffer, 0, &call)?;
+            let input = buffer.received().rows.cast_const();
+            let (output, weights) = (self.result.as_ptr().cast(), std::ptr::null());
+            self.combine(buffer, 0, &CombineAt { input, output, tokens, weights, by_expert: false })
+        })?;
+        for round in 0..20 {
+            let seed = random(seed, 500 + round);
+            let routing = routed(seed);
+            self.put(&routing, &shape, seed)?;
+            let ids = routing.ids[rank as usize].iter().flatten().flat_map(|id| id.to_le_bytes());
+            upload(self.pool, self.ids.address(), &ids.collect::<Vec<u8>>())?;
+            graph.launch(self.pool, self.stream)?;
+            self.settle(buffer)?;
+            let wanted = encode(shape.dtype, routing.combined(rank, seed, shape.hidden, false));
+            let got = download(self.pool, self.result.address(), wanted.len())?;
+            self.judge(&format!("replay {round}"), &got, &wanted);
+        }
+        graph.destroy(self.pool)
+    }
+}

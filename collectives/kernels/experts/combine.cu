@@ -1,0 +1,201 @@
+//! Combine from experts: rows go back to the ranks of their tokens, which sum up the rows of each token.
+//! Defines: WORLD, THREADS, BLOCKS, DTYPE, BY_EXPERT.
+//!
+//! Some worker blocks send rows, chunk by chunk, and others sum up the chunks that have arrived, so that links and memory
+//! are busy at the same time; if there is one worker block, it does both. Sending blocks wait for no block but those that
+//! send them weights. A peer's memory for rows is free when it has come to this call.
+
+#include <experts/work.cuh>
+#include <symmpool/reduce.cuh>
+
+using namespace symmpool;
+
+constexpr u32 WEIGHTS_KIND = FINISHED;  // flags that weights of a combine have arrived
+constexpr int VALUES = LANES<DTYPE>;
+
+__shared__ int places[TILE][WORLD];
+
+__device__ __forceinline__ uint4 pack_row(const float (&values)[VALUES]) {
+    return pack<DTYPE>(values);
+}
+
+// A vector of what this rank returns for a row that it received.
+__device__ __forceinline__ uint4 returned(const ExpertsWork& work, u32 row, u32 at, const float* weights) {
+#if BY_EXPERT
+    float sum[VALUES] = {};
+    const int* of = work.places + static_cast<u64>(row) * work.top_k;
+    for (u32 k = 0; k < work.top_k; ++k) {
+        const int place = of[k];
+        if (place >= 0) {
+            float values[VALUES];
+            unpack<DTYPE>(load_plain(work.input + place * work.row_bytes + 16ull * at), values);
+            const float weight = weights[k];
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+                sum[i] = __fadd_rn(sum[i], __fmul_rn(values[i], weight));
+            }
+        }
+    }
+    return pack_row(sum);
+#else
+    return load_plain(work.input + row * work.row_bytes + 16ull * at);
+#endif
+}
+
+// The weights of a row that a peer sent, or that this rank sent itself.
+__device__ __forceinline__ const float* weights_of(const ExpertsWork& work, u32 row) {
+    const float* all = work.sends_weights ? work.combine_weights : work.kept_weights;
+    return all + static_cast<u64>(row) * work.top_k;
+}
+
+// Sends the weights of this block's tokens to the ranks that have rows of them.
+__device__ __forceinline__ void send_weights(const Comm& comm, const ExpertsWork& work, PeerBlocks own) {
+    const Chunks chunks(work.tokens, work.peer_blocks);
+    const u32 from = chunks.begin(own.first * chunks.steps), to = chunks.begin(own.end * chunks.steps);
+    for (u64 i = threadIdx.x; i < static_cast<u64>(to - from) * work.top_k; i += THREADS) {
+        const u32 token = from + static_cast<u32>(i / work.top_k), k = static_cast<u32>(i % work.top_k);
+        const float weight = work.weights[static_cast<u64>(token) * work.top_k + k];
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const int position = work.positions[static_cast<u64>(token) * WORLD + rank];
+            if (position >= 0) {
+                const u64 row = static_cast<u32>(work.bases[rank]) + static_cast<u64>(position);
+                *comm.at_peer(work.combine_weights + row * work.top_k + k, rank) = weight;
+            }
+        }
+    }
+}
+
+// Sends the rows of a step's chunks to their sources.
+__device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& work, PeerBlocks own, u32 step) {
+    const u32 vectors = static_cast<u32>(work.row_bytes / 16);
+#pragma unroll 1
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 source = comm.after(distance);
+        const Chunks chunks(static_cast<u32>(work.source_tokens[source]), work.peer_blocks);
+        const u32 begin = static_cast<u32>(work.source_offsets[source]);
+        const u64 room = work.capacity - begin;
+        // At a peer, rows lie by the distance of their sender.
+        char* slot = work.combined + (WORLD - distance - 1) * (work.max_tokens * work.row_bytes);
+#pragma unroll 1
+        for (u32 index = own.first; index < own.end && step < chunks.steps; ++index) {
+            const int* at = work.chunks + source * (MOST_CHUNKS + 1) + index * chunks.steps + step;
+            const u32 end = static_cast<u32>(at[1]) < room ? static_cast<u32>(at[1]) : static_cast<u32>(room);
+            for (u32 first = static_cast<u32>(at[0]); first < end; first += TILE) {
+                const u32 count = end - first < TILE ? end - first : TILE;
+                char* to = comm.at_peer(slot + first * work.row_bytes, source);
+                for_rows<BY_EXPERT ? SUM_UNROLL : COPY_UNROLL>(count, vectors,
+                         [&](u32 row, u32 of) {
+                             const u32 received = begin + first + row;
+                             return returned(work, received, of, weights_of(work, received));
+                         },
+                         [&](u32 row, u32 of, uint4 vector) {
+                             store_plain(to + row * work.row_bytes + 16ull * of, vector);
+                         });
+            }
+        }
+    }
+}
+
+// Sums up the rows of a step's own tokens.
+__device__ __forceinline__ void sum_step(const Comm& comm, const ExpertsWork& work, PeerBlocks own, u32 step) {
+    const Chunks chunks(work.tokens, work.peer_blocks);
+    const u32 vectors = static_cast<u32>(work.row_bytes / 16);
+    const u32 begin = static_cast<u32>(work.source_offsets[comm.rank]);
+#pragma unroll 1
+    for (u32 index = own.first; index < own.end; ++index) {
+        const u32 chunk = index * chunks.steps + step;
+        const u32 end = chunks.begin(chunk + 1);
+        for (u32 first = chunks.begin(chunk); first < end; first += TILE) {
+            const u32 count = end - first < TILE ? end - first : TILE;
+            __syncthreads();
+            for (u32 i = threadIdx.x; i < count * WORLD; i += THREADS) {
+                places[i / WORLD][i % WORLD] = work.positions[static_cast<u64>(first) * WORLD + i];
+            }
+            __syncthreads();
+            for_rows<SUM_UNROLL>(count, vectors,
+                     [&](u32 row, u32 at) {
+                         float sum[VALUES] = {};
+#pragma unroll
+                         for (u32 rank = 0; rank < WORLD; ++rank) {
+                             const int position = places[row][rank];
+                             if (position < 0) {
+                                 continue;
+                             }
+                             uint4 vector;
+                             if (rank == comm.rank) {
+                                 const u32 received = begin + static_cast<u32>(position);
+                                 const float* weights = work.sends_weights
+                                     ? work.weights + static_cast<u64>(first + row) * work.top_k
+                                     : weights_of(work, received);
+                                 vector = returned(work, received, at, weights);
+                             } else {
+                                 const u64 slot = (comm.distance_to(rank) - 1) * static_cast<u64>(work.max_tokens);
+                                 vector = load_plain(work.combined + (slot + position) * work.row_bytes + 16ull * at);
+                             }
+                             float values[VALUES];
+                             unpack<DTYPE>(vector, values);
+#pragma unroll
+                             for (int i = 0; i < VALUES; ++i) {
+                                 sum[i] = __fadd_rn(sum[i], values[i]);
+                             }
+                         }
+                         return pack_row(sum);
+                     },
+                     [&](u32 row, u32 at, uint4 vector) {
+                         store_plain(work.output + (first + row) * work.row_bytes + 16ull * at, vector);
+                     });
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    symmpool_combine(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+                     const __grid_constant__ ExpertsWork work) {
+    begin_kernel(comm.early);
+    const Session session(comm);
+    if (session.failed) {
+        return;
+    }
+    if (is_leader_block()) {
+        run_leader_block<true>(session, call, used_flags(work.peer_blocks));
+        return;
+    }
+    session.advance();
+    const u32 senders = (worker_blocks() + 1) / 2, block = worker_block();
+    const bool sends = block < senders, sums = block >= senders || worker_blocks() == 1;
+    const PeerBlocks own(work.peer_blocks, sends ? block : block - senders,
+                         sends ? senders : worker_blocks() - senders);
+    if (sends) {
+        if (!await_handshakes<true>(session, call)) {
+            return;
+        }
+        if (work.sends_weights) {
+            send_weights(comm, work, own);
+            raise_flags(session, own, WEIGHTS_KIND, 1);
+            if (!await_flags(session, own, WEIGHTS_KIND, 1, DATA)) {
+                return;
+            }
+        }
+        u32 steps = 0;
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            const u32 source = comm.after(distance);
+            const Chunks chunks(static_cast<u32>(work.source_tokens[source]), work.peer_blocks);
+            steps = chunks.steps > steps ? chunks.steps : steps;
+        }
+#pragma unroll 1
+        for (u32 step = 0; step < steps; ++step) {
+            send_step(comm, work, own, step);
+            raise_flags(session, own, ARRIVED, step + 1);
+        }
+    }
+    if (sums) {
+        const Chunks chunks(work.tokens, work.peer_blocks);
+#pragma unroll 1
+        for (u32 step = 0; step < chunks.steps; ++step) {
+            if (!await_flags(session, own, ARRIVED, step + 1, DATA)) {
+                return;
+            }
+            sum_step(comm, work, own, step);
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! How many rows each rank and each expert gets: every rank counts its own tokens, and tells the others in the LL
+//! protocol.
+
+#pragma once
+
+#include <experts/work.cuh>
+
+namespace symmpool {
+
+// Which experts tokens name.
+struct Routing {
+    const ExpertsWork& work;
+    u32 local;  // experts of a rank
+
+    __device__ __forceinline__ explicit Routing(const ExpertsWork& w) : work(w), local(w.experts / WORLD) {}
+
+    // Id number `item` of all tokens' ids.
+    __device__ __forceinline__ long long id(u32 item) const {
+        return work.wide ? static_cast<const long long*>(work.ids)[item] : static_cast<const int*>(work.ids)[item];
+    }
+
+    // The expert, or NOWHERE.
+    __device__ __forceinline__ u32 expert(u32 item) const {
+        const long long found = id(item);
+        return found >= 0 && found < work.experts ? static_cast<u32>(found) : NOWHERE;
+    }
+
+    // A bit for each rank that has an expert of the token.
+    __device__ __forceinline__ u32 ranks(u32 token) const {
+        u32 mask = 0;
+        for (u32 k = 0; k < work.top_k; ++k) {
+            const u32 found = expert(token * work.top_k + k);
+            mask |= found == NOWHERE ? 0 : 1u << found / local;
+        }
+        return mask;
+    }
+};
+
+// Counts the tokens below `end` that go to each rank. `sums` is in shared memory, and holds zeros before. Called by all
+// threads of a block; whoever reads `sums` waits for a barrier first.
+__device__ __forceinline__ void count_ranks(const Routing& routing, u32 end, u32* sums) {
+    u32 own[WORLD] = {};
+    for (u32 token = threadIdx.x; token < end; token += THREADS) {
+        const u32 mask = routing.ranks(token);
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            own[rank] += mask >> rank & 1;
+        }
+    }
+#pragma unroll
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        const u32 sum = __reduce_add_sync(~0u, own[rank]);
+        if (threadIdx.x % 32 == 0 && sum != 0) {
+            atomicAdd(&sums[rank], sum);
+        }
+    }
+}
+
+// The same for experts, and for all ids of these tokens.
+__device__ __forceinline__ void count_experts(const Routing& routing, u32 end, u32* sums) {
+    for (u32 item = threadIdx.x; item < end * routing.work.top_k; item += THREADS) {
+        const u32 expert = routing.expert(item);
+        if (expert != NOWHERE) {
+            atomicAdd(&sums[expert], 1);
+        }
+    }
+}
+
+// What a rank tells each rank, itself included, in vectors of 16 bytes: how many tokens it has, the first id that is no
+// expert; its rows for each rank; its rows for each expert of the receiver.
+struct CountVectors {
+    static constexpr u32 RANKS = 1;                        // where the rows for each rank begin
+    static constexpr u32 EXPERTS = RANKS + (WORLD + 3) / 4;  // where those for experts begin
+
+    u32 vectors;
+
+    __device__ __forceinline__ explicit CountVectors(u32 local_experts) : vectors(EXPERTS + (local_experts + 3) / 4) {}
+
+    static __device__ __forceinline__ u64 bytes_of(u32 local_experts) {
+        return 32ull * WORLD * CountVectors(local_experts).vectors;
+    }
+
+    __device__ __forceinline__ char* slot(const Session& session, u32 owner, u32 from, u32 at) const {
+        const Comm& comm = session.comm;
+        return comm.of(owner) + comm.ll + session.parity() * (comm.ll_bytes / 2) + 32ull * (from * vectors + at);
+    }
+
+    __device__ __forceinline__ void send(const Session& session, u32 owner, u32 at, uint4 value) const {
+        char* to = slot(session, owner, session.comm.rank, at);
+        store_relaxed(to, make_uint4(value.x, session.epoch, value.y, session.epoch));
+        store_relaxed(to + 16, make_uint4(value.z, session.epoch, value.w, session.epoch));
+    }
+
+    // Waits for a vector; false if it does not arrive in time.
+    __device__ __forceinline__ bool receive(const Session& session, u32 from, u32 at, uint4& value) const {
+        const char* slot_of = slot(session, session.comm.rank, from, at);
+        Watch watch;
+        while (true) {
+            const uint4 low = load_relaxed(slot_of), high = load_relaxed(slot_of + 16);
+            value = make_uint4(low.x, low.z, high.x, high.z);
+            if (ll_arrived(low, session.epoch) && ll_arrived(high, session.epoch)) {
+                return true;
+            }
+            if (watch.expired(session, from, DATA)) {
+                return false;
+            }
+        }
+    }
+};
+
+// The rows of every rank for every rank, and how many tokens each has; in shared memory.
+struct Counts {
+    u32 rows[WORLD][(WORLD + 3) / 4 * 4];
+    u32 tokens[WORLD];
+
+    // Called by all threads of a block, which get the same answer: false if a rank does not come.
+    __device__ __forceinline__ bool receive(const Session& session, const CountVectors& vectors) {
+        bool bad = false;
+        for (u32 i = threadIdx.x; i < WORLD * CountVectors::EXPERTS && !bad; i += THREADS) {
+            const u32 from = i / CountVectors::EXPERTS, at = i % CountVectors::EXPERTS;
+            uint4 value;
+            bad = !vectors.receive(session, from, at, value);
+            if (at == 0) {
+                tokens[from] = value.x;
+            } else {
+                u32* row = &rows[from][4 * (at - CountVectors::RANKS)];
+                row[0] = value.x;
+                row[1] = value.y;
+                row[2] = value.z;
+                row[3] = value.w;
+            }
+        }
+        return !__syncthreads_or(bad);
+    }
+
+    // Where the rows of a rank begin among those that another one receives.
+    __device__ __forceinline__ u32 begin(u32 from, u32 to) const {
+        u32 before = 0;
+        for (u32 rank = 0; rank < from; ++rank) {
+            before += rows[rank][to];
+        }
+        return before;
+    }
+};
+
+// How the rows of experts lie; in shared memory.
+struct ExpertRows {
+    u32 offsets[MOST_EXPERTS / WORLD + 1];         // the first row of each expert, and the end
+    u32 before[WORLD * (MOST_EXPERTS / WORLD)];  // rows of earlier ranks, for each rank and expert
+
+    // Called by all threads of a block, which get the same answer: false if a rank does not come. `counts` gets the
+    // rows of each expert, if it is an address.
+    __device__ __forceinline__ bool receive(const Session& session, const CountVectors& vectors, u32 local,
+                                            u32 alignment, int* counts) {
+        bool bad = false;
+        for (u32 group = threadIdx.x; group < (local + 3) / 4; group += THREADS) {
+            u32 sums[4] = {};
+            for (u32 from = 0; from < WORLD && !bad; ++from) {
+                uint4 value;
+                bad = !vectors.receive(session, from, CountVectors::EXPERTS + group, value);
+                const u32 found[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    if (4 * group + i < local) {
+                        before[from * local + 4 * group + i] = sums[i];
+                        sums[i] += found[i];
+                    }
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                if (4 * group + i < local) {
+                    offsets[4 * group + i] = sums[i];
+                    if (counts != nullptr) {
+                        counts[4 * group + i] = static_cast<int>(sums[i]);
+                    }
+                }
+            }
+        }
+        if (__syncthreads_or(bad)) {
+            return false;
+        }
+        scan(local, alignment);
+        return true;
+    }
+
+private:
+    // Makes offsets of the counts that stand there. The first warp does it: each thread adds up some experts in a row.
+    __device__ __forceinline__ void scan(u32 local, u32 alignment) {
+        if (threadIdx.x < 32) {
+            const u32 each = (local + 31) / 32, first = threadIdx.x * each;
+            const u32 end = first + each < local ? first + each : local;
+            u32 own = 0;
+            for (u32 i = first; i < end; ++i) {
+                own += padded(offsets[i], alignment);
+            }
+            u32 sum = own;
+#pragma unroll
+            for (u32 step = 1; step < 32; step *= 2) {
+                const u32 lower = __shfl_up_sync(~0u, sum, step);
+                sum += threadIdx.x >= step ? lower : 0;
+            }
+            u32 at = sum - own;
+            for (u32 i = first; i < end; ++i) {
+                const u32 count = padded(offsets[i], alignment);
+                offsets[i] = at;
+                at += count;
+            }
+            if (threadIdx.x == 31) {
+                offsets[local] = sum;
+            }
+        }
+        __syncthreads();
+    }
+
+    static __device__ __forceinline__ u32 padded(u32 count, u32 alignment) {
+        return (count + alignment - 1) / alignment * alignment;
+    }
+};
+
+}  // namespace symmpool

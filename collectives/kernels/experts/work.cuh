@@ -1,0 +1,134 @@
+//! What dispatch to experts and combine have in common: their arguments, and how tokens are cut into chunks.
+//!
+//! The tokens of each rank are cut into chunks, an equal number for every peer block. The block of an index sends the
+//! tokens of its chunks, and the blocks of the same index on other ranks receive them; so blocks wait for blocks of their
+//! own index only.
+
+#pragma once
+
+#include <symmpool/peer_blocks.cuh>
+
+namespace symmpool {
+
+// `ExpertsWork` in `experts/layout.rs`, which documents the fields.
+struct ExpertsWork {
+    const char* input;
+    const char* input_scales;
+    const void* ids;
+    const float* weights;
+    char* output;
+    char* output_scales;
+    int* head;
+    int* source_offsets;
+    int* bases;
+    int* source_tokens;
+    int* expert_counts;
+    int* expert_offsets;
+    int* positions;
+    int* chunks;
+    int* places;
+    float* kept_weights;
+    int* kept_tokens;
+    char* rows;
+    char* row_scales;
+    int* row_ids;
+    float* row_weights;
+    int* row_tokens;
+    int* row_places;
+    int* chunk_begins;
+    float* combine_weights;
+    char* combined;
+    u64 row_bytes;
+    u64 scale_bytes;
+    u64 capacity;
+    u64 output_capacity;
+    u32 max_tokens;
+    u32 tokens;
+    u32 top_k;
+    u32 experts;
+    u32 alignment;
+    u32 wide;
+    u32 known;
+    u32 quantize;
+    u32 peer_blocks;
+    u32 sends_weights;
+};
+
+static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
+
+// The constants of `experts/layout.rs` and `experts/mod.rs`.
+constexpr u32 MOST_CHUNKS = 2048;
+constexpr u32 MOST_STEPS = 8;
+constexpr u32 CHUNK_TOKENS = 4;
+constexpr u32 MOST_EXPERTS = 1024;
+
+constexpr u32 NOWHERE = ~0u;
+// Tokens whose places a block keeps in shared memory at once.
+constexpr u32 TILE = 128;
+// How many vectors of rows a thread has under way at once, where it copies them, and where it sums them up.
+constexpr int COPY_UNROLL = 4;
+constexpr int SUM_UNROLL = 2;
+
+// How the tokens of a rank are cut.
+struct Chunks {
+    u32 tokens;
+    u32 steps;  // chunks of a peer block
+    u32 count;
+
+    __device__ __forceinline__ Chunks(u32 all, u32 peer_blocks) : tokens(all) {
+        const u32 worth = all / (peer_blocks * CHUNK_TOKENS);
+        const u32 fitting = MOST_CHUNKS / peer_blocks;
+        const u32 most = fitting < MOST_STEPS ? fitting : MOST_STEPS;
+        steps = worth < most ? worth : most;
+        steps = steps == 0 ? 1 : steps;
+        count = peer_blocks * steps;
+    }
+
+    // The first token of a chunk: tokens times chunks fit 32 bits.
+    __device__ __forceinline__ u32 begin(u32 chunk) const { return tokens * chunk / count; }
+};
+
+// The vectors of 16 bytes of so many rows, divided among the warps of a block, a piece of a row to each: `load(row, at)`
+// gives vector `at` of a row, `store(row, at, vector)` stores it; UNROLL loads are under way at once. Called by all
+// threads of the block.
+template <int UNROLL, typename Load, typename Store>
+__device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store store) {
+    constexpr u32 PIECE = 32 * UNROLL;
+    const u32 pieces = (vectors + PIECE - 1) / PIECE, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (u32 piece = threadIdx.x / 32; piece < rows * pieces; piece += THREADS / 32) {
+        const u32 row = piece / pieces, first = (piece - row * pieces) * PIECE + lane;
+        uint4 values[UNROLL];
+#pragma unroll
+        for (u32 i = 0; i < UNROLL; ++i) {
+            if (first + 32 * i < vectors) {
+                values[i] = load(row, first + 32 * i);
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < UNROLL; ++i) {
+            if (first + 32 * i < vectors) {
+                store(row, first + 32 * i, values[i]);
+            }
+        }
+    }
+}
+
+// Kinds of notices, behind those of `all_to_all/traffic.cuh`.
+constexpr u32 NO_EXPERT = 3;        // an id is no expert
+constexpr u32 ROWS_OVERFLOW = 4;    // a rank has no room for all its rows
+constexpr u32 EXPERTS_OVERFLOW = 5; // an output has no room for all rows by expert
+
+// Tells the host something about a call that goes on. Called by one thread.
+__device__ __noinline__ void notice(const Session& session, u32 kind, u32 rank, u64 needed, u64 room) {
+    volatile Notice* at = &session.comm.fault->notice;
+    at->kind = kind;
+    at->epoch = session.epoch;
+    at->rank = rank;
+    at->needed = needed;
+    at->room = room;
+    fence();
+    at->calls = at->calls + 1;
+}
+
+}  // namespace symmpool
