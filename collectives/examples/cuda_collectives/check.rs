@@ -8,8 +8,9 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, first_calls, fused,
-    huge, native, one_sided, one_sided_streams, p2p, plans, repeats, row_exchange, slow, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, experts_time,
+    first_calls, fused, huge, native, one_sided, one_sided_streams, p2p, plans, repeats,
+    row_exchange, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -127,12 +128,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     }
     // Checks that take long, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
-    let parts: [(&str, bool, Part); 5] = [
+    let parts: [(&str, bool, Part); 6] = [
         ("mixed", true, all_to_all::mixed),
         ("repeats", true, repeats::run),
         ("streams", true, streams::run),
         ("slow", true, slow::run),
         ("huge", false, huge::run),
+        ("experts_time", false, experts_time::run),
     ];
     for (name, usual, part) in parts {
         let named = !options.algorithms.is_empty() && options.wants(name);

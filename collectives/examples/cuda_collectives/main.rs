@@ -21,6 +21,7 @@ mod cuda;
 mod equal_parts;
 mod experts;
 mod experts_model;
+mod experts_time;
 mod faults;
 mod first_calls;
 mod fused;

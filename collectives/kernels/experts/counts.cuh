@@ -25,23 +25,33 @@ struct Routing {
         return found >= 0 && found < work.experts ? static_cast<u32>(found) : NOWHERE;
     }
 
-    // A bit for each rank that has an expert of the token.
-    __device__ __forceinline__ u32 ranks(u32 token) const {
+    // A bit for each rank that has an expert of the token. `visit(item, id, expert)` is called for each id.
+    template <typename Visit>
+    __device__ __forceinline__ u32 ranks(u32 token, Visit visit) const {
         u32 mask = 0;
+#pragma unroll 4
         for (u32 k = 0; k < work.top_k; ++k) {
-            const u32 found = expert(token * work.top_k + k);
-            mask |= found == NOWHERE ? 0 : 1u << found / local;
+            const u32 item = token * work.top_k + k;
+            const long long found = id(item);
+            const u32 of = found >= 0 && found < work.experts ? static_cast<u32>(found) : NOWHERE;
+            mask |= of == NOWHERE ? 0 : 1u << of / local;
+            visit(item, found, of);
         }
         return mask;
     }
+
+    __device__ __forceinline__ u32 ranks(u32 token) const {
+        return ranks(token, [](u32, long long, u32) {});
+    }
 };
 
-// Counts the tokens below `end` that go to each rank. `sums` is in shared memory, and holds zeros before. Called by all
-// threads of a block; whoever reads `sums` waits for a barrier first.
-__device__ __forceinline__ void count_ranks(const Routing& routing, u32 end, u32* sums) {
+// Counts the tokens below `end` that go to each rank. `sums` is in shared memory, and holds zeros before. `visit` is
+// called for each id. Called by all threads of a block; whoever reads `sums` waits for a barrier first.
+template <typename Visit>
+__device__ __forceinline__ void count_ranks(const Routing& routing, u32 end, u32* sums, Visit visit) {
     u32 own[WORLD] = {};
     for (u32 token = threadIdx.x; token < end; token += THREADS) {
-        const u32 mask = routing.ranks(token);
+        const u32 mask = routing.ranks(token, visit);
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
             own[rank] += mask >> rank & 1;
@@ -52,16 +62,6 @@ __device__ __forceinline__ void count_ranks(const Routing& routing, u32 end, u32
         const u32 sum = __reduce_add_sync(~0u, own[rank]);
         if (threadIdx.x % 32 == 0 && sum != 0) {
             atomicAdd(&sums[rank], sum);
-        }
-    }
-}
-
-// The same for experts, and for all ids of these tokens.
-__device__ __forceinline__ void count_experts(const Routing& routing, u32 end, u32* sums) {
-    for (u32 item = threadIdx.x; item < end * routing.work.top_k; item += THREADS) {
-        const u32 expert = routing.expert(item);
-        if (expert != NOWHERE) {
-            atomicAdd(&sums[expert], 1);
         }
     }
 }

@@ -47,14 +47,13 @@ __device__ __forceinline__ void clear_counts(const ExpertsWork& work) {
 __device__ __forceinline__ void send_counts(const Session& session, const Routing& routing, const CountVectors& vectors) {
     const ExpertsWork& work = routing.work;
     clear_counts(work);
-    count_ranks(routing, work.tokens, shared.next);
-    count_experts(routing, work.tokens, experts_before);
-    for (u32 item = threadIdx.x; item < work.tokens * work.top_k; item += THREADS) {
-        const long long id = routing.id(item);
-        if (id != -1 && routing.expert(item) == NOWHERE) {
+    count_ranks(routing, work.tokens, shared.next, [&](u32 item, long long id, u32 expert) {
+        if (expert != NOWHERE) {
+            atomicAdd(&experts_before[expert], 1);
+        } else if (id != -1) {
             atomicMin(&first_bad, item);
         }
-    }
+    });
     __syncthreads();
     for (u32 i = threadIdx.x; i < WORLD * vectors.vectors; i += THREADS) {
         const u32 to = session.comm.after(i % WORLD), at = i / WORLD;
@@ -315,24 +314,33 @@ __device__ __forceinline__ void send_quantized(const Comm& comm, const ExpertsWo
     constexpr u32 POWER_OF_TWO = 2, UE8M0 = 3;
     const u32 vectors = static_cast<u32>(work.row_bytes / 16), groups = vectors / 8;
     const char* input = work.input + static_cast<u64>(tile) * vectors * VECTORS * 16;
-    // All threads of a warp come to the shuffles.
+    // All threads of a warp come to the shuffles. What is loaded next is under way meanwhile.
+    uint4 next[VECTORS] = {};
+    auto load_next = [&](u32 item) {
+#pragma unroll
+        for (u32 i = 0; i < VECTORS; ++i) {
+            if (item < tokens * vectors) {
+                next[i] = load_plain(input + 16ull * (static_cast<u64>(item) * VECTORS + i));
+            }
+        }
+    };
+    load_next(threadIdx.x);
     for (u32 first = 0; first < tokens * vectors; first += THREADS) {
         const u32 item = first + threadIdx.x;
         const bool there = item < tokens * vectors;
-        float values[16] = {};
+        float values[16];
         float largest = 0.0f;
-        if (there) {
 #pragma unroll
-            for (u32 i = 0; i < VECTORS; ++i) {
-                float some[LANES<DTYPE>];
-                unpack<DTYPE>(load_plain(input + 16ull * (static_cast<u64>(item) * VECTORS + i)), some);
+        for (u32 i = 0; i < VECTORS; ++i) {
+            float some[LANES<DTYPE>];
+            unpack<DTYPE>(next[i], some);
 #pragma unroll
-                for (int lane = 0; lane < LANES<DTYPE>; ++lane) {
-                    values[i * LANES<DTYPE> + lane] = some[lane];
-                    largest = fmaxf(largest, fabsf(some[lane]));
-                }
+            for (int lane = 0; lane < LANES<DTYPE>; ++lane) {
+                values[i * LANES<DTYPE> + lane] = some[lane];
+                largest = fmaxf(largest, fabsf(some[lane]));
             }
         }
+        load_next(item + THREADS);
 #pragma unroll
         for (u32 step = 1; step < 8; step *= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
@@ -530,10 +538,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const OwnTokens tokens(chunks, own);
     if (!work.known) {
         clear_counts(work);
-        count_ranks(routing, tokens.from, shared.next);
-        if (BY_EXPERT) {
-            count_experts(routing, tokens.from, experts_before);
-        }
+        count_ranks(routing, tokens.from, shared.next, [&](u32, long long, u32 expert) {
+            if (BY_EXPERT && expert != NOWHERE) {
+                atomicAdd(&experts_before[expert], 1);
+            }
+        });
     }
     if (!await_handshakes<true>(session, call) || !know_rows(session, routing)) {
         return;

@@ -58,16 +58,15 @@ static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
 
 // The constants of `experts/layout.rs` and `experts/mod.rs`.
 constexpr u32 MOST_CHUNKS = 2048;
-constexpr u32 MOST_STEPS = 8;
-constexpr u32 CHUNK_TOKENS = 4;
+constexpr u32 MOST_STEPS = 4;
+constexpr u32 CHUNK_TOKENS = 8;
 constexpr u32 MOST_EXPERTS = 1024;
 
 constexpr u32 NOWHERE = ~0u;
 // Tokens whose places a block keeps in shared memory at once.
 constexpr u32 TILE = 128;
-// How many vectors of rows a thread has under way at once, where it copies them, and where it sums them up.
+// How many vectors of rows a thread has under way at once where it copies them.
 constexpr int COPY_UNROLL = 4;
-constexpr int SUM_UNROLL = 2;
 
 // How the tokens of a rank are cut.
 struct Chunks {
@@ -88,16 +87,25 @@ struct Chunks {
     __device__ __forceinline__ u32 begin(u32 chunk) const { return tokens * chunk / count; }
 };
 
-// The vectors of 16 bytes of so many rows, divided among the warps of a block, a piece of a row to each: `load(row, at)`
-// gives vector `at` of a row, `store(row, at, vector)` stores it; UNROLL loads are under way at once. Called by all
-// threads of the block.
-template <int UNROLL, typename Load, typename Store>
-__device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store store) {
+// The vectors of 16 bytes of so many rows, divided among the warps of a block: `visit(row, first)` is for the vectors
+// `first`, `first + 32` and so on of a row, UNROLL of them as far as the row has so many. Called by all threads of the
+// block.
+template <int UNROLL, typename Visit>
+__device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, Visit visit) {
     constexpr u32 PIECE = 32 * UNROLL;
     const u32 pieces = (vectors + PIECE - 1) / PIECE, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (u32 piece = threadIdx.x / 32; piece < rows * pieces; piece += THREADS / 32) {
-        const u32 row = piece / pieces, first = (piece - row * pieces) * PIECE + lane;
+        const u32 row = piece / pieces;
+        visit(row, (piece - row * pieces) * PIECE + lane);
+    }
+}
+
+// The same for copies: `load(row, at)` gives vector `at` of a row, `store(row, at, vector)` stores it; UNROLL loads are
+// under way at once.
+template <int UNROLL, typename Load, typename Store>
+__device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store store) {
+    for_pieces<UNROLL>(rows, vectors, [&](u32 row, u32 first) {
         uint4 values[UNROLL];
 #pragma unroll
         for (u32 i = 0; i < UNROLL; ++i) {
@@ -111,7 +119,7 @@ __device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store
                 store(row, first + 32 * i, values[i]);
             }
         }
-    }
+    });
 }
 
 // Kinds of notices, behind those of `all_to_all/traffic.cuh`.

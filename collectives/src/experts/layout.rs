@@ -7,9 +7,9 @@ pub(crate) const ALIGN: u64 = 512;
 /// Most chunks into which a rank's tokens are cut.
 pub(crate) const MOST_CHUNKS: u32 = 2048;
 /// Most chunks that a peer block has: so many times blocks signal in a call.
-const MOST_STEPS: u32 = 8;
+const MOST_STEPS: u32 = 4;
 /// Fewer tokens in a chunk are not worth a signal.
-const CHUNK_TOKENS: usize = 4;
+const CHUNK_TOKENS: usize = 8;
 
 /// Into how many chunks `tokens` tokens are cut among so many peer blocks. Chunk `c` of `n` begins at token
 /// `tokens * c / n`. Kernels compute the same (`chunks_of` in `experts/work.cuh`).

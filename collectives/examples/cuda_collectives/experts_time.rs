@@ -1,0 +1,126 @@
+//! How long dispatch to experts and combine take: graphs of calls, for as many experts and channels as large models have.
+
+use symmpool_allocator::{Pool, Result, Stream};
+use symmpool_collectives::{
+    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape,
+    Quantization,
+};
+
+use crate::cuda::{Clock, Graph, stream, upload};
+use crate::oracle::random;
+use crate::{ORDINARY, Options};
+
+const CALLS: usize = 20;
+const HIDDEN: usize = 7168;
+const EXPERTS: u32 = 256;
+const TOP_K: u32 = 8;
+const MOST: usize = 4096;
+
+/// Prints a line for each number of tokens and SMs. Returns how many lines, of which none is wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let ordinary = pool.lane(ORDINARY)?;
+    let room = |bytes: usize| ordinary.alloc_bytes(bytes, 512, Stream::DEFAULT);
+    let world = pool.world() as usize;
+    let row = 2 * HIDDEN;
+    let (input, result) = (room(MOST * row)?, room(MOST * row)?);
+    let (ids, weights) = (room(MOST * TOP_K as usize * 4)?, room(MOST * TOP_K as usize * 4)?);
+    let rows = room(MOST * TOP_K as usize * world * row)?;
+    let scales = room(MOST * TOP_K as usize * world * HIDDEN / 32)?;
+    let handle = room(64 << 20)?;
+    pool.commit()?;
+    let stream = stream(pool)?;
+    let comm = Communicator::with_options(pool, &options.communicator())?;
+    let clock = Clock::new(pool, 1)?;
+    let mut lines = 0;
+    for num_sms in [None, Some(24)] {
+        let (max_tokens, dtype) = (MOST, DType::Bf16);
+        let shape = ExpertShape {
+            hidden: HIDDEN,
+            experts: EXPERTS,
+            top_k: TOP_K,
+            max_tokens,
+            dtype,
+            capacity: None,
+        };
+        let buffer = ExpertBuffer::new(&comm, shape, num_sms)?;
+        pool.commit()?;
+        for tokens in [1, 8, 128, 512, MOST] {
+            // The experts of a token lie far from each other, so nearly every token has some on each rank.
+            let id = |at: usize| {
+                let (token, k) = (at / TOP_K as usize, (at % TOP_K as usize) as u32);
+                let first = random(options.seed ^ u64::from(pool.rank()), token as u64);
+                ((first % u64::from(EXPERTS)) as u32 + k * (EXPERTS / TOP_K)) % EXPERTS
+            };
+            let own = (0..tokens * TOP_K as usize).flat_map(|at| id(at).to_le_bytes());
+            upload(pool, ids.address(), &own.collect::<Vec<u8>>())?;
+            let (input, output) = (input.as_ptr().cast_const().cast(), result.as_ptr().cast());
+            let fresh = DispatchAt {
+                input,
+                quantized: false,
+                scales: std::ptr::null(),
+                scale_bytes: 0,
+                tokens,
+                ids: ids.as_ptr().cast(),
+                ids_dtype: DType::I32,
+                weights: weights.as_ptr().cast(),
+                quantize: Quantization::None,
+                layout: ExpertLayout::ByRank,
+                known: false,
+            };
+            let known = DispatchAt { known: true, ..fresh };
+            let (fp8, fp8_known) = (
+                DispatchAt { quantize: Quantization::Fp8, ..fresh },
+                DispatchAt { quantize: Quantization::Fp8, ..known },
+            );
+            let layout = ExpertLayout::ByExpert {
+                output: rows.as_ptr().cast(),
+                scales: scales.as_ptr().cast(),
+                capacity: buffer.capacity(true, 1),
+                alignment: 1,
+            };
+            let back = CombineAt {
+                input: rows.as_ptr().cast_const().cast(),
+                output,
+                tokens,
+                weights: std::ptr::null(),
+                by_expert: false,
+            };
+            let at = handle.as_ptr().cast();
+            // SAFETY: the blocks are as long as these calls need, and nothing else uses them; so it is below.
+            let dispatch = |call: &DispatchAt| unsafe { buffer.dispatch_at(at, call, &stream) };
+            // SAFETY: as above.
+            let combine = |call: &CombineAt| unsafe { buffer.combine_at(at, call, &stream) };
+            let mut times = Vec::new();
+            let mut time = |what: &str, call: &dyn Fn() -> Result<()>| -> Result<()> {
+                call()?;
+                comm.synchronize(&stream)?;
+                let graph = Graph::capture(pool, stream, || (0..CALLS).try_for_each(|_| call()))?;
+                let mut best = f64::MAX;
+                for _ in 0..12 {
+                    best = best.min(clock.time(pool, stream, || graph.launch(pool, stream))?);
+                }
+                comm.synchronize(&stream)?;
+                graph.destroy(pool)?;
+                times.push(format!("{what} {:.1}", best / CALLS as f64));
+                Ok(())
+            };
+            time("dispatch", &|| dispatch(&fresh))?;
+            time("known", &|| dispatch(&known))?;
+            time("combine", &|| combine(&back))?;
+            time("both", &|| dispatch(&fresh).and_then(|()| combine(&back)))?;
+            time("fp8", &|| dispatch(&fp8))?;
+            time("fp8 known", &|| dispatch(&fp8_known))?;
+            if tokens < MOST {
+                time("by expert", &|| dispatch(&DispatchAt { layout, ..fresh }))?;
+                time("fp8", &|| dispatch(&DispatchAt { layout, ..fp8 }))?;
+                let back = CombineAt { weights: weights.as_ptr().cast(), by_expert: true, ..back };
+                time("combine", &|| combine(&back))?;
+            }
+            lines += 1;
+            if pool.rank() == 0 {
+                println!("{tokens} tokens, SMs {num_sms:?}, us: {}", times.join(", "));
+            }
+        }
+    }
+    Ok((lines, 0))
+}
