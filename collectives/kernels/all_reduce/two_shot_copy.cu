@@ -36,7 +36,6 @@ __device__ __forceinline__ bool pass_copy_barrier(const Session& session) {
     if (threadIdx.x < WORLD && threadIdx.x != comm.rank) {
         const u32 peer = threadIdx.x;
         if (blockIdx.x == 0) {
-            fence();
             store_release(&copy_barrier(comm, peer)->arrived[comm.rank], number);
         }
         Watch watch;

@@ -104,7 +104,6 @@ __device__ __forceinline__ void raise_direct_flags(const Exchange& exchange) {
     const u32 peer = threadIdx.x;
     __syncthreads();
     if (peer < WORLD && exchange.direct(exchange.rank(), peer)) {
-        fence();
         store_release(flag_of(session, peer, ARRIVED, exchange.rank(), worker_block()),
                       static_cast<u64>(session.epoch) << 32 | 1);
     }

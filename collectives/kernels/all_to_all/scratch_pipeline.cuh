@@ -65,7 +65,6 @@ __device__ __forceinline__ void raise_stage_flags(const Session& session, u32 ki
                                                   Which which) {
     __syncthreads();
     if (threadIdx.x < WORLD && which(threadIdx.x)) {
-        fence();
         store_release(flag_of(session, threadIdx.x, kind, session.comm.rank, stage),
                       static_cast<u64>(session.epoch) << 32 | count);
     }

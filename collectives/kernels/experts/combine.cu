@@ -2,8 +2,8 @@
 //! Defines: WORLD, THREADS, BLOCKS, DTYPE, BY_EXPERT.
 //!
 //! Some worker blocks send rows, chunk by chunk, and others sum up the chunks that have arrived, so that links and memory
-//! are busy at the same time; if there is one worker block, it does both. Sending blocks wait for no block but those that
-//! send them weights. A peer's memory for rows is free when it has come to this call.
+//! are busy at the same time; few blocks do both by turns. Blocks that only send wait for none but those that send them
+//! weights. A peer's memory for rows is free when it has come to this call.
 
 #include <experts/work.cuh>
 #include <symmpool/reduce.cuh>
@@ -203,10 +203,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         return;
     }
     session.advance();
-    const u32 senders = (worker_blocks() + 1) / 2, block = worker_block();
-    const bool sends = block < senders, sums = block >= senders || worker_blocks() == 1;
+    // Few blocks send and sum up, so that each of them can use the link.
+    const bool both = worker_blocks() < work.peer_blocks;
+    const u32 senders = both ? worker_blocks() : (worker_blocks() + 1) / 2, block = worker_block();
+    const bool sends = block < senders, sums = both || !sends;
     const PeerBlocks own(work.peer_blocks, sends ? block : block - senders,
                          sends ? senders : worker_blocks() - senders);
+    u32 steps = 0;
     if (sends) {
         if (!await_handshakes<true>(session, call)) {
             return;
@@ -218,26 +221,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 return;
             }
         }
-        u32 steps = 0;
         for (u32 distance = 1; distance < WORLD; ++distance) {
             const u32 source = comm.after(distance);
             const Chunks chunks(static_cast<u32>(work.source_tokens[source]), work.peer_blocks);
             steps = chunks.steps > steps ? chunks.steps : steps;
         }
+    }
+    // A block that does both sums up one step behind, when that step's rows have arrived meanwhile.
+    const u32 behind = both ? 1 : 0;
+    const u32 own_steps = sums ? Chunks(work.tokens, work.peer_blocks).steps : 0;
 #pragma unroll 1
-        for (u32 step = 0; step < steps; ++step) {
+    for (u32 step = 0; step < steps || step < own_steps + behind; ++step) {
+        if (step < steps) {
             send_step(comm, work, own, step);
             raise_flags(session, own, ARRIVED, step + 1);
         }
-    }
-    if (sums) {
-        const Chunks chunks(work.tokens, work.peer_blocks);
-#pragma unroll 1
-        for (u32 step = 0; step < chunks.steps; ++step) {
-            if (!await_flags(session, own, ARRIVED, step + 1, DATA)) {
+        if (step >= behind && step - behind < own_steps) {
+            if (!await_flags(session, own, ARRIVED, step - behind + 1, DATA)) {
                 return;
             }
-            sum_step(comm, work, own, step);
+            sum_step(comm, work, own, step - behind);
         }
     }
 }

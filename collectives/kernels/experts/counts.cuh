@@ -50,7 +50,8 @@ struct Routing {
 template <typename Visit>
 __device__ __forceinline__ void count_ranks(const Routing& routing, u32 end, u32* sums, Visit visit) {
     u32 own[WORLD] = {};
-    for (u32 token = threadIdx.x; token < end; token += THREADS) {
+    // The first warp is the last to begin, as it is busy with a handshake in the leader block.
+    for (u32 token = (threadIdx.x + THREADS - 32) % THREADS; token < end; token += THREADS) {
         const u32 mask = routing.ranks(token, visit);
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {

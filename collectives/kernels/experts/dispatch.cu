@@ -46,7 +46,6 @@ __device__ __forceinline__ void clear_counts(const ExpertsWork& work) {
 
 __device__ __forceinline__ void send_counts(const Session& session, const Routing& routing, const CountVectors& vectors) {
     const ExpertsWork& work = routing.work;
-    clear_counts(work);
     count_ranks(routing, work.tokens, shared.next, [&](u32 item, long long id, u32 expert) {
         if (expert != NOWHERE) {
             atomicAdd(&experts_before[expert], 1);
@@ -128,7 +127,13 @@ __device__ __forceinline__ void keep_counts(const Session& session, const Routin
 
 __device__ __forceinline__ void lead(const Session& session, const Call& call, const Routing& routing) {
     const CountVectors vectors(routing.local);
-    send_handshake<true>(session, call, threadIdx.x, THREADS);
+    if (!routing.work.known) {
+        clear_counts(routing.work);
+    }
+    // The first warp sends the handshake, which takes it a fence, while the others begin to count.
+    if (threadIdx.x < 32) {
+        send_handshake<true>(session, call, threadIdx.x, 32);
+    }
     if (!routing.work.known) {
         send_counts(session, routing, vectors);
     }

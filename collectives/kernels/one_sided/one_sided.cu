@@ -48,8 +48,8 @@ __device__ __forceinline__ void copy(const Call& call) {
 // Called by the first thread of every block, after the block's stores; the last of them signals. What the stream did
 // before, and what all blocks stored, is visible to a rank that sees the count (rule S3).
 __device__ __forceinline__ void signal(const Comm& comm, u32 peer, u32 channel) {
-    fence();
     if (gridDim.x > 1) {
+        fence();
         u64* arrived = count(comm, comm.rank, ARRIVED, peer, channel);
         if (atomicAdd(arrived, 1ull) != gridDim.x - 1) {
             return;

@@ -212,7 +212,6 @@ __device__ __forceinline__ void raise_flag(const Lane& lane, u64 number) {
 // Acknowledges a chunk after all that the block has read from its slot. Called by one thread, after a barrier of the
 // block.
 __device__ __forceinline__ void acknowledge(const Lane& lane, u64 number) {
-    fence();
     store_release(lane.taken_by(lane.peer, lane.comm.rank, lane.lane), number);
 }
 

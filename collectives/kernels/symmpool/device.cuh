@@ -167,7 +167,6 @@ public:
         __syncthreads();
         if (threadIdx.x == 0) {
             const Session& session = collective_.session();
-            fence();
             store_release(flag_of(session, peer_, number_, session.comm.rank, worker_block()),
                           static_cast<u64>(session.epoch) << 32 | signals_);
         }

@@ -45,12 +45,13 @@ template <bool RELEASE>
 __device__ __forceinline__ void send_handshake(const Session& session, const Call& call, u32 thread,
                                                u32 threads) {
     const Comm& comm = session.comm;
-    if constexpr (RELEASE) {
-        fence();
-    }
     for (u32 i = thread; i < 4 * WORLD; i += threads) {
         u32 peer = i / 4, word = i % 4;
         if (peer != comm.rank) {
+            // Fences of the system take two microseconds, and longer if many warps have one.
+            if constexpr (RELEASE) {
+                fence();
+            }
             store_relaxed(handshake_slot(comm, session.epoch, peer, comm.rank) + 16 * word,
                           ll_pack(call.description[word], session.epoch));
         }

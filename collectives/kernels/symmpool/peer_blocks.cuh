@@ -58,7 +58,6 @@ __device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks p
     for (u32 pair = threadIdx.x; pair < peer_blocks.pairs(); pair += blockDim.x) {
         const u32 peer = pair % WORLD;
         if (peer != session.comm.rank) {
-            fence();
             store_release(
                 flag_of(session, peer, kind, session.comm.rank, peer_blocks.first + pair / WORLD),
                 static_cast<u64>(session.epoch) << 32 | count);

@@ -404,7 +404,6 @@ struct PlanRun {
                     peer = rank_of(packed >> 12), number = packed & 4095;
                 }
             }
-            fence();
             store_release(flag(peer, comm.rank, number, index), static_cast<u64>(session.epoch) << 32 | (stage + 1));
         }
     }
