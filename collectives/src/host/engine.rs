@@ -18,6 +18,7 @@ use super::collectives::all_reduce::PairedGroups;
 use super::collectives::all_to_all::LoadBalance;
 use super::control::{Control, peers};
 use super::cores::enough_here;
+use super::experts::ExpertScratch;
 use super::kernels::{Isa, ReduceFn, prepare_to_copy, select};
 use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
@@ -67,6 +68,7 @@ pub struct HostEngine {
     pub(crate) load_balance: LoadBalance,
     /// The sums of a fused all-reduce.
     pub(crate) norm_sums: Vec<u8>,
+    pub(crate) expert_scratch: ExpertScratch,
     /// The number of the algorithm that all-to-alls use now, and of the one that the call names.
     pub(crate) exchange: u8,
     pub(crate) requested: u8,
@@ -144,6 +146,7 @@ impl HostEngine {
             outputs: Vec::with_capacity(world),
             load_balance: LoadBalance::default(),
             norm_sums: Vec::new(),
+            expert_scratch: ExpertScratch::default(),
             exchange: options.all_to_all as u8,
             requested: AUTO,
             options,
@@ -279,6 +282,13 @@ impl HostEngine {
     #[inline]
     pub(crate) fn set_next_row(&self, index: u32, value: u64) {
         let row = self.control.row(self.layout.rank, self.parity(), index);
+        row.store(value, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// Writes an entry of this rank's row for the current call. To be called after the handshake, for an entry that no
+    /// peer reads before the next step.
+    pub(crate) fn set_row(&self, index: u32, value: u64) {
+        let row = self.control.row(self.layout.rank, self.parity() ^ 1, index);
         row.store(value, std::sync::atomic::Ordering::Relaxed);
     }
 

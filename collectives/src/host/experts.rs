@@ -1,18 +1,386 @@
 //! Dispatch to experts and combine, on the CPU.
+//!
+//! Ranks tell each other in the handshake how many rows they send to whom, and which id is no expert, so each knows
+//! where its rows lie in a peer's memory, and all return the same error. Ids, weights and rows are the caller's memory,
+//! which its other threads may write meanwhile: numbers are read once and checked before they are indices.
 
 #![allow(unsafe_code)] // reads and writes memory by address
 
+mod combine;
+mod memory;
+mod routing;
+
 use symmpool_allocator::{Error, Result};
 
+use self::memory::{Handle, Region};
+use self::routing::{BadId, Routing};
 use super::HostEngine;
-use crate::experts::ExpertCall;
+use super::call::{Call, Operation};
+use super::kernels::{ExpertRows, copy};
+use crate::Quantization;
+use crate::experts::{ExpertCall, ExpertsWork};
+
+/// What calls use for themselves; it is kept so that calls need not allocate.
+#[derive(Debug, Default)]
+pub(crate) struct ExpertScratch {
+    routing: Routing,
+    row: Vec<f32>,
+    sum: Vec<f32>,
+    /// A row that is quantised, and its scales; or the sum of a token's rows on this rank.
+    bytes: Vec<u8>,
+    scales: Vec<u8>,
+    own: Vec<f32>,
+}
 
 impl HostEngine {
-    pub(crate) unsafe fn dispatch(&mut self, _call: &ExpertCall) -> Result<()> {
-        Err(Error::unsupported("not yet"))
+    /// Sends tokens to the ranks of their experts.
+    ///
+    /// # Safety
+    ///
+    /// The addresses in `call.work` are as [`ExpertsWork`] describes them, and `call.region` is memory of as many bytes
+    /// as the buffer has, in every rank's slot; nobody but calls of the buffer writes it.
+    pub(crate) unsafe fn dispatch(&mut self, call: &ExpertCall) -> Result<()> {
+        self.ready()?;
+        let mut scratch = std::mem::take(&mut self.expert_scratch);
+        // SAFETY: the caller's promises.
+        let done = unsafe { self.dispatch_in(call, &mut scratch) };
+        self.expert_scratch = scratch;
+        done
     }
 
-    pub(crate) unsafe fn combine(&mut self, _call: &ExpertCall) -> Result<()> {
-        Err(Error::unsupported("not yet"))
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`].
+    unsafe fn dispatch_in(&mut self, call: &ExpertCall, scratch: &mut ExpertScratch) -> Result<()> {
+        let (world, work, region) = (self.world(), &call.work, Region::of(call, self.world()));
+        // SAFETY: the handle is one of this buffer, which has these parts.
+        let handle = unsafe { Handle::new(work, world) };
+        self.begin_with(&handle, work, work.known != 0)?;
+        if work.known == 0 {
+            // SAFETY: the caller's promise about the ids.
+            unsafe { scratch.routing.read(work, world) };
+            self.publish_counts(&scratch.routing, work.tokens);
+        }
+        let description = Call::new(Operation::ExpertDispatch);
+        self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
+        let routed = if work.known == 0 {
+            self.keep_routing(&handle, &scratch.routing, work)
+        } else {
+            Ok(())
+        };
+        // SAFETY: every rank has made this call, so nobody uses what the last call of the buffer left in the region.
+        unsafe { self.send(&region, &handle, call, scratch) };
+        self.step()?;
+        if work.known == 0 {
+            // SAFETY: all rows that this rank receives are there.
+            unsafe { self.keep_received(&region, &handle, work) };
+        }
+        if !call.mode.by_expert {
+            return routed;
+        }
+        let needed = if work.known == 0 {
+            // SAFETY: as above.
+            unsafe { self.place_by_expert(&region, &handle, work) }
+        } else {
+            handle.head.get(Handle::BY_EXPERT) as u64
+        };
+        // SAFETY: as above; the output is writable for its capacity, by the caller's promise.
+        unsafe { self.expand(&region, &handle, work) };
+        // Every rank writes how many rows by expert it needs room for, and how much it has.
+        let needed = needed.min(u64::from(u32::MAX));
+        self.set_row(world + 2, needed << 32 | work.output_capacity);
+        self.step()?;
+        routed.and_then(|()| self.check_room())
     }
+
+    /// Waits for calls that this rank refused before, and declines this one if a handle that is used again is of another
+    /// number of tokens.
+    fn begin_with(&mut self, handle: &Handle, work: &ExpertsWork, again: bool) -> Result<()> {
+        let kept = handle.head.get(Handle::TOKENS);
+        let found = if again && i64::from(kept) != i64::from(work.tokens) {
+            Err(Error::invalid_argument(format!(
+                "experts on rank {}: {} tokens with a handle of {kept}: pass the handle of the dispatch of the same tokens",
+                self.rank(),
+                work.tokens
+            )))
+        } else {
+            Ok(())
+        };
+        self.or_decline(found)
+    }
+
+    /// Writes into this rank's row of the next call how many rows go to each rank, how many tokens it has, and the first
+    /// id that is no expert.
+    fn publish_counts(&self, routing: &Routing, tokens: u32) {
+        let world = self.world();
+        for (rank, count) in (0..world).zip(&routing.counts) {
+            self.set_next_row(rank, u64::from(*count));
+        }
+        let BadId { token, id } = routing.bad.unwrap_or(BadId { token: u32::MAX, id: 0 });
+        self.set_next_row(world, u64::from(tokens) | u64::from(token) << 32);
+        self.set_next_row(world + 1, id as u64);
+    }
+
+    /// Computes from the rows of all ranks where each rank's rows begin, and keeps it in the handle with the places of
+    /// this rank's rows. Rows that have no room at their rank have no place.
+    ///
+    /// Returns the error of the lowest rank with an id that is no expert, else that of the lowest one without room; it
+    /// is the same on every rank.
+    fn keep_routing(&self, handle: &Handle, routing: &Routing, work: &ExpertsWork) -> Result<()> {
+        let (me, world) = (self.rank(), self.world());
+        let mut outcome = Ok(());
+        let mut fail = |error: Error| {
+            if outcome.is_ok() {
+                outcome = Err(error);
+            }
+        };
+        for rank in 0..world {
+            let word = self.row(rank, world);
+            let (tokens, token) = (word as u32, (word >> 32) as u32);
+            handle.source_tokens.set(rank as usize, tokens as i32);
+            if token != u32::MAX {
+                let id = self.row(rank, world + 1) as i64;
+                fail(BadId { token, id }.error(rank, work.experts));
+            }
+        }
+        for to in 0..world {
+            let mut begin = 0;
+            for from in 0..world {
+                let clamped = begin.min(work.capacity) as i32;
+                if to == me {
+                    handle.source_offsets.set(from as usize, clamped);
+                }
+                if from == me {
+                    handle.bases.set(to as usize, clamped);
+                }
+                begin += self.row(from, to);
+            }
+            if to == me {
+                let received = begin.min(work.capacity) as i32;
+                handle.source_offsets.set(world as usize, received);
+                handle.head.set(Handle::RECEIVED, received);
+            }
+            if begin > work.capacity {
+                fail(no_room(to, begin, work.capacity, "the buffer", "capacity"));
+            }
+        }
+        handle.head.set(Handle::TOKENS, work.tokens as i32);
+        handle.head.set(Handle::BY_EXPERT, 0);
+        for (at, position) in routing.positions.iter().enumerate() {
+            let base = handle.bases.get(at % world as usize);
+            let fits = *position >= 0 && ((base + *position) as u64) < work.capacity;
+            handle.positions.set(at, if fits { *position } else { -1 });
+        }
+        outcome
+    }
+
+    /// Writes this rank's rows, and what belongs to them, into the memory of the ranks they go to.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`], after the handshake.
+    unsafe fn send(
+        &self,
+        region: &Region,
+        handle: &Handle,
+        call: &ExpertCall,
+        scratch: &mut ExpertScratch,
+    ) {
+        let work = &call.work;
+        let world = self.world() as usize;
+        let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
+        let quantization = [
+            Quantization::None,
+            Quantization::Fp8,
+            Quantization::Fp8PowerOfTwo,
+            Quantization::Fp8Ue8m0,
+        ]
+        .into_iter()
+        .find(|how| *how as u32 == work.quantize)
+        .unwrap_or_default();
+        let ExpertScratch { routing, row, sum, bytes, scales, .. } = scratch;
+        let mut rows = ExpertRows::new(call.shape.dtype, call.shape.hidden, (row, sum));
+        let input_row = call.shape.row_bytes();
+        for token in 0..work.tokens as usize {
+            let (mut from, mut from_scales) = (
+                (work.input as *const u8).wrapping_add(token * row_bytes),
+                (work.input_scales as *const u8).wrapping_add(token * scale_bytes),
+            );
+            let mut pending = quantization != Quantization::None;
+            for rank in 0..world {
+                let position = handle.positions.get(token * world + rank);
+                let Some(at) = handle.row_at(rank, position, work.capacity) else { continue };
+                if std::mem::take(&mut pending) {
+                    let input = (work.input as *const u8).wrapping_add(token * input_row);
+                    // SAFETY: the caller's promise about the input.
+                    unsafe { rows.quantize(input, quantization, bytes, scales) };
+                    (from, from_scales) = (bytes.as_ptr(), scales.as_ptr());
+                }
+                let to = |part, size: usize| region.at(self, rank as u32, part, at, size);
+                // SAFETY: the row and its scales are readable; `at` is within the capacity, and nobody else writes that
+                // row.
+                unsafe { copy(from, to(region.parts.rows, row_bytes), row_bytes) };
+                // SAFETY: as above.
+                unsafe { copy(from_scales, to(region.parts.scales, scale_bytes), scale_bytes) };
+                if work.known == 0 {
+                    // SAFETY: as above.
+                    unsafe { self.send_ids(region, (rank, at), (token, routing), work) };
+                }
+            }
+        }
+    }
+
+    /// Writes the experts of a row on its rank, their weights, and the number of its token.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::send`].
+    unsafe fn send_ids(
+        &self,
+        region: &Region,
+        (rank, at): (usize, usize),
+        (token, routing): (usize, &Routing),
+        work: &ExpertsWork,
+    ) {
+        let top_k = work.top_k as usize;
+        let local = (work.experts / self.world()) as i32;
+        // SAFETY: the caller's promise, and `at` is within the capacity; so below.
+        let ids = unsafe { region.numbers::<i32>(self, rank, region.parts.ids, at, top_k) };
+        // SAFETY: as above.
+        let weights = unsafe { region.numbers::<f32>(self, rank, region.parts.weights, at, top_k) };
+        // SAFETY: as above.
+        let number = unsafe { region.numbers::<i32>(self, rank, region.parts.tokens, at, 1) };
+        // SAFETY: the caller's promise about weights, if there are any.
+        let given = unsafe { memory::given_weights(work) };
+        for k in 0..top_k {
+            let id = routing.ids[token * top_k + k];
+            let here = id >= 0 && id / local == rank as i32;
+            ids.set(k, if here { id % local } else { -1 });
+            weights.set(k, given.map_or(1.0, |given| given.get(token * top_k + k)));
+        }
+        number.set(0, token as i32);
+    }
+
+    /// Keeps in the handle which tokens the received rows are, and counts the rows of each expert. The rows have no places
+    /// by expert yet.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`], after all rows have arrived.
+    unsafe fn keep_received(&self, region: &Region, handle: &Handle, work: &ExpertsWork) {
+        let (me, received) = (self.rank() as usize, handle.received(work.capacity));
+        // SAFETY: the part has room for the capacity.
+        let numbers = unsafe { region.numbers::<i32>(self, me, region.parts.tokens, 0, received) };
+        for row in 0..received {
+            handle.tokens.set(row, numbers.get(row));
+        }
+        handle.expert_counts.fill(0);
+        for at in 0..received * work.top_k as usize {
+            // SAFETY: as above.
+            if let Some(expert) = unsafe { self.expert_at(region, at, work) } {
+                handle.expert_counts.set(expert, handle.expert_counts.get(expert) + 1);
+            }
+            handle.places.set(at, -1);
+        }
+    }
+
+    /// Which expert of this rank an id of the received rows is.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::keep_received`]; the id is that of a received row.
+    unsafe fn expert_at(&self, region: &Region, at: usize, work: &ExpertsWork) -> Option<usize> {
+        let (me, local) = (self.rank() as usize, (work.experts / self.world()) as usize);
+        // SAFETY: the caller's promise.
+        let id = unsafe { region.numbers::<i32>(self, me, region.parts.ids, at, 1) }.get(0);
+        usize::try_from(id).ok().filter(|expert| *expert < local)
+    }
+
+    /// Gives each received row a place for each of its experts on this rank: by expert, and there in the order of received
+    /// rows, as far as the output has room. Returns for how many rows there should be room, padding included.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::keep_received`], which has counted the rows of each expert.
+    unsafe fn place_by_expert(&self, region: &Region, handle: &Handle, work: &ExpertsWork) -> u64 {
+        let (me, received) = (self.rank() as usize, handle.received(work.capacity));
+        let local = (work.experts / self.world()) as usize;
+        let count = received * work.top_k as usize;
+        // SAFETY: the part has room for the capacity.
+        let weights = unsafe { region.numbers::<f32>(self, me, region.parts.weights, 0, count) };
+        // Where the next row of an expert goes is in the place of its count, which is made of it again in the end.
+        let mut begin = 0_u64;
+        let clamped = |row: u64| row.min(work.output_capacity) as i32;
+        for expert in 0..local {
+            let rows = handle.expert_counts.get(expert) as u64;
+            handle.expert_offsets.set(expert, clamped(begin));
+            handle.expert_counts.set(expert, clamped(begin));
+            begin += rows.next_multiple_of(u64::from(work.alignment));
+        }
+        handle.expert_offsets.set(local, clamped(begin));
+        handle.head.set(Handle::BY_EXPERT, clamped(begin));
+        for at in 0..count {
+            handle.weights.set(at, weights.get(at));
+            // SAFETY: the id is that of a received row.
+            let Some(expert) = (unsafe { self.expert_at(region, at, work) }) else { continue };
+            let place = handle.expert_counts.get(expert);
+            if (place as u64) < work.output_capacity {
+                handle.expert_counts.set(expert, place + 1);
+                handle.places.set(at, place);
+            }
+        }
+        for expert in 0..local {
+            let rows = handle.expert_counts.get(expert) - handle.expert_offsets.get(expert);
+            handle.expert_counts.set(expert, rows);
+        }
+        begin
+    }
+
+    /// Copies received rows to their places by expert, as far as the output has room.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`], after all rows have arrived.
+    unsafe fn expand(&self, region: &Region, handle: &Handle, work: &ExpertsWork) {
+        let (me, received) = (self.rank(), handle.received(work.capacity));
+        let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
+        for at in 0..received * work.top_k as usize {
+            let Ok(place) = usize::try_from(handle.places.get(at)) else { continue };
+            if place as u64 >= work.output_capacity {
+                continue;
+            }
+            let row = at / work.top_k as usize;
+            let copy_part = |part, output: u64, bytes: usize| {
+                let from = region.at(self, me, part, row, bytes);
+                let to = (output as *mut u8).wrapping_add(place * bytes);
+                // SAFETY: the row is within the capacity, and the place within that of the output.
+                unsafe { copy(from, to, bytes) };
+            };
+            copy_part(region.parts.rows, work.output, row_bytes);
+            if work.output_scales != 0 {
+                copy_part(region.parts.scales, work.output_scales, scale_bytes);
+            }
+        }
+    }
+
+    /// The error of the lowest rank whose output has no room for all rows by expert.
+    fn check_room(&self) -> Result<()> {
+        for rank in 0..self.world() {
+            let word = self.row(rank, self.world() + 2);
+            let (needed, room) = (word >> 32, word & 0xffff_ffff);
+            if needed > room {
+                return Err(no_room(rank, needed, room, "its output by expert", "room"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn no_room(rank: u32, needed: u64, room: u64, what: &str, more: &str) -> Error {
+    Error::overflow(format!(
+        "dispatch to experts: rank {rank} was sent {needed} rows, and {what} has room for {room}. The last {} were not \
+         written and do not come back, and the communicator stays usable. Make it with more {more}, or send less",
+        needed - room
+    ))
+    .naming([rank])
 }

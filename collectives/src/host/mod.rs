@@ -15,6 +15,8 @@
 //! | `algorithms` | what the tables of their algorithms consist of |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `slices`, `row_exchange` | collectives on slices, and the steps of row exchanges |
+//! | `experts` | dispatch to experts, and combine |
+//! | `numbers` | numbers that others may write meanwhile |
 //! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
 //! | `kernels` | the loops over memory: reductions and copies |
 
@@ -28,6 +30,7 @@ mod experts;
 mod fault;
 mod fused;
 pub(crate) mod kernels;
+mod numbers;
 mod one_sided;
 mod operation;
 mod options;

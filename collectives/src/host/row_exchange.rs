@@ -7,6 +7,7 @@
 
 use std::ptr;
 
+use super::numbers::Numbers;
 use crate::row_exchange::RowWork;
 
 /// The first row whose destination is neither a rank nor -1.
@@ -46,40 +47,6 @@ impl Unsent {
                  rank sent nothing, and the communicator stays usable"
             ),
         }
-    }
-}
-
-/// An array of numbers that other threads may write meanwhile.
-#[derive(Clone, Copy)]
-struct Numbers<T> {
-    at: *mut T,
-    count: usize,
-}
-
-impl<T: Copy> Numbers<T> {
-    /// # Safety
-    ///
-    /// While the value is used, `at` is aligned and readable for `count` numbers, and writable where
-    /// they are set.
-    unsafe fn new(at: u64, count: usize) -> Self {
-        Self { at: at as *mut T, count }
-    }
-
-    fn get(self, index: usize) -> T {
-        assert!(index < self.count);
-        // SAFETY: within the count (`new`). The read is volatile, so that the value that was checked is the one that is
-        // used.
-        unsafe { self.at.wrapping_add(index).read_volatile() }
-    }
-
-    fn set(self, index: usize, value: T) {
-        assert!(index < self.count);
-        // SAFETY: within the count (`new`).
-        unsafe { self.at.wrapping_add(index).write_volatile(value) };
-    }
-
-    fn fill(self, value: T) {
-        (0..self.count).for_each(|index| self.set(index, value));
     }
 }
 

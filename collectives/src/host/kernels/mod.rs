@@ -8,10 +8,12 @@
 mod convert;
 mod copy;
 mod elementwise;
+mod expert_rows;
 mod float_environment;
 mod norm;
 mod reduce;
 
 pub(crate) use copy::{copy, copy_own, copy_streaming, prepare_to_copy};
 pub(crate) use norm::{RowIn, narrow_row, norm_row, widen_row};
+pub(crate) use expert_rows::ExpertRows;
 pub(crate) use reduce::{Isa, ReduceFn, select};

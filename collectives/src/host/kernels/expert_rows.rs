@@ -1,0 +1,163 @@
+//! The loops over rows of tokens: sums of them, and 8-bit floats made of them.
+
+use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use super::float_environment::DefaultEnvironment;
+use crate::experts::SCALE_GROUP;
+use crate::float8::f32_to_e4m3;
+use crate::{DType, Quantization};
+
+/// Smaller magnitudes give the scale of this one, so that no scale is 0.
+const LEAST_MAGNITUDE: f32 = 1e-4;
+/// The largest number of `f8e4m3`.
+const LARGEST_F8: f32 = 448.0;
+
+/// Rows of floats, which are read, summed up in `f32`, and written. While the value lives, the thread has the default
+/// floating-point environment.
+pub(crate) struct ExpertRows<'a> {
+    dtype: DType,
+    /// The elements of the row that was read last, and a sum of rows. They have the length of a row.
+    row: &'a mut Vec<f32>,
+    sum: &'a mut Vec<f32>,
+    rows: usize,
+    _environment: DefaultEnvironment,
+}
+
+impl<'a> ExpertRows<'a> {
+    /// `dtype` is `f32`, `f16` or `bf16`.
+    pub(crate) fn new(
+        dtype: DType,
+        hidden: usize,
+        (row, sum): (&'a mut Vec<f32>, &'a mut Vec<f32>),
+    ) -> Self {
+        row.resize(hidden, 0.0);
+        sum.resize(hidden, 0.0);
+        Self { dtype, row, sum, rows: 0, _environment: DefaultEnvironment::enter() }
+    }
+
+    /// Reads a row.
+    ///
+    /// # Safety
+    ///
+    /// It is readable for the bytes of a row, and aligned for its elements.
+    unsafe fn load(&mut self, from: *const u8) {
+        let (halves, floats) = (from.cast::<u16>(), from.cast::<f32>());
+        // SAFETY: the caller's promise; the index is below the length of a row.
+        let half = |at: usize| unsafe { halves.wrapping_add(at).read() };
+        match self.dtype {
+            DType::Bf16 => each(self.row, |at| bf16_to_f32(half(at))),
+            DType::F16 => each(self.row, |at| f16_to_f32(half(at))),
+            // SAFETY: as above.
+            _ => each(self.row, |at| unsafe { floats.wrapping_add(at).read() }),
+        }
+    }
+
+    /// Adds a row to the sum, multiplied by `weight` if there is one. The sum of one row is that row.
+    ///
+    /// # Safety
+    ///
+    /// The row is readable, and aligned for its elements.
+    pub(crate) unsafe fn add(&mut self, from: *const u8, weight: Option<f32>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.load(from) };
+        if let Some(weight) = weight {
+            self.row.iter_mut().for_each(|element| *element *= weight);
+        }
+        if self.rows == 0 {
+            std::mem::swap(self.row, self.sum);
+        } else {
+            self.sum.iter_mut().zip(&*self.row).for_each(|(sum, element)| *sum += *element);
+        }
+        self.rows += 1;
+    }
+
+    /// Writes the sum of the rows that were added, rounded once, or zeros if there were none; and begins another sum.
+    ///
+    /// # Safety
+    ///
+    /// The row is writable, and aligned for its elements.
+    pub(crate) unsafe fn store(&mut self, to: *mut u8) {
+        if std::mem::take(&mut self.rows) == 0 {
+            self.sum.fill(0.0);
+        }
+        for (at, value) in self.sum.iter().enumerate() {
+            match self.dtype {
+                // SAFETY: the caller's promise; the index is below the length of a row; so below.
+                DType::Bf16 => unsafe {
+                    to.cast::<u16>().wrapping_add(at).write(f32_to_bf16(*value));
+                },
+                // SAFETY: as above.
+                DType::F16 => unsafe {
+                    to.cast::<u16>().wrapping_add(at).write(f32_to_f16(*value));
+                },
+                // SAFETY: as above.
+                _ => unsafe { to.cast::<f32>().wrapping_add(at).write(*value) },
+            }
+        }
+    }
+
+    /// Makes 8-bit floats of a row. Devices compute the same: in `f32`, each operation rounded by itself.
+    ///
+    /// The scale of a group is `max(largest magnitude, 1e-4) / 448`, and an element becomes
+    /// `element * (1 / scale)`, rounded to `f8e4m3`. A NaN does not count for the magnitude, and stays NaN.
+    ///
+    /// # Safety
+    ///
+    /// The row is readable, and aligned for its elements. `bytes` and `scales` have room for the row and its scales.
+    pub(crate) unsafe fn quantize(
+        &mut self,
+        from: *const u8,
+        how: Quantization,
+        bytes: &mut Vec<u8>,
+        scales: &mut Vec<u8>,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { self.load(from) };
+        bytes.clear();
+        scales.clear();
+        for group in self.row.chunks(SCALE_GROUP) {
+            let largest = group.iter().fold(0.0_f32, |largest, element| largest.max(element.abs()));
+            let (scale, exponent) = scale_of(largest, how);
+            match how {
+                Quantization::Fp8Ue8m0 => scales.push(exponent),
+                _ => scales.extend_from_slice(&scale.to_ne_bytes()),
+            }
+            let inverse = 1.0 / scale;
+            bytes.extend(group.iter().map(|element| f32_to_e4m3(element * inverse)));
+        }
+    }
+}
+
+/// The scale of a group with this largest magnitude, and its exponent with a bias of 127.
+fn scale_of(largest: f32, how: Quantization) -> (f32, u8) {
+    let scale = largest.max(LEAST_MAGNITUDE) / LARGEST_F8;
+    match how {
+        Quantization::None | Quantization::Fp8 => (scale, 0),
+        Quantization::Fp8PowerOfTwo | Quantization::Fp8Ue8m0 => {
+            // The next exponent, unless the mantissa is zero.
+            let exponent = (scale.to_bits() + 0x7f_ffff) >> 23;
+            (f32::from_bits(exponent << 23), exponent as u8)
+        }
+    }
+}
+
+#[inline(always)]
+fn each(row: &mut [f32], value: impl Fn(usize) -> f32) {
+    row.iter_mut().enumerate().for_each(|(at, element)| *element = value(at));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scales_are_rounded_up_to_powers_of_two() {
+        let scale = |largest, how| scale_of(largest, how);
+        assert_eq!(scale(448.0, Quantization::Fp8), (1.0, 0));
+        assert_eq!(scale(896.0, Quantization::Fp8Ue8m0), (2.0, 128));
+        assert_eq!(scale(897.0, Quantization::Fp8PowerOfTwo), (4.0, 129));
+        assert_eq!(scale(0.0, Quantization::Fp8), (1e-4 / 448.0, 0));
+        let (tiny, exponent) = scale(0.0, Quantization::Fp8Ue8m0);
+        assert_eq!(tiny, f32::from_bits(u32::from(exponent) << 23));
+        assert!(tiny >= 1e-4 / 448.0 && tiny < 2e-4 / 448.0);
+    }
+}
