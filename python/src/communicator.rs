@@ -32,7 +32,7 @@ use crate::{selection, site, statistics, stream};
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
-    calls: Arc<Calls>,
+    pub(crate) calls: Arc<Calls>,
     algorithm: String,
     selectors: selection::Selectors,
 }

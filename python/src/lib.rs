@@ -8,6 +8,7 @@
 //! | `selection` | functions of a program that choose algorithms |
 //! | `statistics` | the numbers of pools and communicators |
 //! | `row_exchange` | exchanges of rows with a destination each |
+//! | `experts` | buffers for dispatch to experts and combine |
 //! | `device` | the driver that a device's name means, and ranks that have none |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
 //! | `process` | the allocator under all of torch's |
@@ -44,6 +45,7 @@ mod device;
 mod dlpack;
 mod errors;
 mod exchange;
+mod experts;
 mod fused;
 mod group;
 mod machine;
@@ -83,6 +85,8 @@ mod _symmpool {
     use crate::checks::check_call;
     #[pymodule_export]
     use crate::communicator::Communicator;
+    #[pymodule_export]
+    use crate::experts::ExpertBuffer;
     #[pymodule_export]
     use crate::fused::all_reduce_norm;
     #[pymodule_export]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use symmpool_allocator::{Pool, Result, Stream};
+use symmpool_allocator::{Lane, Pool, Result, Stream};
 
 use crate::convert::Device;
 use crate::own::Own;
@@ -24,8 +24,20 @@ impl Memory {
         bytes: usize,
         stream: Stream,
     ) -> Result<Arc<Self>> {
+        let lane = pool.default_lane();
+        Self::allocate_in(&lane, pool, device, bytes, stream)
+    }
+
+    /// Memory of a lane of the pool.
+    pub(crate) fn allocate_in(
+        lane: &Lane,
+        pool: &Pool,
+        device: Device,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<Arc<Self>> {
         // DLPack consumers may count on 256 bytes.
-        let block = pool.default_lane().alloc_bytes(bytes, 512, stream)?;
+        let block = lane.alloc_bytes(bytes, 512, stream)?;
         let (block, pool) = (Some(Own::new(block)), Own::new(pool.clone()));
         Ok(Arc::new(Self { block, pool, device, stream }))
     }

@@ -87,6 +87,7 @@ if _typing.TYPE_CHECKING:
     from symmpool import backend as backend
     from symmpool import doctor as doctor
     from symmpool import engines as engines
+    from symmpool import experts as experts
     from symmpool import fused as fused
     from symmpool import handle as handle
     from symmpool import language as language
@@ -96,7 +97,7 @@ __version__ = version()
 
 
 # Modules that a program need not import: they are imported where they are first named. Some need torch.
-_LAZY = ("backend", "doctor", "engines", "fused", "handle", "language", "ops")
+_LAZY = ("backend", "doctor", "engines", "experts", "fused", "handle", "language", "ops")
 # Earlier names, accepted for one version.
 _EARLIER = {"leave_room": "share_sms"}
 

@@ -384,4 +384,46 @@ def _all_reduce_norm(
     numbers: tuple[float, float],
     how: tuple[str, bool, str],
 ) -> None: ...
+
+class ExpertBuffer:
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        dtype: DType,
+        capacity: int | None = None,
+        num_sms: int | None = None,
+    ) -> None: ...
+    def handle_parts(self) -> dict[str, int]: ...
+    def received(self, part: str, shape: Sequence[int], dtype: DType) -> Block: ...
+    def capacity(self, by_expert: bool, alignment: int) -> int: ...
+    def memory(self) -> dict[str, int]: ...
+    def dispatch(
+        self,
+        handle: Tensor,
+        x: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None = None,
+        scales: Tensor | None = None,
+        quantize: str | None = None,
+        out: Tensor | None = None,
+        out_scales: Tensor | None = None,
+        alignment: int = 1,
+        stream: Stream | None = None,
+    ) -> None: ...
+    def combine(
+        self,
+        handle: Tensor,
+        out: Tensor,
+        input: Tensor,
+        rows: int,
+        weights: Tensor | None = None,
+        by_expert: bool = False,
+        stream: Stream | None = None,
+    ) -> None: ...
+
 def check_call(device: int, rank: int, world: int, call: str, arguments: tuple[Any, ...]) -> None: ...

@@ -370,7 +370,7 @@ def test_a_picture_needs_matplotlib_and_says_so(monkeypatch):
         cli.main(["allreduce", "--plot", "x.png"])
 
 
-@pytest.mark.parametrize("command", ["allreduce", "alltoallv", "collectives", "overlap"])
+@pytest.mark.parametrize("command", ["allreduce", "alltoallv", "collectives", "experts", "overlap"])
 def test_every_benchmark_draws_pictures(command):
     found = cli.parser().parse_args([command, "--plot", "x.png"])
     assert found.plot == Path("x.png")

@@ -133,6 +133,18 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         }
     }
 
+    /// What the buffer's symmetric memory holds, in bytes.
+    pub fn memory(&self) -> [(&'static str, usize); 4] {
+        let parts = RegionParts::new(&self.shape, self.comm.world());
+        let bytes = |begin: u64, end: u64| (end - begin) as usize;
+        [
+            ("received_rows", bytes(parts.rows, parts.scales)),
+            ("received_scales", bytes(parts.scales, parts.ids)),
+            ("routing", bytes(parts.ids, parts.combined)),
+            ("combined_rows", bytes(parts.combined, parts.bytes)),
+        ]
+    }
+
     /// The most rows that this rank can receive, with those that have a row for each of their experts.
     pub fn capacity(&self, by_expert: bool, alignment: u32) -> usize {
         let rows = self.shape.received(self.comm.world());

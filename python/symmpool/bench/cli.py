@@ -14,6 +14,7 @@ from symmpool.bench import (
     alltoallv,
     check,
     collectives,
+    experts,
     fused,
     overlap,
     peers,
@@ -59,6 +60,7 @@ def parser():
     add_measuring(command)
     alltoallv.add_options(commands)
     collectives.add_options(commands)
+    experts.add_options(commands)
     fused.add_options(commands)
     overlap.add_options(commands)
     training.add_options(commands)
@@ -193,6 +195,8 @@ def main(arguments=None):
             return collectives.run(options, arguments)
         if options.command == "fused":
             return fused.run(options, arguments)
+        if options.command == "experts":
+            return experts.run(options, arguments)
         if options.command == "overlap":
             return overlap.run(options, arguments)
         if options.command == "training":

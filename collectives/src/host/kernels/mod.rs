@@ -14,6 +14,6 @@ mod norm;
 mod reduce;
 
 pub(crate) use copy::{copy, copy_own, copy_streaming, prepare_to_copy};
-pub(crate) use norm::{RowIn, narrow_row, norm_row, widen_row};
 pub(crate) use expert_rows::ExpertRows;
+pub(crate) use norm::{RowIn, narrow_row, norm_row, widen_row};
 pub(crate) use reduce::{Isa, ReduceFn, select};

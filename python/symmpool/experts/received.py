@@ -1,0 +1,109 @@
+"""What a dispatch gives: received rows, and the handle that leads them back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Handle", "Received"]
+
+
+class Handle:
+    """How the tokens of a dispatch were routed. `Buffer.combine` sends their rows back with it, and a later
+    `Buffer.dispatch(x, handle=handle)` sends other rows the same way. Any number of them may be kept; each
+    belongs to the buffer that made it. All tensors are views of its memory, on the buffer's device."""
+
+    __slots__ = ("buffer", "memory", "tokens", "layout", "alignment", "rows", "weights", "_parts")
+
+    def __init__(
+        self, buffer: Any, parts: dict[str, int], tokens: int, layout: str, alignment: int, rows: int
+    ):
+        self.buffer = buffer
+        self.memory = torch.empty(parts["elements"], dtype=torch.int32, device=buffer.device)
+        #: Tokens of this rank.
+        self.tokens = tokens
+        #: "rank" or "expert".
+        self.layout = layout
+        self.alignment = alignment
+        #: Rows that `combine` takes, at least: those of `received.x`.
+        self.rows = rows
+        #: The weights that the dispatch was given.
+        self.weights: torch.Tensor | None = None
+        self._parts = parts
+
+    def part(self, name: str, *shape: int) -> torch.Tensor:
+        """A part of the memory, int32."""
+        begin, count = self._parts[name], 1
+        for length in shape:
+            count *= length
+        return self.memory[begin : begin + count].view(shape)
+
+    @property
+    def num_received(self) -> torch.Tensor:
+        """Tokens that this rank received: a scalar."""
+        return self.memory[0]
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """Rows of `received.x` that are in use, padding between experts included: a scalar."""
+        return self.memory[0 if self.layout == "rank" else 2]
+
+    @property
+    def source_offsets(self) -> torch.Tensor:
+        """Where the tokens of each rank begin among those received, and the end: `[world + 1]`."""
+        return self.part("source_offsets", self.buffer.world + 1)
+
+    @property
+    def source_index(self) -> torch.Tensor:
+        """Which token of its rank each received one is: `[capacity]`."""
+        return self.part("tokens", self.buffer.capacity)
+
+    @property
+    def expert_counts(self) -> torch.Tensor:
+        """Rows of each expert of this rank."""
+        return self.part("expert_counts", self.buffer.local_experts)
+
+    @property
+    def expert_offsets(self) -> torch.Tensor:
+        """In layout "expert", where the rows of each expert of this rank begin, and the end."""
+        return self.part("expert_offsets", self.buffer.local_experts + 1)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """In layout "expert", for each received token and expert of it its row, -1 for experts elsewhere:
+        `[capacity, top_k]`. Behind the received tokens it means nothing."""
+        return self.part("places", self.buffer.capacity, self.buffer.top_k)
+
+    @property
+    def kept_weights(self) -> torch.Tensor:
+        """In layout "expert", the weights of these."""
+        return self.part("weights", self.buffer.capacity, self.buffer.top_k).view(torch.float32)
+
+    def __repr__(self) -> str:
+        return f"symmpool.experts.Handle({self.tokens} tokens, layout={self.layout!r}, of {self.buffer!r})"
+
+
+@dataclass
+class Received:
+    """The rows that a rank received. Of each tensor the first `num_rows` rows are in use, unless the dispatch
+    was `exact`."""
+
+    #: `[capacity, hidden]`. In layout "rank" a view of the buffer's memory, until its next dispatch.
+    x: torch.Tensor
+    #: The scales of quantised rows: `[capacity, n]`, or None.
+    scales: torch.Tensor | None
+    #: In layout "rank", for each row its experts as numbers of those of this rank, -1 for those elsewhere:
+    #: int32, `[capacity, top_k]`. None in layout "expert", and where the routing is that of a handle.
+    topk_ids: torch.Tensor | None
+    #: Their weights, float32; 1 where none were given.
+    topk_weights: torch.Tensor | None
+    #: How many rows are in use: a scalar, int32, on the buffer's device.
+    num_rows: torch.Tensor
+    #: In layout "rank", where the rows of each rank begin, and the end: int32, `[world + 1]`.
+    source_offsets: torch.Tensor | None
+    #: In layout "expert", where the rows of each expert of this rank begin, and the end: int32.
+    expert_offsets: torch.Tensor | None
+    #: Rows of each expert of this rank, without padding: int32.
+    expert_counts: torch.Tensor
