@@ -312,6 +312,40 @@ def test_gradients(layout, given):
     values(2, gradients, layout, given)
 
 
+def operators(group):
+    pool = symmpool.Pool(group, "cpu")
+    me = pool.rank
+    routing, hidden, top_k, most = model.random(23, pool.world, hidden=128, top_k=4)
+    buffer = make(pool, routing, hidden, top_k, most)
+    x, ids, weights = routing.x[me], routing.ids[me], routing.weights[me]
+    run_dispatch, run_combine = torch.ops.symmpool.experts_dispatch, torch.ops.symmpool.experts_combine
+
+    def mixture(x, ids, weights, layout):
+        rows, _, _, _, handle = run_dispatch(x, ids, weights, buffer.name, layout, 4, None)
+        return run_combine(rows * 2, handle, None, x.shape[0], buffer.name, layout, 4)
+
+    compiled = torch.compile(mixture, backend="eager", fullgraph=True)
+    for layout in ("rank", "expert"):
+        received, handle = buffer.dispatch(x, ids, weights, layout=layout, alignment=4)
+        wanted = buffer.combine(received.x * 2, handle)
+        assert same(mixture(x, ids, weights, layout), wanted)
+        assert same(compiled(x, ids, weights, layout), wanted)
+        for quantize in (None, "fp8", "fp8_ue8m0"):
+            arguments = (x, ids, weights, buffer.name, layout, 4, quantize)
+            found = run_dispatch(*arguments)
+            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                given = [mode.from_tensor(each) for each in arguments[:3]]
+                fakes = run_dispatch(*given, *arguments[3:])
+            shapes = [[(each.shape, each.dtype) for each in all_] for all_ in (found, fakes)]
+            assert shapes[0] == shapes[1]
+    with pytest.raises(symmpool.InvalidArgumentError, match="named 'experts:99'"):
+        run_dispatch(x, ids, weights, "experts:99", "rank", 1, None)
+
+
+def test_operators():
+    values(2, operators)
+
+
 def without_a_rank(group, phase):
     pool = symmpool.Pool(group, "cpu")
     buffer = experts.Buffer(pool, hidden=64, experts=2, top_k=1, max_tokens=4)

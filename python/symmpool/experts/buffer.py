@@ -8,18 +8,16 @@ from typing import Any
 import torch
 
 from symmpool._symmpool import ExpertBuffer, Pool
-from symmpool.communicators import cache, devices
+from symmpool.communicators import cache, devices, torch_state
 from symmpool.errors import InvalidArgumentError
-from symmpool.experts.received import Handle, Received
+from symmpool.experts import operators
+from symmpool.experts.received import SCALES, Handle, Received, scales_of
 from symmpool.groups import pool_registry, resolution
 from symmpool.groups.names import resolved
 
 __all__ = ["Buffer", "combine", "dispatch"]
 
 _LAYOUTS = ("rank", "expert")
-#: The element type of scales, and channels that have one together.
-_SCALES = {"fp8": torch.float32, "fp8_pow2": torch.float32, "fp8_ue8m0": torch.uint8}
-_GROUP = 128
 
 
 class Buffer:
@@ -72,7 +70,15 @@ class Buffer:
         self.local_experts = experts // self.world
         self.capacity = self._core.capacity(False, 1)
         self._parts = self._core.handle_parts()
-        # Views of received rows, by part, width and type.
+        self.handle_elements = self._parts["elements"]
+        #: The name by which `torch.ops.symmpool.experts_dispatch` and `experts_combine` find the buffer.
+        self.name = operators.name(self)
+        # The memory of received rows, as bytes: made here, as a capture could not wait for other streams.
+        self._memory = {
+            part: torch.from_dlpack(self._core.received(part, [self.capacity * row], "uint8"))
+            for part, row in self._row_bytes()
+        }
+        # Views of it by part, width and type.
         self._views: dict[Any, torch.Tensor] = {}
         self._side: Any = None
         self._weights_buffer: Any = None
@@ -80,6 +86,7 @@ class Buffer:
         if count_load:
             self._load = torch.zeros(self.local_experts, dtype=torch.int64, device=self.device)
 
+    @torch_state.opaque
     def dispatch(
         self,
         x: torch.Tensor,
@@ -130,6 +137,7 @@ class Buffer:
             return gradients.dispatch(self, x, topk_ids, topk_weights, options)
         return self._dispatch(x, topk_ids, topk_weights, **options)
 
+    @torch_state.opaque
     def combine(
         self,
         expert_output: torch.Tensor,
@@ -157,6 +165,10 @@ class Buffer:
             return gradients.combine(self, expert_output, handle, weights, out, hook)
         return self._combine(expert_output, handle, weights, out, hook)
 
+    def rows_by_expert(self, alignment: int = 1) -> int:
+        """The most rows that this rank can receive in layout "expert"."""
+        return self._core.capacity(True, alignment)
+
     def memory(self) -> dict[str, int]:
         """The bytes of the buffer's symmetric memory on this rank, by part; "handle" is what each handle has
         beside that, and "total" the sum without handles."""
@@ -165,7 +177,7 @@ class Buffer:
         if self._weights_buffer is not None:
             parts["weights_gradients"] = self._weights_buffer.memory()["total"]
             total += parts["weights_gradients"]
-        return {**parts, "total": total, "handle": 4 * self._parts["elements"]}
+        return {**parts, "total": total, "handle": 4 * self.handle_elements}
 
     def load(self) -> torch.Tensor:
         """Rows that each expert of this rank received since the buffer was made or `reset_load`: int64, on
@@ -185,6 +197,17 @@ class Buffer:
     def __repr__(self) -> str:
         made_for = ", ".join(f"{name}={value}" for name, value in self._made_for.items() if value is not None)
         return f"symmpool.experts.Buffer({made_for}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def _row_bytes(self) -> list[tuple[str, int]]:
+        """The parts of received rows, and the most bytes of a row."""
+        chosen = 4 * self.top_k
+        scales = 4 * scales_of(self.hidden, "fp8")[0]
+        return [
+            ("rows", self.hidden * self.dtype.itemsize),
+            ("scales", scales),
+            ("ids", chosen),
+            ("weights", chosen),
+        ]
 
     def _refusing(self, check: Callable[..., None], *arguments: Any) -> None:
         """Checks arguments. What is refused is reported to the other ranks."""
@@ -244,14 +267,14 @@ class Buffer:
         self._refusing(self._check_dispatch, x, topk_ids, topk_weights, layout, handle)
         self._refusing(self._check_exact, exact, hook)
         known, by_expert = handle is not None, layout == "expert"
-        dtype = torch.float8_e4m3fn if quantize in _SCALES else x.dtype
+        dtype = torch.float8_e4m3fn if quantize in SCALES else x.dtype
         scaled: tuple[int, torch.dtype] | None = None
-        if quantize in _SCALES:
-            scaled = (-(-self.hidden // _GROUP), _SCALES[quantize])
+        if quantize in SCALES:
+            scaled = scales_of(self.hidden, quantize)
         elif isinstance(scales, torch.Tensor) and scales.dim() == 2:
             scaled = (scales.shape[1], scales.dtype)
         if handle is None:
-            handle = Handle(self, self._parts, x.shape[0], layout, alignment, self.capacity)
+            handle = Handle(self, x.shape[0], layout, alignment, self.capacity)
             handle.weights = topk_weights
             if by_expert and out is None:
                 handle.rows = self._core.capacity(True, alignment)
@@ -297,12 +320,13 @@ class Buffer:
         handle.rows = count
 
     def _view(self, part: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Received rows of a part, `[capacity, width]`."""
         key = (part, width, dtype)
         found = self._views.get(key)
         if found is None:
-            # As bytes, since DLPack does not carry every type everywhere.
-            block = self._core.received(part, [self.capacity, width * dtype.itemsize], "uint8")
-            found = self._views[key] = torch.from_dlpack(block).view(dtype)
+            count = self.capacity * width * dtype.itemsize
+            found = self._memory[part][:count].view(dtype).view(self.capacity, width)
+            self._views[key] = found
         return found
 
     def _combine(

@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Handle", "Received"]
+__all__ = ["SCALES", "Handle", "Received", "scales_of"]
+
+#: The element type of the scales that dispatch makes.
+SCALES = {"fp8": torch.float32, "fp8_pow2": torch.float32, "fp8_ue8m0": torch.uint8}
+#: Channels that have a scale together.
+GROUP = 128
+
+
+def scales_of(hidden: int, quantize: str) -> tuple[int, torch.dtype]:
+    """How many scales a row has, and their type."""
+    return -(-hidden // GROUP), SCALES[quantize]
 
 
 class Handle:
@@ -18,10 +28,19 @@ class Handle:
     __slots__ = ("buffer", "memory", "tokens", "layout", "alignment", "rows", "weights", "_parts")
 
     def __init__(
-        self, buffer: Any, parts: dict[str, int], tokens: int, layout: str, alignment: int, rows: int
+        self,
+        buffer: Any,
+        tokens: int,
+        layout: str,
+        alignment: int,
+        rows: int,
+        memory: torch.Tensor | None = None,
     ):
         self.buffer = buffer
-        self.memory = torch.empty(parts["elements"], dtype=torch.int32, device=buffer.device)
+        self._parts = buffer._parts
+        if memory is None:
+            memory = torch.empty(self._parts["elements"], dtype=torch.int32, device=buffer.device)
+        self.memory = memory
         #: Tokens of this rank.
         self.tokens = tokens
         #: "rank" or "expert".
@@ -31,7 +50,6 @@ class Handle:
         self.rows = rows
         #: The weights that the dispatch was given.
         self.weights: torch.Tensor | None = None
-        self._parts = parts
 
     def part(self, name: str, *shape: int) -> torch.Tensor:
         """A part of the memory, int32."""
