@@ -56,10 +56,12 @@ struct ExpertsWork {
 
 static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
 
-// The constants of `experts/layout.rs` and `experts/mod.rs`.
+// As in `experts/layout.rs`: memory has room for so many.
 constexpr u32 MOST_CHUNKS = 2048;
+// Most chunks of a peer block: so many times it signals in a call. Fewer tokens are not worth a signal.
 constexpr u32 MOST_STEPS = 4;
 constexpr u32 CHUNK_TOKENS = 8;
+// As in `experts/mod.rs`.
 constexpr u32 MOST_EXPERTS = 1024;
 
 constexpr u32 NOWHERE = ~0u;

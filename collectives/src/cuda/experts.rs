@@ -106,7 +106,7 @@ impl CudaEngine {
         let mut work = call.work;
         work.peer_blocks = PEER_BLOCKS;
         // SAFETY: the caller's promises.
-        unsafe { self.launch_experts(kernel, (blocks, THREADS), &params, &work, stream) }
+        unsafe { self.launch_with_work(kernel, (blocks, THREADS), &params, &work, stream) }
     }
 }
 

@@ -59,7 +59,7 @@ impl CudaEngine {
             };
             let grid = grid(&kernel, shape.threads() as u32, rows);
             // SAFETY: a range of the rows that the caller promised.
-            unsafe { self.launch_norm(kernel, grid, &params, &work, stream) }?;
+            unsafe { self.launch_with_work(kernel, grid, &params, &work, stream) }?;
             from += tokens;
         }
         Ok(())

@@ -14,9 +14,8 @@ use super::api::{Api, Handle};
 use super::kernel_spec::KernelSpec;
 use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
-use super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
+use super::params::{CallParams, Comm, Traffic};
 use super::sm_budget::{BudgetMember, BudgetOptions, SmBudget};
-use crate::experts::ExpertsWork;
 use crate::row_exchange::RowWork;
 
 /// The numbers of threads that blocks may have.
@@ -204,62 +203,18 @@ impl Kernels {
         unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }
 
-    /// Puts a kernel of a dispatch to experts, or of a combine, on a stream. The device's context must be current.
+    /// Puts a kernel on a stream that is given `work` besides the call. The device's context must be current.
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch`]; the kernel is one of `experts/`.
-    pub(super) unsafe fn launch_experts(
+    /// As [`Kernels::launch`]; `work` has the layout of the kernel's third parameter, if it has one.
+    pub(super) unsafe fn launch_with_work<W>(
         &self,
         kernel: LoadedKernel,
         grid: (u32, u32),
         stream: Stream,
         (comm, call): (&Comm, &CallParams),
-        work: &ExpertsWork,
-    ) -> Result<()> {
-        let mut arguments: [*mut c_void; 3] = [
-            (&raw const *comm).cast_mut().cast(),
-            (&raw const *call).cast_mut().cast(),
-            (&raw const *work).cast_mut().cast(),
-        ];
-        // SAFETY: the caller's promises.
-        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
-    }
-
-    /// Puts the kernel of a plan on a stream. The device's context must be current.
-    ///
-    /// # Safety
-    ///
-    /// As [`Kernels::launch`]; the kernel is one of a plan.
-    pub(super) unsafe fn launch_plan(
-        &self,
-        kernel: LoadedKernel,
-        grid: (u32, u32),
-        stream: Stream,
-        (comm, call): (&Comm, &CallParams),
-        work: &PlanWork,
-    ) -> Result<()> {
-        let mut arguments: [*mut c_void; 3] = [
-            (&raw const *comm).cast_mut().cast(),
-            (&raw const *call).cast_mut().cast(),
-            (&raw const *work).cast_mut().cast(),
-        ];
-        // SAFETY: the caller's promises.
-        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
-    }
-
-    /// Puts the kernel of a fused all-reduce on a stream. The device's context must be current.
-    ///
-    /// # Safety
-    ///
-    /// As [`Kernels::launch`]; the kernel is one of `collectives/kernels/fused`.
-    pub(super) unsafe fn launch_norm(
-        &self,
-        kernel: LoadedKernel,
-        grid: (u32, u32),
-        stream: Stream,
-        (comm, call): (&Comm, &CallParams),
-        work: &NormWork,
+        work: &W,
     ) -> Result<()> {
         let mut arguments: [*mut c_void; 3] = [
             (&raw const *comm).cast_mut().cast(),

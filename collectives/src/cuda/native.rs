@@ -88,7 +88,7 @@ impl CudaEngine {
         };
         let (grid, unused) = ((config.blocks, config.threads), PlanWork::default());
         // SAFETY: the caller's promises. A kernel has two parameters, and the driver reads no more.
-        unsafe { self.launch_plan(kernel, grid, &params, &unused, stream) }
+        unsafe { self.launch_with_work(kernel, grid, &params, &unused, stream) }
     }
 
     /// Checks a call's arguments. Returns the bytes of a part.

@@ -151,7 +151,7 @@ impl CudaEngine {
                 let grid = (config.blocks, config.threads);
                 // SAFETY: the caller's promises; the plan's proof says that what the kernel accesses is within the
                 // buffers of the ranks' parts.
-                unsafe { self.launch_plan(kernel, grid, &params, &work, stream) }?;
+                unsafe { self.launch_with_work(kernel, grid, &params, &work, stream) }?;
             }
             return Ok(());
         }
@@ -176,7 +176,9 @@ impl CudaEngine {
             ..params
         };
         // SAFETY: as above.
-        unsafe { self.launch_plan(kernel, (config.blocks, config.threads), &params, &work, stream) }
+        unsafe {
+            self.launch_with_work(kernel, (config.blocks, config.threads), &params, &work, stream)
+        }
     }
 
     /// Vectors of a chunk that one launch in the LL protocol can take; zero if the inbox or scratch is too small.

@@ -3,21 +3,9 @@
 use super::ExpertShape;
 
 /// Parts of memory begin at multiples of this.
-pub(crate) const ALIGN: u64 = 512;
-/// Most chunks into which a rank's tokens are cut.
-pub(crate) const MOST_CHUNKS: u32 = 2048;
-/// Most chunks that a peer block has: so many times blocks signal in a call.
-const MOST_STEPS: u32 = 4;
-/// Fewer tokens in a chunk are not worth a signal.
-const CHUNK_TOKENS: usize = 8;
-
-/// Into how many chunks `tokens` tokens are cut among so many peer blocks. Chunk `c` of `n` begins at token
-/// `tokens * c / n`. Kernels compute the same (`chunks_of` in `experts/work.cuh`).
-pub(crate) fn chunks_of(tokens: usize, peer_blocks: u32) -> u32 {
-    let steps = tokens / (peer_blocks as usize * CHUNK_TOKENS);
-    let most = MOST_STEPS.min(MOST_CHUNKS / peer_blocks).max(1);
-    peer_blocks * (steps as u32).clamp(1, most)
-}
+const ALIGN: u64 = 512;
+/// Most chunks into which kernels cut a rank's tokens: `MOST_CHUNKS` in `experts/work.cuh`.
+const MOST_CHUNKS: u32 = 2048;
 
 /// Divides memory into parts, one after the other.
 struct Parts(u64);

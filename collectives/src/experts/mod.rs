@@ -16,7 +16,7 @@ use std::fmt;
 use symmpool_allocator::{Error, Result};
 
 pub use layout::HandleParts;
-pub(crate) use layout::{ALIGN, ExpertsWork, MOST_CHUNKS, RegionParts, chunks_of};
+pub(crate) use layout::{ExpertsWork, RegionParts};
 
 use crate::{DType, Place};
 

@@ -9,10 +9,9 @@ use super::super::api::Handle;
 use super::super::kernel_spec::{BARRIER_THREADS, KernelSpec};
 use super::super::kernels::LoadedKernel;
 use super::super::made::{MadeKernel, MadeSource};
-use super::super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
+use super::super::params::{CallParams, Comm, Traffic};
 use super::super::strided_copy::StridedCopy;
 use super::{CudaEngine, cuda};
-use crate::experts::ExpertsWork;
 use crate::host::call::Call;
 use crate::row_exchange::RowWork;
 
@@ -116,66 +115,25 @@ impl CudaEngine {
         })
     }
 
-    /// Puts the kernel of a plan on the stream, behind what this communicator put on another one before.
+    /// Puts a kernel that is given `work` besides the call on the stream, behind what this communicator put on another
+    /// one before.
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch_plan`](super::super::kernels::Kernels::launch_plan).
-    pub(in super::super) unsafe fn launch_plan(
+    /// As [`Kernels::launch_with_work`](super::super::kernels::Kernels::launch_with_work).
+    pub(in super::super) unsafe fn launch_with_work<W>(
         &mut self,
         kernel: LoadedKernel,
         grid: (u32, u32),
         params: &CallParams,
-        work: &PlanWork,
+        work: &W,
         stream: Stream,
     ) -> Result<()> {
         self.switch_to(stream)?;
+        let both = (&self.comm, params);
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
-            unsafe { self.kernels.launch_plan(kernel, grid, stream, (&self.comm, params), work) }
-        })?;
-        self.after_call(kernel, stream)
-    }
-
-    /// Puts the kernel of a fused all-reduce on the stream, behind what this communicator put on another one before.
-    ///
-    /// # Safety
-    ///
-    /// As [`Kernels::launch_norm`](super::super::kernels::Kernels::launch_norm).
-    pub(in super::super) unsafe fn launch_norm(
-        &mut self,
-        kernel: LoadedKernel,
-        grid: (u32, u32),
-        params: &CallParams,
-        work: &NormWork,
-        stream: Stream,
-    ) -> Result<()> {
-        self.switch_to(stream)?;
-        cuda(&self.pool)?.with_context(|| {
-            // SAFETY: as the caller promised.
-            unsafe { self.kernels.launch_norm(kernel, grid, stream, (&self.comm, params), work) }
-        })?;
-        self.after_call(kernel, stream)
-    }
-
-    /// Puts a kernel of a dispatch to experts, or of a combine, on the stream, behind what this communicator put on
-    /// another one before.
-    ///
-    /// # Safety
-    ///
-    /// As [`Kernels::launch_experts`](super::super::kernels::Kernels::launch_experts).
-    pub(in super::super) unsafe fn launch_experts(
-        &mut self,
-        kernel: LoadedKernel,
-        grid: (u32, u32),
-        params: &CallParams,
-        work: &ExpertsWork,
-        stream: Stream,
-    ) -> Result<()> {
-        self.switch_to(stream)?;
-        cuda(&self.pool)?.with_context(|| {
-            // SAFETY: as the caller promised.
-            unsafe { self.kernels.launch_experts(kernel, grid, stream, (&self.comm, params), work) }
+            unsafe { self.kernels.launch_with_work(kernel, grid, stream, both, work) }
         })?;
         self.after_call(kernel, stream)
     }

@@ -158,6 +158,6 @@ mod tests {
         assert_eq!(scale(0.0, Quantization::Fp8), (1e-4 / 448.0, 0));
         let (tiny, exponent) = scale(0.0, Quantization::Fp8Ue8m0);
         assert_eq!(tiny, f32::from_bits(u32::from(exponent) << 23));
-        assert!(tiny >= 1e-4 / 448.0 && tiny < 2e-4 / 448.0);
+        assert!((1e-4 / 448.0..2e-4 / 448.0).contains(&tiny));
     }
 }
