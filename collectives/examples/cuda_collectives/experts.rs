@@ -395,7 +395,7 @@ impl Check<'_> {
         let buffer = ExpertBuffer::new(comm, shape, None)?;
         let ids = vec![vec![vec![0]; 20]; world as usize];
         let weights = vec![vec![vec![1.0]; 20]; world as usize];
-        let routing = Routing { ids, weights, experts: world, top_k: 1 };
+        let routing = Routing { ids, weights, experts: world };
         let call = self.put(&routing, &shape, seed)?;
         self.dispatch(&buffer, 0, &call)?;
         let result = self.settle(&buffer);

@@ -10,8 +10,10 @@ pub(crate) struct Routing {
     pub(crate) ids: Vec<Vec<Vec<i64>>>,
     pub(crate) weights: Vec<Vec<Vec<f32>>>,
     pub(crate) experts: u32,
-    pub(crate) top_k: usize,
 }
+
+/// A row by expert: its number, source, token and expert.
+pub(crate) type ExpertRow = (usize, usize, usize, usize);
 
 /// A channel of a token: small integers, so that all sums are exact in every type.
 pub(crate) fn channel(seed: u64, rank: usize, token: usize, at: usize) -> f32 {
@@ -55,7 +57,7 @@ impl Routing {
                 (0..*count).map(|token| (0..top_k).map(|k| weight(token, k)).collect()).collect(),
             );
         }
-        Self { ids, weights, experts: shape.experts, top_k }
+        Self { ids, weights, experts: shape.experts }
     }
 
     fn local(&self) -> i64 {
@@ -108,12 +110,8 @@ impl Routing {
             .collect()
     }
 
-    /// Where the rows of each expert of a rank begin, and for each row by expert its number, source, token and expert.
-    pub(crate) fn by_expert(
-        &self,
-        rank: u32,
-        alignment: usize,
-    ) -> (Vec<i32>, Vec<(usize, usize, usize, usize)>) {
+    /// Where the rows of each expert of a rank begin, and its rows.
+    pub(crate) fn by_expert(&self, rank: u32, alignment: usize) -> (Vec<i32>, Vec<ExpertRow>) {
         let (mut offsets, mut rows, mut next) = (vec![0], Vec::new(), 0_usize);
         for expert in 0..self.local() as usize {
             for (source, token) in self.received(rank) {
