@@ -74,6 +74,26 @@ def test_a_transformer_in_parts_learns_the_same_with_gloo_and_with_ours(tmp_path
     assert ours["tokens_a_second"] > 0
 
 
+def moe(group, port, report):
+    sys.path.insert(0, str(EXAMPLES))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(group.rank), "WORLD_SIZE": str(group.world)}
+    small = "--device cpu --hidden 64 --heads 4 --layers 2 --experts 8 --top-k 2 --words 64"
+    sys.argv = ["moe.py", *f"{small} --batch 2 --length 16 --steps 4 --json {report}".split()]
+    import moe as example
+
+    return example.main()
+
+
+def test_a_mixture_of_experts_learns_the_same_in_every_way(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert values(2, moe, port, str(tmp_path / "report")) == [0, 0]
+    report = json.loads((tmp_path / "report").read_text())
+    assert set(report) == {"symmpool", "all-to-all", "all-gather"}
+    assert all(len(set(each["losses"])) == 5 and each["decoded"] > 0 for each in report.values())
+
+
 def test_random_programs_of_wrong_sums_end_in_time_and_are_counted(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import wrong_sums as example
