@@ -47,7 +47,9 @@ pub struct ExpertShape {
 }
 
 /// How dispatch makes 8-bit floats (`f8e4m3`) of tokens: each group of 128 channels has a scale, the largest magnitude
-/// of the group divided by 448, the largest number of the type.
+/// of the group, but at least 1e-4, divided by 448, the largest number of the type. An element becomes
+/// `element * (1 / scale)`: in `f32`, each operation rounded by itself, and then to the nearest `f8e4m3`. A NaN does not
+/// count for the magnitude, and stays NaN.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u32)]
 pub enum Quantization {

@@ -7,6 +7,7 @@ no gradient of parameters depends on what lay there."""
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ class WeightsBuffer:
     """Sends weights of tokens, or their gradients, the way that rows go; by the handles of another buffer."""
 
     def __init__(self, buffer: Any, core: Any, width: int):
-        self._buffer, self._core, self._width = buffer, core, width
+        # That buffer keeps this one.
+        self._buffer, self._core, self._width = weakref.proxy(buffer), core, width
         block = core.received("rows", [buffer.capacity, 4 * width], "uint8")
         self._rows = torch.from_dlpack(block).view(torch.float32)
 
