@@ -53,13 +53,11 @@ class Routing:
     def combined(self, me, answers, dtype):
         """The sums of a rank's tokens, where `answers[rank]` comes back for the rows of that rank."""
         out = torch.zeros((len(self.x[me]), answers[0].shape[1]))
-        started = torch.zeros(len(out), 1, dtype=torch.bool)
         for rank, answer in enumerate(answers):
             _, _, _, offsets, index = self.received(rank)
             chosen = index[offsets[me] : offsets[me + 1]]
             rows = answer[offsets[me] : offsets[me + 1]].float()
-            out[chosen] = torch.where(started[chosen], out[chosen] + rows, rows)
-            started[chosen] = True
+            out[chosen] += rows
         return out.to(dtype)
 
     def weighted(self, rank, answer, alignment, dtype, weights=None):
@@ -70,12 +68,10 @@ class Routing:
             given if weights is None else Routing(self.x, self.ids, weights, self.experts).received(rank)[2]
         )
         out = torch.zeros((len(places), answer.shape[1]))
-        started = torch.zeros(len(out), 1, dtype=torch.bool)
         for k in range(places.shape[1]):
             chosen = (places[:, k] >= 0).nonzero()[:, 0]
             rows = answer[places[chosen, k]].float() * given[chosen, k : k + 1]
-            out[chosen] = torch.where(started[chosen], out[chosen] + rows, rows)
-            started[chosen] = True
+            out[chosen] += rows
         return out.to(dtype)
 
 

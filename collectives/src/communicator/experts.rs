@@ -226,9 +226,9 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     }
 
     /// Sends rows back to the ranks of their tokens, and sums up the rows of each token, in the order of ranks and
-    /// in `f32`; a sum begins with its first row, so that a row alone keeps its bits. A token without rows becomes
-    /// zeros. Rows by expert are multiplied by their weights and summed up on their rank first, in the order of the
-    /// token's experts; that sum is rounded to the buffer's type, as it travels.
+    /// in `f32`, beginning with zero. A token without rows becomes zeros. Rows by expert are multiplied by their
+    /// weights and summed up on their rank first, in the order of the token's experts; that sum is rounded to the
+    /// buffer's type, as it travels.
     ///
     /// # Errors
     ///

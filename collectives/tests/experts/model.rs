@@ -117,18 +117,13 @@ impl Routing {
 
     /// The sum of a token's rows, which `answer(rank, row)` gives as they come back.
     pub(crate) fn combined(&self, row: Row, answer: impl Fn(usize, usize) -> Vec<f32>) -> Vec<f32> {
-        let mut sum: Option<Vec<f32>> = None;
+        let mut sum = vec![0.0; self.shape.hidden];
         for rank in 0..self.world() {
             if let Some(at) = self.received(rank).iter().position(|it| *it == row) {
-                let answer = answer(rank, at);
-                sum = Some(match sum {
-                    None => answer,
-                    Some(sum) => sum.iter().zip(&answer).map(|(sum, it)| sum + it).collect(),
-                });
+                sum.iter_mut().zip(answer(rank, at)).for_each(|(sum, it)| *sum += it);
             }
         }
-        let zeros = vec![0.0; self.shape.hidden];
-        sum.unwrap_or(zeros).into_iter().map(|it| rounded(self.shape.dtype, it)).collect()
+        sum.into_iter().map(|it| rounded(self.shape.dtype, it)).collect()
     }
 
     /// What comes back from a rank for a row, if rows lie by expert.
@@ -140,18 +135,12 @@ impl Routing {
     ) -> Vec<f32> {
         let (_, places) = self.by_expert(rank, align);
         let (top_k, source) = (self.shape.top_k as usize, self.received(rank)[row]);
-        let mut sum: Option<Vec<f32>> = None;
+        let mut sum = vec![0.0; self.shape.hidden];
         for k in 0..top_k {
             let Some(place) = places[row * top_k + k] else { continue };
-            let weight = weight(source, k);
-            let row: Vec<f32> =
-                self.answer(call, rank, place).iter().map(|it| it * weight).collect();
-            sum = Some(match sum {
-                None => row,
-                Some(sum) => sum.iter().zip(&row).map(|(sum, it)| sum + it).collect(),
-            });
+            let (weight, row) = (weight(source, k), self.answer(call, rank, place));
+            sum.iter_mut().zip(row).for_each(|(sum, it)| *sum += it * weight);
         }
-        let sum = sum.expect("a received row has an expert");
         sum.into_iter().map(|it| rounded(self.shape.dtype, it)).collect()
     }
 }

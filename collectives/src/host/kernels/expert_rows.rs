@@ -51,7 +51,8 @@ impl<'a> ExpertRows<'a> {
         }
     }
 
-    /// Adds a row to the sum, multiplied by `weight` if there is one. The sum of one row is that row.
+    /// Adds a row to the sum, multiplied by `weight` if there is one. Sums begin with zero, as those
+    /// of devices do, so a negative zero alone becomes a positive one.
     ///
     /// # Safety
     ///
@@ -63,10 +64,9 @@ impl<'a> ExpertRows<'a> {
             self.row.iter_mut().for_each(|element| *element *= weight);
         }
         if self.rows == 0 {
-            std::mem::swap(self.row, self.sum);
-        } else {
-            self.sum.iter_mut().zip(&*self.row).for_each(|(sum, element)| *sum += *element);
+            self.sum.fill(0.0);
         }
+        self.sum.iter_mut().zip(&*self.row).for_each(|(sum, element)| *sum += *element);
         self.rows += 1;
     }
 
