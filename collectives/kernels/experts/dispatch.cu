@@ -350,7 +350,7 @@ __device__ __forceinline__ void send_quantized(const Comm& comm, const ExpertsWo
         for (u32 step = 1; step < 8; step *= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
         }
-        // As `quantize_group` in `host/experts.rs` does it.
+        // As `ExpertRows::quantize` in `host/kernels/expert_rows.rs` does it.
         float scale = __fdiv_rn(fmaxf(largest, 1e-4f), 448.0f);
         if (work.quantize >= POWER_OF_TWO) {
             const u32 bits = __float_as_uint(scale);
