@@ -402,8 +402,6 @@ __device__ __forceinline__ bool sum_rank_by_rank(const Session& session, const I
 __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& inbox, const Units& units, u64 at, u64 each,
                                           u32 step, Unit (&row)[UNITS]) {
     const Comm& comm = session.comm;
-    // As many vectors are waited for at once as registers suffice for.
-    constexpr u32 AT_ONCE = UNITS * PARTS * WORLD <= 4 ? UNITS * PARTS : 1;
 #if __CUDA_ARCH__ >= 1000
     // Compilers use more registers there.
     constexpr bool MANY_RANKS = WORLD > 4;
@@ -411,6 +409,8 @@ __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& i
     constexpr bool MANY_RANKS = WORLD > 4 && !HELD;
 #endif
     constexpr bool RANK_BY_RANK = MANY_RANKS || (WORLD > 2 && UNITS * PARTS > 1) || (!HELD && PARTS > 1);
+    // As many vectors are waited for at once as registers suffice for.
+    constexpr u32 AT_ONCE = !RANK_BY_RANK && UNITS * PARTS * WORLD <= 4 ? UNITS * PARTS : 1;
 #pragma unroll
     for (u32 first = 0; first < UNITS * PARTS; first += AT_ONCE) {
         if constexpr (RANK_BY_RANK) {

@@ -51,6 +51,11 @@ def quantizations(hidden, device):
         yield fused.fp8_per_group(layout="column_aligned", powers_of_two=True)
 
 
+def over_448(largest):
+    # On GPUs torch multiplies by the inverse of a number, which rounds twice; by a tensor it divides.
+    return largest / torch.full_like(largest, 448)
+
+
 def expected(norm, quant):
     """The scales and bytes of a norm."""
     wide = norm.float()
@@ -58,9 +63,9 @@ def expected(norm, quant):
     if quant.kind == "fp8_static":
         return None, (wide * (1 / quant.scale)).clamp(-448, 448).to(FP8)
     if quant.kind == "fp8_token":
-        scale = (wide.abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+        scale = over_448(wide.abs().amax(-1, keepdim=True)).clamp(min=1 / (448 * 512))
     else:
-        scale = wide.view(tokens, hidden // 128, 128).abs().amax(-1).clamp(min=1e-10) / 448
+        scale = over_448(wide.view(tokens, hidden // 128, 128).abs().amax(-1).clamp(min=1e-10))
     if quant.powers_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
     spread = scale.repeat_interleave(hidden // scale.shape[1], dim=1)
