@@ -1,5 +1,5 @@
 //! Combine from experts: rows go back to the ranks of their tokens, which sum up the rows of each token.
-//! Defines: WORLD, THREADS, BLOCKS, DTYPE, BY_EXPERT.
+//! Defines: WORLD, THREADS, DTYPE, BY_EXPERT.
 //!
 //! Some worker blocks send rows, chunk by chunk, and others sum up the chunks that have arrived, so that links and memory
 //! are busy at the same time; few blocks do both by turns. Blocks that only send wait for none but those that send them
@@ -13,61 +13,32 @@ using namespace symmpool;
 constexpr u32 WEIGHTS_KIND = FINISHED;  // flags that weights of a combine have arrived
 constexpr int VALUES = LANES<DTYPE>;
 // How many vectors of each rank's rows a thread has under way at once.
-constexpr int SUM_UNROLL = WORLD <= 2 && !BY_EXPERT ? 4 : WORLD <= 4 ? 2 : 1;
-constexpr int SEND_UNROLL = BY_EXPERT ? 2 : COPY_UNROLL;
+constexpr int SUM_UNROLL = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1;
+constexpr int SEND_UNROLL = BY_EXPERT ? SUM_UNROLL : COPY_UNROLL;
 
 __shared__ int places[TILE][WORLD];
 
-// So many vectors of a piece of a row, 32 apart: a thread's loads are all under way at once.
-struct Piece {
-    u32 first;
-    u32 vectors;  // of the row
-
-    __device__ __forceinline__ bool has(u32 i) const { return first + 32 * i < vectors; }
-};
-
-template <int UNROLL>
-__device__ __forceinline__ void load_piece(const char* row, Piece piece, uint4 (&values)[UNROLL]) {
-#pragma unroll
-    for (u32 i = 0; i < UNROLL; ++i) {
-        if (piece.has(i)) {
-            values[i] = load_plain(row + 16ull * (piece.first + 32 * i));
-        }
-    }
-}
-
-// What this rank returns for a row that it received.
-template <int UNROLL>
-__device__ __forceinline__ void load_returned(const ExpertsWork& work, u32 row, Piece piece, const float* weights,
-                                              uint4 (&values)[UNROLL]) {
+// A vector of what this rank returns for a row that it received.
+__device__ __forceinline__ uint4 returned(const ExpertsWork& work, u32 row, u32 at, const float* weights) {
 #if BY_EXPERT
-    float sum[UNROLL][VALUES] = {};
+    float sum[VALUES] = {};
     const int* of = work.places + static_cast<u64>(row) * work.top_k;
 #pragma unroll 2
     for (u32 k = 0; k < work.top_k; ++k) {
         const int place = of[k];
-        const float weight = weights[k];
-        if (place < 0) {
-            continue;
-        }
-        uint4 some[UNROLL];
-        load_piece(work.input + place * work.row_bytes, piece, some);
+        if (place >= 0) {
+            float values[VALUES];
+            unpack<DTYPE>(load_plain(work.input + place * work.row_bytes + 16ull * at), values);
+            const float weight = weights[k];
 #pragma unroll
-        for (u32 i = 0; i < UNROLL; ++i) {
-            float items[VALUES];
-            unpack<DTYPE>(some[i], items);
-#pragma unroll
-            for (int lane = 0; lane < VALUES; ++lane) {
-                sum[i][lane] = __fadd_rn(sum[i][lane], __fmul_rn(items[lane], weight));
+            for (int i = 0; i < VALUES; ++i) {
+                sum[i] = __fadd_rn(sum[i], __fmul_rn(values[i], weight));
             }
         }
     }
-#pragma unroll
-    for (u32 i = 0; i < UNROLL; ++i) {
-        values[i] = pack<DTYPE>(sum[i]);
-    }
+    return pack<DTYPE>(sum);
 #else
-    load_piece(work.input + row * work.row_bytes, piece, values);
+    return load_plain(work.input + row * work.row_bytes + 16ull * at);
 #endif
 }
 
@@ -112,18 +83,14 @@ __device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& w
             for (u32 first = static_cast<u32>(at[0]); first < end; first += TILE) {
                 const u32 count = end - first < TILE ? end - first : TILE;
                 char* to = comm.at_peer(slot + first * work.row_bytes, source);
-                for_pieces<SEND_UNROLL>(count, vectors, [&](u32 row, u32 at) {
-                    const Piece piece{at, vectors};
-                    const u32 received = begin + first + row;
-                    uint4 values[SEND_UNROLL];
-                    load_returned(work, received, piece, weights_of(work, received), values);
-#pragma unroll
-                    for (u32 i = 0; i < SEND_UNROLL; ++i) {
-                        if (piece.has(i)) {
-                            store_plain(to + row * work.row_bytes + 16ull * (at + 32 * i), values[i]);
-                        }
-                    }
-                });
+                for_rows<SEND_UNROLL>(count, vectors,
+                                      [&](u32 row, u32 of) {
+                                          const u32 received = begin + first + row;
+                                          return returned(work, received, of, weights_of(work, received));
+                                      },
+                                      [&](u32 row, u32 of, uint4 vector) {
+                                          store_plain(to + row * work.row_bytes + 16ull * of, vector);
+                                      });
             }
         }
     }
@@ -145,52 +112,57 @@ __device__ __forceinline__ void sum_step(const Comm& comm, const ExpertsWork& wo
                 places[i / WORLD][i % WORLD] = work.positions[static_cast<u64>(first) * WORLD + i];
             }
             __syncthreads();
-            for_pieces<SUM_UNROLL>(count, vectors, [&](u32 row, u32 at) {
-                const Piece piece{at, vectors};
-                uint4 values[WORLD][SUM_UNROLL];
+            for_rows<SUM_UNROLL>(
+                count, vectors,
+                [&](u32 row, u32 at) {
+                    // All loads are under way before the first sum.
+                    uint4 found[WORLD];
+                    const int own = places[row][comm.rank];
+                    const u32 received = begin + static_cast<u32>(own);
+#if BY_EXPERT
+                    const float* weights = work.sends_weights
+                        ? work.weights + static_cast<u64>(first + row) * work.top_k
+                        : weights_of(work, received);
+                    const uint4 mine = own >= 0 ? returned(work, received, at, weights) : make_uint4(0, 0, 0, 0);
+#endif
 #pragma unroll
-                for (u32 rank = 0; rank < WORLD; ++rank) {
-                    const int position = places[row][rank];
-                    if (position >= 0 && rank == comm.rank) {
-                        const u32 received = begin + static_cast<u32>(position);
-                        const float* weights = work.sends_weights
-                            ? work.weights + static_cast<u64>(first + row) * work.top_k
-                            : weights_of(work, received);
-                        load_returned(work, received, piece, weights, values[rank]);
-                    } else if (position >= 0) {
+                    for (u32 rank = 0; rank < WORLD; ++rank) {
+                        const int position = places[row][rank];
                         const u64 slot = (comm.distance_to(rank) - 1) * static_cast<u64>(work.max_tokens);
-                        load_piece(work.combined + (slot + position) * work.row_bytes, piece, values[rank]);
+                        const char* peers = work.combined + (slot + position) * work.row_bytes;
+#if BY_EXPERT
+                        uint4 sent = make_uint4(0, 0, 0, 0);
+                        if (position >= 0 && rank != comm.rank) {
+                            sent = load_plain(peers + 16ull * at);
+                        }
+                        found[rank] = select(rank == comm.rank, mine, sent);
+#else
+                        const char* from = rank == comm.rank ? work.input + received * work.row_bytes : peers;
+                        found[rank] = position >= 0 ? load_plain(from + 16ull * at) : make_uint4(0, 0, 0, 0);
+#endif
                     }
-                }
-                float sums[SUM_UNROLL][VALUES] = {};
+                    float sum[VALUES] = {};
 #pragma unroll
-                for (u32 rank = 0; rank < WORLD; ++rank) {
-                    if (places[row][rank] < 0) {
-                        continue;
-                    }
+                    for (u32 rank = 0; rank < WORLD; ++rank) {
+                        if (places[row][rank] >= 0) {
+                            float values[VALUES];
+                            unpack<DTYPE>(found[rank], values);
 #pragma unroll
-                    for (u32 i = 0; i < SUM_UNROLL; ++i) {
-                        float items[VALUES];
-                        unpack<DTYPE>(values[rank][i], items);
-#pragma unroll
-                        for (int lane = 0; lane < VALUES; ++lane) {
-                            sums[i][lane] = __fadd_rn(sums[i][lane], items[lane]);
+                            for (int i = 0; i < VALUES; ++i) {
+                                sum[i] = __fadd_rn(sum[i], values[i]);
+                            }
                         }
                     }
-                }
-                char* to = work.output + (first + row) * work.row_bytes;
-#pragma unroll
-                for (u32 i = 0; i < SUM_UNROLL; ++i) {
-                    if (piece.has(i)) {
-                        store_plain(to + 16ull * (at + 32 * i), pack<DTYPE>(sums[i]));
-                    }
-                }
-            });
+                    return pack<DTYPE>(sum);
+                },
+                [&](u32 row, u32 at, uint4 vector) {
+                    store_plain(work.output + (first + row) * work.row_bytes + 16ull * at, vector);
+                });
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_combine(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
                      const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);

@@ -524,7 +524,7 @@ __device__ __forceinline__ bool know_rows(const Session& session, const Routing&
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_dispatch(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
                       const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);

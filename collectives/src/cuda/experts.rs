@@ -24,7 +24,7 @@ impl CudaEngine {
     pub(crate) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
         let mut specs = Vec::new();
         for by_expert in [false, true] {
-            specs.push(self.combine_spec(shape.dtype, by_expert));
+            specs.push(spec(&COMBINE, shape.dtype, by_expert, false));
             specs.push(spec(&DISPATCH, DType::U8, by_expert, false));
             specs.push(spec(&DISPATCH, shape.dtype, by_expert, true));
         }
@@ -77,18 +77,12 @@ impl CudaEngine {
     pub(crate) unsafe fn combine(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
         self.begin(stream)?;
         let ExpertMode { by_expert, .. } = call.mode;
-        let kernel = self.kernel(self.combine_spec(call.shape.dtype, by_expert))?;
+        let kernel = self.kernel(spec(&COMBINE, call.shape.dtype, by_expert, false))?;
         // A block that sends and one that sums up, for each index.
         let room = kernel.resident(THREADS).min(kernel.budget.most_blocks);
         let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, 2 * PEER_BLOCKS + 1);
         // SAFETY: the caller's promises.
         unsafe { self.launch_call(Operation::ExpertCombine, (kernel, blocks), call, stream) }
-    }
-
-    fn combine_spec(&self, dtype: DType, by_expert: bool) -> KernelSpec {
-        // Vectors of more ranks take more registers.
-        let blocks = if self.world() <= 4 { 2 } else { 1 };
-        KernelSpec { blocks, ..spec(&COMBINE, dtype, by_expert, false) }
     }
 
     /// # Safety

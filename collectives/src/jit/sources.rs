@@ -224,10 +224,8 @@ pub(crate) const DISPATCH: Kernel<'static> = collective!(
 /// Sends rows of experts back, and sums them up.
 pub(crate) const COMBINE: Kernel<'static> = collective!(
     "experts" / "combine",
-    [("WORLD", &["1", "2", "4"]), WIDE, TWO, EXPERT_DTYPES, BY_EXPERT, EXPERTS_WORK_BYTES],
-    [ABOVE_4, WIDE, ONE, EXPERT_DTYPES, BY_EXPERT, EXPERTS_WORK_BYTES],
-    [ODD_UP_TO_4, WIDE, TWO, F32, ("BY_EXPERT", &["1"]), EXPERTS_WORK_BYTES],
-    [ODD_ABOVE_4, WIDE, ONE, F32, ("BY_EXPERT", &["1"]), EXPERTS_WORK_BYTES],
+    [("WORLD", &["1", "2", "4", "8"]), WIDE, EXPERT_DTYPES, BY_EXPERT, EXPERTS_WORK_BYTES],
+    [ODD, WIDE, F32, ("BY_EXPERT", &["1"]), EXPERTS_WORK_BYTES],
 );
 
 /// All-reduce in one shot through inboxes.
