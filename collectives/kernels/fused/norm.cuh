@@ -402,13 +402,7 @@ __device__ __forceinline__ bool sum_rank_by_rank(const Session& session, const I
 __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& inbox, const Units& units, u64 at, u64 each,
                                           u32 step, Unit (&row)[UNITS]) {
     const Comm& comm = session.comm;
-#if __CUDA_ARCH__ >= 1000
-    // Compilers use more registers there.
-    constexpr bool MANY_RANKS = WORLD > 4;
-#else
-    constexpr bool MANY_RANKS = WORLD > 4 && !HELD;
-#endif
-    constexpr bool RANK_BY_RANK = MANY_RANKS || (WORLD > 2 && UNITS * PARTS > 1) || (!HELD && PARTS > 1);
+    constexpr bool RANK_BY_RANK = WORLD > 4 || (WORLD > 2 && UNITS * PARTS > 1) || (!HELD && PARTS > 1);
     // As many vectors are waited for at once as registers suffice for.
     constexpr u32 AT_ONCE = !RANK_BY_RANK && UNITS * PARTS * WORLD <= 4 ? UNITS * PARTS : 1;
 #pragma unroll

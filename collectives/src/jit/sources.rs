@@ -96,8 +96,8 @@ const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
 /// One type for each way to widen, reduce and narrow, for kernels with more parameters than these.
 const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
 const LAMPORT_DTYPES: Axis = ("DTYPE", &["1", "4", "9"]);
-/// The types that combine sums up: `f32`, `f16` and `bf16`.
-const EXPERT_DTYPES: Axis = ("DTYPE", &["1", "3", "4"]);
+/// The fewest ranks that send to each other, and the most.
+const FEW_AND_MOST: Axis = ("WORLD", &["2", "8"]);
 /// Whether rows lie by expert.
 const BY_EXPERT: Axis = ("BY_EXPERT", &["0", "1"]);
 const BYTES: Axis = ("DTYPE", &["7"]);
@@ -202,30 +202,24 @@ pub(crate) const ROW_EXCHANGE: Kernel<'static> = collective!(
 /// Sends tokens to the ranks of their experts.
 pub(crate) const DISPATCH: Kernel<'static> = collective!(
     "experts" / "dispatch",
+    [FEW_AND_MOST, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), EXPERTS_WORK_BYTES],
+    // Wider tokens, and an odd number of ranks.
     [
-        ("WORLD", &["1", "2", "8"]),
+        ("WORLD", &["3"]),
         WIDE,
-        BYTES,
-        BY_EXPERT,
-        ("QUANTIZES", &["0"]),
-        EXPERTS_WORK_BYTES
-    ],
-    [
-        ("WORLD", &["2", "4"]),
-        WIDE,
-        EXPERT_DTYPES,
-        BY_EXPERT,
+        F32,
+        ("BY_EXPERT", &["1"]),
         ("QUANTIZES", &["1"]),
         EXPERTS_WORK_BYTES
     ],
-    [ODD, WIDE, BYTES, ("BY_EXPERT", &["1"]), ("QUANTIZES", &["0"]), EXPERTS_WORK_BYTES],
 );
 
 /// Sends rows of experts back, and sums them up.
 pub(crate) const COMBINE: Kernel<'static> = collective!(
     "experts" / "combine",
-    [("WORLD", &["1", "2", "4", "8"]), WIDE, EXPERT_DTYPES, BY_EXPERT, EXPERTS_WORK_BYTES],
-    [ODD, WIDE, F32, ("BY_EXPERT", &["1"]), EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, EXPERTS_WORK_BYTES],
+    [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, EXPERTS_WORK_BYTES],
 );
 
 /// All-reduce in one shot through inboxes.
@@ -311,12 +305,12 @@ macro_rules! norms {
     ($name:literal $(, [$($more:expr),+ $(,)?])?) => {
         collective!(
             "fused" / $name,
-            [UP_TO_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS, NORM_WORK_BYTES],
+            [FEW, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS, NORM_WORK_BYTES],
             [ABOVE_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT, NORM_WORK_BYTES],
             [FEW, WIDE, ONE, LAMPORT, SUM, NORM_DTYPES, NORM, HELD, ONE_UNIT, NORM_WORK_BYTES],
             [FEW, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [WORLD, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [WORLD, WIDE, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
             [FEW, ONE_WARP, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, HELD, ONE_UNIT, NORM_WORK_BYTES],
             [ODD, WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, ONE_UNIT, NORM_WORK_BYTES],
             $([$($more),+],)?
