@@ -100,7 +100,7 @@ pub(crate) fn from_within(py: Python<'_>, error: PyErr) -> Error {
 #[cold]
 pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
     let within = if error.is_interrupted() { STOPPED.take() } else { None };
-    // One that another thread's wait was told of is not raised by a later call.
+    // An error that another thread's wait has raised is not raised again by a later call.
     let within = within.filter(|(_, text)| error.to_string().contains(text.as_str()));
     match within.map(|(stop, _)| stop).map_or_else(|| py.check_signals(), Err) {
         Ok(()) => exception(py, error),

@@ -382,7 +382,7 @@ impl Check<'_> {
         routing.ids[bad][2][1] = -1;
         let wanted = self.received(&routing, &shape, seed);
         let got = download(self.pool, buffer.received().rows as u64, wanted.len())?;
-        self.judge("rows beside a bad id", &got, &wanted);
+        self.judge("rows of a call with a bad id", &got, &wanted);
         Ok(())
     }
 

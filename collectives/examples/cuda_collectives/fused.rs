@@ -1,4 +1,4 @@
-//! Checks of fused all-reduces: every bit of every output, beside what the CPU computes step by step.
+//! Checks of fused all-reduces: every bit of every output is compared with what the CPU computes step by step.
 
 use half::{bf16, f16};
 use symmpool_allocator::{Block, Pool, Result, Stream};

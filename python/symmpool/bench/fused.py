@@ -1,4 +1,4 @@
-"""`bench fused`: all-reduce, residual and RMSNorm as one call, beside an all-reduce with a norm behind it.
+"""`bench fused`: all-reduce, residual and RMSNorm as one call, compared with an all-reduce and then a norm.
 
 The norm behind an all-reduce is what torch's compiler makes of it, one kernel, as programs have it.
 """

@@ -1,4 +1,4 @@
-"""All-reduce, residual and RMSNorm as one kernel, beside separate operations of torch.
+"""All-reduce, residual and RMSNorm as one kernel, compared with separate operations of torch.
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_fused.py
 

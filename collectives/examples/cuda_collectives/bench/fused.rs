@@ -1,4 +1,4 @@
-//! Times fused all-reduces, beside all-reduces of the same bytes.
+//! Times fused all-reduces, and all-reduces of the same bytes for comparison.
 
 use symmpool_allocator::{Pool, Result, Stream};
 use symmpool_collectives::{
