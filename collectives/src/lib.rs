@@ -23,6 +23,7 @@ mod host;
 mod jit;
 mod matching;
 mod p2p;
+mod parts;
 pub mod plan;
 mod reduce_op;
 mod row_exchange;

@@ -12,6 +12,7 @@ use symmpool_allocator::{Error, Result};
 
 pub(crate) use crate::host::BadRow;
 
+use crate::parts::Parts;
 use crate::{DType, Place};
 
 /// The shape of the rows that a row exchange moves. It is the same on every rank.
@@ -27,8 +28,6 @@ pub struct RowShape {
 
 /// The most blocks of a kernel; each has counters of its own.
 pub(crate) const MOST_BLOCKS: u32 = 1024;
-/// Parts of a block of memory begin at multiples of this.
-pub(crate) const ALIGN: u64 = 512;
 
 impl RowShape {
     /// Bytes of a row.
@@ -48,17 +47,6 @@ impl RowShape {
              of 1 byte to 2 GiB each",
             dtype.name()
         )))
-    }
-}
-
-/// Divides a block into parts, one after the other.
-struct Parts(u64);
-
-impl Parts {
-    fn take(&mut self, count: u64, size: u64) -> u64 {
-        let here = self.0;
-        self.0 = (here + count * size).next_multiple_of(ALIGN);
-        here
     }
 }
 
@@ -187,6 +175,7 @@ pub(crate) struct RowPlaces {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::parts::ALIGN;
 
     #[test]
     fn parts_lie_apart_and_sizes_are_those_that_kernels_are_compiled_with() {

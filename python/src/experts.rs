@@ -237,7 +237,7 @@ impl ExpertBuffer {
         let rows = self.capacity(false, Number::of(1), py)?;
         let (at, row) = match part {
             "rows" => (parts.rows as usize, made_for.hidden * made_for.dtype.size()),
-            "scales" => (parts.scales as usize, 4 * made_for.hidden.div_ceil(128)),
+            "scales" => (parts.scales as usize, made_for.most_scale_bytes()),
             "ids" => (parts.ids as usize, 4 * made_for.top_k as usize),
             "weights" => (parts.weights as usize, 4 * made_for.top_k as usize),
             _ => return Err(invalid(py, format!("part: there is no {part:?}"))),
@@ -313,10 +313,7 @@ impl ExpertBuffer {
                 )));
             }
             let given_bytes = given.map_or(0, |it| it.columns * it.tensor.dtype.size());
-            let scale_bytes = match quantize {
-                Quantization::None => given_bytes,
-                quantize => shape.hidden.div_ceil(128) * quantize.scale_bytes(),
-            };
+            let scale_bytes = shape.scale_bytes(quantize, given_bytes);
             let travels = match quantize {
                 Quantization::None => rows.tensor.dtype,
                 _ => DType::F8E4m3,

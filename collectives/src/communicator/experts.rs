@@ -184,10 +184,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             true => self.shape.hidden,
             false => self.shape.row_bytes(),
         };
-        let scale_bytes = match dispatch.quantize {
-            Quantization::None => dispatch.scale_bytes,
-            quantize => self.shape.groups() * quantize.scale_bytes(),
-        };
+        let scale_bytes = self.shape.scale_bytes(dispatch.quantize, dispatch.scale_bytes);
         let (output, output_scales, output_capacity, alignment) = match dispatch.layout {
             ExpertLayout::ByRank => (std::ptr::null_mut(), std::ptr::null_mut(), 0, 1),
             ExpertLayout::ByExpert { output, scales, capacity, alignment } => {
@@ -332,7 +329,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
                 shape.hidden
             ));
         }
-        let most = 4 * shape.groups();
+        let most = shape.most_scale_bytes();
         if dispatch.scale_bytes > most || (quantizes && dispatch.scale_bytes > 0) {
             return Err(format!(
                 "{} bytes of scales for each token: there are at most {most}, an f32 for {SCALE_GROUP} channels each, \

@@ -1,22 +1,10 @@
 //! Where things lie in the memory of a buffer for experts and in a handle, and the arguments of kernels.
 
 use super::ExpertShape;
+use crate::parts::Parts;
 
-/// Parts of memory begin at multiples of this.
-const ALIGN: u64 = 512;
 /// Most chunks into which kernels cut a rank's tokens: `MOST_CHUNKS` in `experts/work.cuh`.
 const MOST_CHUNKS: u32 = 2048;
-
-/// Divides memory into parts, one after the other.
-struct Parts(u64);
-
-impl Parts {
-    fn take(&mut self, count: u64, size: u64) -> u64 {
-        let here = self.0;
-        self.0 = (here + count * size).next_multiple_of(ALIGN);
-        here
-    }
-}
 
 /// Where things lie in the symmetric memory of a buffer, which peers write: offsets in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -45,7 +33,7 @@ impl RegionParts {
         let (top_k, row) = (u64::from(shape.top_k), shape.row_bytes() as u64);
         let mut parts = Parts(0);
         let rows = parts.take(capacity, row);
-        let scales = parts.take(capacity, 4 * shape.groups() as u64);
+        let scales = parts.take(capacity, shape.most_scale_bytes() as u64);
         let ids = parts.take(capacity * top_k, 4);
         let weights = parts.take(capacity * top_k, 4);
         let tokens = parts.take(capacity, 4);

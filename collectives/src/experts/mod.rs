@@ -202,6 +202,19 @@ impl ExpertShape {
         self.hidden.div_ceil(SCALE_GROUP)
     }
 
+    /// The most bytes of the scales of a row: an `f32` for each group.
+    pub fn most_scale_bytes(&self) -> usize {
+        4 * self.groups()
+    }
+
+    /// Bytes of the scales that travel with a row: those that dispatch makes, or else `given`.
+    pub fn scale_bytes(&self, quantize: Quantization, given: usize) -> usize {
+        match quantize {
+            Quantization::None => given,
+            quantize => self.groups() * quantize.scale_bytes(),
+        }
+    }
+
     /// The most tokens that a rank can receive.
     pub(crate) fn received(&self, world: u32) -> usize {
         self.capacity.unwrap_or(self.max_tokens * world as usize)

@@ -105,7 +105,8 @@ class Buffer:
     ) -> Any:
         """Sends the tokens `x`, `[tokens, hidden]`, to the ranks of their experts `topk_ids`, `[tokens,
         top_k]`, int32 or int64, where -1 stands for none. Returns `(received, handle)`; with `hook=True`
-        `(received, handle, wait)`: the call runs beside the current stream, which `wait()` makes wait for it.
+        `(received, handle, wait)`: the call runs on a stream of the buffer's, and `wait()` makes the
+        current stream wait for it.
 
         A token goes to a rank once. In layout "rank" there is a row for each token, by source rank and there
         in the order of tokens; `received.x` is a view of the buffer's memory, which the next dispatch
@@ -171,7 +172,7 @@ class Buffer:
 
     def memory(self) -> dict[str, int]:
         """The bytes of the buffer's symmetric memory on this rank, by part; "handle" is what each handle has
-        beside that, and "total" the sum without handles."""
+        besides, and "total" the sum without handles."""
         parts = dict(self._core.memory())
         total = sum(parts.values())
         if self._weights_buffer is not None:
@@ -299,15 +300,13 @@ class Buffer:
     def _received(
         self, handle: Handle, known: bool, dtype: torch.dtype, scaled: Any, out: Any, out_scales: Any
     ) -> Received:
-        counts, offsets = handle.expert_counts, None
         if handle.layout == "expert":
-            offsets = handle.expert_offsets
-            return Received(out, out_scales, None, None, handle.num_rows, None, offsets, counts)
+            return Received(out, out_scales, None, None, handle)
         x = self._view("rows", self.hidden, dtype)
         scales = None if scaled is None else self._view("scales", *scaled)
         ids = None if known else self._view("ids", self.top_k, torch.int32)
         weights = None if known else self._view("weights", self.top_k, torch.float32)
-        return Received(x, scales, ids, weights, handle.num_rows, handle.source_offsets, offsets, counts)
+        return Received(x, scales, ids, weights, handle)
 
     def _cut(self, received: Received, handle: Handle) -> None:
         """Waits for the call, and cuts tensors to the rows in use."""
@@ -358,7 +357,7 @@ class Buffer:
     def _run(
         self, call: Any, arguments: tuple[Any, ...], hook: bool, counted: Handle | None
     ) -> Callable[[], None]:
-        """Makes a call on the current stream, or beside it. Returns what waits for it."""
+        """Makes a call on the current stream, or with a hook on another. Returns what waits for it."""
         if not hook or self.device.type == "cpu":
             self._make(call, arguments, counted)
             return _nothing

@@ -117,11 +117,25 @@ class Received:
     topk_ids: torch.Tensor | None
     #: Their weights, float32; 1 where none were given.
     topk_weights: torch.Tensor | None
-    #: How many rows are in use: a scalar, int32, on the buffer's device.
-    num_rows: torch.Tensor
-    #: In layout "rank", where the rows of each rank begin, and the end: int32, `[world + 1]`.
-    source_offsets: torch.Tensor | None
-    #: In layout "expert", where the rows of each expert of this rank begin, and the end: int32.
-    expert_offsets: torch.Tensor | None
-    #: Rows of each expert of this rank, without padding: int32.
-    expert_counts: torch.Tensor
+    #: How the rows were routed. The tensors below are views of it, made when they are asked for.
+    handle: Handle
+
+    @property
+    def num_rows(self) -> torch.Tensor:
+        """How many rows are in use: a scalar, int32, on the buffer's device."""
+        return self.handle.num_rows
+
+    @property
+    def source_offsets(self) -> torch.Tensor | None:
+        """In layout "rank", where the rows of each rank begin, and the end: int32, `[world + 1]`."""
+        return self.handle.source_offsets if self.handle.layout == "rank" else None
+
+    @property
+    def expert_offsets(self) -> torch.Tensor | None:
+        """In layout "expert", where the rows of each expert of this rank begin, and the end: int32."""
+        return self.handle.expert_offsets if self.handle.layout == "expert" else None
+
+    @property
+    def expert_counts(self) -> torch.Tensor:
+        """Rows of each expert of this rank, without padding: int32."""
+        return self.handle.expert_counts

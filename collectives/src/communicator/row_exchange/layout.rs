@@ -6,7 +6,8 @@ use bytemuck::Pod;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
 use crate::RowShape;
-use crate::row_exchange::{ALIGN, LayoutParts};
+use crate::parts::ALIGN;
+use crate::row_exchange::LayoutParts;
 
 /// How the rows that a [`RowExchange::send`](super::RowExchange::send) received are ordered. It is needed to read
 /// them, and to send them back.
