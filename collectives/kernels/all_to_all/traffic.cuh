@@ -269,21 +269,13 @@ __device__ __noinline__ void report_counts(const Session& session, const Traffic
 
 // Writes the notice about the first rank for which there is one, the same on every rank. Called by one thread.
 __device__ __noinline__ void notice(const Session& session, const TrafficMatrix& matrix) {
-    volatile Notice* at = &session.comm.fault->notice;
     for (u32 rank = 0; rank < WORLD; ++rank) {
         const u64 needed = matrix.total(rank), room = matrix.words[rank][CAPACITY_WORD];
         const bool invalid = matrix.words[rank][EXPECTED_WORDS] == INVALID_SPLITS;
-        if (needed <= room && !invalid) {
-            continue;
+        if (needed > room || invalid) {
+            write_notice(session, invalid ? SPLITS : OVERFLOW, rank, needed, room);
+            return;
         }
-        at->kind = invalid ? SPLITS : OVERFLOW;
-        at->epoch = session.epoch;
-        at->rank = rank;
-        at->needed = needed;
-        at->room = room;
-        fence();
-        at->calls = at->calls + 1;
-        return;
     }
 }
 

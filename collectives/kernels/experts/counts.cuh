@@ -87,25 +87,19 @@ struct CountVectors {
     }
 
     __device__ __forceinline__ void send(const Session& session, u32 owner, u32 at, uint4 value) const {
-        char* to = slot(session, owner, session.comm.rank, at);
-        store_relaxed(to, make_uint4(value.x, session.epoch, value.y, session.epoch));
-        store_relaxed(to + 16, make_uint4(value.z, session.epoch, value.w, session.epoch));
+        ll_store_vector(slot(session, owner, session.comm.rank, at), value, session.epoch);
     }
 
     // Waits for a vector; false if it does not arrive in time.
     __device__ __forceinline__ bool receive(const Session& session, u32 from, u32 at, uint4& value) const {
         const char* slot_of = slot(session, session.comm.rank, from, at);
         Watch watch;
-        while (true) {
-            const uint4 low = load_relaxed(slot_of), high = load_relaxed(slot_of + 16);
-            value = make_uint4(low.x, low.z, high.x, high.z);
-            if (ll_arrived(low, session.epoch) && ll_arrived(high, session.epoch)) {
-                return true;
-            }
+        while (!ll_load_vector(slot_of, session.epoch, value)) {
             if (watch.expired(session, from, DATA)) {
                 return false;
             }
         }
+        return true;
     }
 };
 

@@ -89,25 +89,15 @@ struct Chunks {
     __device__ __forceinline__ u32 begin(u32 chunk) const { return tokens * chunk / count; }
 };
 
-// The vectors of 16 bytes of so many rows, divided among the warps of a block: `visit(row, first)` is for the vectors
-// `first`, `first + 32` and so on of a row, UNROLL of them as far as the row has so many. Called by all threads of the
-// block.
-template <int UNROLL, typename Visit>
-__device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, Visit visit) {
+// The vectors of 16 bytes of so many rows, a piece of a row to each warp of a block: `load(row, at)` gives vector `at` of a
+// row, `store(row, at, vector)` stores it; UNROLL loads are under way at once. Called by all threads of the block.
+template <int UNROLL, typename Load, typename Store>
+__device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store store) {
     constexpr u32 PIECE = 32 * UNROLL;
     const u32 pieces = (vectors + PIECE - 1) / PIECE, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (u32 piece = threadIdx.x / 32; piece < rows * pieces; piece += THREADS / 32) {
-        const u32 row = piece / pieces;
-        visit(row, (piece - row * pieces) * PIECE + lane);
-    }
-}
-
-// The same for copies: `load(row, at)` gives vector `at` of a row, `store(row, at, vector)` stores it; UNROLL loads are
-// under way at once.
-template <int UNROLL, typename Load, typename Store>
-__device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store store) {
-    for_pieces<UNROLL>(rows, vectors, [&](u32 row, u32 first) {
+        const u32 row = piece / pieces, first = (piece - row * pieces) * PIECE + lane;
         uint4 values[UNROLL];
 #pragma unroll
         for (u32 i = 0; i < UNROLL; ++i) {
@@ -121,24 +111,12 @@ __device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store
                 store(row, first + 32 * i, values[i]);
             }
         }
-    });
+    }
 }
 
 // Kinds of notices, behind those of `all_to_all/traffic.cuh`.
 constexpr u32 NO_EXPERT = 3;        // an id is no expert
 constexpr u32 ROWS_OVERFLOW = 4;    // a rank has no room for all its rows
 constexpr u32 EXPERTS_OVERFLOW = 5; // an output has no room for all rows by expert
-
-// Tells the host something about a call that goes on. Called by one thread.
-__device__ __noinline__ void notice(const Session& session, u32 kind, u32 rank, u64 needed, u64 room) {
-    volatile Notice* at = &session.comm.fault->notice;
-    at->kind = kind;
-    at->epoch = session.epoch;
-    at->rank = rank;
-    at->needed = needed;
-    at->room = room;
-    fence();
-    at->calls = at->calls + 1;
-}
 
 }  // namespace symmpool

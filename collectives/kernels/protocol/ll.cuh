@@ -26,17 +26,12 @@ struct LlInbox {
     static __device__ __forceinline__ uint4 prepare(uint4 vector) { return vector; }
 
     __device__ __forceinline__ void send(const Comm& comm, u32 peer, u64 at, uint4 vector) const {
-        char* to = comm.of(peer) + offset + 32 * at;
-        store_relaxed(to, make_uint4(vector.x, epoch, vector.y, epoch));
-        store_relaxed(to + 16, make_uint4(vector.z, epoch, vector.w, epoch));
+        ll_store_vector(comm.of(peer) + offset + 32 * at, vector, epoch);
     }
 
     // Loads a vector of this rank's inbox. Whether it has arrived.
     __device__ __forceinline__ bool receive(const Comm& comm, u64 at, uint4& vector) const {
-        const char* from = comm.own() + offset + 32 * at;
-        uint4 low = load_relaxed(from), high = load_relaxed(from + 16);
-        vector = make_uint4(low.x, low.z, high.x, high.z);
-        return ll_arrived(low, epoch) && ll_arrived(high, epoch);
+        return ll_load_vector(comm.own() + offset + 32 * at, epoch, vector);
     }
 };
 

@@ -253,6 +253,18 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     *static_cast<volatile u32*>(&fault->complete) = 1;
 }
 
+// Tells the host something about a call that goes on. Called by one thread.
+__device__ __noinline__ void write_notice(const Session& session, u32 kind, u32 rank, u64 needed, u64 room) {
+    volatile Notice* at = &session.comm.fault->notice;
+    at->kind = kind;
+    at->epoch = session.epoch;
+    at->rank = rank;
+    at->needed = needed;
+    at->room = room;
+    fence();
+    at->calls = at->calls + 1;
+}
+
 // Called now and then by a wait of a call. Returns since when it waits, or GIVE_UP.
 constexpr u64 GIVE_UP = ~0ull;
 __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since, u32 peer,

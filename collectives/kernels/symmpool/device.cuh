@@ -205,10 +205,7 @@ public:
     // Sends a vector, once a call. One that there is no room for is not sent.
     __device__ __forceinline__ void send(u64 at, uint4 vector) const {
         if (at < vectors_ && vectors_ <= room(collective_.comm)) {
-            const u32 epoch = collective_.session().epoch;
-            char* to = place(peer_, collective_.comm.rank, at);
-            store_relaxed(to, make_uint4(vector.x, epoch, vector.y, epoch));
-            store_relaxed(to + 16, make_uint4(vector.z, epoch, vector.w, epoch));
+            ll_store_vector(place(peer_, collective_.comm.rank, at), vector, collective_.session().epoch);
         }
     }
 
@@ -219,9 +216,7 @@ public:
         const char* from = place(collective_.comm.rank, peer_, fits ? at : 0);
         Watch watch;
         while (true) {
-            const uint4 low = load_relaxed(from), high = load_relaxed(from + 16);
-            vector = make_uint4(low.x, low.z, high.x, high.z);
-            if (fits && ll_arrived(low, session.epoch) && ll_arrived(high, session.epoch)) {
+            if (ll_load_vector(from, session.epoch, vector) && fits) {
                 return true;
             }
             if (watch.expired(session, peer_, DATA)) {

@@ -23,6 +23,19 @@ __device__ __forceinline__ bool ll_arrived(uint4 word, u32 flag) {
     return word.y == flag && word.w == flag;
 }
 
+// A vector in two words, each of which has half of it and shows by itself that it has arrived.
+__device__ __forceinline__ void ll_store_vector(char* to, uint4 vector, u32 flag) {
+    store_relaxed(to, make_uint4(vector.x, flag, vector.y, flag));
+    store_relaxed(to + 16, make_uint4(vector.z, flag, vector.w, flag));
+}
+
+// Whether the vector has arrived.
+__device__ __forceinline__ bool ll_load_vector(const char* from, u32 flag, uint4& vector) {
+    const uint4 low = load_relaxed(from), high = load_relaxed(from + 16);
+    vector = make_uint4(low.x, low.z, high.x, high.z);
+    return ll_arrived(low, flag) && ll_arrived(high, flag);
+}
+
 // Waits for a word of a peer; false if that takes too long. With ACQUIRE, what the peer's stream did before
 // is visible then.
 template <bool ACQUIRE = false>

@@ -1,0 +1,93 @@
+//! What a dispatch does with the rows that have arrived.
+//! Defines: as `experts/dispatch.cu`, which includes it.
+
+#pragma once
+
+#include <experts/tile.cuh>
+
+namespace symmpool {
+
+// The rows of a source that blocks of this one's indices sent, counted from the source's first one.
+struct ArrivedRows {
+    u32 from;
+    u32 to;
+};
+
+// Keeps what a later combine needs of the rows that have arrived. Called by all threads of the block.
+__device__ __forceinline__ ArrivedRows keep_arrived(const ExpertsWork& work, PeerBlocks own, u32 source) {
+    const Chunks chunks(shared.counts.tokens[source], work.peer_blocks);
+    const u32 first = own.first * chunks.steps, end = own.end * chunks.steps;
+    const int* begins = work.chunk_begins + source * (MOST_CHUNKS + 1);
+    int* kept = work.chunks + source * (MOST_CHUNKS + 1);
+    for (u32 chunk = first + threadIdx.x; chunk <= end; chunk += THREADS) {
+        kept[chunk] = begins[chunk];
+    }
+    const u32 begin = shared.sources[source];
+    const u64 room = begin < work.capacity ? work.capacity - begin : 0;
+    const u32 from = static_cast<u32>(begins[first]), to = static_cast<u32>(begins[end]);
+    const ArrivedRows rows{from < room ? from : static_cast<u32>(room), to < room ? to : static_cast<u32>(room)};
+    for (u32 row = begin + rows.from + threadIdx.x; row < begin + rows.to; row += THREADS) {
+        work.kept_tokens[row] = work.row_tokens[row];
+    }
+    return rows;
+}
+
+#if BY_EXPERT
+// Finds the places of the rows of a source by expert. Called by all threads of the block.
+__device__ __forceinline__ void place_by_expert(const ExpertsWork& work, u32 local, u32 source, ArrivedRows rows) {
+    const u64 first = (static_cast<u64>(shared.sources[source]) + rows.from) * work.top_k;
+    const u32 items = (rows.to - rows.from) * work.top_k;
+    for (u32 i = threadIdx.x; i < items; i += THREADS) {
+        const int expert = work.row_ids[first + i];
+        int place = -1;
+        if (expert >= 0) {
+            const u64 at = static_cast<u64>(expert_rows.offsets[expert]) +
+                           expert_rows.before[source * local + expert] + static_cast<u32>(work.row_places[first + i]);
+            place = at < work.output_capacity ? static_cast<int>(at) : -1;
+        }
+        work.places[first + i] = place;
+        work.kept_weights[first + i] = work.row_weights[first + i];
+    }
+    __syncthreads();
+}
+
+// Copies rows that have arrived to the places of their experts.
+__device__ __forceinline__ void copy_by_expert(const ExpertsWork& work, u32 source, ArrivedRows rows) {
+    const u32 begin = shared.sources[source];
+    for (u32 tile = begin + rows.from; tile < begin + rows.to; tile += TILE) {
+        const u32 left = begin + rows.to - tile, count = left < TILE ? left : TILE;
+        const int* places = work.places + static_cast<u64>(tile) * work.top_k;
+        const char* from = work.rows + tile * work.row_bytes;
+        for_rows<COPY_UNROLL>(count, static_cast<u32>(work.row_bytes / 16),
+                 [&](u32 row, u32 at) { return load_plain(from + row * work.row_bytes + 16ull * at); },
+                 [&](u32 row, u32 at, uint4 vector) {
+                     for (u32 k = 0; k < work.top_k; ++k) {
+                         const int place = places[row * work.top_k + k];
+                         if (place >= 0) {
+                             store_plain(work.output + place * work.row_bytes + 16ull * at, vector);
+                         }
+                     }
+                 });
+        const u32 bytes = static_cast<u32>(work.scale_bytes);
+        const bool words = bytes % 4 == 0;
+        const u32 units = words ? bytes / 4 : bytes;
+        for (u32 i = threadIdx.x; i < count * units; i += THREADS) {
+            const u32 row = i / units, at = i - row * units;
+            for (u32 k = 0; k < work.top_k; ++k) {
+                const int place = places[row * work.top_k + k];
+                if (place < 0) {
+                    continue;
+                }
+                const u64 to = static_cast<u64>(place) * units + at, of = (static_cast<u64>(tile) + row) * units + at;
+                if (words) {
+                    reinterpret_cast<u32*>(work.output_scales)[to] = reinterpret_cast<const u32*>(work.row_scales)[of];
+                } else {
+                    work.output_scales[to] = work.row_scales[of];
+                }
+            }
+        }
+    }
+}
+#endif
+
+}  // namespace symmpool
