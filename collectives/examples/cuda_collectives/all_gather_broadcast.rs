@@ -2,7 +2,9 @@
 //! rank to rank, in place, eager and in graphs.
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
-use symmpool_collectives::{AllToAllAlgorithm, Communicator, CommunicatorOptions, DType};
+use symmpool_collectives::{
+    AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, StandardCollective,
+};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::matrix::bytes;
@@ -69,7 +71,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let what = format!("{} of {count} {}", all_to_all.name(), dtype.name());
                     check.all_gather(&comm, (from, to), (count, dtype), in_place, &what)?;
                     let root = (number >> 32) as u32 % pool.world();
-                    check.broadcast(&comm, to, (count, dtype), root, &what)?;
+                    check.broadcast(&comm, to, (count, dtype), root, (None, &what))?;
+                    if all_to_all == AllToAllAlgorithm::Auto && pool.world() > 1 {
+                        let stages = (Some("stages"), "stages, as requested");
+                        check.broadcast(&comm, to, (count, dtype), root, stages)?;
+                    }
                 }
             }
         }
@@ -117,10 +123,11 @@ impl Check<'_> {
         at: u64,
         (count, dtype): (usize, DType),
         root: u32,
-        what: &str,
+        (algorithm, what): (Option<&str>, &str),
     ) -> Result<()> {
         let length = count * dtype.size();
-        let what = format!("broadcast by {what} from {root}");
+        let what = format!("broadcast of {count} {} by {what} from {root}", dtype.name());
+        let (collective, op) = (StandardCollective::Broadcast, ReduceOp::Sum);
         self.twice(
             comm,
             &what,
@@ -128,7 +135,10 @@ impl Check<'_> {
             length,
             |stream| {
                 // SAFETY: as above.
-                unsafe { comm.broadcast_at(at as *mut u8, count, dtype, root, stream) }
+                unsafe {
+                    let (to, from) = (at as *mut u8, at as *const u8);
+                    comm.call_at(collective, algorithm, to, from, count, dtype, op, root, stream)
+                }
             },
             |pool, seed| {
                 let data = bytes(seed, root, length);

@@ -206,6 +206,8 @@ pub(super) struct Exchange {
     pub(super) inboxes: Use,
     /// Copy engines, for equal parts.
     pub(super) copies: Use,
+    /// Stages that peers pass on, for broadcasts.
+    pub(super) stages: Use,
     /// Whether a rank sends to one peer after the other, whatever the sizes.
     pub(super) ring: bool,
 }
@@ -213,6 +215,7 @@ pub(super) struct Exchange {
 const GATHERS: &[StandardCollective] =
     &[StandardCollective::AllGather, StandardCollective::Broadcast];
 const PARTS: &[StandardCollective] = &[StandardCollective::AllToAll, StandardCollective::AllGather];
+const BROADCAST: &[StandardCollective] = &[StandardCollective::Broadcast];
 const EXCHANGES: &[StandardCollective] =
     &[StandardCollective::AllToAll, StandardCollective::AllGather, StandardCollective::Broadcast];
 
@@ -222,15 +225,17 @@ const DIRECTLY: Exchange = Exchange {
     ll: Use::Never,
     inboxes: Use::Never,
     copies: Use::Never,
+    stages: Use::Never,
     ring: false,
 };
 
-static EXCHANGE: [Exchange; 5] = [
+static EXCHANGE: [Exchange; 6] = [
     DIRECTLY,
     Exchange { code: LAMPORT, inboxes: Use::Always, ..DIRECTLY },
     Exchange { code: LL, collectives: GATHERS, ll: Use::Always, ..DIRECTLY },
     Exchange { code: COPY, collectives: PARTS, copies: Use::Always, ..DIRECTLY },
     Exchange { code: RING, ring: true, ..DIRECTLY },
+    Exchange { code: STAGES, collectives: BROADCAST, stages: Use::Always, ..DIRECTLY },
 ];
 
 /// What is used where no algorithm is requested: whatever is faster.
@@ -239,6 +244,7 @@ static FASTEST: Exchange = Exchange {
     ll: Use::WhereFaster,
     inboxes: Use::WhereFaster,
     copies: Use::WhereFaster,
+    stages: Use::WhereFaster,
     ..DIRECTLY
 };
 

@@ -11,7 +11,7 @@ use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
-    ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SIDED, TWO_SHOT, TWO_SHOT_STAGES,
+    ALL_TO_ALL, BARRIER, BROADCAST_STAGES, COPY_COMPANION, ONE_SIDED, TWO_SHOT, TWO_SHOT_STAGES,
 };
 use crate::{DType, ReduceOp};
 
@@ -153,6 +153,7 @@ impl KernelSpec {
         all.extend(one_sided.map(Self::one_sided));
         if world > 1 {
             all.push(Self::new(&COPY_COMPANION, THREADS));
+            all.push(Self::new(&BROADCAST_STAGES, THREADS));
             all.extend(super::p2p::kernel_specs());
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(

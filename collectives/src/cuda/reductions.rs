@@ -331,7 +331,7 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn launch_peer_blocks(
+    pub(super) unsafe fn launch_peer_blocks(
         &mut self,
         kernel: LoadedKernel,
         whole: LaunchConfig,

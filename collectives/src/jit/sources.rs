@@ -62,6 +62,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
 pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &ALL_TO_ALL,
     &BARRIER,
+    &BROADCAST_STAGES,
     &COMBINE,
     &COPY_COMPANION,
     &NORM_ONE_SHOT,
@@ -261,6 +262,10 @@ pub(crate) const TWO_SHOT: Kernel<'static> = collective!(
     [ODD_UP_TO_4, WIDE, ONE, F32, SUM, ALL_REDUCE, BOTH],
     [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ALL_REDUCE, BOTH],
 );
+
+/// Broadcast in stages, which peers pass on.
+pub(crate) const BROADCAST_STAGES: Kernel<'static> =
+    collective!("broadcast" / "broadcast_stages", [WORLD, WIDE], [ODD, WIDE]);
 
 /// All-reduce in two shots through scratch and into outputs.
 pub(crate) const TWO_SHOT_PUSH: Kernel<'static> = collective!(
