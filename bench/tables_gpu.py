@@ -465,6 +465,7 @@ MAKERS = {
     "all_to_all_gpu": lambda: all_to_all(ANY),
     "all_to_all_gpu2": lambda: all_to_all(TWO),
     "collectives_gpu": lambda: collectives(ANY),
+    "collectives_gpu2": lambda: collectives(TWO),
     "in_short_gpu2": lambda: in_short(TWO),
     "gpu_more": more,
 }

@@ -23,8 +23,8 @@ constexpr u64 NO_WINDOW = ~0ull;
 
 // A stage has an eighth of what an index has in all, so that little is left to do when the last one has arrived, and
 // between so many vectors, unless scratch has less room.
-constexpr u64 MIN_STAGE_VECTORS = 512;
-constexpr u64 MAX_STAGE_VECTORS = 4096;
+constexpr u64 MIN_STAGE_VECTORS = THREADS;
+constexpr u64 MAX_STAGE_VECTORS = 2048;
 constexpr int UNROLL = WORLD <= 4 ? 4 : 2;
 
 struct Broadcast {

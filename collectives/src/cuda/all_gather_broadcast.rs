@@ -18,10 +18,9 @@ use super::kernel_mode::TwoShotCollective;
 use super::kernel_spec::KernelSpec;
 use super::launch_config::LaunchConfig;
 use super::params::UNKNOWN;
-use super::reductions::{THREADS, Work};
+use super::reductions::Work;
 use crate::algorithm::COPY;
 use crate::host::call::{Call, Operation};
-use crate::jit::sources::BROADCAST_STAGES;
 use crate::{DType, Place, ReduceOp};
 
 /// Most bytes that a rank sends to all its peers together in the LL protocol, which sends twice as many as it
@@ -31,9 +30,14 @@ const LL_BYTES: u64 = 128 << 10;
 /// Broadcasts of so many bytes or more take two steps where there are more than two ranks. The second step costs
 /// about 4 us.
 const TWO_STEP_BYTES: u64 = 2 << 20;
-/// Broadcasts of so many bytes or more go in stages where there are more than two ranks. On four H200s, two steps take
-/// 22.6 us for 4 MiB, 76.8 for 16 and 1,135 for 256, and NCCL's broadcast 28.9, 64.9 and 761.
-const STAGES_BYTES: u64 = 4 << 20;
+/// Broadcasts of so many bytes or more go in stages where there are more than two ranks.
+const STAGES_BYTES: u64 = 8 << 20;
+/// Threads of a block of a broadcast in stages. Two of these blocks run on an SM, so that one stores while the other
+/// waits for its stores to arrive before it raises a flag.
+pub(super) const STAGE_THREADS: u32 = 256;
+/// Most peer blocks of it, and the least bytes that scratch must have for each of them: two of the shortest stages.
+const MAX_STAGE_BLOCKS: u64 = 256;
+const MIN_STAGES_BYTES: u64 = 2 * 16 * STAGE_THREADS as u64;
 /// Shares of a broadcast in two steps begin at multiples of so many bytes, which links carry at once.
 const LINE: u64 = 128;
 
@@ -164,10 +168,11 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn broadcast_in_stages(&mut self, work: &Work, place: Place) -> Result<()> {
-        let loaded = self.kernel(KernelSpec::new(&BROADCAST_STAGES, THREADS))?;
+        let loaded = self.kernel(KernelSpec::broadcast_stages())?;
         let share = work.bytes.div_ceil(16).div_ceil(u64::from(self.world()) - 1);
-        let most = self.control.stage_blocks(self.world(), false);
-        let config = LaunchConfig::new(&loaded.alone(), share, THREADS, most);
+        let room = self.control.scratch_room(self.world()) / MIN_STAGES_BYTES;
+        let most = room.clamp(1, MAX_STAGE_BLOCKS) as u32;
+        let config = LaunchConfig::new(&loaded.alone(), share, STAGE_THREADS, most);
         let offset = if let Place::Window(offset) = place { offset } else { UNKNOWN };
         // SAFETY: passed on.
         unsafe { self.launch_peer_blocks(loaded, config, &Work { stride: offset, ..*work }) }

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::topology::Topology;
-use symmpool_allocator::{ContiguousPeerView, Error, Maker, Pool, Result, Stream};
+use symmpool_allocator::{Error, Maker, Pool, Result, Stream};
 
 use super::algorithms::Exchange;
 use super::api::{Api, Handle};
@@ -220,15 +220,6 @@ impl CudaEngine {
     /// A peer's address of what this rank has at `address` in a window.
     pub(super) fn at_peer(&self, address: u64, peer: u32) -> u64 {
         self.pool.layout().address(peer, address - self.pool.layout().address(self.comm.rank, 0))
-    }
-
-    /// Where peers' copies of this rank's output are mapped one behind the other, if they can be.
-    pub(super) fn contiguous_peers(&self, address: u64, bytes: u64) -> Option<ContiguousPeerView> {
-        let view = self.pool.contiguous_peer_view(address, bytes);
-        if let Err(error) = &view {
-            tracing::debug!(%error, "peers' memory has no contiguous view");
-        }
-        view.ok()
     }
 
     pub(super) fn scratch_of(&self, rank: u32) -> u64 {

@@ -3,6 +3,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::algorithms::AllReduce;
+use super::all_gather_broadcast::STAGE_THREADS;
 use super::constraints::{AllReduceShape, fits_lamport};
 use super::kernel_mode::{AllToAllMode, KernelMode, OneSidedMode, TwoShotCollective};
 use super::params::Control;
@@ -139,6 +140,11 @@ impl KernelSpec {
         Self { mode, ..Self::reduces(&TWO_SHOT_STAGES, reduction) }
     }
 
+    /// A broadcast in stages.
+    pub(super) fn broadcast_stages() -> Self {
+        Self::new(&BROADCAST_STAGES, STAGE_THREADS)
+    }
+
     /// The kernels of all calls that reduce nothing.
     fn for_moves(world: u32) -> Vec<Self> {
         let mut all = vec![Self::barrier(false), Self::barrier(true)];
@@ -153,7 +159,7 @@ impl KernelSpec {
         all.extend(one_sided.map(Self::one_sided));
         if world > 1 {
             all.push(Self::new(&COPY_COMPANION, THREADS));
-            all.push(Self::new(&BROADCAST_STAGES, THREADS));
+            all.push(Self::broadcast_stages());
             all.extend(super::p2p::kernel_specs());
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(

@@ -7,7 +7,7 @@
 //! | `all_reduce_copy` | all-reduces carried by copy engines |
 //! | `all_gather_broadcast` | all-gathers and broadcasts: in the LL protocol, or as all-to-alls |
 //! | `all_to_all` | all-to-alls: what their kernel is given |
-//! | `all_to_all_copy`, `strided_copy` | all-to-alls and all-gathers carried by copy engines |
+//! | `all_to_all_copy` | all-to-alls and all-gathers carried by copy engines |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
 //! | `experts` | dispatch to experts, and combine |
@@ -61,7 +61,6 @@ mod row_exchange;
 mod select;
 mod sm_budget;
 mod stream_order;
-mod strided_copy;
 mod table;
 
 pub(crate) use constraints::fits_lamport;

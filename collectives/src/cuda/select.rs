@@ -354,7 +354,7 @@ mod tests {
         let most = AllReduceShape { bytes: 256 << 10, ..shape };
         assert_eq!(most.choose(auto, &little, &measured).unwrap().1, ChosenBy::Table);
         let small = AllReduceShape { dtype: DType::I32, bytes: 32 << 10, ..shape };
-        assert_eq!(small.choose(auto, &little, &measured).unwrap().0, Algorithm::OneShotLl);
+        assert_eq!(small.choose(auto, &little, &measured).unwrap().0, Algorithm::OneShotLl128);
         // Copy engines are used where scratch holds a whole call, or much of it at once; and long launches of stores.
         let (push, copy) = (Algorithm::TwoShotPush, Algorithm::TwoShotCopy);
         let stages = Algorithm::TwoShotStages;

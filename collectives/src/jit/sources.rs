@@ -265,7 +265,7 @@ pub(crate) const TWO_SHOT: Kernel<'static> = collective!(
 
 /// Broadcast in stages, which peers pass on.
 pub(crate) const BROADCAST_STAGES: Kernel<'static> =
-    collective!("broadcast" / "broadcast_stages", [WORLD, WIDE], [ODD, WIDE]);
+    collective!("broadcast" / "broadcast_stages", [WORLD, NARROW], [ODD, NARROW]);
 
 /// All-reduce in two shots through scratch and into outputs.
 pub(crate) const TWO_SHOT_PUSH: Kernel<'static> = collective!(

@@ -10,7 +10,6 @@ use super::super::kernel_spec::{BARRIER_THREADS, KernelSpec};
 use super::super::kernels::LoadedKernel;
 use super::super::made::{MadeKernel, MadeSource};
 use super::super::params::{CallParams, Comm, Traffic};
-use super::super::strided_copy::StridedCopy;
 use super::{CudaEngine, cuda};
 use crate::host::call::Call;
 use crate::row_exchange::RowWork;
@@ -185,27 +184,5 @@ impl CudaEngine {
             })
         });
         copied.map_err(|error| self.decline(error, stream))
-    }
-
-    /// Puts a strided copy on the stream if the driver takes it as one copy; says whether it did.
-    ///
-    /// # Safety
-    ///
-    /// All pieces are mapped until the stream has done the copy, and so is what lies between those that are
-    /// written. Nothing else touches what it writes, or writes what it reads, meanwhile.
-    pub(in super::super) unsafe fn copy_strided(&self, copy: &StridedCopy, stream: Stream) -> bool {
-        let Some(shape) = copy.shape() else { return false };
-        let api = self.api;
-        let copied = cuda(&self.pool).and_then(|driver| {
-            driver.with_context(|| {
-                // SAFETY: as the caller promised; the driver copies the shape; the stream is live.
-                let code = unsafe { (api.copy_3d)(&raw const shape, stream.raw() as Handle) };
-                CudaDriver::check(code, || format!("copying {copy:?}"))
-            })
-        });
-        if let Err(error) = &copied {
-            tracing::debug!(%error, "pieces are copied one by one instead");
-        }
-        copied.is_ok()
     }
 }
