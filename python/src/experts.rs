@@ -93,15 +93,17 @@ impl ExpertBuffer {
         Ok(found.to())
     }
 
-    /// Where rows by expert are written, and their scales: tensors of as many rows each.
+    /// Where rows by expert are written, and their scales: tensors of as many rows each. With `expert_rows` each expert
+    /// has a part of so many of them.
     fn by_expert(
         &self,
         (output, output_scales): (Argument<'_, '_>, Option<Argument<'_, '_>>),
         dtype: DType,
         scale_bytes: usize,
-        alignment: Number<u32>,
+        (alignment, expert_rows): (Number<u32>, Number<u32>),
     ) -> Result<ExpertLayout, Refusal> {
         let alignment = alignment.or_refuse("alignment")?;
+        let expert_rows = expert_rows.or_refuse("expert_rows")? as usize;
         let rows = self.matrix("out", output, Some(self.buffer.shape().hidden), true)?;
         has_type("out", rows.tensor.dtype, &[dtype])?;
         let mut scales = std::ptr::null_mut();
@@ -118,6 +120,21 @@ impl ExpertBuffer {
                 )));
             }
             scales = found.tensor.to();
+        }
+        if expert_rows > 0 {
+            let local = self.buffer.shape().experts / self.buffer.communicator().world();
+            let needed = (local as usize).saturating_mul(expert_rows);
+            if rows.rows != needed {
+                return Err(Refusal::Invalid(format!(
+                    "out: {} rows, where {local} experts have {expert_rows} each",
+                    rows.rows
+                )));
+            }
+            return Ok(ExpertLayout::Packed {
+                output: rows.tensor.to(),
+                scales,
+                rows: expert_rows,
+            });
         }
         Ok(ExpertLayout::ByExpert {
             output: rows.tensor.to(),
@@ -269,12 +286,47 @@ impl ExpertBuffer {
         Ok(all)
     }
 
-    /// Sends tokens. Without `topk_ids` the routing is that of the handle; with `out` rows lie by expert.
+    /// The bytes of symmetric memory that a buffer has among `world` ranks.
+    #[staticmethod]
+    #[pyo3(signature = (*, world, hidden, experts, top_k, max_tokens, dtype))]
+    fn bytes_for(
+        py: Python<'_>,
+        world: Number<u32>,
+        hidden: Number<u64>,
+        experts: Number<u32>,
+        top_k: Number<u32>,
+        max_tokens: Number<u64>,
+        dtype: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let shape = ExpertShape {
+            hidden: hidden.or_raise(py, "hidden")? as usize,
+            experts: experts.or_raise(py, "experts")?,
+            top_k: top_k.or_raise(py, "top_k")?,
+            max_tokens: max_tokens.or_raise(py, "max_tokens")? as usize,
+            dtype: convert::dtype(dtype)?,
+            capacity: None,
+        };
+        let world = world.or_raise(py, "world")?;
+        if world == 0 {
+            return Err(invalid(py, "world: there is one rank or more".to_owned()));
+        }
+        Buffer::region_bytes(shape, 0, world).or_raise(py)
+    }
+
+    /// Has kernels of later calls take at most so many SMs, or what is best.
+    #[pyo3(signature = (num_sms))]
+    fn set_num_sms(&self, py: Python<'_>, num_sms: Option<Number<u32>>) -> PyResult<()> {
+        let num_sms = num_sms.map(|num_sms| num_sms.or_raise(py, "num_sms")).transpose()?;
+        self.buffer.set_num_sms(num_sms).or_raise(py)
+    }
+
+    /// Sends tokens. Without `topk_ids` the routing is that of the handle; with `out` rows lie by expert, and with
+    /// `expert_rows` each expert has a part of so many rows, and scales are column-major in each part.
     #[pyo3(signature = (
         handle, x, topk_ids, topk_weights = None, scales = None, quantize = None, out = None, out_scales = None,
-        alignment = Number::of(1), stream = None
+        alignment = Number::of(1), stream = None, expert_rows = Number::of(0)
     ), text_signature = "(handle, x, topk_ids, topk_weights=None, scales=None, quantize=None, out=None, \
-                         out_scales=None, alignment=1, stream=None)")]
+                         out_scales=None, alignment=1, stream=None, expert_rows=0)")]
     #[allow(clippy::too_many_arguments)] // options, with names
     fn dispatch(
         &self,
@@ -289,6 +341,7 @@ impl ExpertBuffer {
         out_scales: Option<Argument<'_, '_>>,
         alignment: Number<u32>,
         stream: Option<Argument<'_, '_>>,
+        expert_rows: Number<u32>,
     ) -> PyResult<()> {
         let calls = &*self.calls;
         let stream = calls.stream(py, stream)?;
@@ -320,7 +373,10 @@ impl ExpertBuffer {
             };
             let layout = match out {
                 None => ExpertLayout::ByRank,
-                Some(out) => self.by_expert((out, out_scales), travels, scale_bytes, alignment)?,
+                Some(out) => {
+                    let lie = (alignment, expert_rows);
+                    self.by_expert((out, out_scales), travels, scale_bytes, lie)?
+                }
             };
             let at =
                 |matrix: Option<Matrix>| matrix.map_or(std::ptr::null(), |it| it.tensor.from());

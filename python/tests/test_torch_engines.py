@@ -405,7 +405,7 @@ def test_without_scopes_it_is_said(monkeypatch):
 def test_groups_that_torch_does_not_list_meet_in_their_store():
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
-    found, *place = core._group_of(group)
+    found, *place = core.group_of(group)
     assert place == [0, 1]
     found.set("key", "value")
     assert store.get("key") == b"value"

@@ -72,6 +72,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                 let seed = random(options.seed ^ 77, 1000 * nth as u64 + 10 * dtype as u64 + call);
                 check.by_rank(&buffer, seed)?;
                 check.by_expert(&buffer, seed)?;
+                check.packed(&buffer, seed)?;
                 if hidden.is_multiple_of(128) {
                     check.quantized(&buffer, seed)?;
                 }
@@ -96,6 +97,25 @@ fn encode(dtype: DType, values: impl IntoIterator<Item = f32>) -> Vec<u8> {
         DType::F32 => values.flat_map(f32::to_le_bytes).collect(),
         _ => values.flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes()).collect(),
     }
+}
+
+/// A row as 8-bit floats, and its scales.
+fn as_quantized(values: &[f32], quantize: Quantization) -> (Vec<u8>, Vec<u8>) {
+    let (mut row, mut scales) = (Vec::new(), Vec::new());
+    for group in values.chunks(128) {
+        let largest = group.iter().fold(1e-4_f32, |largest, value| largest.max(value.abs()));
+        let mut scale = largest / 448.0;
+        if quantize != Quantization::Fp8 {
+            scale = 2.0_f32.powi(scale.log2().ceil() as i32);
+        }
+        match quantize {
+            Quantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
+            _ => scales.extend(scale.to_le_bytes()),
+        }
+        let inverse = 1.0 / scale;
+        row.extend(group.iter().map(|value| F8E4m3::from_f32(value * inverse).to_bits()));
+    }
+    (row, scales)
 }
 
 fn numbers(bytes: &[u8]) -> Vec<i32> {
@@ -302,6 +322,71 @@ impl Check<'_> {
         self.back(buffer, (1, true), &routing, seed, &what)
     }
 
+    /// A part of the output for each expert, once with room for all rows and once for fewer.
+    fn packed(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+        let (shape, rank) = (buffer.shape(), self.pool.rank());
+        let routing = Routing::random(seed, self.pool.world(), &shape);
+        let (offsets, rows) = routing.by_expert(rank, 1);
+        let counts: Vec<usize> =
+            offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize).collect();
+        let most = counts.iter().copied().max().unwrap_or(0);
+        let quantizes = shape.hidden.is_multiple_of(128) && random(seed, 8).is_multiple_of(2);
+        let quantize = if quantizes { Quantization::Fp8 } else { Quantization::None };
+        let units = if quantizes { shape.hidden / 128 } else { 0 };
+        let row_bytes = shape.hidden * if quantizes { 1 } else { shape.dtype.size() };
+        for (all, room) in [(true, most + 1), (false, (most / 2).max(1))] {
+            let what = format!("{shape:?} packed in {room} rows, {quantize:?}, seed {seed}");
+            let mut wanted = vec![POISON; counts.len() * room * row_bytes + 64];
+            let mut wanted_scales = vec![POISON; counts.len() * room * units * 4 + 64];
+            let mut back = vec![POISON; counts.len() * room * row_bytes];
+            upload(self.pool, self.output.address(), &wanted)?;
+            upload(self.pool, self.scales.address(), &wanted_scales)?;
+            for &(at, source, token, expert) in &rows {
+                let of = expert;
+                let within = at - offsets[of] as usize;
+                if within >= room {
+                    continue;
+                }
+                let place = of * room + within;
+                let values: Vec<f32> =
+                    (0..shape.hidden).map(|each| channel(seed, source, token, each)).collect();
+                if !quantizes {
+                    let row = encode(shape.dtype, values.iter().copied());
+                    wanted[place * row_bytes..][..row_bytes].copy_from_slice(&row);
+                    let answer = values.iter().map(|value| value + (expert % 3) as f32);
+                    back[place * row_bytes..][..row_bytes]
+                        .copy_from_slice(&encode(shape.dtype, answer));
+                    continue;
+                }
+                let (row, scales) = as_quantized(&values, quantize);
+                wanted[place * row_bytes..][..row_bytes].copy_from_slice(&row);
+                for (unit, scale) in scales.chunks(4).enumerate() {
+                    let at = (of * units + unit) * room + within;
+                    wanted_scales[4 * at..][..4].copy_from_slice(scale);
+                }
+            }
+            let (output, scales) = (self.output.as_ptr().cast(), self.scales.as_ptr().cast());
+            let layout = ExpertLayout::Packed { output, scales, rows: room };
+            let call = DispatchAt { layout, quantize, ..self.put(&routing, &shape, seed)? };
+            self.dispatch(buffer, 1, &call)?;
+            let result = self.settle(buffer);
+            let good = match result {
+                Ok(()) => room >= most,
+                Err(error) => room < most && error.is_overflow() && error.ranks() == [rank],
+            };
+            self.judge(&format!("whether there was room, {what}"), &[good], &[true]);
+            let got = download(self.pool, self.output.address(), wanted.len())?;
+            self.judge(&format!("rows, {what}"), &got, &wanted);
+            let got = download(self.pool, self.scales.address(), wanted_scales.len())?;
+            self.judge(&format!("scales, {what}"), &got, &wanted_scales);
+            if all && !quantizes {
+                upload(self.pool, self.rows.address(), &back)?;
+                self.back(buffer, (1, true), &routing, seed, &what)?;
+            }
+        }
+        Ok(())
+    }
+
     fn quantized(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
         let (shape, rank) = (buffer.shape(), self.pool.rank());
         let routing = Routing::random(seed, self.pool.world(), &shape);
@@ -315,20 +400,9 @@ impl Check<'_> {
         for (source, token) in routing.received(rank) {
             let values: Vec<f32> =
                 (0..shape.hidden).map(|at| channel(seed, source, token, at)).collect();
-            for group in values.chunks(128) {
-                let largest =
-                    group.iter().fold(1e-4_f32, |largest, value| largest.max(value.abs()));
-                let mut scale = largest / 448.0;
-                if quantize != Quantization::Fp8 {
-                    scale = 2.0_f32.powi(scale.log2().ceil() as i32);
-                }
-                match quantize {
-                    Quantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
-                    _ => scales.extend(scale.to_le_bytes()),
-                }
-                let inverse = 1.0 / scale;
-                rows.extend(group.iter().map(|value| F8E4m3::from_f32(value * inverse).to_bits()));
-            }
+            let (row, of_row) = as_quantized(&values, quantize);
+            rows.extend(row);
+            scales.extend(of_row);
         }
         let at = buffer.received();
         let got = download(self.pool, at.rows as u64, rows.len())?;

@@ -41,14 +41,25 @@ __device__ __forceinline__ void place_by_expert(const ExpertsWork& work, u32 loc
         const int expert = work.row_ids[first + i];
         int place = -1;
         if (expert >= 0) {
-            const u64 at = static_cast<u64>(expert_rows.offsets[expert]) +
-                           expert_rows.before[source * local + expert] + static_cast<u32>(work.row_places[first + i]);
-            place = at < work.output_capacity ? static_cast<int>(at) : -1;
+            const u64 within = static_cast<u64>(expert_rows.before[source * local + expert]) +
+                               static_cast<u32>(work.row_places[first + i]);
+            const u64 at = expert_rows.offsets[expert] + within;
+            const bool fits = at < work.output_capacity && (work.expert_rows == 0 || within < work.expert_rows);
+            place = fits ? static_cast<int>(at) : -1;
         }
         work.places[first + i] = place;
         work.kept_weights[first + i] = work.row_weights[first + i];
     }
     __syncthreads();
+}
+
+// Where unit `at` of the scales of a place lies. If each expert has a part of its own, that part is column-major.
+__device__ __forceinline__ u64 scale_at(const ExpertsWork& work, u32 place, u32 units, u32 at) {
+    if (work.expert_rows == 0) {
+        return static_cast<u64>(place) * units + at;
+    }
+    const u32 rows = static_cast<u32>(work.expert_rows), expert = place / rows;
+    return (static_cast<u64>(expert) * units + at) * rows + (place - expert * rows);
 }
 
 // Copies rows that have arrived to the places of their experts.
@@ -78,7 +89,8 @@ __device__ __forceinline__ void copy_by_expert(const ExpertsWork& work, u32 sour
                 if (place < 0) {
                     continue;
                 }
-                const u64 to = static_cast<u64>(place) * units + at, of = (static_cast<u64>(tile) + row) * units + at;
+                const u64 to = scale_at(work, static_cast<u32>(place), units, at);
+                const u64 of = (static_cast<u64>(tile) + row) * units + at;
                 if (words) {
                     reinterpret_cast<u32*>(work.output_scales)[to] = reinterpret_cast<const u32*>(work.row_scales)[of];
                 } else {

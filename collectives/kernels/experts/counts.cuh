@@ -142,11 +142,12 @@ struct Counts {
 struct ExpertRows {
     u32 offsets[MOST_EXPERTS / WORLD + 1];         // the first row of each expert, and the end
     u32 before[WORLD * (MOST_EXPERTS / WORLD)];  // rows of earlier ranks, for each rank and expert
+    u32 most;                                    // the most rows that an expert has; if each has a part of its own
 
     // Called by all threads of a block, which get the same answer: false if a rank does not come. `counts` gets the
     // rows of each expert, if it is an address.
     __device__ __forceinline__ bool receive(const Session& session, const CountVectors& vectors, u32 local,
-                                            u32 alignment, int* counts) {
+                                            const ExpertsWork& work, int* counts) {
         bool bad = false;
         for (u32 group = threadIdx.x; group < (local + 3) / 4; group += THREADS) {
             u32 sums[4] = {};
@@ -175,7 +176,11 @@ struct ExpertRows {
         if (__syncthreads_or(bad)) {
             return false;
         }
-        scan(local, alignment);
+        if (work.expert_rows != 0) {
+            divide(local, static_cast<u32>(work.expert_rows));
+        } else {
+            scan(local, work.alignment);
+        }
         return true;
     }
 
@@ -203,6 +208,22 @@ private:
             }
             if (threadIdx.x == 31) {
                 offsets[local] = sum;
+            }
+        }
+        __syncthreads();
+    }
+
+    // Gives each expert a part of so many rows, whatever the counts are that stand there.
+    __device__ __forceinline__ void divide(u32 local, u32 rows) {
+        if (threadIdx.x < 32) {
+            u32 own = 0;
+            for (u32 i = threadIdx.x; i <= local; i += 32) {
+                own = i < local && offsets[i] > own ? offsets[i] : own;
+                offsets[i] = i * rows;
+            }
+            own = __reduce_max_sync(~0u, own);
+            if (threadIdx.x == 0) {
+                most = own;
             }
         }
         __syncthreads();

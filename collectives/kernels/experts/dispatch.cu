@@ -52,7 +52,7 @@ __device__ __forceinline__ void keep_counts(const Session& session, const Routin
     const ExpertsWork& work = routing.work;
     const u32 rank = session.comm.rank;
     if (!shared.counts.receive(session, vectors) ||
-        !expert_rows.receive(session, vectors, routing.local, work.alignment, work.expert_counts)) {
+        !expert_rows.receive(session, vectors, routing.local, work, work.expert_counts)) {
         return;
     }
     for (u32 i = threadIdx.x; i <= routing.local; i += THREADS) {
@@ -89,7 +89,11 @@ __device__ __forceinline__ void keep_counts(const Session& session, const Routin
             return;
         }
     }
-    if (BY_EXPERT && by_expert > work.output_capacity) {
+    if (BY_EXPERT && work.expert_rows != 0) {
+        if (expert_rows.most > work.expert_rows) {
+            write_notice(session, EXPERT_OVERFLOW, rank, expert_rows.most, work.expert_rows);
+        }
+    } else if (BY_EXPERT && by_expert > work.output_capacity) {
         write_notice(session, EXPERTS_OVERFLOW, rank, by_expert, work.output_capacity);
     }
 }
@@ -147,14 +151,15 @@ __device__ __forceinline__ bool know_rows(const Session& session, const Routing&
         shared.sources[threadIdx.x] = shared.counts.begin(threadIdx.x, rank);
     }
     if (BY_EXPERT) {
-        return expert_rows.receive(session, vectors, routing.local, work.alignment, nullptr);
+        return expert_rows.receive(session, vectors, routing.local, work, nullptr);
     }
     __syncthreads();
     return true;
 }
 
+// A name from which profilers make "symmpool::dispatch()": tools for expert parallelism look for "::dispatch".
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_dispatch(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    _ZN8symmpool8dispatchEv(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
                       const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);
     const Session session(comm);

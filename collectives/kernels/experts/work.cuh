@@ -42,6 +42,7 @@ struct ExpertsWork {
     u64 scale_bytes;
     u64 capacity;
     u64 output_capacity;
+    u64 expert_rows;
     u32 max_tokens;
     u32 tokens;
     u32 top_k;
@@ -118,5 +119,6 @@ __device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store
 constexpr u32 NO_EXPERT = 3;        // an id is no expert
 constexpr u32 ROWS_OVERFLOW = 4;    // a rank has no room for all its rows
 constexpr u32 EXPERTS_OVERFLOW = 5; // an output has no room for all rows by expert
+constexpr u32 EXPERT_OVERFLOW = 6;  // nor has the part of an expert for all rows of that one
 
 }  // namespace symmpool

@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::ops::Deref;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
 
@@ -24,7 +25,8 @@ use crate::{CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quan
 pub struct ExpertBuffer<C: Deref<Target = Communicator>> {
     comm: C,
     shape: ExpertShape,
-    num_sms: Option<u32>,
+    /// The most SMs that kernels take; 0 for what is best.
+    num_sms: AtomicU32,
     /// Where the symmetric memory begins.
     region: u64,
     /// Keeps that memory, if it is the buffer's own.
@@ -82,13 +84,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         region: *mut u8,
     ) -> Result<Self> {
         let shape = shape.checked(comm.rank(), comm.world())?;
-        if num_sms.is_some_and(|count| count < 2) {
-            return Err(Error::invalid_argument(format!(
-                "a buffer for experts on rank {}: num_sms={}: kernels take 2 SMs or more",
-                comm.rank(),
-                num_sms.unwrap_or(0)
-            )));
-        }
+        let num_sms = AtomicU32::new(Self::checked_sms(comm.rank(), num_sms)?);
         comm.lock().engine.load_experts(&shape)?;
         Ok(Self { comm, shape, num_sms, region: region as u64, _memory: None })
     }
@@ -109,7 +105,28 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
 
     /// The most SMs that its kernels take, if that was given.
     pub fn num_sms(&self) -> Option<u32> {
-        self.num_sms
+        Some(self.num_sms.load(Ordering::Relaxed)).filter(|count| *count > 0)
+    }
+
+    /// Has kernels of later calls take at most so many SMs, or what is best. A captured call keeps what it was captured
+    /// with.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for less than 2.
+    pub fn set_num_sms(&self, num_sms: Option<u32>) -> Result<()> {
+        let count = Self::checked_sms(self.comm.rank(), num_sms)?;
+        self.num_sms.store(count, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn checked_sms(rank: u32, num_sms: Option<u32>) -> Result<u32> {
+        match num_sms {
+            Some(count @ 0..2) => Err(Error::invalid_argument(format!(
+                "a buffer for experts on rank {rank}: num_sms={count}: kernels take 2 SMs or more"
+            ))),
+            count => Ok(count.unwrap_or(0)),
+        }
     }
 
     /// The communicator whose calls it makes.
@@ -185,10 +202,15 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             false => self.shape.row_bytes(),
         };
         let scale_bytes = self.shape.scale_bytes(dispatch.quantize, dispatch.scale_bytes);
-        let (output, output_scales, output_capacity, alignment) = match dispatch.layout {
-            ExpertLayout::ByRank => (std::ptr::null_mut(), std::ptr::null_mut(), 0, 1),
+        let local = self.shape.local_experts(self.comm.world()) as usize;
+        let (output, output_scales, output_capacity, alignment, expert_rows) = match dispatch.layout
+        {
+            ExpertLayout::ByRank => (std::ptr::null_mut(), std::ptr::null_mut(), 0, 1, 0),
             ExpertLayout::ByExpert { output, scales, capacity, alignment } => {
-                (output, scales, capacity, alignment)
+                (output, scales, capacity, alignment, 0)
+            }
+            ExpertLayout::Packed { output, scales, rows } => {
+                (output, scales, local * rows, 1, rows)
             }
         };
         let work = ExpertsWork {
@@ -199,6 +221,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             output: output as u64,
             output_scales: output_scales as u64,
             output_capacity: output_capacity as u64,
+            expert_rows: expert_rows as u64,
             row_bytes: row_bytes as u64,
             scale_bytes: scale_bytes as u64,
             tokens: dispatch.tokens as u32,
@@ -209,7 +232,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             ..self.work(handle)
         };
         let mode = ExpertMode {
-            by_expert: matches!(dispatch.layout, ExpertLayout::ByExpert { .. }),
+            by_expert: !matches!(dispatch.layout, ExpertLayout::ByRank),
             known: dispatch.known,
             weights: false,
             quantized: row_bytes != self.shape.row_bytes() || dispatch.quantized,
@@ -276,7 +299,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let place = self.comm.place_at(inner, self.region as *mut u8, bytes, stream)?;
         match place {
             Place::Window(_) => {
-                let (shape, num_sms) = (self.shape, self.num_sms);
+                let (shape, num_sms) = (self.shape, self.num_sms());
                 Ok(ExpertCall { shape, mode, num_sms, work, region: place })
             }
             Place::Plain(_) => {
@@ -340,10 +363,26 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         if dispatch.scale_bytes > 0 {
             there(dispatch.scales, "scales", 1)?;
         }
-        if let ExpertLayout::ByExpert { output, alignment, capacity, .. } = dispatch.layout {
-            if alignment == 0 || alignment > 1 << 16 {
-                return Err(format!("alignment={alignment}: it is 1 to 65536"));
+        let local = shape.local_experts(self.comm.world()) as usize;
+        let by_expert = match dispatch.layout {
+            ExpertLayout::ByRank => None,
+            ExpertLayout::ByExpert { output, alignment, capacity, .. } => {
+                if alignment == 0 || alignment > 1 << 16 {
+                    return Err(format!("alignment={alignment}: it is 1 to 65536"));
+                }
+                Some((output, capacity))
             }
+            ExpertLayout::Packed { output, rows, .. } => {
+                if rows == 0 {
+                    return Err("an output with no rows for each expert".to_owned());
+                }
+                if dispatch.known {
+                    return Err("a part for each expert, with the routing of a handle".to_owned());
+                }
+                Some((output, local.saturating_mul(rows)))
+            }
+        };
+        if let Some((output, capacity)) = by_expert {
             if !(output as usize).is_multiple_of(16) || (output.is_null() && capacity > 0) {
                 return Err(format!("an output at {output:?}: its address is a multiple of 16"));
             }
@@ -393,7 +432,7 @@ impl<C: Deref<Target = Communicator>> fmt::Debug for ExpertBuffer<C> {
         f.debug_struct("ExpertBuffer")
             .field("rank", &self.comm.rank())
             .field("shape", &self.shape)
-            .field("num_sms", &self.num_sms)
+            .field("num_sms", &self.num_sms())
             .finish_non_exhaustive()
     }
 }

@@ -58,6 +58,7 @@ const OVERFLOW: u32 = 1;
 const NO_EXPERT: u32 = 3;
 const ROWS_OVERFLOW: u32 = 4;
 const EXPERTS_OVERFLOW: u32 = 5;
+const EXPERT_OVERFLOW: u32 = 6;
 
 impl Notice {
     /// The notice as an error of `rank` of `world`, after `calls` calls with notices.
@@ -76,7 +77,7 @@ impl Notice {
             ))
             .naming([culprit]);
         }
-        if let NO_EXPERT | ROWS_OVERFLOW | EXPERTS_OVERFLOW = kind {
+        if let NO_EXPERT | ROWS_OVERFLOW | EXPERTS_OVERFLOW | EXPERT_OVERFLOW = kind {
             return self.error_of_experts(rank, &more).naming([culprit]);
         }
         if culprit == rank && bad.epoch == epoch {
@@ -112,6 +113,11 @@ impl Notice {
             ROWS_OVERFLOW => Error::overflow(format!(
                 "{call}: rank {culprit} was sent {needed} rows, and its buffer has room for {room} (capacity). The \
                  {} beyond were not written. {left}.{more}",
+                needed.saturating_sub(room)
+            )),
+            EXPERT_OVERFLOW => Error::overflow(format!(
+                "{call}: an expert of rank {culprit} was sent {needed} rows, and its part of the output has room for \
+                 {room}. The {} beyond were not written. {left}.{more}",
                 needed.saturating_sub(room)
             )),
             _ => Error::overflow(format!(
@@ -359,7 +365,7 @@ mod tests {
         let error = no_expert.error((0, 4), 1, BadRowRecord::default());
         assert!(error.is_invalid_argument() && error.ranks() == [3], "{error}");
         assert!(error.to_string().contains("token 5 of rank 3 has the id -7"), "{error}");
-        for kind in [ROWS_OVERFLOW, EXPERTS_OVERFLOW] {
+        for kind in [ROWS_OVERFLOW, EXPERTS_OVERFLOW, EXPERT_OVERFLOW] {
             let error = Notice { kind, ..notice }.error((3, 4), 2, BadRowRecord::default());
             assert!(error.is_overflow() && error.ranks() == [3], "{error}");
             assert!(

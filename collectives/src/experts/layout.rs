@@ -162,6 +162,8 @@ pub(crate) struct ExpertsWork {
     /// Rows that a rank can receive, and rows by expert that `output` has room for.
     pub(crate) capacity: u64,
     pub(crate) output_capacity: u64,
+    /// The rows of each expert's part of `output`; 0 if rows of experts lie one after the other.
+    pub(crate) expert_rows: u64,
     pub(crate) max_tokens: u32,
     pub(crate) tokens: u32,
     pub(crate) top_k: u32,
@@ -216,6 +218,7 @@ impl ExpertsWork {
             scale_bytes: 0,
             capacity: shape.received(world) as u64,
             output_capacity: 0,
+            expert_rows: 0,
             max_tokens: shape.max_tokens as u32,
             tokens: 0,
             top_k: shape.top_k,

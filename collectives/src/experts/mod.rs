@@ -94,6 +94,16 @@ pub enum ExpertLayout {
         /// What divides the number of each expert's first row.
         alignment: u32,
     },
+    /// As `ByExpert`, but each expert of this rank has a part of its own: `output` is `[experts, rows, hidden]`, and
+    /// `scales` are `[experts, n, rows]`, where each scale has 4 bytes, or else a byte.
+    Packed {
+        /// Where rows are written.
+        output: *mut u8,
+        /// Where the scales of rows are written, if there are any.
+        scales: *mut u8,
+        /// How many rows of each expert there is room for.
+        rows: usize,
+    },
 }
 
 /// How the rows of a call travel and lie, which is the same on every rank.

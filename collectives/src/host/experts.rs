@@ -86,11 +86,13 @@ impl HostEngine {
         };
         // SAFETY: as above; the output is writable for its capacity, by the caller's promise.
         unsafe { self.expand(&region, &handle, work) };
-        // Every rank writes how many rows by expert it needs room for, and how much it has.
+        // Every rank writes how many rows by expert it needs room for, and how much it has: of one expert if each has a
+        // part of its own.
         let needed = needed.min(u64::from(u32::MAX));
-        self.set_row(world + 2, needed << 32 | work.output_capacity);
+        let room = if work.expert_rows == 0 { work.output_capacity } else { work.expert_rows };
+        self.set_row(world + 2, needed << 32 | room);
         self.step()?;
-        routed.and_then(|()| self.check_room())
+        routed.and_then(|()| self.check_room(work.expert_rows != 0))
     }
 
     /// Waits for calls that this rank refused before, and declines this one if a handle that is used again is of another
@@ -297,7 +299,8 @@ impl HostEngine {
     }
 
     /// Gives each received row a place for each of its experts on this rank: by expert, and there in the order of received
-    /// rows, as far as the output has room. Returns for how many rows there should be room, padding included.
+    /// rows, as far as the output has room. Returns for how many rows there should be room, padding included; if each
+    /// expert has a part of its own, the most rows of one of them.
     ///
     /// # Safety
     ///
@@ -311,11 +314,16 @@ impl HostEngine {
         // Where the next row of an expert goes is in the place of its count, which is made of it again in the end.
         let mut begin = 0_u64;
         let clamped = |row: u64| row.min(work.output_capacity) as i32;
+        let mut most = 0_u64;
         for expert in 0..local {
             let rows = handle.expert_counts.get(expert) as u64;
+            most = most.max(rows);
             handle.expert_offsets.set(expert, clamped(begin));
             handle.expert_counts.set(expert, clamped(begin));
-            begin += rows.next_multiple_of(u64::from(work.alignment));
+            begin += match work.expert_rows {
+                0 => rows.next_multiple_of(u64::from(work.alignment)),
+                of_each => of_each,
+            };
         }
         handle.expert_offsets.set(local, clamped(begin));
         handle.head.set(Handle::BY_EXPERT, clamped(begin));
@@ -324,7 +332,11 @@ impl HostEngine {
             // SAFETY: the id is that of a received row.
             let Some(expert) = (unsafe { self.expert_at(region, at, work) }) else { continue };
             let place = handle.expert_counts.get(expert);
-            if (place as u64) < work.output_capacity {
+            let end = match work.expert_rows {
+                0 => work.output_capacity,
+                of_each => of_each * (expert as u64 + 1),
+            };
+            if (place as u64) < end {
                 handle.expert_counts.set(expert, place + 1);
                 handle.places.set(at, place);
             }
@@ -333,7 +345,7 @@ impl HostEngine {
             let rows = handle.expert_counts.get(expert) - handle.expert_offsets.get(expert);
             handle.expert_counts.set(expert, rows);
         }
-        begin
+        if work.expert_rows == 0 { begin } else { most }
     }
 
     /// Copies received rows to their places by expert, as far as the output has room.
@@ -357,19 +369,37 @@ impl HostEngine {
                 unsafe { copy(from, to, bytes) };
             };
             copy_part(region.parts.rows, work.output, row_bytes);
-            if work.output_scales != 0 {
+            if work.output_scales == 0 {
+                continue;
+            }
+            let Ok(rows @ 1..) = usize::try_from(work.expert_rows) else {
                 copy_part(region.parts.scales, work.output_scales, scale_bytes);
+                continue;
+            };
+            // The scales of each expert's part are column-major.
+            let unit = if scale_bytes.is_multiple_of(4) { 4 } else { 1 };
+            let units = scale_bytes / unit;
+            let from = region.at(self, me, region.parts.scales, row, scale_bytes);
+            for of in 0..units {
+                let at = (place / rows * units + of) * rows + place % rows;
+                let to = (work.output_scales as *mut u8).wrapping_add(at * unit);
+                // SAFETY: as above.
+                unsafe { copy(from.wrapping_add(of * unit), to, unit) };
             }
         }
     }
 
     /// The error of the lowest rank whose output has no room for all rows by expert.
-    fn check_room(&self) -> Result<()> {
+    fn check_room(&self, packed: bool) -> Result<()> {
         for rank in 0..self.world() {
             let word = self.row(rank, self.world() + 2);
             let (needed, room) = (word >> 32, word & 0xffff_ffff);
             if needed > room {
-                return Err(no_room(rank, needed, room, "its output by expert", "room"));
+                let what = match packed {
+                    false => "its output by expert",
+                    true => "an expert's part of its output",
+                };
+                return Err(no_room(rank, needed, room, what, "room"));
             }
         }
         Ok(())

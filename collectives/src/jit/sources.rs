@@ -133,15 +133,18 @@ const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
 const ROW_WORK_BYTES: Axis = ("ROW_WORK_BYTES", &["152"]);
-const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["280"]);
+const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["288"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
 macro_rules! collective {
     ($folder:literal / $name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
+        collective!($folder / $name as concat!("symmpool_", $name), $([$($axis),+]),+)
+    };
+    ($folder:literal / $name:literal as $entry:expr, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
         Kernel {
             name: $name,
             path: concat!($folder, "/", $name, ".cu"),
-            entry: concat!("symmpool_", $name),
+            entry: $entry,
             source: include_str!(concat!("../../kernels/", $folder, "/", $name, ".cu")),
             variants: &[$(&[$($axis,)+ COMM_BYTES, CALL_BYTES, FAULT_BYTES]),+],
         }
@@ -204,7 +207,7 @@ pub(crate) const ROW_EXCHANGE: Kernel<'static> = collective!(
 
 /// Sends tokens to the ranks of their experts.
 pub(crate) const DISPATCH: Kernel<'static> = collective!(
-    "experts" / "dispatch",
+    "experts" / "dispatch" as "_ZN8symmpool8dispatchEv",
     [FEW_AND_MOST, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), EXPERTS_WORK_BYTES],
     [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), EXPERTS_WORK_BYTES],
     // Wider tokens, and an odd number of ranks.
@@ -220,7 +223,7 @@ pub(crate) const DISPATCH: Kernel<'static> = collective!(
 
 /// Sends rows of experts back, and sums them up.
 pub(crate) const COMBINE: Kernel<'static> = collective!(
-    "experts" / "combine",
+    "experts" / "combine" as "_ZN8symmpool7combineEv",
     [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, EXPERTS_WORK_BYTES],
     [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, EXPERTS_WORK_BYTES],
 );

@@ -193,7 +193,14 @@ fn invalid_arguments_are_refused_and_an_error_on_the_others() {
             capacity: 1,
             alignment,
         };
+        let packed = |rows| ExpertLayout::Packed {
+            output: block.as_ptr(),
+            scales: std::ptr::null_mut(),
+            rows,
+        };
         let wrong = [
+            ("no rows for each expert", DispatchAt { layout: packed(0), ..good }),
+            ("with the routing of a handle", DispatchAt { layout: packed(1), known: true, ..good }),
             ("5 tokens", DispatchAt { tokens: 5, ..good }),
             ("no tokens", DispatchAt { input: std::ptr::null(), ..good }),
             ("tokens at", DispatchAt { input: odd, ..good }),

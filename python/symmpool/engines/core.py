@@ -36,7 +36,7 @@ class EnginePool:
                 "this build of symmpool has no scopes for torch's allocations; use pool.empty()"
             )
         # NCCL before 2.30.3 accepts only windows of one handle.
-        self.pool = symmpool.Pool(_group_of(group), device, window_policy="per-segment")
+        self.pool = symmpool.Pool(group_of(group), device, window_policy="per-segment")
         self.address = address
         self._registered = False
 
@@ -54,7 +54,7 @@ class EnginePool:
         return self.pool.owns(tensor.untyped_storage().data_ptr())
 
 
-def _group_of(group: Any) -> Any:
+def group_of(group: Any) -> Any:
     """An engine's group in a form that `Pool` takes. Some groups of engines are not torch's, and some of
     torch's are not in its list."""
     if group is None:

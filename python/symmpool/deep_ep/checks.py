@@ -1,0 +1,156 @@
+"""What calls of `deep_ep.Buffer` are given, checked before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool.deep_ep.cores import DTYPES, refuse
+
+__all__ = ["check_events", "check_layout", "check_low_latency", "check_normal", "matrix", "tokens_and_scales"]
+
+_INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
+
+
+def matrix(name: str, tensor: Any, dtypes: Any, shape: tuple[int | None, ...], device: Any) -> torch.Tensor:
+    """A tensor of one of these types, with a shape in which None stands for any length, on a device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"deep_ep: {name}: a torch.Tensor is needed, not {type(tensor)}")
+    dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    if tensor.dtype not in dtypes:
+        raise refuse(f"{name}: elements of {tensor.dtype}, where {' or '.join(map(str, dtypes))} is needed")
+    fits = len(shape) == tensor.dim()
+    if not fits or any(a not in (None, b) for a, b in zip(shape, tensor.shape)):
+        needed = ", ".join("n" if length is None else str(length) for length in shape)
+        raise refuse(f"{name}: of shape {tuple(tensor.shape)}, where [{needed}] is needed")
+    if tensor.device != device:
+        raise refuse(f"{name}: on {tensor.device}, and the tokens are on {device}")
+    return tensor
+
+
+def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens, and their scales if they are quantised."""
+    scales = None
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise refuse(f"x: {len(x)} tensors, where (tokens, scales) is needed")
+        x, scales = x
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"deep_ep: x: a torch.Tensor is needed, not {type(x)}")
+    return x, scales
+
+
+def check_events(previous: Any, asynchronous: bool, on_comm_stream: bool) -> None:
+    if previous is not None and not hasattr(previous, "event"):
+        raise TypeError(f"deep_ep: previous_event: an EventOverlap is needed, not {type(previous)}")
+    if on_comm_stream and not (asynchronous and previous is not None):
+        raise refuse("allocate_on_comm_stream: it needs async_finish=True and a previous_event")
+
+
+def check_layout(topk_idx: Any, num_experts: int, world: int) -> None:
+    if not isinstance(topk_idx, torch.Tensor):
+        raise TypeError(f"deep_ep: topk_idx: a torch.Tensor is needed, not {type(topk_idx)}")
+    matrix("topk_idx", topk_idx, _INT64, (None, None), topk_idx.device)
+    if num_experts < 1 or num_experts % world != 0:
+        raise refuse(f"num_experts={num_experts}: each of {world} ranks has equally many, and one at least")
+
+
+def _check_rows(x: torch.Tensor, scales: Any) -> int:
+    """Checks tokens and scales; returns the bytes of the scales of a token."""
+    quantized = (torch.float8_e4m3fn,) if scales is not None else ()
+    matrix("x", x, quantized or DTYPES, (None, None), x.device)
+    tokens, hidden = x.shape
+    if not x.is_contiguous():
+        raise refuse("x: it is not contiguous")
+    if hidden == 0 or hidden * x.element_size() % 16 != 0:
+        raise refuse(f"x: rows of {hidden * x.element_size()} bytes, where a multiple of 16 is needed")
+    if scales is None:
+        return 0
+    matrix("scales", scales, (_FLOAT32, _INT32), (tokens, None), x.device)
+    most = -(-hidden // 128)
+    if not 1 <= scales.shape[1] <= most:
+        raise refuse(f"scales: {scales.shape[1]} for a token of {hidden} channels, which has 1 to {most}")
+    return 4 * scales.shape[1]
+
+
+def check_normal(
+    x: torch.Tensor, scales: Any, world: int, routing: dict[str, Any], worst: int, alignment: int
+) -> dict[str, int]:
+    """Checks a dispatch without a handle; returns what ranks tell each other of it."""
+    scale_bytes = _check_rows(x, scales)
+    tokens, hidden = x.shape
+    ids, weights = routing["topk_idx"], routing["topk_weights"]
+    for name in ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"):
+        if routing[name] is None:
+            raise refuse(f"{name}: it is missing, and there is no handle; get_dispatch_layout has it")
+    matrix("num_tokens_per_rank", routing["num_tokens_per_rank"], _INT32, (world,), x.device)
+    matrix("is_token_in_rank", routing["is_token_in_rank"], torch.bool, (tokens, world), x.device)
+    of_experts = matrix("num_tokens_per_expert", routing["num_tokens_per_expert"], _INT32, (None,), x.device)
+    count = of_experts.shape[0]
+    if count == 0 or count % world != 0:
+        raise refuse(
+            f"num_tokens_per_expert: of {count} experts, where each of {world} ranks has equally many"
+        )
+    if (ids is None) != (weights is None):
+        raise refuse("topk_idx, topk_weights: one of them is missing")
+    top_k = 0
+    if ids is not None:
+        top_k = matrix("topk_idx", ids, _INT64, (tokens, None), x.device).shape[1]
+        matrix("topk_weights", weights, _FLOAT32, (tokens, top_k), x.device)
+        if top_k == 0:
+            raise refuse("topk_idx: a token has one expert at least")
+    if alignment < 1:
+        raise refuse(f"expert_alignment={alignment}: 1 or more is needed")
+    if worst < 0 or (worst > 0 and ids is None):
+        raise refuse(f"num_worst_tokens={worst}: 0, or the most tokens of a call with topk_idx")
+    dtype = DTYPES.index(x.dtype) if scales is None else 0
+    return {
+        "call": 0, "hidden": hidden, "num_experts": count, "dtype": dtype, "tokens": tokens,
+        "quantized_tokens": int(scales is not None), "bytes_of_scales": scale_bytes, "top_k": top_k,
+        "num_worst_tokens": worst,
+    }  # fmt: skip
+
+
+def check_again(x: torch.Tensor, scales: Any, handle: Any, ids: Any, weights: Any) -> None:
+    """Checks a dispatch with a handle."""
+    _check_rows(x, scales)
+    core = handle.kept.buffer
+    if ids is not None or weights is not None:
+        raise refuse("topk_idx, topk_weights: a handle says where tokens go; pass None")
+    if x.shape[0] != handle.kept.tokens:
+        raise refuse(f"x: {x.shape[0]} tokens with a handle of {handle.kept.tokens}")
+    if x.shape[1] != core.hidden or (scales is None and x.dtype != core.dtype):
+        raise refuse(f"x: {x.shape[1]} channels of {x.dtype} with a handle of {core.hidden} of {core.dtype}")
+
+
+def check_low_latency(
+    x: Any, topk_idx: Any, most: int, count: int, world: int, formats: tuple[bool, bool, bool]
+) -> dict[str, int]:
+    """Checks a low-latency dispatch; returns what ranks tell each other of its shape."""
+    use_fp8, round_scale, use_ue8m0 = formats
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"deep_ep: x: a torch.Tensor is needed, not {type(x)}")
+    matrix("x", x, torch.bfloat16, (None, None), x.device)
+    tokens, hidden = x.shape
+    top_k = matrix("topk_idx", topk_idx, _INT64, (tokens, None), x.device).shape[1]
+    if not x.is_contiguous() or not topk_idx.is_contiguous():
+        raise refuse("x, topk_idx: they are not contiguous")
+    if hidden == 0 or hidden % 8 != 0:
+        raise refuse(f"x: {hidden} channels, where a multiple of 8 is needed")
+    if most < 1 or tokens > most:
+        raise refuse(f"x: {tokens} tokens, where num_max_dispatch_tokens_per_rank={most}")
+    if count < 1 or count % world != 0:
+        raise refuse(f"num_experts={count}: each of {world} ranks has equally many, and one at least")
+    if top_k == 0:
+        raise refuse("topk_idx: a token has one expert at least")
+    if use_fp8 and hidden % (512 if use_ue8m0 else 128) != 0:
+        raise refuse(
+            f"use_fp8: tokens of {hidden} channels; scales are for 128, and four in an integer for ue8m0"
+        )
+    if use_ue8m0 and not (use_fp8 and round_scale):
+        raise refuse("use_ue8m0: it needs use_fp8=True and round_scale=True")
+    return {
+        "call": 1, "hidden": hidden, "num_experts": count, "top_k": top_k, "tokens": tokens,
+        "num_max_dispatch_tokens_per_rank": most,
+    }  # fmt: skip

@@ -1,0 +1,117 @@
+"""Handles: tuples whose parts are made when a program looks at them. Most programs only pass handles on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from symmpool.experts.received import Handle
+
+__all__ = ["LowLatencyHandle", "NormalHandle"]
+
+
+class _LazyTuple(tuple):
+    """A tuple of parts that functions make, each once."""
+
+    _makers: list[Callable[[], Any]]
+    _made: dict[int, Any]
+
+    def __new__(cls, makers: list[Callable[[], Any]]) -> Any:
+        found = super().__new__(cls, (None,) * len(makers))
+        found._makers, found._made = makers, {}
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        at = range(len(self._makers))[index]
+        if at not in self._made:
+            self._made[at] = self._makers[at]()
+        return self._made[at]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[at] for at in range(len(self._makers)))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+class NormalHandle(_LazyTuple):
+    """What `Buffer.dispatch` gives: `(rank_prefix_matrix, None, None, recv_src_idx, is_token_in_rank, None)`.
+
+    Of the matrix, int32 `[ranks, ranks]`, this rank knows its own column, where the rows of each rank end
+    among those that it received; all else is -1. `recv_src_idx`, int32, says which token of its rank each row
+    is. The other parts describe DeepEP's channels, of which there are none."""
+
+    def __new__(
+        cls, owner: Any, kept: Handle, rows: int, top_k: int | None, is_token_in_rank: torch.Tensor | None
+    ) -> Any:
+        def matrix() -> torch.Tensor:
+            ranks = kept.buffer.world
+            found = torch.full((ranks, ranks), -1, dtype=torch.int32, device=kept.memory.device)
+            found[:, kept.buffer.rank] = kept.source_offsets[1:]
+            return found
+
+        def sources() -> torch.Tensor:
+            return kept.source_index[:rows]
+
+        found = super().__new__(cls, [matrix, _none, _none, sources, lambda: is_token_in_rank, _none])
+        found.owner, found.kept, found.rows, found.top_k = owner, kept, rows, top_k
+        return found
+
+
+class LowLatencyHandle(_LazyTuple):
+    """What `Buffer.low_latency_dispatch` gives: `(src_info, layout_range, num_max_dispatch_tokens_per_rank,
+    hidden, num_experts)`.
+
+    `src_info`, int32 `[local experts, rows]`, says which token of its rank each row is, and -1 where there is
+    no row. `layout_range`, int64 `[local experts, ranks]`, has for each rank where its rows of an expert
+    begin, in the upper 32 bits, and how many there are. Both are made on the current stream when they are
+    looked at first: after the call's hook or event."""
+
+    def __new__(cls, owner: Any, kept: Handle, most: int, shape: tuple[int, int]) -> Any:
+        local, rows = shape
+        parts: dict[str, torch.Tensor] = {}
+
+        def look(name: str) -> torch.Tensor:
+            if not parts:
+                parts.update(_layout(kept, local, rows))
+            return parts[name]
+
+        makers = [
+            lambda: look("src_info"),
+            lambda: look("layout_range"),
+            lambda: most,
+            lambda: kept.buffer.hidden,
+            lambda: kept.buffer.experts,
+        ]
+        found = super().__new__(cls, makers)
+        found.owner, found.kept, found.most, found.shape = owner, kept, most, shape
+        return found
+
+
+def _none() -> None:
+    return None
+
+
+def _layout(kept: Handle, local: int, rows: int) -> dict[str, torch.Tensor]:
+    device, world, capacity = kept.memory.device, kept.buffer.world, kept.buffer.capacity
+    places = kept.places.long()
+    at = torch.arange(capacity, dtype=torch.int32, device=device)
+    # What is behind the received rows means nothing; it goes behind the last row.
+    there = (at < kept.num_received)[:, None] & (places >= 0)
+    to = torch.where(there, places, local * rows)
+    src_info = torch.full((local * rows + 1,), -1, dtype=torch.int32, device=device)
+    src_info[to] = kept.source_index[:, None].expand_as(to)
+    # The rows of an expert lie by source, so how many each source has says where they are.
+    source = torch.searchsorted(kept.source_offsets[1:].contiguous(), at, right=True).clamp(max=world - 1)
+    pair = torch.where(there, places // rows * world + source[:, None], local * world)
+    counts = torch.zeros(local * world + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, pair.flatten(), torch.ones_like(pair).flatten())
+    counts = counts[:-1].view(local, world)
+    begins = counts.cumsum(1) - counts
+    return {"src_info": src_info[:-1].view(local, rows), "layout_range": begins << 32 | counts}

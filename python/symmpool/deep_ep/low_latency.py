@@ -1,0 +1,133 @@
+"""Low-latency mode: dispatches to a part for each expert, without the host, and combines with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from symmpool.deep_ep import checks
+from symmpool.deep_ep.cores import Cores
+from symmpool.deep_ep.handles import LowLatencyHandle
+from symmpool.experts.received import Handle
+
+__all__ = ["CombineBuffers", "combine", "dispatch"]
+
+Call = Callable[[], Any]
+
+
+def dispatch(
+    owner: Any, cores: Cores, x: torch.Tensor, topk_idx: torch.Tensor, most: int, count: int,
+    formats: tuple[bool, bool, bool], statistics: Any, masked: torch.Tensor | None,
+) -> Call:  # fmt: skip
+    """What makes a dispatch: a function that returns `(x, scales or None, counts, memory of the handle,
+    handle)`."""
+    world = cores.world
+
+    with cores.declining(cores.last.get("low_latency")):
+        told = checks.check_low_latency(x, topk_idx, most, count, world, formats)
+        if statistics is not None:
+            name, shape = "cumulative_local_expert_recv_stats", (count // world,)
+            checks.matrix(name, statistics, torch.int32, shape, x.device)
+    key = (told["hidden"], count, told["top_k"], most)
+    core = cores.find_low_latency(key)
+    if core is None:
+        cores.check_capture("there is no buffer for this shape, and none is made")
+        cores.agree(**told)
+        core = cores.low_latency(key)
+    use_fp8, round_scale, use_ue8m0 = formats
+    rows, local, hidden = world * most, count // world, told["hidden"]
+
+    def call() -> Any:
+        device = x.device
+        quantize, words, dtype, scales_dtype = None, 0, torch.bfloat16, torch.float32
+        if use_fp8:
+            quantize = "fp8_ue8m0" if use_ue8m0 else "fp8_pow2" if round_scale else "fp8"
+            words, dtype = hidden // (512 if use_ue8m0 else 128), torch.float8_e4m3fn
+            scales_dtype = torch.int32 if use_ue8m0 else torch.float32
+        out = torch.empty((local, rows, hidden), dtype=dtype, device=device)
+        scales = flat = None
+        if words:
+            scales = torch.empty((local, words, rows), dtype=scales_dtype, device=device)
+            flat = scales.view(local * rows, words)
+        ids = topk_idx
+        if masked is not None:
+            ids = torch.where(masked[(ids // local).clamp(0, world - 1)] | masked[cores.rank], -1, ids)
+        kept = Handle(core, x.shape[0], "expert", 1, local * rows)
+        flat_rows = out.view(local * rows, hidden)
+        arguments = (
+            kept.memory, x.detach(), ids, None, None, quantize, flat_rows, flat, 1, None, rows
+        )  # fmt: skip
+        core._run(core._core.dispatch, arguments, False, kept)
+        counts = kept.expert_counts
+        if statistics is not None:
+            statistics.add_(counts)
+        handle = LowLatencyHandle(owner, kept, most, (local, rows))
+        # The last two dimensions of scales are column-major.
+        return out, None if scales is None else scales.transpose(1, 2), counts, kept.memory, handle
+
+    return call
+
+
+def combine(handle: LowLatencyHandle, x: torch.Tensor, topk_idx: Any, topk_weights: Any, out: Any) -> Call:
+    """What makes a combine: a function that returns `(sums,)`."""
+    core, kept = handle.kept.buffer, handle.kept
+    local, rows = handle.shape
+
+    def check() -> None:
+        checks.matrix("x", x, torch.bfloat16, (local, rows, core.hidden), core.device)
+        if not x.is_contiguous():
+            raise checks.refuse("x: it is not contiguous")
+        chosen = (kept.tokens, core.top_k)
+        checks.matrix("topk_idx", topk_idx, torch.int64, chosen, core.device)
+        checks.matrix("topk_weights", topk_weights, torch.float32, chosen, core.device)
+        if out is not None:
+            checks.matrix("out", out, torch.bfloat16, (kept.tokens, core.hidden), core.device)
+            if not out.is_contiguous():
+                raise checks.refuse("out: it is not contiguous")
+
+    core._refusing(check)
+
+    def call() -> Any:
+        given = topk_weights.detach().contiguous()
+        to = None if out is None else out.detach()
+        sums = core._combine(x.detach().view(local * rows, core.hidden), kept, given, to)
+        return (sums if out is None else out,)
+
+    return call
+
+
+class CombineBuffers:
+    """What `get_next_low_latency_combine_buffer` gives: two tensors of each shape by turns, so that one can
+    be filled while a combine still reads the other. Made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._turn: dict[tuple[int, ...], int] = {}
+
+    def _key(self, handle: LowLatencyHandle) -> tuple[int, ...]:
+        return (*handle.shape, handle.kept.buffer.hidden)
+
+    def next(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """The tensor that the next combine with `zero_copy` reads."""
+        key = self._key(handle)
+        turn = self._turn.setdefault(key, 0)
+        tensors = self._made.setdefault(key, [])
+        if turn == len(tensors):
+            device = handle.kept.buffer.device
+            tensors.append(torch.empty(key, dtype=torch.bfloat16, device=device))
+        return tensors[turn]
+
+    def take(self, handle: LowLatencyHandle) -> torch.Tensor | None:
+        """That tensor, for a combine; None if it was not asked for. The other one is next."""
+        key = self._key(handle)
+        turn, tensors = self._turn.get(key, 0), self._made.get(key, [])
+        if turn >= len(tensors):
+            return None
+        self._turn[key] = 1 - turn
+        return tensors[turn]
+
+    def memory(self) -> int:
+        """Their bytes."""
+        return sum(tensor.nbytes for tensors in self._made.values() for tensor in tensors)

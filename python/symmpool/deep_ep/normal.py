@@ -1,0 +1,187 @@
+"""Normal mode: dispatches whose sizes the host waits for, and combines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from symmpool.collectives.functions import all_to_all_single
+from symmpool.deep_ep import checks
+from symmpool.deep_ep.cores import DTYPES, Cores
+from symmpool.deep_ep.handles import NormalHandle
+
+__all__ = ["again", "combine", "dispatch", "layout"]
+
+Call = Callable[[], Any]
+
+
+def layout(topk_idx: torch.Tensor, num_experts: int, world: int) -> tuple[torch.Tensor, ...]:
+    """`(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)`. An id that is no expert counts as -1,
+    until a dispatch says so."""
+    device, tokens = topk_idx.device, topk_idx.shape[0]
+    there = (topk_idx >= 0) & (topk_idx < num_experts)
+    # What is nowhere goes behind the last one.
+    expert = torch.where(there, topk_idx, num_experts).flatten()
+    of_experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    of_experts.scatter_add_(0, expert, torch.ones(expert.shape, dtype=torch.int32, device=device))
+    rank = torch.where(there, topk_idx // (num_experts // world), world)
+    in_rank = torch.zeros((tokens, world + 1), dtype=torch.bool, device=device)
+    in_rank.scatter_(1, rank, torch.ones(rank.shape, dtype=torch.bool, device=device))
+    in_rank = in_rank[:, :world].contiguous()
+    return in_rank.sum(0, dtype=torch.int32), of_experts[:num_experts], in_rank
+
+
+def dispatch(
+    owner: Any, cores: Cores, x: torch.Tensor, scales: Any, routing: dict[str, Any],
+    worst: int, alignment: int, num_sms: int,
+) -> Call:  # fmt: skip
+    """What makes a dispatch: a function that returns `(x, scales, ids, weights, memory of the handle, list of
+    counts, handle)`."""
+    with cores.declining(cores.serving(worst)):
+        told = checks.check_normal(x, scales, cores.world, routing, worst, alignment)
+    key = (told["hidden"], told["num_experts"], DTYPES[told["dtype"]])
+    ids, weights = routing["topk_idx"], routing["topk_weights"]
+    top_k = told["top_k"] or cores.world
+    core = cores.find_worst(key, worst, top_k) if worst else None
+    if core is None:
+        cores.check_capture("the host waits for sizes" if not worst else "there is no buffer for this shape")
+        found = cores.agree(**told)
+        core = cores.worst(key, found, worst, top_k) if worst else cores.normal(key, found, top_k)
+    core._core.set_num_sms(num_sms)
+
+    def call() -> Any:
+        local = told["num_experts"] // cores.world
+        given = weights
+        if ids is None:
+            # Any expert of a rank stands for it.
+            ranks = torch.arange(cores.world, dtype=torch.int64, device=x.device) * local
+            chosen = torch.where(routing["is_token_in_rank"], ranks, -1)
+        else:
+            chosen = ids
+        if core.top_k > chosen.shape[1]:
+            more = core.top_k - chosen.shape[1]
+            chosen = pad(chosen, (0, more), value=-1)
+            given = None if given is None else pad(given, (0, more))
+        counts = None
+        if ids is None:
+            counts = torch.empty((cores.world, local), dtype=torch.int32, device=x.device)
+            sent = routing["num_tokens_per_expert"].contiguous()
+            all_to_all_single(counts.view(-1), sent, group=cores.group)
+        received, kept = core._dispatch(
+            x.detach(),
+            chosen.contiguous(),
+            None if given is None else given.detach().contiguous(),
+            scales=None if scales is None else scales.detach().contiguous(),
+        )
+        rows, lists = worst, []
+        if not worst:
+            core.synchronize()
+            rows, lists = _sizes(core, kept)
+            if counts is not None:
+                lists = counts.sum(0).tolist()
+            lists = [-(-count // alignment) * alignment for count in lists]
+        kept.rows = rows
+        of_ids = of_weights = None
+        if ids is not None:
+            of_ids, of_weights = _chosen(received, kept, rows, told["top_k"], bool(worst))
+        handle = NormalHandle(owner, kept, rows, told["top_k"] or None, routing["is_token_in_rank"])
+        return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists, handle)
+
+    return call
+
+
+def _sizes(core: Any, kept: Any) -> tuple[int, list[int]]:
+    """The rows received, and those of each expert, in one copy to the host."""
+    begin = core._parts["expert_counts"]
+    head = kept.memory[: begin + core.local_experts].tolist()
+    return head[0], head[begin:]
+
+
+def _rows(received: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """New tensors of the first rows: the next call writes where they lie."""
+    count = received.x.shape[0]
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if rows <= count:
+            return tensor[:rows].clone(memory_format=torch.contiguous_format)
+        found = tensor.new_empty((rows, tensor.shape[1]))
+        found[:count] = tensor
+        return found
+
+    return own(received.x), None if received.scales is None else own(received.scales)
+
+
+def _chosen(received: Any, kept: Any, rows: int, top_k: int, tail: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of rows, int64, and their weights: 0 where an expert is elsewhere. With `tail`, -1 behind the
+    rows that were received."""
+    ids, weights = (each[:rows, :top_k] for each in (received.topk_ids, received.topk_weights))
+    there = ids >= 0
+    if tail:
+        at = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+        there = there & (at < kept.num_received)[:, None]
+    missing = rows - ids.shape[0]
+    ids = torch.where(there, ids, -1).to(torch.int64)
+    weights = torch.where(there, weights, 0.0)
+    if missing > 0:
+        ids, weights = pad(ids, (0, 0, 0, missing), value=-1), pad(weights, (0, 0, 0, missing))
+    return ids, weights
+
+
+def again(handle: NormalHandle, x: torch.Tensor, scales: Any, ids: Any, weights: Any, num_sms: int) -> Call:
+    """A dispatch of other tokens the same way: what returns `(x, scales)`."""
+    core = handle.kept.buffer
+    core._refusing(checks.check_again, x, scales, handle, ids, weights)
+    core._core.set_num_sms(num_sms)
+
+    def call() -> Any:
+        given = None if scales is None else scales.detach().contiguous()
+        received, _ = core._dispatch(x.detach(), None, None, scales=given, handle=handle.kept)
+        return _rows(received, handle.rows)
+
+    return call
+
+
+def combine(handle: NormalHandle, x: Any, topk_weights: Any, bias: Any, num_sms: int) -> Call:
+    """A combine: what returns `(x, topk_weights)`."""
+    core, kept = handle.kept.buffer, handle.kept
+    biases = bias if isinstance(bias, (tuple, list)) else (bias,)
+
+    def check() -> None:
+        checks.matrix("x", x, core.dtype, (handle.rows, core.hidden), core.device)
+        if not x.is_contiguous():
+            raise checks.refuse("x: it is not contiguous")
+        if topk_weights is not None:
+            checks.matrix("topk_weights", topk_weights, torch.float32, (handle.rows, None), core.device)
+            if topk_weights.shape[1] > core.top_k:
+                raise checks.refuse(
+                    f"topk_weights: {topk_weights.shape[1]} of a token, where there are {core.top_k}"
+                )
+        if len(biases) > 2:
+            raise checks.refuse(f"bias: {len(biases)} tensors, where there are at most two")
+        for each in biases:
+            if each is not None:
+                checks.matrix("bias", each, core.dtype, (kept.tokens, core.hidden), core.device)
+
+    core._refusing(check)
+    if topk_weights is not None and core._weights_buffer is None:
+        handle.owner._cores_on(core.device).check_capture("the first weights make a buffer, and none is made")
+    core._core.set_num_sms(num_sms)
+
+    def call() -> Any:
+        sums = core._combine(x.detach(), kept)
+        weights = None
+        if topk_weights is not None:
+            weights = core._for_weights().send_back(topk_weights.detach(), kept)
+            weights = weights[:, : topk_weights.shape[1]].contiguous()
+        added = [each for each in biases if each is not None]
+        if added:
+            exact = sums.float()
+            for each in added:
+                exact += each
+            sums = exact.to(core.dtype)
+        return sums, weights
+
+    return call
