@@ -10,7 +10,7 @@ import torch
 from symmpool.deep_ep import checks
 from symmpool.deep_ep.cores import Cores
 from symmpool.deep_ep.handles import LowLatencyHandle
-from symmpool.experts.received import Handle
+from symmpool.experts.packed import combine_packed, dispatch_packed
 
 __all__ = ["CombineBuffers", "combine", "dispatch"]
 
@@ -37,35 +37,21 @@ def dispatch(
         cores.agree(**told)
         core = cores.low_latency(key)
     use_fp8, round_scale, use_ue8m0 = formats
-    rows, local, hidden = world * most, count // world, told["hidden"]
+    rows, local = world * most, count // world
 
     def call() -> Any:
-        device = x.device
-        quantize, words, dtype, scales_dtype = None, 0, torch.bfloat16, torch.float32
+        quantize = None
         if use_fp8:
             quantize = "fp8_ue8m0" if use_ue8m0 else "fp8_pow2" if round_scale else "fp8"
-            words, dtype = hidden // (512 if use_ue8m0 else 128), torch.float8_e4m3fn
-            scales_dtype = torch.int32 if use_ue8m0 else torch.float32
-        out = torch.empty((local, rows, hidden), dtype=dtype, device=device)
-        scales = flat = None
-        if words:
-            scales = torch.empty((local, words, rows), dtype=scales_dtype, device=device)
-            flat = scales.view(local * rows, words)
         ids = topk_idx
         if masked is not None:
             ids = torch.where(masked[(ids // local).clamp(0, world - 1)] | masked[cores.rank], -1, ids)
-        kept = Handle(core, x.shape[0], "expert", 1, local * rows)
-        flat_rows = out.view(local * rows, hidden)
-        arguments = (
-            kept.memory, x.detach(), ids, None, None, quantize, flat_rows, flat, 1, None, rows
-        )  # fmt: skip
-        core._run(core._core.dispatch, arguments, False, kept)
+        out, scales, kept = dispatch_packed(core, x.detach(), ids, rows, quantize)
         counts = kept.expert_counts
         if statistics is not None:
             statistics.add_(counts)
         handle = LowLatencyHandle(owner, kept, most, (local, rows))
-        # The last two dimensions of scales are column-major.
-        return out, None if scales is None else scales.transpose(1, 2), counts, kept.memory, handle
+        return out, scales, counts, kept.memory, handle
 
     return call
 
@@ -92,7 +78,7 @@ def combine(handle: LowLatencyHandle, x: torch.Tensor, topk_idx: Any, topk_weigh
     def call() -> Any:
         given = topk_weights.detach().contiguous()
         to = None if out is None else out.detach()
-        sums = core._combine(x.detach().view(local * rows, core.hidden), kept, given, to)
+        sums = combine_packed(core, x.detach(), kept, given, to)
         return (sums if out is None else out,)
 
     return call

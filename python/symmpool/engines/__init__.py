@@ -6,6 +6,9 @@
 | `symmpool.engines.sglang` | SGLang's `sglang.srt.distributed.device_communicators.pynccl_allocator` |
 | `symmpool.engines.custom_allreduce` | the class `CustomAllreduce` of both |
 
+`symmpool.engines.fused_moe` sends tokens for vLLM's modular kernels; `symmpool.deep_ep` has the names of
+`deep_ep`.
+
 `install()` of the first two replaces the engines' modules. It must be called in each process that an engine
 starts, before that process makes a pool. An entry point `symmpool.engines.vllm:install` in the group
 `vllm.general_plugins`, or `symmpool.engines.sglang:install` in `sglang.srt.plugins`, is called there.

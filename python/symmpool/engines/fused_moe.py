@@ -1,0 +1,358 @@
+"""`PrepareAndFinalize`: what vLLM's modular mixture-of-experts kernels ask of a way to send tokens, on this
+package's `experts.Buffer`.
+
+    from symmpool import experts
+    from symmpool.engines import fused_moe
+
+    buffer = experts.Buffer(group, hidden=7168, experts=256, top_k=8, max_tokens=4096)
+    kernel = FusedMoEModularKernel(fused_moe.for_vllm()(buffer), fused_experts)
+
+`for_vllm()` makes a class that is also vLLM's own `FusedMoEPrepareAndFinalizeModular` (or, in versions
+before, its `FusedMoEPrepareAndFinalize`). The class itself needs no vLLM."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
+from symmpool.experts import Buffer
+from symmpool.experts.packed import combine_packed, dispatch_packed
+
+__all__ = ["ActivationFormat", "ExpertTokensMetadata", "PrepareAndFinalize", "for_vllm"]
+
+_KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
+_UTILITIES = "vllm.model_executor.layers.fused_moe.utils"
+_BLOCK = 128
+
+
+class ActivationFormat(enum.Enum):
+    """How rows lie that experts get, where vLLM's own names are not there: `[tokens, hidden]`, or a part for
+    each expert."""
+
+    Standard = ("standard",)
+    BatchedExperts = ("batched_experts",)
+
+
+@dataclass
+class ExpertTokensMetadata:
+    """The rows of each expert of the rank, where vLLM's own class is not there."""
+
+    expert_num_tokens: torch.Tensor | None
+    expert_num_tokens_cpu: torch.Tensor | None
+
+
+class PrepareAndFinalize:
+    """Sends tokens to the ranks of their experts (`prepare`), and sums up what these make of them
+    (`finalize`).
+
+    Rows of tokens are `[rows, hidden]`, with the numbers of their experts and weights; with `batched` there
+    is a part for each expert of the rank, `[local experts, ranks * max_tokens, hidden]`. With `exact` the
+    host waits for the number of rows; else there are as many as can be, those behind the last one name
+    experts of other ranks, and calls can be captured. `batched` never waits.
+
+    Tokens are quantised when they are sent where experts take float8_e4m3fn with scales for 128 channels
+    each; otherwise they are sent as they are, and `quantize` makes of the received rows what experts take:
+    `(rows, quant_config) -> (rows, scales)`. Without it, vLLM's own function does.
+
+    Calls run on the current stream. Those that return callbacks run beside it, and the callback makes the
+    current stream wait. One object may have two batches under way, by turns: `batch` says which one the next
+    calls are of."""
+
+    _types: Any = None
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        *,
+        batched: bool = False,
+        exact: bool = True,
+        quantize: Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor | None]] | None = None,
+        batch: Callable[[], int] = lambda: 0,
+    ):
+        if not isinstance(buffer, Buffer):
+            raise TypeError(f"buffer: a symmpool.experts.Buffer is needed, not {type(buffer)}")
+        self.buffer, self.batched, self.exact = buffer, batched, exact
+        self._quantize, self._batch = quantize, batch
+        self._handles: dict[int, Any] = {}
+        self._stream: Any = None
+
+    # --- what kernels ask about it
+
+    @property
+    def activation_format(self) -> Any:
+        """vLLM's `FusedMoEActivationFormat`, or this module's."""
+        formats = getattr(self._types, "FusedMoEActivationFormat", ActivationFormat)
+        return formats.BatchedExperts if self.batched else formats.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """None: ids are int32 or int64."""
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """The most tokens of a rank, where that gives parts their size."""
+        return self.buffer.max_tokens if self.batched else None
+
+    def num_dispatchers(self) -> int:
+        """How many ranks there are."""
+        return self.buffer.world
+
+    def output_is_reduced(self) -> bool:
+        """True: `finalize` gives complete sums."""
+        return True
+
+    def supports_async(self) -> bool:
+        """True."""
+        return True
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Does nothing."""
+
+    # --- sending
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Sends `a1`, `[tokens, hidden]`. Returns `(rows, scales or None, counts, ids or None, weights or
+        None)`. Ids are numbers of all experts; those of other ranks are one of another rank's."""
+        self._check(a1, topk_ids, num_experts, apply_router_weight_on_input)
+        sent = self._send(
+            a1, topk_weights, topk_ids, apply_router_weight_on_input, quant_config, defer_input_quant
+        )
+        return self._given(sent, quant_config, defer_input_quant)
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """As `prepare`, beside the current stream: `(hook, receiver)`. `hook()` makes the current stream
+        wait, and `receiver()` then returns what `prepare` does."""
+        self._check(a1, topk_ids, num_experts, apply_router_weight_on_input)
+        sent, wait = self._beside(
+            lambda: self._send(
+                a1, topk_weights, topk_ids, apply_router_weight_on_input, quant_config, defer_input_quant
+            ),
+            (a1, topk_weights, topk_ids),
+        )
+        return wait, lambda: self._given(sent, quant_config, defer_input_quant)
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any = None,
+    ) -> None:
+        """Writes the sums of this rank's tokens to `output`. Experts have left weights and the sum over a
+        token's experts to `weight_and_reduce_impl`; where that only passes them on, they are done here."""
+        self._return(
+            output,
+            fused_expert_output,
+            topk_weights,
+            topk_ids,
+            apply_router_weight_on_input,
+            weight_and_reduce_impl,
+        )
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any = None,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """As `finalize`, beside the current stream: `(hook, receiver)`."""
+        _, wait = self._beside(
+            lambda: self._return(
+                output,
+                fused_expert_output,
+                topk_weights,
+                topk_ids,
+                apply_router_weight_on_input,
+                weight_and_reduce_impl,
+            ),
+            (output, fused_expert_output, topk_weights, topk_ids),
+        )
+        return wait, lambda: None
+
+    # --- how
+
+    def _check(self, a1: Any, topk_ids: Any, num_experts: int, on_input: bool) -> None:
+        if num_experts != self.buffer.experts:
+            why = f"num_experts={num_experts}, and the buffer is made for {self.buffer.experts}"
+        elif on_input and topk_ids.shape[1] != 1:
+            why = f"apply_router_weight_on_input with {topk_ids.shape[1]} experts a token: there may be one"
+        else:
+            return
+        self.buffer._entry.refuse(why)
+        raise InvalidArgumentError(f"prepare: {why}")
+
+    def _send(
+        self, a1: Any, weights: Any, ids: Any, on_input: bool, quant_config: Any, defer: bool
+    ) -> tuple[Any, ...]:
+        if on_input:
+            a1 = a1 * weights.to(a1.dtype)
+        quantize = "fp8" if _in_blocks(quant_config) and not defer else None
+        ids = ids.contiguous()
+        if self.batched:
+            rows, scales, handle = dispatch_packed(
+                self.buffer, a1.contiguous(), ids, self.buffer.world * self.buffer.max_tokens, quantize
+            )
+            self._handles[self._batch()] = handle
+            return rows, scales, handle, None, None
+        received, handle = self.buffer._dispatch(
+            a1.contiguous(), ids, weights.float().contiguous(), quantize=quantize, exact=self.exact
+        )
+        self._handles[self._batch()] = handle
+        first = self.buffer.rank * self.buffer.local_experts
+        # Experts of another rank, which kernels leave out by the map of experts.
+        elsewhere = self.buffer.experts - 1 if first == 0 else 0
+        there = received.topk_ids >= 0
+        if not self.exact:
+            at = torch.arange(len(there), device=there.device)
+            there = there & (at < handle.num_received)[:, None]
+        shown = torch.where(there, received.topk_ids + first, elsewhere).to(ids.dtype)
+        row_weights = torch.where(there, received.topk_weights, 0)
+        # The next dispatch of the buffer writes where received rows lie.
+        scales = None if received.scales is None else received.scales.clone()
+        return received.x.clone(), scales, handle, shown, row_weights
+
+    def _given(self, sent: tuple[Any, ...], quant_config: Any, defer: bool) -> tuple[Any, Any, Any, Any, Any]:
+        rows, scales, handle, ids, weights = sent
+        counts = getattr(self._types, "ExpertTokensMetadata", ExpertTokensMetadata)(
+            handle.expert_counts, None
+        )
+        if scales is None and not defer and getattr(quant_config, "quant_dtype", None) is not None:
+            shape = rows.shape
+            if rows.numel() != 0:
+                rows, scales = self._quantized(rows.view(-1, shape[-1]), quant_config)
+                rows = rows.view(*shape[:-1], -1)
+                if (
+                    self.batched
+                    and scales is not None
+                    and scales.dim() == 2
+                    and scales.shape[0] == rows[..., 0].numel()
+                ):
+                    scales = scales.view(*shape[:-1], -1)
+        return rows, scales, counts, ids, weights
+
+    def _quantized(self, rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._quantize is not None:
+            return self._quantize(rows, quant_config)
+        try:
+            function = importlib.import_module(_UTILITIES).moe_kernel_quantize_input
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedError(
+                f"prepare: experts take {quant_config.quant_dtype}, and vLLM has no function for that here; "
+                "pass quantize= to PrepareAndFinalize"
+            ) from error
+        return function(
+            rows,
+            quant_config.a1_scale,
+            quant_config.quant_dtype,
+            quant_config.per_act_token_quant,
+            quant_config.block_shape,
+        )
+
+    def _return(
+        self, output: Any, made: Any, weights: Any, ids: Any, on_input: bool, reduce: Any
+    ) -> tuple[torch.Tensor, ...]:
+        handle = self._handles.pop(self._batch(), None)
+        if handle is None:
+            why = "finalize: there was no prepare before"
+            self.buffer._entry.refuse(why)
+            raise InvalidStateError(why)
+        same_type = output.dtype == self.buffer.dtype and output.is_contiguous()
+        out = output if same_type else None
+        if self.batched:
+            given = (
+                torch.ones_like(weights, dtype=torch.float32) if on_input else weights.float().contiguous()
+            )
+            sums = combine_packed(self.buffer, made.contiguous(), handle, given, out)
+        else:
+            rows = _reduced(made, weights, ids, on_input, reduce)
+            sums = self.buffer._combine(rows.to(self.buffer.dtype).contiguous(), handle, None, out)
+        if out is None:
+            output.copy_(sums)
+        return (sums, handle.memory)
+
+    def _beside(self, call: Callable[[], Any], inputs: tuple[Any, ...]) -> tuple[Any, Callable[[], None]]:
+        """Makes a call on a stream of this object. Returns what it does, and what waits for it."""
+        device = self.buffer.device
+        if device.type != "cuda":
+            return call(), lambda: None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        current, stream = torch.cuda.current_stream(device), self._stream
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            found = call()
+            event = stream.record_event()
+        for tensor in inputs:
+            tensor.record_stream(stream)
+        made = [getattr(each, "memory", each) for each in found]
+        for tensor in made:
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(current)
+        return found, lambda: torch.cuda.current_stream(device).wait_event(event)
+
+
+def _in_blocks(quant_config: Any) -> bool:
+    """Whether experts take float8_e4m3fn with a scale for each 128 channels."""
+    shape = getattr(quant_config, "block_shape", None)
+    of_type = getattr(quant_config, "quant_dtype", None) == torch.float8_e4m3fn
+    return of_type and shape is not None and shape[1] == _BLOCK
+
+
+def _reduced(
+    made: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, on_input: bool, reduce: Any
+) -> Any:
+    """The sum over the experts of each row, with weights: `[rows, hidden]`."""
+    if reduce is not None and "Delegate" not in type(reduce).__name__ and made.numel() != 0:
+        return reduce.apply(
+            output=None,
+            fused_expert_output=made,
+            topk_weights=weights,
+            topk_ids=ids,
+            apply_router_weight_on_input=on_input,
+        )
+    if made.dim() == 2:
+        return made
+    made = made.float()
+    return (made if on_input else made * weights[:, :, None]).sum(1)
+
+
+@functools.cache
+def for_vllm() -> type:
+    """The class for vLLM's kernels. Raises UnsupportedError where vLLM is not there."""
+    try:
+        kernels = importlib.import_module(_KERNELS)
+    except ImportError as error:
+        raise UnsupportedError(f"for_vllm: {_KERNELS} cannot be imported: {error}") from error
+    base = getattr(kernels, "FusedMoEPrepareAndFinalizeModular", None) or kernels.FusedMoEPrepareAndFinalize
+    return type("SymmpoolPrepareAndFinalize", (PrepareAndFinalize, base), {"_types": kernels})

@@ -1,0 +1,48 @@
+"""Dispatches that give each expert of the rank a part of its own, `[local experts, rows, hidden]`: the form
+that batched matrix multiplications take, without the host knowing any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool.experts.received import Handle, scales_of
+
+__all__ = ["combine_packed", "dispatch_packed"]
+
+
+def dispatch_packed(
+    buffer: Any, x: torch.Tensor, topk_ids: torch.Tensor, rows: int, quantize: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, Handle]:
+    """Sends tokens of a `Buffer` as its `dispatch` does. Returns `(x, scales, handle)`: the rows of each
+    expert begin its part, by source rank and there in the order of tokens; `handle.expert_counts` says how
+    many there are. Scales are `[local experts, rows, n]`, column-major in the last two dimensions; exponents
+    (`"fp8_ue8m0"`) are four in an int32, where that comes out even. Runs on the current stream, and no
+    gradient flows through it.
+
+    Raises OverflowError where an expert was sent more than `rows` rows."""
+    local, hidden = buffer.local_experts, buffer.hidden
+    dtype, count, scales_dtype = buffer.dtype, 0, torch.float32
+    if quantize is not None:
+        dtype = torch.float8_e4m3fn
+        count, scales_dtype = scales_of(hidden, quantize)
+        if scales_dtype == torch.uint8 and count % 4 == 0:
+            count, scales_dtype = count // 4, torch.int32
+    out = torch.empty((local, rows, hidden), dtype=dtype, device=buffer.device)
+    scales = flat = None
+    if count:
+        scales = torch.empty((local, count, rows), dtype=scales_dtype, device=buffer.device)
+        flat = scales.view(local * rows, count)
+    handle = Handle(buffer, x.shape[0], "expert", 1, local * rows)
+    flat_rows = out.view(local * rows, hidden)
+    arguments = (handle.memory, x, topk_ids, None, None, quantize, flat_rows, flat, 1, None, rows)
+    buffer._run(buffer._core.dispatch, arguments, False, handle)
+    return out, None if scales is None else scales.transpose(1, 2), handle
+
+
+def combine_packed(
+    buffer: Any, x: torch.Tensor, handle: Handle, weights: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sends the rows of such parts back, multiplied by `weights`, `[tokens, top_k]`, and sums them up."""
+    return buffer._combine(x.view(-1, buffer.hidden), handle, weights, out)
