@@ -242,16 +242,36 @@ struct Broadcast {
         if (!await(ARRIVED, count, DATA, others)) {
             return false;
         }
-        raise_flags(session, peer_blocks, FINISHED, count + 1);
+        if (scratch) {
+            raise_flags(session, peer_blocks, FINISHED, count + 1);
+        }
         return true;
     }
 
-    // False where a peer is missing. All ranks end together: the next call uses scratch and flags, too.
+    // False where a peer is missing. The next call uses scratch, too, so what this rank has put there must be read. It
+    // need not wait for peers whose outputs are windows: flags of a parity are used again in the call after the next,
+    // which needs their handshakes.
     __device__ __forceinline__ bool run() const {
-        return (is_root() ? run_root() : run_peer()) &&
-               await(FINISHED, count + 1, RESULT, [&](u32 peer) { return peer != call.root; });
+        return (is_root() ? run_root() : run_peer()) && await(FINISHED, count + 1, RESULT, [&](u32 peer) {
+                   return peer != call.root && uses_scratch(peer);
+               });
     }
 };
+
+// Tells all peers where this rank's output is. No data is ordered by it: as after a handshake, what this rank's stream
+// did before is done.
+__device__ __forceinline__ void tell_place(const Session& session, PeerBlocks peer_blocks, u64 place) {
+#pragma unroll 1
+    for (u32 pair = threadIdx.x; pair < peer_blocks.pairs(); pair += blockDim.x) {
+        const u32 peer = pair % WORLD, index = peer_blocks.first + pair / WORLD, rank = session.comm.rank;
+        if (peer != rank) {
+            const u64 epoch = static_cast<u64>(session.epoch) << 32;
+            *static_cast<volatile u64*>(flag_of(session, peer, PLACE_LOW, rank, index)) =
+                epoch | static_cast<u32>(place);
+            *static_cast<volatile u64*>(flag_of(session, peer, PLACE_HIGH, rank, index)) = epoch | place >> 32;
+        }
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_broadcast_stages(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
@@ -267,8 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     session.advance();
     const PeerBlocks peer_blocks(call.peer_blocks);
-    raise_flags(session, peer_blocks, PLACE_LOW, static_cast<u32>(call.stride));
-    raise_flags(session, peer_blocks, PLACE_HIGH, static_cast<u32>(call.stride >> 32));
+    tell_place(session, peer_blocks, call.stride);
     // Nothing is written before all ranks are known to make the same call.
     bool bad = !await_handshakes<false>(session, call);
     if (threadIdx.x < WORLD && !bad) {

@@ -30,8 +30,9 @@ const LL_BYTES: u64 = 128 << 10;
 /// Broadcasts of so many bytes or more take two steps where there are more than two ranks. The second step costs
 /// about 4 us.
 const TWO_STEP_BYTES: u64 = 2 << 20;
-/// Broadcasts of so many bytes or more go in stages where there are more than two ranks.
-const STAGES_BYTES: u64 = 8 << 20;
+/// Broadcasts of so many bytes or more go in stages where there are more than two ranks. On four H200s, stages take 78
+/// us for 16 MiB, 219 for 64 and 794 for 256; two steps take 77, 292 and 1,135. Shorter ones go faster in two steps.
+const STAGES_BYTES: u64 = 16 << 20;
 /// Threads of a block of a broadcast in stages. Two of these blocks run on an SM, so that one stores while the other
 /// waits for its stores to arrive before it raises a flag.
 pub(super) const STAGE_THREADS: u32 = 256;
