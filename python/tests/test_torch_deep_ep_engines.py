@@ -4,11 +4,15 @@ CPU.
 Each class below makes the calls of one of them; the experts between dispatch and combine multiply a token by
 a number of their own, so that the answer is known."""
 
+import types
+
 import deep_ep_model as reference
 import pytest
 import torch
+import torch.distributed as dist
 from deep_ep_model import BFLOAT16, dequantized, difference
 from ranks import values
+from test_torch_distributed import begin
 
 import symmpool
 from symmpool import deep_ep
@@ -330,11 +334,15 @@ def test_what_engines_call(name):
     values(2, serve, name)
 
 
-def other_groups(group):
-    """The forms in which engines give groups: what has a store, and pools."""
-    pool = symmpool.Pool(group, "cpu")
-    routing = reference.routing_of(1, group.world)
-    for given in (pool, group):
+def other_groups(group, folder):
+    """The forms in which engines give groups: torch's, those that are not in torch's list, what has a store,
+    and pools."""
+    me, world = begin(group, folder)
+    store = dist.FileStore(f"{folder}/unlisted", world)
+    unlisted = dist.ProcessGroup(store, me, world)
+    stateless = types.SimpleNamespace(store=dist.PrefixStore("own", store), rank=me, world_size=world)
+    routing = reference.routing_of(1, world)
+    for given in (symmpool.Pool(group, "cpu"), group, dist.group.WORLD, unlisted, unlisted, stateless):
         buffer = deep_ep.Buffer(given)
         assert buffer.group is given and (buffer.rank, buffer.group_size) == (group.rank, group.world)
         arguments = reference.layout_arguments(routing, group.rank, True, buffer)
@@ -342,5 +350,5 @@ def other_groups(group):
         reference.check_received(routing, group.rank, found, 1, True)
 
 
-def test_groups_and_pools():
-    values(2, other_groups)
+def test_groups_and_pools(tmp_path):
+    values(2, other_groups, str(tmp_path))

@@ -38,6 +38,8 @@ class Cores:
     def __init__(self, group: Any, rank: int, world: int, device: torch.device):
         self.group, self.rank, self.world, self.device = group, rank, world, device
         self._buffers: dict[tuple[Any, ...], experts.Buffer] = {}
+        # Whether ranks have told each other anything.
+        self._met = False
         #: The buffer of the last call in each mode.
         self.last: dict[str, experts.Buffer] = {}
 
@@ -71,8 +73,10 @@ class Cores:
         given = {named[name]: value for name, value in fields.items()}
         given["refused"] = int(refused is not None)
         row = [given.get(name, 0) for name in _FIELDS]
-        # The device's communicator comes first: the first pool of a group is where other calls go by default.
-        cache.look_up(None, self.group, devices.number_of(str(self.device)))
+        if not self._met:
+            # The device's communicator comes first: other calls go to the first pool of a group by default.
+            cache.look_up(None, self.group, devices.number_of(str(self.device)))
+            self._met = True
         device = self.device if isinstance(self.group, Pool) else torch.device("cpu")
         told = torch.tensor(row, dtype=torch.int64, device=device)
         rows = torch.empty((self.world, len(row)), dtype=torch.int64, device=device)

@@ -21,17 +21,16 @@ Call = Callable[[], Any]
 def layout(topk_idx: torch.Tensor, num_experts: int, world: int) -> tuple[torch.Tensor, ...]:
     """`(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)`. An id that is no expert counts as -1,
     until a dispatch says so."""
-    device, tokens = topk_idx.device, topk_idx.shape[0]
-    there = (topk_idx >= 0) & (topk_idx < num_experts)
-    # What is nowhere goes behind the last one.
-    expert = torch.where(there, topk_idx, num_experts).flatten()
-    of_experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    of_experts.scatter_add_(0, expert, torch.ones(expert.shape, dtype=torch.int32, device=device))
-    rank = torch.where(there, topk_idx // (num_experts // world), world)
-    in_rank = torch.zeros((tokens, world + 1), dtype=torch.bool, device=device)
-    in_rank.scatter_(1, rank, torch.ones(rank.shape, dtype=torch.bool, device=device))
-    in_rank = in_rank[:, :world].contiguous()
-    return in_rank.sum(0, dtype=torch.int32), of_experts[:num_experts], in_rank
+    device = topk_idx.device
+    # Few operations: each is a kernel to launch. What is nowhere is counted in front of the first expert, or
+    # behind the last one.
+    of_experts = torch.zeros(num_experts + 2, dtype=torch.int32, device=device)
+    slots = topk_idx.clamp(-1, num_experts).add_(1).flatten()
+    of_experts.scatter_add_(0, slots, torch.ones(1, dtype=torch.int32, device=device).expand(slots.shape))
+    ranks = torch.arange(world, dtype=torch.int64, device=device)
+    rank = topk_idx.div(num_experts // world, rounding_mode="floor")
+    in_rank = (rank[:, :, None] == ranks).any(1)
+    return in_rank.sum(0, dtype=torch.int32), of_experts[1:-1], in_rank
 
 
 def dispatch(
@@ -68,7 +67,7 @@ def dispatch(
         counts = None
         if ids is None:
             counts = torch.empty((cores.world, local), dtype=torch.int32, device=x.device)
-            sent = routing["num_tokens_per_expert"].contiguous()
+            sent = routing["num_tokens_per_expert"].clone()
             all_to_all_single(counts.view(-1), sent, group=cores.group)
         received, kept = core._dispatch(
             x.detach(),
