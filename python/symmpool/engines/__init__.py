@@ -5,6 +5,7 @@
 | `symmpool.engines.vllm` | vLLM's `vllm.distributed.device_communicators.pynccl_allocator` |
 | `symmpool.engines.sglang` | SGLang's `sglang.srt.distributed.device_communicators.pynccl_allocator` |
 | `symmpool.engines.custom_allreduce` | the class `CustomAllreduce` of both |
+| `symmpool.engines.flashinfer_comm` | FlashInfer's `allreduce_fusion`, which both call |
 
 `symmpool.engines.fused_moe` sends tokens for vLLM's modular kernels; `symmpool.deep_ep` has the names of
 `deep_ep`.
