@@ -8,6 +8,8 @@ docs/fused.md has the layouts of quantised outputs. Importing this module also r
 `torch.ops.symmpool.all_reduce_rms_norm` and `all_reduce_rms_norm_`, which compiled code uses. It needs
 torch."""
 
+from typing import Any
+
 from symmpool.fused.norm import all_reduce_rms_norm
 from symmpool.fused.quantization import Fused, Quantization, fp8_per_group, fp8_per_token, fp8_static
 
@@ -18,4 +20,14 @@ __all__ = [
     "fp8_per_group",
     "fp8_per_token",
     "fp8_static",
+    "inductor_pass",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch's compiler takes a second to import, and most programs do without.
+    if name == "inductor_pass":
+        from symmpool.fused.inductor import inductor_pass
+
+        return inductor_pass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

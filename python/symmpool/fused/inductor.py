@@ -1,0 +1,208 @@
+"""A pass of torch's compiler that makes one call of an all-reduce, a residual and a norm."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+__all__ = ["NormFusion", "inductor_pass"]
+
+_aten, _prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
+_ADDS = (_aten.add.Tensor, _aten.add.Scalar)
+_VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Norm(NamedTuple):
+    """A norm of a sum: its weight and eps, and the node that is its result."""
+
+    weight: Node
+    eps: float
+    result: Node
+
+
+class NormFusion(CustomGraphPass):
+    """Replaces `norm(all_reduce(x) + residual) * weight`, and the same without a residual, by
+    `torch.ops.symmpool.all_reduce_rms_norm`. All-reduces are those of functional collectives, which
+    DTensor and compiled `torch.distributed` calls become, of sums; norms are
+    `torch.nn.functional.rms_norm` and the form that models of Hugging Face write out. `replaced` counts
+    what was replaced so far, without graphs that come from the compiler's cache, where they lie as this
+    pass has made them."""
+
+    def __init__(self) -> None:
+        self.replaced = 0
+
+    def uuid(self) -> Any:
+        """Identifies the pass in the compiler's cache of graphs."""
+        return get_hash_for_files((__file__,))
+
+    def __call__(self, graph: Graph) -> None:
+        """Replaces what it finds in a graph."""
+        order = {node: number for number, node in enumerate(graph.nodes)}
+        for wait in list(graph.nodes):
+            if wait.op == "call_function" and wait.target == _c10d.wait_tensor.default:
+                self.replaced += _fuse(graph, wait, order)
+        graph.eliminate_dead_code()
+
+
+def inductor_pass() -> NormFusion:
+    """A pass that fuses all-reduces with the residual and the norm behind them, for
+    `torch.compile(model, options={"post_grad_custom_pre_pass": fused.inductor_pass()})`, or for
+    `torch._inductor.config.post_grad_custom_pre_pass`.
+
+    Every rank has to use it. Their group then has a communicator, whatever its backend is; it is made by the
+    first call, so that must not be captured. Results differ from separate kernels by roundings: norms are
+    rounded once, and all ranks have the same bits. Graphs whose norms keep something for a gradient stay as
+    they are."""
+    return NormFusion()
+
+
+def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> int:
+    """Replaces what follows an all-reduce, if it is what the call does; says how often, 0 or 1."""
+    reduced = wait.args[0]
+    if not isinstance(reduced, Node) or reduced.target != _c10d.all_reduce.default:
+        return 0
+    x, op, group = reduced.args
+    if op != "sum" or len(reduced.users) != 1 or not isinstance(group, str) or not isinstance(x, Node):
+        return 0
+    whole = _reshaped(wait)
+    for total, residual in _sums(whole):
+        norm = _norm_of(total)
+        if norm is None or not _fits(total, residual, norm.weight):
+            continue
+        # What the call is given must be there where the sum is made.
+        if any(order.get(each, len(order)) > order[total] for each in (residual, norm.weight) if each):
+            continue
+        with graph.inserting_before(total):
+            given = x
+            if whole is not wait:
+                given = _made(graph, whole.target, (x, whole.args[1]), whole.meta["val"])
+            rest = (None, norm.eps, 0.0, "none", None, "row", False, "auto", group)
+            arguments = (given, residual, norm.weight, *rest)
+            empty = total.meta["val"].new_empty(0)
+            values = (norm.result.meta["val"], total.meta["val"], empty.float())
+            call = _made(graph, torch.ops.symmpool.all_reduce_rms_norm.default, arguments, values)
+            out, sums = (_made(graph, operator.getitem, (call, nth), values[nth]) for nth in range(2))
+        norm.result.replace_all_uses_with(out)
+        total.replace_all_uses_with(sums)
+        # Collectives count as needed, so these are taken away by hand, the last one first.
+        graph.eliminate_dead_code()
+        for each in (wait, reduced):
+            if each in graph.nodes and not each.users:
+                graph.erase_node(each)
+        return 1
+    return 0
+
+
+def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
+    node = graph.call_function(target, arguments)
+    node.meta["val"] = value
+    return node
+
+
+def _reshaped(wait: Node) -> Node:
+    """What is computed with: the result of an all-reduce, or the one view of it."""
+    users = list(wait.users)
+    return users[0] if len(users) == 1 and users[0].target in _VIEWS else wait
+
+
+def _sums(reduced: Node) -> Iterator[tuple[Node, Node | None]]:
+    """The sums of a reduced tensor and a residual, and the reduced tensor. Nobody else may use that where
+    a residual was added, as it is not there any more."""
+    users = list(reduced.users)
+    if len(users) == 1 and users[0].target == _aten.add.Tensor and not users[0].kwargs:
+        one, other = users[0].args
+        residual = other if one is reduced else one
+        if isinstance(residual, Node) and residual is not reduced:
+            yield users[0], residual
+    yield reduced, None
+
+
+def _fits(total: Node, residual: Node | None, weight: Node) -> bool:
+    """Whether the call takes such tensors."""
+    value, scale = total.meta.get("val"), weight.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(scale, torch.Tensor) or value.dim() == 0:
+        return False
+    hidden = value.shape[-1]
+    if not isinstance(hidden, int) or hidden % 8 or not 8 <= hidden <= 65536:
+        return False
+    if value.dtype not in _DTYPES or scale.dtype != value.dtype or tuple(scale.shape) != (hidden,):
+        return False
+    for each in (total, residual):
+        found = each.meta.get("val") if each is not None else value
+        if not isinstance(found, torch.Tensor) or found.shape != value.shape or found.dtype != value.dtype:
+            return False
+        if not found.is_contiguous() or found.device != scale.device:
+            return False
+    return True
+
+
+def _only(node: Node, target: Any) -> Node | None:
+    """The one user of a node, if it calls `target`."""
+    users = list(node.users)
+    targets = target if isinstance(target, tuple) else (target,)
+    return users[0] if len(users) == 1 and users[0].target in targets else None
+
+
+def _norm_of(total: Node) -> _Norm | None:
+    """The norm that is made of a node, in float32 and with a weight."""
+    value = total.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dtype == torch.float32:
+        return _norm_of_wide(total, value)
+    for wide in total.users:
+        if wide.target == _prims.convert_element_type.default and wide.args[1] == torch.float32:
+            found = _norm_of_wide(wide, value)
+            if found is not None and len(wide.users) == 2:
+                return found
+    return None
+
+
+def _norm_of_wide(wide: Node, value: torch.Tensor) -> _Norm | None:
+    """The norm of a node in float32, whose result has the type of `value`."""
+    for square in wide.users:
+        is_power = square.target == _aten.pow.Tensor_Scalar and square.args[1] == 2
+        if not is_power and not (square.target == _aten.mul.Tensor and square.args == (wide, wide)):
+            continue
+        mean = _only(square, _aten.mean.dim)
+        if mean is None or mean.args[1:] not in (([-1], True), ([value.dim() - 1], True)):
+            continue
+        shifted = _only(mean, _ADDS)
+        eps = shifted.args[1] if shifted is not None and not shifted.kwargs else None
+        root = _only(shifted, _aten.rsqrt.default) if isinstance(eps, (int, float)) else None
+        normed = _only(root, _aten.mul.Tensor) if root is not None else None
+        if normed is None or set(normed.args) != {wide, root}:
+            continue
+        found = _weighted(normed, value.dtype)
+        if found is not None:
+            return _Norm(found[0], float(eps), found[1])
+    return None
+
+
+def _weighted(normed: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
+    """The weight by which a norm is multiplied, before or after it is rounded, and the result."""
+    convert = _prims.convert_element_type.default
+    rounded = normed if dtype == torch.float32 else _only(normed, convert)
+    if rounded is not None and (rounded is normed or rounded.args[1] == dtype):
+        product = _only(rounded, _aten.mul.Tensor)
+        return (_factor(product, rounded), product) if product is not None else None
+    product = _only(normed, _aten.mul.Tensor)
+    rounded = _only(product, convert) if product is not None else None
+    if rounded is None or rounded.args[1] != dtype:
+        return None
+    weight = _factor(product, normed)
+    # A weight that is widened first, or by the multiplication.
+    if weight.target == convert and weight.args[1] == torch.float32:
+        weight = weight.args[0]
+    return weight, rounded
+
+
+def _factor(product: Node, known: Node) -> Node:
+    one, other = product.args
+    return other if one is known else one
