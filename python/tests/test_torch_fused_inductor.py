@@ -72,6 +72,22 @@ def programs(me, group, dtype, form, all_of_them):
         wrong.append("bits")
     if not all_of_them:
         return wrong
+
+    def layers(x, residual):
+        for _ in range(2):
+            residual = residual + funcol.all_reduce(torch.nn.functional.linear(x, matrix), "sum", group)
+            x = norm(residual)[..., :32].contiguous()
+        return x, residual
+
+    (out, sums), times = compiled(layers, x, residual)
+    with torch.no_grad():
+        once = fused.all_reduce_rms_norm(product, residual, weight, eps)
+        narrow = once.out[..., :32].contiguous()
+        twice = fused.all_reduce_rms_norm(
+            torch.nn.functional.linear(narrow, matrix), once.residual, weight, eps
+        )
+    if times != 2 or not torch.equal(sums, twice.residual):
+        wrong.append(("layers", times))
     (out, _), times = compiled(flat, x, residual)
     if times != 1 or not torch.equal(out, exact.out * 2):
         wrong.append(("flat", times))

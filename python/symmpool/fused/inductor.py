@@ -88,6 +88,8 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> int:
             values = (norm.result.meta["val"], total.meta["val"], empty.float())
             call = _made(graph, torch.ops.symmpool.all_reduce_rms_norm.default, arguments, values)
             out, sums = (_made(graph, operator.getitem, (call, nth), values[nth]) for nth in range(2))
+        # They stand where the sum was, for calls of which they are the residual.
+        order[out] = order[sums] = order[total]
         norm.result.replace_all_uses_with(out)
         total.replace_all_uses_with(sums)
         # Collectives count as needed, so these are taken away by hand, the last one first.
