@@ -10,6 +10,7 @@
 //! | `experts` | dispatch to experts, and combine |
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `fused` | all-reduces with a residual and a norm |
+//! | `matmul` | products of matrices that hide their communication |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
 //! | `registry` | the algorithms, and calls with one that is named |
@@ -26,6 +27,7 @@ mod engine;
 mod experts;
 mod fused;
 mod make;
+mod matmul;
 mod memory;
 mod one_sided;
 mod options;

@@ -50,6 +50,7 @@ mod fused;
 mod group;
 mod machine;
 mod mark;
+mod matmul;
 mod memory;
 mod name;
 mod ndarray;
@@ -95,6 +96,8 @@ mod _symmpool {
     use crate::machine::machine;
     #[pymodule_export]
     use crate::mark::Mark;
+    #[pymodule_export]
+    use crate::matmul::{await_step, begin_matmul, pull, push_step, signal_step};
     #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]

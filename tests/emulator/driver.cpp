@@ -5,8 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -375,6 +377,39 @@ int cuMemHostAlloc(void** to, size_t bytes, unsigned) {
 int cuMemFreeHost(void* memory) { return free(memory), OK; }
 
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = new_stream((flags & 1) == 0), OK; }
+// The members of CUstreamBatchMemOpParams that are read.
+struct MemoryOperation {
+    unsigned operation;  // 1: wait, 2: write
+    uint64_t address;
+    uint64_t value;
+    unsigned flags;
+    uint64_t alias, unused;
+};
+int cuStreamBatchMemOp_v2(void* handle, unsigned count, const MemoryOperation* given, unsigned) {
+    const std::vector<MemoryOperation> all(given, given + count);
+    for (const MemoryOperation& each : all) {
+        // Waits are for equal values.
+        if (each.operation != 2 && !(each.operation == 1 && each.flags == 1)) {
+            return NOT_SUPPORTED;
+        }
+    }
+    return on(handle, [&](Stream* stream) {
+        put(stream, [all] {
+            for (const MemoryOperation& each : all) {
+                auto* word = reinterpret_cast<std::atomic<unsigned>*>(each.address);
+                const unsigned value = static_cast<unsigned>(each.value);
+                if (each.operation == 2) {
+                    word->store(value);
+                    continue;
+                }
+                while (word->load() != value) {
+                    const timespec moment = {0, 20000};
+                    nanosleep(&moment, nullptr);
+                }
+            }
+        });
+    });
+}
 int cuStreamDestroy_v2(void* handle) { return on(handle, drop_stream); }
 int cuStreamDestroy(void* handle) { return cuStreamDestroy_v2(handle); }
 int cuStreamSynchronize(void* handle) {

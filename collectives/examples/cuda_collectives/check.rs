@@ -9,8 +9,8 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, experts_time,
-    first_calls, fused, huge, native, one_sided, one_sided_streams, p2p, plans, repeats,
-    row_exchange, slow, streams,
+    first_calls, fused, huge, memory_operations, native, one_sided, one_sided_streams, p2p, plans,
+    repeats, row_exchange, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -99,9 +99,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         wrong += expert_wrong;
     }
     if options.wants("one_sided") {
-        for (some_cases, some_wrong) in
-            [one_sided::run(pool, options)?, one_sided_streams::run(pool, options)?]
-        {
+        for (some_cases, some_wrong) in [
+            one_sided::run(pool, options)?,
+            one_sided_streams::run(pool, options)?,
+            memory_operations::run(pool, options)?,
+        ] {
             cases += some_cases;
             wrong += some_wrong;
         }

@@ -29,6 +29,7 @@ mod huge;
 mod killed;
 mod late;
 mod matrix;
+mod memory_operations;
 mod native;
 mod one_sided;
 mod one_sided_streams;

@@ -135,6 +135,94 @@ impl Communicator {
         unsafe { self.transfer(&copy, peer, None, stream) }
     }
 
+    /// As [`Self::put_at`], by a copy engine of the device, which leaves all SMs to other work. A copy takes some
+    /// microseconds more to start, and large ones are faster. Behind it on the stream,
+    /// [`Self::signal_by_memory`] tells the peer, and so does [`Self::signal`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::put_at`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::put_at`].
+    pub unsafe fn put_by_copy_engine_at(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        bytes: usize,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let to = self.remote("put", dst as u64, bytes as u64, peer)?;
+        let copy = self.copy("put", (src as u64, to), bytes as u64, peer)?;
+        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
+        unsafe { self.transfer_by_copy_engine(&copy, peer, stream) }
+    }
+
+    /// As [`Self::get_at`], by a copy engine of the device: see [`Self::put_by_copy_engine_at`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::get_at`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::get_at`].
+    pub unsafe fn get_by_copy_engine_at(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        bytes: usize,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let from = self.remote("get", src as u64, bytes as u64, peer)?;
+        let copy = self.copy("get", (from, dst as u64), bytes as u64, peer)?;
+        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
+        unsafe { self.transfer_by_copy_engine(&copy, peer, stream) }
+    }
+
+    /// Signals `peer` on a channel by stream memory operations, which take no SM; [`Self::wait_by_memory`] takes the
+    /// signal. These channels are others than those of [`Self::signal`], and hold one signal: the next one waits on
+    /// the stream until the peer has taken the last. Replayed graphs send their signals again. In host memory this
+    /// is [`Self::signal`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::signal`]; a peer that does not take a signal within the communicator's timeout is named as by
+    /// [`Self::wait`].
+    pub fn signal_by_memory(&self, peer: u32, channel: u32, stream: &Stream) -> Result<()> {
+        self.check_channel("signal_by_memory", peer, channel)?;
+        match &self.one_sided {
+            Some(host) => host.signal(peer, channel),
+            None => self.lock().engine.cuda()?.signal_by_memory((peer, channel), true, *stream),
+        }
+    }
+
+    /// Waits for `peer`'s next [`Self::signal_by_memory`] on a channel, by stream memory operations: `stream` waits, and
+    /// no SM. In host memory this is [`Self::wait`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::wait`]. A thread of the communicator ends a wait that takes longer than `timeout`, within 0.1 s.
+    pub fn wait_by_memory(
+        &self,
+        peer: u32,
+        channel: u32,
+        timeout: Duration,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.check_channel("wait_by_memory", peer, channel)?;
+        match &self.one_sided {
+            Some(host) => host.wait(peer, channel, timeout),
+            None => {
+                let mut inner = self.lock();
+                inner.engine.cuda()?.wait_by_memory((peer, channel), timeout, true, *stream)
+            }
+        }
+    }
+
     /// [`Self::put_at`] and then [`Self::signal`]: on a device, in one kernel.
     ///
     /// # Safety
@@ -252,6 +340,25 @@ impl Communicator {
         }
     }
 
+    /// # Safety
+    ///
+    /// As [`Self::transfer`].
+    unsafe fn transfer_by_copy_engine(
+        &self,
+        copy: &Copy,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        if self.one_sided.is_some() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.transfer(copy, peer, None, stream) };
+        }
+        let Copy { from, to, bytes } = *copy;
+        tracing::trace!(rank = self.rank(), peer, bytes, "one-sided copy by a copy engine");
+        // SAFETY: the caller's promise.
+        unsafe { self.lock().engine.cuda()?.put_by_copy_engine((from, to), bytes, *stream) }
+    }
+
     /// Refuses a block of another pool, which the device or process that copies may not reach.
     pub(super) fn check_block<T: Pod>(
         &self,
@@ -343,7 +450,7 @@ impl Communicator {
     }
 
     /// Refuses peers and channels that do not exist.
-    fn check_channel(&self, what: &str, peer: u32, channel: u32) -> Result<()> {
+    pub(super) fn check_channel(&self, what: &str, peer: u32, channel: u32) -> Result<()> {
         if peer >= self.world() {
             return Err(Error::invalid_argument(format!(
                 "{what} on rank {} with rank {peer}: there are {} ranks",

@@ -49,6 +49,7 @@ functions! {
     function_set = cuFuncSetAttribute(Handle, c_int, c_int);
     launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
     copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
+    batch_mem_op = cuStreamBatchMemOp_v2(Handle, c_uint, *mut sys::CUstreamBatchMemOpParams, c_uint);
     host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     host_free = cuMemFreeHost(*mut c_void);
     stream_create = cuStreamCreate(*mut Handle, c_uint);

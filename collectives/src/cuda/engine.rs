@@ -23,6 +23,7 @@ use super::api::{Api, Handle};
 use super::fault::{Fault, HostView};
 use super::footprint::Footprint;
 use super::kernels::Kernels;
+use super::memory_operations::MemoryOperations;
 use super::modules::{self, Modules};
 use super::p2p::P2p;
 use super::params::{ChannelEnd, Comm, Control};
@@ -89,6 +90,7 @@ pub(crate) struct CudaEngine {
     /// The order of signals, waits, sends and receives, which each end of a channel has for itself.
     channels: BTreeMap<ChannelEnd, StreamOrder>,
     pub(super) p2p: P2p,
+    pub(super) memory_operations: MemoryOperations,
     failed: Option<Error>,
 }
 
@@ -242,7 +244,9 @@ impl Drop for CudaEngine {
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams = [self.copy_stream, self.companion_stream];
         let deadline = self.pool.group().deadline();
-        if let Err(error) = self.pool.driver().synchronize_by(deadline) {
+        let synchronized = self.pool.driver().synchronize_by(deadline);
+        self.memory_operations.end();
+        if let Err(error) = synchronized {
             // Kernels may still run, so what they use is leaked.
             self.kernels.keep();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
@@ -255,6 +259,7 @@ impl Drop for CudaEngine {
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };
                 CudaDriver::check(code, || "giving back a stream".to_owned())?;
             }
+            self.memory_operations.free();
             if let Some(fault) = fault {
                 fault.free(api);
             }

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // pinned memory that the device writes
 
 use std::ffi::c_void;
+use std::mem::offset_of;
 use std::ptr::{NonNull, addr_of};
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result};
 
 use super::api::Api;
+use super::memory_operations::MEMORY_CHANNELS;
 use crate::host::call::{Call, mismatch_of_two};
 use crate::p2p::{Length, lengths_differ};
 use crate::row_exchange::BadRow;
@@ -143,6 +145,10 @@ const CHANNEL: u32 = 16;
 /// wait for data. `p2p/p2p.cu` has both.
 const SENDING: u32 = CHANNEL + CHANNELS;
 const RECEIVING: u32 = SENDING + 1;
+/// Behind those are waits by memory operations: for a signal of a peer on each channel, and then for the peer to take the
+/// last signal. No kernel reports them.
+const MEMORY: u32 = RECEIVING + 1;
+const MEMORY_UNTAKEN: u32 = MEMORY + MEMORY_CHANNELS;
 
 /// What the host knows besides the record.
 pub(super) struct HostView<'a> {
@@ -200,6 +206,8 @@ impl Record {
                          communicator is closed"
                     );
                     (what, timeout)
+                } else if phase >= MEMORY {
+                    (waited_by_memory_operation(rank, peer, phase), Duration::from_nanos(ours[0]))
                 } else if phase >= CHANNEL {
                     // The timeout of such a wait is in its call description: see `CudaEngine::wait`.
                     let what = format!(
@@ -248,6 +256,63 @@ impl Record {
     }
 }
 
+/// What a stream of `rank` waited for by a memory operation.
+fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
+    let (channel, what) = match phase.checked_sub(MEMORY_UNTAKEN) {
+        Some(channel) => (channel, "to take the last signal"),
+        None => (phase - MEMORY, "to signal"),
+    };
+    let on = match channel.checked_sub(CHANNELS) {
+        Some(step) => format!("in step {step} of a fused product of matrices"),
+        None => format!("on channel {channel}, by memory operations"),
+    };
+    format!(
+        "waiting for rank {peer} {what} {on}, on the device, on rank {rank}; the communicator is closed"
+    )
+}
+
+/// Records what the host finds, for the thread that ends waits.
+pub(super) struct FaultWriter(NonNull<Record>);
+
+// SAFETY: the record lives until the thread has ended, and is written as if another thread read it.
+unsafe impl Send for FaultWriter {}
+// SAFETY: the same.
+unsafe impl Sync for FaultWriter {}
+
+impl FaultWriter {
+    /// Whether something went wrong.
+    pub(super) fn is_set(&self) -> bool {
+        let complete = self.word::<u32>(offset_of!(Record, complete));
+        // SAFETY: the record is mapped while the engine lives; the device may write the word meanwhile.
+        unsafe { complete.read_volatile() != 0 }
+    }
+
+    /// Records that a peer did not signal on a channel of memory operations, or did not take a signal, in time.
+    pub(super) fn missing(&self, (peer, channel): (u32, u32), untaken: bool, after: Duration) {
+        let phase = if untaken { MEMORY_UNTAKEN } else { MEMORY } + channel;
+        for (offset, value) in [
+            (offset_of!(Record, kind), TIMEOUT),
+            (offset_of!(Record, epoch), 0),
+            (offset_of!(Record, peer), peer),
+            (offset_of!(Record, phase), phase),
+        ] {
+            // SAFETY: a word of the record, as in `is_set`.
+            unsafe { self.word::<u32>(offset).write_volatile(value) };
+        }
+        let ours = self.word::<u64>(offset_of!(Record, ours));
+        // SAFETY: the same.
+        unsafe { ours.write_volatile(crate::timeout::nanoseconds(after)) };
+        std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
+        // SAFETY: the same. It comes last, as whoever sees it reads the others.
+        unsafe { self.word::<u32>(offset_of!(Record, complete)).write_volatile(1) };
+    }
+
+    /// Where a word of the record lies.
+    fn word<T>(&self, offset: usize) -> *mut T {
+        self.0.as_ptr().cast::<u8>().wrapping_add(offset).cast()
+    }
+}
+
 /// A record in pinned host memory, one for each communicator.
 pub(super) struct Fault {
     record: NonNull<Record>,
@@ -279,6 +344,11 @@ impl Fault {
         let communicator =
             format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
         Ok(Self { record, returned: 0, communicator })
+    }
+
+    /// For the thread that ends waits, which does not outlive this.
+    pub(super) fn writer(&self) -> FaultWriter {
+        FaultWriter(self.record)
     }
 
     /// The address, which is the same for the host and, with unified addressing, the device.
@@ -425,6 +495,8 @@ mod tests {
             (CHANNEL + 5, "on channel 5"),
             (SENDING, "to receive what rank 1 sends"),
             (RECEIVING, "for a message of rank 2"),
+            (MEMORY + 3, "rank 2 to signal on channel 3, by memory operations"),
+            (MEMORY_UNTAKEN + 17, "rank 2 to take the last signal in step 1 of a fused"),
         ] {
             let late = record(TIMEOUT, phase).error(&there);
             assert!(late.is_timeout() && late.ranks() == [2], "{late}");

@@ -132,7 +132,7 @@ fn words(world: u32) -> u64 {
     let ranks = u64::from(world);
     LOCAL
         + Control::flags_bytes(world)
-        + ranks * (64 * u64::from(CHANNELS) + (8 << 10))
+        + ranks * (80 * u64::from(CHANNELS) + (8 << 10))
         + (64 << 10)
 }
 

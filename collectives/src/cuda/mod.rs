@@ -12,6 +12,7 @@
 //! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
 //! | `experts` | dispatch to experts, and combine |
 //! | `one_sided` | copies and signals between two ranks |
+//! | `memory_operations` | signals and waits that take no SM, and the thread that ends such waits |
 //! | `p2p` | send and recv between two ranks |
 //! | `plan`, `native` | run collectives that programs bring along: plans, by kernels made for them, and kernels |
 //! | `arguments` | checks of what calls are given |
@@ -50,6 +51,7 @@ mod kernel_spec;
 mod kernels;
 mod launch_config;
 mod made;
+mod memory_operations;
 mod modules;
 mod native;
 mod one_sided;
@@ -69,6 +71,7 @@ pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
     communicator_bytes, requested_total,
 };
+pub(crate) use memory_operations::MEMORY_CHANNELS;
 pub(crate) use sm_budget::BudgetOptions;
 #[allow(deprecated)]
 pub use sm_budget::leave_room;

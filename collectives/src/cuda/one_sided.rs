@@ -81,6 +81,56 @@ impl CudaEngine {
         unsafe { self.launch_one_sided((OneSidedMode::Wait, 1), &comm, &params, Some(end), stream) }
     }
 
+    /// Copies by a copy engine between addresses that this rank has mapped.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::copy`].
+    pub(crate) unsafe fn put_by_copy_engine(
+        &mut self,
+        (from, to): (u64, u64),
+        bytes: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        self.check_stream(stream)?;
+        self.begin_outside_calls();
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_outside_calls(to, from, bytes, stream) }
+    }
+
+    /// Signals the peer by memory operations; where `acknowledged`, once it has taken the last signal.
+    pub(crate) fn signal_by_memory(
+        &mut self,
+        end: (u32, u32),
+        acknowledged: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        self.check_stream(stream)?;
+        self.begin_outside_calls();
+        if acknowledged {
+            self.before_wait(stream)?;
+        }
+        let timeout = self.comm.timeout;
+        self.memory_operations.signal(end, timeout, acknowledged, stream)
+    }
+
+    /// Makes the stream wait for the peer's next signal by memory operations.
+    pub(crate) fn wait_by_memory(
+        &mut self,
+        end: (u32, u32),
+        timeout: Duration,
+        acknowledge: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        self.check_stream(stream)?;
+        self.begin_outside_calls();
+        self.before_wait(stream)?;
+        self.memory_operations.wait(end, nanoseconds(timeout), acknowledge, stream)
+    }
+
     /// # Safety
     ///
     /// As `Kernels::launch`.

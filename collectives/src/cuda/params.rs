@@ -3,6 +3,7 @@
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::footprint::Footprint;
+use super::memory_operations::MemoryFlags;
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
 
@@ -16,6 +17,9 @@ pub(super) const LL128_PAYLOAD: u64 = 120;
 pub(super) const ITEM: u64 = 512;
 /// Bytes of `Local` in `symmpool/comm.cuh`, rounded up to whole cache lines.
 pub(super) const LOCAL: u64 = 256;
+
+/// Where `failed` of `Local` lies in a control block.
+pub(super) const LOCAL_FAILED: u64 = 4;
 
 /// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
@@ -193,8 +197,9 @@ impl Control {
         // Call descriptions, and behind them rows of a traffic matrix; all travel in the LL protocol.
         let row = 16 * (2 * ranks + 3);
         let handshake = place(2 * 64 * ranks + 2 * row * ranks);
-        // Behind them are the counts of `all_reduce/two_shot_copy.cu`: one for each rank, and two more.
-        let channels = place(8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2));
+        // Behind them are the counts of `all_reduce/two_shot_copy.cu`: one for each rank, and two more. Then come the
+        // flags of memory operations.
+        let channels = place(Self::counts_bytes(world) + MemoryFlags::bytes(world));
         let flags_bytes = Self::flags_bytes(world);
         let flags = place(flags_bytes);
         let ll_bytes = 2 * footprint.ll;
@@ -229,6 +234,17 @@ impl Control {
             plan_scratch,
             plan_scratch_bytes,
         })
+    }
+
+    /// Bytes of the counts of channels, and of those behind them.
+    fn counts_bytes(world: u32) -> u64 {
+        let ranks = u64::from(world);
+        8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2)
+    }
+
+    /// Where the flags of memory operations lie.
+    pub(super) fn memory_flags(&self, world: u32) -> MemoryFlags {
+        MemoryFlags::new(self.channels + Self::counts_bytes(world))
     }
 
     /// Bytes of the flags of peer blocks: `FLAG_KINDS` flags of eight bytes for each block and rank, in two parities.
@@ -336,7 +352,7 @@ mod tests {
             let parts = [
                 (0, LOCAL),
                 (control.handshake, 2 * ranks * (64 + 16 * (2 * ranks + 3))),
-                (control.channels, 8 * (4 * ranks * 16 + ranks + 2)),
+                (control.channels, 8 * (4 * ranks * 16 + ranks + 2) + 16 + 8 * 32 * ranks),
                 (control.flags, 2 * 4 * 8 * ranks * 1056),
                 (control.ll, control.ll_bytes),
                 (control.ll128, control.ll128_bytes),

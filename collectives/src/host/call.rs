@@ -11,7 +11,7 @@ use super::place::Place;
 use crate::algorithm::{AUTO, name_of};
 use crate::experts::{ExpertMode, ExpertShape};
 use crate::signal::DESCRIPTION_WORDS;
-use crate::{DType, NormOutput, ReduceOp};
+use crate::{DType, MatmulKind, MatmulShape, NormOutput, ReduceOp};
 
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
@@ -88,6 +88,15 @@ impl Call {
             powers_of_two: flag(10),
             algorithm: (head >> 24) as u8,
         }
+    }
+
+    /// Describes a fused product of matrices.
+    pub(crate) fn matmul(mut self, shape: &MatmulShape) -> Self {
+        self.words[0] |= (shape.dtype as u64) << 8 | (shape.kind as u64) << 40;
+        self.words[1] = shape.rows & OFFSET;
+        self.words[2] = u64::from(shape.inner) | u64::from(shape.columns) << 32;
+        self.words[3] = shape.rest;
+        self
     }
 
     /// Describes the requested algorithm by its number, which is the operation's own; 0 is the automatic choice.
@@ -240,6 +249,21 @@ impl Call {
     }
 }
 
+impl Call {
+    /// A fused product of matrices in words.
+    fn fmt_matmul(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [head, rows, row, rest] = self.words;
+        let name = MatmulKind::from_code((head >> 40) as u8).map_or("?", MatmulKind::name);
+        let dtype = DType::from_code((head >> 8) as u8).map_or("?", DType::name);
+        let (inner, columns) = (row as u32, row >> 32);
+        match (inner, columns) {
+            (0, _) => write!(f, "{name} of a product of {rows} x {columns} {dtype}")?,
+            _ => write!(f, "{name} of a shard of {rows} x {inner} {dtype}")?,
+        }
+        write!(f, ", whose other arguments have the hash {rest:016x}")
+    }
+}
+
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [head, count, input, output] = self.words;
@@ -247,6 +271,9 @@ impl fmt::Display for Call {
         let Some(operation) = self.operation() else {
             return write!(f, "an operation this version does not know ({:#x})", head as u8);
         };
+        if operation == Operation::FusedMatmul {
+            return self.fmt_matmul(f);
+        }
         f.write_str(operation.name())?;
         if matches!(operation, Operation::Declined | Operation::Barrier) {
             return Ok(());

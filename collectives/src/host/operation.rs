@@ -25,10 +25,12 @@ pub(crate) enum Operation {
     /// Tokens go to the ranks of their experts, and come back.
     ExpertDispatch = 13,
     ExpertCombine = 14,
+    /// A product of matrices that hides its communication.
+    FusedMatmul = 15,
 }
 
 impl Operation {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Declined,
         Self::Barrier,
         Self::AllReduce,
@@ -43,6 +45,7 @@ impl Operation {
         Self::AllReduceNorm,
         Self::ExpertDispatch,
         Self::ExpertCombine,
+        Self::FusedMatmul,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -61,6 +64,7 @@ impl Operation {
             Self::AllReduceNorm => "all_reduce_norm",
             Self::ExpertDispatch => "dispatch to experts",
             Self::ExpertCombine => "combine from experts",
+            Self::FusedMatmul => "fused product of matrices",
         }
     }
 

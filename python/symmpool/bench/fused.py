@@ -1,10 +1,11 @@
 """`bench fused`: all-reduce, residual and RMSNorm as one call, compared with an all-reduce and then a norm.
 
-The norm behind an all-reduce is what torch's compiler makes of it, one kernel, as programs have it.
+The norm behind an all-reduce is what torch's compiler makes of it, one kernel, as programs have it. With
+`--what matmul` products of matrices are measured instead: see `matmuls`.
 """
 
 import symmpool
-from symmpool.bench import peers, rounds, session, table, timing
+from symmpool.bench import matmuls, peers, rounds, session, table, timing
 from symmpool.bench.arguments import add_measuring, comma_separated
 
 EPS = 1e-6
@@ -25,6 +26,7 @@ def add_options(commands):
     command.add_argument("--hidden", type=numbers, default=[4096, 8192])
     command.add_argument("--dtype", choices=["f32", "f16", "bf16"], default="bf16", help="default bf16")
     command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    matmuls.add_options(command)
     add_measuring(command, calls=[1, 10, 20])
 
 
@@ -131,6 +133,8 @@ def prepare(ranks, options, contender, row, dtype, checked):
 
 
 def run(options, arguments):
+    if options.what == "matmul":
+        return matmuls.run(options, arguments)
     ranks = session.connect(options)
     torch, pools = ranks.torch, peers.Pools()
     dtype = getattr(torch, session.DTYPES[options.dtype])

@@ -4,13 +4,22 @@
 
     x, residual, _ = fused.all_reduce_rms_norm(x, residual, norm.weight, norm.eps)
 
-docs/fused.md has the layouts of quantised outputs. Importing this module also registers
-`torch.ops.symmpool.all_reduce_rms_norm` and `all_reduce_rms_norm_`, which compiled code uses. It needs
-torch."""
+docs/fused.md has the layouts of quantised outputs, and products of matrices that hide their communication.
+Importing this module also registers `torch.ops.symmpool.all_reduce_rms_norm`, `all_reduce_rms_norm_` and
+`fused_*`, which compiled code uses. It needs torch."""
 
 from typing import Any
 
+from symmpool.fused.low_contention import low_contention_all_gather, low_contention_reduce_scatter
+from symmpool.fused.matmul import (
+    fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
+    fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
+    matmul_all_reduce,
+)
 from symmpool.fused.norm import all_reduce_rms_norm
+from symmpool.fused.operators import install, uninstall
 from symmpool.fused.quantization import Fused, Quantization, fp8_per_group, fp8_per_token, fp8_static
 
 __all__ = [
@@ -21,6 +30,15 @@ __all__ = [
     "fp8_per_token",
     "fp8_static",
     "inductor_pass",
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
+    "install",
+    "low_contention_all_gather",
+    "low_contention_reduce_scatter",
+    "matmul_all_reduce",
+    "uninstall",
 ]
 
 

@@ -171,18 +171,33 @@ impl CudaEngine {
         bytes: u64,
         stream: Stream,
     ) -> Result<()> {
+        // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers' scratch or outputs,
+        // which are windows at the same place.
+        let copied = unsafe { self.copy_outside_calls(to, from, bytes, stream) };
+        copied.map_err(|error| self.decline(error, stream))
+    }
+
+    /// Puts one copy on the stream, by a copy engine.
+    ///
+    /// # Safety
+    ///
+    /// So many bytes are readable and writable on the device until the stream has done the copy, and nothing else touches
+    /// them in a way that collides.
+    pub(in super::super) unsafe fn copy_outside_calls(
+        &self,
+        to: u64,
+        from: u64,
+        bytes: u64,
+        stream: Stream,
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         let api = self.api;
-        let copied = cuda(&self.pool).and_then(|driver| {
-            driver.with_context(|| {
-                // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers'
-                // scratch or outputs, which are windows at the same place; the stream is live.
-                let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as Handle) };
-                CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))
-            })
-        });
-        copied.map_err(|error| self.decline(error, stream))
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: the caller's promise; the stream is live.
+            let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as Handle) };
+            CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))
+        })
     }
 }

@@ -14,6 +14,7 @@ use super::super::constraints::{AllReduceShape, directly_linked};
 use super::super::fault::Fault;
 use super::super::kernel_spec::KernelSpec;
 use super::super::kernels::Kernels;
+use super::super::memory_operations::MemoryOperations;
 use super::super::modules::Modules;
 use super::super::p2p::{self, P2p, P2pLayout};
 use super::super::params::Control;
@@ -51,6 +52,7 @@ impl CudaEngine {
         };
         fill(driver, block.address(), 0, control.escaped)?;
         fill(driver, block.address(), last_epoch, 4)?;
+        fill(driver, block.address() + control.memory_flags(pool.world()).one(), 1, 4)?;
         fill(driver, block.address() + control.escaped, ESCAPED_PATTERN, control.escaped_bytes)?;
         fill(driver, block.address() + control.lamport, LAMPORT_PATTERN, control.lamport_bytes)?;
         fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
@@ -95,6 +97,10 @@ impl CudaEngine {
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
         let p2p_layout = P2pLayout::new(layout.world, control.bytes(), options.footprint.staging);
         let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
+        let own = layout.address(layout.rank, control_offset);
+        let memory_operations = driver.with_context_unordered(|| {
+            MemoryOperations::new(api, pool, (&control, own), fault.writer())
+        })?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
         Ok(Self {
@@ -116,6 +122,7 @@ impl CudaEngine {
             companion_stream,
             channels: BTreeMap::new(),
             p2p,
+            memory_operations,
             failed: None,
         })
     }

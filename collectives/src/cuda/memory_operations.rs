@@ -1,0 +1,464 @@
+//! Signals and waits that take no SM: stream memory operations, and copy engines that write flags.
+//!
+//! A stream that waits for a value in memory occupies no SM, so products of matrices beside it lose none. Flags lie in the
+//! control blocks: for each peer and channel a word that says whether the peer has signalled, and one that says whether the
+//! peer still has to take this rank's last signal. A signal is a copy of the word 1 into the peer's memory, by a copy
+//! engine: it comes behind all copies that the stream made before. A wait resets its flag when it has found it, so graphs
+//! replay. A channel holds one signal, therefore: the next one waits until the last one was taken.
+//!
+//! The driver's waits have no end, so a thread watches them (rule S5). A stream writes to a word in pinned memory before
+//! it waits, and clears it afterwards. The thread looks at these words 20 times a second. When a wait has taken longer than
+//! its timeout, or the communicator has failed otherwise, the thread records the failure and writes the awaited value
+//! itself, so that the stream goes on; kernels of the communicator do nothing from then on.
+
+#![allow(unsafe_code)] // driver calls on raw addresses, and pinned memory that streams write
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+use cudarc::driver::sys::{
+    CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st as WaitParams,
+    CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st__bindgen_ty_1 as WaitNumber,
+    CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st as WriteParams,
+    CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st__bindgen_ty_1 as WriteNumber,
+};
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Error, Pool, Result, Stream};
+
+use super::api::{Api, Handle};
+use super::fault::FaultWriter;
+use super::modules;
+use super::params::{Control, LOCAL_FAILED};
+use crate::signal::channel::CHANNELS;
+
+/// Channels of memory operations between two ranks in each direction: those of programs, and behind them as many for
+/// fused operators.
+pub(crate) const MEMORY_CHANNELS: u32 = 2 * CHANNELS;
+/// How often the thread looks at waits.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// The words of a stream that waits: it writes `WAITS` before and `IDLE` after; the thread that looks makes `SEEN` of it,
+/// so that it tells one wait from the next.
+const IDLE: u32 = 0;
+const WAITS: u32 = 1;
+const SEEN: u32 = 2;
+
+/// Which of the two flags that a rank has for a peer and a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flag {
+    /// 1 while a signal of the peer was not taken yet.
+    Arrived,
+    /// 1 while the peer has not taken this rank's last signal.
+    Untaken,
+}
+
+/// Where flags of memory operations lie in a control block.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MemoryFlags {
+    /// Where they begin: the words 1 and 0, and then two flags for each rank and channel.
+    begin: u64,
+}
+
+impl MemoryFlags {
+    pub(super) fn new(begin: u64) -> Self {
+        Self { begin }
+    }
+
+    /// Bytes that they take for so many ranks.
+    pub(super) const fn bytes(world: u32) -> u64 {
+        16 + 8 * world as u64 * MEMORY_CHANNELS as u64
+    }
+
+    /// The word that is always 1.
+    pub(super) fn one(self) -> u64 {
+        self.begin
+    }
+
+    fn zero(self) -> u64 {
+        self.begin + 4
+    }
+
+    /// The flag that a rank has for `peer`.
+    fn at(self, peer: u32, channel: u32, flag: Flag) -> u64 {
+        let pair = u64::from(peer) * u64::from(MEMORY_CHANNELS) + u64::from(channel);
+        self.begin + 16 + 8 * pair + 4 * u64::from(flag == Flag::Untaken)
+    }
+}
+
+/// One operation of a batch.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Write(u64, u32),
+    WaitEqual(u64, u32),
+}
+
+impl Step {
+    fn params(self) -> sys::CUstreamBatchMemOpParams {
+        use sys::CUstreamBatchMemOpType_enum as Kind;
+        // What is beyond a member of the union is zero.
+        let mut params = sys::CUstreamBatchMemOpParams { pad: [0; 6] };
+        match self {
+            Self::Write(address, value) => {
+                params.writeValue = WriteParams {
+                    operation: Kind::CU_STREAM_MEM_OP_WRITE_VALUE_32,
+                    address,
+                    __bindgen_anon_1: WriteNumber { value64: value.into() },
+                    flags: 0,
+                    alias: 0,
+                };
+            }
+            Self::WaitEqual(address, value) => {
+                params.waitValue = WaitParams {
+                    operation: Kind::CU_STREAM_MEM_OP_WAIT_VALUE_32,
+                    address,
+                    __bindgen_anon_1: WaitNumber { value64: value.into() },
+                    flags: sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_EQ as u32,
+                    alias: 0,
+                };
+            }
+        }
+        params
+    }
+}
+
+/// Puts memory operations on a stream. The device's context must be current.
+fn put(api: &Api, steps: &[Step], stream: Stream) -> Result<()> {
+    let mut all: Vec<_> = steps.iter().map(|step| step.params()).collect();
+    // SAFETY: the array is as long; its addresses are words of control blocks or of pinned memory, which the
+    // communicator keeps until the device is done; the stream is live.
+    let code = unsafe {
+        (api.batch_mem_op)(stream.raw() as Handle, all.len() as u32, all.as_mut_ptr(), 0)
+    };
+    CudaDriver::check(code, || format!("putting {} memory operations on a stream", all.len()))
+}
+
+/// The words of pinned memory that streams write before and after waits.
+struct Words {
+    begin: NonNull<AtomicU32>,
+    count: usize,
+}
+
+// SAFETY: the memory has atomics only, and lives until `MemoryOperations::free`.
+unsafe impl Send for Words {}
+// SAFETY: the same.
+unsafe impl Sync for Words {}
+
+impl Words {
+    fn new(api: &Api, count: usize) -> Result<Self> {
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
+        let mut address: *mut c_void = std::ptr::null_mut();
+        // SAFETY: writes one pointer through a valid one.
+        let code = unsafe { (api.host_alloc)(&raw mut address, 4 * count, flags) };
+        CudaDriver::check(code, || "making pinned memory".to_owned())?;
+        let begin = NonNull::new(address.cast::<AtomicU32>()).ok_or_else(|| {
+            Error::system("making pinned memory", "the driver gave a null address")
+        })?;
+        // SAFETY: the memory is this long, and nobody else has it yet.
+        unsafe { begin.write_bytes(0, count) };
+        Ok(Self { begin, count })
+    }
+
+    fn all(&self) -> &[AtomicU32] {
+        // SAFETY: so many words, which live as long as `self`; whoever writes them does so as an atomic would.
+        unsafe { std::slice::from_raw_parts(self.begin.as_ptr(), self.count) }
+    }
+
+    /// The address, which is the same for the host and, with unified addressing, the device.
+    fn address(&self, nth: usize) -> u64 {
+        self.begin.as_ptr() as u64 + 4 * nth as u64
+    }
+}
+
+/// What the thread and the engine share.
+struct Shared {
+    pool: Pool,
+    api: &'static Api,
+    flags: MemoryFlags,
+    /// This rank's address of its control block.
+    control: u64,
+    words: Words,
+    /// How long each wait may take, in nanoseconds.
+    timeouts: Vec<AtomicU64>,
+    fault: FaultWriter,
+    /// For what the thread writes.
+    stream: Stream,
+    ends: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// The memory operations of an engine.
+pub(super) struct MemoryOperations {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What a wait is for: its peer, channel and flag.
+fn nth(peer: u32, channel: u32, flag: Flag) -> usize {
+    ((peer * MEMORY_CHANNELS + channel) * 2 + u32::from(flag == Flag::Untaken)) as usize
+}
+
+impl MemoryOperations {
+    /// For a control block at `control`. The device's context must be current.
+    pub(super) fn new(
+        api: &'static Api,
+        pool: &Pool,
+        (places, control): (&Control, u64),
+        fault: FaultWriter,
+    ) -> Result<Self> {
+        let count = (pool.world() * MEMORY_CHANNELS * 2) as usize;
+        let shared = Shared {
+            pool: pool.clone(),
+            api,
+            flags: places.memory_flags(pool.world()),
+            control,
+            words: Words::new(api, count)?,
+            timeouts: (0..count).map(|_| AtomicU64::new(u64::MAX)).collect(),
+            fault,
+            stream: api.stream()?,
+            ends: Mutex::new(false),
+            changed: Condvar::new(),
+        };
+        Ok(Self { shared: Arc::new(shared), thread: None })
+    }
+
+    /// Makes the stream wait for the peer's next signal, and take it; for `timeout` nanoseconds at most. With
+    /// `acknowledge` the peer is told, which its next signal waits for.
+    pub(super) fn wait(
+        &mut self,
+        (peer, channel): (u32, u32),
+        timeout: u64,
+        acknowledge: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        self.watch()?;
+        let shared = &*self.shared;
+        let arrived = shared.own(peer, channel, Flag::Arrived);
+        shared.put_wait(
+            (peer, channel, Flag::Arrived),
+            &[Step::WaitEqual(arrived, 1), Step::Write(arrived, 0)],
+            timeout,
+            stream,
+        )?;
+        if acknowledge {
+            let rank = shared.pool.rank();
+            let from = shared.control + shared.flags.zero();
+            shared.copy_word(
+                shared.of(peer, shared.flags.at(rank, channel, Flag::Untaken)),
+                from,
+                stream,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Signals the peer behind what the stream was given before. With `acknowledged` that waits until the peer has
+    /// taken the last signal on this channel; else the caller knows that it has.
+    pub(super) fn signal(
+        &mut self,
+        (peer, channel): (u32, u32),
+        timeout: u64,
+        acknowledged: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        if acknowledged {
+            self.watch()?;
+        }
+        let shared = &*self.shared;
+        if acknowledged {
+            let untaken = shared.own(peer, channel, Flag::Untaken);
+            let steps = [Step::WaitEqual(untaken, 0), Step::Write(untaken, 1)];
+            shared.put_wait((peer, channel, Flag::Untaken), &steps, timeout, stream)?;
+        }
+        let rank = shared.pool.rank();
+        let to = shared.of(peer, shared.flags.at(rank, channel, Flag::Arrived));
+        shared.copy_word(to, shared.control + shared.flags.one(), stream)
+    }
+
+    /// Starts the thread that ends waits, when there is a first one.
+    fn watch(&mut self) -> Result<()> {
+        if self.thread.is_some() {
+            return Ok(());
+        }
+        let shared = Arc::clone(&self.shared);
+        let builder = std::thread::Builder::new().name("symmpool-waits".to_owned());
+        let thread = builder.spawn(move || shared.look_until_the_end());
+        self.thread = Some(thread.map_err(|error| {
+            Error::system("starting the thread that ends waits", error.to_string())
+        })?);
+        Ok(())
+    }
+
+    /// Ends the thread. To be called when nothing waits on the device any more.
+    pub(super) fn end(&mut self) {
+        *self.shared.ends.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::warn!("the thread that ends waits has panicked");
+        }
+    }
+
+    /// Gives back the stream and the pinned memory. The thread has ended, nothing runs on the device that uses them, and
+    /// the device's context is current.
+    pub(super) fn free(&self) {
+        let shared = &self.shared;
+        let (stream, words) = (shared.stream.raw() as Handle, shared.words.begin.as_ptr().cast());
+        let codes = [
+            // SAFETY: made by `new`, and given up here: the caller's promise.
+            unsafe { (shared.api.stream_destroy)(stream) },
+            // SAFETY: the same.
+            unsafe { (shared.api.host_free)(words) },
+        ];
+        for code in codes {
+            if let Err(error) = CudaDriver::check(code, || "giving back memory operations".into()) {
+                tracing::debug!(%error, "at the end of a communicator");
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// This rank's address of its own flag.
+    fn own(&self, peer: u32, channel: u32, flag: Flag) -> u64 {
+        self.control + self.flags.at(peer, channel, flag)
+    }
+
+    /// This rank's address of what lies so far into a peer's control block.
+    fn of(&self, peer: u32, offset: u64) -> u64 {
+        let layout = self.pool.layout();
+        layout.address(peer, self.control - layout.address(layout.rank, 0) + offset)
+    }
+
+    fn put_wait(
+        &self,
+        (peer, channel, flag): (u32, u32, Flag),
+        steps: &[Step; 2],
+        timeout: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let nth = nth(peer, channel, flag);
+        self.timeouts[nth].store(timeout, Ordering::Relaxed);
+        let word = self.words.address(nth);
+        let all = [Step::Write(word, WAITS), steps[0], steps[1], Step::Write(word, IDLE)];
+        self.on_device(|| put(self.api, &all, stream))
+    }
+
+    /// Copies a word by a copy engine.
+    fn copy_word(&self, to: u64, from: u64, stream: Stream) -> Result<()> {
+        self.on_device(|| {
+            // SAFETY: both are words of control blocks, which are windows; the stream is live.
+            let code = unsafe { (self.api.copy)(to, from, 4, stream.raw() as Handle) };
+            CudaDriver::check(code, || format!("copying a flag to {to:#x}"))
+        })
+    }
+
+    fn on_device<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        modules::cuda(self.pool.driver())?.with_context(work)
+    }
+
+    fn look_until_the_end(&self) {
+        let mut since: Vec<Option<Instant>> = vec![None; self.words.count];
+        let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*ends {
+            let waited = self.changed.wait_timeout(ends, LOOK);
+            ends = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if let Err(error) = self.look(&mut since) {
+                tracing::warn!(%error, "a stream's wait for a peer could not be ended");
+            }
+        }
+    }
+
+    /// Ends waits that took too long, and all waits once the communicator has failed.
+    fn look(&self, since: &mut [Option<Instant>]) -> Result<()> {
+        for (nth, word) in self.words.all().iter().enumerate() {
+            if word.compare_exchange(WAITS, SEEN, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                since[nth] = Some(Instant::now());
+            }
+            let Some(begin) = since[nth] else { continue };
+            if word.load(Ordering::Relaxed) == IDLE {
+                since[nth] = None;
+                continue;
+            }
+            let has_failed = self.fault.is_set();
+            let timeout = Duration::from_nanos(self.timeouts[nth].load(Ordering::Relaxed));
+            if has_failed || begin.elapsed() > timeout {
+                let pair = nth as u32 / 2;
+                let flag = if nth % 2 == 0 { Flag::Arrived } else { Flag::Untaken };
+                self.end_wait(
+                    (pair / MEMORY_CHANNELS, pair % MEMORY_CHANNELS, flag),
+                    has_failed,
+                    timeout,
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Records that the peer is missing, unless the communicator has failed already, and has the stream go on.
+    fn end_wait(
+        &self,
+        (peer, channel, flag): (u32, u32, Flag),
+        has_failed: bool,
+        timeout: Duration,
+    ) -> Result<()> {
+        let awaited = u32::from(flag == Flag::Arrived);
+        let steps = [
+            Step::Write(self.control + LOCAL_FAILED, 1),
+            Step::Write(self.own(peer, channel, flag), awaited),
+        ];
+        if !has_failed {
+            self.fault.missing((peer, channel), flag == Flag::Untaken, timeout);
+        }
+        let driver = modules::cuda(self.pool.driver())?;
+        driver.with_context_unordered(|| put(self.api, &steps, self.stream))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use super::*;
+
+    #[test]
+    fn flags_do_not_overlap_and_fit() {
+        let flags = MemoryFlags::new(64);
+        let mut seen = vec![flags.one(), flags.zero()];
+        for peer in 0..8 {
+            for channel in 0..MEMORY_CHANNELS {
+                seen.extend(
+                    [Flag::Arrived, Flag::Untaken].map(|flag| flags.at(peer, channel, flag)),
+                );
+            }
+        }
+        assert!(seen.iter().all(|at| (64..64 + MemoryFlags::bytes(8)).contains(at)));
+        let count = seen.len();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), count);
+    }
+
+    #[test]
+    fn operations_are_laid_out_as_the_driver_reads_them() {
+        for (step, words) in [
+            (Step::Write(0x1234_5678_9abc, 7), [2_u64, 0x1234_5678_9abc, 7, 0]),
+            (Step::WaitEqual(0x10, 1), [1, 0x10, 1, 1]),
+        ] {
+            let params = step.params();
+            // SAFETY: every bit pattern of the union is one of these numbers.
+            let found = unsafe { params.pad };
+            assert_eq!(found[..3], words[..3], "{step:?}");
+            assert_eq!(found[3] & 0xffff_ffff, words[3], "{step:?}");
+        }
+        assert_eq!(
+            offset_of!(sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st, flags),
+            24
+        );
+    }
+}

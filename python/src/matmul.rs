@@ -1,0 +1,134 @@
+//! The steps of fused products of matrices, for the package `symmpool.fused`, which puts the products themselves on
+//! streams between them.
+
+#![allow(unsafe_code)] // passes on addresses that tensors gave
+
+use pyo3::prelude::*;
+use symmpool_collectives::{DType, MatmulKind, MatmulShape};
+
+use crate::communicator::Communicator;
+use crate::reading::Refusal;
+use crate::stream::from_handle;
+
+/// The ends of a copy, which are only handed on to it.
+struct Ends(*mut u8, *const u8);
+
+// SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they point to.
+unsafe impl Send for Ends {}
+
+/// Opens a fused product of an operator's name on the current stream. `sizes` are rows and columns of the left matrix of
+/// this rank, and the columns of all products; `rest` is a hash of all else that ranks
+/// must pass alike.
+#[pyfunction]
+#[pyo3(name = "_begin_matmul")]
+pub(crate) fn begin_matmul(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    kind: &str,
+    dtype: &str,
+    sizes: (u64, u32, u32),
+    rest: u64,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let stream = calls.stream(py, None)?;
+    let found = named(kind, dtype).ok_or_else(|| {
+        Refusal::Invalid(format!(
+            "{kind} of {dtype}: it takes float32, float16, bfloat16, float8_e4m3fn and float8_e5m2"
+        ))
+    });
+    let (kind, dtype) = calls.or_decline(py, stream, found)?;
+    let (rows, inner, columns) = sizes;
+    let shape = MatmulShape { kind, dtype, rows, inner, columns, rest };
+    calls.run(py, || calls.comm.begin_matmul(&shape, &stream))
+}
+
+/// Copies `bytes` bytes of this rank at `src` to where a peer has what this rank has at `dst`, by a copy engine, and tells the
+/// peer so in a step if one is given. The caller keeps the memory alive until `stream`, a raw handle, is past it.
+#[pyfunction]
+#[pyo3(name = "_push_step")]
+pub(crate) fn push_step(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    ends: (usize, usize, usize),
+    to: (u32, Option<u32>),
+    stream: u64,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let ((dst, src, bytes), stream) = (ends, from_handle(stream));
+    let ends = Ends(dst as *mut u8, src as *const u8);
+    calls.run(py, move || {
+        let ends = ends;
+        let (peer, step) = to;
+        match step {
+            // SAFETY: the package passes tensors of the communicator's device of so many bytes, which it keeps alive.
+            Some(step) => unsafe {
+                calls.comm.push_step((ends.0, ends.1), bytes, (peer, step), &stream)
+            },
+            // SAFETY: the same.
+            None => unsafe {
+                calls.comm.put_by_copy_engine_at(ends.0, ends.1, bytes, peer, &stream)
+            },
+        }
+    })
+}
+
+/// Copies `bytes` bytes from where a peer has what this rank has at `src` to `dst`, by a copy engine.
+#[pyfunction]
+#[pyo3(name = "_pull")]
+pub(crate) fn pull(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    ends: (usize, usize, usize),
+    peer: u32,
+    stream: u64,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let ((dst, src, bytes), stream) = (ends, from_handle(stream));
+    let ends = Ends(dst as *mut u8, src as *const u8);
+    calls.run(py, move || {
+        let ends = ends;
+        // SAFETY: as in `push_step`.
+        unsafe { calls.comm.get_by_copy_engine_at(ends.0, ends.1, bytes, peer, &stream) }
+    })
+}
+
+/// Tells a peer in a step what `stream` has done before.
+#[pyfunction]
+#[pyo3(name = "_signal_step")]
+pub(crate) fn signal_step(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    to: (u32, u32),
+    stream: u64,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let stream = from_handle(stream);
+    calls.run(py, || calls.comm.signal_step(to, &stream))
+}
+
+/// Makes `stream` wait for a peer's step.
+#[pyfunction]
+#[pyo3(name = "_await_step")]
+pub(crate) fn await_step(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    source: (u32, u32),
+    stream: u64,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let stream = from_handle(stream);
+    calls.run(py, || calls.comm.await_step(source, &stream))
+}
+
+fn named(kind: &str, dtype: &str) -> Option<(MatmulKind, DType)> {
+    let dtype = match dtype {
+        "float32" => DType::F32,
+        "float64" => DType::F64,
+        "float16" => DType::F16,
+        "bfloat16" => DType::Bf16,
+        "float8_e4m3fn" => DType::F8E4m3,
+        "float8_e5m2" => DType::F8E5m2,
+        _ => return None,
+    };
+    Some((MatmulKind::named(kind)?, dtype))
+}

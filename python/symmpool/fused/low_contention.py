@@ -1,0 +1,72 @@
+"""Gathers and scattered sums by copy engines, for the time that SMs are busy with something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool.errors import InvalidArgumentError
+from symmpool.fused import pipeline
+from symmpool.fused.matmul import _entry, _gathered, _is_pipelined
+from symmpool.fused.products import DTYPES, check_reduce, fingerprint
+
+__all__ = ["low_contention_all_gather", "low_contention_reduce_scatter"]
+
+
+def _check(name: str, tensor: Any, world: int) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.dtype not in DTYPES:
+        raise InvalidArgumentError(
+            f"{name}: tensor: {tensor!r:.80} is no tensor of a type that products have"
+        )
+    if not tensor.is_contiguous():
+        raise InvalidArgumentError(f"{name}: tensor: strides {tensor.stride()}; pass a contiguous one")
+    if name.endswith("scatter") and tensor.shape[0] % world:
+        raise InvalidArgumentError(
+            f"{name}: tensor: the first dimension of {tuple(tensor.shape)} is not for {world} ranks"
+        )
+
+
+def _call(entry: Any, name: str, tensor: torch.Tensor, *rest: Any) -> pipeline.Call:
+    columns = tensor.numel() // max(tensor.shape[0], 1)
+    sizes = (tensor.shape[0], min(columns, (1 << 32) - 1), 0)
+    return pipeline.Call(entry, name, tensor, sizes, fingerprint(tuple(tensor.shape), *rest))
+
+
+def low_contention_all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Every rank's `tensor`, one after the other along the first dimension, carried by copy engines on the
+    current stream. SMs only copy the tensor into the pool's memory."""
+    name = "_low_contention_all_gather"
+    entry = _entry(name, tensor, group, lambda world: _check(name, tensor, world))
+    world = entry.comm.world
+    call = _call(entry, name, tensor)
+    if not _is_pipelined(tensor, world):
+        call.begin(0)
+        return _gathered(entry, tensor)
+    found = tensor.new_empty((world, *tensor.shape))
+    pipeline.pull_all(call, [tensor] * world, found)
+    return found.flatten(0, 1)
+
+
+def low_contention_reduce_scatter(tensor: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
+    """This rank's part, along the first dimension, of the sum (or with "avg" the mean) of all ranks'
+    `tensor`; copy engines exchange the parts, and a kernel adds them up in float32."""
+    name = "_low_contention_reduce_scatter"
+
+    def check(world: int) -> None:
+        check_reduce(name, reduce_op)
+        _check(name, tensor, world)
+
+    entry = _entry(name, tensor, group, check)
+    world = entry.comm.world
+    call = _call(entry, name, tensor, reduce_op)
+    shape = (tensor.shape[0] // world, *tensor.shape[1:])
+    if not _is_pipelined(tensor, world):
+        call.begin(0)
+        found = tensor.new_empty(shape)
+        entry.run(entry.comm.reduce_scatter_tensor, (found, tensor, reduce_op), [], False)
+        return found
+    parts = list(tensor.view(world, *shape))
+    exchanged = tensor.new_empty((world, *shape))
+    pipeline.pull_all(call, parts, exchanged)
+    return exchanged.sum(dim=0) if reduce_op == "sum" else exchanged.mean(dim=0)

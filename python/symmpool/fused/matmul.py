@@ -1,0 +1,390 @@
+"""Tensor-parallel products of matrices that hide their communication, with the names, arguments and meaning
+that torch.ops.symm_mem gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from symmpool.communicators.cache import communicator_for
+from symmpool.errors import InvalidArgumentError
+from symmpool.fused import pipeline
+from symmpool.fused.products import (
+    Product,
+    check_left,
+    check_reduce,
+    check_right,
+    fingerprint,
+    rows_of,
+    scales_of_rows,
+)
+
+__all__ = [
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
+    "matmul_all_reduce",
+]
+
+
+def _entry(name: str, tensor: Any, group: Any, check: Any) -> Any:
+    """What serves a call, whose arguments `check(world)` refuses where they are wrong."""
+
+    def first(rank: int, world: int) -> Any:
+        check(world)
+        return ("barrier", ())
+
+    if not isinstance(tensor, torch.Tensor):
+        check(1)
+    entry = communicator_for(tensor, group, first)
+    if entry is None:
+        raise InvalidArgumentError(f"{name}: this process is no rank of the group")
+    try:
+        check(entry.comm.world)
+    except InvalidArgumentError as why:
+        entry.refuse(str(why))
+        raise
+    return entry
+
+
+def _is_pipelined(tensor: torch.Tensor, world: int) -> bool:
+    return tensor.is_cuda and world > 1 and tensor.numel() > 0
+
+
+def _gathered(entry: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Every rank's rows, one after the other."""
+    whole = rows.new_empty((entry.comm.world * rows.shape[0], *rows.shape[1:]))
+    entry.run(entry.comm.all_gather_into_tensor, (whole, rows.contiguous()), [], False)
+    return whole
+
+
+def fused_all_gather_matmul(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: Any, *, return_A: bool = True
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Every rank's `A_shard` of shape (..., K), one after the other along `gather_dim`, and its products
+    with `Bs`, each of shape (K, N): `A @ B`. If `gather_dim` is the last dimension, `Bs` have `world` times
+    K rows. The gathered tensor is None unless `return_A`.
+
+    On CUDA the first product is of this rank's own rows; meanwhile the others arrive by copy engines. No
+    copy is needed where `A_shard.movedim(gather_dim, 0)` is contiguous. The call is on the current stream;
+    on the CPU it returns when it is done, with the bits of separate operations. `group` is a group, its
+    name or a pool.
+
+    Raises InvalidArgumentError for tensors that do not fit or require grad, and then DivergedError on the
+    other ranks; DivergedError where ranks pass shards of different shapes or types, or another dimension;
+    InvalidStateError where a capture would need new memory of the pool; TimeoutError and PeerLostError
+    where a rank does not come."""
+    products = [Product(right) for right in Bs]
+    name = "fused_all_gather_matmul"
+    A, found = _gather_matmul(name, A_shard, products, None, gather_dim, group, return_A)
+    return A, found
+
+
+def fused_all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: Sequence[torch.Tensor],
+    gather_dim: int,
+    group: Any,
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """As `fused_all_gather_matmul`, for 8-bit floats with scales. `A_scale` is one number, or has one for
+    each row of the shard, (..., 1), or one for each row of the gathered tensor."""
+    name = "fused_all_gather_scaled_matmul"
+    for what, given in (
+        ("B_scales", B_scales),
+        ("biases", biases),
+        ("result_scales", result_scales),
+        ("out_dtypes", out_dtypes),
+        ("use_fast_accum", use_fast_accum),
+    ):
+        if len(given) != len(Bs):
+            raise InvalidArgumentError(f"{name}: {what}: {len(given)} for {len(Bs)} matrices")
+    rest = zip(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum, strict=True)
+    products = [Product(*each) for each in rest]
+    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, True)
+    assert A is not None
+    return A, found
+
+
+def _gather_matmul(
+    name: str,
+    shard: torch.Tensor,
+    products: list[Product],
+    scale: torch.Tensor | None,
+    dim: int,
+    group: Any,
+    return_A: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    def check(world: int) -> None:
+        check_left(name, "A_shard", shard, dim, "gather_dim")
+        inner = shard.shape[-1] * (world if dim == shard.dim() - 1 else 1)
+        for nth, product in enumerate(products):
+            check_right(name, f"Bs[{nth}]", product, shard, inner)
+        scales_of_rows(name, scale, shard.shape, dim, world)
+
+    entry = _entry(name, shard, group, check)
+    world, is_last = entry.comm.world, dim == shard.dim() - 1
+    kind, scales = scales_of_rows(name, scale, shard.shape, dim, world)
+    front = shard if is_last else shard.movedim(dim, 0)
+    leading = list(front.shape[:-1])
+    rows = front.reshape(-1, shard.shape[-1]).contiguous()
+    rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind)
+    sizes = (rows.shape[0], rows.shape[1], 0)
+    call = pipeline.Call(entry, "fused_all_gather_matmul", shard, sizes, rest)
+    if is_last:
+        return _gather_columns(call, rows, leading, products, (kind, scales), return_A)
+    leading[0] *= world
+
+    def shaped(found: torch.Tensor) -> torch.Tensor:
+        return found.view(*leading, found.shape[-1]).movedim(0, dim)
+
+    if not _is_pipelined(shard, world) or not products:
+        call.begin(0)
+        whole = _gathered(entry, rows)
+        if kind == "shard":
+            scales = _gathered(entry, scales.contiguous())
+        found = [shaped(product.make(whole, scales, None)) for product in products]
+        return shaped(whole) if return_A else None, found
+    outs = [
+        rows.new_empty((world, rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(shard))
+        for product in products
+    ]
+    gathered = rows.new_empty((world, *rows.shape)) if return_A else None
+    sent = scales.contiguous() if kind == "shard" else None
+    of_rank = _scales_of_ranks(kind, scales, world)
+
+    def multiply(given: torch.Tensor, received: torch.Tensor | None, rank: int) -> None:
+        for product, out in zip(products, outs, strict=True):
+            product.make(given, received if kind == "shard" else of_rank[rank], out[rank])
+
+    pipeline.gather_multiply(call, rows, sent, multiply, gathered)
+    found = [shaped(out.flatten(0, 1)) for out in outs]
+    return None if gathered is None else shaped(gathered.flatten(0, 1)), found
+
+
+def _scales_of_ranks(kind: str, scales: torch.Tensor | None, world: int) -> list[torch.Tensor | None]:
+    """The scales of each rank's rows, where they are on every rank."""
+    if kind != "whole":
+        return [scales] * world
+    return [aligned(part) for part in scales.chunk(world)]
+
+
+def aligned(scales: torch.Tensor) -> torch.Tensor:
+    """Scales at an address that products of 8-bit floats take."""
+    return scales if scales.data_ptr() % 16 == 0 and scales.is_contiguous() else scales.clone()
+
+
+def _gather_columns(
+    call: pipeline.Call,
+    rows: torch.Tensor,
+    leading: list[int],
+    products: list[Product],
+    scaling: tuple[str, torch.Tensor | None],
+    return_A: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Shards are columns: the product is the sum of those of all shards."""
+    (kind, scales), world = scaling, call.world
+
+    def shaped(found: torch.Tensor) -> torch.Tensor:
+        return found.view(*leading, found.shape[-1])
+
+    is_sum = _is_pipelined(rows, world) and not any(product.is_scaled for product in products) and products
+    if not is_sum:
+        call.begin(0)
+        count = rows.shape[0]
+        whole = _gathered(call.entry, rows).view(world, *rows.shape)
+        whole = whole.movedim(0, 1).reshape(count, world * rows.shape[1])
+        if scales is not None and kind == "shard" and scales.numel() > 1:
+            scales = scales.contiguous()
+        found = [shaped(product.make(whole, scales, None)) for product in products]
+        return shaped(whole) if return_A else None, found
+    outs = [
+        rows.new_empty((rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(rows))
+        for product in products
+    ]
+    rights = [product.right.chunk(world) for product in products]
+    gathered = rows.new_empty((world, *rows.shape)) if return_A else None
+    done: list[Any] = []
+
+    def multiply(given: torch.Tensor, _: Any, rank: int) -> None:
+        # Sums grow in one tensor, so each product waits for the last one.
+        for event in done:
+            torch.cuda.current_stream(rows.device).wait_event(event)
+        for out, parts in zip(outs, rights, strict=True):
+            if done:
+                out.addmm_(given, parts[rank])
+            else:
+                torch.mm(given, parts[rank], out=out)
+        done.append(torch.cuda.current_stream(rows.device).record_event())
+
+    pipeline.gather_multiply(call, rows, None, multiply, gathered)
+    whole = None
+    if gathered is not None:
+        whole = shaped(gathered.movedim(0, 1).reshape(rows.shape[0], world * rows.shape[1]))
+    return whole, [shaped(out) for out in outs]
+
+
+def fused_matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group: Any
+) -> torch.Tensor:
+    """This rank's part, along `scatter_dim`, of the sum (or with "avg" the mean) of all ranks' `A @ B`; A
+    has the shape (..., K) and B (K, N). Ranks may have different K.
+
+    On CUDA other ranks' parts are made first, and this rank's own while theirs arrive by copy engines; sums
+    are added in float32. The rest is as in `fused_all_gather_matmul`."""
+    name = "fused_matmul_reduce_scatter"
+    return _matmul_scatter(name, A, Product(B), None, reduce_op, scatter_dim, scatter_dim, None, group)
+
+
+def fused_scaled_matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group: Any,
+    output_shape: Sequence[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """As `fused_matmul_reduce_scatter`, for 8-bit floats with scales. `A_scale` is one number, or has one
+    for each row of A. `output_shape` is that of the product before it is scattered along
+    `orig_scatter_dim`; A may have fewer dimensions, of which `scatter_dim_after_maybe_reshape` is the same
+    one."""
+    name = "fused_scaled_matmul_reduce_scatter"
+    product = Product(B, B_scale, bias, result_scale, out_dtype, use_fast_accum)
+    dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
+    return _matmul_scatter(name, A, product, A_scale, reduce_op, *dims, output_shape, group)
+
+
+def _matmul_scatter(
+    name: str,
+    A: torch.Tensor,
+    product: Product,
+    scale: torch.Tensor | None,
+    reduce_op: str,
+    scatter_dim: int,
+    dim_of_A: int,
+    output_shape: Sequence[int] | None,
+    group: Any,
+) -> torch.Tensor:
+    def check(world: int) -> None:
+        check_reduce(name, reduce_op)
+        check_left(name, "A", A, dim_of_A, "scatter_dim")
+        check_right(name, "B", product, A, A.shape[-1])
+        whole = _product_shape(A, product, output_shape)
+        if rows_of(whole) != rows_of(A.shape) or whole[-1] != product.right.shape[1]:
+            raise InvalidArgumentError(
+                f"{name}: output_shape: {tuple(whole)} is no shape of a product of {rows_of(A.shape)} x "
+                f"{product.right.shape[1]} elements"
+            )
+        if not isinstance(scatter_dim, int) or not 0 <= scatter_dim < len(whole):
+            raise InvalidArgumentError(f"{name}: scatter_dim: {scatter_dim!r} is none of {tuple(whole)}")
+        if whole[scatter_dim] % world:
+            raise InvalidArgumentError(
+                f"{name}: scatter_dim: dimension {scatter_dim} of {tuple(whole)} is not for {world} ranks"
+            )
+        if scale is not None and scale.numel() != 1 and list(scale.shape) != [*A.shape[:-1], 1]:
+            raise InvalidArgumentError(
+                f"{name}: A_scale: shape {tuple(scale.shape)}; it must have 1 element, or shape "
+                f"{(*A.shape[:-1], 1)}"
+            )
+
+    entry = _entry(name, A, group, check)
+    world = entry.comm.world
+    whole = _product_shape(A, product, output_shape)
+    dtype = product.dtype_for(A)
+    rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op)
+    sizes = (rows_of(whole), 0, whole[-1])
+    call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
+    part = list(whole)
+    part[scatter_dim] //= world
+    is_last = scatter_dim == len(whole) - 1
+    left = A.reshape(*whole[:-1], A.shape[-1])
+    scales = scale
+    if scale is not None and scale.numel() != 1:
+        scales = scale.reshape(*whole[:-1], 1)
+        scales = (scales if is_last else scales.movedim(scatter_dim, 0)).reshape(-1, 1)
+    elif scale is not None:
+        scales = scale.reshape(())
+    if not is_last:
+        left = left.movedim(scatter_dim, 0)
+    rows = left.reshape(-1, A.shape[-1])
+    if not _is_pipelined(rows, world) or math.prod(part) == 0:
+        call.begin(0)
+        made = product.make(rows, scales, None)
+        if is_last:
+            made = made.view(rows.shape[0], world, made.shape[1] // world).movedim(1, 0)
+        found = made.new_empty((made.numel() // world,))
+        given = made.reshape(-1).contiguous()
+        entry.run(entry.comm.reduce_scatter_tensor, (found, given, reduce_op), [], False)
+    else:
+        parts = list(_parts(rows, scales, product, world, is_last))
+        found = pipeline.multiply_scatter(call, parts, dtype, reduce_op)
+    if is_last:
+        return found.view(part)
+    front = [part[scatter_dim], *part[:scatter_dim], *part[scatter_dim + 1 :]]
+    return found.view(front).movedim(0, scatter_dim).contiguous()
+
+
+def _product_shape(A: torch.Tensor, product: Product, output_shape: Sequence[int] | None) -> list[int]:
+    return list(output_shape) if output_shape is not None else [*A.shape[:-1], product.right.shape[1]]
+
+
+def _parts(rows: Any, scales: Any, product: Product, world: int, is_last: bool) -> Any:
+    """Left rows, their scales and the right matrix of each rank's part."""
+    is_per_row = scales is not None and scales.numel() > 1
+    if is_last:
+        columns = product.right.shape[1] // world
+        for each in range(world):
+            yield rows, scales, product.columns(each * columns, (each + 1) * columns)
+        return
+    count = rows.shape[0] // world
+    for each in range(world):
+        here = slice(each * count, (each + 1) * count)
+        yield rows[here], aligned(scales[here]) if is_per_row else scales, product
+
+
+def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
+    """The sum (or with "avg" the mean) of all ranks' `A @ B`, on every rank; A has the shape (..., K) and B
+    (K, N).
+
+    On CUDA, where the rows divide among the ranks, each rank adds up its share of them as
+    `fused_matmul_reduce_scatter` does, and copy engines gather the sums. All ranks get the same bits."""
+    name = "matmul_all_reduce"
+
+    def check(world: int) -> None:
+        check_reduce(name, reduce_op)
+        check_left(name, "A", A, 0, "A")
+        check_right(name, "B", Product(B), A, A.shape[-1])
+
+    entry = _entry(name, A, group, check)
+    world = entry.comm.world
+    rows = A.reshape(-1, A.shape[-1])
+    shape = (*A.shape[:-1], B.shape[1])
+    call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), fingerprint(shape, reduce_op))
+    if not _is_pipelined(rows, world) or rows.shape[0] % world or B.shape[1] == 0:
+        call.begin(0)
+        made = torch.mm(rows, B)
+        entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)
+        return made.view(shape)
+    parts = list(_parts(rows, None, Product(B), world, False))
+    share = pipeline.multiply_scatter(call, parts, A.dtype, reduce_op)
+    found = share.new_empty((world, *share.shape))
+    sizes = (share.shape[0], share.shape[1], 0)
+    gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
+    pipeline.pull_all(gather, [share] * world, found)
+    return found.view(shape)

@@ -1,0 +1,333 @@
+"""Fused products as operators: `torch.ops.symmpool.*`, and in place of torch's own under
+`torch.ops.symm_mem`."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from symmpool import ops
+from symmpool.communicators.devices import name_of, number_of_tensor
+from symmpool.errors import InvalidStateError
+from symmpool.fused import low_contention, matmul
+from symmpool.groups import pool_registry, process_groups
+from symmpool.groups.names import group_of
+
+__all__ = ["install", "uninstall"]
+
+_SIGNATURES = {
+    "fused_all_gather_matmul": "Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
+    "bool return_A = True) -> (Tensor?, Tensor[])",
+    "fused_all_gather_scaled_matmul": "Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
+    "int gather_dim, str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, "
+    "bool[] use_fast_accum) -> (Tensor, Tensor[])",
+    "fused_matmul_reduce_scatter": "Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) "
+    "-> Tensor",
+    "fused_scaled_matmul_reduce_scatter": "Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, "
+    "str reduce_op, int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, "
+    "SymInt[]? output_shape, Tensor? bias = None, Tensor? result_scale = None, ScalarType? out_dtype = None, "
+    "bool use_fast_accum = False) -> Tensor",
+    "_low_contention_all_gather": "Tensor tensor, str group_name) -> Tensor",
+    "_low_contention_reduce_scatter": "Tensor tensor, str reduce_op, str group_name) -> Tensor",
+    "matmul_all_reduce": "Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor",
+}
+# Types by the numbers that operators are given for elements of lists.
+_TYPES = {
+    5: torch.float16,
+    6: torch.float32,
+    7: torch.float64,
+    15: torch.bfloat16,
+    23: torch.float8_e5m2,
+    24: torch.float8_e4m3fn,
+}
+
+
+def _dtype(given: Any) -> Any:
+    return _TYPES.get(given, given) if isinstance(given, int) else given
+
+
+# What operators do.
+
+
+def _all_gather_matmul(A: Any, Bs: Any, gather_dim: int, group_name: str, *, return_A: bool = True) -> Any:
+    return matmul.fused_all_gather_matmul(A, Bs, gather_dim, group_of(group_name), return_A=return_A)
+
+
+def _all_gather_scaled_matmul(
+    A: Any,
+    Bs: Any,
+    A_scale: Any,
+    B_scales: Any,
+    gather_dim: int,
+    group_name: str,
+    biases: Any,
+    result_scales: Any,
+    out_dtypes: Any,
+    use_fast_accum: Any,
+) -> Any:
+    types = [_dtype(each) for each in out_dtypes]
+    group = group_of(group_name)
+    rest = (biases, result_scales, types, use_fast_accum)
+    return matmul.fused_all_gather_scaled_matmul(A, Bs, A_scale, B_scales, gather_dim, group, *rest)
+
+
+def _matmul_reduce_scatter(A: Any, B: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+    return matmul.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_of(group_name))
+
+
+def _scaled_matmul_reduce_scatter(
+    A: Any,
+    B: Any,
+    A_scale: Any,
+    B_scale: Any,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Any,
+    bias: Any = None,
+    result_scale: Any = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> Any:
+    dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
+    more = (output_shape, bias, result_scale, _dtype(out_dtype), use_fast_accum)
+    call = matmul.fused_scaled_matmul_reduce_scatter
+    return call(A, B, A_scale, B_scale, reduce_op, *dims, group_of(group_name), *more)
+
+
+def _all_gather(tensor: Any, group_name: str) -> Any:
+    return low_contention.low_contention_all_gather(tensor, group_of(group_name))
+
+
+def _reduce_scatter(tensor: Any, reduce_op: str, group_name: str) -> Any:
+    return low_contention.low_contention_reduce_scatter(tensor, reduce_op, group_of(group_name))
+
+
+def _all_reduce(A: Any, B: Any, reduce_op: str, group_name: str) -> Any:
+    return matmul.matmul_all_reduce(A, B, reduce_op, group_of(group_name))
+
+
+_IMPLEMENTATIONS = {
+    "fused_all_gather_matmul": _all_gather_matmul,
+    "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul,
+    "fused_matmul_reduce_scatter": _matmul_reduce_scatter,
+    "fused_scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter,
+    "_low_contention_all_gather": _all_gather,
+    "_low_contention_reduce_scatter": _reduce_scatter,
+    "matmul_all_reduce": _all_reduce,
+}
+
+
+# Their shapes, for compiled code.
+
+
+def _gathered_fake(A: Any, rights: Any, types: Any, dim: int, group_name: str) -> Any:
+    world = ops.world_of(group_name)
+    if dim == A.dim() - 1:
+        whole = A.new_empty((*A.shape[:-1], world * A.shape[-1]))
+        found = [
+            A.new_empty((*A.shape[:-1], right.shape[1]), dtype=dtype)
+            for right, dtype in zip(rights, types, strict=True)
+        ]
+        return whole, found
+    leading = list(A.movedim(dim, 0).shape[:-1])
+    leading[0] *= world
+    whole = A.new_empty((*leading, A.shape[-1])).movedim(0, dim)
+    found = [
+        A.new_empty((*leading, right.shape[1]), dtype=dtype).movedim(0, dim)
+        for right, dtype in zip(rights, types, strict=True)
+    ]
+    return whole, found
+
+
+def _all_gather_matmul_fake(
+    A: Any, Bs: Any, gather_dim: int, group_name: str, *, return_A: bool = True
+) -> Any:
+    whole, found = _gathered_fake(A, Bs, [right.dtype for right in Bs], gather_dim, group_name)
+    return whole if return_A else None, found
+
+
+def _all_gather_scaled_matmul_fake(
+    A: Any,
+    Bs: Any,
+    A_scale: Any,
+    B_scales: Any,
+    gather_dim: int,
+    group_name: str,
+    biases: Any,
+    result_scales: Any,
+    out_dtypes: Any,
+    use_fast_accum: Any,
+) -> Any:
+    return _gathered_fake(A, Bs, [_dtype(each) or A.dtype for each in out_dtypes], gather_dim, group_name)
+
+
+def _scattered_fake(A: Any, shape: Any, dim: int, group_name: str, dtype: Any) -> Any:
+    part = list(shape)
+    part[dim] //= ops.world_of(group_name)
+    return A.new_empty(part, dtype=dtype)
+
+
+def _matmul_reduce_scatter_fake(A: Any, B: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+    return _scattered_fake(A, (*A.shape[:-1], B.shape[1]), scatter_dim, group_name, B.dtype)
+
+
+def _scaled_matmul_reduce_scatter_fake(
+    A: Any,
+    B: Any,
+    A_scale: Any,
+    B_scale: Any,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Any,
+    bias: Any = None,
+    result_scale: Any = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> Any:
+    shape = output_shape if output_shape is not None else (*A.shape[:-1], B.shape[1])
+    return _scattered_fake(A, shape, orig_scatter_dim, group_name, _dtype(out_dtype) or A.dtype)
+
+
+def _all_gather_fake(tensor: Any, group_name: str) -> Any:
+    return tensor.new_empty((tensor.shape[0] * ops.world_of(group_name), *tensor.shape[1:]))
+
+
+def _reduce_scatter_fake(tensor: Any, reduce_op: str, group_name: str) -> Any:
+    return _scattered_fake(tensor, tensor.shape, 0, group_name, tensor.dtype)
+
+
+def _all_reduce_fake(A: Any, B: Any, reduce_op: str, group_name: str) -> Any:
+    return A.new_empty((*A.shape[:-1], B.shape[1]))
+
+
+_FAKES = {
+    "fused_all_gather_matmul": _all_gather_matmul_fake,
+    "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul_fake,
+    "fused_matmul_reduce_scatter": _matmul_reduce_scatter_fake,
+    "fused_scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter_fake,
+    "_low_contention_all_gather": _all_gather_fake,
+    "_low_contention_reduce_scatter": _reduce_scatter_fake,
+    "matmul_all_reduce": _all_reduce_fake,
+}
+
+_library = torch.library.Library("symmpool", "FRAGMENT")
+for _name, _signature in _SIGNATURES.items():
+    _library.define(f"{_name}({_signature}", tags=(torch.Tag.needs_fixed_stride_order,))
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _IMPLEMENTATIONS[_name], _key)
+    torch.library.register_fake(f"symmpool::{_name}", _FAKES[_name], lib=_library)
+
+
+# In place of torch's.
+
+_lock = threading.Lock()
+_installed: list[torch.library.Library] = []
+_reported: set[str] = set()
+
+
+def install() -> None:
+    """Has torch's operators `torch.ops.symm_mem.fused_*` and `_low_contention_*` be ours on groups that
+    have a pool on the tensor's device, or symmpool for a backend: so programs, and Inductor's
+    micro-pipelining, use ours as they are. On other groups torch's own kernels run, which a RuntimeWarning
+    says once for each. Such operators come to exist on the CPU as well. All ranks of a group install them,
+    or none. Again does nothing."""
+    with _lock:
+        if _installed:
+            return
+        theirs = _module_of_torch()
+        library = torch.library.Library("symm_mem", "IMPL")
+        with warnings.catch_warnings():
+            # torch says that a kernel is replaced, which is what was asked for.
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for name in _SIGNATURES:
+                if not hasattr(torch.ops.symm_mem, name):
+                    continue
+                for key in ("CPU", "CUDA"):
+                    library.impl(name, _chosen(name, theirs), key, allow_override=True)
+        _installed.append(library)
+
+
+def uninstall() -> None:
+    """Ends `install`: torch's own kernels run again."""
+    with _lock:
+        while _installed:
+            _installed.pop()._destroy()
+
+
+def _module_of_torch() -> Any:
+    try:
+        import torch.distributed._symmetric_memory as theirs
+    except ImportError as error:
+        raise InvalidStateError(
+            f"install: torch {torch.__version__} has no symmetric memory ({error})"
+        ) from error
+    return theirs
+
+
+def _chosen(name: str, theirs: Any) -> Any:
+    """An operator that is ours or torch's, by its group."""
+    ours = _IMPLEMENTATIONS[name]
+    place = _SIGNATURES[name].split(")")[0].split(", ").index("str group_name")
+
+    def call(*given: Any, **named: Any) -> Any:
+        group = given[place] if len(given) > place else named["group_name"]
+        if _is_ours(given[0], group, theirs):
+            return ours(*given, **named)
+        return _of_torch(name, theirs, given[0].device.type)(*given, **named)
+
+    return call
+
+
+def _is_ours(tensor: torch.Tensor, name: str, theirs: Any) -> bool:
+    """Whether a group of this name has our pool on the tensor's device. The same on all ranks, as pools
+    are."""
+    if getattr(theirs, "_is_test_mode", False):
+        return False
+    group = group_of(name)
+    if process_groups.backends_of(group).get(tensor.device.type) == "symmpool":
+        return True
+    device = name_of(number_of_tensor(tensor))
+    if any(pool.device == device for pool in pool_registry.pools_of(group)):
+        return True
+    if name not in _reported:
+        _reported.add(name)
+        warnings.warn(
+            f"symmpool: group {name!r} has no pool of symmpool on {device}: torch's own kernels make its "
+            "fused products",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return False
+
+
+def _of_torch(name: str, theirs: Any, device: str) -> Any:
+    """torch's own kernel. It has none for the CPU, where its definition by separate operations is run."""
+    if device == "cuda":
+        return getattr(theirs, name if name.startswith("_") else f"_{name}")
+    found = getattr(theirs, f"_{name}_fallback", None)
+    return found if found is not None else _SEPARATE[name]
+
+
+def _separate_all_gather(tensor: Any, group_name: str) -> Any:
+    functional = torch.ops._c10d_functional
+    world = ops.world_of(group_name)
+    return functional.wait_tensor(functional.all_gather_into_tensor(tensor, world, group_name))
+
+
+def _separate_reduce_scatter(tensor: Any, reduce_op: str, group_name: str) -> Any:
+    functional = torch.ops._c10d_functional
+    world = ops.world_of(group_name)
+    return functional.wait_tensor(functional.reduce_scatter_tensor(tensor, reduce_op, world, group_name))
+
+
+_SEPARATE = {
+    "_low_contention_all_gather": _separate_all_gather,
+    "_low_contention_reduce_scatter": _separate_reduce_scatter,
+}

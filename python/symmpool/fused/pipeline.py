@@ -1,0 +1,233 @@
+"""Fused products on CUDA: copy engines carry data while products of other data are made.
+
+Every call begins with a handshake on the current stream, in which ranks compare what they call; it also
+says that nobody uses the workspace any more. Then data goes by copy engines, on a stream of its own, and
+flags say what has arrived, for which streams wait by memory operations. Nothing but the products occupies
+SMs.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from symmpool._symmpool import _await_step, _begin_matmul, _pull, _push_step, _signal_step
+from symmpool.errors import TimeoutError
+from symmpool.fused import workspace
+from symmpool.fused.products import DTYPES, Product
+
+__all__ = ["Call", "gather_multiply", "multiply_scatter", "pull_all"]
+
+# A product of fewer elements leaves SMs idle, so it is not divided: a wave of tiles of 128 x 256 on 128 SMs.
+_WAVE = 128 * 128 * 256
+#: Steps that a product is divided into at most: waits cost some microseconds each.
+_MOST_STEPS = 4
+
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+_lock = threading.Lock()
+
+
+def _stream(device: torch.device, which: int) -> torch.cuda.Stream:
+    """A stream of a device: 0 for copies, 1 for products beside the current stream's, 2 for flags."""
+    key = (device.index or 0, which)
+    with _lock:
+        if key not in _streams:
+            _streams[key] = torch.cuda.Stream(device)
+        return _streams[key]
+
+
+class Call:
+    """A fused product on a communicator: what it is called, and what ranks compare."""
+
+    def __init__(self, entry: Any, name: str, left: torch.Tensor, sizes: tuple[int, int, int], rest: int):
+        self.entry, self.comm, self.name = entry, entry.comm, name
+        self.described = (name, DTYPES[left.dtype], sizes, rest)
+        self.rank, self.world = self.comm.rank, self.comm.world
+        self.device = left.device
+
+    def peers(self, sign: int) -> list[int]:
+        """The other ranks: from the next one up (1), or down (-1)."""
+        return [(self.rank + sign * step) % self.world for step in range(1, self.world)]
+
+    def begin(self, bytes: int) -> torch.Tensor | None:
+        """The handshake, and then memory of so many bytes that all ranks can access."""
+        if self.device.type == "cuda":
+            workspace.refuse_in_capture(self.name, self.entry, bytes)
+        if self.entry.pending is not None:
+            self.entry.join_pending()
+        try:
+            _begin_matmul(self.comm, *self.described)
+        except TimeoutError as error:
+            self.entry.explain(error)
+            raise
+        if self.device.type != "cuda" or bytes == 0:
+            return None
+        return workspace.reserve(self.entry, bytes)
+
+
+def _window(memory: torch.Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    bytes = dtype.itemsize
+    for size in shape:
+        bytes *= size
+    return memory[begin : begin + bytes].view(dtype).view(shape)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _aligned(bytes: int) -> int:
+    return -(-bytes // 512) * 512
+
+
+def gather_multiply(
+    call: Call,
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    multiply: Any,
+    gathered: torch.Tensor | None,
+) -> None:
+    """Sends this rank's rows, and their scales, to all ranks, and calls `multiply(rows, scales, rank)` for
+    each rank's as they come, its own first: with this rank's own on the current stream, and in turn with it
+    on another one. With `gathered`, of world x rows, the rows are left there too."""
+    world, rank = call.world, call.rank
+    size = _aligned(_bytes(rows))
+    scale_size = 0 if scales is None else _aligned(_bytes(scales))
+    memory = call.begin(world * (size + scale_size))
+    assert memory is not None
+    shape = tuple(rows.shape)
+    slots = [_window(memory, each * size, shape, rows.dtype) for each in range(world)]
+    scale_slots: list[torch.Tensor | None] = [None] * world
+    if scales is not None:
+        first = world * size
+        scale_slots = [
+            _window(memory, first + each * scale_size, tuple(scales.shape), scales.dtype)
+            for each in range(world)
+        ]
+    current = torch.cuda.current_stream(call.device)
+    copies, beside = _stream(call.device, 0), _stream(call.device, 1)
+    copies.wait_stream(current)
+    beside.wait_stream(current)
+    for peer in call.peers(1):
+        place = scale_slots[rank]
+        if scales is not None and place is not None:
+            ends = (place.data_ptr(), scales.data_ptr(), _bytes(scales))
+            _push_step(call.comm, ends, (peer, None), copies.cuda_stream)
+        ends = (slots[rank].data_ptr(), rows.data_ptr(), _bytes(rows))
+        _push_step(call.comm, ends, (peer, 0), copies.cuda_stream)
+    multiply(rows, scales, rank)
+    if gathered is not None:
+        with torch.cuda.stream(copies):
+            gathered[rank].copy_(rows)
+    for nth, source in enumerate(call.peers(-1)):
+        stream = beside if nth % 2 == 0 else current
+        with torch.cuda.stream(stream):
+            _await_step(call.comm, (source, 0), stream.cuda_stream)
+            if gathered is not None:
+                copies.wait_stream(stream)
+            multiply(slots[source], scale_slots[source], source)
+        if gathered is not None:
+            with torch.cuda.stream(copies):
+                gathered[source].copy_(slots[source])
+    current.wait_stream(copies)
+    current.wait_stream(beside)
+
+
+def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
+    """Into how many steps a rank's rows are divided."""
+    if call.world != 2 or product.is_scaled:
+        return 1
+    for steps in range(_MOST_STEPS, 1, -1):
+        if rows % steps == 0 and rows // steps * columns >= _WAVE:
+            return steps
+    return 1
+
+
+def multiply_scatter(
+    call: Call,
+    parts: list[tuple[torch.Tensor, torch.Tensor | None, Product]],
+    dtype: torch.dtype,
+    reduce_op: str,
+) -> torch.Tensor:
+    """Makes the product of each rank's part, left rows with their scales and a right matrix, and adds up
+    those that all ranks have made for this one. Others' parts come first, and this rank's own last, while
+    theirs arrive."""
+    rank, world = call.rank, call.world
+    left, _, product = parts[rank]
+    rows, columns = left.shape[0], product.right.shape[1]
+    shape = (rows, columns)
+    size = _aligned(rows * columns * dtype.itemsize)
+    memory = call.begin(world * size)
+    assert memory is not None
+    slots = [_window(memory, each * size, shape, dtype) for each in range(world)]
+    steps = _steps_of(call, rows, columns, product)
+    current = torch.cuda.current_stream(call.device)
+    copies, flags = _stream(call.device, 0), _stream(call.device, 2)
+    out = torch.empty(shape, dtype=dtype, device=call.device)
+    others = None
+    if steps == 1:
+        others = torch.empty((world, *shape), dtype=dtype, device=call.device)
+    copies.wait_stream(current)
+    length = rows // steps
+    for step in range(steps):
+        here = slice(step * length, (step + 1) * length)
+        for peer in call.peers(1):
+            given, scale, product = parts[peer]
+            scale = scale if scale is None or scale.numel() == 1 else scale[here]
+            product.make(given[here], scale, slots[peer][here])
+            # A flag waits for its product only.
+            flags.wait_stream(current)
+            _signal_step(call.comm, (peer, step), flags.cuda_stream)
+    arrived = []
+    for step in range(steps):
+        here = slice(step * length, (step + 1) * length)
+        for source in call.peers(-1):
+            to = out[here] if others is None else others[source]
+            _await_step(call.comm, (source, step), copies.cuda_stream)
+            ends = (to.data_ptr(), slots[rank][here].data_ptr(), _bytes(to))
+            _pull(call.comm, ends, source, copies.cuda_stream)
+        arrived.append(copies.record_event())
+    given, scale, product = parts[rank]
+    if others is None:
+        for step in range(steps):
+            here = slice(step * length, (step + 1) * length)
+            current.wait_event(arrived[step])
+            out[here].addmm_(given[here], product.right)
+        if reduce_op == "avg":
+            out.div_(world)
+    else:
+        product.make(given, scale, others[rank])
+        current.wait_event(arrived[0])
+        if reduce_op == "avg":
+            torch.mean(others, dim=0, out=out)
+        else:
+            torch.sum(others, dim=0, out=out)
+    current.wait_stream(copies)
+    current.wait_stream(flags)
+    return out
+
+
+def pull_all(call: Call, parts: list[torch.Tensor], found: torch.Tensor) -> None:
+    """Part `r` of each rank goes to rank `r`, where it becomes part `rank` of `found`, by copy engines;
+    parts are of one size. Where all parts are one tensor, that is gathered."""
+    rank = call.rank
+    size = _aligned(_bytes(parts[0]))
+    is_same = all(part is parts[0] for part in parts)
+    memory = call.begin(size if is_same else call.world * size)
+    assert memory is not None
+    shape, dtype = tuple(parts[0].shape), parts[0].dtype
+    slots = [_window(memory, 0 if is_same else each * size, shape, dtype) for each in range(call.world)]
+    for peer in call.peers(1):
+        slots[peer].copy_(parts[peer])
+        if is_same:
+            break
+    current = torch.cuda.current_stream(call.device)
+    for peer in call.peers(1):
+        _signal_step(call.comm, (peer, 0), current.cuda_stream)
+    found[rank].copy_(parts[rank])
+    for source in call.peers(-1):
+        _await_step(call.comm, (source, 0), current.cuda_stream)
+        ends = (found[source].data_ptr(), slots[rank].data_ptr(), _bytes(parts[0]))
+        _pull(call.comm, ends, source, current.cuda_stream)

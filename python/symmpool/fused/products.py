@@ -1,0 +1,163 @@
+"""What fused products of matrices are given: checked, and laid out as rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from typing import Any
+
+import torch
+
+from symmpool.errors import InvalidArgumentError
+
+__all__ = ["Product", "check_left", "check_reduce", "check_right", "fingerprint", "scales_of_rows"]
+
+#: Types of left matrices.
+DTYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A right matrix, and what else a product with it takes."""
+
+    right: torch.Tensor
+    #: For matrices of 8-bit floats; None where they are not scaled.
+    right_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    result_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.right_scale is not None
+
+    def dtype_for(self, left: torch.Tensor) -> torch.dtype:
+        """The type of the product."""
+        return self.out_dtype or (left.dtype if self.is_scaled else self.right.dtype)
+
+    def make(self, left: torch.Tensor, left_scale: torch.Tensor | None, out: torch.Tensor | None) -> Any:
+        """The product of rows, in `out` if that is given."""
+        if not self.is_scaled:
+            return torch.mm(left, self.right) if out is None else torch.mm(left, self.right, out=out)
+        more = {"out": out} if out is not None else {}
+        return torch._scaled_mm(
+            left,
+            self.right,
+            scale_a=left_scale,
+            scale_b=self.right_scale,
+            bias=self.bias,
+            scale_result=self.result_scale,
+            out_dtype=self.out_dtype,
+            use_fast_accum=self.use_fast_accum,
+            **more,
+        )
+
+    def columns(self, begin: int, end: int) -> Product:
+        """The product with a range of the right matrix's columns."""
+
+        def part(given: torch.Tensor | None, dim: int) -> torch.Tensor | None:
+            is_shared = given is None or given.numel() == 1
+            return given if is_shared else given.narrow(dim, begin, end - begin)
+
+        return dataclasses.replace(
+            self,
+            right=self.right[:, begin:end],
+            right_scale=part(self.right_scale, -1),
+            bias=part(self.bias, 0),
+        )
+
+
+def refuse_gradients(name: str, **tensors: torch.Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        for which, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise InvalidArgumentError(
+                    f"{name}: {which} requires grad, and no gradient flows through it; call it under "
+                    "torch.no_grad()"
+                )
+
+
+def check_left(name: str, which: str, left: Any, dim: Any, what: str) -> None:
+    """Refuses what is no left matrix, and what is none of its dimensions."""
+    if not isinstance(left, torch.Tensor) or left.dim() < 2 or left.dtype not in DTYPES:
+        found = f"{left.dtype} of shape {tuple(left.shape)}" if isinstance(left, torch.Tensor) else repr(left)
+        raise InvalidArgumentError(
+            f"{name}: {which}: {found}; it must be a tensor of 2 or more dimensions, of float32, float64, "
+            "float16, bfloat16 or 8-bit floats"
+        )
+    if not isinstance(dim, int) or not 0 <= dim < left.dim():
+        raise InvalidArgumentError(
+            f"{name}: {what}: {dim!r} is no dimension of {which} of shape {tuple(left.shape)}"
+        )
+    refuse_gradients(name, **{which: left})
+
+
+def check_right(name: str, which: str, product: Product, left: torch.Tensor, inner: int) -> None:
+    """Refuses right matrices that do not fit `inner` columns of the left one."""
+    right = product.right
+    if not isinstance(right, torch.Tensor) or right.dim() != 2 or right.shape[0] != inner:
+        found = tuple(right.shape) if isinstance(right, torch.Tensor) else repr(right)
+        raise InvalidArgumentError(f"{name}: {which}: {found}; it must be a matrix of {inner} rows")
+    if right.device != left.device or (not product.is_scaled and right.dtype != left.dtype):
+        raise InvalidArgumentError(
+            f"{name}: {which}: {right.dtype} on {right.device}; it must be {left.dtype} on {left.device}"
+        )
+    scale, bias = product.right_scale, product.bias
+    if product.is_scaled and scale.numel() not in (1, right.shape[1]):
+        raise InvalidArgumentError(
+            f"{name}: scale of {which}: shape {tuple(scale.shape)}; it must have 1 element, or one for each "
+            f"of {right.shape[1]} columns"
+        )
+    if bias is not None and tuple(bias.shape) != (right.shape[1],):
+        raise InvalidArgumentError(
+            f"{name}: bias of {which}: shape {tuple(bias.shape)}; it must be {(right.shape[1],)}"
+        )
+    refuse_gradients(name, **{which: right, "bias": bias})
+
+
+def check_reduce(name: str, reduce_op: Any) -> None:
+    if reduce_op not in ("sum", "avg"):
+        raise InvalidArgumentError(f"{name}: reduce_op: {reduce_op!r} is none of 'sum' and 'avg'")
+
+
+def scales_of_rows(
+    name: str, scale: Any, shape: torch.Size, dim: int, world: int
+) -> tuple[str, torch.Tensor | None]:
+    """What scales of a shard that is gathered along `dim` are: "one" for all of it, the "shard"'s own, or
+    those of the "whole"; and the scales of rows, with `dim` in front."""
+    whole = list(shape[:-1])
+    if dim < len(whole):
+        whole[dim] *= world
+    if scale is None:
+        return "one", None
+    if list(scale.shape) == [*shape[:-1], 1]:
+        return "shard", scale.movedim(dim, 0).reshape(-1, 1) if dim < len(whole) else scale.reshape(-1, 1)
+    if scale.numel() == 1:
+        return "one", scale
+    if list(scale.shape) == [*whole, 1]:
+        return "whole", scale.movedim(dim, 0).reshape(-1, 1) if dim < len(whole) else scale.reshape(-1, 1)
+    raise InvalidArgumentError(
+        f"{name}: A_scale: shape {tuple(scale.shape)}; it must have 1 element, or shape {(*shape[:-1], 1)}, "
+        f"or {(*whole, 1)} for the gathered tensor"
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def fingerprint(*what: Any) -> int:
+    """A hash of what ranks must pass alike, the same in every process."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def rows_of(shape: Any) -> int:
+    return math.prod(shape[:-1])

@@ -1,0 +1,69 @@
+"""Memory of the pool through which fused products pass their data."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from symmpool.errors import InvalidStateError
+
+__all__ = ["reserve"]
+
+# Memory is made in whole numbers of so many bytes.
+_GRAIN = 2 << 20
+
+
+class _Workspace:
+    """A group's memory, and what graphs still use of earlier memory."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self.is_captured = False
+        self.kept: list[torch.Tensor] = []
+
+
+_workspaces: weakref.WeakKeyDictionary[Any, _Workspace] = weakref.WeakKeyDictionary()
+
+
+def is_enough(entry: Any, bytes: int) -> bool:
+    found = _workspaces.get(entry)
+    return bytes == 0 or (found is not None and found.memory is not None and found.memory.numel() >= bytes)
+
+
+def refuse_in_capture(name: str, entry: Any, bytes: int) -> None:
+    """Refuses a call that needs more memory than there is while a graph is captured."""
+    if not is_enough(entry, bytes) and torch.cuda.is_current_stream_capturing():
+        raise InvalidStateError(
+            f"{name}: it needs {bytes} bytes of the pool's memory, more than its group has yet, and none can "
+            "be made while a graph is captured; make the same call once before the capture, on all ranks"
+        )
+
+
+def reserve(entry: Any, bytes: int) -> torch.Tensor:
+    """Bytes at one offset on all ranks, which have the same; collective where there are too few. Their
+    handshake has begun the call, so nobody uses what an earlier call left there."""
+    workspace = _workspaces.get(entry)
+    if workspace is None:
+        workspace = _workspaces.setdefault(entry, _Workspace())
+    if not is_enough(entry, bytes):
+        # Ranks that passed something else would not make memory: this raises what the handshake has found.
+        entry.comm.synchronize()
+        pool = entry._pool()
+        if workspace.memory is not None and workspace.is_captured:
+            workspace.kept.append(workspace.memory)
+        workspace.memory, workspace.is_captured = None, False
+        # Half as much again: lengths that grow step by step make memory a few times only.
+        grown = -(-(bytes + bytes // 2) // _GRAIN) * _GRAIN
+        workspace.memory = pool.empty(grown, dtype=torch.uint8)
+        pool.commit()
+    workspace.is_captured = workspace.is_captured or torch.cuda.is_current_stream_capturing()
+    memory = workspace.memory
+    assert memory is not None
+    return memory
+
+
+def forget(entry: Any) -> None:
+    """Gives back a group's memory."""
+    _workspaces.pop(entry, None)

@@ -1,0 +1,222 @@
+"""Products of matrices that hide their communication, compared with separate operations in float64.
+
+    python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_matmul.py
+
+Every operator is called for dimensions, types and shapes; eagerly, repeatedly, on a side stream, and captured
+in a graph that is replayed. With `--installed` the operators of torch are called, which are symmpool's then.
+Exits with 1 if anything was wrong. `--device cpu` runs it on the CPU.
+"""
+
+import sys
+
+import ranks_start
+import torch
+import torch.distributed as dist
+
+import symmpool
+from symmpool import fused
+
+FP8 = torch.float8_e4m3fn
+
+
+def numbers(shape, seed, dtype, device):
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device=device) / 4).to(dtype)
+
+
+def gathered(x, dim):
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather([part.view(torch.uint8) for part in parts], x.contiguous().view(torch.uint8))
+    return torch.cat([part.double() for part in parts], dim=dim)
+
+
+def summed(x, dim, op):
+    me, world = dist.get_rank(), dist.get_world_size()
+    total = x.contiguous()
+    dist.all_reduce(total)
+    total = total / world if op == "avg" else total
+    return total.chunk(world, dim=dim)[me]
+
+
+def near(found, wanted, dtype):
+    """Whether numbers are within what products of this type lose."""
+    step = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2, FP8: 3e-2}[dtype]
+    wide = found.double()
+    if tuple(wide.shape) != tuple(wanted.shape):
+        return False
+    return (
+        bool((wide - wanted).abs().max() <= step * max(1.0, float(wanted.abs().max())))
+        if wide.numel()
+        else True
+    )
+
+
+class Checks:
+    def __init__(self, device, operators):
+        self.device, self.operators = device, operators
+        self.cases, self.wrong = 0, 0
+        self.name = dist.group.WORLD.group_name
+
+    def judge(self, what, right):
+        self.cases += 1
+        if not right:
+            self.wrong += 1
+            print(f"rank {dist.get_rank()}: {what}", flush=True)
+
+    def variants(self, call):
+        """What a call gives, made in every way that it can be made."""
+        yield "eager", call()
+        yield "again", call()
+        if self.device.type == "cpu":
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            made = call()
+        torch.cuda.current_stream().wait_stream(side)
+        yield "side stream", made
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+            made = call()
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        yield "captured", made
+
+    def gather(self, shape, dim, dtype, columns, seed):
+        world, me = dist.get_world_size(), dist.get_rank()
+        x = numbers(shape, seed + me, dtype, self.device)
+        inner = shape[-1] * (world if dim == len(shape) - 1 else 1)
+        rights = [numbers((inner, each), seed + 90 + each, dtype, self.device) for each in columns]
+        whole = gathered(x, dim)
+        for how, (A, found) in self.variants(
+            lambda: self.operators.fused_all_gather_matmul(x, rights, dim, self.name)
+        ):
+            what = f"all-gather, {dtype} {shape} along {dim}, {how}"
+            self.judge(f"{what}: A", torch.equal(A.double(), whole))
+            for right, one in zip(rights, found, strict=True):
+                self.judge(f"{what}: product", near(one, whole @ right.double(), dtype))
+        for how, (A, found) in self.variants(
+            lambda: self.operators.fused_all_gather_matmul(x, rights, dim, self.name, return_A=False)
+        ):
+            right = A is None and near(found[0], whole @ rights[0].double(), dtype)
+            self.judge(f"all-gather without A, {dtype} {shape} along {dim}, {how}", right)
+
+    def scatter(self, shape, dim, dtype, columns, op, seed):
+        me = dist.get_rank()
+        left = numbers(shape, seed + me, dtype, self.device)
+        right = numbers((shape[-1], columns), seed + 50 + me, dtype, self.device)
+        wanted = summed(left.double() @ right.double(), dim, op)
+        first = None
+        for how, found in self.variants(
+            lambda: self.operators.fused_matmul_reduce_scatter(left, right, op, dim, self.name)
+        ):
+            what = f"reduce-scatter {op}, {dtype} {shape} x {columns} along {dim}, {how}"
+            self.judge(what, near(found, wanted, dtype))
+            first = found if first is None else first
+            self.judge(f"{what}: other bits", torch.equal(found, first))
+
+    def fp8(self, rows, inner, columns, rowwise, seed):
+        world, me = dist.get_world_size(), dist.get_rank()
+        x = numbers((rows, inner), seed + me, torch.float32, self.device).to(FP8)
+        right = numbers((columns, inner), seed + 50, torch.float32, self.device).to(FP8).t()
+        one = torch.full((), 0.5, device=self.device)
+        a_scale, b_scale = one, one
+        if rowwise:
+            generator = torch.Generator(device=self.device).manual_seed(seed + me)
+            a_scale = torch.rand((rows, 1), generator=generator, device=self.device) + 0.5
+            b_scale = torch.rand((1, columns), generator=generator.manual_seed(3), device=self.device) + 0.5
+        scales = gathered(a_scale, 0) if rowwise else one.double()
+        whole = gathered(x, 0)
+        wanted = (whole * scales) @ (right.double() * b_scale.double())
+        for how, (A, (found,)) in self.variants(
+            lambda: self.operators.fused_all_gather_scaled_matmul(
+                x, [right], a_scale, [b_scale], 0, self.name, [None], [None], [torch.bfloat16], [True]
+            )
+        ):
+            what = f"scaled all-gather, {rows} x {inner} x {columns}, by row {rowwise}, {how}"
+            self.judge(f"{what}: A", torch.equal(A.double(), whole))
+            self.judge(f"{what}: product", near(found, wanted, FP8))
+        mine = (x.double() * a_scale.double()) @ (right.double() * b_scale.double())
+        wanted = summed(mine, 0, "sum")
+        for how, found in self.variants(
+            lambda: self.operators.fused_scaled_matmul_reduce_scatter(
+                x,
+                right,
+                a_scale,
+                b_scale,
+                "sum",
+                0,
+                0,
+                self.name,
+                [rows, columns],
+                None,
+                None,
+                torch.bfloat16,
+                True,
+            )
+        ):
+            what = f"scaled reduce-scatter, {rows} x {inner} x {columns}, by row {rowwise}, {how}"
+            self.judge(what, near(found, wanted, FP8))
+        assert world > 0
+
+    def rest(self, seed):
+        me, world = dist.get_rank(), dist.get_world_size()
+        left = numbers((64 * world, 128), seed + me, torch.bfloat16, self.device)
+        right = numbers((128, 256), seed + 50 + me, torch.bfloat16, self.device)
+        total = left.double() @ right.double()
+        dist.all_reduce(total)
+        for how, found in self.variants(lambda: fused.matmul_all_reduce(left, right, "sum", self.name)):
+            self.judge(f"all-reduce, {how}", near(found, total, torch.bfloat16))
+        x = numbers((64 * world, 8), seed + me, torch.bfloat16, self.device)
+        whole = gathered(x, 0)
+        for how, found in self.variants(lambda: fused.low_contention_all_gather(x, self.name)):
+            self.judge(f"low contention, {how}", torch.equal(found.double(), whole))
+        wanted = summed(x.double(), 0, "sum")
+        for how, found in self.variants(lambda: fused.low_contention_reduce_scatter(x, "sum", self.name)):
+            self.judge(f"low contention, scattered, {how}", near(found, wanted, torch.bfloat16))
+
+
+def main():
+    parser = ranks_start.parser(__doc__, 1, "rounds")
+    parser.add_argument("--installed", action="store_true", help="torch's operators, which are ours then")
+    options = parser.parse_args()
+    device = ranks_start.device_of(options.device)
+    if device is None:
+        return 0
+    dist.init_process_group("gloo" if device.type == "cpu" else ranks_start.PEER)
+    world = dist.get_world_size()
+    pool = symmpool.Pool(device=str(device))
+    if options.installed:
+        fused.install()
+    checks = Checks(device, torch.ops.symm_mem if options.installed else torch.ops.symmpool)
+    large = device.type == "cuda"
+    for nth in range(options.count):
+        seed = 1000 * (options.seed + nth)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for shape in ((64, 32), (2, 16, 32), (4, 8, 6, 16)):
+                for dim in range(len(shape)):
+                    checks.gather(shape, dim, dtype, (48, 8), seed)
+                    scattered = tuple(size * world for size in shape[:-1]) + shape[-1:]
+                    for op in ("sum", "avg"):
+                        checks.scatter(scattered, dim, dtype, 16 * world, op, seed)
+        if large:
+            for rows, inner, columns in ((1024, 512, 4096), (2048, 1024, 8192), (100, 64, 264)):
+                checks.gather((rows, inner), 0, torch.bfloat16, (columns,), seed)
+                checks.scatter((rows * world, inner), 0, torch.bfloat16, columns, "sum", seed)
+                checks.scatter((rows * world, inner), 0, torch.bfloat16, columns, "avg", seed)
+            if torch.cuda.get_device_capability() >= (8, 9):
+                for rowwise in (False, True):
+                    checks.fp8(64 * world, 64, 128, rowwise, seed)
+                    checks.fp8(512 * world, 1024, 2048, rowwise, seed)
+        checks.rest(seed)
+    print(f"rank {dist.get_rank()}: {checks.cases} cases, {checks.wrong} wrong", flush=True)
+    fused.uninstall()
+    del pool
+    dist.destroy_process_group()
+    return 1 if checks.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

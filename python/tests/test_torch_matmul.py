@@ -1,0 +1,261 @@
+"""Products of matrices that hide their communication, on the CPU: eager, compiled, installed, refused."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import values
+from test_torch import torchrun
+from test_torch_distributed import begin
+
+import symmpool
+from symmpool import fused
+from symmpool.errors import DivergedError, InvalidArgumentError
+
+
+def numbers(shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def gathered(x, dim):
+    """Every rank's tensor along a dimension, by torch's own collective."""
+    parts = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, dim=dim)
+
+
+def summed(x, dim, op):
+    """This rank's part of every rank's tensor added up: with symmpool's bits."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    total = x.clone()
+    symmpool.all_reduce(total, op)
+    return total.chunk(world, dim=dim)[me].contiguous()
+
+
+def shards(me):
+    """Left matrices, a dimension, and how many rows right matrices have."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((4, 6), (2, 3, 6), (2, 3, 4, 6)):
+            for dim in range(len(shape)):
+                yield numbers(shape, 10 * len(shape) + me, dtype), dim
+    yield numbers((6, 4), me).t(), 1
+    yield numbers((6, 4), me).t(), 0
+    yield numbers((0, 6), me), 0
+
+
+def gathers(group, folder):
+    me, world = begin(group, folder)
+    name, wrong = dist.group.WORLD.group_name, []
+    for nth, (shard, dim) in enumerate(shards(me)):
+        inner = shard.shape[-1] * (world if dim == shard.dim() - 1 else 1)
+        rights = [numbers((inner, columns), columns, shard.dtype) for columns in (5, 8)]
+        whole = gathered(shard, dim)
+        front = whole if dim == shard.dim() - 1 else whole.movedim(dim, 0)
+
+        def product(right, front=front, dim=dim, shard=shard):
+            made = (front.reshape(-1, front.shape[-1]) @ right).view(*front.shape[:-1], right.shape[1])
+            return made if dim == shard.dim() - 1 else made.movedim(0, dim)
+
+        for way in (fused.fused_all_gather_matmul, torch.ops.symmpool.fused_all_gather_matmul):
+            A, found = way(shard, rights, dim, name)
+            right = torch.equal(A, whole) and all(
+                torch.equal(one, product(each)) for one, each in zip(found, rights, strict=True)
+            )
+            none, again = way(shard, rights, dim, name, return_A=False)
+            right &= none is None and all(map(torch.equal, found, again))
+            if not right:
+                wrong.append((nth, tuple(shard.shape), dim, way.__name__))
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gathered_products_are_those_of_separate_operations(world, tmp_path):
+    assert values(world, gathers, str(tmp_path)) == [[]] * world
+
+
+def scatters(group, folder):
+    me, world = begin(group, folder)
+    name, wrong = dist.group.WORLD.group_name, []
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((6, 5), (6, 12, 5), (12, 6, 6, 5)):
+            for dim in range(len(shape)):
+                for op in ("sum", "avg"):
+                    left, right = numbers(shape, me, dtype), numbers((5, 18), me + 7, dtype)
+                    wanted = summed((left.reshape(-1, 5) @ right).view(*shape[:-1], 18), dim, op)
+                    for way in (
+                        fused.fused_matmul_reduce_scatter,
+                        torch.ops.symmpool.fused_matmul_reduce_scatter,
+                    ):
+                        found = way(left, right, op, dim, name)
+                        if not (torch.allclose(found, wanted, 1e-2, 1e-2) and found.is_contiguous()):
+                            wrong.append((str(dtype), shape, dim, op))
+                    if dim == 0 and not torch.equal(found, wanted):
+                        wrong.append((str(dtype), shape, dim, op, "bits"))
+    left, right = numbers((3, 4, 5), me), numbers((5, 6), me + 7)
+    total = (left.reshape(-1, 5) @ right).view(3, 4, 6)
+    symmpool.all_reduce(total)
+    for way in (fused.matmul_all_reduce, torch.ops.symmpool.matmul_all_reduce):
+        if not torch.equal(way(left, right, "sum", name), total):
+            wrong.append("all-reduce")
+    x = numbers((6, 4), me)
+    if not torch.equal(torch.ops.symmpool._low_contention_all_gather(x, name), gathered(x, 0)):
+        wrong.append("low contention")
+    if not torch.equal(
+        torch.ops.symmpool._low_contention_reduce_scatter(x, "avg", name), summed(x, 0, "avg")
+    ):
+        wrong.append("low contention, scattered")
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_scattered_products_are_those_of_separate_operations(world, tmp_path):
+    assert values(world, scatters, str(tmp_path)) == [[]] * world
+
+
+def compiled(group, folder):
+    me, world = begin(group, folder)
+    name = dist.group.WORLD.group_name
+    x, right, back = numbers((4, 2, 6), me), numbers((6, 8), 2), numbers((8, 6), 3)
+
+    def step(x):
+        A, (hidden,) = torch.ops.symmpool.fused_all_gather_matmul(x * 2, [right], 1, name)
+        out = torch.ops.symmpool.fused_matmul_reduce_scatter(hidden.relu(), back, "sum", 1, name)
+        return A.sum() + out.sum(), out, torch.ops.symmpool.matmul_all_reduce(out, right, "avg", name)
+
+    wanted, same = step(x), []
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        found = torch.compile(step, backend=backend, fullgraph=True)(x)
+        same.append(all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)))
+    arguments = (x, [right, right], 1, name)
+    torch.library.opcheck(
+        torch.ops.symmpool.fused_all_gather_matmul.default, arguments, test_utils="test_faketensor"
+    )
+    arguments = (numbers((4, 2 * world, 8), 1), back, "sum", 1, name)
+    torch.library.opcheck(
+        torch.ops.symmpool.fused_matmul_reduce_scatter.default, arguments, test_utils="test_faketensor"
+    )
+    dist.destroy_process_group()
+    return same
+
+
+def test_compiled_products_are_what_eager_ones_are(tmp_path):
+    assert values(2, compiled, str(tmp_path)) == [[True] * 2] * 2
+
+
+def installed(group, folder):
+    me, _ = begin(group, folder)
+    name = dist.group.WORLD.group_name
+    x, right = numbers((4, 6), me), numbers((6, 8), 2)
+    wanted = gathered(x, 0)
+    said = []
+    fused.install()
+    fused.install()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # No pool yet, so torch's own definition is run.
+        for _ in range(2):
+            A, (found,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [right], 0, name)
+            said.append(torch.equal(A, wanted) and torch.equal(found, wanted @ right))
+        reports = [str(each.message) for each in caught if "has no pool" in str(each.message)]
+        said.append(len(reports) == 1)
+        pool = symmpool.Pool(device="cpu")
+        A, (found,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [right], 0, name)
+        said.append(torch.equal(A, wanted) and torch.equal(found, wanted @ right))
+        # Only ours refuses this by its name.
+        try:
+            torch.ops.symm_mem.fused_matmul_reduce_scatter(x, right, "max", 0, name)
+        except InvalidArgumentError as error:
+            said.append("reduce_op: 'max'" in str(error) and pool.world == 2)
+    fused.uninstall()
+    try:
+        torch.ops.symm_mem.fused_all_gather_matmul(x, [right], 0, name)
+    except NotImplementedError:
+        said.append(True)
+    fused.uninstall()
+    dist.destroy_process_group()
+    return said
+
+
+def test_operators_of_torch_are_ours_where_there_is_a_pool(tmp_path):
+    assert values(2, installed, str(tmp_path)) == [[True] * 6] * 2
+
+
+def refused(group, folder):
+    me, _ = begin(group, folder)
+    name = dist.group.WORLD.group_name
+    x, right = torch.ones(4, 6), torch.ones(6, 8)
+    symmpool.all_reduce(torch.ones(1))
+    gather, scatter = fused.fused_all_gather_matmul, fused.fused_matmul_reduce_scatter
+    scaled = fused.fused_all_gather_scaled_matmul
+    one = torch.ones(())
+    texts = []
+    for nth, (call, arguments) in enumerate(
+        (
+            (gather, (x[0], [right], 0, name)),
+            (gather, (x.long(), [right], 0, name)),
+            (gather, (x, [right], 2, name)),
+            (gather, (x, [right[:5]], 0, name)),
+            (gather, (x, [right, right.half()], 0, name)),
+            (gather, (x.clone().requires_grad_(), [right], 0, name)),
+            (scatter, (x, right, "max", 0, name)),
+            (scatter, (x[:3], right, "sum", 0, name)),
+            (scatter, (x, right.unsqueeze(0), "sum", 0, name)),
+            (scaled, (x, [right], torch.ones(3), [one], 0, name, [None], [None], [None], [False])),
+        )
+    ):
+        # One of the ranks is wrong, in turn, and the other one learns of it.
+        is_wrong = nth % 2 == me
+        try:
+            if is_wrong:
+                call(*arguments)
+            else:
+                gather(x, [right], 0, name)
+            texts.append("nothing")
+        except InvalidArgumentError as error:
+            texts.append(str(error) if is_wrong else f"unexpected {error}")
+        except DivergedError as error:
+            texts.append("diverged" if not is_wrong else f"unexpected {error}")
+    with pytest.raises(DivergedError, match="fused_all_gather_matmul of a shard of 5 x 6 f32"):
+        gather(torch.ones(4 + me, 6), [right], 0, name)
+    with pytest.raises(DivergedError, match="fused_matmul_reduce_scatter of a product of 4 x 8 f32"):
+        scatter(x, right, "avg" if me else "sum", 0, name)
+    # The communicator is still there, and ranks may have products of their own.
+    A, found = gather(x, [right[:, : me + 1]], 0, name)
+    texts.append([tuple(A.shape), tuple(found[0].shape)] == [(8, 6), (8, me + 1)])
+    dist.destroy_process_group()
+    return texts
+
+
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
+    words = [
+        "A_shard: torch.float32 of shape (6,)",
+        "torch.int64",
+        "gather_dim: 2",
+        "Bs[0]: (5, 8)",
+        "Bs[1]: torch.float16",
+        "requires grad",
+        "'max'",
+        "not for 2 ranks",
+        "B: (1, 6, 8)",
+        "A_scale: shape (3,)",
+    ]
+    for me, texts in enumerate(values(2, refused, str(tmp_path))):
+        for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):
+            assert word in text if nth % 2 == me else text == "diverged", (me, nth, text)
+        assert texts[-1] is True
+
+
+def test_the_benchmark_compares_and_measures_products():
+    few = ["--what", "matmul", "--device", "cpu", "--dtype", "f32", "--rows", "64", "--gather", "32x64"]
+    few += ["--scatter", "64x32", "--kinds", "all_gather,reduce_scatter", "--calls", "2", "--rounds", "1"]
+    status, output, errors = torchrun(2, *few, "--replays", "1", benchmark="fused")
+    assert status == 0, errors
+    lines = [line.split() for line in output.splitlines()]
+    assert ["all_gather", "64", "32", "64"] in [line[:4] for line in lines], output
+    assert ["reduce_scatter", "64", "64", "32"] in [line[:4] for line in lines], output
+    assert "wrong" not in output, output
