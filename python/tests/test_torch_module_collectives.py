@@ -373,11 +373,9 @@ NONSENSE = {
 }
 
 
-def refused_by_one(group, name, first):
-    """Rank 1 makes a call that makes no sense, the other a call that does."""
+def refused_by_one(group, name):
+    """Rank 1 makes a call that makes no sense, the other one that does. Then both make one that does."""
     x = torch.ones(4)
-    if not first:
-        symmpool.barrier(group)
     try:
         NONSENSE[name](x, group) if group.rank == 1 else symmpool.barrier(group, device="cpu")
         found = None
@@ -388,13 +386,27 @@ def refused_by_one(group, name, first):
     return found, y.tolist()
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_what_makes_no_sense_is_an_error_of_all_ranks(first):
-    for name in NONSENSE if not first else ("op: complex", "too few", "root", "number"):
-        zero, one = values(2, refused_by_one, name, first)
-        assert one[0][0] in ("InvalidArgumentError", "TypeError"), (name, one)
-        assert zero == (("DivergedError", (1,)), [2.0, 2.0]), (name, zero)
-        assert one[1] == [2.0, 2.0], (name, one)
+def refused_one_by_one(group, names):
+    symmpool.barrier(group)
+    return [refused_by_one(group, name) for name in names]
+
+
+def is_refused_by_all(name, zero, one):
+    assert one[0][0] in ("InvalidArgumentError", "TypeError"), (name, one)
+    assert zero == (("DivergedError", (1,)), [2.0, 2.0]), (name, zero)
+    assert one[1] == [2.0, 2.0], (name, one)
+
+
+def test_what_makes_no_sense_is_an_error_of_all_ranks():
+    zero, one = values(2, refused_one_by_one, list(NONSENSE))
+    assert len(zero) == len(one) == len(NONSENSE)
+    for found in zip(NONSENSE, zero, one, strict=True):
+        is_refused_by_all(*found)
+
+
+@pytest.mark.parametrize("name", ["op: complex", "too few", "root", "number"])
+def test_what_makes_no_sense_is_an_error_of_all_ranks_in_a_first_call_too(name):
+    is_refused_by_all(name, *values(2, refused_by_one, name))
 
 
 def test_calls_that_are_no_operators_end_a_compiled_graph():

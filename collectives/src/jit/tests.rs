@@ -3,17 +3,15 @@
 
 mod device_api;
 mod plans;
+mod variants;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
-use std::sync::atomic::AtomicUsize;
 use std::thread;
 
-use comfy_table::Table;
-
 use super::search::Candidate;
-use super::sources::{KERNELS, REDUCE_LOCAL};
+use super::sources::REDUCE_LOCAL;
 use super::usage::{Usage, usage};
 use super::*;
 
@@ -23,7 +21,6 @@ const CALL_FRAME: u32 = 24;
 /// The layouts that kernels of programs are compiled with.
 const SIZES: [(&str, &str); 3] =
     [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "136")];
-const ARCHS: [(u32, u32); 3] = [(8, 0), (9, 0), (10, 0)];
 /// The registers, threads, blocks and bytes of shared memory of an SM, by compute capability.
 const PROCESSORS: [((u32, u32), Processor); 6] = [
     ((8, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 164 << 10 }),
@@ -84,126 +81,6 @@ fn kept() -> PathBuf {
     program.parent().expect("a folder").join("compiled-kernels")
 }
 
-/// The architectures that a compiler is tested with, the oldest compiler first. Every variant meets every
-/// compiler and every architecture. It does not meet every pair of them, which would take half as long again:
-/// the oldest compiler does not know the newest architecture, and the newest one compiles for the oldest
-/// architecture where processors are asked what they hold.
-fn archs(of: usize, compilers: usize) -> &'static [(u32, u32)] {
-    match of {
-        _ if compilers == 1 => &ARCHS,
-        0 => &ARCHS[..2],
-        _ => &ARCHS[1..],
-    }
-}
-
-#[test]
-fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
-    let mut jits: Vec<Jit> =
-        compilers().into_iter().map(|nvrtc| Jit::new(options(nvrtc, Some(&kept())))).collect();
-    jits.sort_by_key(|jit| jit.nvrtc().expect("the compiler").version);
-    for (at, jit) in jits.iter().enumerate() {
-        let archs = archs(at, jits.len());
-        let jobs: Vec<_> = KERNELS
-            .iter()
-            .flat_map(|kernel| {
-                kernel.test_variants().into_iter().map(move |defines| (*kernel, defines))
-            })
-            .flat_map(|(kernel, defines)| {
-                archs
-                    .iter()
-                    .map(move |&(major, minor)| (kernel, defines.clone(), arch(major, minor)))
-            })
-            .collect();
-        let compiler = jit.nvrtc().expect("the compiler");
-        let next = AtomicUsize::new(0);
-        let rows = Mutex::new(BTreeMap::new());
-        let failed = Mutex::new(Vec::new());
-        thread::scope(|scope| {
-            for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
-                scope.spawn(|| {
-                    while let Some((kernel, defines, arch)) =
-                        jobs.get(next.fetch_add(1, Ordering::Relaxed))
-                    {
-                        let variant = Variant { kernel, defines };
-                        match jit.compile(&variant, *arch).and_then(|image| look(&image, kernel)) {
-                            Ok(used) => {
-                                lock(&rows)
-                                    .entry(variant.to_string())
-                                    .or_insert_with(BTreeMap::new)
-                                    .insert(*arch, used);
-                            }
-                            Err(error) => lock(&failed).push(format!("{variant}: {error}")),
-                        }
-                    }
-                });
-            }
-        });
-        let failed = failed.into_inner().expect("no panic");
-        assert!(failed.is_empty(), "{}", failed.join("\n"));
-        let rows = rows.into_inner().expect("no panic");
-        println!(
-            "NVRTC {}.{} ({}), {} of {} compiled now; registers, stack and shared bytes:\n{}",
-            compiler.version.0,
-            compiler.version.1,
-            compiler.place,
-            jit.compiled(),
-            jobs.len(),
-            table(archs, &rows)
-        );
-        let spilled: Vec<&String> = rows
-            .iter()
-            .filter(|(_, of)| of.values().flatten().any(|used| used.stack_bytes > CALL_FRAME))
-            .map(|(variant, _)| variant)
-            .collect();
-        assert!(spilled.is_empty(), "registers are spilled in {spilled:?}");
-        assert_eq!(rows.values().map(BTreeMap::len).sum::<usize>(), jobs.len());
-        // Every compiler knows the first two architectures.
-        let known = |arch: &Arch| {
-            ARCHS[..2].iter().any(|&(major, minor)| *arch == self::arch(major, minor))
-        };
-        for (arch, used) in rows.values().flatten() {
-            assert!(used.is_some() || !known(arch), "no machine code for {arch:?}");
-        }
-    }
-}
-
-#[test]
-fn processors_hold_the_blocks_that_kernels_are_bound_to() {
-    // One type and operation for each mode of a kernel, for the fewest ranks and the most.
-    let number = |defines: &[(&str, &str)], name: &str| {
-        let found = defines.iter().find(|(define, _)| *define == name);
-        found.map(|(_, value)| value.parse::<u32>().expect("a number"))
-    };
-    let some = |defines: &Vec<(&str, &str)>| {
-        let is = |name, any: &[u32]| number(defines, name).is_none_or(|value| any.contains(&value));
-        is("WORLD", &[2, 8])
-            && is("DTYPE", &[1, 7])
-            && is("OP", &[1])
-            && number(defines, "WORLD").is_some()
-    };
-    let variants = |kernel: &'static Kernel<'static>| {
-        kernel.test_variants().into_iter().filter(some).map(move |defines| (kernel, defines))
-    };
-    for nvrtc in compilers() {
-        let jit = Jit::new(options(nvrtc, Some(&kept())));
-        for (kernel, defines) in KERNELS.iter().copied().flat_map(variants) {
-            let variant = Variant { kernel, defines: &defines };
-            let threads = number(&defines, "THREADS").expect("a bound");
-            let wanted = number(&defines, "BLOCKS").unwrap_or(1);
-            for ((major, minor), processor) in PROCESSORS {
-                let image = jit.compile(&variant, arch(major, minor)).expect("it compiles");
-                // For devices that the compiler does not know there is no machine code.
-                let Some(used) = look(&image, kernel).expect("machine code") else { continue };
-                let held = processor.holds(&used, threads);
-                assert!(held >= wanted, "{variant} on {major}.{minor}: {held} blocks of {used:?}");
-                // For 12.0, NVRTC 13 spills up to ten words in all-to-alls of few ranks.
-                let most = if major == 12 { CALL_FRAME + 8 } else { CALL_FRAME };
-                assert!(used.stack_bytes <= most, "{variant} on {major}.{minor}: {used:?}");
-            }
-        }
-    }
-}
-
 /// What the machine code needs; `None` for intermediate code, which the driver translates.
 fn look(image: &Image, kernel: &Kernel<'_>) -> Result<Option<Usage>> {
     match image.kind {
@@ -216,23 +93,6 @@ fn look(image: &Image, kernel: &Kernel<'_>) -> Result<Option<Usage>> {
             Ok(None)
         }
     }
-}
-
-fn table(archs: &[(u32, u32)], rows: &BTreeMap<String, BTreeMap<Arch, Option<Usage>>>) -> Table {
-    let mut table = Table::new();
-    table.load_preset(comfy_table::presets::NOTHING);
-    let archs = archs.iter().map(|(major, minor)| format!("{major}.{minor}"));
-    table.set_header(["".to_owned()].into_iter().chain(archs));
-    for (variant, of) in rows {
-        let cells = of.values().map(|used| match used {
-            Some(Usage { registers, stack_bytes, shared_bytes }) => {
-                format!("{registers} {stack_bytes} {shared_bytes}")
-            }
-            None => "PTX".to_owned(),
-        });
-        table.add_row([variant.clone()].into_iter().chain(cells));
-    }
-    table
 }
 
 const EMPTY: Kernel<'static> = Kernel {
