@@ -23,6 +23,7 @@ from ranks import values
 
 import symmpool
 from symmpool import deep_ep
+from symmpool.deep_ep import handles
 
 FP8 = torch.float8_e4m3fn
 
@@ -358,3 +359,15 @@ def test_it_does_not_take_the_place_of_another_deep_ep():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "call install first" in done.stdout, done.stderr
+
+
+def test_parts_of_a_captured_calls_handle_are_those_of_the_last_replay(monkeypatch):
+    times = []
+    for is_captured in (True, False):
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda is_captured=is_captured: is_captured
+        )
+        looks = iter(range(5))
+        parts = handles._LazyTuple([lambda looks=looks: next(looks)], torch.device("cuda"))
+        times.append([parts[0], parts[0], next(iter(parts))])
+    assert times == [[0, 1, 2], [0, 0, 0]]

@@ -13,14 +13,17 @@ __all__ = ["LowLatencyHandle", "NormalHandle"]
 
 
 class _LazyTuple(tuple):
-    """A tuple of parts that functions make, each once."""
+    """A tuple of parts that functions make, each once; or, where the call is captured in a graph, whenever
+    they are looked at, as each replay changes them."""
 
     _makers: list[Callable[[], Any]]
     _made: dict[int, Any]
+    _is_captured: bool
 
-    def __new__(cls, makers: list[Callable[[], Any]]) -> Any:
+    def __new__(cls, makers: list[Callable[[], Any]], device: torch.device) -> Any:
         found = super().__new__(cls, (None,) * len(makers))
         found._makers, found._made = makers, {}
+        found._is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return found
 
     def __getitem__(self, index: Any) -> Any:
@@ -28,7 +31,10 @@ class _LazyTuple(tuple):
             return tuple(self)[index]
         at = range(len(self._makers))[index]
         if at not in self._made:
-            self._made[at] = self._makers[at]()
+            made = self._makers[at]()
+            if self._is_captured:
+                return made
+            self._made[at] = made
         return self._made[at]
 
     def __iter__(self) -> Iterator[Any]:
@@ -59,7 +65,8 @@ class NormalHandle(_LazyTuple):
         def sources() -> torch.Tensor:
             return kept.source_index[:rows]
 
-        found = super().__new__(cls, [matrix, _none, _none, sources, lambda: is_token_in_rank, _none])
+        makers = [matrix, _none, _none, sources, lambda: is_token_in_rank, _none]
+        found = super().__new__(cls, makers, kept.memory.device)
         found.owner, found.kept, found.rows, found.top_k = owner, kept, rows, top_k
         return found
 
@@ -71,14 +78,15 @@ class LowLatencyHandle(_LazyTuple):
     `src_info`, int32 `[local experts, rows]`, says which token of its rank each row is, and -1 where there is
     no row. `layout_range`, int64 `[local experts, ranks]`, has for each rank where its rows of an expert
     begin, in the upper 32 bits, and how many there are. Both are made on the current stream when they are
-    looked at first: after the call's hook or event."""
+    looked at first: after the call's hook or event. Of a call in a graph they are made at each look, for the
+    last replay."""
 
     def __new__(cls, owner: Any, kept: Handle, most: int, shape: tuple[int, int]) -> Any:
         local, rows = shape
         parts: dict[str, torch.Tensor] = {}
 
         def look(name: str) -> torch.Tensor:
-            if not parts:
+            if found._is_captured or not parts:
                 parts.update(_layout(kept, local, rows))
             return parts[name]
 
@@ -89,7 +97,7 @@ class LowLatencyHandle(_LazyTuple):
             lambda: kept.buffer.hidden,
             lambda: kept.buffer.experts,
         ]
-        found = super().__new__(cls, makers)
+        found = super().__new__(cls, makers, kept.memory.device)
         found.owner, found.kept, found.most, found.shape = owner, kept, most, shape
         return found
 
