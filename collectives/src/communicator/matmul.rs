@@ -28,6 +28,8 @@ impl Communicator {
         match &mut inner.engine {
             Engine::Host(host) => {
                 host.ready()?;
+                // Calls that this rank refused before must have been seen by all ranks.
+                host.catch_up()?;
                 host.handshake(&shape.describe())
             }
             Engine::Cuda(cuda) => cuda.handshake_only(shape.describe(), *stream),
