@@ -433,6 +433,41 @@ def in_short(places):
     return f"{heading(place, sums)}\n\n{table(head, rows)}"
 
 
+def matmuls():
+    place, report = recorded("matmuls", TWO)
+    if report is None:
+        return None
+    kinds = {"all_gather": "all-gather + product", "reduce_scatter": "product + reduce-scatter"}
+
+    def shown(entry, name):
+        alone, own = (entry["figures"].get(each, {}).get("us") for each in ("matmul", name))
+        return f"{exact(own)} ({alone / own:.2f})" if alone and own else "-"
+
+    names = ("ours fused", "ours unfused", "NCCL unfused", "torch fused")
+    rows = [
+        [
+            kinds.get(entry["kind"], entry["kind"]),
+            f"{entry['rows']} x {entry['inner']} x {entry['columns']}",
+            exact(entry["figures"]["matmul"]["us"]),
+            *(shown(entry, name) for name in names),
+        ]
+        for entry in report["results"]
+    ]
+    head = [
+        "operation, bf16",
+        "M x K x N",
+        "product alone us",
+        "symmpool fused",
+        "symmpool",
+        "NCCL",
+        "torch's fused",
+    ]
+    title = (
+        "Products of matrices with communication; in brackets the time of the product alone, divided by it"
+    )
+    return title, place, report, head, rows
+
+
 def more():
     """Everything else that is recorded, each table with a line that says what it is."""
     makers = (
@@ -440,6 +475,7 @@ def more():
         with_scratch,
         device_splits,
         plans,
+        matmuls,
         training,
         overlap_backend,
         overlap,
