@@ -41,7 +41,7 @@ pub use communicator::{
 };
 #[allow(deprecated)]
 pub use cuda::leave_room;
-pub use cuda::share_sms;
+pub use cuda::{end_watching, share_sms};
 pub use dtype::{DType, Element};
 pub use experts::{CombineAt, DispatchAt, ExpertLayout, ExpertShape, HandleParts, Quantization};
 pub use float8::{F8E4m3, F8E5m2};

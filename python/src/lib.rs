@@ -97,7 +97,7 @@ mod _symmpool {
     #[pymodule_export]
     use crate::mark::Mark;
     #[pymodule_export]
-    use crate::matmul::{await_step, begin_matmul, pull, push_step, signal_step};
+    use crate::matmul::{await_step, begin_matmul, end_watching, pull, push_step, signal_step};
     #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]

@@ -120,6 +120,13 @@ pub(crate) fn await_step(
     calls.run(py, || calls.comm.await_step(source, &stream))
 }
 
+/// Ends the threads that watch streams' waits: the program is ending.
+#[pyfunction]
+#[pyo3(name = "_end_watching")]
+pub(crate) fn end_watching() {
+    symmpool_collectives::end_watching();
+}
+
 fn named(kind: &str, dtype: &str) -> Option<(MatmulKind, DType)> {
     let dtype = match dtype {
         "float32" => DType::F32,

@@ -48,6 +48,16 @@ const IDLE: u32 = 0;
 const WAITS: u32 = 1;
 const SEEN: u32 = 2;
 
+/// Whether the process ends. Held while a thread looks at waits.
+static PROCESS_ENDS: Mutex<bool> = Mutex::new(false);
+
+/// Ends the threads that watch streams' waits for peers, in all communicators. To be called by a process that ends while
+/// it has communicators: the driver then takes away the pinned memory at which these threads look. Waits that come
+/// afterwards have no end of their own.
+pub fn end_watching() {
+    *PROCESS_ENDS.lock().unwrap_or_else(PoisonError::into_inner) = true;
+}
+
 /// Which of the two flags that a rank has for a peer and a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flag {
@@ -368,6 +378,10 @@ impl Shared {
         while !*ends {
             let waited = self.changed.wait_timeout(ends, LOOK);
             ends = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let process_ends = PROCESS_ENDS.lock().unwrap_or_else(PoisonError::into_inner);
+            if *process_ends {
+                return;
+            }
             if let Err(error) = self.look(&mut since) {
                 tracing::warn!(%error, "a stream's wait for a peer could not be ended");
             }

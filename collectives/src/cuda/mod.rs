@@ -72,6 +72,7 @@ pub(crate) use footprint::{
     communicator_bytes, requested_total,
 };
 pub(crate) use memory_operations::MEMORY_CHANNELS;
+pub use memory_operations::end_watching;
 pub(crate) use sm_budget::BudgetOptions;
 #[allow(deprecated)]
 pub use sm_budget::leave_room;

@@ -8,12 +8,21 @@ SMs.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import threading
 from typing import Any
 
 import torch
 
-from symmpool._symmpool import _await_step, _begin_matmul, _pull, _push_step, _signal_step
+from symmpool._symmpool import (
+    _await_step,
+    _begin_matmul,
+    _end_watching,
+    _pull,
+    _push_step,
+    _signal_step,
+)
 from symmpool.errors import TimeoutError
 from symmpool.fused import workspace
 from symmpool.fused.products import DTYPES, Product
@@ -38,6 +47,13 @@ def _stream(device: torch.device, which: int) -> torch.cuda.Stream:
         return _streams[key]
 
 
+@functools.cache
+def _end_watching_at_exit() -> None:
+    """A process may end with open communicators, whose threads would look at memory that the driver takes
+    away."""
+    atexit.register(_end_watching)
+
+
 class Call:
     """A fused product on a communicator: what it is called, and what ranks compare."""
 
@@ -54,6 +70,7 @@ class Call:
     def begin(self, bytes: int) -> torch.Tensor | None:
         """The handshake, and then memory of so many bytes that all ranks can access."""
         if self.device.type == "cuda":
+            _end_watching_at_exit()
             workspace.refuse_in_capture(self.name, self.entry, bytes)
         if self.entry.pending is not None:
             self.entry.join_pending()

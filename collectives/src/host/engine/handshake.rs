@@ -63,6 +63,11 @@ impl HostEngine {
     #[inline]
     fn exchange_descriptions(&mut self, call: &Call) -> Result<bool> {
         let (epoch, parity) = (self.epoch, self.parity());
+        // Else the handshake of a call that a peer has not come to would be overwritten.
+        debug_assert!(
+            self.refused.is_none(),
+            "a call catches up with those that this rank refused"
+        );
         let word = self.publish_call(call);
         let mut all_agree = true;
         for peer in self.peers() {
