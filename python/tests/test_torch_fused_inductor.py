@@ -6,6 +6,8 @@ import torch.distributed._functional_collectives as funcol
 from ranks import values
 from test_torch_distributed import begin
 from test_torch_fused import near, numbers, unfused
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 
 from symmpool import fused
 
@@ -24,14 +26,23 @@ class WrittenOut(torch.nn.Module):
         return self.weight * x.to(dtype)
 
 
-def compiled(program, *arguments):
-    """What a compiled program gives, and how often the pass found its call in it."""
+def compiled(program, *arguments, inductor=False):
+    """What a compiled program gives, and how often the pass found its call in it. Without `inductor` the pass
+    gets the graph that Inductor would get, which then runs as it is: C++ takes long to compile."""
     found = fused.inductor_pass()
     torch._dynamo.reset()
+
+    def passed(module, _):
+        found(module.graph)
+        module.recompile()
+        return module
+
     # Graphs from the compiler's cache do not pass the pass.
     options = {"post_grad_custom_pre_pass": found, "fx_graph_cache": False}
+    graphs = aot_autograd(fw_compiler=passed, decompositions=select_decomp_table())
+    how = {"options": options} if inductor else {"backend": graphs}
     with torch.no_grad():
-        made = torch.compile(program, options=options)(*arguments)
+        made = torch.compile(program, **how)(*arguments)
     return made, found.replaced
 
 
@@ -64,7 +75,7 @@ def programs(me, group, dtype, form, all_of_them):
         y = funcol.all_reduce(torch.nn.functional.linear(x, matrix), "sum", group)
         return norm(y) * 2, y + 1
 
-    (out, sums), times = compiled(layer, x, residual)
+    (out, sums), times = compiled(layer, x, residual, inductor=all_of_them)
     exact = fused.all_reduce_rms_norm(product, residual, weight, eps)
     if times != 1 or not torch.equal(sums, total) or not near(out, 2 * wanted, dtype):
         wrong.append(("layer", times))
@@ -112,7 +123,7 @@ def fuses(name, folder, backend):
 
 
 def test_layers_become_one_call(tmp_path):
-    assert values(2, fuses, str(tmp_path), "symmpool") == [[]] * 2
+    assert values(2, fuses, str(tmp_path), "symmpool", limit=240) == [[]] * 2
 
 
 def leaves(name, folder):
@@ -163,8 +174,13 @@ def leaves(name, folder):
     def trained(x, residual):
         return norm(funcol.all_reduce(x * 1, "sum", group).detach() * x + residual).sum()
 
-    options = {"post_grad_custom_pre_pass": found, "fx_graph_cache": False}
-    torch.compile(trained, options=options)(x, residual).backward()
+    def passed(module, _):
+        found(module.graph)
+        module.recompile()
+        return module
+
+    graphs = aot_autograd(fw_compiler=passed, bw_compiler=passed, decompositions=select_decomp_table())
+    torch.compile(trained, backend=graphs)(x, residual).backward()
     if x.grad is None or found.replaced:
         wrong.append("gradient")
     dist.destroy_process_group()
@@ -172,4 +188,4 @@ def leaves(name, folder):
 
 
 def test_what_only_resembles_a_layer_stays_as_it_is(tmp_path):
-    assert values(2, leaves, str(tmp_path)) == [[]] * 2
+    assert values(2, leaves, str(tmp_path), limit=240) == [[]] * 2
