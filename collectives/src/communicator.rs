@@ -240,8 +240,8 @@ impl Communicator {
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`. Both have the
     /// same length, a multiple of the number of ranks. On devices, where so much leaves a rank that
-    /// copy engines carry it (48 MiB or more, in parts of 16 or more), outputs that are windows lie at one offset on all ranks
-    /// ([`Copy`](crate::AllToAllAlgorithm::Copy)); `is_diverged` where they do not.
+    /// copy engines carry it (48 MiB or more, in parts of 16 or more), outputs that are windows lie
+    /// at one offset on all ranks ([`Copy`](crate::AllToAllAlgorithm::Copy)); `is_diverged` where they do not.
     pub fn all_to_all_into<T: Element>(
         &self,
         out: &Block<T>,

@@ -26,21 +26,26 @@ class WrittenOut(torch.nn.Module):
         return self.weight * x.to(dtype)
 
 
-def compiled(program, *arguments, inductor=False):
-    """What a compiled program gives, and how often the pass found its call in it. Without `inductor` the pass
-    gets the graph that Inductor would get, which then runs as it is: C++ takes long to compile."""
-    found = fused.inductor_pass()
-    torch._dynamo.reset()
+def graphs_through(found):
+    """A compiler that gives the pass the graphs that Inductor would get, and runs them as they are."""
 
     def passed(module, _):
         found(module.graph)
         module.recompile()
         return module
 
+    return aot_autograd(fw_compiler=passed, bw_compiler=passed, decompositions=select_decomp_table())
+
+
+def compiled(program, *arguments, inductor=False):
+    """What a compiled program gives, and how often the pass found its call in it. Without `inductor` the pass
+    gets the graph that Inductor would get, which then runs as it is: C++ takes long to compile."""
+    found = fused.inductor_pass()
+    torch._dynamo.reset()
+
     # Graphs from the compiler's cache do not pass the pass.
     options = {"post_grad_custom_pre_pass": found, "fx_graph_cache": False}
-    graphs = aot_autograd(fw_compiler=passed, decompositions=select_decomp_table())
-    how = {"options": options} if inductor else {"backend": graphs}
+    how = {"options": options} if inductor else {"backend": graphs_through(found)}
     with torch.no_grad():
         made = torch.compile(program, **how)(*arguments)
     return made, found.replaced
@@ -174,13 +179,7 @@ def leaves(name, folder):
     def trained(x, residual):
         return norm(funcol.all_reduce(x * 1, "sum", group).detach() * x + residual).sum()
 
-    def passed(module, _):
-        found(module.graph)
-        module.recompile()
-        return module
-
-    graphs = aot_autograd(fw_compiler=passed, bw_compiler=passed, decompositions=select_decomp_table())
-    torch.compile(trained, backend=graphs)(x, residual).backward()
+    torch.compile(trained, backend=graphs_through(found))(x, residual).backward()
     if x.grad is None or found.replaced:
         wrong.append("gradient")
     dist.destroy_process_group()

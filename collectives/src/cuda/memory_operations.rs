@@ -237,7 +237,7 @@ impl MemoryOperations {
     }
 
     /// Makes the stream wait for the peer's next signal, and take it; for `timeout` nanoseconds at most. With
-    /// `acknowledge` the peer is told, which its next signal waits for.
+    /// `acknowledge` the peer learns of it, which its next signal waits for.
     pub(super) fn wait(
         &mut self,
         (peer, channel): (u32, u32),

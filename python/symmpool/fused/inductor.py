@@ -44,10 +44,15 @@ class NormFusion(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Replaces what it finds in a graph."""
         order = {node: number for number, node in enumerate(graph.nodes)}
-        for wait in list(graph.nodes):
-            if wait.op == "call_function" and wait.target == _c10d.wait_tensor.default:
-                self.replaced += _fuse(graph, wait, order)
+        waits = [node for node in graph.nodes if node.target == _c10d.wait_tensor.default]
+        replaced = [wait for wait in waits if _fuse(graph, wait, order)]
         graph.eliminate_dead_code()
+        # Collectives count as needed, so they are taken away by hand, the last one first.
+        left = set(graph.nodes)
+        for each in (node for wait in replaced for node in (wait, *wait.args)):
+            if each in left and not each.users:
+                graph.erase_node(each)
+        self.replaced += len(replaced)
 
 
 def inductor_pass() -> NormFusion:
@@ -62,14 +67,14 @@ def inductor_pass() -> NormFusion:
     return NormFusion()
 
 
-def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> int:
-    """Replaces what follows an all-reduce, if it is what the call does; says how often, 0 or 1."""
+def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
+    """Replaces what follows an all-reduce, if it is what the call does; says whether it did."""
     reduced = wait.args[0]
     if not isinstance(reduced, Node) or reduced.target != _c10d.all_reduce.default:
-        return 0
+        return False
     x, op, group = reduced.args
     if op != "sum" or len(reduced.users) != 1 or not isinstance(group, str) or not isinstance(x, Node):
-        return 0
+        return False
     whole = _reshaped(wait)
     for total, residual in _sums(whole):
         norm = _norm_of(total)
@@ -92,13 +97,8 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> int:
         order[out] = order[sums] = order[total]
         norm.result.replace_all_uses_with(out)
         total.replace_all_uses_with(sums)
-        # Collectives count as needed, so these are taken away by hand, the last one first.
-        graph.eliminate_dead_code()
-        for each in (wait, reduced):
-            if each in graph.nodes and not each.users:
-                graph.erase_node(each)
-        return 1
-    return 0
+        return True
+    return False
 
 
 def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:

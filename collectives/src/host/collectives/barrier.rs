@@ -13,8 +13,13 @@ impl HostEngine {
     /// `is_diverged`, on every rank, if a rank makes another call; `is_timeout` or `is_peer_lost` if a rank makes
     /// no call.
     pub fn barrier(&mut self) -> Result<()> {
+        self.handshake_only(&Call::new(Operation::Barrier))
+    }
+
+    /// A call that is nothing but its handshake.
+    pub(crate) fn handshake_only(&mut self, call: &Call) -> Result<()> {
         self.ready()?;
         self.catch_up()?;
-        self.handshake(&Call::new(Operation::Barrier))
+        self.handshake(call)
     }
 }
