@@ -1,17 +1,16 @@
 """Compiled tensor-parallel layers with fused norms, and FlashInfer's calls, on a GPU for each rank.
 
-    torchrun --nproc-per-node 2 python/tests/gpu/ranks_fused_programs.py [--device cpu] [--layers 4]
+    torchrun --nproc-per-node 2 python/tests/gpu/ranks_fused_programs.py [--device cpu] [--count 4]
 
-Layers of a Llama are split by DTensor and compiled, as they are and with `fused.inductor_pass()`; results
-are compared with those of one rank alone, and times of a captured forward pass are printed for several
-numbers of tokens.
+So many layers of a Llama are split by DTensor and compiled, as they are and with `fused.inductor_pass()`;
+results are compared with those of one rank alone, and times of a captured forward pass are printed for
+several numbers of tokens.
 """
 
-import argparse
-import os
 import sys
 import time
 
+import ranks_start
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,10 +95,10 @@ def timed(run, rounds=20):
 def layers(arguments, device, mesh):
     small = device == "cpu"
     hidden, heads, wide = (256, 8, 512) if small else (HIDDEN, HEADS, WIDE)
-    torch.manual_seed(1)
+    torch.manual_seed(arguments.seed)
     dtype = torch.bfloat16
     with torch.device(device):
-        model = torch.nn.Sequential(*(Layer(hidden, heads, wide) for _ in range(arguments.layers))).to(dtype)
+        model = torch.nn.Sequential(*(Layer(hidden, heads, wide) for _ in range(arguments.count))).to(dtype)
         last = Norm(hidden).to(dtype)
         x = torch.randn(1, 64, hidden, dtype=dtype)
     torch.nn.init.normal_(last.weight, 1, 0.1)
@@ -120,7 +119,7 @@ def layers(arguments, device, mesh):
             made[name] = run(x).float()
             error = ((made[name] - whole).norm() / whole.norm()).item()
             # Each layer has two all-reduces, each of which a norm follows.
-            wanted = 2 * arguments.layers
+            wanted = 2 * arguments.count
             found = find.replaced if find is not None else wanted
             if not error < 0.02 or found != wanted:
                 wrong += 1
@@ -171,24 +170,16 @@ def flashinfer(device):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument(
-        "--backend", default="symmpool", help="of the group: symmpool or nccl (gloo on the CPU)"
-    )
+    parser = ranks_start.parser(__doc__, 4, "layers")
+    parser.add_argument("--backend", default="symmpool", help=f"of the group: symmpool or {ranks_start.PEER}")
     arguments = parser.parse_args()
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if arguments.device == "cuda":
-        if torch.cuda.device_count() < world:
-            print(f"skipped: {world} ranks need a device each, there are {torch.cuda.device_count()}")
-            return 0
-        torch.cuda.set_device(local)
+    device = ranks_start.device_of(arguments.device)
+    if device is None:
+        return 0
     dist.init_process_group(arguments.backend)
-    device = f"cuda:{local}" if arguments.device == "cuda" else "cpu"
-    mesh = init_device_mesh(arguments.device, (world,))
+    mesh = init_device_mesh(arguments.device, (dist.get_world_size(),))
     began = time.monotonic()
-    wrong = layers(arguments, device, mesh) + flashinfer(device)
+    wrong = layers(arguments, str(device), mesh) + flashinfer(str(device))
     print(f"rank {dist.get_rank()}: {wrong} wrong after {time.monotonic() - began:.0f} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()
