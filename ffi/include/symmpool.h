@@ -83,6 +83,15 @@ typedef enum {
   SYMMPOOL_DTYPE_BYTES16 = 26,
 } symmpool_dtype;
 
+// What carries out a one-sided operation on CUDA. In host memory it makes no difference.
+typedef enum {
+  // A kernel, which occupies SMs.
+  SYMMPOOL_ENGINE_KERNEL = 0,
+  // A copy engine for symmpool_put and symmpool_get, memory operations of the stream for symmpool_signal and
+  // symmpool_wait. They occupy no SM. A copy takes some microseconds more to start.
+  SYMMPOOL_ENGINE_WITHOUT_SMS = 1,
+} symmpool_engine;
+
 // Reduction operations, for the `op` of collectives. Results have the same bits on every rank.
 typedef enum {
   SYMMPOOL_OP_SUM = 0,
@@ -494,6 +503,68 @@ symmpool_status symmpool_reserve(symmpool_pool pool,
 // `stream` is NULL or a live stream of the pool's device.
 symmpool_status symmpool_forget_stream(symmpool_pool pool,
                                        void *stream);
+
+// Copies `bytes` bytes from `src` to the place in rank `peer`'s memory that corresponds to `dst`, which lies in
+// windows. `peer` may read them after it has received a later symmpool_signal of this thread or stream. In host memory
+// the copy is done when the call returns; on CUDA it is work on `stream`. `engine` is a symmpool_engine. Only this
+// rank calls it; the other ranks need not do anything. Errors: INVALID_ARGUMENT if there is no such rank or engine, or
+// if `dst` is in no window.
+//
+// # Safety
+//
+// `src` can be read for `bytes` bytes by the CPU or, on CUDA, the device, and nobody else writes there or accesses
+// the destination until the work is done. `stream` is as for symmpool_all_reduce.
+symmpool_status symmpool_put(symmpool_comm comm,
+                             void *dst,
+                             const void *src,
+                             size_t bytes,
+                             uint32_t peer,
+                             uint32_t engine,
+                             void *stream);
+
+// Copies `bytes` bytes to `dst` from the place in rank `peer`'s memory that corresponds to `src`, which lies in
+// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put.
+//
+// # Safety
+//
+// `dst` can be written to for `bytes` bytes by the CPU or, on CUDA, the device, and nobody else accesses it or writes
+// the source until the work is done. `stream` is as for symmpool_all_reduce.
+symmpool_status symmpool_get(symmpool_comm comm,
+                             void *dst,
+                             const void *src,
+                             size_t bytes,
+                             uint32_t peer,
+                             uint32_t engine,
+                             void *stream);
+
+// Signals rank `peer` on a channel from 0 to 15. What this thread or, on CUDA, `stream` did before is visible to
+// `peer` after its symmpool_wait with the same engine. Signals are counted. Those without SMs have channels of their
+// own, which on CUDA hold one signal each: the next one waits on the stream until the last was received. Errors:
+// INVALID_ARGUMENT if there is no such rank, channel or engine.
+//
+// # Safety
+//
+// `stream` is as for symmpool_all_reduce.
+symmpool_status symmpool_signal(symmpool_comm comm,
+                                uint32_t peer,
+                                uint32_t channel,
+                                uint32_t engine,
+                                void *stream);
+
+// Receives the next signal of rank `peer` on a channel: waits for it for `timeout` seconds at most. In host memory the
+// calling thread waits, on CUDA `stream` does. Errors as for symmpool_signal, PEER_LOST, and TIMEOUT: in host memory
+// from this call, after which the communicator can be used; on CUDA from a later call, and all calls of the
+// communicator fail from then on.
+//
+// # Safety
+//
+// `stream` is as for symmpool_all_reduce.
+symmpool_status symmpool_wait(symmpool_comm comm,
+                              uint32_t peer,
+                              uint32_t channel,
+                              double timeout,
+                              uint32_t engine,
+                              void *stream);
 
 // Creates a pool together with the other ranks of `group`, which call this with the same settings.
 // `device` is "cpu", "cuda:N", "cuda" (device LOCAL_RANK), or NULL: a CUDA device if there is one,

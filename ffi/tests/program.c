@@ -109,6 +109,36 @@ static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, u
   OK(symmpool_free(pool, x));
 }
 
+// Each rank gives its neighbours data and takes some, with either engine.
+static void one_sided(symmpool_pool pool, symmpool_comm comm, uint32_t rank, uint32_t world) {
+  enum { N = 1000 };
+  uint32_t next = (rank + 1) % world, before = (rank + world - 1) % world;
+  uint32_t *inbox = NULL, mine[N], got[N];
+  OK(symmpool_alloc(pool, N * sizeof *inbox, 0, NULL, (void **)&inbox));
+  for (uint32_t engine = SYMMPOOL_ENGINE_KERNEL; engine <= SYMMPOOL_ENGINE_WITHOUT_SMS; engine++) {
+    memset(inbox, 0, N * sizeof *inbox);
+    // All ranks have cleared their inboxes, which are windows after the first of these.
+    OK(symmpool_barrier(comm, NULL));
+    for (uint32_t i = 0; i < N; i++) mine[i] = 1000 * rank + i + engine;
+    OK(symmpool_put(comm, inbox, mine, sizeof mine, next, engine, NULL));
+    OK(symmpool_signal(comm, next, 3, engine, NULL));
+    OK(symmpool_wait(comm, before, 3, 30, engine, NULL));
+    for (uint32_t i = 0; i < N; i++) HOLDS(inbox[i] == 1000 * before + i + engine);
+    OK(symmpool_get(comm, got, inbox, sizeof got, next, engine, NULL));
+    for (uint32_t i = 0; i < N; i++) HOLDS(got[i] == mine[i]);
+    OK(symmpool_barrier(comm, NULL));
+    IS(INVALID_ARGUMENT, symmpool_put(comm, mine, got, sizeof got, next, engine, NULL));
+    IS(INVALID_ARGUMENT, symmpool_get(comm, NULL, inbox, 4, next, engine, NULL));
+    IS(INVALID_ARGUMENT, symmpool_put(comm, inbox, mine, 4, world, engine, NULL));
+    IS(INVALID_ARGUMENT, symmpool_signal(comm, next, 16, engine, NULL));
+    IS(INVALID_ARGUMENT, symmpool_wait(comm, next, 0, -1, engine, NULL));
+    IS(TIMEOUT, symmpool_wait(comm, next, 4, 1e-3, engine, NULL));
+  }
+  IS(INVALID_ARGUMENT, symmpool_put(comm, inbox, mine, 4, next, 2, NULL));
+  IS(INVALID_ARGUMENT, symmpool_signal(comm, next, 0, 2, NULL));
+  OK(symmpool_free(pool, inbox));
+}
+
 // Counts what it is asked, and chooses the registered algorithm for large calls.
 static const char *choose(const symmpool_call_info *call, void *data) {
   ++*(int *)data;
@@ -253,6 +283,7 @@ int main(int argc, char **argv) {
   OK(symmpool_comm_forget_stream(comm, NULL));
   OK(symmpool_forget_stream(pool, NULL));
   collectives(pool, comm, rank, world);
+  one_sided(pool, comm, rank, world);
   algorithms(pool, comm, rank, world);
   slots(pool);
   symmpool_pool_stats stats;

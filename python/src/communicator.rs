@@ -9,25 +9,22 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_collectives::ReduceOp::Sum as SUM;
-use symmpool_collectives::StandardCollective::{
-    AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter,
-};
+use symmpool_collectives::StandardCollective::{AllGather, AllReduce, Broadcast, ReduceScatter};
 
 use crate::algorithm::Algorithm;
-use crate::arguments::{Argument, Calls, Terms};
+use crate::arguments::{Argument, Calls};
 use crate::convert::deprecated;
-use crate::errors::{OrRaise, exception, reason};
+use crate::errors::{OrRaise, exception};
 use crate::mark::Mark;
 use crate::name::Name;
 use crate::number::Number;
-use crate::options;
-use crate::own::Own;
+use crate::one_sided::{self, Way};
+use crate::options::{self, Sizes};
 use crate::p2p::{peer_of, send_or_recv};
 use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
-use crate::splits::{Divided, Parts, RowsBySplits};
-use crate::{selection, site, statistics, stream};
+use crate::{selection, statistics, stream};
 
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
@@ -66,27 +63,11 @@ impl Communicator {
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
-        let on = &*pool.pool;
-        let read = || {
-            let sizes = options::Sizes {
-                scratch_bytes,
-                device_memory_bytes,
-                concurrent,
-                sm_budget,
-                beside_compute,
-            };
-            options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes)
-        };
-        let options = read().inspect_err(|error| {
-            let why = reason(py, error);
-            py.detach(|| symmpool_collectives::Communicator::refuse(on, why));
-        })?;
-        let algorithm = options::algorithm_name(&options);
-        let make = || symmpool_collectives::Communicator::with_options(on, &options);
-        let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
-        pool.communicators.add(&comm);
-        let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
-        let calls = Arc::new(Calls { comm, terms });
+        let sizes =
+            Sizes { scratch_bytes, device_memory_bytes, concurrent, sm_budget, beside_compute };
+        let read =
+            options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes);
+        let (calls, algorithm) = options::open(py, pool, read)?;
         Ok(Self { calls, algorithm, selectors: selection::Selectors::default() })
     }
 
@@ -275,26 +256,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
         algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
-        let stream = self.calls.stream(py, stream)?;
-        let has_sizes = output_split_sizes.is_some() || input_split_sizes.is_some();
-        if algorithm.is_some() && has_sizes {
-            let why = "algorithm is for equal parts; leave out the split sizes".to_owned();
-            return Err(self.calls.decline(py, stream, Refusal::Invalid(why)));
-        }
-        let found = self.calls.parts_of(output, input, output_split_sizes, input_split_sizes);
-        let Divided { output, input, parts } = self.calls.or_decline(py, stream, found)?;
-        let dtype = input.dtype;
-        match parts {
-            // SAFETY: as in `all_reduce`; both have `world` times this length.
-            Parts::Even(count) => unsafe {
-                self.calls.make(py, (AllToAll, algorithm, SUM, 0), (output, input), count, stream)
-            },
-            // SAFETY: as in `all_reduce`; no sum is above its tensor's length.
-            Parts::Uneven { receive, send } => self.calls.run(py, || unsafe {
-                let comm = &self.calls.comm;
-                comm.all_to_all_v_at(output.to(), input.from(), &receive, &send, dtype, &stream)
-            }),
-        }
+        let sizes = (output_split_sizes, input_split_sizes);
+        self.calls.all_to_all_single(py, (output, input), sizes, algorithm, stream)
     }
 
     /// Sends rows (indices of the first dimension) to rank r, as many as `input_splits[r]` says when
@@ -321,17 +284,8 @@ impl Communicator {
         output_offsets: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = self.calls.stream(py, stream)?;
-        let found =
-            self.calls.rows_by_splits(output, input, input_splits, output_splits, output_offsets);
-        let RowsBySplits { output, input, rows, splits } =
-            self.calls.or_decline(py, stream, found)?;
-        // SAFETY: as in `all_reduce`; the tensors have these rows, and splits an element for every
-        // rank.
-        self.calls.run(py, || unsafe {
-            let (to, from) = (output.to(), input.from());
-            self.calls.comm.all_to_all_v_splits_at(to, from, &rows, splits.at(), &stream)
-        })
+        let written = (output_splits, output_offsets);
+        self.calls.all_to_all_v(py, (output, input), input_splits, written, stream)
     }
 
     /// An exchange of up to `rows` rows a rank, of `row_shape` (an int or a sequence of them) and
@@ -392,12 +346,48 @@ impl Communicator {
         send_or_recv(&self.calls, py, true, tensor, peer, stream)
     }
 
+    /// Copies `src` to where `peer` has what this rank has at `dst`, a tensor in windows of the pool, such as a part
+    /// of one; both have as many elements of one type. The peer may read it once its `wait` has taken a
+    /// `signal` that this thread, or `stream`, made later. On the CPU the copy is done when this returns, on CUDA
+    /// when `stream` is past it; nobody else writes the elements meanwhile. With `engine="copy"` a copy engine
+    /// makes it, which takes no SM ("kernel": SMs). No collective. `peer` may be this rank. Raises
+    /// InvalidArgumentError for a `dst` outside of windows, and commits nothing.
+    #[pyo3(signature = (dst, src, peer, stream = None, *, engine = "kernel"))]
+    fn put(
+        &self,
+        py: Python<'_>,
+        dst: Argument<'_, '_>,
+        src: Argument<'_, '_>,
+        peer: Number<u32>,
+        stream: Option<Argument<'_, '_>>,
+        engine: &str,
+    ) -> PyResult<()> {
+        one_sided::copy(&self.calls, py, Way::Put, (dst, src), peer, engine, stream)
+    }
+
+    /// Copies from where `peer` has what this rank has at `src`, a tensor in windows of the pool, to `dst`. The peer
+    /// has written it before a signal that this rank's `wait` has taken. Otherwise as `put`.
+    #[pyo3(signature = (dst, src, peer, stream = None, *, engine = "kernel"))]
+    fn get(
+        &self,
+        py: Python<'_>,
+        dst: Argument<'_, '_>,
+        src: Argument<'_, '_>,
+        peer: Number<u32>,
+        stream: Option<Argument<'_, '_>>,
+        engine: &str,
+    ) -> PyResult<()> {
+        one_sided::copy(&self.calls, py, Way::Get, (dst, src), peer, engine, stream)
+    }
+
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
     /// to the peer once its `wait` has taken the signal. Signals are counted; they may run ahead of
-    /// the waits. No collective: only the two ranks take part.
+    /// the waits. No collective: only the two ranks take part. With `engine="memory"` it is a memory operation of
+    /// the stream and takes no SM; such signals have channels of their own, which hold one each: on CUDA the
+    /// next one waits on the stream until a `wait` of the same engine has taken the last.
     #[pyo3(
-        signature = (peer, channel = Number::of(0), stream = None),
-        text_signature = "($self, peer, channel=0, stream=None)"
+        signature = (peer, channel = Number::of(0), stream = None, *, engine = "kernel"),
+        text_signature = "($self, peer, channel=0, stream=None, *, engine='kernel')"
     )]
     fn signal(
         &self,
@@ -405,21 +395,20 @@ impl Communicator {
         peer: Number<u32>,
         channel: Number<u32>,
         stream: Option<Argument<'_, '_>>,
+        engine: &str,
     ) -> PyResult<()> {
-        let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
-        let stream = stream::resolve(py, self.calls.device, stream)?;
-        self.calls.run(py, || self.calls.comm.signal(peer, channel, &stream))
+        one_sided::signal_or_wait(&self.calls, py, (peer, channel), None, engine, stream)
     }
 
     /// Waits for `peer`'s next signal on a channel: the nth wait takes the nth signal. On the CPU
     /// this thread waits; on CUDA `stream` does. At most `timeout` seconds; then TimeoutError: on
     /// the CPU at once, and the communicator can be used on; on CUDA from a later call, and it is
-    /// closed.
+    /// closed. With `engine="memory"` it takes signals of that engine, and on CUDA no SM is held meanwhile.
     #[pyo3(
         signature = (
-            peer, channel = Number::of(0), timeout = Number::of(30.0), stream = None
+            peer, channel = Number::of(0), timeout = Number::of(30.0), stream = None, *, engine = "kernel"
         ),
-        text_signature = "($self, peer, channel=0, timeout=30.0, stream=None)"
+        text_signature = "($self, peer, channel=0, timeout=30.0, stream=None, *, engine='kernel')"
     )]
     fn wait(
         &self,
@@ -428,11 +417,9 @@ impl Communicator {
         channel: Number<u32>,
         timeout: Number<f64>,
         stream: Option<Argument<'_, '_>>,
+        engine: &str,
     ) -> PyResult<()> {
-        let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
-        let timeout = timeout.seconds(py, "timeout")?;
-        let stream = stream::resolve(py, self.calls.device, stream)?;
-        self.calls.run(py, || self.calls.comm.wait(peer, channel, timeout, &stream))
+        one_sided::signal_or_wait(&self.calls, py, (peer, channel), Some(timeout), engine, stream)
     }
 
     /// Waits for every other rank to come to the same barrier on a channel, where it is in no order with

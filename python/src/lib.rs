@@ -17,7 +17,7 @@
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `arguments` | what calls of a communicator are given, checked |
-//! | `options`, `p2p` | a communicator's options, and its point-to-point messages |
+//! | `options`, `p2p`, `one_sided` | a communicator's options, its messages, its copies and signals |
 //! | `splits` | how all-to-alls divide their tensors, checked |
 //! | `number` | counts, ranks, addresses and times, or which argument is none |
 //! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
@@ -55,6 +55,7 @@ mod memory;
 mod name;
 mod ndarray;
 mod number;
+mod one_sided;
 mod operation;
 mod options;
 mod own;
@@ -97,7 +98,7 @@ mod _symmpool {
     #[pymodule_export]
     use crate::mark::Mark;
     #[pymodule_export]
-    use crate::matmul::{await_step, begin_matmul, end_watching, pull, push_step, signal_step};
+    use crate::matmul::{begin_matmul, end_watching, pull, push_step, step};
     #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]

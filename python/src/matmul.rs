@@ -92,32 +92,22 @@ pub(crate) fn pull(
     })
 }
 
-/// Tells a peer in a step what `stream` has done before.
+/// Makes `stream` wait for a peer's step, if it `waits`; else tells the peer in a step what `stream` has done before.
 #[pyfunction]
-#[pyo3(name = "_signal_step")]
-pub(crate) fn signal_step(
+#[pyo3(name = "_step")]
+pub(crate) fn step(
     py: Python<'_>,
     communicator: &Bound<'_, Communicator>,
-    to: (u32, u32),
+    waits: bool,
+    pair: (u32, u32),
     stream: u64,
 ) -> PyResult<()> {
     let calls = communicator.get().calls();
     let stream = from_handle(stream);
-    calls.run(py, || calls.comm.signal_step(to, &stream))
-}
-
-/// Makes `stream` wait for a peer's step.
-#[pyfunction]
-#[pyo3(name = "_await_step")]
-pub(crate) fn await_step(
-    py: Python<'_>,
-    communicator: &Bound<'_, Communicator>,
-    source: (u32, u32),
-    stream: u64,
-) -> PyResult<()> {
-    let calls = communicator.get().calls();
-    let stream = from_handle(stream);
-    calls.run(py, || calls.comm.await_step(source, &stream))
+    calls.run(py, || match waits {
+        true => calls.comm.await_step(pair, &stream),
+        false => calls.comm.signal_step(pair, &stream),
+    })
 }
 
 /// Ends the threads that watch streams' waits: the program is ending.

@@ -1,14 +1,20 @@
-//! The options of a communicator.
+//! The options of a communicator, and how it is made.
+
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_allocator::short;
-use symmpool_collectives::{CommunicatorOptions, StandardCollective};
+use symmpool_collectives::{Communicator, CommunicatorOptions, StandardCollective};
 
+use crate::arguments::{Calls, Terms};
 use crate::convert::{self, Device};
-use crate::errors::invalid;
+use crate::errors::{OrRaise, invalid, reason};
 use crate::number::Number;
+use crate::own::Own;
+use crate::pool::Pool;
 use crate::selection::standard;
+use crate::site;
 
 /// How much memory there is for calls, and how much of a device they may take, as Python says it.
 pub(crate) struct Sizes {
@@ -72,8 +78,28 @@ pub(crate) fn read(
     Ok(options)
 }
 
+/// Makes a communicator, and says which algorithm was requested. Options that were refused are reported to the other
+/// ranks.
+pub(crate) fn open(
+    py: Python<'_>,
+    pool: &Pool,
+    options: PyResult<CommunicatorOptions>,
+) -> PyResult<(Arc<Calls>, String)> {
+    let on = &*pool.pool;
+    let options = options.inspect_err(|error| {
+        let why = reason(py, error);
+        py.detach(|| Communicator::refuse(on, why));
+    })?;
+    let algorithm = algorithm_name(&options);
+    let make = || Communicator::with_options(on, &options);
+    let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
+    pool.communicators.add(&comm);
+    let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
+    Ok((Arc::new(Calls { comm, terms }), algorithm))
+}
+
 /// The name of the algorithm that is requested for all-reduces.
-pub(crate) fn algorithm_name(options: &CommunicatorOptions) -> String {
+fn algorithm_name(options: &CommunicatorOptions) -> String {
     let named = options.algorithms.get(&StandardCollective::AllReduce);
     named.cloned().unwrap_or_else(|| options.algorithm.name().to_owned())
 }

@@ -1,19 +1,22 @@
-//! How all-to-alls divide their tensors between ranks: split sizes, and splits that are tensors.
+//! All-to-alls, and how they divide their tensors between ranks: split sizes, and splits that are tensors.
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes};
+use symmpool_collectives::ReduceOp::Sum as SUM;
+use symmpool_collectives::StandardCollective::AllToAll;
 use symmpool_collectives::{SplitRows, SplitsAt};
 
-use crate::arguments::{Argument, Terms, rows_of};
+use crate::arguments::{Argument, Calls, Terms, rows_of};
+use crate::name::Name;
 use crate::reading::{Refusal, Tensor};
 
 /// What `all_to_all_single` is given, once it is known to fit.
 pub(crate) struct Divided {
-    pub(crate) output: Tensor,
-    pub(crate) input: Tensor,
-    pub(crate) parts: Parts,
+    output: Tensor,
+    input: Tensor,
+    parts: Parts,
 }
 
 /// Numbers of elements.
@@ -26,10 +29,10 @@ pub(crate) enum Parts {
 
 /// What `all_to_all_v` is given, once it is known to fit.
 pub(crate) struct RowsBySplits {
-    pub(crate) output: Tensor,
-    pub(crate) input: Tensor,
-    pub(crate) rows: SplitRows,
-    pub(crate) splits: Splits,
+    output: Tensor,
+    input: Tensor,
+    rows: SplitRows,
+    splits: Splits,
 }
 
 /// Addresses of numbers of rows, one for every rank.
@@ -42,8 +45,60 @@ unsafe impl Send for Splits {}
 unsafe impl Sync for Splits {}
 
 impl Splits {
-    pub(crate) fn at(&self) -> &SplitsAt {
+    fn at(&self) -> &SplitsAt {
         &self.0
+    }
+}
+
+impl Calls {
+    /// `Communicator.all_to_all_single`, with split sizes of output and input.
+    pub(crate) fn all_to_all_single(
+        &self,
+        py: Python<'_>,
+        (output, input): (Argument<'_, '_>, Argument<'_, '_>),
+        sizes: (Option<Argument<'_, '_>>, Option<Argument<'_, '_>>),
+        algorithm: Option<Name<'_>>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        if algorithm.is_some() && (sizes.0.is_some() || sizes.1.is_some()) {
+            let why = "algorithm is for equal parts; leave out the split sizes".to_owned();
+            return Err(self.decline(py, stream, Refusal::Invalid(why)));
+        }
+        let found = self.parts_of(output, input, sizes.0, sizes.1);
+        let Divided { output, input, parts } = self.or_decline(py, stream, found)?;
+        let dtype = input.dtype;
+        match parts {
+            // SAFETY: as in `Communicator.all_reduce`; both have `world` times this length.
+            Parts::Even(count) => unsafe {
+                self.make(py, (AllToAll, algorithm, SUM, 0), (output, input), count, stream)
+            },
+            // SAFETY: as in `Communicator.all_reduce`; no sum is above its tensor's length.
+            Parts::Uneven { receive, send } => self.run(py, || unsafe {
+                let (to, from) = (output.to(), input.from());
+                self.comm.all_to_all_v_at(to, from, &receive, &send, dtype, &stream)
+            }),
+        }
+    }
+
+    /// `Communicator.all_to_all_v`, with the splits and the offsets of the output if they are to be written.
+    pub(crate) fn all_to_all_v(
+        &self,
+        py: Python<'_>,
+        (output, input): (Argument<'_, '_>, Argument<'_, '_>),
+        splits: Argument<'_, '_>,
+        written: (Option<Argument<'_, '_>>, Option<Argument<'_, '_>>),
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let found = self.rows_by_splits(output, input, splits, written.0, written.1);
+        let RowsBySplits { output, input, rows, splits } = self.or_decline(py, stream, found)?;
+        // SAFETY: as in `Communicator.all_reduce`; the tensors have these rows, and splits an element for
+        // every rank.
+        self.run(py, || unsafe {
+            let (to, from) = (output.to(), input.from());
+            self.comm.all_to_all_v_splits_at(to, from, &rows, splits.at(), &stream)
+        })
     }
 }
 

@@ -316,9 +316,40 @@ class Communicator:
     def recv(
         self, tensor: Tensor, src: int | None = None, stream: Stream | None = None, *, peer: int | None = None
     ) -> None: ...
-    def signal(self, peer: int, channel: int = 0, stream: Stream | None = None) -> None: ...
+    def put(
+        self,
+        dst: Tensor,
+        src: Tensor,
+        peer: int,
+        stream: Stream | None = None,
+        *,
+        engine: Literal["kernel", "copy"] = "kernel",
+    ) -> None: ...
+    def get(
+        self,
+        dst: Tensor,
+        src: Tensor,
+        peer: int,
+        stream: Stream | None = None,
+        *,
+        engine: Literal["kernel", "copy"] = "kernel",
+    ) -> None: ...
+    def signal(
+        self,
+        peer: int,
+        channel: int = 0,
+        stream: Stream | None = None,
+        *,
+        engine: Literal["kernel", "memory"] = "kernel",
+    ) -> None: ...
     def wait(
-        self, peer: int, channel: int = 0, timeout: float = 30.0, stream: Stream | None = None
+        self,
+        peer: int,
+        channel: int = 0,
+        timeout: float = 30.0,
+        stream: Stream | None = None,
+        *,
+        engine: Literal["kernel", "memory"] = "kernel",
     ) -> None: ...
     def barrier_on(self, channel: int, timeout: float = 30.0, stream: Stream | None = None) -> None: ...
     def synchronize(self, stream: Stream | None = None) -> None: ...
@@ -392,8 +423,7 @@ def _push_step(
 ) -> None: ...
 def _end_watching() -> None: ...
 def _pull(communicator: Communicator, ends: tuple[int, int, int], peer: int, stream: int) -> None: ...
-def _signal_step(communicator: Communicator, to: tuple[int, int], stream: int) -> None: ...
-def _await_step(communicator: Communicator, source: tuple[int, int], stream: int) -> None: ...
+def _step(communicator: Communicator, waits: bool, pair: tuple[int, int], stream: int) -> None: ...
 
 class ExpertBuffer:
     def __init__(

@@ -14,11 +14,12 @@ use symmpool_allocator::{Block, Error, Result, Stream};
 use super::Communicator;
 use crate::signal::channel::CHANNELS;
 
-/// A copy between this rank's memory and a peer's, checked.
-struct Copy {
-    from: u64,
-    to: u64,
-    bytes: u64,
+/// Who makes a copy on a device. In host memory it is the CPU.
+#[derive(Clone, Copy, Debug)]
+enum By {
+    /// A kernel, which then signals the peer on a channel if there is one.
+    Kernel(Option<u32>),
+    CopyEngine,
 }
 
 impl Communicator {
@@ -107,10 +108,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let to = self.remote("put", dst as u64, bytes as u64, peer)?;
-        let copy = self.copy("put", (src as u64, to), bytes as u64, peer)?;
-        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
-        unsafe { self.transfer(&copy, peer, None, stream) }
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_at("put", (dst, src), bytes, peer, By::Kernel(None), stream) }
     }
 
     /// Copies `bytes` bytes from where `peer` has what this rank has at `src`, which lies in
@@ -129,10 +128,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let from = self.remote("get", src as u64, bytes as u64, peer)?;
-        let copy = self.copy("get", (from, dst as u64), bytes as u64, peer)?;
-        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
-        unsafe { self.transfer(&copy, peer, None, stream) }
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_at("get", (dst, src), bytes, peer, By::Kernel(None), stream) }
     }
 
     /// As [`Self::put_at`], by a copy engine of the device, which leaves all SMs to other work. A copy takes some
@@ -154,10 +151,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let to = self.remote("put", dst as u64, bytes as u64, peer)?;
-        let copy = self.copy("put", (src as u64, to), bytes as u64, peer)?;
-        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
-        unsafe { self.transfer_by_copy_engine(&copy, peer, stream) }
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_at("put", (dst, src), bytes, peer, By::CopyEngine, stream) }
     }
 
     /// As [`Self::get_at`], by a copy engine of the device: see [`Self::put_by_copy_engine_at`].
@@ -177,10 +172,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let from = self.remote("get", src as u64, bytes as u64, peer)?;
-        let copy = self.copy("get", (from, dst as u64), bytes as u64, peer)?;
-        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
-        unsafe { self.transfer_by_copy_engine(&copy, peer, stream) }
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_at("get", (dst, src), bytes, peer, By::CopyEngine, stream) }
     }
 
     /// Signals `peer` on a channel by stream memory operations, which take no SM; [`Self::wait_by_memory`] takes the
@@ -238,10 +231,9 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         self.check_channel("put_signal", peer, channel)?;
-        let to = self.remote("put_signal", dst as u64, bytes as u64, peer)?;
-        let copy = self.copy("put_signal", (src as u64, to), bytes as u64, peer)?;
-        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
-        unsafe { self.transfer(&copy, peer, Some(channel), stream) }
+        let by = By::Kernel(Some(channel));
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_at("put_signal", (dst, src), bytes, peer, by, stream) }
     }
 
     /// Signals `peer` on a channel, one of [`Self::CHANNELS`]. Whatever this thread did before, in
@@ -313,50 +305,42 @@ impl Communicator {
         peers().try_for_each(|peer| self.wait(peer, channel, timeout, stream))
     }
 
+    /// Copies between this rank's memory and a peer's: "get" from where the peer has what this rank has at the source,
+    /// everything else to where it has what this rank has at the destination.
+    ///
     /// # Safety
     ///
-    /// This rank's end of the copy is readable or writable by whoever makes it until `stream` is
-    /// past it, and the other end a window; nobody else uses either in a way that collides.
-    unsafe fn transfer(
+    /// As [`Self::put_at`] and [`Self::get_at`].
+    unsafe fn copy_at(
         &self,
-        copy: &Copy,
+        what: &str,
+        (dst, src): (*mut u8, *const u8),
+        bytes: usize,
         peer: u32,
-        channel: Option<u32>,
+        by: By,
         stream: &Stream,
     ) -> Result<()> {
-        let Copy { from, to, bytes } = *copy;
-        tracing::trace!(rank = self.rank(), peer, bytes, ?channel, "one-sided copy");
-        match &self.one_sided {
-            Some(host) => {
-                // SAFETY: the caller's promise; the ends do not overlap (see `copy`).
-                unsafe { host.copy(from, to, bytes as usize) }?;
-                channel.map_or(Ok(()), |channel| host.signal(peer, channel))
-            }
-            None => {
-                let mut inner = self.lock();
-                // SAFETY: the caller's promise.
-                unsafe { inner.engine.cuda()?.copy((from, to), bytes, (peer, channel), *stream) }
-            }
+        let (mut from, mut to, length) = (src as u64, dst as u64, bytes as u64);
+        let theirs = if what == "get" { &mut from } else { &mut to };
+        *theirs = self.remote(what, *theirs, length, peer)?;
+        self.check_ends(what, (from, to), length, peer)?;
+        tracing::trace!(rank = self.rank(), peer, bytes, ?by, "one-sided copy");
+        if let Some(host) = &self.one_sided {
+            // SAFETY: the caller's promise about this rank's memory; the peer's is a window, and they do not overlap.
+            unsafe { host.copy(from, to, bytes) }?;
+            let By::Kernel(Some(channel)) = by else { return Ok(()) };
+            return host.signal(peer, channel);
         }
-    }
-
-    /// # Safety
-    ///
-    /// As [`Self::transfer`].
-    unsafe fn transfer_by_copy_engine(
-        &self,
-        copy: &Copy,
-        peer: u32,
-        stream: &Stream,
-    ) -> Result<()> {
-        if self.one_sided.is_some() {
-            // SAFETY: the caller's promise.
-            return unsafe { self.transfer(copy, peer, None, stream) };
+        let mut inner = self.lock();
+        let cuda = inner.engine.cuda()?;
+        match by {
+            // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
+            By::Kernel(channel) => unsafe {
+                cuda.copy((from, to), length, (peer, channel), *stream)
+            },
+            // SAFETY: the same.
+            By::CopyEngine => unsafe { cuda.put_by_copy_engine((from, to), length, *stream) },
         }
-        let Copy { from, to, bytes } = *copy;
-        tracing::trace!(rank = self.rank(), peer, bytes, "one-sided copy by a copy engine");
-        // SAFETY: the caller's promise.
-        unsafe { self.lock().engine.cuda()?.put_by_copy_engine((from, to), bytes, *stream) }
     }
 
     /// Refuses a block of another pool, which the device or process that copies may not reach.
@@ -430,19 +414,19 @@ impl Communicator {
     }
 
     /// Refuses what is no memory of this rank, and ends that overlap.
-    fn copy(&self, what: &str, (from, to): (u64, u64), bytes: u64, peer: u32) -> Result<Copy> {
+    fn check_ends(&self, what: &str, (from, to): (u64, u64), bytes: u64, peer: u32) -> Result<()> {
         let (me, layout) = (self.rank(), self.pool.layout());
         let mine = if what == "get" { to } else { from };
         let elsewhere = |address| layout.locate(address).is_some_and(|(slot, _)| slot != me);
         let why = match (from.checked_add(bytes), to.checked_add(bytes)) {
-            _ if bytes == 0 => return Ok(Copy { from, to, bytes }),
+            _ if bytes == 0 => return Ok(()),
             (None, _) | (_, None) => "no memory is that long",
             _ if mine == 0 => "it is not memory",
             _ if elsewhere(mine) || elsewhere(mine + (bytes - 1)) => {
                 "it reaches into another rank's slot"
             }
             (Some(from_end), Some(to_end)) if from < to_end && to < from_end => "both ends overlap",
-            _ => return Ok(Copy { from, to, bytes }),
+            _ => return Ok(()),
         };
         Err(Error::invalid_argument(format!(
             "{what} of {bytes} bytes between {mine:#x} on rank {me} and rank {peer}: {why}"

@@ -8,6 +8,7 @@
 //! | `window` | a pool's windows, peers' addresses, windows of NCCL |
 //! | `slot` | pools behind functions that take no pool |
 //! | `comm` | communicators and collectives |
+//! | `one_sided` | copies and signals between two ranks |
 //! | `algorithm` | algorithms by name, plans, and functions that choose |
 //!
 //! Handles are numbers that are never used twice: a handle that was destroyed, or never existed, is an error and not
@@ -18,6 +19,7 @@ pub mod algorithm;
 pub mod comm;
 pub mod group;
 pub mod memory;
+pub mod one_sided;
 pub mod pool;
 pub mod slot;
 pub mod window;

@@ -15,14 +15,7 @@ from typing import Any
 
 import torch
 
-from symmpool._symmpool import (
-    _await_step,
-    _begin_matmul,
-    _end_watching,
-    _pull,
-    _push_step,
-    _signal_step,
-)
+from symmpool._symmpool import _begin_matmul, _end_watching, _pull, _push_step, _step
 from symmpool.errors import TimeoutError
 from symmpool.fused import workspace
 from symmpool.fused.products import DTYPES, Product
@@ -33,6 +26,8 @@ __all__ = ["Call", "gather_multiply", "multiply_scatter", "pull_all"]
 _WAVE = 128 * 128 * 256
 #: Steps that a product is divided into at most: waits cost some microseconds each.
 _MOST_STEPS = 4
+# Whether a stream waits for a peer's step, or tells the peer of its own.
+_SIGNAL, _WAIT = False, True
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 _lock = threading.Lock()
@@ -141,7 +136,7 @@ def gather_multiply(
     for nth, source in enumerate(call.peers(-1)):
         stream = beside if nth % 2 == 0 else current
         with torch.cuda.stream(stream):
-            _await_step(call.comm, (source, 0), stream.cuda_stream)
+            _step(call.comm, _WAIT, (source, 0), stream.cuda_stream)
             if gathered is not None:
                 copies.wait_stream(stream)
             multiply(slots[source], scale_slots[source], source)
@@ -196,13 +191,13 @@ def multiply_scatter(
             product.make(given[here], scale, slots[peer][here])
             # A flag waits for its product only.
             flags.wait_stream(current)
-            _signal_step(call.comm, (peer, step), flags.cuda_stream)
+            _step(call.comm, _SIGNAL, (peer, step), flags.cuda_stream)
     arrived = []
     for step in range(steps):
         here = slice(step * length, (step + 1) * length)
         for source in call.peers(-1):
             to = out[here] if others is None else others[source]
-            _await_step(call.comm, (source, step), copies.cuda_stream)
+            _step(call.comm, _WAIT, (source, step), copies.cuda_stream)
             ends = (to.data_ptr(), slots[rank][here].data_ptr(), _bytes(to))
             _pull(call.comm, ends, source, copies.cuda_stream)
         arrived.append(copies.record_event())
@@ -242,9 +237,9 @@ def pull_all(call: Call, parts: list[torch.Tensor], found: torch.Tensor) -> None
             break
     current = torch.cuda.current_stream(call.device)
     for peer in call.peers(1):
-        _signal_step(call.comm, (peer, 0), current.cuda_stream)
+        _step(call.comm, _SIGNAL, (peer, 0), current.cuda_stream)
     found[rank].copy_(parts[rank])
     for source in call.peers(-1):
-        _await_step(call.comm, (source, 0), current.cuda_stream)
+        _step(call.comm, _WAIT, (source, 0), current.cuda_stream)
         ends = (found[source].data_ptr(), slots[rank].data_ptr(), _bytes(parts[0]))
         _pull(call.comm, ends, source, current.cuda_stream)
