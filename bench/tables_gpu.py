@@ -387,6 +387,39 @@ def tensor_parallel():
     return "`examples/tensor_parallel.py`", place, report, head, rows
 
 
+#: Goals: at least so many times the tokens a second of symmpool without fused calls.
+FUSED_BARS = {"decode": 1.10, "prefill": 1.08, "training": 1.08}
+
+
+def tensor_parallel_fused():
+    place, report = recorded("tensor_parallel_fused", TWO)
+    if report is None:
+        return None
+    names, rows = report["contenders"], []
+    for entry in report["results"]:
+        figures = entry["figures"]
+        rates = [figures.get(name, {}).get("tokens_a_second") for name in names]
+        ours, made = (figures.get(name, {}).get("tokens_a_second") for name in ("symmpool", "fused"))
+        apart = max((found["apart"] for found in figures.values()), default=0)
+        rows.append(
+            [
+                entry["program"],
+                f"{entry['tokens']:,}",
+                entry["mode"],
+                *(f"{rate:,.0f}" if rate else "-" for rate in rates),
+                ratio(made, ours),
+                figure(FUSED_BARS.get(entry["program"])),
+                f"{apart:.1e}" if apart else "0",
+            ]
+        )
+    columns = [{"fused": "symmpool fused"}.get(name, name) for name in names]
+    head = ["program", "tokens a step", "mode", *columns, "fused / symmpool", "bar", "loss difference"]
+    given = report["options"]
+    layers = f"{given['layers']} layers of Llama 3 8B's shape" if given["hidden"] == 4096 else "small layers"
+    title = f"`examples/tensor_parallel_fused.py`, {layers}, tokens a second"
+    return title, place, report, head, rows
+
+
 def install():
     place, report = recorded("install", ONE)
     if report is None:
@@ -483,6 +516,7 @@ def more():
         windows,
         commit,
         tensor_parallel,
+        tensor_parallel_fused,
         install,
         wrong_sums,
     )

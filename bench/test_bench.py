@@ -222,6 +222,13 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     recorded("commit", 2, results={"scenarios": [scenario], "empty_commit_ms": 0.05})
     step = {"with": "NCCL", "mode": "eager", "tokens_a_second": 1234.5, "last_loss": 1.0, "apart": 0.0}
     recorded("tensor_parallel", 2, results=[step])
+    rates = {"NCCL": 9000.0, "symmpool": 10000.4, "fused": 11500.0}
+    made = {name: {"tokens_a_second": rate, "apart": 0.0} for name, rate in rates.items()}
+    decoded = {"program": "decode", "tokens": 8, "mode": "compiled graph", "figures": made}
+    # Where one of the contenders failed it has no figure.
+    alone = {"program": "training", "tokens": 8192, "mode": "eager", "figures": {"NCCL": made["NCCL"]}}
+    given = {"layers": 4, "hidden": 4096}
+    recorded("tensor_parallel_fused", 2, contenders=list(rates), options=given, results=[decoded, alone])
     row = {"reserved_over_live": 1.05, "steps_a_second": 20.0, "rate_over_torch": 0.995}
     recorded("install", 1, same_losses=True, results={"symmpool": row})
     programs = {"with": "symmpool", "sizes": "any", "programs": 1000, "wrong_programs": 0, "wrong_sums": 0}
@@ -245,6 +252,9 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| nccl_windows: not measured | - | - | - |",
         "| one segment of 64 MiB | 1.50 | 2 | 0.10 |",
         "| NCCL | eager | 1,234 | 1.000000 | 0 |",
+        "`examples/tensor_parallel_fused.py`, 4 layers of Llama 3 8B's shape, tokens a second; 2 x H200",
+        "| decode | 8 | compiled graph | 9,000 | 10,000 | 11,500 | 1.15 | 1.1 | 0 |",
+        "| training | 8,192 | eager | 9,000 | - | - | - | 1.08 | 0 |",
         "| `symmpool.install()` | 1.050 | 20.00 | 0.995 |",
         "the same losses (bars: at most 1.10, at least 0.99); 1 x H200",
         "| symmpool | any | 1,000 | 0 | 0 |",

@@ -36,7 +36,9 @@ def test_the_triton_example_compiles(monkeypatch, tmp_path):
     assert "atom.global.release.sys.cas" in text and "atom.global.acquire.sys.cas" in text
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "triton_all_reduce", "wrong_sums"])
+@pytest.mark.parametrize(
+    "name", ["tensor_parallel", "tensor_parallel_fused", "triton_all_reduce", "wrong_sums"]
+)
 def test_an_example_without_a_launcher_or_a_gpu_says_what_it_needs(name):
     if name == "triton_all_reduce" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
@@ -72,6 +74,44 @@ def test_a_transformer_in_parts_learns_the_same_with_gloo_and_with_ours(tmp_path
     assert (theirs["with"], ours["with"]) == ("gloo", "symmpool")
     assert ours["last_loss"] == theirs["last_loss"] < theirs["first_loss"] and ours["apart"] == 0
     assert ours["tokens_a_second"] > 0
+
+
+def fused_calls(group, port, report, modes, programs):
+    sys.path.insert(0, str(EXAMPLES))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(group.rank), "WORLD_SIZE": str(group.world)}
+    small = "--device cpu --hidden 64 --heads 4 --kv-heads 2 --wide 64 --layers 1 --vocabulary 64 --length 8"
+    few = f"--rounds 1 --seconds 0.01 --compared 3 --modes {modes} --programs {programs} --json {report}"
+    sys.argv = ["tensor_parallel_fused.py", *small.split(), *few.split()]
+    import tensor_parallel_fused as example
+
+    example.main()
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "programs"),
+    [
+        (1, "eager", "decode,training"),
+        (2, "eager", "decode,prefill,training"),
+        (2, "compiled", "decode,prefill"),
+    ],
+)
+def test_a_llama_in_parts_gives_the_same_losses_with_fused_calls(world, mode, programs, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    arguments = (port, str(tmp_path / "report"), mode, programs)
+    values(world, fused_calls, *arguments, limit=500)
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["agree"] and not report["missing"] and str(tmp_path) not in json.dumps(report)
+    assert [entry["program"] for entry in report["results"]] == programs.split(",")
+    for entry in report["results"]:
+        assert list(entry["figures"]) == report["contenders"] == ["gloo", "symmpool", "fused"]
+        assert entry["mode"] == mode and all(
+            each["tokens_a_second"] > 0 for each in entry["figures"].values()
+        )
+        # Two all-reduces a layer, or two gathers and two scattered sums.
+        if mode == "compiled":
+            assert entry["fused_calls"] == {"decode": 2, "prefill": 4}[entry["program"]]
 
 
 def moe(group, port, report):
