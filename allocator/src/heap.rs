@@ -1,7 +1,5 @@
 //! The flat heap: one reservation of `world x stride` bytes, slot `r` holding rank `r`'s memory.
 
-mod peer_view;
-
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -75,7 +73,6 @@ pub(crate) struct Heap {
     layout: HeapLayout,
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
-    peer_views: Mutex<Vec<peer_view::PeerView>>,
     maker: Maker,
 }
 
@@ -109,7 +106,6 @@ impl Heap {
             layout,
             reservation: Some(reservation),
             mapped: Mutex::default(),
-            peer_views: Mutex::default(),
             maker: Maker::here(),
         })
     }
@@ -173,7 +169,6 @@ impl Heap {
     /// Unmaps every peer's segment at `offset`, if peers' segments are mapped there.
     pub(crate) fn unmap_peers(&self, offset: u64) -> Result<()> {
         let Some(bytes) = lock(&self.mapped).peers.remove(&offset) else { return Ok(()) };
-        self.drop_peer_views(|view| view.holds(offset))?;
         for rank in self.peers() {
             self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
         }
@@ -215,9 +210,6 @@ impl Drop for Heap {
             Err(error) => {
                 tracing::warn!(%error, "waiting for the device before dropping a heap");
             }
-        }
-        if let Err(error) = self.drop_peer_views(|_| true) {
-            tracing::warn!(%error, "unmapping contiguous peer views while dropping a heap");
         }
         let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
         let unmap_slot = |rank, list: &BTreeMap<u64, u64>| {

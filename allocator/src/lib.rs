@@ -40,8 +40,7 @@ pub use fork::Maker;
 pub use group::Group;
 pub use heap::HeapLayout;
 pub use pool::{
-    Block, CONTROL_LANE, CommitReport, ContiguousPeerView, Lane, Pool, PoolBuilder, PoolStats,
-    PreparedPool,
+    Block, CONTROL_LANE, CommitReport, Lane, Pool, PoolBuilder, PoolStats, PreparedPool,
 };
 pub use quote::{Short, short};
 pub use random::random_bytes;

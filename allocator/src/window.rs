@@ -55,20 +55,6 @@ impl Windows {
         end <= self.layout.stride
     }
 
-    /// The windows in which `bytes` from `address` lie: the offset of the first, and the lengths of all of
-    /// them. `None` unless they cover all of it.
-    pub(crate) fn around(&self, address: u64, bytes: u64) -> Option<(u64, Vec<u64>)> {
-        if !self.covers(address, bytes) {
-            return None;
-        }
-        let (_, offset) = self.layout.locate(address)?;
-        let first = self.at(offset)?.offset;
-        let from = self.list.partition_point(|window| window.offset < first);
-        let lengths =
-            self.list[from..].iter().take_while(|window| window.offset < offset + bytes.max(1));
-        Some((first, lengths.map(|window| window.bytes).collect()))
-    }
-
     /// The address of `rank`'s copy of an address inside a window. Any other address is refused with
     /// [`Error::is_invalid_argument`], because the peer's copy of it is not mapped.
     pub fn peer(&self, rank: u32, address: u64) -> Result<u64> {
@@ -125,16 +111,6 @@ mod tests {
         assert!(!windows.covers(0x11_1000, u64::MAX));
         assert!(windows.covers(0x11_3fff, 0));
         assert!(!windows.covers(0x11_4000, 0));
-    }
-
-    #[test]
-    fn a_stretch_has_whole_windows_around_it() {
-        let windows = windows();
-        assert_eq!(windows.around(0x11_1800, 0x1000), Some((0x1000, vec![0x1000, 0x1000])));
-        assert_eq!(windows.around(0x11_1800, 0x800), Some((0x1000, vec![0x1000])));
-        assert_eq!(windows.around(0x11_3fff, 1), Some((0x3000, vec![0x1000])));
-        assert_eq!(windows.around(0x11_2000, 0x2000), Some((0x2000, vec![0x1000, 0x1000])));
-        assert_eq!(windows.around(0x11_3fff, 2), None);
     }
 
     #[test]

@@ -426,26 +426,14 @@ fn statistics_of_lanes_add_up_to_those_of_the_pool() {
 }
 
 #[test]
-fn a_contiguous_peer_view_has_peers_copies_at_equal_distance() {
+fn a_window_is_found_by_the_address_of_a_block() {
     ranks(3, |group| {
-        let rank = group.rank();
         let pool = pool_of_two_lanes(group);
-        let lane = pool.lane("b").unwrap();
-        let (first, second) = (lane.alloc::<u8>(4096).unwrap(), lane.alloc::<u8>(4096).unwrap());
+        let block = pool.lane("b").unwrap().alloc::<u8>(4096).unwrap();
         pool.commit().unwrap();
-        let window = pool.window_of(second.address()).unwrap();
-        assert_eq!((window.lane.as_str(), window.offset), ("b", first.offset()));
+        let window = pool.window_of(block.address()).unwrap();
+        assert_eq!((window.lane.as_str(), window.offset), ("b", block.offset()));
         assert_eq!(pool.window_of(pool.layout().base - 1), None);
-        let view = pool.contiguous_peer_view(first.address(), 4096).unwrap();
-        assert_eq!(view.stride, window.bytes);
-        let behind = pool.contiguous_peer_view(second.address() + 5, 100).unwrap();
-        assert_eq!(behind.base - view.base, second.offset() + 5 - first.offset());
-        assert_eq!(behind.stride, view.stride);
-        // There is none of other slots, nor of memory that is no window.
-        let peer = second.peer_ptr((rank + 1) % 3).unwrap() as u64;
-        for (address, bytes) in [(peer, 1), (first.address(), window.bytes + 1)] {
-            assert!(pool.contiguous_peer_view(address, bytes).unwrap_err().is_invalid_argument());
-        }
     });
 }
 

@@ -97,34 +97,6 @@ int code_of(Crossing crossing) {
     return INVALID;
 }
 
-void copy_rows(char* to, size_t to_pitch, size_t to_height, const char* from, size_t from_pitch,
-               size_t from_height, size_t width, size_t height, size_t depth) {
-    for (size_t z = 0; z < depth; ++z) {
-        for (size_t y = 0; y < height; ++y) {
-            memcpy(to + (z * to_height + y) * to_pitch, from + (z * from_height + y) * from_pitch, width);
-        }
-    }
-}
-
-// CUDA_MEMCPY3D.
-struct Copy3D {
-    size_t from_x, from_y, from_z, from_lod;
-    int from_kind;
-    const void* from_host;
-    unsigned long long from_device;
-    void* from_array;
-    void* unused;
-    size_t from_pitch, from_height;
-    size_t to_x, to_y, to_z, to_lod;
-    int to_kind;
-    void* to_host;
-    unsigned long long to_device;
-    void* to_array;
-    void* unused_too;
-    size_t to_pitch, to_height;
-    size_t width, height, depth;
-};
-
 // The members of CUlaunchConfig that are read.
 struct LaunchConfig {
     unsigned grid[3], block[3], shared;
@@ -299,9 +271,6 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
     synchronize_all();
     return unmap(address, bytes);
 }
-int cuMemRetainAllocationHandle(uint64_t* handle, void* address) {
-    return retain(handle, reinterpret_cast<uint64_t>(address));
-}
 int cuMemSetAccess(uint64_t address, size_t bytes, const void*, size_t) { return open_access(address, bytes); }
 int cuMemExportToShareableHandle(int* fd, uint64_t handle, unsigned kind, unsigned long long) {
     return kind == 1 ? export_fd(fd, handle) : NOT_SUPPORTED;
@@ -351,23 +320,6 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
         if (!is_capturing(s)) {
             synchronize(s);
         }
-    });
-}
-int cuMemcpy3DAsync_v2(const Copy3D* given, void* stream) {
-    const Copy3D c = *given;
-    // Only for copies within device memory.
-    if (c.from_kind != 2 || c.to_kind != 2) {
-        return NOT_SUPPORTED;
-    }
-    return on(stream, [c](Stream* s) {
-        put(s, [c] {
-            const char* from = reinterpret_cast<const char*>(c.from_device) + c.from_x +
-                               (c.from_z * c.from_height + c.from_y) * c.from_pitch;
-            char* to = reinterpret_cast<char*>(c.to_device) + c.to_x +
-                       (c.to_z * c.to_height + c.to_y) * c.to_pitch;
-            copy_rows(to, c.to_pitch, c.to_height, from, c.from_pitch, c.from_height, c.width, c.height,
-                      c.depth);
-        });
     });
 }
 int cuMemHostAlloc(void** to, size_t bytes, unsigned) {

@@ -179,18 +179,6 @@ int open_access(uint64_t address, size_t bytes) {
     return mprotect(at(address), bytes, PROT_READ | PROT_WRITE) == 0 ? 0 : INVALID;
 }
 
-int retain(uint64_t* handle, uint64_t address) {
-    std::lock_guard<std::mutex> held(state.lock);
-    auto found = state.mappings.upper_bound(address);
-    if (found == state.mappings.begin() ||
-        (--found, found->first + found->second.bytes <= address)) {
-        return INVALID;
-    }
-    *handle = found->second.handle;
-    state.handles[*handle].holders += 1;
-    return 0;
-}
-
 int export_fd(int* fd, uint64_t handle) {
     std::lock_guard<std::mutex> held(state.lock);
     auto found = state.handles.find(handle);

@@ -18,7 +18,6 @@ int release(uint64_t handle);
 int map(uint64_t address, size_t bytes, size_t offset, uint64_t handle);
 int unmap(uint64_t address, size_t bytes);
 int open_access(uint64_t address, size_t bytes);
-int retain(uint64_t* handle, uint64_t address);
 int export_fd(int* fd, uint64_t handle);
 int import_fd(uint64_t* handle, int fd);
 int device_of(int* device, uint64_t handle);

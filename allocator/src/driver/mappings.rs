@@ -204,24 +204,6 @@ impl<R: Ranges> Mappings<R> {
         Ok(())
     }
 
-    /// Refuses what is not one whole mapping.
-    pub(super) fn check_mapped(
-        &self,
-        reservation: &Reservation,
-        offset: u64,
-        bytes: u64,
-    ) -> Result<()> {
-        self.check_range(reservation, offset, bytes)?;
-        if region(&mut lock(&self.regions), reservation)?.mapped.contains(offset, bytes) {
-            return Ok(());
-        }
-        Err(Error::invalid_argument(format!(
-            "{} at offset {offset:#x} of the reservation at {:#x} are not one mapping",
-            Amount(bytes),
-            reservation.base()
-        )))
-    }
-
     /// Has `act` remove a mapping and forgets it, or says why it is refused.
     pub(super) fn unmap(
         &self,

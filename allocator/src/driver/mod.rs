@@ -54,7 +54,7 @@ pub use step::Step;
 #[cfg(feature = "testing")]
 pub use wrapper::DriverWrapper;
 
-use crate::{Deadline, Error, Result};
+use crate::{Deadline, Result};
 
 /// A shared handle to a [`MemoryDriver`], and the place where drivers are chosen.
 #[derive(Clone)]
@@ -151,8 +151,8 @@ impl Stream {
 
     /// A stream for drivers that have no streams, with a number of the caller's choice: on the host and in
     /// simulations work is done when its call returns, but a lane still treats the streams as different.
-    /// Drivers of devices refuse it with [`Error::is_invalid_argument`], except for 0, which is the default
-    /// stream.
+    /// Drivers of devices refuse it with [`Error::is_invalid_argument`](crate::Error::is_invalid_argument), except
+    /// for 0, which is the default stream.
     pub const fn numbered(number: u64) -> Self {
         Self { raw: number, numbered: number != 0 }
     }
@@ -386,17 +386,6 @@ pub unsafe trait MemoryDriver: Send + Sync {
 
     /// Removes the mapping of `bytes` at `offset`; the range stays reserved.
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()>;
-
-    /// The physical memory of an existing mapping, so that it can be mapped at a second place: for peers'
-    /// memory, whose handles are not kept. Optional.
-    fn hold_mapped(
-        &self,
-        _reservation: &Reservation,
-        _offset: u64,
-        _bytes: u64,
-    ) -> Result<Physical> {
-        Err(Error::unsupported(format!("mapping memory of the {} driver twice", self.name())))
-    }
 
     /// Gives a physical allocation back. Its memory is freed with its last mapping in any process.
     fn release(&self, physical: Physical) -> Result<()>;

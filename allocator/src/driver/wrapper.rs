@@ -56,7 +56,6 @@ driver_wrapper! {
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()>;
     fn map_all(&self, reservation: &Reservation, offset: u64, physicals: &[Physical]) -> Result<()>;
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()>;
-    fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical>;
     fn release(&self, physical: Physical) -> Result<()>;
     fn record_event(&self, stream: Stream) -> Result<Event>;
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()>;

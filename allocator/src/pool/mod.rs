@@ -105,16 +105,6 @@ struct Inner {
     maker: Maker,
 }
 
-/// Peers' copies of a range of windows, mapped one behind the other in rank order, without this rank's: see
-/// [`Pool::contiguous_peer_view`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ContiguousPeerView {
-    /// Address of the first peer's copy.
-    pub base: u64,
-    /// Bytes from one peer's copy to the next.
-    pub stride: u64,
-}
-
 /// Numbers of a pool at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct PoolStats {
@@ -226,33 +216,6 @@ impl Pool {
     /// The address of `rank`'s copy of an address inside a window.
     pub fn peer_ptr(&self, rank: u32, address: u64) -> Result<u64> {
         self.windows().peer(rank, address)
-    }
-
-    /// Peers' copies of `[address, address + bytes)`, which must lie in windows of this rank's slot, mapped a
-    /// second time at equal distances, so that one copy of a copy engine can write all of them. The mapping is
-    /// made by the first call, which may come during graph capture, and stays until one of the windows is
-    /// unmapped.
-    ///
-    /// [`Error::is_invalid_argument`] for other addresses; [`Error::is_unsupported`] if the driver cannot map
-    /// memory twice, or if there are too many such views.
-    pub fn contiguous_peer_view(&self, address: u64, bytes: u64) -> Result<ContiguousPeerView> {
-        let layout = self.layout();
-        let around = self.windows().around(address, bytes);
-        let (Some((first, lengths)), Some((rank, offset))) = (around, layout.locate(address))
-        else {
-            return Err(Error::invalid_argument(format!(
-                "{bytes} bytes at {address:#x} are not all in windows of rank {}",
-                self.rank()
-            )));
-        };
-        if rank != self.rank() {
-            return Err(Error::invalid_argument(format!(
-                "address {address:#x} is in the slot of rank {rank}, not of rank {}",
-                self.rank()
-            )));
-        }
-        let base = self.0.heap.peer_view(first, &lengths)?;
-        Ok(ContiguousPeerView { base: base + (offset - first), stride: lengths.iter().sum() })
     }
 
     /// Where every rank's memory lies in this process.

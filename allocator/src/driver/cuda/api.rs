@@ -88,7 +88,6 @@ functions! {
     release = cuMemRelease(u64);
     map = cuMemMap(u64, usize, usize, u64, c_ulonglong);
     unmap = cuMemUnmap(u64, usize);
-    retain = cuMemRetainAllocationHandle(*mut u64, *mut c_void);
     set_access = cuMemSetAccess(u64, usize, *const AccessDesc, usize);
     export = cuMemExportToShareableHandle(*mut c_void, u64, c_uint, c_ulonglong);
     import = cuMemImportFromShareableHandle(*mut u64, *mut c_void, c_uint);

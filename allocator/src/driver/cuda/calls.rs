@@ -2,7 +2,7 @@
 //! state.
 #![allow(unsafe_code)] // FFI: the calls that manage memory.
 
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_int, c_uint};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
@@ -192,20 +192,6 @@ pub(super) fn unmap(api: &Api, address: u64, bytes: u64) -> Result<()> {
     // the device that still uses it is a fault on the device, not here.
     let code = unsafe { (api.unmap)(address, size(bytes)?) };
     api.check(code, || format!("unmapping {bytes} bytes at {address:#x}"))
-}
-
-/// Another reference to the allocation that is mapped at an address.
-pub(super) fn retain(api: &Api, address: u64) -> Result<u64> {
-    let mut handle = 0;
-    // SAFETY: something is mapped there, which `Mappings` has checked; writes one handle through a valid
-    // pointer.
-    let code = unsafe { (api.retain)(&raw mut handle, pointer(address)) };
-    api.check(code, || format!("holding the memory at {address:#x} once more"))?;
-    Ok(handle)
-}
-
-fn pointer(address: u64) -> *mut c_void {
-    std::ptr::with_exposed_provenance_mut(address as usize)
 }
 
 /// A length as CUDA takes it.

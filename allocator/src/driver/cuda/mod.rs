@@ -309,10 +309,6 @@ unsafe impl MemoryDriver for CudaDriver {
         self.memory.unmap(&self.context, reservation, offset, bytes)
     }
 
-    fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
-        self.memory.hold_mapped(&self.context, reservation, offset, bytes)
-    }
-
     fn release(&self, physical: Physical) -> Result<()> {
         self.memory.release(&self.context, &physical)
     }

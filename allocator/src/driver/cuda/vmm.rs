@@ -14,7 +14,7 @@ use super::FABRIC_HANDLE_BYTES;
 use super::api::{AccessDesc, AllocationProp, Api};
 use super::calls::{
     address_free, create, export_fabric, export_fd, import_fabric, import_fd, map, name, release,
-    reserve_aligned, retain, size, unmap,
+    reserve_aligned, size, unmap,
 };
 use super::context::Context;
 use crate::driver::mappings::{Mappings, check_reserve, check_size};
@@ -174,19 +174,6 @@ impl Memory {
             let _current = cx.enter_for_memory()?;
             unmap(cx.api, reservation.base() + offset, bytes)
         })
-    }
-
-    pub(super) fn hold_mapped(
-        &self,
-        cx: &Context,
-        reservation: &Reservation,
-        offset: u64,
-        bytes: u64,
-    ) -> Result<Physical> {
-        self.mappings.check_mapped(reservation, offset, bytes)?;
-        let _current = cx.enter_for_memory()?;
-        let handle = retain(cx.api, reservation.base() + offset)?;
-        Ok(self.hold(handle, bytes))
     }
 
     pub(super) fn release(&self, cx: &Context, physical: &Physical) -> Result<()> {

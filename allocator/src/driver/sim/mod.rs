@@ -238,17 +238,6 @@ unsafe impl MemoryDriver for SimDriver {
         Ok(())
     }
 
-    fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
-        let mut state = self.state();
-        state.mappings.check_mapped(reservation, offset, bytes)?;
-        if state.places.contains_key(&(reservation.base() + offset)) {
-            return Err(Error::unsupported("holding a simulated segment of this rank's own twice"));
-        }
-        state.imported += 1;
-        // SAFETY: there is no memory.
-        Ok(unsafe { Physical::new(IMPORTED, bytes) })
-    }
-
     fn release(&self, physical: Physical) -> Result<()> {
         let mut state = self.state();
         if physical.raw() == IMPORTED {
