@@ -103,20 +103,6 @@ struct Broadcast {
         }
     }
 
-    // Waits until those peers of which `which(peer)` is true have raised a flag to `least`.
-    template <typename Which>
-    __device__ __forceinline__ bool await(u32 kind, u32 least, u32 phase, Which which) const {
-        bool bad = false;
-#pragma unroll 1
-        for (u32 pair = threadIdx.x; pair < peer_blocks.pairs() && !bad; pair += blockDim.x) {
-            const u32 peer = pair % WORLD;
-            if (peer != comm.rank && which(peer)) {
-                bad = !thread_await_flag(session, kind, peer, peer_blocks.first + pair / WORLD, least, phase);
-            }
-        }
-        return !__syncthreads_or(bad);
-    }
-
     // The root's part of a stage: a piece of each share for its owner.
     __device__ __forceinline__ void scatter(u32 stage) const {
         each_index([&](u32 index) {
@@ -201,8 +187,8 @@ struct Broadcast {
 #pragma unroll 1
         for (u32 stage = 0; stage < count; ++stage) {
             // This half of the scratch held the stage before the last.
-            if (stage >= 2 &&
-                !await(FINISHED, stage - 1, RESULT, [&](u32 peer) { return uses_scratch(peer); })) {
+            if (stage >= 2 && !await_flags(session, peer_blocks, FINISHED, stage - 1, RESULT,
+                                           [&](u32 peer) { return uses_scratch(peer); })) {
                 return false;
             }
             scatter(stage);
@@ -213,15 +199,16 @@ struct Broadcast {
 
     __device__ __forceinline__ bool run_peer() const {
         const bool scratch = uses_scratch(comm.rank);
+        auto root = [&](u32 peer) { return peer == call.root; };
         auto others = [&](u32 peer) { return peer != call.root; };
 #pragma unroll 1
         for (u32 turn = 0; turn <= count; ++turn) {
             if (turn < count) {
-                if (!await(ARRIVED, turn + 1, DATA, [&](u32 peer) { return peer == call.root; })) {
+                if (!await_flags(session, peer_blocks, ARRIVED, turn + 1, DATA, root)) {
                     return false;
                 }
                 // In the turn before, receivers have copied what this half of their scratch held.
-                if (turn >= 2 && !await(FINISHED, turn, RESULT, [&](u32 peer) {
+                if (turn >= 2 && !await_flags(session, peer_blocks, FINISHED, turn, RESULT, [&](u32 peer) {
                         return others(peer) && uses_scratch(peer);
                     })) {
                     return false;
@@ -230,7 +217,7 @@ struct Broadcast {
                 raise_flags(session, peer_blocks, ARRIVED, turn + 1);
             }
             if (scratch && turn >= 1) {
-                if (!await(ARRIVED, turn, DATA, others)) {
+                if (!await_flags(session, peer_blocks, ARRIVED, turn, DATA, others)) {
                     return false;
                 }
                 collect(turn - 1);
@@ -239,7 +226,7 @@ struct Broadcast {
                 raise_flags(session, peer_blocks, FINISHED, turn + 1);
             }
         }
-        if (!await(ARRIVED, count, DATA, others)) {
+        if (!await_flags(session, peer_blocks, ARRIVED, count, DATA, others)) {
             return false;
         }
         if (scratch) {
@@ -252,9 +239,9 @@ struct Broadcast {
     // need not wait for peers whose outputs are windows: flags of a parity are used again in the call after the next,
     // which needs their handshakes.
     __device__ __forceinline__ bool run() const {
-        return (is_root() ? run_root() : run_peer()) && await(FINISHED, count + 1, RESULT, [&](u32 peer) {
-                   return peer != call.root && uses_scratch(peer);
-               });
+        auto through_scratch = [&](u32 peer) { return peer != call.root && uses_scratch(peer); };
+        return (is_root() ? run_root() : run_peer()) &&
+               await_flags(session, peer_blocks, FINISHED, count + 1, RESULT, through_scratch);
     }
 };
 

@@ -87,17 +87,22 @@ __device__ __forceinline__ bool block_await_flag(const Session& session, u32 kin
     return !__syncthreads_or(bad);
 }
 
-// Waits until every peer has raised the flags of all of this block's indices to `count`. Called by all threads of
-// the block, which get the same answer: false if one takes too long. With PRESENT it is false as well if a peer has
-// given up on the call, after which its output must not be written.
-template <bool PRESENT = false>
+// A choice of peers: all of them.
+struct EveryPeer {
+    __device__ __forceinline__ bool operator()(u32) const { return true; }
+};
+
+// Waits until every peer for which `which(peer)` is true has raised the flags of all of this block's indices to `count`.
+// Called by all threads of the block, which get the same answer: false if one takes too long. With PRESENT it is false as
+// well if one of these peers has given up on the call, after which its output must not be written.
+template <bool PRESENT = false, typename Which = EveryPeer>
 __device__ __forceinline__ bool await_flags(const Session& session, PeerBlocks peer_blocks, u32 kind,
-                                            u32 count, u32 phase) {
+                                            u32 count, u32 phase, Which which = {}) {
     bool bad = false;
 #pragma unroll 1
     for (u32 pair = threadIdx.x; pair < peer_blocks.pairs() && !bad; pair += blockDim.x) {
         const u32 peer = pair % WORLD, index = peer_blocks.first + pair / WORLD;
-        if (peer != session.comm.rank) {
+        if (peer != session.comm.rank && which(peer)) {
             const bool left = PRESENT && withdrawn(handshake_word(session, peer, 0), session.epoch);
             bad = !thread_await_flag(session, kind, peer, index, count, phase) || left;
         }
