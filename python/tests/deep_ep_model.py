@@ -118,3 +118,47 @@ FORMATS = [
     {"use_fp8": True, "round_scale": True},
     {"use_fp8": True, "round_scale": True, "use_ue8m0": True},
 ]
+
+
+def low_latency_dispatch(buffer, x, ids, experts, hooked, formats, meanwhile=lambda: None):
+    """`(received, count, handle, event, hook)` of a dispatch whose tokens have come, by hook or event.
+    Statistics that a caller keeps are the counts. `meanwhile` is called before the wait."""
+    statistics = torch.zeros(experts // buffer.group_size, dtype=torch.int32, device=x.device)
+    found = buffer.low_latency_dispatch(
+        x,
+        ids,
+        len(x),
+        experts,
+        cumulative_local_expert_recv_stats=statistics,
+        async_finish=not hooked,
+        return_recv_hook=hooked,
+        **formats,
+    )
+    _, count, _, event, hook = found
+    meanwhile()
+    hook() if hooked else event.current_stream_wait()
+    assert torch.equal(statistics, count)
+    return found
+
+
+def low_latency_combine(buffer, rows, ids, weights, handle, hooked, zero_copy, **options):
+    """The sums of rows, in a tensor that was given for them. With `zero_copy` the rows are not passed but
+    lie in the buffer for them."""
+    out = torch.empty((len(ids), rows.shape[-1]), dtype=rows.dtype, device=rows.device)
+    if zero_copy:
+        buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = rows
+        rows = torch.zeros_like(rows)
+    sums, event, hook = buffer.low_latency_combine(
+        rows,
+        ids,
+        weights,
+        handle,
+        zero_copy=zero_copy,
+        async_finish=not hooked,
+        return_recv_hook=hooked,
+        out=out,
+        **options,
+    )
+    hook() if hooked else event.current_stream_wait()
+    assert sums is out and not sums.isnan().any()
+    return sums

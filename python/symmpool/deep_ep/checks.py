@@ -77,7 +77,7 @@ def _check_rows(x: torch.Tensor, scales: Any) -> int:
 def check_normal(
     x: torch.Tensor, scales: Any, world: int, routing: dict[str, Any], worst: int, alignment: int
 ) -> dict[str, int]:
-    """Checks a dispatch without a handle; returns what ranks tell each other of it."""
+    """Checks a dispatch without a handle; returns what ranks compare of it."""
     scale_bytes = _check_rows(x, scales)
     tokens, hidden = x.shape
     ids, weights = routing["topk_idx"], routing["topk_weights"]
@@ -127,7 +127,7 @@ def check_again(x: torch.Tensor, scales: Any, handle: Any, ids: Any, weights: An
 def check_low_latency(
     x: Any, topk_idx: Any, most: int, count: int, world: int, formats: tuple[bool, bool, bool]
 ) -> dict[str, int]:
-    """Checks a low-latency dispatch; returns what ranks tell each other of its shape."""
+    """Checks a low-latency dispatch; returns what ranks compare of its shape."""
     use_fp8, round_scale, use_ue8m0 = formats
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"deep_ep: x: a torch.Tensor is needed, not {type(x)}")

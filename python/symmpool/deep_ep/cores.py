@@ -2,7 +2,7 @@
 
 DeepEP's names give no shape to a buffer when it is made. So the first call of a shape makes one, on all
 ranks, and a later call with more tokens makes a larger one. What ranks must do alike is decided by numbers
-that all of them have told each other, so that they make the same buffers in the same calls, and arguments
+that all of them have exchanged, so that they make the same buffers in the same calls, and arguments
 that differ are an error on every rank before anything is sent."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["DTYPES", "Cores"]
 #: Types of tokens that travel as they are; combine takes these.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CALLS = ("dispatch", "low_latency_dispatch")
-# What ranks tell each other of a call, and of which numbers each has its own.
+# What ranks exchange about a call, and which of these numbers may differ between them.
 _FIELDS = (
     "refused", "call", "hidden", "num_experts", "dtype", "quantized tokens", "bytes of scales", "top-k",
     "num_worst_tokens", "num_max_dispatch_tokens_per_rank", "tokens",
@@ -38,7 +38,7 @@ class Cores:
     def __init__(self, group: Any, rank: int, world: int, device: torch.device):
         self.group, self.rank, self.world, self.device = group, rank, world, device
         self._buffers: dict[tuple[Any, ...], experts.Buffer] = {}
-        # Whether ranks have told each other anything.
+        # Whether the ranks have exchanged anything yet.
         self._met = False
         #: The buffer of the last call in each mode.
         self.last: dict[str, experts.Buffer] = {}
@@ -78,9 +78,9 @@ class Cores:
             cache.look_up(None, self.group, devices.number_of(str(self.device)))
             self._met = True
         device = self.device if isinstance(self.group, Pool) else torch.device("cpu")
-        told = torch.tensor(row, dtype=torch.int64, device=device)
+        sent = torch.tensor(row, dtype=torch.int64, device=device)
         rows = torch.empty((self.world, len(row)), dtype=torch.int64, device=device)
-        all_gather_into_tensor(rows.view(-1), told, group=self.group)
+        all_gather_into_tensor(rows.view(-1), sent, group=self.group)
         found = [dict(zip(_FIELDS, each)) for each in rows.tolist()]
         if refused is not None:
             return found

@@ -135,42 +135,17 @@ class Parts:
         bits = {}
         for hooked in (False, True):
             for nth, formats in enumerate(FORMATS):
-                statistics = torch.zeros(routing.local, dtype=torch.int32)
-                received, count, handle, event, hook = buffer.low_latency_dispatch(
-                    x,
-                    ids,
-                    tokens,
-                    experts,
-                    cumulative_local_expert_recv_stats=statistics,
-                    async_finish=not hooked,
-                    return_recv_hook=hooked,
-                    **formats,
+                received, count, handle, _, _ = reference.low_latency_dispatch(
+                    buffer, x, ids, experts, hooked, formats, meanwhile=self.busy
                 )
-                self.busy()
-                hook() if hooked else event.current_stream_wait()
-                assert torch.equal(statistics, count)
                 exact = not formats["use_fp8"]
                 rows = received if exact else reference.dequantized(*received, self.hidden)
                 with default_of("cpu"):
                     reference.check_low_latency(routing, self.me, rows.cpu(), count.cpu(), cpu(handle), exact)
                 for zero_copy in (False, True):
-                    given = rows
-                    if zero_copy:
-                        buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = rows
-                        given = torch.zeros_like(rows)
-                    out = torch.empty_like(x)
-                    sums, event, hook = buffer.low_latency_combine(
-                        given,
-                        ids,
-                        weights,
-                        handle,
-                        zero_copy=zero_copy,
-                        async_finish=not hooked,
-                        return_recv_hook=hooked,
-                        out=out,
+                    sums = reference.low_latency_combine(
+                        buffer, rows, ids, weights, handle, hooked, zero_copy
                     )
-                    hook() if hooked else event.current_stream_wait()
-                    assert sums is out and not sums.isnan().any()
                     assert difference(sums, x.float() * used) < (1e-5 if exact else 9e-4)
                     assert same(bits.setdefault(nth, sums), sums)
         return f"{buffer.memory()['low_latency'] / 1e6:.0f} MB on a rank for {tokens} tokens"
