@@ -12,24 +12,24 @@ use crate::stream;
 /// is done when its call returns, there is never anything to wait for.
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct Mark {
-    event: Own<Event>,
+    event: Own<OwnedEvent>,
     device: Device,
 }
 
 /// An event, given back when it is dropped.
-struct Event {
+struct OwnedEvent {
     driver: Driver,
     /// `None` only while dropping.
     event: Option<symmpool_allocator::driver::Event>,
 }
 
-impl Event {
+impl OwnedEvent {
     fn get(&self) -> &symmpool_allocator::driver::Event {
         self.event.as_ref().expect("there until dropped")
     }
 }
 
-impl Drop for Event {
+impl Drop for OwnedEvent {
     fn drop(&mut self) {
         if let Some(event) = self.event.take() {
             self.driver.release_event(event);
@@ -40,7 +40,7 @@ impl Drop for Event {
 impl Mark {
     pub(crate) fn new(driver: &Driver, device: Device, stream: Stream) -> Result<Self> {
         let event = driver.record_event(stream)?;
-        let event = Own::new(Event { driver: driver.clone(), event: Some(event) });
+        let event = Own::new(OwnedEvent { driver: driver.clone(), event: Some(event) });
         Ok(Self { event, device })
     }
 

@@ -6,20 +6,20 @@ use std::collections::{BTreeMap, VecDeque};
 use super::{CheckedPlan, Operation};
 
 /// An operation and its step.
-pub(super) struct Event {
+pub(super) struct TimedOperation {
     pub(super) rank: u32,
     /// Its index in the rank's program.
     pub(super) index: usize,
     /// From 0.
     pub(super) step: usize,
-    /// Of a wait, the event of the signal that it waits for.
+    /// Of a wait, the position in the timeline of the signal that it waits for.
     pub(super) signal: Option<usize>,
 }
 
 /// The operations of a plan in an order in which they can run, without joins.
-pub(super) fn timeline(checked: &CheckedPlan) -> Vec<Event> {
+pub(super) fn timeline(checked: &CheckedPlan) -> Vec<TimedOperation> {
     let plan = checked.plan();
-    let mut events: Vec<Event> = Vec::with_capacity(checked.order.len());
+    let mut events: Vec<TimedOperation> = Vec::with_capacity(checked.order.len());
     // By rank and block group, the first step that is free; what is of no group is behind all groups.
     let mut free: BTreeMap<(u32, Option<u32>), usize> = BTreeMap::new();
     let mut signals: BTreeMap<(u32, u32, u32), VecDeque<usize>> = BTreeMap::new();
@@ -59,7 +59,7 @@ pub(super) fn timeline(checked: &CheckedPlan) -> Vec<Event> {
             _ => {}
         }
         free.insert((rank, group), step + 1);
-        events.push(Event { rank, index, step, signal });
+        events.push(TimedOperation { rank, index, step, signal });
         if instruction.operation == Operation::Barrier {
             align(plan.world, &mut events, &mut free, &barriers[&(passed[rank as usize] - 1)]);
         }
@@ -70,7 +70,7 @@ pub(super) fn timeline(checked: &CheckedPlan) -> Vec<Event> {
 /// Moves a barrier that all ranks have come to where the last of them is.
 fn align(
     world: u32,
-    events: &mut [Event],
+    events: &mut [TimedOperation],
     free: &mut BTreeMap<(u32, Option<u32>), usize>,
     barrier: &[usize],
 ) {
