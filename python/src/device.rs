@@ -44,7 +44,7 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
     }
 }
 
-/// Waits until this rank has told the group's other ranks what it had to of earlier calls.
+/// Waits until the other ranks of the group have been sent this rank's refusals of earlier calls.
 pub(crate) fn await_reports(py: Python<'_>, key: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
     py.import("symmpool.groups.refusals")?.call_method1("await_reports", (key,)).map(drop)
 }

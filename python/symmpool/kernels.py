@@ -25,7 +25,7 @@ def native(
     """An algorithm that is a CUDA kernel: `comm.register` makes it known, and `algorithm=` of a call names
     it.
 
-    `path_or_source` is a file, or CUDA C++ itself, which is told by its having several lines. `kernel` is
+    `path_or_source` is a file, or CUDA C++ itself, recognised by its several lines. `kernel` is
     the function in it, `extern "C" __global__`; it is the algorithm's name, too, unless there is another.
     `world` is the number of ranks that it is for, any unless given. Peers may access what `windows` names,
     which calls must pass as memory of the pool; UnsupportedError if they do not. `in_place` says that it is

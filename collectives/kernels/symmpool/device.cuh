@@ -178,7 +178,7 @@ public:
     }
 
     // Waits for the next signal of the peer: what its block did before is visible then. All threads get the same answer:
-    // false if it takes too long, which the host is told with the rank.
+    // false if it takes too long, which the host reports with the rank.
     __device__ __forceinline__ bool wait() {
         ++waits_;
         return collective_.good(block_await_flag(collective_.session(), number_, peer_, worker_block(), waits_, DATA));
