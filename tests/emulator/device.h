@@ -3,9 +3,13 @@
 
 #pragma once
 
-#include <cmath>
-
 #include "place.h"
+
+extern "C" {
+float fabsf(float);
+float fmaxf(float, float);
+float sqrtf(float);
+}
 
 struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
@@ -147,7 +151,7 @@ inline double __longlong_as_double(long long bits) { return emulated_bits<double
 inline long long __double_as_longlong(double value) { return emulated_bits<long long>(value); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsqrt_rn(float value) { return std::sqrt(value); }
+inline float __fsqrt_rn(float value) { return sqrtf(value); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __dadd_rn(double a, double b) { return a + b; }

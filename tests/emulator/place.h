@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include <tuple>
-#include <utility>
+// Every kernel is compiled with these files, so they include none of the C++ library's, which take longer to read than
+// most kernels.
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 
@@ -42,17 +42,35 @@ void emulated_store_line(void* to, const uint4* value);
 unsigned long long emulated_nanoseconds();
 }
 
+// Copies of a kernel's arguments: what `std::tuple` is elsewhere.
+template <typename... Parameters>
+struct Arguments {
+    explicit Arguments(void**) {}
+    template <typename Kernel, typename... Before>
+    void pass(Kernel kernel, Before&... before) {
+        kernel(before...);
+    }
+};
+template <typename First, typename... Rest>
+struct Arguments<First, Rest...> {
+    Arguments<Rest...> rest;
+    First first;
+    explicit Arguments(void** given) : rest(given + 1), first(*static_cast<First*>(*given)) {}
+    template <typename Kernel, typename... Before>
+    void pass(Kernel kernel, Before&... before) {
+        rest.pass(kernel, before..., first);
+    }
+};
+
 template <typename... Parameters>
 Call call(void (*kernel)(Parameters...), void** given) {
-    using All = std::tuple<void (*)(Parameters...), std::remove_cv_t<Parameters>...>;
-    auto copy = [&]<std::size_t... I>(std::index_sequence<I...>) {
-        return new All(kernel, *static_cast<std::remove_cv_t<Parameters>*>(given[I])...);
+    struct All {
+        void (*kernel)(Parameters...);
+        Arguments<Parameters...> arguments;
     };
     Call made;
-    made.arguments = copy(std::index_sequence_for<Parameters...>());
-    made.run = [](void* all) {
-        std::apply([](auto entry, auto&... arguments) { entry(arguments...); }, *static_cast<All*>(all));
-    };
+    made.arguments = new All{kernel, Arguments<Parameters...>(given)};
+    made.run = [](void* all) { static_cast<All*>(all)->arguments.pass(static_cast<All*>(all)->kernel); };
     made.drop = [](void* all) { delete static_cast<All*>(all); };
     return made;
 }
