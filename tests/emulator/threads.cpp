@@ -26,9 +26,10 @@ constexpr size_t STACK_BYTES = 128 << 10;
 constexpr unsigned WARP = 32;
 // How many line accesses a thread of a group may be ahead of another.
 constexpr unsigned AHEAD = 64;
-// After how many rounds without progress a block sleeps, and for how many nanoseconds.
+// After how many rounds without progress a block sleeps, and for how many nanoseconds: the first time, and at most.
 constexpr unsigned PATIENCE = 8;
 constexpr long NAP = 50000;
+constexpr long LONGEST_NAP = 1000000;
 
 struct Line {
     unsigned long long nth = 0;  // the number of this access in its group, from 1 on
@@ -263,10 +264,12 @@ void run_block(const Call& call, Shape shape, unsigned number) {
         if (!ran && block.live != 0) {
             refuse("threads are at a barrier or a vote that others never come to");
         }
-        // A block that only polls leaves the processor to those that it waits for.
+        // A block that only polls leaves the processor to those that it waits for. It sleeps longer each time, as what
+        // takes long, such as compiling another rank's kernel, may take longer still.
         block.idle = block.moved ? 0 : block.idle + 1;
         if (block.idle > PATIENCE) {
-            const timespec pause = {0, NAP};
+            const long naps = block.idle - PATIENCE;
+            const timespec pause = {0, naps < LONGEST_NAP / NAP ? naps * NAP : LONGEST_NAP};
             nanosleep(&pause, nullptr);
         } else if (block.idle != 0) {
             sched_yield();
