@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -57,7 +58,6 @@ struct Fiber {
     State state = READY;
     bool begun = false;
     jmp_buf here;
-    ucontext_t context;
     void* stack = nullptr;
     unsigned long long loads = 0, stores = 0;
 };
@@ -66,7 +66,7 @@ struct Block {
     const Call* call;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    std::vector<LineGroup> groups;
+    std::vector<std::unique_ptr<LineGroup>> groups;  // made when one first accesses a line: each takes 20 KB
     jmp_buf scheduler;
     unsigned live = 0, waiting = 0;
     int predicate = 0, answer = 0;
@@ -189,13 +189,22 @@ void resume(Block& block, Fiber& fiber) {
         _longjmp(fiber.here, 1);
     }
     fiber.begun = true;
-    getcontext(&fiber.context);
+    ucontext_t context;
+    getcontext(&context);
     fiber.stack = take_stack();
-    fiber.context.uc_stack.ss_sp = fiber.stack;
-    fiber.context.uc_stack.ss_size = STACK_BYTES;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
-    setcontext(&fiber.context);
+    context.uc_stack.ss_sp = fiber.stack;
+    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_link = nullptr;
+    makecontext(&context, enter, 0);
+    setcontext(&context);
+}
+
+LineGroup& line_group() {
+    std::unique_ptr<LineGroup>& group = block_here->groups[fiber_here->place.thread.x / 8];
+    if (group == nullptr) {
+        group = std::make_unique<LineGroup>();
+    }
+    return *group;
 }
 
 Line& line_of(Line (&lines)[AHEAD], unsigned long long nth) {
@@ -278,8 +287,11 @@ void run_block(const Call& call, Shape shape, unsigned number) {
     for (Fiber& fiber : block.fibers) {
         give_stack(fiber.stack);
     }
-    for (LineGroup& group : block.groups) {
-        for (Line& line : group.stores) {
+    for (const std::unique_ptr<LineGroup>& group : block.groups) {
+        if (group == nullptr) {
+            continue;
+        }
+        for (const Line& line : group->stores) {
             if (line.came % 8 != 0) {
                 refuse("a line of 128 bytes was stored by fewer than eight threads");
             }
@@ -337,7 +349,7 @@ const unsigned long long* emulated_warp(unsigned long long value, char kind, uns
 
 void emulated_load_line(const void* from, uint4* value) {
     emulated_look();
-    LineGroup& group = block_here->groups[fiber_here->place.thread.x / 8];
+    LineGroup& group = line_group();
     Line& line = line_of(group.loads, ++fiber_here->loads);
     const char* at = line_at(line, from);
     if (line.came++ == 0) {
@@ -350,7 +362,7 @@ void emulated_load_line(const void* from, uint4* value) {
 }
 
 void emulated_store_line(void* to, const uint4* value) {
-    LineGroup& group = block_here->groups[fiber_here->place.thread.x / 8];
+    LineGroup& group = line_group();
     Line& line = line_of(group.stores, ++fiber_here->stores);
     char* at = line_at(line, to);
     block_here->moved = true;
