@@ -122,6 +122,7 @@ def runs_of(program, way, stream, modes):
                 graph.replay()
                 return loss
 
+            replay.graph = graph
             runs[captured] = replay
     return runs
 
@@ -193,6 +194,11 @@ def measure(program, ways, options, device, stream):
             count = max(2, min(5000, int(options.seconds / once)))
             took = timed(ready[key], count, device)
             rates.setdefault(key, []).append(count * program.count / took)
+    synchronize(device)
+    for run in ready.values():
+        # NCCL's communicator waits at its end for graphs that use it.
+        if hasattr(run, "graph"):
+            run.graph.reset()
     results = []
     for mode in (mode for mode in options.modes if any(mode == each for each, _ in ready)):
         figures, first = {}, None
