@@ -3,8 +3,8 @@
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape, F8E4m3,
-    Quantization,
+    CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt, ExpertBuffer, ExpertLayout,
+    ExpertShape, F8E4m3, Quantization,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -84,6 +84,19 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         }
     }
     check.overflow(&comm, options.seed)?;
+    // Call numbers that overflow, and those at which old flags are overwritten.
+    for first_epoch in [(1 << 30) - 4, u32::MAX - 5] {
+        let comm = CommunicatorOptions { first_epoch, ..options.communicator() };
+        let comm = Communicator::with_options(pool, &comm)?;
+        let (experts, dtype) = (3 * pool.world(), DType::Bf16);
+        let shape =
+            ExpertShape { hidden: 256, experts, top_k: 3, max_tokens: 90, dtype, capacity: None };
+        let buffer = ExpertBuffer::new(&comm, shape, None)?;
+        for call in 0..2 {
+            check.by_rank(&buffer, options.seed ^ call)?;
+            check.by_expert(&buffer, options.seed ^ call)?;
+        }
+    }
     if pool.rank() == 0 {
         println!("experts: {} cases, {} wrong", check.cases, check.wrong);
     }
@@ -409,32 +422,38 @@ impl Check<'_> {
         self.judge(&format!("rows, {what}"), &got, &rows);
         let got = download(self.pool, at.scales as u64, scales.len())?;
         self.judge(&format!("scales, {what}"), &got, &scales);
-        // Rows that are quantised already, with their scales.
-        let tokens = routing.ids[rank as usize].len();
-        let groups = shape.hidden / 128;
-        let own: Vec<u8> =
-            (0..tokens * shape.hidden).map(|at| random(seed, at as u64) as u8).collect();
+        // Rows that are quantised already, with their scales. Some words are what inboxes hold where nothing has arrived,
+        // or stand for it there.
+        let (bytes, of_scales) = (shape.hidden, 4 * (shape.hidden / 128));
+        let word = |source: usize, at: usize| match random(seed ^ source as u64, at as u64) {
+            number if number % 64 < 3 => 0xc35a_96e8 | u32::from(number % 64 == 0),
+            number => number as u32,
+        };
+        let row_of = |source: usize, token: usize| {
+            (0..bytes / 4).flat_map(move |at| word(source, token * bytes / 4 + at).to_le_bytes())
+        };
+        let scales_of = |source: usize, token: usize| {
+            (0..of_scales).map(move |at| (token * of_scales + at) as u8 ^ source as u8)
+        };
+        let mine = || 0..routing.ids[rank as usize].len();
+        let own: Vec<u8> = mine().flat_map(|token| row_of(rank as usize, token)).collect();
         let own_scales: Vec<u8> =
-            (0..4 * tokens * groups).map(|at| at as u8 ^ rank as u8).collect();
-        let known = self.put(&routing, &shape, seed)?;
+            mine().flat_map(|token| scales_of(rank as usize, token)).collect();
+        let raw = self.put(&routing, &shape, seed)?;
         upload(self.pool, self.input.address(), &own)?;
         upload(self.pool, self.scales.address(), &own_scales)?;
-        let (scales, scale_bytes) = (self.scales.as_ptr().cast_const().cast(), 4 * groups);
-        self.dispatch(buffer, 0, &DispatchAt { quantized: true, scales, scale_bytes, ..known })?;
+        let scales = self.scales.as_ptr().cast_const().cast();
+        let call = DispatchAt { quantized: true, scales, scale_bytes: of_scales, ..raw };
+        self.dispatch(buffer, 0, &call)?;
         self.settle(buffer)?;
-        let begin = routing.source_offsets(rank)[rank as usize] as usize;
-        let mine =
-            routing.received(rank).into_iter().filter(|(source, _)| *source == rank as usize);
-        let (mut rows, mut scales) = (Vec::new(), Vec::new());
-        for (_, token) in mine {
-            rows.extend_from_slice(&own[token * shape.hidden..][..shape.hidden]);
-            scales.extend_from_slice(&own_scales[4 * token * groups..][..4 * groups]);
-        }
-        let got = download(self.pool, at.rows as u64 + (begin * shape.hidden) as u64, rows.len())?;
-        self.judge(&format!("own quantised rows, {what}"), &got, &rows);
-        let got =
-            download(self.pool, at.scales as u64 + (4 * begin * groups) as u64, scales.len())?;
-        self.judge(&format!("own scales, {what}"), &got, &scales);
+        let received = || routing.received(rank).into_iter();
+        let rows: Vec<u8> = received().flat_map(|(source, token)| row_of(source, token)).collect();
+        let scales: Vec<u8> =
+            received().flat_map(|(source, token)| scales_of(source, token)).collect();
+        let got = download(self.pool, at.rows as u64, rows.len())?;
+        self.judge(&format!("rows quantised already, {what}"), &got, &rows);
+        let got = download(self.pool, at.scales as u64, scales.len())?;
+        self.judge(&format!("their scales, {what}"), &got, &scales);
         Ok(())
     }
 

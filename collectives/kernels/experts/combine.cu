@@ -3,10 +3,10 @@
 //!
 //! Some worker blocks send rows, chunk by chunk, and others sum up the chunks that have arrived, so that links and memory
 //! are busy at the same time; few blocks do both by turns. Blocks that only send wait for none but those that send them
-//! weights. A peer's memory for rows is free when it has come to this call.
+//! weights. A peer's memory for rows is free when it has come to this call. Before all that, rows of ranks with few
+//! tokens go through inboxes (`experts/combine_few.cuh`).
 
-#include <experts/work.cuh>
-#include <symmpool/reduce.cuh>
+#include <experts/combine_few.cuh>
 
 using namespace symmpool;
 
@@ -71,6 +71,9 @@ __device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& w
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 source = comm.after(distance);
+        if (has_few(work, static_cast<u32>(work.source_tokens[source]))) {
+            continue;
+        }
         const Chunks chunks(static_cast<u32>(work.source_tokens[source]), work.peer_blocks);
         const u32 begin = static_cast<u32>(work.source_offsets[source]);
         const u64 room = work.capacity - begin;
@@ -162,6 +165,32 @@ __device__ __forceinline__ void sum_step(const Comm& comm, const ExpertsWork& wo
     }
 }
 
+// Waits for the weights that ranks with many tokens send. Called by all threads of a block, which get the same answer:
+// false if some do not arrive.
+__device__ __forceinline__ bool await_weights(const Session& session, const ExpertsWork& work, PeerBlocks own) {
+    bool bad = false;
+#pragma unroll 1
+    for (u32 pair = threadIdx.x; pair < own.pairs() && !bad; pair += THREADS) {
+        const u32 peer = pair % WORLD, index = own.first + pair / WORLD;
+        if (peer != session.comm.rank && !has_few(work, static_cast<u32>(work.source_tokens[peer]))) {
+            bad = !thread_await_flag(session, WEIGHTS_KIND, peer, index, 1, DATA);
+        }
+    }
+    return !__syncthreads_or(bad);
+}
+
+__device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
+    const Session& session = few.session;
+    // Where no rank can have many tokens, no peer writes to this rank's memory for rows.
+    has_few(few.work, few.work.max_tokens) ? send_handshake<false>(session, call, threadIdx.x, THREADS)
+                                           : send_handshake<true>(session, call, threadIdx.x, THREADS);
+    session.advance();
+    compare_handshakes(session, call);
+    if (must_expire_flags(session)) {
+        expire_unused(few);
+    }
+}
+
 // A name from which profilers make "symmpool::combine()", as that of a dispatch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     _ZN8symmpool7combineEv(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
@@ -171,33 +200,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
+    const FewSums few(session, work);
     if (is_leader_block()) {
-        run_leader_block<true>(session, call, used_flags(work.peer_blocks));
+        lead(few, call);
         return;
     }
     session.advance();
+    const bool sums_few = has_few(work, work.tokens);
+    const Share share(sums_few ? work.tokens : 0, few.pieces(), 0);
+    const auto vector_of = [&](u32 row, u32 at, const float* weights) { return returned(work, row, at, weights); };
+#if BY_EXPERT
+    if (work.sends_weights && sums_few) {
+        send_few_weights(few, share);
+    }
+#endif
+    if (!return_few(few, vector_of) || __syncthreads_or(!sum_few(few, share, vector_of))) {
+        return;
+    }
     // Few blocks send and sum up, so that each of them can use the link.
     const bool both = worker_blocks() < work.peer_blocks;
     const u32 senders = both ? worker_blocks() : (worker_blocks() + 1) / 2, block = worker_block();
-    const bool sends = block < senders, sums = both || !sends;
+    const bool sends = block < senders, sums = (both || !sends) && !sums_few;
     const PeerBlocks own(work.peer_blocks, sends ? block : block - senders,
                          sends ? senders : worker_blocks() - senders);
     u32 steps = 0;
-    if (sends) {
+    for (u32 distance = 1; distance < WORLD && sends; ++distance) {
+        const u32 source = comm.after(distance), tokens = static_cast<u32>(work.source_tokens[source]);
+        const Chunks chunks(tokens, work.peer_blocks);
+        steps = !has_few(work, tokens) && chunks.steps > steps ? chunks.steps : steps;
+    }
+    const bool gives_weights = work.sends_weights && sends && !sums_few;
+    if (steps != 0 || gives_weights) {
         if (!await_handshakes<true>(session, call)) {
             return;
         }
-        if (work.sends_weights) {
+        if (gives_weights) {
             send_weights(comm, work, own);
             raise_flags(session, own, WEIGHTS_KIND, 1);
-            if (!await_flags(session, own, WEIGHTS_KIND, 1, DATA)) {
-                return;
-            }
         }
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            const u32 source = comm.after(distance);
-            const Chunks chunks(static_cast<u32>(work.source_tokens[source]), work.peer_blocks);
-            steps = chunks.steps > steps ? chunks.steps : steps;
+        if (work.sends_weights && !await_weights(session, work, own)) {
+            return;
         }
     }
     // A block that does both sums up one step behind, when that step's rows have arrived meanwhile.

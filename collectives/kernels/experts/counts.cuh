@@ -103,20 +103,28 @@ struct CountVectors {
     }
 };
 
+// The number of this thread among those of a block from `first` on. Threads that wait for different things do so at the
+// same time.
+__device__ __forceinline__ u32 thread_from(u32 first) { return (threadIdx.x + THREADS - first) % THREADS; }
+
 // The rows of every rank for every rank, and how many tokens each has; in shared memory.
 struct Counts {
     u32 rows[WORLD][(WORLD + 3) / 4 * 4];
     u32 tokens[WORLD];
+    u32 bad_item[WORLD];  // one more than the first token with an id that is no expert, or 0
+    u32 bad_id[WORLD];
 
-    // Called by all threads of a block, which get the same answer: false if a rank does not come.
+    // Called by all threads of a block, which wait for a barrier then: false, in some threads, if a rank does not come.
     __device__ __forceinline__ bool receive(const Session& session, const CountVectors& vectors) {
         bool bad = false;
-        for (u32 i = threadIdx.x; i < WORLD * CountVectors::EXPERTS && !bad; i += THREADS) {
+        for (u32 i = thread_from(64); i < WORLD * CountVectors::EXPERTS && !bad; i += THREADS) {
             const u32 from = i / CountVectors::EXPERTS, at = i % CountVectors::EXPERTS;
             uint4 value;
             bad = !vectors.receive(session, from, at, value);
             if (at == 0) {
                 tokens[from] = value.x;
+                bad_item[from] = value.y;
+                bad_id[from] = value.z;
             } else {
                 u32* row = &rows[from][4 * (at - CountVectors::RANKS)];
                 row[0] = value.x;
@@ -125,7 +133,7 @@ struct Counts {
                 row[3] = value.w;
             }
         }
-        return !__syncthreads_or(bad);
+        return !bad;
     }
 
     // Where the rows of a rank begin among those that another one receives.
@@ -144,12 +152,12 @@ struct ExpertRows {
     u32 before[WORLD * (MOST_EXPERTS / WORLD)];  // rows of earlier ranks, for each rank and expert
     u32 most;                                    // the most rows that an expert has; if each has a part of its own
 
-    // Called by all threads of a block, which get the same answer: false if a rank does not come. `counts` gets the
-    // rows of each expert, if it is an address.
+    // Called by all threads of a block, which wait for a barrier then: false, in some threads, if a rank does not come.
+    // `counts` gets the rows of each expert, if it is an address.
     __device__ __forceinline__ bool receive(const Session& session, const CountVectors& vectors, u32 local,
-                                            const ExpertsWork& work, int* counts) {
+                                            int* counts) {
         bool bad = false;
-        for (u32 group = threadIdx.x; group < (local + 3) / 4; group += THREADS) {
+        for (u32 group = thread_from(128); group < (local + 3) / 4; group += THREADS) {
             u32 sums[4] = {};
             for (u32 from = 0; from < WORLD && !bad; ++from) {
                 uint4 value;
@@ -173,60 +181,55 @@ struct ExpertRows {
                 }
             }
         }
-        if (__syncthreads_or(bad)) {
-            return false;
-        }
+        return !bad;
+    }
+
+    // Makes offsets of the counts that were received. Called by the first warp; others wait for a barrier then.
+    __device__ __forceinline__ void place(const ExpertsWork& work, u32 local) {
         if (work.expert_rows != 0) {
             divide(local, static_cast<u32>(work.expert_rows));
         } else {
             scan(local, work.alignment);
         }
-        return true;
     }
 
 private:
-    // Makes offsets of the counts that stand there. The first warp does it: each thread adds up some experts in a row.
+    // Each thread adds up some experts in a row.
     __device__ __forceinline__ void scan(u32 local, u32 alignment) {
-        if (threadIdx.x < 32) {
-            const u32 each = (local + 31) / 32, first = threadIdx.x * each;
-            const u32 end = first + each < local ? first + each : local;
-            u32 own = 0;
-            for (u32 i = first; i < end; ++i) {
-                own += padded(offsets[i], alignment);
-            }
-            u32 sum = own;
-#pragma unroll
-            for (u32 step = 1; step < 32; step *= 2) {
-                const u32 lower = __shfl_up_sync(~0u, sum, step);
-                sum += threadIdx.x >= step ? lower : 0;
-            }
-            u32 at = sum - own;
-            for (u32 i = first; i < end; ++i) {
-                const u32 count = padded(offsets[i], alignment);
-                offsets[i] = at;
-                at += count;
-            }
-            if (threadIdx.x == 31) {
-                offsets[local] = sum;
-            }
+        const u32 each = (local + 31) / 32, first = threadIdx.x * each;
+        const u32 end = first + each < local ? first + each : local;
+        u32 own = 0;
+        for (u32 i = first; i < end; ++i) {
+            own += padded(offsets[i], alignment);
         }
-        __syncthreads();
+        u32 sum = own;
+#pragma unroll
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 lower = __shfl_up_sync(~0u, sum, step);
+            sum += threadIdx.x >= step ? lower : 0;
+        }
+        u32 at = sum - own;
+        for (u32 i = first; i < end; ++i) {
+            const u32 count = padded(offsets[i], alignment);
+            offsets[i] = at;
+            at += count;
+        }
+        if (threadIdx.x == 31) {
+            offsets[local] = sum;
+        }
     }
 
     // Gives each expert a part of so many rows, whatever the counts are that stand there.
     __device__ __forceinline__ void divide(u32 local, u32 rows) {
-        if (threadIdx.x < 32) {
-            u32 own = 0;
-            for (u32 i = threadIdx.x; i <= local; i += 32) {
-                own = i < local && offsets[i] > own ? offsets[i] : own;
-                offsets[i] = i * rows;
-            }
-            own = __reduce_max_sync(~0u, own);
-            if (threadIdx.x == 0) {
-                most = own;
-            }
+        u32 own = 0;
+        for (u32 i = threadIdx.x; i <= local; i += 32) {
+            own = i < local && offsets[i] > own ? offsets[i] : own;
+            offsets[i] = i * rows;
         }
-        __syncthreads();
+        own = __reduce_max_sync(~0u, own);
+        if (threadIdx.x == 0) {
+            most = own;
+        }
     }
 
     static __device__ __forceinline__ u32 padded(u32 count, u32 alignment) {

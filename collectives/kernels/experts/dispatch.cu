@@ -3,11 +3,13 @@
 //!
 //! The leader block counts this rank's rows for each rank and expert and tells all ranks. Worker blocks count the tokens
 //! before their own, so they know the places of their rows without waiting for other blocks. Before they write to a peer
-//! they wait for its handshake: it has come to this call, so it has read what it received before.
+//! they wait for its handshake: it has come to this call, so it has read what it received before. A rank with few tokens
+//! sends them through inboxes, and so does not wait (`experts/dispatch_few.cuh`). Which way rows travel is the choice of
+//! their source, of which all ranks know how many tokens it has.
 //!
 //! With BY_EXPERT, blocks copy the rows that have arrived to the places of their experts.
 
-#include <experts/arrived.cuh>
+#include <experts/dispatch_few.cuh>
 
 using namespace symmpool;
 
@@ -47,41 +49,77 @@ __device__ __forceinline__ void send_counts(const Session& session, const Routin
     }
 }
 
+// Waits for the counts of all ranks, and finds where rows begin. Called by all threads of a block, which get the same
+// answer: false if a rank does not come.
+__device__ __forceinline__ bool know_rows(const FewRows& few, bool is_leader) {
+    const Session& session = few.session;
+    const ExpertsWork& work = few.work;
+    const u32 rank = session.comm.rank, local = few.routing.local;
+    bool there = true;
+    if (work.known) {
+        if (threadIdx.x < WORLD) {
+            shared.bases[threadIdx.x] = static_cast<u32>(work.bases[threadIdx.x]);
+            shared.counts.tokens[threadIdx.x] = static_cast<u32>(work.source_tokens[threadIdx.x]);
+        }
+        if (threadIdx.x <= WORLD) {
+            shared.sources[threadIdx.x] = static_cast<u32>(work.source_offsets[threadIdx.x]);
+        }
+    } else {
+        const CountVectors vectors(local);
+        there = shared.counts.receive(session, vectors);
+        if (BY_EXPERT || is_leader) {
+            there = expert_rows.receive(session, vectors, local, is_leader ? work.expert_counts : nullptr) && there;
+        }
+    }
+    if (__syncthreads_or(!there)) {
+        return false;
+    }
+    const bool is_new = !work.known;
+    if (is_new && threadIdx.x < 32 && (BY_EXPERT || is_leader)) {
+        expert_rows.place(work, local);
+    }
+    if (is_new && thread_from(32) < WORLD) {
+        shared.bases[thread_from(32)] = shared.counts.begin(rank, thread_from(32));
+    }
+    if (is_new && thread_from(64) <= WORLD) {
+        shared.sources[thread_from(64)] = shared.counts.begin(thread_from(64), rank);
+    }
+    if (thread_from(96) == 0) {
+        arriving.fill([&](u32 source) { return few.arriving(source); });
+    }
+    __syncthreads();
+    return true;
+}
+
 // Writes the handle's numbers of all rows, and tells the host of what did not fit.
-__device__ __forceinline__ void keep_counts(const Session& session, const Routing& routing, const CountVectors& vectors) {
+__device__ __forceinline__ void keep_counts(const Session& session, const Routing& routing) {
     const ExpertsWork& work = routing.work;
     const u32 rank = session.comm.rank;
-    if (!shared.counts.receive(session, vectors) ||
-        !expert_rows.receive(session, vectors, routing.local, work, work.expert_counts)) {
-        return;
-    }
     for (u32 i = threadIdx.x; i <= routing.local; i += THREADS) {
         work.expert_offsets[i] = static_cast<int>(expert_rows.offsets[i]);
     }
     if (threadIdx.x < WORLD) {
         const u32 other = threadIdx.x;
-        work.bases[other] = static_cast<int>(shared.counts.begin(rank, other));
+        work.bases[other] = static_cast<int>(shared.bases[other]);
         work.source_tokens[other] = static_cast<int>(shared.counts.tokens[other]);
+    }
+    if (threadIdx.x <= WORLD) {
+        const u32 begin = shared.sources[threadIdx.x];
+        work.source_offsets[threadIdx.x] = static_cast<int>(begin < work.capacity ? begin : work.capacity);
     }
     if (threadIdx.x != 0) {
         return;
     }
     const u64 by_expert = expert_rows.offsets[routing.local];
-    u32 rows = 0;
-    for (u32 from = 0; from <= WORLD; ++from) {
-        const u32 begin = shared.counts.begin(from, rank);
-        work.source_offsets[from] = static_cast<int>(begin < work.capacity ? begin : work.capacity);
-        rows = begin;
-    }
+    const u32 rows = shared.sources[WORLD];
     work.head[0] = static_cast<int>(rows < work.capacity ? rows : work.capacity);
     work.head[1] = static_cast<int>(work.tokens);
     work.head[2] = static_cast<int>(by_expert);
     // The first of these, which all ranks find alike but for the last kind.
     for (u32 other = 0; other < WORLD; ++other) {
-        uint4 of;
         const u64 all = shared.counts.begin(WORLD, other);
-        if (vectors.receive(session, other, 0, of) && of.y != 0) {
-            write_notice(session, NO_EXPERT, other, of.y - 1, of.z);
+        if (shared.counts.bad_item[other] != 0) {
+            write_notice(session, NO_EXPERT, other, shared.counts.bad_item[other] - 1, shared.counts.bad_id[other]);
             return;
         }
         if (all > work.capacity) {
@@ -99,62 +137,66 @@ __device__ __forceinline__ void keep_counts(const Session& session, const Routin
 }
 
 __device__ __forceinline__ void lead(const Session& session, const Call& call, const Routing& routing) {
-    const CountVectors vectors(routing.local);
-    if (!routing.work.known) {
-        clear_counts(routing.work);
+    const ExpertsWork& work = routing.work;
+    if (!work.known) {
+        clear_counts(work);
     }
-    // The first warp sends the handshake, which takes it a fence, while the others begin to count.
+    // The first warp sends the handshake, which takes it a fence, while the others begin to count. Where no rank can
+    // have many tokens, no peer writes to this rank's rows, so none needs to see what its stream did.
     if (threadIdx.x < 32) {
-        send_handshake<true>(session, call, threadIdx.x, 32);
+        has_few(work, work.max_tokens) ? send_handshake<false>(session, call, threadIdx.x, 32)
+                                       : send_handshake<true>(session, call, threadIdx.x, 32);
     }
-    if (!routing.work.known) {
-        send_counts(session, routing, vectors);
+    if (!work.known) {
+        send_counts(session, routing, CountVectors(routing.local));
     }
     session.advance();
+    const FewRows few(session, routing);
     compare_handshakes(session, call);
-    if (must_expire_flags(session)) {
-        UsedBytes used = used_flags(routing.work.peer_blocks);
-        used.ll = CountVectors::bytes_of(routing.local);
-        expire_old_flags(session, used);
-        expire_escape_marks(session);
+    if (!know_rows(few, true)) {
+        return;
     }
-    if (!routing.work.known) {
-        keep_counts(session, routing, vectors);
+    if (!work.known) {
+        keep_counts(session, routing);
+    }
+    if (must_expire_flags(session)) {
+        expire_unused(few);
     }
 }
 
 // --- worker blocks
 
-// What worker blocks know before they send: where rows begin. False if a rank does not come.
-__device__ __forceinline__ bool know_rows(const Session& session, const Routing& routing) {
-    const ExpertsWork& work = routing.work;
-    const u32 rank = session.comm.rank;
-    if (work.known) {
-        if (threadIdx.x < WORLD) {
-            shared.bases[threadIdx.x] = static_cast<u32>(work.bases[threadIdx.x]);
-            shared.counts.tokens[threadIdx.x] = static_cast<u32>(work.source_tokens[threadIdx.x]);
+// Waits for the flags of ranks with many tokens. Called by all threads of a block, which get the same answer: false if
+// one takes too long.
+__device__ __forceinline__ bool await_many(const Session& session, const ExpertsWork& work, PeerBlocks own) {
+    bool bad = false;
+#pragma unroll 1
+    for (u32 pair = threadIdx.x; pair < own.pairs() && !bad; pair += THREADS) {
+        const u32 peer = pair % WORLD, index = own.first + pair / WORLD;
+        if (peer != session.comm.rank && !has_few(work, shared.counts.tokens[peer])) {
+            bad = !thread_await_flag(session, ARRIVED, peer, index, 1, DATA);
         }
-        if (threadIdx.x <= WORLD) {
-            shared.sources[threadIdx.x] = static_cast<u32>(work.source_offsets[threadIdx.x]);
-        }
+    }
+    return !__syncthreads_or(bad);
+}
+
+// Sends many tokens directly to where their rows belong. Called by all threads of a block.
+__device__ __forceinline__ void send_many(const Session& session, const Routing& routing, PeerBlocks own,
+                                          const Chunks& chunks, const OwnTokens& tokens) {
+    u32 tile = tokens.from;
+    do {
+        const u32 left = tokens.to - tile, count = left < TILE ? left : TILE;
+        number_tile(routing, tile, count);
         __syncthreads();
-        return true;
-    }
-    const CountVectors vectors(routing.local);
-    if (!shared.counts.receive(session, vectors)) {
-        return false;
-    }
-    if (threadIdx.x < WORLD) {
-        shared.bases[threadIdx.x] = shared.counts.begin(rank, threadIdx.x);
-    }
-    if (threadIdx.x <= WORLD) {
-        shared.sources[threadIdx.x] = shared.counts.begin(threadIdx.x, rank);
-    }
-    if (BY_EXPERT) {
-        return expert_rows.receive(session, vectors, routing.local, work, nullptr);
-    }
-    __syncthreads();
-    return true;
+        place_tile(routing, tile, count);
+        if (!routing.work.known) {
+            send_chunk_begins(session.comm, routing.work, chunks, tokens, tile, count);
+        }
+        send_tile(session.comm, routing, tile, count);
+        __syncthreads();
+        tile += count;
+    } while (tile < tokens.to);
+    raise_flags(session, own, ARRIVED, 1);
 }
 
 // A name from which profilers make "symmpool::dispatch()": tools for expert parallelism look for "::dispatch".
@@ -172,39 +214,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     session.advance();
+    const FewRows few(session, routing);
+    const bool sends_few = has_few(work, work.tokens);
+    const Share share(sends_few ? work.tokens : 0, few.pieces(), 0);
     const PeerBlocks own(work.peer_blocks);
     const Chunks chunks(work.tokens, work.peer_blocks);
     const OwnTokens tokens(chunks, own);
-    if (!work.known) {
+    if (!work.known && (!sends_few || !share.is_empty())) {
         clear_counts(work);
-        count_ranks(routing, tokens.from, shared.next, [&](u32, long long, u32 expert) {
+        count_ranks(routing, sends_few ? share.from : tokens.from, shared.next, [&](u32, long long, u32 expert) {
             if (BY_EXPERT && expert != NOWHERE) {
                 atomicAdd(&experts_before[expert], 1);
             }
         });
     }
-    if (!await_handshakes<true>(session, call) || !know_rows(session, routing)) {
+    if (!share.is_empty()) {
+        send_few(few, share);
+    }
+    // A peer that called something else may have left anything where counts are: rows that are said to come through
+    // inboxes are bounded, and nothing is written beyond what this rank's memory has room for.
+    if (!know_rows(few, false)) {
         return;
     }
-    u32 tile = tokens.from;
-    do {
-        const u32 left = tokens.to - tile, count = left < TILE ? left : TILE;
-        place_tile(routing, tile, count);
-        if (!work.known) {
-            send_chunk_begins(comm, work, chunks, tokens, tile, count);
+    if (!share.is_empty()) {
+        keep_own(few, share);
+    }
+    if (!sends_few) {
+        if (!await_handshakes<true>(session, call)) {
+            return;
         }
-        send_tile(comm, routing, tile, count);
-        __syncthreads();
-        tile += count;
-    } while (tile < tokens.to);
-    raise_flags(session, own, ARRIVED, 1);
-    if (!await_flags(session, own, ARRIVED, 1, DATA)) {
+        send_many(session, routing, own, chunks, tokens);
+    }
+    if (!receive_few(few)) {
+        return;
+    }
+    bool is_many = false;
+    for (u32 source = 0; source < WORLD; ++source) {
+        is_many = is_many || !has_few(work, shared.counts.tokens[source]);
+    }
+    if (!is_many || !await_many(session, work, own)) {
         return;
     }
 #pragma unroll 1
     for (u32 source = 0; source < WORLD; ++source) {
-        if (work.known && !BY_EXPERT) {
-            break;
+        if (has_few(work, shared.counts.tokens[source]) || (work.known && !BY_EXPERT)) {
+            continue;
         }
         const ArrivedRows rows = keep_arrived(work, own, source);
 #if BY_EXPERT

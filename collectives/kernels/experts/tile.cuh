@@ -50,8 +50,9 @@ struct OwnTokens {
           first_chunk(blocks.first * chunks.steps), end_chunk(blocks.end * chunks.steps) {}
 };
 
-// Finds the places of a tile's rows. Called by all threads of the block.
-__device__ __forceinline__ void place_tile(const Routing& routing, u32 tile, u32 tokens) {
+// Numbers the rows that a tile's tokens become: `shared.places` gets each row's number among those of this rank for a
+// rank. Called by all threads of the block.
+__device__ __forceinline__ void number_tile(const Routing& routing, u32 tile, u32 tokens) {
     const ExpertsWork& work = routing.work;
     const u32 within = threadIdx.x, warp = within / 32, lane = within % 32;
     const u32 mask = within < tokens && !work.known ? routing.ranks(tile + within) : 0;
@@ -75,18 +76,13 @@ __device__ __forceinline__ void place_tile(const Routing& routing, u32 tile, u32
                 row += shared.warps[other][rank];
             }
             shared.before[within][rank] = row;
-            if (within < tokens) {
-                int* position = work.positions + (static_cast<u64>(tile) + within) * WORLD + rank;
-                u32 place = NOWHERE;
-                if (work.known) {
-                    place = *position < 0 ? NOWHERE : shared.bases[rank] + *position;
-                } else {
-                    place = mask >> rank & 1 ? shared.bases[rank] + row : NOWHERE;
-                    place = place < work.capacity ? place : NOWHERE;
-                    *position = place == NOWHERE ? -1 : static_cast<int>(row);
-                }
-                shared.places[within][rank] = place;
+            if (within < tokens && work.known) {
+                // NOWHERE is -1.
+                row = static_cast<u32>(work.positions[(static_cast<u64>(tile) + within) * WORLD + rank]);
+            } else {
+                row = mask >> rank & 1 ? row : NOWHERE;
             }
+            shared.places[within][rank] = row;
         }
     }
     __syncthreads();
@@ -97,6 +93,20 @@ __device__ __forceinline__ void place_tile(const Routing& routing, u32 tile, u32
         }
         shared.next[within] = all;
         shared.before[TILE][within] = all;
+    }
+}
+
+// Makes places of the rows' numbers, and keeps these in the handle. Called by all threads of the block.
+__device__ __forceinline__ void place_tile(const Routing& routing, u32 tile, u32 tokens) {
+    const ExpertsWork& work = routing.work;
+    for (u32 i = threadIdx.x; i < tokens * WORLD; i += THREADS) {
+        const u32 within = i / WORLD, rank = i % WORLD, row = shared.places[within][rank];
+        u32 place = row == NOWHERE ? NOWHERE : shared.bases[rank] + row;
+        if (!work.known) {
+            place = place < work.capacity ? place : NOWHERE;
+            work.positions[static_cast<u64>(tile) * WORLD + i] = place == NOWHERE ? -1 : static_cast<int>(row);
+        }
+        shared.places[within][rank] = place;
     }
     __syncthreads();
 }
@@ -199,63 +209,75 @@ __device__ __forceinline__ void store_row_vector(const Comm& comm, const Experts
 }
 
 #if QUANTIZES
-// Sixteen channels become a vector of 8-bit floats; eight threads in a row have the 128 channels of a scale.
+constexpr u32 TOKEN_VECTORS = 16 / LANES<DTYPE>;  // of the tokens, for one of the rows
+constexpr u32 POWER_OF_TWO = 2, UE8M0 = 3;        // ways to quantise
+
+// Sixteen channels become a vector of 8-bit floats; eight threads in a row have the 128 channels of a scale. Called by
+// whole warps.
+__device__ __forceinline__ uint4 quantize(const uint4 (&channels)[TOKEN_VECTORS], u32 how, float& scale) {
+    float values[16];
+    float largest = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < TOKEN_VECTORS; ++i) {
+        float some[LANES<DTYPE>];
+        unpack<DTYPE>(channels[i], some);
+#pragma unroll
+        for (int lane = 0; lane < LANES<DTYPE>; ++lane) {
+            values[i * LANES<DTYPE> + lane] = some[lane];
+            largest = fmaxf(largest, fabsf(some[lane]));
+        }
+    }
+#pragma unroll
+    for (u32 step = 1; step < 8; step *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    }
+    // As `ExpertRows::quantize` in `host/kernels/expert_rows.rs` does it.
+    scale = __fdiv_rn(fmaxf(largest, 1e-4f), 448.0f);
+    if (how >= POWER_OF_TWO) {
+        const u32 bits = __float_as_uint(scale);
+        scale = __uint_as_float((bits & 0x7fffffu) != 0 ? (bits & 0x7f800000u) + 0x800000u : bits);
+    }
+    const float inverse = __fdiv_rn(1.0f, scale);
+    u32 words[4];
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+        const float* of = values + 4 * word;
+        const u32 low = f32_to_e4m3x2(__fmul_rn(of[0], inverse), __fmul_rn(of[1], inverse));
+        const u32 high = f32_to_e4m3x2(__fmul_rn(of[2], inverse), __fmul_rn(of[3], inverse));
+        words[word] = low | high << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 __device__ __forceinline__ void send_quantized(const Comm& comm, const ExpertsWork& work, u32 tile, u32 tokens) {
-    constexpr u32 VECTORS = 16 / LANES<DTYPE>;  // of the tokens, for one of the rows
-    constexpr u32 POWER_OF_TWO = 2, UE8M0 = 3;
     const u32 vectors = static_cast<u32>(work.row_bytes / 16), groups = vectors / 8;
-    const char* input = work.input + static_cast<u64>(tile) * vectors * VECTORS * 16;
+    const char* input = work.input + static_cast<u64>(tile) * vectors * TOKEN_VECTORS * 16;
     // All threads of a warp come to the shuffles. What is loaded next is under way meanwhile.
-    uint4 next[VECTORS] = {};
+    uint4 next[TOKEN_VECTORS] = {};
     auto load_next = [&](u32 item) {
 #pragma unroll
-        for (u32 i = 0; i < VECTORS; ++i) {
+        for (u32 i = 0; i < TOKEN_VECTORS; ++i) {
             if (item < tokens * vectors) {
-                next[i] = load_plain(input + 16ull * (static_cast<u64>(item) * VECTORS + i));
+                next[i] = load_plain(input + 16ull * (static_cast<u64>(item) * TOKEN_VECTORS + i));
             }
         }
     };
     load_next(threadIdx.x);
     for (u32 first = 0; first < tokens * vectors; first += THREADS) {
         const u32 item = first + threadIdx.x;
-        const bool there = item < tokens * vectors;
-        float values[16];
-        float largest = 0.0f;
+        uint4 channels[TOKEN_VECTORS];
 #pragma unroll
-        for (u32 i = 0; i < VECTORS; ++i) {
-            float some[LANES<DTYPE>];
-            unpack<DTYPE>(next[i], some);
-#pragma unroll
-            for (int lane = 0; lane < LANES<DTYPE>; ++lane) {
-                values[i * LANES<DTYPE> + lane] = some[lane];
-                largest = fmaxf(largest, fabsf(some[lane]));
-            }
+        for (u32 i = 0; i < TOKEN_VECTORS; ++i) {
+            channels[i] = next[i];
         }
         load_next(item + THREADS);
-#pragma unroll
-        for (u32 step = 1; step < 8; step *= 2) {
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-        }
-        // As `ExpertRows::quantize` in `host/kernels/expert_rows.rs` does it.
-        float scale = __fdiv_rn(fmaxf(largest, 1e-4f), 448.0f);
-        if (work.quantize >= POWER_OF_TWO) {
-            const u32 bits = __float_as_uint(scale);
-            scale = __uint_as_float((bits & 0x7fffffu) != 0 ? (bits & 0x7f800000u) + 0x800000u : bits);
-        }
-        const float inverse = __fdiv_rn(1.0f, scale);
-        u32 words[4];
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            const float* of = values + 4 * word;
-            const u32 low = f32_to_e4m3x2(__fmul_rn(of[0], inverse), __fmul_rn(of[1], inverse));
-            const u32 high = f32_to_e4m3x2(__fmul_rn(of[2], inverse), __fmul_rn(of[3], inverse));
-            words[word] = low | high << 16;
-        }
-        if (!there) {
+        float scale;
+        const uint4 vector = quantize(channels, work.quantize, scale);
+        if (item >= tokens * vectors) {
             continue;
         }
         const u32 within = item / vectors, at = item - within * vectors;
-        store_row_vector(comm, work, within, at, make_uint4(words[0], words[1], words[2], words[3]));
+        store_row_vector(comm, work, within, at, vector);
         if (at % 8 == 0) {
 #pragma unroll
             for (u32 rank = 0; rank < WORLD; ++rank) {

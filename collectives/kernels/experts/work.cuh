@@ -53,6 +53,8 @@ struct ExpertsWork {
     u32 quantize;
     u32 peer_blocks;
     u32 sends_weights;
+    u32 inbox_tokens;
+    u32 reserved;
 };
 
 static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
@@ -64,6 +66,7 @@ constexpr u32 MOST_STEPS = 4;
 constexpr u32 CHUNK_TOKENS = 8;
 // As in `experts/mod.rs`.
 constexpr u32 MOST_EXPERTS = 1024;
+constexpr u32 MOST_TOP_K = 32;
 
 constexpr u32 NOWHERE = ~0u;
 // Tokens whose places a block keeps in shared memory at once.

@@ -18,6 +18,9 @@ use crate::{DType, ReduceOp};
 /// Peer blocks of every call. With so many, 128 tokens have a block each, and thousands are divided evenly; where fewer
 /// blocks run, each does the work of several.
 const PEER_BLOCKS: u32 = 128;
+/// The most tokens that a rank sends through inboxes: `TILE` in `experts/work.cuh`. More tokens take longer there, as
+/// their receiver copies them, than waiting for peers does.
+const MOST_INBOX_TOKENS: u64 = 128;
 
 impl CudaEngine {
     /// Compiles and loads the kernels of a buffer ahead of calls.
@@ -31,8 +34,7 @@ impl CudaEngine {
         specs.sort();
         self.prepare_kernels(&specs)?;
         // What the ranks tell each other of their rows travels through the LL inbox.
-        let (world, local) = (u64::from(self.world()), shape.local_experts(self.world()));
-        let vectors = world * (1 + world.div_ceil(4) + u64::from(local).div_ceil(4));
+        let vectors = self.count_vectors(shape);
         if vectors > self.control.ll_vectors() {
             return Err(Error::unsupported(format!(
                 "{} experts on rank {}: their counts take {vectors} vectors of the LL inbox, which has {}; \
@@ -43,6 +45,24 @@ impl CudaEngine {
             )));
         }
         Ok(())
+    }
+
+    /// Vectors of the LL inbox in which the ranks tell each other of their rows: `CountVectors` in `experts/counts.cuh`.
+    fn count_vectors(&self, shape: &ExpertShape) -> u64 {
+        let (world, local) = (u64::from(self.world()), shape.local_experts(self.world()));
+        world * (1 + world.div_ceil(4) + u64::from(local).div_ceil(4))
+    }
+
+    /// How many tokens a rank may have whose rows travel through inboxes, which must have room for them: `InboxRows` and
+    /// `InboxDetails` in `experts/inbox.cuh`. It is the same on every rank.
+    fn inbox_tokens(&self, shape: &ExpertShape) -> u32 {
+        let row = (shape.row_bytes() as u64 / 16).next_multiple_of(8);
+        let rows = self.control.escaped_slot(self.world()) / 16 / row;
+        // A row's ids, then its scales, four groups of them in a vector.
+        let details = u64::from(shape.top_k) + (shape.groups() as u64).div_ceil(4);
+        let left = self.control.ll_vectors() - self.count_vectors(shape);
+        let tokens = rows.min(left / (u64::from(self.world()) * details)).min(MOST_INBOX_TOKENS);
+        tokens as u32
     }
 
     /// Sends tokens to the ranks of their experts.
@@ -99,6 +119,7 @@ impl CudaEngine {
         let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
         let mut work = call.work;
         work.peer_blocks = PEER_BLOCKS;
+        work.inbox_tokens = self.inbox_tokens(&call.shape);
         // SAFETY: the caller's promises.
         unsafe { self.launch_with_work(kernel, (blocks, THREADS), &params, &work, stream) }
     }

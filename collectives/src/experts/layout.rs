@@ -180,6 +180,9 @@ pub(crate) struct ExpertsWork {
     pub(crate) peer_blocks: u32,
     /// Whether weights are sent ahead of a combine.
     pub(crate) sends_weights: u32,
+    /// A rank with at most so many tokens sends them through inboxes, and gets its rows back through them.
+    pub(crate) inbox_tokens: u32,
+    pub(crate) reserved: u32,
 }
 
 impl ExpertsWork {
@@ -229,6 +232,8 @@ impl ExpertsWork {
             quantize: 0,
             peer_blocks: 1,
             sends_weights: 0,
+            inbox_tokens: 0,
+            reserved: 0,
         }
     }
 }

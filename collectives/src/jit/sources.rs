@@ -35,7 +35,10 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/work_assignment.cuh",
     "fused/norm.cuh",
     "experts/arrived.cuh",
+    "experts/combine_few.cuh",
     "experts/counts.cuh",
+    "experts/dispatch_few.cuh",
+    "experts/inbox.cuh",
     "experts/tile.cuh",
     "experts/work.cuh",
     "protocol/inbox.cuh",
@@ -133,7 +136,7 @@ const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
 const ROW_WORK_BYTES: Axis = ("ROW_WORK_BYTES", &["152"]);
-const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["288"]);
+const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["296"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
 macro_rules! collective {

@@ -149,10 +149,12 @@ def gather_multiply(
 
 def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
     """Into how many steps a rank's rows are divided."""
-    if call.world != 2 or product.is_scaled:
+    if call.world != 2:
         return 1
+    # Products of 8-bit floats take half as long, so what a step costs is more of it.
+    least = 2 * _WAVE if product.is_scaled else _WAVE
     for steps in range(_MOST_STEPS, 1, -1):
-        if rows % steps == 0 and rows // steps * columns >= _WAVE:
+        if rows % steps == 0 and rows // steps * columns >= least:
             return steps
     return 1
 
@@ -178,9 +180,13 @@ def multiply_scatter(
     current = torch.cuda.current_stream(call.device)
     copies, flags = _stream(call.device, 0), _stream(call.device, 2)
     out = torch.empty(shape, dtype=dtype, device=call.device)
+    # In steps, products with a C operand add what has come to it. Products of 8-bit floats have none, and a
+    # single product does not wait for what comes. Results of more than two ranks are added up in one pass, in
+    # float32.
+    accumulates = steps > 1 and not product.is_scaled
     others = None
-    if steps == 1:
-        others = torch.empty((world, *shape), dtype=dtype, device=call.device)
+    if not accumulates:
+        others = torch.empty((world if world > 2 else 1, *shape), dtype=dtype, device=call.device)
     copies.wait_stream(current)
     length = rows // steps
     for step in range(steps):
@@ -196,19 +202,23 @@ def multiply_scatter(
     for step in range(steps):
         here = slice(step * length, (step + 1) * length)
         for source in call.peers(-1):
-            to = out[here] if others is None else others[source]
+            to = out[here] if others is None else others[source if world > 2 else 0][here]
             _step(call.comm, _WAIT, (source, step), copies.cuda_stream)
             ends = (to.data_ptr(), slots[rank][here].data_ptr(), _bytes(to))
             _pull(call.comm, ends, source, copies.cuda_stream)
         arrived.append(copies.record_event())
     given, scale, product = parts[rank]
-    if others is None:
+    if world == 2:
         for step in range(steps):
             here = slice(step * length, (step + 1) * length)
+            if others is None:
+                current.wait_event(arrived[step])
+                out[here].addmm_(given[here], product.right)
+                continue
+            rows_scale = scale if scale is None or scale.numel() == 1 else scale[here]
+            product.make(given[here], rows_scale, out[here])
             current.wait_event(arrived[step])
-            out[here].addmm_(given[here], product.right)
-        if reduce_op == "avg":
-            out.div_(world)
+            out[here].add_(others[0][here])
     else:
         product.make(given, scale, others[rank])
         current.wait_event(arrived[0])
@@ -216,6 +226,8 @@ def multiply_scatter(
             torch.mean(others, dim=0, out=out)
         else:
             torch.sum(others, dim=0, out=out)
+    if reduce_op == "avg" and world == 2:
+        out.div_(world)
     current.wait_stream(copies)
     current.wait_stream(flags)
     return out

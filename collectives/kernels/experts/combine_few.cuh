@@ -1,0 +1,207 @@
+//! Combine for ranks with few tokens, through inboxes: rows go back at once, and a rank sums up those of its tokens as
+//! they arrive.
+//! Defines: as `experts/combine.cu`, which includes it.
+
+#pragma once
+
+#include <experts/inbox.cuh>
+#include <symmpool/reduce.cuh>
+
+namespace symmpool {
+
+constexpr u32 COMBINE_ITEMS = WORLD <= 4 ? 2 : 1;
+
+__shared__ InboxList returning;  // rows that go back to ranks with few tokens
+#if BY_EXPERT
+__shared__ float few_weights[TILE * MOST_TOP_K];  // of a tile's rows
+#endif
+
+struct FewSums {
+    const Session& session;
+    const ExpertsWork& work;
+    InboxRows rows;
+    InboxDetails weights;  // that a combine is given, four in a vector
+
+    __device__ __forceinline__ FewSums(const Session& s, const ExpertsWork& w)
+        : session(s), work(w), rows(w.row_bytes), weights{0, (w.top_k + 3) / 4, w.inbox_tokens} {}
+
+    __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_ITEMS>::count(rows.vectors); }
+
+    __device__ __forceinline__ u32 begin(u32 source) const { return static_cast<u32>(work.source_offsets[source]); }
+
+    // How many rows this rank returns through the inbox of a rank.
+    __device__ __forceinline__ u32 returns(u32 source) const {
+        const bool few = source != session.comm.rank && has_few(work, static_cast<u32>(work.source_tokens[source]));
+        return few ? begin(source + 1) - begin(source) : 0;
+    }
+};
+
+#if BY_EXPERT
+// Sends the weights of a share's tokens to the ranks that have rows of them.
+__device__ __forceinline__ void send_few_weights(const FewSums& few, const Share& share) {
+    const ExpertsWork& work = few.work;
+    const u32 each = few.weights.each;
+    for (u32 i = threadIdx.x; i < (share.to - share.from) * each && share.is_first(); i += THREADS) {
+        const u32 token = share.from + i / each, nth = i % each;
+        const float* of = work.weights + static_cast<u64>(token) * work.top_k;
+        auto weight = [&](u32 k) { return k < work.top_k ? __float_as_uint(of[k]) : 0; };
+        const uint4 vector = make_uint4(weight(4 * nth), weight(4 * nth + 1), weight(4 * nth + 2), weight(4 * nth + 3));
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const int row = work.positions[static_cast<u64>(token) * WORLD + rank];
+            if (rank != few.session.comm.rank && row >= 0) {
+                few.weights.send(few.session, rank, static_cast<u32>(row), nth, vector);
+            }
+        }
+    }
+}
+
+// Waits for the weights of a tile of the list. Called by all threads of a block, which get the same answer: false if
+// something does not arrive.
+__device__ __forceinline__ bool receive_few_weights(const FewSums& few, u32 tile, u32 count) {
+    const u32 each = few.weights.each, top_k = few.work.top_k;
+    bool bad = false;
+    for (u32 i = threadIdx.x; i < count * each && !bad; i += THREADS) {
+        const u32 within = i / each, nth = i - within * each;
+        u32 row = tile + within;
+        const u32 source = returning.rank_of(row);
+        uint4 vector;
+        bad = !few.weights.receive(few.session, source, row, nth, vector);
+        const u32 found[4] = {vector.x, vector.y, vector.z, vector.w};
+        for (u32 k = 0; k < 4 && 4 * nth + k < top_k; ++k) {
+            few_weights[within * top_k + 4 * nth + k] = __uint_as_float(found[k]);
+        }
+    }
+    return !__syncthreads_or(bad);
+}
+#endif
+
+// Sends rows back to ranks with few tokens. `returned(row, at, weights)` is vector `at` of what this rank returns for a
+// row that it received. Called by all threads of a block, which get the same answer: false if weights do not arrive.
+template <typename Returned>
+__device__ __forceinline__ bool return_few(const FewSums& few, Returned returned) {
+    const ExpertsWork& work = few.work;
+    const Session& session = few.session;
+    if (threadIdx.x == 0) {
+        returning.fill([&](u32 source) { return few.returns(source); });
+    }
+    __syncthreads();
+    const Share share(returning.rows(), few.pieces(), worker_blocks() / 2);
+#pragma unroll 1
+    for (u32 tile = share.from; tile < share.to; tile += TILE) {
+        const u32 left = share.to - tile, count = left < TILE ? left : TILE;
+#if BY_EXPERT
+        if (work.sends_weights && !receive_few_weights(few, tile, count)) {
+            return false;
+        }
+#endif
+        for_pieces<COMBINE_ITEMS>(share, count, few.rows.vectors, [&](const Piece<COMBINE_ITEMS>& piece) {
+            u32 row = tile + piece.row;
+            const u32 source = returning.rank_of(row), received = few.begin(source) + row;
+            const float* weights = nullptr;
+#if BY_EXPERT
+            weights = work.sends_weights ? few_weights + piece.row * work.top_k
+                                         : work.kept_weights + static_cast<u64>(received) * work.top_k;
+#endif
+            uint4 vectors[COMBINE_ITEMS];
+#pragma unroll
+            for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+                if (piece.live[i]) {
+                    vectors[i] = returned(received, piece.at[i], weights);
+                }
+            }
+            const EscapedSlot slot(session, source, session.comm.rank);
+#pragma unroll
+            for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+                slot.send(session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
+            }
+        });
+        __syncthreads();
+    }
+    return true;
+}
+
+// Sums up the rows of a share of this rank's tokens; false, in some threads, if something does not arrive.
+template <typename Returned>
+__device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share, Returned returned) {
+    const ExpertsWork& work = few.work;
+    const Session& session = few.session;
+    const u32 rank = session.comm.rank, begin = few.begin(rank);
+    constexpr int VALUES = LANES<DTYPE>;
+    bool bad = false;
+    for_pieces<COMBINE_ITEMS>(share, share.to - share.from, few.rows.vectors, [&](const Piece<COMBINE_ITEMS>& piece) {
+        const u64 token = share.from + piece.row;
+        const int* positions = work.positions + token * WORLD;
+        const int own = positions[rank];
+        const u32 received = begin + static_cast<u32>(own);
+        const float* weights = nullptr;
+#if BY_EXPERT
+        weights = work.sends_weights ? work.weights + token * work.top_k
+                                     : work.kept_weights + static_cast<u64>(received) * work.top_k;
+#endif
+        uint4 mine[COMBINE_ITEMS];
+#pragma unroll
+        for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+            const bool has = piece.live[i] && own >= 0;
+            mine[i] = has ? returned(received, piece.at[i], weights) : make_uint4(0, 0, 0, 0);
+        }
+        float sums[COMBINE_ITEMS][VALUES] = {};
+#pragma unroll 1
+        for (u32 other = 0; other < WORLD && !bad; ++other) {
+            const int position = positions[other];
+            if (position < 0) {
+                continue;
+            }
+            uint4 found[COMBINE_ITEMS];
+            if (other == rank) {
+#pragma unroll
+                for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+                    found[i] = mine[i];
+                }
+            } else {
+                u32 at[COMBINE_ITEMS];
+#pragma unroll
+                for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+                    at[i] = static_cast<u32>(position) * few.rows.stride + piece.at[i];
+                }
+                bad = !EscapedSlot(session, rank, other).receive(session, other, at, piece.live, found);
+            }
+#pragma unroll
+            for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+                float values[VALUES];
+                unpack<DTYPE>(found[i], values);
+#pragma unroll
+                for (int value = 0; value < VALUES; ++value) {
+                    sums[i][value] = __fadd_rn(sums[i][value], values[value]);
+                }
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+            if (piece.live[i] && !bad) {
+                store_plain(work.output + token * work.row_bytes + 16ull * piece.at[i], pack<DTYPE>(sums[i]));
+            }
+        }
+    });
+    return !bad;
+}
+
+// Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block.
+__device__ __noinline__ void expire_unused(const FewSums& few) {
+    const ExpertsWork& work = few.work;
+    const Session& session = few.session;
+    UsedBytes used = used_flags(work.peer_blocks);
+    used.ll = few.weights.bytes();
+    expire_old_flags(session, used);
+    const bool sums = has_few(work, work.tokens);
+    for (u32 other = 0; other < WORLD; ++other) {
+        few.weights.expire(session, other, work.sends_weights ? few.returns(other) : 0);
+        u32 rows = 0;
+        for (u32 token = 0; token < work.tokens && sums; ++token) {
+            const int position = work.positions[static_cast<u64>(token) * WORLD + other];
+            rows = position >= 0 ? static_cast<u32>(position) + 1 : rows;
+        }
+        few.rows.expire(session, other, rows);
+    }
+}
+
+}  // namespace symmpool

@@ -1,0 +1,418 @@
+//! Dispatch from and to ranks with few tokens, through inboxes. A rank sends at once; when it has the counts, it knows
+//! where its own rows and those that arrive belong.
+//! Defines: as `experts/dispatch.cu`, which includes it.
+
+#pragma once
+
+#include <experts/arrived.cuh>
+#include <experts/inbox.cuh>
+
+namespace symmpool {
+
+// Items of a piece: a quantised one has several vectors of tokens under way for each.
+constexpr u32 DISPATCH_ITEMS = QUANTIZES ? 1 : 2;
+
+#if BY_EXPERT
+// For each row of a tile and id of it: of this rank's own rows first its place among those of the expert that come from
+// this rank; then its place among all rows of experts, or -1.
+__shared__ int expert_places[TILE * MOST_TOP_K];
+#endif
+
+__shared__ InboxList arriving;  // rows that arrive from ranks with few tokens
+
+// How rows of few tokens travel.
+struct FewRows {
+    const Session& session;
+    const Routing& routing;
+    const ExpertsWork& work;
+    InboxRows rows;
+    InboxDetails details;
+    u32 scales_begin;  // the first of a row's details that has scales
+    u32 scale_span;    // bytes of scales in a vector
+
+    __device__ __forceinline__ FewRows(const Session& s, const Routing& r)
+        : session(s), routing(r), work(r.work), rows(work.row_bytes) {
+        scales_begin = work.known ? 0 : work.top_k;
+#if QUANTIZES
+        // A vector has the scales of an item.
+        scale_span = work.quantize == UE8M0 ? ITEM / 8 : 4 * (ITEM / 8);
+#else
+        scale_span = 16;
+#endif
+        details.begin = CountVectors::bytes_of(routing.local);
+        details.rows = work.inbox_tokens;
+        details.each = scales_begin + scale_vectors();
+    }
+
+    __device__ __forceinline__ u32 scale_vectors() const {
+        return (static_cast<u32>(work.scale_bytes) + scale_span - 1) / scale_span;
+    }
+    __device__ __forceinline__ u32 pieces() const { return Piece<DISPATCH_ITEMS>::count(rows.vectors); }
+
+    // How many rows of a rank arrive here: never more than it has tokens.
+    __device__ __forceinline__ u32 arriving(u32 source) const {
+        const u32 tokens = shared.counts.tokens[source];
+        if (source == session.comm.rank || !has_few(work, tokens)) {
+            return 0;
+        }
+        const u32 rows = work.known ? shared.sources[source + 1] - shared.sources[source]
+                                    : shared.counts.rows[source][session.comm.rank];
+        return rows < tokens ? rows : tokens;
+    }
+};
+
+// --- what rows consist of
+
+// Calls `store(within, at, vector, live)` with the vectors of a share's tokens, as they travel, for whole warps, and
+// `store_scales(within, nth, vector)` with their scales, for single threads.
+template <typename Store, typename StoreScales>
+__device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& share, Store store,
+                                             StoreScales store_scales) {
+    const ExpertsWork& work = few.work;
+    const u32 count = share.to - share.from;
+#if QUANTIZES
+    const char* input = work.input + static_cast<u64>(share.from) * few.rows.vectors * TOKEN_VECTORS * 16;
+    for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
+        const u32 at = piece.at[0], lane = threadIdx.x % 32;
+        uint4 channels[TOKEN_VECTORS] = {};
+        if (piece.live[0]) {
+            const u64 first = (static_cast<u64>(piece.row) * few.rows.vectors + at) * TOKEN_VECTORS;
+#pragma unroll
+            for (u32 i = 0; i < TOKEN_VECTORS; ++i) {
+                channels[i] = load_plain(input + 16 * (first + i));
+            }
+        }
+        float scale;
+        const uint4 vector = quantize(channels, work.quantize, scale);
+        store(piece.row, at, vector, piece.live[0]);
+        u32 words[4];
+#pragma unroll
+        for (u32 group = 0; group < 4; ++group) {
+            words[group] = __float_as_uint(__shfl_sync(~0u, scale, 8 * group));
+        }
+        if (lane == 0) {
+            if (work.quantize == UE8M0) {
+                words[0] = words[0] >> 23 | words[1] >> 23 << 8 | words[2] >> 23 << 16 | words[3] >> 23 << 24;
+            }
+            store_scales(piece.row, at / ITEM, make_uint4(words[0], words[1], words[2], words[3]));
+        }
+    });
+#else
+    const char* input = work.input + share.from * work.row_bytes;
+    for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
+        uint4 vectors[DISPATCH_ITEMS];
+#pragma unroll
+        for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
+            if (piece.live[i]) {
+                vectors[i] = load_plain(input + piece.row * work.row_bytes + 16ull * piece.at[i]);
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
+            store(piece.row, piece.at[i], vectors[i], piece.live[i]);
+        }
+    });
+    const u32 each = few.scale_vectors(), bytes = static_cast<u32>(work.scale_bytes);
+    const bool words = (work.scale_bytes | reinterpret_cast<u64>(work.input_scales)) % 4 == 0;
+    for (u32 i = threadIdx.x; i < count * each && share.is_first(); i += THREADS) {
+        const u32 row = i / each, nth = i - row * each, left = bytes - 16 * nth;
+        const char* from = work.input_scales + static_cast<u64>(share.from + row) * bytes + 16 * nth;
+        u32 found[4] = {};
+        for (u32 byte = 0; byte < 16 && byte < left; byte += words ? 4 : 1) {
+            const u32 value = words ? *reinterpret_cast<const u32*>(from + byte)
+                                    : static_cast<unsigned char>(from[byte]);
+            found[byte / 4] |= value << 8 * (byte % 4);
+        }
+        store_scales(row, nth, make_uint4(found[0], found[1], found[2], found[3]));
+    }
+#endif
+}
+
+// Stores a vector of scales of a row where it belongs. `places` are those of its experts, if rows lie by expert.
+__device__ __forceinline__ void keep_scales(const FewRows& few, u32 place, const int* places, u32 nth, uint4 vector) {
+    const ExpertsWork& work = few.work;
+    const u32 bytes = static_cast<u32>(work.scale_bytes), first = nth * few.scale_span;
+    const u32 unit = bytes % 4 == 0 ? 4 : 1, units = bytes / unit;
+    const u32 found[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (u32 word = 0; word < 4; ++word) {
+        for (u32 byte = 4 * word; byte < 4 * word + 4 && byte < few.scale_span && first + byte < bytes; byte += unit) {
+            const u32 value = found[word] >> 8 * (byte % 4), at = (first + byte) / unit;
+            auto store = [&](char* scales, u64 to) {
+                if (unit == 4) {
+                    reinterpret_cast<u32*>(scales)[to] = value;
+                } else {
+                    scales[to] = static_cast<char>(value);
+                }
+            };
+#if BY_EXPERT
+            for (u32 k = 0; k < work.top_k; ++k) {
+                if (places[k] >= 0) {
+                    store(work.output_scales, scale_at(work, static_cast<u32>(places[k]), units, at));
+                }
+            }
+#else
+            store(work.row_scales, static_cast<u64>(place) * units + at);
+#endif
+        }
+    }
+}
+
+// Stores a vector of a row where it belongs.
+__device__ __forceinline__ void keep_vector(const FewRows& few, u32 place, const int* places, u32 at, uint4 vector) {
+    const ExpertsWork& work = few.work;
+#if BY_EXPERT
+    for (u32 k = 0; k < work.top_k; ++k) {
+        if (places[k] >= 0) {
+            store_plain(work.output + places[k] * work.row_bytes + 16ull * at, vector);
+        }
+    }
+#else
+    store_plain(work.rows + place * work.row_bytes + 16ull * at, vector);
+#endif
+}
+
+// Keeps what belongs to id `k` of a row: the number of the expert here or -1, the weight, which row of that expert from
+// that source it is, the number of the token. `place` is the row's, or NOWHERE.
+__device__ __forceinline__ void keep_detail(const FewRows& few, const Share& share, u32 source, u32 place, u32 k,
+                                            uint4 detail, int* expert_place) {
+    const ExpertsWork& work = few.work;
+    const int expert = static_cast<int>(detail.x);
+    const u64 at = static_cast<u64>(place) * work.top_k + k;
+    const bool keeps = place != NOWHERE && share.is_first();
+#if BY_EXPERT
+    *expert_place = -1;
+    if (place != NOWHERE && detail.x < few.routing.local) {
+        const u64 within = static_cast<u64>(expert_rows.before[source * few.routing.local + expert]) + detail.z;
+        const u64 to = expert_rows.offsets[expert] + within;
+        const bool fits = to < work.output_capacity && (work.expert_rows == 0 || within < work.expert_rows);
+        *expert_place = fits ? static_cast<int>(to) : -1;
+    }
+    if (keeps) {
+        work.places[at] = *expert_place;
+        work.kept_weights[at] = __uint_as_float(detail.y);
+    }
+#else
+    if (keeps) {
+        work.row_ids[at] = expert;
+        work.row_weights[at] = __uint_as_float(detail.y);
+    }
+#endif
+    if (keeps && k == 0) {
+        work.kept_tokens[place] = static_cast<int>(detail.w);
+    }
+}
+
+// --- this rank's tokens
+
+// What belongs to an id of a token, as `keep_detail` takes it, for a rank.
+__device__ __forceinline__ uint4 detail_of(const Routing& routing, u32 token, u32 item, u32 rank, u32 before) {
+    const ExpertsWork& work = routing.work;
+    const u32 expert = routing.expert(item), owner = expert == NOWHERE ? NOWHERE : expert / routing.local;
+    const float weight = owner != rank ? 0.0f : work.weights == nullptr ? 1.0f : work.weights[item];
+    return make_uint4(owner == rank ? expert - rank * routing.local : ~0u, __float_as_uint(weight), before, token);
+}
+
+// Sends a share of this rank's tokens to its peers. Called by all threads of a block, which has counted the tokens
+// before the share.
+__device__ __forceinline__ void send_few(const FewRows& few, const Share& share) {
+    const ExpertsWork& work = few.work;
+    const Comm& comm = few.session.comm;
+    const u32 count = share.to - share.from, first = share.from * work.top_k;
+    number_tile(few.routing, share.from, count);
+    for (u32 i = threadIdx.x; i < count * work.top_k && !work.known; i += THREADS) {
+        const u32 within = i / work.top_k, k = i - within * work.top_k;
+        u32 before = 0;
+#if BY_EXPERT
+        const u32 expert = few.routing.expert(first + i);
+        before = expert == NOWHERE ? 0 : place_in_expert(few.routing, share.from, i, expert);
+        expert_places[i] = static_cast<int>(before);
+#endif
+        for (u32 rank = 0; rank < WORLD && share.is_first(); ++rank) {
+            const u32 row = shared.places[within][rank];
+            if (rank != comm.rank && row != NOWHERE) {
+                const uint4 detail = detail_of(few.routing, share.from + within, first + i, rank, before);
+                few.details.send(few.session, rank, row, k, detail);
+            }
+        }
+    }
+    for_own_rows(
+        few, share,
+        [&](u32 within, u32 at, uint4 vector, bool live) {
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank) {
+                const u32 row = shared.places[within][rank];
+                if (rank != comm.rank && row != NOWHERE) {
+                    EscapedSlot(few.session, rank, comm.rank)
+                        .send(few.session.epoch, row * few.rows.stride + at, vector, live);
+                }
+            }
+        },
+        [&](u32 within, u32 nth, uint4 vector) {
+            for (u32 rank = 0; rank < WORLD; ++rank) {
+                const u32 row = shared.places[within][rank];
+                if (rank != comm.rank && row != NOWHERE) {
+                    few.details.send(few.session, rank, row, few.scales_begin + nth, vector);
+                }
+            }
+        });
+}
+
+// Puts this rank's own rows of a share where they belong. Called by all threads of a block.
+__device__ __forceinline__ void keep_own(const FewRows& few, const Share& share) {
+    const ExpertsWork& work = few.work;
+    const u32 rank = few.session.comm.rank, count = share.to - share.from;
+    place_tile(few.routing, share.from, count);
+    for (u32 i = threadIdx.x; i < count * work.top_k && (BY_EXPERT || !work.known); i += THREADS) {
+        const u32 within = i / work.top_k, k = i - within * work.top_k, place = shared.places[within][rank];
+        int* expert_place = nullptr;
+        u32 before = 0;
+#if BY_EXPERT
+        expert_place = &expert_places[i];
+        before = static_cast<u32>(*expert_place);
+        if (work.known) {
+            *expert_place = place == NOWHERE ? -1 : work.places[static_cast<u64>(place) * work.top_k + k];
+            continue;
+        }
+#endif
+        const u32 token = share.from + within;
+        const uint4 detail = detail_of(few.routing, token, token * work.top_k + k, rank, before);
+        keep_detail(few, share, rank, place, k, detail, expert_place);
+    }
+    if (BY_EXPERT) {
+        __syncthreads();
+    }
+    auto places = [&](u32 within) -> const int* {
+#if BY_EXPERT
+        return expert_places + within * work.top_k;
+#else
+        return nullptr;
+#endif
+    };
+    for_own_rows(
+        few, share,
+        [&](u32 within, u32 at, uint4 vector, bool live) {
+            const u32 place = shared.places[within][rank];
+            if (live && place != NOWHERE) {
+                keep_vector(few, place, places(within), at, vector);
+            }
+        },
+        [&](u32 within, u32 nth, uint4 vector) {
+            const u32 place = shared.places[within][rank];
+            if (place != NOWHERE) {
+                keep_scales(few, place, places(within), nth, vector);
+            }
+        });
+    if (BY_EXPERT) {
+        __syncthreads();
+    }
+}
+
+// --- peers' tokens
+
+// Receives a share of the rows that arrive from ranks with few tokens. Rows for which there is no room are received too.
+// Called by all threads of a block, which get the same answer: false if something does not arrive.
+__device__ __forceinline__ bool receive_few(const FewRows& few) {
+    const ExpertsWork& work = few.work;
+    const Session& session = few.session;
+    // Where there are few rows, other blocks than those that send receive them: these are ready when they arrive.
+    const Share share(arriving.rows(), few.pieces(), worker_blocks() / 2);
+    // Where a row of the list belongs; `row` becomes its number among those of the source.
+    auto place_of = [&](u32& row, u32& source) {
+        source = arriving.rank_of(row);
+        const u32 place = shared.sources[source] + row;
+        return place < work.capacity ? place : NOWHERE;
+    };
+#pragma unroll 1
+    for (u32 tile = share.from; tile < share.to; tile += TILE) {
+        const u32 left = share.to - tile, count = left < TILE ? left : TILE;
+        bool bad = false;
+        const bool details = BY_EXPERT || (!work.known && share.is_first());
+        for (u32 i = threadIdx.x; i < count * work.top_k && details && !bad; i += THREADS) {
+            const u32 within = i / work.top_k, k = i - within * work.top_k;
+            u32 row = tile + within, source;
+            const u32 place = place_of(row, source);
+            int* expert_place = nullptr;
+#if BY_EXPERT
+            expert_place = &expert_places[i];
+            if (work.known) {
+                *expert_place = place == NOWHERE ? -1 : work.places[static_cast<u64>(place) * work.top_k + k];
+                continue;
+            }
+#endif
+            uint4 detail;
+            bad = !few.details.receive(session, source, row, k, detail);
+            if (!bad) {
+                keep_detail(few, share, source, place, k, detail, expert_place);
+            }
+        }
+        if (BY_EXPERT && __syncthreads_or(bad)) {
+            return false;
+        }
+        auto places = [&](u32 within) -> const int* {
+#if BY_EXPERT
+            return expert_places + within * work.top_k;
+#else
+            return nullptr;
+#endif
+        };
+        for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
+            u32 row = tile + piece.row, source;
+            const u32 place = place_of(row, source);
+            u32 at[DISPATCH_ITEMS];
+#pragma unroll
+            for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
+                at[i] = row * few.rows.stride + piece.at[i];
+            }
+            uint4 found[DISPATCH_ITEMS];
+            const EscapedSlot slot(session, session.comm.rank, source);
+            if (__any_sync(~0u, bad) || !slot.receive(session, source, at, piece.live, found)) {
+                bad = true;
+                return;
+            }
+#pragma unroll
+            for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
+                if (piece.live[i] && place != NOWHERE) {
+                    keep_vector(few, place, places(piece.row), piece.at[i], found[i]);
+                }
+            }
+        });
+        const u32 each = few.scale_vectors();
+        for (u32 i = threadIdx.x; i < count * each && share.is_first() && !bad; i += THREADS) {
+            const u32 within = i / each, nth = i - within * each;
+            u32 row = tile + within, source;
+            const u32 place = place_of(row, source);
+            uint4 vector;
+            bad = !few.details.receive(session, source, row, few.scales_begin + nth, vector);
+            if (!bad && place != NOWHERE) {
+                keep_scales(few, place, places(within), nth, vector);
+            }
+        }
+        if (__syncthreads_or(bad)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block, which knows
+// what arrives.
+__device__ __noinline__ void expire_unused(const FewRows& few) {
+    const ExpertsWork& work = few.work;
+    const Session& session = few.session;
+    UsedBytes used = used_flags(work.peer_blocks);
+    used.ll = few.details.begin + few.details.bytes();
+    expire_old_flags(session, used);
+    if (work.known) {
+        // No counts are sent.
+        char* counts = session.comm.own() + session.comm.ll + session.parity() * (session.comm.ll_bytes / 2);
+        expire_bytes(session, counts, few.details.begin);
+    }
+    for (u32 source = 0; source < WORLD; ++source) {
+        const u32 rows = few.arriving(source);
+        few.details.expire(session, source, rows);
+        few.rows.expire(session, source, rows);
+    }
+}
+
+}  // namespace symmpool

@@ -1,0 +1,156 @@
+//! Inboxes for the rows of ranks that have few tokens: a row travels to a place that its sender knows without any
+//! count, and shows by itself that it has arrived. So nobody waits before it sends, and there are no flags.
+//!
+//! Rows go through the escaped Lamport inbox. What belongs to a row goes through the LL inbox, behind the counts.
+
+#pragma once
+
+#include <experts/work.cuh>
+#include <protocol/lamport_escaped.cuh>
+
+namespace symmpool {
+
+constexpr u32 WARPS = THREADS / 32;
+
+// Whether the rows that a rank with so many tokens sends, and gets back, go through inboxes.
+__device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { return tokens <= work.inbox_tokens; }
+
+// Where rows lie in a sender's slot of the inbox.
+struct InboxRows {
+    u32 vectors;  // of a row
+    u32 stride;   // vectors from row to row; lines with an escape mark belong to one row
+
+    __device__ __forceinline__ explicit InboxRows(u64 row_bytes)
+        : vectors(static_cast<u32>(row_bytes / 16)),
+          stride((vectors + MARK_VECTORS - 1) / MARK_VECTORS * MARK_VECTORS) {}
+
+    // Expires escape marks of old calls behind those of so many rows of a source. Called by all threads of the leader
+    // block.
+    __device__ __forceinline__ void expire(const Session& session, u32 from, u32 used) const {
+        if (from != session.comm.rank) {
+            const EscapedSlot inbox(session, session.comm.rank, from);
+            const u64 marks = static_cast<u64>(used) * stride / MARK_VECTORS;
+            const u64 most = EscapedSlot::length(session.comm) / MARK_VECTORS;
+            expire_bytes(session, reinterpret_cast<char*>(inbox.escape_marks + marks), 8 * (most - marks));
+        }
+    }
+};
+
+// What travels with each row, in vectors of the LL inbox.
+struct InboxDetails {
+    u64 begin;  // bytes of the inbox before those of the first row
+    u32 each;   // vectors of a row
+    u32 rows;   // of each source
+
+    __device__ __forceinline__ u64 bytes() const { return 32ull * WORLD * rows * each; }
+
+    __device__ __forceinline__ char* slot(const Session& session, u32 owner, u32 from, u32 row, u32 nth) const {
+        const Comm& comm = session.comm;
+        const u64 at = (static_cast<u64>(from) * rows + row) * each + nth;
+        return comm.of(owner) + comm.ll + session.parity() * (comm.ll_bytes / 2) + begin + 32 * at;
+    }
+
+    __device__ __forceinline__ void send(const Session& session, u32 owner, u32 row, u32 nth, uint4 vector) const {
+        ll_store_vector(slot(session, owner, session.comm.rank, row, nth), vector, session.epoch);
+    }
+
+    // Waits for a vector; false if it does not arrive in time.
+    __device__ __forceinline__ bool receive(const Session& session, u32 from, u32 row, u32 nth, uint4& vector) const {
+        const char* at = slot(session, session.comm.rank, from, row, nth);
+        Watch watch;
+        while (!ll_load_vector(at, session.epoch, vector)) {
+            if (watch.expired(session, from, DATA)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // Expires flags of old calls behind those of so many rows of a source. Called by all threads of the leader block.
+    __device__ __forceinline__ void expire(const Session& session, u32 from, u32 used) const {
+        expire_bytes(session, slot(session, session.comm.rank, from, used, 0), 32ull * (rows - used) * each);
+    }
+};
+
+// The rows of a list that a block works on: several, or a part of one if there are fewer rows than blocks.
+struct Share {
+    u32 from;
+    u32 to;
+    u32 part = 0;
+    u32 parts = 1;
+
+    // Of `rows` rows of so many pieces, each of which is for a warp. Block `first` begins with the first row.
+    __device__ __forceinline__ Share(u32 rows, u32 pieces, u32 first) {
+        const u32 blocks = worker_blocks(), block = (worker_block() + blocks - first) % blocks;
+        if (rows >= blocks || rows == 0) {
+            from = rows * block / blocks;
+            to = rows * (block + 1) / blocks;
+            return;
+        }
+        const u32 worth = (pieces + WARPS - 1) / WARPS;
+        parts = blocks / rows < worth ? blocks / rows : worth;
+        from = block / parts < rows ? block / parts : rows;
+        to = from < rows ? from + 1 : rows;
+        part = block % parts;
+    }
+
+    __device__ __forceinline__ bool is_empty() const { return from == to; }
+
+    // Whether this block does what is done once for each row.
+    __device__ __forceinline__ bool is_first() const { return part == 0; }
+};
+
+// A piece of a row: items of 32 vectors each, one for each thread of a warp.
+template <u32 ITEMS> struct Piece {
+    u32 row;
+    u32 at[ITEMS];  // which vector of the row
+    bool live[ITEMS];
+
+    static __device__ __forceinline__ u32 count(u32 vectors) { return (vectors + ITEM * ITEMS - 1) / (ITEM * ITEMS); }
+};
+
+// Calls `visit(piece)` for the pieces of `count` rows of a share. Called by all threads of a block; whole warps get
+// the same piece.
+template <u32 ITEMS, typename Visit>
+__device__ __forceinline__ void for_pieces(const Share& share, u32 count, u32 vectors, Visit visit) {
+    const u32 each = Piece<ITEMS>::count(vectors);
+#pragma unroll 1
+    for (u32 i = share.part * WARPS + threadIdx.x / 32; i < count * each; i += share.parts * WARPS) {
+        Piece<ITEMS> piece;
+        piece.row = i / each;
+#pragma unroll
+        for (u32 item = 0; item < ITEMS; ++item) {
+            piece.at[item] = ((i - piece.row * each) * ITEMS + item) * ITEM + threadIdx.x % 32;
+            piece.live[item] = piece.at[item] < vectors;
+        }
+        visit(piece);
+    }
+}
+
+// A list of the rows that come from, or go back to, ranks with few tokens.
+struct InboxList {
+    u32 begin[WORLD + 1];  // where the rows of each rank begin in the list, and its end
+
+    // Called by one thread: `count(rank)` is how many rows of the rank there are.
+    template <typename Count> __device__ __forceinline__ void fill(Count count) {
+        begin[0] = 0;
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            begin[rank + 1] = begin[rank] + count(rank);
+        }
+    }
+
+    __device__ __forceinline__ u32 rows() const { return begin[WORLD]; }
+
+    // Whose a row of the list is; `row` becomes its number among those of that rank.
+    __device__ __forceinline__ u32 rank_of(u32& row) const {
+        u32 rank = 0;
+#pragma unroll
+        for (u32 next = 1; next < WORLD; ++next) {
+            rank = row >= begin[next] ? next : rank;
+        }
+        row -= begin[rank];
+        return rank;
+    }
+};
+
+}  // namespace symmpool
