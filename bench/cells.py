@@ -5,10 +5,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
+#: Kinds and numbers of GPUs, of which the first one that was measured counts.
+ONE, TWO = (("h100", 1), ("h200", 1)), (("h100", 2), ("h200", 2))
+ANY = (("h200", 4), *TWO)
 
 
 def load(name):
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def recorded(name, places=ANY):
+    """((device, number), report) of the first of `places` where it was recorded; (None, None) if nowhere."""
+    for device, world in places:
+        path = RESULTS / f"gpu/{device}x{world}_{name}.json"
+        if path.exists():
+            return (device, world), json.loads(path.read_text())
+    return None, None
 
 
 def table(head, rows):

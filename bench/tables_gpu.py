@@ -5,15 +5,11 @@ beforehand. In brackets behind a time stands the form in which it was measured, 
 contender: calls a graph, or eager.
 """
 
-import json
 from statistics import median
 
-import cells
-from cells import exact, figure, size, table
+import tables_models
+from cells import ANY, ONE, TWO, exact, figure, recorded, size, table
 
-#: Kinds and numbers of GPUs; of several, the first one that was measured counts.
-ONE, TWO = (("h100", 1), ("h200", 1)), (("h100", 2), ("h200", 2))
-ANY = (("h200", 4), *TWO)
 #: The note above tables whose times were measured in one form only.
 ONE_FORM = """\
 Measured in graphs of 100 calls alone, in which NCCL takes up to twice as long for small calls as in shorter
@@ -49,15 +45,6 @@ WINDOW_BARS = {
     "ours: commit of 64 MiB": 2,
     "ours: commit of 64 blocks of 8 MiB": 20,
 }
-
-
-def recorded(name, places=ANY):
-    """((device, number), report) of the first of `places` where it was recorded; (None, None) if nowhere."""
-    for device, world in places:
-        path = cells.RESULTS / f"gpu/{device}x{world}_{name}.json"
-        if path.exists():
-            return (device, world), json.loads(path.read_text())
-    return None, None
 
 
 def measured_on(place, report):
@@ -466,41 +453,6 @@ def in_short(places):
     return f"{heading(place, sums)}\n\n{table(head, rows)}"
 
 
-def matmuls():
-    place, report = recorded("matmuls", TWO)
-    if report is None:
-        return None
-    kinds = {"all_gather": "all-gather + product", "reduce_scatter": "product + reduce-scatter"}
-
-    def shown(entry, name):
-        alone, own = (entry["figures"].get(each, {}).get("us") for each in ("matmul", name))
-        return f"{exact(own)} ({alone / own:.2f})" if alone and own else "-"
-
-    names = ("ours fused", "ours unfused", "NCCL unfused", "torch fused")
-    rows = [
-        [
-            kinds.get(entry["kind"], entry["kind"]),
-            f"{entry['rows']} x {entry['inner']} x {entry['columns']}",
-            exact(entry["figures"]["matmul"]["us"]),
-            *(shown(entry, name) for name in names),
-        ]
-        for entry in report["results"]
-    ]
-    head = [
-        "operation, bf16",
-        "M x K x N",
-        "product alone us",
-        "symmpool fused",
-        "symmpool",
-        "NCCL",
-        "torch's fused",
-    ]
-    title = (
-        "Products of matrices with communication; in brackets the time of the product alone, divided by it"
-    )
-    return title, place, report, head, rows
-
-
 def more():
     """Everything else that is recorded, each table with a line that says what it is."""
     makers = (
@@ -508,7 +460,7 @@ def more():
         with_scratch,
         device_splits,
         plans,
-        matmuls,
+        *tables_models.MAKERS,
         training,
         overlap_backend,
         overlap,

@@ -229,6 +229,11 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     alone = {"program": "training", "tokens": 8192, "mode": "eager", "figures": {"NCCL": made["NCCL"]}}
     given = {"layers": 4, "hidden": 4096}
     recorded("tensor_parallel_fused", 2, contenders=list(rates), options=given, results=[decoded, alone])
+    sent = {"case": "combine", "routing": "uniform", "tokens": 128, "figures": figures(ours=9.5, NCCL=25.0)}
+    shape = {"hidden": 7168, "top_k": 8, "experts": 256}
+    recorded("experts", 2, contenders=["ours", "NCCL"], options=shape, results=[sent])
+    norm = {"hidden": 4096, "tokens": 8, "figures": figures(ours=3.95, NCCL=7.0)}
+    recorded("norms", 2, contenders=["ours", "NCCL"], results=[norm])
     row = {"reserved_over_live": 1.05, "steps_a_second": 20.0, "rate_over_torch": 0.995}
     recorded("install", 1, same_losses=True, results={"symmpool": row})
     programs = {"with": "symmpool", "sizes": "any", "programs": 1000, "wrong_programs": 0, "wrong_sums": 0}
@@ -236,6 +241,8 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     text = tables_gpu.more()
     for line in (
         "| 1 MiB | 8.16 | 8.00 | 1.02 |",
+        "| combine, bf16 | uniform | 128 | 9.50 (13) | 25.00 |",
+        "| 4096 | 8 | 3.95 (3.4) | 7.00 |",
         "The largest all-reduces with 768 MiB of scratch; 4 x H200",
         "| 1 MiB | 8.16 | 9.00 | 0.84 | 1.5 |",
         "| operation | bytes | memory | products us | symmpool us more | symmpool 2 us more | NCCL us more |",

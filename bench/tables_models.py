@@ -1,0 +1,114 @@
+"""Tables of what models are made of, on two GPUs: dispatch to experts and combine, and operators that are
+fused with compute. In brackets stands a goal that was set beforehand, in microseconds.
+"""
+
+from cells import TWO, exact, recorded
+
+#: Goals of a call on 2 H100s, hidden 7168 and 8 of 256 experts, by what it is and tokens of a rank.
+EXPERT_BARS = {
+    "dispatch": {128: 12, 512: 30, 4096: 180},
+    "dispatch_fp8": {128: 10, 512: 20, 4096: 100},
+    "combine": {128: 13, 512: 32, 4096: 190},
+    "routed": {1: 10, 8: 12},
+}
+EXPERT_CASES = {
+    "dispatch": "dispatch, bf16",
+    "dispatch_fp8": "dispatch, cast to fp8",
+    "combine": "combine, bf16",
+    "routed": "dispatch with new routing + combine, bf16",
+}
+#: The same of an all-reduce with residual and RMSNorm, by channels and tokens.
+NORM_BARS = {
+    4096: {1: 3.0, 8: 3.4, 32: 4.0, 64: 4.8, 128: 6.0, 256: 9.5, 512: 16.5, 1024: 33, 2048: 63},
+    8192: {1: 3.2, 8: 3.7, 32: 5.0, 64: 6.5, 128: 9.5, 256: 16.5, 512: 33, 1024: 63, 2048: 123},
+}
+
+
+def with_bar(value, bar):
+    return exact(value) if bar is None or value is None else f"{exact(value)} ({bar:g})"
+
+
+def peers_of(report, most=3):
+    return [name for name in report["contenders"] if name != "ours"][:most]
+
+
+def experts():
+    place, report = recorded("experts", TWO)
+    if report is None:
+        return None
+    peers = peers_of(report)
+    rows = []
+    for entry in report["results"]:
+        us = {name: each.get("us") for name, each in entry["figures"].items()}
+        bar = (
+            EXPERT_BARS.get(entry["case"], {}).get(entry["tokens"]) if entry["routing"] == "uniform" else None
+        )
+        rows.append(
+            [
+                EXPERT_CASES.get(entry["case"], entry["case"]),
+                entry["routing"],
+                entry["tokens"],
+                with_bar(us.get("ours"), bar),
+                *(exact(us.get(name)) for name in peers),
+            ]
+        )
+    head = ["call", "routing", "tokens of a rank", "symmpool us (goal)", *(f"{name} us" for name in peers)]
+    shape = report["options"]
+    title = (
+        f"Experts: hidden {shape['hidden']}, {shape['top_k']} of {shape['experts']} experts a token; peers "
+        "are NCCL's collectives with the routing known"
+    )
+    return title, place, report, head, rows
+
+
+def norms():
+    place, report = recorded("norms", TWO)
+    if report is None:
+        return None
+    peers = peers_of(report, most=4)
+    rows = []
+    for entry in report["results"]:
+        us = {name: each.get("us") for name, each in entry["figures"].items()}
+        bar = NORM_BARS.get(entry["hidden"], {}).get(entry["tokens"])
+        peer_cells = [exact(us.get(name)) for name in peers]
+        rows.append([entry["hidden"], entry["tokens"], with_bar(us.get("ours"), bar), *peer_cells])
+    head = ["hidden", "tokens", "symmpool us (goal)", *(f"{name} us" for name in peers)]
+    return "All-reduce + residual + RMSNorm in one kernel, bf16", place, report, head, rows
+
+
+def matmuls():
+    place, report = recorded("matmuls", TWO)
+    if report is None:
+        return None
+    kinds = {"all_gather": "all-gather + product", "reduce_scatter": "product + reduce-scatter"}
+
+    def shown(entry, name):
+        alone, own = (entry["figures"].get(each, {}).get("us") for each in ("matmul", name))
+        return f"{exact(own)} ({alone / own:.2f})" if alone and own else "-"
+
+    names = ("ours fused", "ours unfused", "NCCL unfused", "torch fused")
+    rows = [
+        [
+            kinds.get(entry["kind"], entry["kind"]),
+            f"{entry['rows']} x {entry['inner']} x {entry['columns']}",
+            exact(entry["figures"]["matmul"]["us"]),
+            *(shown(entry, name) for name in names),
+        ]
+        for entry in report["results"]
+    ]
+    head = [
+        "operation, bf16",
+        "M x K x N",
+        "product alone us",
+        "symmpool fused",
+        "symmpool",
+        "NCCL",
+        "torch's fused",
+    ]
+    title = (
+        "Products of matrices with communication; in brackets the time of the product alone, divided by it"
+    )
+    return title, place, report, head, rows
+
+
+MAKERS = (experts, norms, matmuls)
