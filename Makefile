@@ -57,7 +57,7 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff format --check . bench/record_gpu
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --all-features --no-deps --document-private-items
 
 # Tests and the programs that they start are built once: with one set of features, in one profile.
 build: $(EMULATOR)/libnvrtc.so.13
