@@ -93,7 +93,7 @@ def fused_calls(group, port, report, modes, programs):
     [
         (1, "eager", "decode,training"),
         (2, "eager", "decode,prefill,training"),
-        (2, "compiled", "decode,prefill"),
+        (2, "compiled", "prefill"),
     ],
 )
 def test_a_llama_in_parts_gives_the_same_losses_with_fused_calls(world, mode, programs, tmp_path):
@@ -109,9 +109,8 @@ def test_a_llama_in_parts_gives_the_same_losses_with_fused_calls(world, mode, pr
         assert entry["mode"] == mode and all(
             each["tokens_a_second"] > 0 for each in entry["figures"].values()
         )
-        # Two all-reduces a layer, or two gathers and two scattered sums.
-        if mode == "compiled":
-            assert entry["fused_calls"] == {"decode": 2, "prefill": 4}[entry["program"]]
+        # Two gathers and two scattered sums a layer.
+        assert entry.get("fused_calls") == (4 if mode == "compiled" else None)
 
 
 def moe(group, port, report):
