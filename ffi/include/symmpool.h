@@ -49,6 +49,8 @@ typedef enum {
   SYMMPOOL_STATUS_SYSTEM = 9,
   // A bug of this library; the error's text says where.
   SYMMPOOL_STATUS_INTERNAL = 10,
+  // A rank has no room for all that it was sent; the last of it was not written.
+  SYMMPOOL_STATUS_OVERFLOW = 11,
 } symmpool_status;
 
 // Element types, for the `dtype` of collectives. The first ten can be reduced; the others are only moved.
@@ -101,6 +103,31 @@ typedef enum {
   SYMMPOOL_OP_AVG = 4,
 } symmpool_op;
 
+// How received rows lie, for the `layout` of symmpool_dispatch_info.
+typedef enum {
+  // A row for each received token, by rank and there in the order of tokens, where symmpool_experts_received says.
+  SYMMPOOL_EXPERTS_LAYOUT_BY_RANK = 0,
+  // A row for each received token and expert of it on this rank, in `output`: by expert, then by rank, then by token.
+  // Each expert's first row is a multiple of `alignment`; rows between experts are not written.
+  SYMMPOOL_EXPERTS_LAYOUT_BY_EXPERT = 1,
+  // As BY_EXPERT, but each expert of this rank has `output_rows` rows of its own: `output` is
+  // [experts of this rank, output_rows, hidden], and `output_scales` are [experts, scales of a row, output_rows].
+  SYMMPOOL_EXPERTS_LAYOUT_PACKED = 2,
+} symmpool_experts_layout;
+
+// How tokens are made F8E4M3 when they are sent, for the `quantize` of symmpool_dispatch_info: each 128 channels have a
+// scale, their largest magnitude, but at least 1e-4, divided by 448.
+typedef enum {
+  // Tokens travel as they are.
+  SYMMPOOL_QUANTIZE_NONE = 0,
+  // Scales are float.
+  SYMMPOOL_QUANTIZE_FP8 = 1,
+  // Scales are float, rounded up to powers of two.
+  SYMMPOOL_QUANTIZE_FP8_POW2 = 2,
+  // Scales are the exponents of these, a byte each.
+  SYMMPOOL_QUANTIZE_FP8_UE8M0 = 3,
+} symmpool_quantize;
+
 // A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
 typedef uint64_t symmpool_comm;
 
@@ -127,6 +154,129 @@ typedef const char *(*symmpool_selector)(const symmpool_call_info *call, void *d
 // A handle of a pool: symmetric memory of this rank, and windows of its peers' memory. 0 is never a valid
 // handle.
 typedef uint64_t symmpool_pool;
+
+// What a buffer for experts is made for. All but num_sms is the same on every rank.
+typedef struct {
+  // Channels of a token; a row has a multiple of 16 bytes.
+  size_t hidden;
+  // The most tokens that a rank has in a call.
+  size_t max_tokens;
+  // The most tokens that a rank can receive; 0 for all that there may be, max_tokens of each rank.
+  size_t capacity;
+  // Experts of all ranks together, a multiple of the number of ranks: expert e is on rank e / (experts / ranks).
+  uint32_t experts;
+  // Experts that each token names.
+  uint32_t top_k;
+  // A symmpool_dtype, of what experts return and of tokens that are not quantised: F32, F16 or BF16.
+  uint32_t dtype;
+  // The most SMs that kernels take, 2 or more; 0 for what is best.
+  uint32_t num_sms;
+} symmpool_experts_shape;
+
+// A handle of a buffer for experts: what sends tokens to the ranks of their experts, and sums up what comes back. 0 is
+// never a valid handle.
+typedef uint64_t symmpool_experts;
+
+// Bytes that a buffer for experts has on a rank.
+typedef struct {
+  // Received rows.
+  size_t received_rows;
+  // Their scales.
+  size_t received_scales;
+  // Which experts they are for, with weights, and where they go.
+  size_t routing;
+  // Rows that come back.
+  size_t combined_rows;
+  // All of these: the buffer's symmetric memory.
+  size_t total;
+  // A handle, which is the caller's memory and not part of the total.
+  size_t handle;
+} symmpool_experts_memory_info;
+
+// Where received rows lie that are ordered by rank, and what belongs to them: addresses on the pool's device, all with
+// room for `capacity` rows. The next dispatch of the buffer overwrites them.
+typedef struct {
+  // The rows, one behind the other.
+  void *rows;
+  // Their scales, as many bytes for each as were sent.
+  void *scales;
+  // For each row and each of its top_k ids the number of the expert among those of this rank, or -1.
+  int32_t *ids;
+  // The weights of these; 1 if none were sent.
+  float *weights;
+  // The most rows that this rank can receive.
+  size_t capacity;
+} symmpool_experts_received_info;
+
+// Where things lie in a handle, in bytes. All are int32_t, but for the weights, which are float.
+typedef struct {
+  // Bytes of a handle, which begins at a multiple of 16.
+  size_t bytes;
+  // How many rows were received, how many tokens this rank sent, and how many rows by expert there are, with padding.
+  size_t head;
+  // Where the rows of each rank begin among those received, and the end: a number more than ranks.
+  size_t source_offsets;
+  // For each received row which token of its rank it is: as many as the buffer's capacity.
+  size_t source_index;
+  // How many rows each expert of this rank was sent.
+  size_t expert_counts;
+  // Where the rows of each expert of this rank begin if they lie by expert, and the end: a number more than experts.
+  size_t expert_offsets;
+  // For each received row and id its row by expert; -1 for none.
+  size_t places;
+  // The weights of these.
+  size_t weights;
+} symmpool_experts_handle_info;
+
+// What symmpool_dispatch is given; what is not needed is 0 or NULL. All addresses are on the pool's device.
+typedef struct {
+  // The tokens, [tokens, hidden], of the buffer's type, or F8E4M3 if `quantized`. It begins at a multiple of 16.
+  const void *input;
+  // The scales of tokens that are quantised already, [tokens, scale_bytes].
+  const void *scales;
+  // For each token its top_k experts, [tokens, top_k]; -1 stands for none. Not needed if `known`.
+  const void *ids;
+  // The weights of these, or NULL for 1. They travel with the rows.
+  const float *weights;
+  // Where rows by expert are written; it begins at a multiple of 16. Not needed in layout BY_RANK.
+  void *output;
+  // Where their scales are written.
+  void *output_scales;
+  // Rows that `output` and `output_scales` have room for; in layout PACKED those of each expert.
+  size_t output_rows;
+  // How many tokens this rank has.
+  size_t tokens;
+  // Bytes of the scales of a token that is quantised already: at most 4 for each 128 channels.
+  size_t scale_bytes;
+  // A symmpool_dtype, I32 or I64.
+  uint32_t ids_dtype;
+  // A symmpool_quantize.
+  uint32_t quantize;
+  // A symmpool_experts_layout.
+  uint32_t layout;
+  // What divides the number of each expert's first row in layout BY_EXPERT: 1 to 65536; 0 for 1.
+  uint32_t alignment;
+  // Whether tokens are quantised already.
+  bool quantized;
+  // Whether tokens go where those of the handle's dispatch went, in the same layout. Ids and weights are not sent.
+  bool known;
+} symmpool_dispatch_info;
+
+// What symmpool_combine is given.
+typedef struct {
+  // Rows of experts, of the buffer's type, which lie as those of the dispatch did. It begins at a multiple of 16, and is
+  // not NULL even if there are none.
+  const void *input;
+  // Where the sums are written, [tokens, hidden]. It begins at a multiple of 16, and does not overlap `input`.
+  void *output;
+  // By what rows by expert are multiplied, [tokens, top_k], on the rank of the tokens; NULL for the weights of the
+  // dispatch.
+  const float *weights;
+  // How many tokens this rank had in the dispatch.
+  size_t tokens;
+  // The symmpool_experts_layout of the dispatch.
+  uint32_t layout;
+} symmpool_combine_info;
 
 // A handle of a group: an ordered set of ranks, of which this process is one. 0 is never a valid handle.
 typedef uint64_t symmpool_group;
@@ -400,6 +550,104 @@ symmpool_status symmpool_comm_synchronize(symmpool_comm comm, void *stream);
 // `stream` is NULL or a live stream.
 symmpool_status symmpool_comm_forget_stream(symmpool_comm comm,
                                             void *stream);
+
+// The bytes of symmetric memory that a buffer for experts of this shape has on each of `world` ranks, before there is
+// one.
+//
+// # Safety
+//
+// `shape` is NULL (an error) or can be read, and `bytes` is NULL (an error) or can be written to.
+symmpool_status symmpool_experts_bytes(const symmpool_experts_shape *shape,
+                                       uint32_t world,
+                                       size_t *bytes);
+
+// Creates a buffer for experts on a communicator (docs/experts.md). It allocates memory of the pool: every rank creates
+// its buffers, with the same shapes, at the same place of its sequence of allocations, and none while a graph is
+// captured. On CUDA it compiles kernels and waits for what runs; commit the pool before a capture. Errors:
+// INVALID_ARGUMENT for an impossible shape, which the text names, OUT_OF_MEMORY, UNSUPPORTED. They are this rank's
+// alone: ranks whose buffers differ get DIVERGED from their next call.
+//
+// # Safety
+//
+// `shape` is NULL (an error) or can be read, and `experts` is NULL (an error) or can be written to.
+symmpool_status symmpool_experts_create(symmpool_comm comm,
+                                        const symmpool_experts_shape *shape,
+                                        symmpool_experts *experts);
+
+// Destroys a buffer for experts. On CUDA it waits for what runs; graphs that captured its calls must not run again. Ranks
+// may do so at any time, without agreement.
+symmpool_status symmpool_experts_destroy(symmpool_experts experts);
+
+// Has kernels of later calls take at most so many SMs, 2 or more, or what is best if `num_sms` is 0. Captured calls keep
+// what they were captured with.
+symmpool_status symmpool_experts_set_num_sms(symmpool_experts experts,
+                                             uint32_t num_sms);
+
+// The bytes that a buffer for experts has on this rank, by part.
+//
+// # Safety
+//
+// `memory` is NULL (an error) or can be written to.
+symmpool_status symmpool_experts_memory(symmpool_experts experts,
+                                        symmpool_experts_memory_info *memory);
+
+// Where a buffer's received rows lie in layout BY_RANK. It stays the same as long as the buffer lives.
+//
+// # Safety
+//
+// `received` is NULL (an error) or can be written to.
+symmpool_status symmpool_experts_received(symmpool_experts experts,
+                                          symmpool_experts_received_info *received);
+
+// Where things lie in a handle of a buffer, and how long it is.
+//
+// # Safety
+//
+// `handle` is NULL (an error) or can be written to.
+symmpool_status symmpool_experts_handle(symmpool_experts experts,
+                                        symmpool_experts_handle_info *handle);
+
+// The most rows that this rank can receive in layout BY_EXPERT with such an alignment (0 for 1): what `output` needs room
+// for so that none is ever missing.
+//
+// # Safety
+//
+// `rows` is NULL (an error) or can be written to.
+symmpool_status symmpool_experts_rows_by_expert(symmpool_experts experts,
+                                                uint32_t alignment,
+                                                size_t *rows);
+
+// Sends tokens to the ranks of their experts, and keeps in `handle`, memory of the caller, how they were routed. Every
+// rank calls it in the same order as its other calls, with tokens or without, in the same layout. On CUDA the call only
+// enqueues work on `stream`; tokens, ids and weights are read when it runs, so that each replay of a captured graph
+// routes anew. Errors, besides those of symmpool_all_reduce: INVALID_ARGUMENT on every rank for an id that is neither an
+// expert nor -1, which the text names with its rank and token and which counts as -1; OVERFLOW on every rank if one has
+// no room for all rows it is sent, the last of which are not written. On CUDA both come from symmpool_comm_synchronize,
+// and after both the communicator stays usable.
+//
+// # Safety
+//
+// What `dispatch` names can be read and written for its lengths by the CPU or, on CUDA, the device, and nobody else
+// accesses it until the work is done. `dispatch` is NULL (an error) or can be read. `handle` can be written to for the
+// bytes that symmpool_experts_handle says; if `dispatch` has `known`, a dispatch of this buffer with as many tokens
+// wrote it. `stream` as for symmpool_all_reduce.
+symmpool_status symmpool_dispatch(symmpool_experts experts,
+                                  void *handle,
+                                  const symmpool_dispatch_info *dispatch,
+                                  void *stream);
+
+// Sends rows back to the ranks of their tokens, and sums up the rows of each token in float, in the order of ranks. A
+// token without rows becomes zeros. Rows by expert are multiplied by weights and summed up on their rank first, in the
+// order of the token's ids; that sum travels rounded to the buffer's type. Otherwise as symmpool_dispatch.
+//
+// # Safety
+//
+// As symmpool_dispatch; `handle` is one that a dispatch of this buffer wrote, in the layout and for as many tokens as
+// `combine` says, and `input` has all rows that were received then.
+symmpool_status symmpool_combine(symmpool_experts experts,
+                                 void *handle,
+                                 const symmpool_combine_info *combine,
+                                 void *stream);
 
 // The group that a launcher describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 // MASTER_PORT (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long collective

@@ -34,6 +34,8 @@ pub enum Status {
     System = 9,
     /// A bug of this library; the error's text says where.
     Internal = 10,
+    /// A rank has no room for all that it was sent; the last of it was not written.
+    Overflow = 11,
 }
 
 impl Status {
@@ -48,6 +50,7 @@ impl Status {
             (error.is_unsupported(), Self::Unsupported),
             (error.is_refused(), Self::Refused),
             (error.is_invalid_state(), Self::InvalidState),
+            (error.is_overflow(), Self::Overflow),
         ];
         kinds.into_iter().find(|(is, _)| *is).map_or(Self::System, |(_, status)| status)
     }
@@ -142,6 +145,7 @@ mod tests {
             (Error::unsupported("x"), Status::Unsupported),
             (Error::refused("x"), Status::Refused),
             (Error::invalid_state("x"), Status::InvalidState),
+            (Error::overflow("x"), Status::Overflow),
             (Error::system("x", "y"), Status::System),
         ];
         for (error, status) in kinds {

@@ -72,6 +72,15 @@ fn a_c_program_uses_every_function_on_two_ranks() {
 }
 
 #[test]
+fn a_c_program_sends_tokens_to_experts() {
+    for world in [2, 3] {
+        for (rank, output) in ranks("experts.c", world).iter().enumerate() {
+            was_right(rank, output);
+        }
+    }
+}
+
+#[test]
 fn a_dead_rank_ends_no_other_by_a_signal() {
     // Rust programs and Python ignore SIGPIPE; other programs are ended by it.
     let ended = ranks("lost.c", 3);

@@ -10,6 +10,7 @@
 //! | `comm` | communicators and collectives |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `algorithm` | algorithms by name, plans, and functions that choose |
+//! | `experts` | mixtures of experts: buffers, dispatch and combine |
 //!
 //! Handles are numbers that are never used twice: a handle that was destroyed, or never existed, is an error and not
 //! a crash. Functions may be called from any thread. Each returns a status; the error's text is kept for the calling
@@ -17,6 +18,7 @@
 
 pub mod algorithm;
 pub mod comm;
+pub mod experts;
 pub mod group;
 pub mod memory;
 pub mod one_sided;
