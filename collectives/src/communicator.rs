@@ -8,7 +8,7 @@
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
 //! | `experts` | dispatch to experts, and combine |
-//! | `row_exchange` | exchanges of rows with a destination each |
+//! | `expert_memory` | the memory that a buffer for experts has for itself |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `matmul` | products of matrices that hide their communication |
 //! | `raw` | the same calls on addresses |
@@ -24,6 +24,7 @@
 
 mod choice;
 mod engine;
+mod expert_memory;
 mod experts;
 mod fused;
 mod make;
@@ -36,7 +37,6 @@ mod peers;
 mod raw;
 mod refusal;
 mod registry;
-mod row_exchange;
 mod slices;
 mod splits;
 
@@ -56,7 +56,6 @@ pub use experts::{ExpertBuffer, ReceivedParts};
 pub use memory::CommunicatorMemory;
 pub use options::CommunicatorOptions;
 use refusal::Shared;
-pub use row_exchange::{Received, RowExchange, RowLayout, RowsAt};
 pub use splits::Splits;
 
 /// Collectives between the ranks of a [`Pool`], on its blocks and on ordinary slices.

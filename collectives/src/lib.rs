@@ -27,7 +27,6 @@ mod p2p;
 mod parts;
 pub mod plan;
 mod reduce_op;
-mod row_exchange;
 mod signal;
 mod timeout;
 
@@ -36,8 +35,8 @@ pub use algorithm::{
     NativeKernel, Origin, StandardCollective,
 };
 pub use communicator::{
-    Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, Received, ReceivedParts,
-    RowExchange, RowLayout, RowsAt, Selector, Splits,
+    Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, ReceivedParts, Selector,
+    Splits,
 };
 #[allow(deprecated)]
 pub use cuda::leave_room;
@@ -50,4 +49,3 @@ pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler};
 pub use matmul::{MatmulKind, MatmulShape};
 pub use reduce_op::ReduceOp;
-pub use row_exchange::RowShape;

@@ -13,7 +13,7 @@ use symmpool_collectives::StandardCollective::{AllGather, AllReduce, Broadcast, 
 
 use crate::algorithm::Algorithm;
 use crate::arguments::{Argument, Calls};
-use crate::convert::deprecated;
+use crate::convert::{self, deprecated, long_name};
 use crate::errors::{OrRaise, exception};
 use crate::mark::Mark;
 use crate::name::Name;
@@ -21,9 +21,8 @@ use crate::number::Number;
 use crate::one_sided::{self, Way};
 use crate::options::{self, Sizes};
 use crate::p2p::{peer_of, send_or_recv};
-use crate::pool::Pool;
+use crate::pool::{Pool, dimensions};
 use crate::reading::{Refusal, Tensor};
-use crate::row_exchange::RowExchange;
 use crate::{selection, statistics, stream};
 
 #[doc = include_str!("communicator.md")]
@@ -289,17 +288,23 @@ impl Communicator {
     }
 
     /// An exchange of up to `rows` rows a rank, of `row_shape` (an int or a sequence of them) and
-    /// `dtype`, the same on every rank: `RowExchange`. Its layouts have torch's tensors where
-    /// `dtype` is torch's or a name, else numpy's. It allocates memory of the pool, as `Pool.empty`
-    /// does, and on CUDA waits for what runs; none is made while a graph is captured.
-    fn row_exchange(
-        &self,
-        py: Python<'_>,
+    /// `dtype`, the same on every rank: `RowExchange`, with torch's tensors where `dtype` is torch's
+    /// or a name, else with numpy's. Deprecated; use `symmpool.experts.Buffer` with `top_k=1`, or
+    /// `all_to_all_v`, which takes rows of any type.
+    fn row_exchange<'py>(
+        slf: &Bound<'py, Self>,
         rows: Number<u64>,
-        row_shape: &Bound<'_, PyAny>,
-        dtype: &Bound<'_, PyAny>,
-    ) -> PyResult<RowExchange> {
-        RowExchange::new(py, &self.calls, rows, row_shape, dtype)
+        row_shape: &Bound<'py, PyAny>,
+        dtype: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let new = "symmpool.experts.Buffer with top_k=1, or Communicator.all_to_all_v";
+        deprecated(py, "Communicator.row_exchange", new)?;
+        let (rows, lengths) = (rows.or_raise(py, "rows")?, dimensions(row_shape)?);
+        let name = long_name(convert::dtype(dtype)?);
+        let device = slf.get().calls.device.name();
+        let exchange = py.import("symmpool.row_exchange")?.getattr("RowExchange")?;
+        exchange.call1((slf, device, rows, lengths, dtype, name))
     }
 
     /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every

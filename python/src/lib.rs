@@ -7,7 +7,6 @@
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `selection` | functions of a program that choose algorithms |
 //! | `statistics` | the numbers of pools and communicators |
-//! | `row_exchange` | exchanges of rows with a destination each |
 //! | `experts` | buffers for dispatch to experts and combine |
 //! | `device` | the driver that a device's name means, and ranks that have none |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
@@ -63,7 +62,6 @@ mod p2p;
 mod pool;
 mod process;
 mod reading;
-mod row_exchange;
 mod selection;
 mod site;
 mod slot;
@@ -105,8 +103,6 @@ mod _symmpool {
     use crate::process::{
         process_redirect, process_redirect_back, process_reset_peaks, process_stats,
     };
-    #[pymodule_export]
-    use crate::row_exchange::{RowExchange, RowLayout};
     #[pymodule_export]
     use crate::slot::Slot;
 

@@ -28,8 +28,6 @@ from symmpool._symmpool import (
     Communicator,
     Group,
     Pool,
-    RowExchange,
-    RowLayout,
     Slot,
     algorithms,
     all_to_all_algorithms,
@@ -82,6 +80,7 @@ from symmpool.memory.install import (
     reset_peak_memory_stats,
 )
 from symmpool.memory.scope import commit_postponed, graph, use_pool
+from symmpool.row_exchange import RowExchange, RowLayout
 
 if _typing.TYPE_CHECKING:
     from symmpool import backend as backend

@@ -2,6 +2,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
+from symmpool.row_exchange import RowExchange
+
 # A torch.Tensor, a numpy.ndarray or a Block: contiguous, on the pool's device. See `Communicator` for
 # their elements: reductions take fewer types than what only moves data.
 Tensor: TypeAlias = Any
@@ -378,34 +380,6 @@ class Communicator:
     def timeout(self, value: float) -> None: ...
     @property
     def algorithm(self) -> str: ...
-
-class RowExchange:
-    def layout(self) -> RowLayout: ...
-    def send(
-        self,
-        output: Tensor,
-        input: Tensor,
-        destinations: Tensor,
-        layout: RowLayout,
-        stream: Stream | None = None,
-    ) -> None: ...
-    def send_back(
-        self, output: Tensor, input: Tensor, layout: RowLayout, stream: Stream | None = None
-    ) -> None: ...
-    @property
-    def rows_per_rank(self) -> int: ...
-    @property
-    def row_shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-
-class RowLayout:
-    @property
-    def counts(self) -> Any: ...
-    @property
-    def offsets(self) -> Any: ...
-    @property
-    def source_index(self) -> Any: ...
 
 def _all_reduce_norm(
     communicator: Communicator,

@@ -10,7 +10,7 @@ use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, experts_time,
     first_calls, fused, huge, memory_operations, native, one_sided, one_sided_streams, p2p, plans,
-    repeats, row_exchange, slow, streams,
+    repeats, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -87,11 +87,6 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let (some_cases, some_wrong) = all_gather_broadcast::run(pool, options)?;
         cases += some_cases;
         wrong += some_wrong;
-    }
-    if options.wants("row_exchange") {
-        let (row_cases, row_wrong) = row_exchange::run(pool, options)?;
-        cases += row_cases;
-        wrong += row_wrong;
     }
     if options.wants("experts") {
         let (expert_cases, expert_wrong) = experts::run(pool, options)?;

@@ -39,8 +39,6 @@ mod p2p;
 mod p2p_faults;
 mod plans;
 mod repeats;
-mod row_exchange;
-mod row_model;
 mod slow;
 mod soak;
 mod streams;
@@ -92,7 +90,7 @@ struct Options {
     /// Algorithms to time, or checks to run, by name; all of them without it.
     ///
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
-    /// rank), all_to_all, all_gather_broadcast, row_exchange, one_sided, p2p, plans and native (collectives that programs bring along), fused (all-reduces with a residual and a norm), repeats (the same bits in
+    /// rank), all_to_all, all_gather_broadcast, experts, one_sided, p2p, plans and native (collectives that programs bring along), fused (all-reduces with a residual and a norm), repeats (the same bits in
     /// 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow
     /// (consumers that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name
     /// for each of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather, reduce_scatter, fused (a table of its own), and one name

@@ -34,10 +34,6 @@ struct Fault {
     u32 epoch;      // of the call; for a wait on a channel, the low half of the signal's number
     u32 peer;
     u32 phase;
-    // Of a row exchange in which the destination of a row is no rank, which is an error of all ranks:
-    u32 bad_epoch;        // the call in which ranks learn of it
-    u32 bad_row;          // the first such row
-    int bad_destination;  // its destination
     u64 ours[4];    // for MISMATCH, this rank's call description; for COUNTS, the pair and its two counts
     u64 theirs[4];  // for MISMATCH, the peer's call description; for GAVE_UP, the rank it had waited for
     Notice notice;

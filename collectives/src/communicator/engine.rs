@@ -16,9 +16,8 @@ use crate::experts::{ExpertCall, ExpertShape};
 use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
 use crate::plan::CheckedPlan;
-use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
 use crate::timeout::Timeout;
-use crate::{DType, HostEngine, NormBuffers, NormShape, Place, RowShape, SplitRows, SplitsAt};
+use crate::{DType, HostEngine, NormBuffers, NormShape, Place, SplitRows, SplitsAt};
 
 /// The engine of host memory or of a device. Both are boxed, as they are large and differ in size.
 pub(super) enum Engine {
@@ -335,90 +334,6 @@ impl Engine {
         }
     }
 
-    /// Loads the kernels that row exchanges need on a device.
-    pub(super) fn load_rows(&mut self) -> Result<()> {
-        match self {
-            Self::Host(_) => Ok(()),
-            Self::Cuda(cuda) => cuda.load_rows(),
-        }
-    }
-
-    /// Sends the rows of a row exchange. They are packed; then their indices are sent, which always fit, and then
-    /// the rows themselves, so that errors about rows end the call in the same place on every rank.
-    pub(super) unsafe fn send_rows(
-        &mut self,
-        shape: &RowShape,
-        work: &RowWork,
-        places: &RowPlaces,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.ready()?;
-        let world = self.world();
-        let bad = match self {
-            // SAFETY: the caller's promises, as in all that follow.
-            Self::Host(_) => unsafe { work.order(world as usize) },
-            Self::Cuda(cuda) => {
-                // SAFETY: as above.
-                unsafe { cuda.pack_rows(work, *stream) }?;
-                None
-            }
-        };
-        let (length, capacity) = (shape.rows, LayoutParts::indices(shape, world));
-        let rows = SplitRows { dtype: DType::I32, row: 1, length, capacity };
-        let splits = splits_at(work.index_splits, 0, 0);
-        let indices = (places.order, places.source_index);
-        // SAFETY: as above.
-        unsafe { self.all_to_all_splits(indices, &rows, &splits, stream) }?;
-        let RowShape { row, dtype, .. } = *shape;
-        let rows = SplitRows { dtype, row, length, capacity: work.capacity as usize };
-        let splits = splits_at(work.splits, work.counts, work.offsets);
-        // SAFETY: as above.
-        let sent =
-            unsafe { self.all_to_all_splits((places.packed, places.rows), &rows, &splits, stream) };
-        sent.map_err(|error| match bad {
-            Some(bad) if error.is_invalid_argument() => {
-                Error::invalid_argument(bad.why(self.rank(), world))
-            }
-            _ => error,
-        })
-    }
-
-    /// Sends the rows of a row exchange back; there are at most `length` of them.
-    pub(super) unsafe fn send_rows_back(
-        &mut self,
-        shape: &RowShape,
-        length: usize,
-        work: &RowWork,
-        places: &RowPlaces,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.ready()?;
-        let world = self.world() as usize;
-        match self {
-            // SAFETY: the caller's promises, as in all that follow.
-            Self::Host(_) => unsafe { work.fit(world) },
-            // SAFETY: as above.
-            Self::Cuda(cuda) => unsafe { cuda.count_fitting_rows(work, *stream) }?,
-        }
-        let RowShape { rows: capacity, row, dtype } = *shape;
-        let rows = SplitRows { dtype, row, length, capacity };
-        let splits = splits_at(work.splits, work.returned, work.returned_at);
-        // SAFETY: as above.
-        let sent =
-            unsafe { self.all_to_all_splits((places.rows, places.packed), &rows, &splits, stream) };
-        match self {
-            // Also after an error, as rows without an error are still written.
-            // SAFETY: as above.
-            Self::Host(_) => unsafe { work.unpack(world) },
-            Self::Cuda(cuda) if sent.is_ok() => {
-                // SAFETY: as above.
-                unsafe { cuda.unpack_rows(work, *stream) }?;
-            }
-            Self::Cuda(_) => {}
-        }
-        sent
-    }
-
     /// Loads the kernels that buffers for experts need on a device.
     pub(super) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
         match self {
@@ -470,16 +385,6 @@ impl Engine {
             Self::Host(host) => host.ready(),
             Self::Cuda(cuda) => cuda.synchronize(*stream),
         }
-    }
-}
-
-/// Splits of 64 bits at these addresses; 0 stands for no address.
-fn splits_at(input: u64, output: u64, offsets: u64) -> SplitsAt {
-    SplitsAt {
-        input: input as *const u8,
-        output: output as *mut u8,
-        offsets: offsets as *mut u8,
-        dtype: DType::I64,
     }
 }
 

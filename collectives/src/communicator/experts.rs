@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
 
 use super::Communicator;
-use super::row_exchange::Memory;
+use super::expert_memory::Memory;
 use crate::experts::{ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP};
 use crate::{CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization};
 

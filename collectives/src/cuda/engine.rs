@@ -189,8 +189,8 @@ impl CudaEngine {
 
     /// What calls reported to the host although they went on. Each notice is returned once.
     fn take_notice(&mut self) -> Result<()> {
-        let (rank, world) = (self.comm.rank, self.world());
-        match self.fault.as_mut().and_then(|fault| fault.take_notice(rank, world)) {
+        let rank = self.comm.rank;
+        match self.fault.as_mut().and_then(|fault| fault.take_notice(rank)) {
             Some(error) => Err(error),
             None => Ok(()),
         }

@@ -14,7 +14,6 @@ use super::api::Api;
 use super::memory_operations::MEMORY_CHANNELS;
 use crate::host::call::{Call, mismatch_of_two};
 use crate::p2p::{Length, lengths_differ};
-use crate::row_exchange::BadRow;
 use crate::signal::channel::CHANNELS;
 
 /// `Fault` in `symmpool/comm.cuh`.
@@ -25,21 +24,9 @@ pub(super) struct Record {
     epoch: u32,
     peer: u32,
     phase: u32,
-    bad: BadRowRecord,
     ours: [u64; 4],
     theirs: [u64; 4],
     notice: Notice,
-}
-
-/// A row of this rank whose destination was no rank, as a row exchange found it, and the number of the call that
-/// reported it.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct BadRowRecord {
-    epoch: u32,
-    row: u32,
-    /// The destination's lower 32 bits.
-    destination: i32,
 }
 
 /// `Notice` in `symmpool/comm.cuh`: what a call reports to the host without failing.
@@ -63,8 +50,8 @@ const EXPERTS_OVERFLOW: u32 = 5;
 const EXPERT_OVERFLOW: u32 = 6;
 
 impl Notice {
-    /// The notice as an error of `rank` of `world`, after `calls` calls with notices.
-    fn error(&self, (rank, world): (u32, u32), calls: u64, bad: BadRowRecord) -> Error {
+    /// The notice as an error of `rank`, after `calls` calls with notices.
+    fn error(&self, rank: u32, calls: u64) -> Error {
         let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
         let more = match calls {
             1 => String::new(),
@@ -82,18 +69,10 @@ impl Notice {
         if let NO_EXPERT | ROWS_OVERFLOW | EXPERTS_OVERFLOW | EXPERT_OVERFLOW = kind {
             return self.error_of_experts(rank, &more).naming([culprit]);
         }
-        if culprit == rank && bad.epoch == epoch {
-            let bad_row = BadRow { row: bad.row as usize, destination: bad.destination.into() };
-            let why = bad_row.why(rank, world);
-            return Error::invalid_argument(format!(
-                "{why} (collective {epoch} on the device){more}"
-            ))
-            .naming([culprit]);
-        }
         Error::invalid_argument(format!(
             "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: the input splits \
-             of rank {culprit} are negative, or more than its input has, or it has a row whose \
-             destination is no rank. It sent nothing, and the communicator stays usable.{more}"
+             of rank {culprit} are negative, or more than its input has. It sent nothing, and the \
+             communicator stays usable.{more}"
         ))
         .naming([culprit])
     }
@@ -376,7 +355,7 @@ impl Fault {
 
     /// What calls reported without failing since the last time this was asked. While kernels of the communicator
     /// run, what is read may be mixed from two calls.
-    pub(super) fn take_notice(&mut self, rank: u32, world: u32) -> Option<Error> {
+    pub(super) fn take_notice(&mut self, rank: u32) -> Option<Error> {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: the record is mapped while `self` lives; only the part's address is taken.
         let part = unsafe { addr_of!((*self.record.as_ptr()).notice) };
@@ -384,11 +363,7 @@ impl Fault {
         let notice = unsafe { part.read_volatile() };
         let calls = notice.calls.wrapping_sub(self.returned);
         self.returned = notice.calls;
-        // SAFETY: as above, so here and below.
-        let part = unsafe { addr_of!((*self.record.as_ptr()).bad) };
-        // SAFETY: as above.
-        let bad = unsafe { part.read_volatile() };
-        (calls > 0).then(|| notice.error((rank, world), calls, bad).context(&self.communicator))
+        (calls > 0).then(|| notice.error(rank, calls).context(&self.communicator))
     }
 
     /// Frees the memory. No kernel that uses it may run, and the context must be current.
@@ -416,7 +391,6 @@ mod tests {
             epoch: 7,
             peer: 2,
             phase,
-            bad: BadRowRecord::default(),
             ours: *ours.words(),
             theirs: *theirs.words(),
             notice: Notice::default(),
@@ -426,34 +400,26 @@ mod tests {
     #[test]
     fn notices_name_the_rank_and_what_did_not_fit() {
         let notice = Notice { kind: OVERFLOW, rank: 3, needed: 12, room: 10, ..Notice::default() };
-        let error = notice.error((0, 4), 1, BadRowRecord::default());
+        let error = notice.error(0, 1);
         assert!(error.is_overflow() && error.ranks() == [3], "{error}");
         let text = error.to_string();
         assert!(text.contains("rank 3 was sent 12 elements, and its output holds 10"), "{text}");
         assert!(!text.contains("such calls"), "{text}");
         let no_expert = Notice { kind: NO_EXPERT, needed: 5, room: 0xffff_fff9, ..notice };
-        let error = no_expert.error((0, 4), 1, BadRowRecord::default());
+        let error = no_expert.error(0, 1);
         assert!(error.is_invalid_argument() && error.ranks() == [3], "{error}");
         assert!(error.to_string().contains("token 5 of rank 3 has the id -7"), "{error}");
         for kind in [ROWS_OVERFLOW, EXPERTS_OVERFLOW, EXPERT_OVERFLOW] {
-            let error = Notice { kind, ..notice }.error((3, 4), 2, BadRowRecord::default());
+            let error = Notice { kind, ..notice }.error(3, 2);
             assert!(error.is_overflow() && error.ranks() == [3], "{error}");
             assert!(
                 error.to_string().contains("12") && error.to_string().contains("10"),
                 "{error}"
             );
         }
-        let nonsense = Notice { kind: 2, ..notice }.error((0, 4), 5, BadRowRecord::default());
+        let nonsense = Notice { kind: 2, ..notice }.error(0, 5);
         assert!(nonsense.is_invalid_argument() && nonsense.ranks() == [3], "{nonsense}");
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
-        // The rank itself knows which row it was, if that was found in this call.
-        let notice = Notice { kind: 2, epoch: 9, ..notice };
-        for (rank, epoch, known) in [(3, 9, true), (3, 8, false), (0, 9, false)] {
-            let bad = BadRowRecord { epoch, row: 17, destination: 4 };
-            let error = notice.error((rank, 4), 1, bad);
-            assert!(error.is_invalid_argument(), "{error}");
-            assert_eq!(error.to_string().contains("row 17 has destination 4"), known, "{error}");
-        }
     }
 
     #[test]
@@ -466,9 +432,9 @@ mod tests {
         assert!(fault.is_set());
         let view =
             HostView { rank: 1, world: 3, timeout: Duration::from_secs(3), alive: &|_| true };
-        let (late, notice) = (fault.error(&view), fault.take_notice(1, 4).expect("one"));
+        let (late, notice) = (fault.error(&view), fault.take_notice(1).expect("one"));
         assert!(late.is_timeout() && late.ranks() == [2], "{late}");
-        assert!(notice.is_overflow() && fault.take_notice(1, 4).is_none(), "{notice}");
+        assert!(notice.is_overflow() && fault.take_notice(1).is_none(), "{notice}");
         for error in [late, notice] {
             assert!(
                 error.to_string().starts_with("symmpool: pool \"a\", communicator: "),

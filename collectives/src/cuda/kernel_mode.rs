@@ -16,7 +16,6 @@ pub(super) enum KernelMode {
     Collective(TwoShotCollective),
     OneSided(OneSidedMode),
     PointToPoint(P2pMode),
-    RowExchange(RowStep),
     Norm(NormMode),
     /// Whether rows lie by expert, and whether a dispatch quantises tokens.
     Experts {
@@ -80,15 +79,6 @@ pub(super) enum P2pMode {
     Receive,
 }
 
-/// The steps of a row exchange that kernels do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum RowStep {
-    Count,
-    Pack,
-    Fit,
-    Unpack,
-}
-
 impl KernelMode {
     /// The macros of the kernel's file and their values.
     pub(super) fn defines(self) -> Vec<(&'static str, &'static str)> {
@@ -132,15 +122,6 @@ impl KernelMode {
             }
             Self::Experts { by_expert, quantizes } => {
                 vec![("BY_EXPERT", number(by_expert)), ("QUANTIZES", number(quantizes))]
-            }
-            Self::RowExchange(step) => {
-                let name = match step {
-                    RowStep::Count => "COUNT",
-                    RowStep::Pack => "PACK",
-                    RowStep::Fit => "FIT",
-                    RowStep::Unpack => "UNPACK",
-                };
-                vec![("STEP", name)]
             }
         }
     }

@@ -16,7 +16,6 @@ use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
 use super::params::{CallParams, Comm, Traffic};
 use super::sm_budget::{BudgetMember, BudgetOptions, SmBudget};
-use crate::row_exchange::RowWork;
 
 /// The numbers of threads that blocks may have.
 pub(super) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
@@ -181,25 +180,6 @@ impl Kernels {
         let mut arguments: [*mut c_void; 3] =
             [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast(), traffic];
         // SAFETY: the caller's promises; the caller passes traffic to kernels that have it.
-        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
-    }
-
-    /// Puts a kernel of a row exchange on a stream. The device's context must be current.
-    ///
-    /// # Safety
-    ///
-    /// As [`Kernels::launch`]; the kernel is one of `row_exchange/row_exchange.cu`.
-    pub(super) unsafe fn launch_rows(
-        &self,
-        kernel: LoadedKernel,
-        grid: (u32, u32),
-        stream: Stream,
-        comm: &Comm,
-        work: &RowWork,
-    ) -> Result<()> {
-        let mut arguments: [*mut c_void; 2] =
-            [(&raw const *comm).cast_mut().cast(), (&raw const *work).cast_mut().cast()];
-        // SAFETY: the caller's promises.
         unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }
 

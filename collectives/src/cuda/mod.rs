@@ -9,7 +9,6 @@
 //! | `all_to_all` | all-to-alls: what their kernel is given |
 //! | `all_to_all_copy` | all-to-alls and all-gathers carried by copy engines |
 //! | `fused` | all-reduces with a residual and a norm |
-//! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
 //! | `experts` | dispatch to experts, and combine |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `memory_operations` | signals and waits that take no SM, and the thread that ends such waits |
@@ -59,7 +58,6 @@ mod p2p;
 mod params;
 mod plan;
 mod reductions;
-mod row_exchange;
 mod select;
 mod sm_budget;
 mod stream_order;

@@ -26,7 +26,6 @@ use super::made::{MadeKernel, MadeSource};
 use super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
 use crate::experts::ExpertsWork;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
-use crate::row_exchange::RowWork;
 
 /// Compiling and loading a kernel that takes longer has waited for something, and is logged.
 const LONG: Duration = Duration::from_secs(1);
@@ -213,7 +212,6 @@ impl Modules {
             ("CALL_BYTES", size_of::<CallParams>() as u64),
             ("FAULT_BYTES", RECORD_BYTES as u64),
             ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
-            ("ROW_WORK_BYTES", size_of::<RowWork>() as u64),
             ("EXPERTS_WORK_BYTES", size_of::<ExpertsWork>() as u64),
             ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
             ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),

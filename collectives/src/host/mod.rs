@@ -14,7 +14,7 @@
 //! | `plan`, `plan_call` | runs collectives that programs bring along; what both engines check of such calls |
 //! | `algorithms` | what the tables of their algorithms consist of |
 //! | `fused` | all-reduces with a residual and a norm |
-//! | `slices`, `row_exchange` | collectives on slices, and the steps of row exchanges |
+//! | `slices` | collectives on slices |
 //! | `experts` | dispatch to experts, and combine |
 //! | `numbers` | numbers that others may write meanwhile |
 //! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
@@ -38,7 +38,6 @@ mod p2p;
 mod place;
 mod plan;
 pub(crate) mod plan_call;
-mod row_exchange;
 mod slices;
 mod wait;
 
@@ -48,5 +47,4 @@ pub(crate) use one_sided::HostOneSided;
 pub use options::HostOptions;
 pub use place::Place;
 pub(crate) use place::{Data, InPlace};
-pub(crate) use row_exchange::BadRow;
 pub(crate) use slices::expect_length;

@@ -77,7 +77,6 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &ONE_SIDED,
     &P2P,
     &REDUCE_LOCAL,
-    &ROW_EXCHANGE,
     &TWO_SHOT,
     &TWO_SHOT_COPY,
     &TWO_SHOT_PULL,
@@ -132,10 +131,9 @@ const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
 /// The sizes of kernels' arguments on the host, which kernels compare with their own.
 const COMM_BYTES: Axis = ("COMM_BYTES", &["184"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
-const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
+const FAULT_BYTES: Axis = ("FAULT_BYTES", &["128"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
-const ROW_WORK_BYTES: Axis = ("ROW_WORK_BYTES", &["152"]);
 const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["296"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
@@ -194,18 +192,6 @@ pub(crate) const P2P: Kernel<'static> = collective!(
     "p2p" / "p2p",
     [WORLD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
     [ODD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
-);
-
-/// The steps of a row exchange around its all-to-alls.
-pub(crate) const ROW_EXCHANGE: Kernel<'static> = collective!(
-    "row_exchange" / "row_exchange",
-    [
-        ("WORLD", &["1", "2", "4", "8"]),
-        NARROW,
-        ("STEP", &["COUNT", "PACK", "FIT", "UNPACK"]),
-        ROW_WORK_BYTES
-    ],
-    [ODD, NARROW, ("STEP", &["PACK", "UNPACK"]), ROW_WORK_BYTES],
 );
 
 /// Sends tokens to the ranks of their experts.

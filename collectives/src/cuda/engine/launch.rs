@@ -12,7 +12,6 @@ use super::super::made::{MadeKernel, MadeSource};
 use super::super::params::{CallParams, Comm, Traffic};
 use super::{CudaEngine, cuda};
 use crate::host::call::Call;
-use crate::row_exchange::RowWork;
 
 impl CudaEngine {
     pub(in super::super) fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
@@ -140,27 +139,6 @@ impl CudaEngine {
     /// Compiles and loads kernels ahead of calls.
     pub(in super::super) fn prepare_kernels(&self, specs: &[KernelSpec]) -> Result<()> {
         self.kernels.prepare(self.comm.rank, specs)
-    }
-
-    /// Puts a kernel of a row exchange on the stream, behind what this communicator put on another
-    /// one before.
-    ///
-    /// # Safety
-    ///
-    /// As [`Kernels::launch_rows`](super::super::kernels::Kernels::launch_rows).
-    pub(in super::super) unsafe fn launch_rows(
-        &mut self,
-        kernel: LoadedKernel,
-        grid: (u32, u32),
-        work: &RowWork,
-        stream: Stream,
-    ) -> Result<()> {
-        self.switch_to(stream)?;
-        cuda(&self.pool)?.with_context(|| {
-            // SAFETY: as the caller promised.
-            unsafe { self.kernels.launch_rows(kernel, grid, stream, &self.comm, work) }
-        })?;
-        self.after_call(kernel, stream)
     }
 
     /// Puts one copy on the stream, by a copy engine. Where that is refused, the other ranks get an error too.
