@@ -469,3 +469,71 @@ fn options_for_devices_are_checked_in_host_memory_too() {
         Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
     });
 }
+
+/// Makes a barrier that adds its waits to `waits`.
+fn measured(comm: &Communicator, waits: &mut [i64]) -> symmpool_allocator::Result<()> {
+    // SAFETY: a number for each rank, and nobody else has them.
+    unsafe { comm.measured_barrier_at(waits.as_mut_ptr(), STREAM) }
+}
+
+#[test]
+fn barriers_measure_who_is_late() {
+    const LATE: Duration = Duration::from_millis(300);
+    ranks(3, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let me = comm.rank() as usize;
+        for late in 0..3 {
+            let mut waits = [1_i64; 3];
+            comm.barrier(STREAM).unwrap();
+            if me == late {
+                thread::sleep(LATE);
+            }
+            measured(&comm, &mut waits).unwrap();
+            assert_eq!(waits[me], 1, "rank {me} does not wait for itself");
+            if me != late {
+                assert!(waits[late] > LATE.as_nanos() as i64 / 2, "{waits:?}");
+                assert!(waits.iter().all(|wait| *wait <= waits[late]), "{waits:?}");
+            }
+            // Others need not measure.
+            match me {
+                0 => measured(&comm, &mut waits).unwrap(),
+                _ => comm.barrier(STREAM).unwrap(),
+            }
+        }
+    });
+}
+
+#[test]
+fn barriers_that_measure_fail_as_others_do() {
+    ranks(2, |pool| {
+        let options =
+            CommunicatorOptions { timeout: Duration::from_millis(600), ..Default::default() };
+        let comm = Communicator::with_options(pool, &options).unwrap();
+        let me = comm.rank();
+        let mut waits = [0_i64; 2];
+        let block = filled(pool, &[1_i32]);
+        // Another call on one rank.
+        let error = match me {
+            0 => measured(&comm, &mut waits),
+            _ => comm.all_reduce(&block, ReduceOp::Sum, STREAM),
+        };
+        assert!(error.unwrap_err().is_diverged());
+        // An address that is none.
+        // SAFETY: it is refused.
+        let error = match me {
+            0 => unsafe { comm.measured_barrier_at(std::ptr::null_mut(), STREAM) },
+            _ => measured(&comm, &mut waits),
+        };
+        let error = error.unwrap_err();
+        assert_eq!(error.is_invalid_argument(), me == 0, "{error}");
+        assert_eq!(error.is_diverged(), me == 1, "{error}");
+        measured(&comm, &mut waits).unwrap();
+        // A rank that does not come.
+        if me == 0 {
+            let error = measured(&comm, &mut waits).unwrap_err();
+            assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+        } else {
+            thread::sleep(Duration::from_millis(1200));
+        }
+    });
+}

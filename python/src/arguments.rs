@@ -1,6 +1,8 @@
 //! The arguments of a communicator's calls, read and checked. A rank that refuses them reports that
 //! to the other ranks. `checks` has what each call asks of its arguments.
 
+#![allow(unsafe_code)] // passes on an address that a tensor gave
+
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -54,6 +56,24 @@ pub(crate) struct Terms {
 }
 
 impl Calls {
+    /// A barrier, which adds its waits to a tensor if there is one.
+    pub(crate) fn barrier(
+        &self,
+        py: Python<'_>,
+        stream: Option<Argument<'_, '_>>,
+        waits: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let Some(waits) = waits else {
+            return self.run(py, || self.comm.barrier(&stream));
+        };
+        let waits = self.or_decline(py, stream, self.waits(waits))?;
+        // SAFETY: the tensor has an element for each rank, contiguous, on the pool's device, and the caller's frame keeps
+        // it alive for the length of the call; how long work on a stream needs it, and who else may touch it, is the
+        // documented contract of `Communicator`.
+        self.run(py, || unsafe { self.comm.measured_barrier_at(waits.to().cast(), &stream) })
+    }
+
     pub(crate) fn core(&self) -> Arc<symmpool_collectives::Communicator> {
         Arc::clone(&self.comm)
     }
@@ -139,6 +159,19 @@ impl Terms {
         write: bool,
     ) -> Result<Tensor, Refusal> {
         tensor::read(name, tensor, self.device, write)
+    }
+
+    fn waits(&self, tensor: Argument<'_, '_>) -> Result<Tensor, Refusal> {
+        let found = self.read("waits", tensor, true)?;
+        if found.dtype != DType::I64 || found.count != self.world as usize {
+            return Err(Refusal::Invalid(format!(
+                "waits: {} elements of {}, where an int64 for each of {} ranks is needed",
+                found.count,
+                long_name(found.dtype),
+                self.world
+            )));
+        }
+        Ok(found)
     }
 
     /// A tensor to write to, of the input's type, and of `count` elements if that is given.

@@ -13,7 +13,7 @@ use symmpool_collectives::StandardCollective::{AllGather, AllReduce, Broadcast, 
 
 use crate::algorithm::Algorithm;
 use crate::arguments::{Argument, Calls};
-use crate::convert::{self, deprecated, long_name};
+use crate::convert::deprecated;
 use crate::errors::{OrRaise, exception};
 use crate::mark::Mark;
 use crate::name::Name;
@@ -21,9 +21,9 @@ use crate::number::Number;
 use crate::one_sided::{self, Way};
 use crate::options::{self, Sizes};
 use crate::p2p::{peer_of, send_or_recv};
-use crate::pool::{Pool, dimensions};
+use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
-use crate::{selection, statistics, stream};
+use crate::{row_exchange, selection, statistics, stream};
 
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
@@ -287,32 +287,28 @@ impl Communicator {
         self.calls.all_to_all_v(py, (output, input), input_splits, written, stream)
     }
 
-    /// An exchange of up to `rows` rows a rank, of `row_shape` (an int or a sequence of them) and
-    /// `dtype`, the same on every rank: `RowExchange`, with torch's tensors where `dtype` is torch's
-    /// or a name, else with numpy's. Deprecated; use `symmpool.experts.Buffer` with `top_k=1`, or
-    /// `all_to_all_v`, which takes rows of any type.
+    /// A `RowExchange` of up to `rows` rows a rank, of torch's tensors where `dtype` is torch's or a name,
+    /// else of numpy's. Deprecated; use `symmpool.experts.Buffer` with `top_k=1`, or `all_to_all_v`.
     fn row_exchange<'py>(
         slf: &Bound<'py, Self>,
         rows: Number<u64>,
         row_shape: &Bound<'py, PyAny>,
         dtype: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = slf.py();
-        let new = "symmpool.experts.Buffer with top_k=1, or Communicator.all_to_all_v";
-        deprecated(py, "Communicator.row_exchange", new)?;
-        let (rows, lengths) = (rows.or_raise(py, "rows")?, dimensions(row_shape)?);
-        let name = long_name(convert::dtype(dtype)?);
-        let device = slf.get().calls.device.name();
-        let exchange = py.import("symmpool.row_exchange")?.getattr("RowExchange")?;
-        exchange.call1((slf, device, rows, lengths, dtype, name))
+        row_exchange::make(slf, rows, row_shape, dtype)
     }
 
-    /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every
-    /// rank's stream has come to it.
-    #[pyo3(signature = (stream = None))]
-    fn barrier(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
-        let stream = self.calls.stream(py, stream)?;
-        self.calls.run(py, || self.calls.comm.barrier(&stream))
+    /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every rank's stream
+    /// has come to it. It adds to each element of `waits`, int64, an element for each rank, how long this rank
+    /// waited for that one: in nanoseconds on the CPU, in clock cycles of an SM on CUDA.
+    #[pyo3(signature = (stream = None, *, waits = None))]
+    fn barrier(
+        &self,
+        py: Python<'_>,
+        stream: Option<Argument<'_, '_>>,
+        waits: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        self.calls.barrier(py, stream, waits)
     }
 
     /// Sends `tensor` to rank `dst`, whose next `recv` from this rank takes it: as many elements, of as many

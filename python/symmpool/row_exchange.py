@@ -47,8 +47,8 @@ class RowExchange:
         self._row_bytes = math.prod(self.row_shape) * self._dtype.itemsize
         if rows > _MOST_ROWS or not 1 <= self._row_bytes <= _MOST_BYTES:
             raise InvalidArgumentError(
-                f"a row exchange on rank {comm.rank} of up to {rows} rows of {list(row_shape)} {name}: pass less "
-                "than 2^31 rows, of 1 byte to 2 GiB each"
+                f"a row exchange on rank {comm.rank} of up to {rows} rows of {list(row_shape)} {name}: pass "
+                "less than 2^31 rows, of 1 byte to 2 GiB each"
             )
         # What goes nowhere is sorted behind all ranks.
         self._ranks = self._full(comm.world, 0)
@@ -58,9 +58,7 @@ class RowExchange:
         """A layout that says that nothing came."""
         return RowLayout(self)
 
-    def send(
-        self, output: Any, input: Any, destinations: Any, layout: RowLayout, stream: Any = None
-    ) -> None:
+    def send(self, output: Any, input: Any, destinations: Any, layout: RowLayout, stream: Any = None) -> None:
         """Sends row i of `input` to rank `destinations[i]`; nowhere where that is -1.
 
         `destinations` is a tensor of int32 or int64, of at most as many elements as the exchange was made
@@ -138,9 +136,7 @@ class RowExchange:
     def _full(self, shape: Any, value: int, dtype: str = "int64") -> Any:
         if self._torch:
             shape = (shape,) if isinstance(shape, int) else shape
-            return self._library.full(
-                shape, value, dtype=getattr(self._library, dtype), device=self._device
-            )
+            return self._library.full(shape, value, dtype=getattr(self._library, dtype), device=self._device)
         return self._library.full(shape, value, dtype)
 
     def _arange(self, count: int) -> Any:
@@ -161,7 +157,7 @@ class RowExchange:
         """Rows as bytes, where they lie."""
         if self._torch:
             tensor = tensor.detach()
-        rows = tensor.reshape(tensor.shape[0], -1) if tensor.ndim > 1 else tensor.reshape(-1, 1)
+        rows = tensor.reshape(tensor.shape[0], math.prod(self.row_shape))
         return rows.view(self._library.uint8)
 
     @contextlib.contextmanager
@@ -208,8 +204,9 @@ class RowExchange:
                 raise InvalidArgumentError(f"{name}: contiguous rows are needed, of one dimension at least")
             row = math.prod(tensor.shape[1:])
             if row * self._dtype.itemsize != self._row_bytes:
+                wanted = math.prod(self.row_shape)
                 raise InvalidArgumentError(
-                    f"{name}: rows of {row} elements where the exchange moves rows of {math.prod(self.row_shape)}"
+                    f"{name}: rows of {row} elements where the exchange moves rows of {wanted}"
                 )
             found.append(self._bytes(tensor))
         return found[0], found[1]
@@ -225,26 +222,26 @@ class RowExchange:
         integers = destinations.dtype in (self._library.int32, self._library.int64)
         if not integers or destinations.ndim != 1 or count > most or count > rows.shape[0]:
             raise InvalidArgumentError(
-                f"row exchange on rank {self._comm.rank}: {count} destinations of {destinations.dtype} for an input "
-                f"of {rows.shape[0]} rows: they are i32 or i64, and no more than the input has rows, nor than "
-                f"the {most} that the exchange was made for"
+                f"row exchange on rank {self._comm.rank}: {count} destinations of {destinations.dtype} for "
+                f"an input of {rows.shape[0]} rows: they are i32 or i64, and no more than the input has "
+                f"rows, nor than the {most} that the exchange was made for"
             )
         return self._integers(destinations, "int64")
 
     def _check_length(self, output: Any) -> None:
         if output.shape[0] > self.rows_per_rank:
             raise InvalidArgumentError(
-                f"row exchange on rank {self._comm.rank}: an output of {output.shape[0]} rows on the way back, of an "
-                f"exchange made for {self.rows_per_rank}"
+                f"row exchange on rank {self._comm.rank}: an output of {output.shape[0]} rows on the way "
+                f"back, of an exchange made for {self.rows_per_rank}"
             )
 
     def _why(self, wanted: Any, wrong: Any) -> str:
         """Which destination is none."""
         row = wrong.tolist().index(True)
         return (
-            f"row exchange on rank {self._comm.rank}: row {row} has destination {int(wanted[row])}; there are ranks 0 "
-            f"to {self._comm.world - 1}, and -1 for nowhere. This rank sent nothing, and the communicator stays "
-            "usable"
+            f"row exchange on rank {self._comm.rank}: row {row} has destination {int(wanted[row])}; there "
+            f"are ranks 0 to {self._comm.world - 1}, and -1 for nowhere. This rank sent nothing, and the "
+            "communicator stays usable"
         )
 
     def _key(self) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import expert_model as model
 import pytest
@@ -183,6 +184,59 @@ def low_latency_mode(group, seed, top_k, experts):
 @pytest.mark.parametrize("world, top_k, experts", [(1, 2, 6), (2, 4, 8), (3, 6, 12)])
 def test_low_latency_mode(world, top_k, experts):
     values(world, low_latency_mode, 5, top_k, experts)
+
+
+LATE = 0.3
+
+
+def waits(group, late):
+    """Adds up how long a rank waits for each other one, of which `late` comes later to every call."""
+    me, world, tokens, hidden, experts = group.rank, group.world, 4, 128, 2 * group.world
+    buffer = deep_ep.Buffer(group, low_latency_mode=True)
+    routing = low_latency_routing(7, world, hidden, 2, experts, tokens)
+    x, ids, weights = routing.x[me], routing.ids[me], routing.weights[me]
+    of_dispatch, of_combine = (torch.zeros(world, dtype=torch.int64) for _ in range(2))
+    plain = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=False)
+    plain_sums = buffer.low_latency_combine(plain[0], ids, weights, plain[2])[0]
+    for hooked in (False, True):
+        time.sleep(LATE if me == late else 0)
+        received, _, handle, _, hook = buffer.low_latency_dispatch(
+            x,
+            ids,
+            tokens,
+            experts,
+            use_fp8=False,
+            dispatch_wait_recv_cost_stats=of_dispatch,
+            return_recv_hook=hooked,
+        )
+        if hooked:
+            hook()
+        time.sleep(LATE if me == late else 0)
+        sums, _, hook = buffer.low_latency_combine(
+            received,
+            ids,
+            weights,
+            handle,
+            combine_wait_recv_cost_stats=of_combine,
+            return_recv_hook=hooked,
+        )
+        if hooked:
+            hook()
+        # The results are those of calls without.
+        assert same(sums, plain_sums)
+    return [1e-9 * tensor.double() for tensor in (of_dispatch, of_combine)]
+
+
+@pytest.mark.parametrize("world, late", [(2, 1), (3, 0), (3, 2)])
+def test_waits_are_measured_by_rank(world, late):
+    for rank, costs in enumerate(values(world, waits, late)):
+        for seconds in costs:
+            assert seconds[rank] == 0
+            if rank == late:
+                continue
+            # Two calls of each kind. What other processes of the machine take is not the ranks'.
+            assert 1.5 * LATE < seconds[late] < 60
+            assert all(seconds[late] >= each for each in seconds)
 
 
 def both_modes(group):

@@ -119,7 +119,7 @@ def low_latency_arguments(group):
         "num_experts": 8,
         "use_fp8": False,
     }
-    statistics = torch.zeros(3, dtype=torch.int32)
+    statistics, long = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     wrong = [
         ("x: elements of", {"x": x.float()}),
         ("x: of shape", {"x": x[0]}),
@@ -134,6 +134,13 @@ def low_latency_arguments(group):
         ("ask for one of them", {"async_finish": True, "return_recv_hook": True}),
         ("tokens of 64 channels", {"x": x[:, :64].contiguous(), "use_fp8": True}),
         ("cumulative_local_expert_recv_stats: of shape", {"cumulative_local_expert_recv_stats": statistics}),
+        ("dispatch_wait_recv_cost_stats: of shape", {"dispatch_wait_recv_cost_stats": long[:1]}),
+        ("dispatch_wait_recv_cost_stats: of shape", {"dispatch_wait_recv_cost_stats": long.view(2, 1)}),
+        ("dispatch_wait_recv_cost_stats: elements of", {"dispatch_wait_recv_cost_stats": long.int()}),
+        (
+            "dispatch_wait_recv_cost_stats: it is not c",
+            {"dispatch_wait_recv_cost_stats": long.repeat(2)[::2]},
+        ),
     ]
     for first in (True, False):
         for text, arguments in wrong:
@@ -154,6 +161,8 @@ def low_latency_arguments(group):
         ("topk_weights: of shape", {"topk_weights": weights[1:]}, None),
         ("out: of shape", {"out": x[1:].clone()}, None),
         ("out: elements of", {"out": x.float()}, None),
+        ("combine_wait_recv_cost_stats: of shape", {"combine_wait_recv_cost_stats": long[:1]}, None),
+        ("combine_wait_recv_cost_stats: elements of", {"combine_wait_recv_cost_stats": long.float()}, None),
         ("of another Buffer", {"handle": foreign}, None),
         ("of the other mode", {"handle": normal}, None),
         ("one that a dispatch", {"handle": tuple(handle)}, TypeError),

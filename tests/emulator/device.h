@@ -39,6 +39,8 @@ using emulated::emulated_place;
 inline void __syncthreads() { emulated::emulated_block(0); }
 inline int __syncthreads_or(int predicate) { return emulated::emulated_block(predicate); }
 
+inline long long clock64() { return static_cast<long long>(emulated::emulated_nanoseconds()); }
+
 namespace emulated {
 inline unsigned lane() { return emulated_place->thread.x % 32; }
 

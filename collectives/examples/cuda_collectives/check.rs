@@ -9,8 +9,8 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, experts_time,
-    first_calls, fused, huge, memory_operations, native, one_sided, one_sided_streams, p2p, plans,
-    repeats, slow, streams,
+    first_calls, fused, huge, measured_barrier, memory_operations, native, one_sided,
+    one_sided_streams, p2p, plans, repeats, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -98,6 +98,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             one_sided::run(pool, options)?,
             one_sided_streams::run(pool, options)?,
             memory_operations::run(pool, options)?,
+            measured_barrier::run(pool, options)?,
         ] {
             cases += some_cases;
             wrong += some_wrong;

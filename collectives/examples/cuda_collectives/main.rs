@@ -29,6 +29,7 @@ mod huge;
 mod killed;
 mod late;
 mod matrix;
+mod measured_barrier;
 mod memory_operations;
 mod native;
 mod one_sided;

@@ -379,6 +379,20 @@ impl Engine {
         }
     }
 
+    /// A barrier that measures its waits; `waits` is a number for each rank.
+    pub(super) unsafe fn measured_barrier(
+        &mut self,
+        waits: *mut i64,
+        stream: &Stream,
+    ) -> Result<()> {
+        match self {
+            // SAFETY: as in `run`.
+            Self::Host(host) => unsafe { host.measured_barrier(waits) },
+            // SAFETY: as in `run`.
+            Self::Cuda(cuda) => unsafe { cuda.measured_barrier(waits as u64, *stream) },
+        }
+    }
+
     /// Waits until the stream has done what was put on it, and returns what went wrong there.
     pub(super) fn synchronize(&mut self, stream: &Stream) -> Result<()> {
         match self {

@@ -13,6 +13,31 @@ use super::{Communicator, Inner};
 use crate::{DType, Place, ReduceOp, StandardCollective};
 
 impl Communicator {
+    /// [`Self::barrier`] that adds to `waits`, an `i64` for each rank, how long this rank waited for that one: in host
+    /// memory in nanoseconds, on a device in clock cycles of an SM, from when the stream came to the call. Over many calls
+    /// that shows which ranks are late. Ranks may make either form.
+    ///
+    /// # Errors
+    ///
+    /// Those of a barrier; `is_invalid_argument` for an address that is null or no multiple of 8.
+    ///
+    /// # Safety
+    ///
+    /// `waits` is readable and writable for a number for each rank, by whoever runs the call (the CPU in host memory, else
+    /// the device), from now until `stream` is past the call.
+    pub unsafe fn measured_barrier_at(&self, waits: *mut i64, stream: &Stream) -> Result<()> {
+        if waits.is_null() || !waits.is_aligned() {
+            let why = format!(
+                "a barrier on rank {}: waits at {waits:p}: an address of i64 is needed",
+                self.rank()
+            );
+            return Err(self.decline(Error::invalid_argument(why), stream));
+        }
+        let mut inner = self.begin(stream)?;
+        // SAFETY: the caller's promise.
+        unsafe { inner.engine.measured_barrier(waits, stream) }
+    }
+
     /// Reduces `count` elements of every rank's `input` into every rank's `output`; in place if
     /// both are one address. Otherwise as [`Self::all_reduce_into`].
     ///

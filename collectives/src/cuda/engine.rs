@@ -22,11 +22,12 @@ use super::algorithms::Exchange;
 use super::api::{Api, Handle};
 use super::fault::{Fault, HostView};
 use super::footprint::Footprint;
+use super::kernel_spec::KernelSpec;
 use super::kernels::Kernels;
 use super::memory_operations::MemoryOperations;
 use super::modules::{self, Modules};
 use super::p2p::P2p;
-use super::params::{ChannelEnd, Comm, Control};
+use super::params::{CallParams, ChannelEnd, Comm, Control};
 use super::sm_budget::BudgetOptions;
 use super::stream_order::StreamOrder;
 use super::table::MeasuredTable;
@@ -209,6 +210,23 @@ impl CudaEngine {
     /// visible then.
     pub(crate) fn barrier(&mut self, stream: Stream) -> Result<()> {
         self.handshake_only(Call::new(Operation::Barrier), stream)
+    }
+
+    /// [`Self::barrier`] that adds to `waits`, an `i64` for each rank, for how many clock cycles of an SM this rank
+    /// waited for that one.
+    ///
+    /// # Safety
+    ///
+    /// `waits` is an aligned address of the device, readable and writable for a number for each rank until the stream is
+    /// past the call.
+    pub(crate) unsafe fn measured_barrier(&mut self, waits: u64, stream: Stream) -> Result<()> {
+        self.begin(stream)?;
+        let spec = KernelSpec::measured_barrier();
+        let grid = (1, spec.threads);
+        let kernel = self.kernel(spec)?;
+        let params = CallParams::of(&Call::new(Operation::Barrier));
+        // SAFETY: the caller's promise; the address is the kernel's third parameter.
+        unsafe { self.launch_with_work(kernel, grid, &params, &waits, stream) }
     }
 
     /// This rank's address of a place.

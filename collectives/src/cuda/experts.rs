@@ -25,7 +25,8 @@ const MOST_INBOX_TOKENS: u64 = 128;
 impl CudaEngine {
     /// Compiles and loads the kernels of a buffer ahead of calls.
     pub(crate) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
-        let mut specs = Vec::new();
+        // Low-latency calls may measure their waits, in graphs too, where no kernel is loaded.
+        let mut specs = vec![KernelSpec::measured_barrier()];
         for by_expert in [false, true] {
             specs.push(spec(&COMBINE, shape.dtype, by_expert, false));
             specs.push(spec(&DISPATCH, DType::U8, by_expert, false));

@@ -12,12 +12,15 @@ use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
-    ALL_TO_ALL, BARRIER, BROADCAST_STAGES, COPY_COMPANION, ONE_SIDED, TWO_SHOT, TWO_SHOT_STAGES,
+    ALL_TO_ALL, BARRIER, BROADCAST_STAGES, COPY_COMPANION, MEASURED_BARRIER, ONE_SIDED, TWO_SHOT,
+    TWO_SHOT_STAGES,
 };
 use crate::{DType, ReduceOp};
 
 /// Threads of a block of the kernel that runs a handshake alone.
 pub(super) const BARRIER_THREADS: u32 = 128;
+/// And of the one that measures its waits: a warp for each rank.
+const MEASURED_BARRIER_THREADS: u32 = 256;
 /// Threads of a block of kernels that only signal or wait.
 pub(super) const FEW_THREADS: u32 = 32;
 
@@ -65,6 +68,11 @@ impl KernelSpec {
     pub(super) fn barrier(notify_companion: bool) -> Self {
         let mode = KernelMode::Barrier { notify_companion };
         Self { mode, ..Self::new(&BARRIER, BARRIER_THREADS) }
+    }
+
+    /// A handshake alone, which measures its waits: with a warp for each rank.
+    pub(super) fn measured_barrier() -> Self {
+        Self::new(&MEASURED_BARRIER, MEASURED_BARRIER_THREADS)
     }
 
     /// An all-to-all. Vectors of more ranks take more registers, so blocks are smaller then.

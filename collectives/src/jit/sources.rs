@@ -71,6 +71,7 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &NORM_ONE_SHOT,
     &NORM_TWO_SHOT,
     &DISPATCH,
+    &MEASURED_BARRIER,
     &ONE_SHOT,
     &ONE_SHOT_LL128,
     &ONE_SHOT_PULL,
@@ -151,6 +152,10 @@ macro_rules! collective {
         }
     };
 }
+
+/// A handshake alone, which measures how long it waits for each rank.
+pub(crate) const MEASURED_BARRIER: Kernel<'static> =
+    collective!("barrier" / "measured_barrier", [WORLD, NARROW], [ODD, NARROW]);
 
 /// A handshake alone.
 pub(crate) const BARRIER: Kernel<'static> = collective!(

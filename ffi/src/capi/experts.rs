@@ -128,12 +128,8 @@ pub enum Quantize {
     Fp8Ue8m0 = 3,
 }
 
-const QUANTIZATIONS: [Quantization; 4] = [
-    Quantization::None,
-    Quantization::Fp8,
-    Quantization::Fp8PowerOfTwo,
-    Quantization::Fp8Ue8m0,
-];
+const QUANTIZATIONS: [Quantization; 4] =
+    [Quantization::None, Quantization::Fp8, Quantization::Fp8PowerOfTwo, Quantization::Fp8Ue8m0];
 
 /// What symmpool_dispatch is given; what is not needed is 0 or NULL. All addresses are on the pool's device.
 #[repr(C)]

@@ -303,17 +303,20 @@ class Buffer:
 
         The host waits for nothing, and graphs can capture the call after a first one of its shape. With
         `return_recv_hook` it runs on the communication stream, and `hook()` makes the current stream wait for
-        it. The counts are added to `cumulative_local_expert_recv_stats`, int32 `[local experts]`."""
+        it. The counts are added to `cumulative_local_expert_recv_stats`, int32 `[local experts]`.
+
+        With `dispatch_wait_recv_cost_stats`, int64 `[ranks]`, on every rank, a barrier goes before the
+        dispatch, and how long this rank waited there for each other one is added: in clock cycles of an SM,
+        on the CPU in nanoseconds."""
         with self._declining("low_latency", False):
             self._check_hook(async_finish, return_recv_hook)
-            self._check_costs("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
         cores, stream = self._parts(x)
         formats = (bool(use_fp8), bool(round_scale), bool(use_ue8m0))
         call = low_latency.dispatch(
             self, cores, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, formats,
-            cumulative_local_expert_recv_stats, self._mask_on(x.device),
+            cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, self._mask_on(x.device),
         )  # fmt: skip
-        inputs = [x, topk_idx, cumulative_local_expert_recv_stats]
+        inputs = [x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats]
         found, event = stream.run(call, inputs, None, async_finish or return_recv_hook)
         rows, scales, counts, memory, handle = found
         received = rows if scales is None else (rows, scales)
@@ -336,11 +339,11 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Sends the rows `x` of experts, bfloat16, shaped as those of the dispatch, back, and sums up those
         of each token multiplied by `topk_weights`: `(sums, event, hook)`. Sums of a rank's experts are
-        rounded to bfloat16 as they travel, `use_logfmt` or not. Rows are read where they lie in any case;
-        with `zero_copy`, in what `get_next_low_latency_combine_buffer` gave."""
+        rounded to bfloat16 as they travel; with `use_logfmt` too, which lets them be rounded to less. Rows
+        are read where they lie in any case; with `zero_copy`, in what `get_next_low_latency_combine_buffer`
+        gave. `combine_wait_recv_cost_stats` is as in `low_latency_dispatch`."""
         with self._declining("low_latency", True):
             self._check_hook(async_finish, return_recv_hook)
-            self._check_costs("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
         cores, stream = self._parts(x)
         found_handle = self._own(handle, LowLatencyHandle, cores)
         if zero_copy:
@@ -350,8 +353,9 @@ class Buffer:
                 found_handle.kept.buffer._entry.refuse(why)
                 raise InvalidStateError(f"deep_ep on rank {self.rank}: {why}")
             x = taken
-        call = low_latency.combine(found_handle, x, topk_idx, topk_weights, out)
-        inputs = [x, topk_idx, topk_weights, out, found_handle.kept.memory]
+        waits = combine_wait_recv_cost_stats
+        call = low_latency.combine(found_handle, x, topk_idx, topk_weights, out, waits)
+        inputs = [x, topk_idx, topk_weights, out, found_handle.kept.memory, waits]
         found, event = stream.run(call, inputs, None, async_finish or return_recv_hook)
         hook = stream.hook(event, found) if return_recv_hook else None
         event = None if return_recv_hook else event
@@ -448,10 +452,6 @@ class Buffer:
     def _check_hook(self, async_finish: bool, return_recv_hook: bool) -> None:
         if async_finish and return_recv_hook:
             raise refuse("async_finish, return_recv_hook: ask for one of them")
-
-    def _check_costs(self, name: str, tensor: Any) -> None:
-        if tensor is not None:
-            raise UnsupportedError(f"deep_ep: {name}: times of waits are not measured; pass None")
 
     def _check_shrink(self) -> None:
         if not self.enable_shrink:

@@ -8,7 +8,15 @@ import torch
 
 from symmpool.deep_ep.cores import DTYPES, refuse
 
-__all__ = ["check_events", "check_layout", "check_low_latency", "check_normal", "matrix", "tokens_and_scales"]
+__all__ = [
+    "check_events",
+    "check_layout",
+    "check_low_latency",
+    "check_normal",
+    "check_waits",
+    "matrix",
+    "tokens_and_scales",
+]
 
 _INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
 
@@ -39,6 +47,12 @@ def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"deep_ep: x: a torch.Tensor is needed, not {type(x)}")
     return x, scales
+
+
+def check_waits(name: str, waits: Any, world: int, device: Any) -> None:
+    """What times of waits are added to."""
+    if waits is not None and not matrix(name, waits, _INT64, (world,), device).is_contiguous():
+        raise refuse(f"{name}: it is not contiguous")
 
 
 def check_events(previous: Any, asynchronous: bool, on_comm_stream: bool) -> None:

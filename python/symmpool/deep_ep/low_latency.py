@@ -19,7 +19,7 @@ Call = Callable[[], Any]
 
 def dispatch(
     owner: Any, cores: Cores, x: torch.Tensor, topk_idx: torch.Tensor, most: int, count: int,
-    formats: tuple[bool, bool, bool], statistics: Any, masked: torch.Tensor | None,
+    formats: tuple[bool, bool, bool], statistics: Any, waits: Any, masked: torch.Tensor | None,
 ) -> Call:  # fmt: skip
     """What makes a dispatch: a function that returns `(x, scales or None, counts, memory of the handle,
     handle)`."""
@@ -30,6 +30,7 @@ def dispatch(
         if statistics is not None:
             name, shape = "cumulative_local_expert_recv_stats", (count // world,)
             checks.matrix(name, statistics, torch.int32, shape, x.device)
+        checks.check_waits("dispatch_wait_recv_cost_stats", waits, world, x.device)
     key = (told["hidden"], count, told["top_k"], most)
     core = cores.find_low_latency(key)
     if core is None:
@@ -46,6 +47,7 @@ def dispatch(
         ids = topk_idx
         if masked is not None:
             ids = torch.where(masked[(ids // local).clamp(0, world - 1)] | masked[cores.rank], -1, ids)
+        _measure(core, waits)
         out, scales, kept = dispatch_packed(core, x.detach(), ids, rows, quantize)
         counts = kept.expert_counts
         if statistics is not None:
@@ -56,7 +58,9 @@ def dispatch(
     return call
 
 
-def combine(handle: LowLatencyHandle, x: torch.Tensor, topk_idx: Any, topk_weights: Any, out: Any) -> Call:
+def combine(
+    handle: LowLatencyHandle, x: torch.Tensor, topk_idx: Any, topk_weights: Any, out: Any, waits: Any
+) -> Call:
     """What makes a combine: a function that returns `(sums,)`."""
     core, kept = handle.kept.buffer, handle.kept
     local, rows = handle.shape
@@ -72,16 +76,24 @@ def combine(handle: LowLatencyHandle, x: torch.Tensor, topk_idx: Any, topk_weigh
             checks.matrix("out", out, torch.bfloat16, (kept.tokens, core.hidden), core.device)
             if not out.is_contiguous():
                 raise checks.refuse("out: it is not contiguous")
+        checks.check_waits("combine_wait_recv_cost_stats", waits, core.world, core.device)
 
     core._refusing(check)
 
     def call() -> Any:
         given = topk_weights.detach().contiguous()
         to = None if out is None else out.detach()
+        _measure(core, waits)
         sums = combine_packed(core, x.detach(), kept, given, to)
         return (sums if out is None else out,)
 
     return call
+
+
+def _measure(core: Any, waits: torch.Tensor | None) -> None:
+    """Waits for all ranks, and adds how long that took for each."""
+    if waits is not None:
+        core._entry.run(lambda: core._entry.comm.barrier(waits=waits), (), [], False)
 
 
 class CombineBuffers:

@@ -1,9 +1,12 @@
 //! Barrier in host memory: the handshake of a call, and nothing after it.
 
+#![allow(unsafe_code)] // writes to an address
+
 use symmpool_allocator::Result;
 
 use crate::host::HostEngine;
 use crate::host::call::{Call, Operation};
+use crate::host::numbers::Numbers;
 
 impl HostEngine {
     /// Returns once every rank has called it. What ranks wrote before the call is visible to all ranks after it.
@@ -14,6 +17,25 @@ impl HostEngine {
     /// no call.
     pub fn barrier(&mut self) -> Result<()> {
         self.handshake_only(&Call::new(Operation::Barrier))
+    }
+
+    /// [`Self::barrier`] that adds to `waits`, an `i64` for each rank, for how many nanoseconds this rank waited for
+    /// that one.
+    ///
+    /// # Safety
+    ///
+    /// `waits` is an aligned address, readable and writable for a number for each rank.
+    pub(crate) unsafe fn measured_barrier(&mut self, waits: *mut i64) -> Result<()> {
+        self.ready()?;
+        self.catch_up()?;
+        let world = self.world() as usize;
+        // SAFETY: the caller's promise.
+        let waits: Numbers<i64> = unsafe { Numbers::new(waits as u64, world) };
+        let waited = |rank: u32, time: std::time::Duration| {
+            let time = i64::try_from(time.as_nanos()).unwrap_or(i64::MAX);
+            waits.set(rank as usize, waits.get(rank as usize).wrapping_add(time));
+        };
+        self.measured_handshake(&Call::new(Operation::Barrier), waited)
     }
 
     /// A call that is nothing but its handshake.

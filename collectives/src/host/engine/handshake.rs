@@ -1,5 +1,8 @@
 //! The phases of a call, its handshake and its steps, and what happens when a wait fails.
 
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
@@ -7,6 +10,10 @@ use crate::host::call::{Call, mismatch};
 use crate::host::fault::{Cause, Fault, WaitFailure};
 use crate::host::wait::{Waiter, Watchdog, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
+
+/// A measured wait checks what may end it at each of so many looks, and pauses between them when it has made the square.
+const LOOKS: u32 = 64;
+const LOOK_AGAIN: Duration = Duration::from_micros(50);
 
 impl HostEngine {
     /// The first phase of every call: sends every peer the description of this rank's call, waits for those of all
@@ -24,6 +31,59 @@ impl HostEngine {
         } else {
             Err(self.disagreement(call, parity, epoch))
         }
+    }
+
+    /// [`Self::handshake`] that says how long it waited for each peer.
+    pub(crate) fn measured_handshake(
+        &mut self,
+        call: &Call,
+        mut waited: impl FnMut(u32, Duration),
+    ) -> Result<()> {
+        let (epoch, parity) = (self.epoch, self.parity());
+        let word = self.publish_call(call);
+        let begin = Instant::now();
+        let mut missing: Vec<u32> = self.peers().collect();
+        while let Some(first) = missing.first().copied() {
+            let mut check = self.watch(first, 0, epoch);
+            let mut looks = 0_u32;
+            // All are looked at by turns, as those that come meanwhile have times of their own.
+            let failure = loop {
+                missing.retain(|peer| {
+                    let slot = self.control.handshake(self.layout.rank, parity, *peer);
+                    let is_there = is_handshake(slot.word.load(Ordering::Acquire), epoch);
+                    if is_there {
+                        waited(*peer, begin.elapsed());
+                    }
+                    !is_there
+                });
+                if missing.first() != Some(&first) {
+                    break None;
+                }
+                looks = looks.saturating_add(1);
+                if looks.is_multiple_of(LOOKS)
+                    && let Err(failure) = check()
+                {
+                    break Some(failure);
+                }
+                if looks < LOOKS * LOOKS {
+                    rustix::thread::sched_yield();
+                } else {
+                    std::thread::sleep(LOOK_AGAIN);
+                }
+            };
+            drop(check);
+            if let Some(failure) = failure {
+                return Err(self.close(failure));
+            }
+        }
+        self.check_abort()?;
+        let mut words = self.peers().map(|peer| {
+            self.control.handshake(self.layout.rank, parity, peer).word.load(Ordering::Acquire)
+        });
+        if words.all(|theirs| theirs == word) {
+            return Ok(());
+        }
+        Err(self.disagreement(call, parity, epoch))
     }
 
     /// [`Self::handshake`] of an all-to-all whose rows are published. Returns whether all descriptions are equal. It
