@@ -519,8 +519,8 @@ fn barriers_that_measure_fail_as_others_do() {
         };
         assert!(error.unwrap_err().is_diverged());
         // An address that is none.
-        // SAFETY: it is refused.
         let error = match me {
+            // SAFETY: it is refused.
             0 => unsafe { comm.measured_barrier_at(std::ptr::null_mut(), STREAM) },
             _ => measured(&comm, &mut waits),
         };
