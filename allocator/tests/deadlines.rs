@@ -41,11 +41,11 @@ fn in_time<T: Send + 'static>(what: &str, body: impl FnOnce() -> T + Send + 'sta
 }
 
 /// Runs `body` as both ranks of a group; the device of rank 0 follows `plan`.
-fn two_ranks(
+fn two_ranks<T: Send + 'static>(
     what: &str,
     plan: &'static str,
-    body: fn(&Pool) -> Result<(), Error>,
-) -> Vec<Result<(), Error>> {
+    body: fn(&Pool) -> Result<T, Error>,
+) -> Vec<Result<T, Error>> {
     let groups = Group::in_process(2).expect("a small group");
     let ranks: Vec<_> = groups
         .into_iter()
@@ -103,6 +103,30 @@ fn a_commit_waits_for_a_device_until_its_deadline() {
     // All ranks had confirmed by then, so the other rank completed the commit.
     assert!(other.is_ok(), "{other:?}");
     assert!(started.elapsed() < 3 * TIMEOUT, "{:?}", started.elapsed());
+}
+
+#[test]
+fn a_block_that_kernels_may_use_returns_when_the_device_is_done() {
+    let returned = |plan| {
+        two_ranks("a commit", plan, |pool| {
+            let block = pool.alloc::<u8>(1 << 20)?;
+            pool.commit()?;
+            // Nothing waits here: a stream may be being captured.
+            let started = Instant::now();
+            block.free_after_device()?;
+            assert!(started.elapsed() < TIMEOUT / 8, "{:?}", started.elapsed());
+            let report = pool.commit()?;
+            assert!(started.elapsed() >= TIMEOUT / 4, "the device was not waited for");
+            Ok(report.blocks_returned)
+        })
+    };
+    for outcome in returned("delay-500ms@synchronize") {
+        assert_eq!(outcome.expect("the device finished in time"), 1);
+    }
+    for outcome in returned("hang@synchronize") {
+        let error = outcome.expect_err("the device of rank 0 never finished");
+        assert!(error.is_timeout() && error.to_string().contains("for the device"), "{error}");
+    }
 }
 
 #[test]

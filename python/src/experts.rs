@@ -212,9 +212,10 @@ impl ExpertBuffer {
             let (core, pool) = (calls.core(), calls.comm.pool());
             let bytes = Buffer::region_bytes(shape, core.rank(), core.world())?;
             let lane = pool.lane(CONTROL_LANE)?;
-            let memory = Memory::allocate_in(&lane, pool, calls.device, bytes, stream)?;
+            let memory = Memory::allocate_for_calls(&lane, pool, calls.device, bytes, stream)?;
             let region = memory.block().as_ptr();
-            // SAFETY: the block is new and has as many bytes. This object keeps it, and waits for calls when it goes.
+            // SAFETY: the block is new and has as many bytes. This object keeps it, and its memory is used by nobody
+            // else before the device has done what calls gave it.
             let buffer = unsafe { Buffer::at(core, shape, num_sms, region) }?;
             symmpool_allocator::Result::Ok((memory, buffer))
         };
@@ -459,19 +460,5 @@ impl ExpertBuffer {
             // SAFETY: as in `dispatch`.
             unsafe { self.buffer.combine_at(handle, &combine, &stream) }
         })
-    }
-}
-
-impl Drop for ExpertBuffer {
-    /// Waits for calls that run, which use the memory.
-    fn drop(&mut self) {
-        if self.buffer.check("a buffer for experts").is_err() {
-            return;
-        }
-        let pool = self.buffer.communicator().pool();
-        if pool.driver().synchronize_by(pool.group().deadline()).is_err() {
-            // Kernels may still run, so the memory that they use is leaked.
-            std::mem::forget(Arc::clone(&self.memory));
-        }
     }
 }

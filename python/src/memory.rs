@@ -12,6 +12,8 @@ use crate::own::Own;
 pub(crate) struct Memory {
     /// `None` only while dropping.
     block: Option<Own<symmpool_allocator::Block<u8>>>,
+    /// Whether kernels of any stream may use the block still when its last holder is gone.
+    outlived: bool,
     pub(crate) pool: Own<Pool>,
     pub(crate) device: Device,
     pub(crate) stream: Stream,
@@ -24,22 +26,32 @@ impl Memory {
         bytes: usize,
         stream: Stream,
     ) -> Result<Arc<Self>> {
-        let lane = pool.default_lane();
-        Self::allocate_in(&lane, pool, device, bytes, stream)
+        Self::allocate_in(&pool.default_lane(), pool, device, bytes, stream, false)
     }
 
-    /// Memory of a lane of the pool.
-    pub(crate) fn allocate_in(
+    /// Memory of a lane of the pool, for calls on any stream, which its last holder does not wait for.
+    pub(crate) fn allocate_for_calls(
         lane: &Lane,
         pool: &Pool,
         device: Device,
         bytes: usize,
         stream: Stream,
     ) -> Result<Arc<Self>> {
+        Self::allocate_in(lane, pool, device, bytes, stream, true)
+    }
+
+    fn allocate_in(
+        lane: &Lane,
+        pool: &Pool,
+        device: Device,
+        bytes: usize,
+        stream: Stream,
+        outlived: bool,
+    ) -> Result<Arc<Self>> {
         // DLPack consumers may count on 256 bytes.
         let block = lane.alloc_bytes(bytes, 512, stream)?;
         let (block, pool) = (Some(Own::new(block)), Own::new(pool.clone()));
-        Ok(Arc::new(Self { block, pool, device, stream }))
+        Ok(Arc::new(Self { block, outlived, pool, device, stream }))
     }
 
     pub(crate) fn block(&self) -> &symmpool_allocator::Block<u8> {
@@ -65,7 +77,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         // An error means that the block is no longer the lane's; a destructor cannot raise it.
         if let Some(block) = self.block.take().and_then(Own::into_here) {
-            let _ = block.free_unordered();
+            let _ = if self.outlived { block.free_after_device() } else { block.free_unordered() };
         }
     }
 }

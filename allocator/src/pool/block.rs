@@ -132,6 +132,17 @@ impl<T: Pod> Block<T> {
         freed
     }
 
+    /// As [`free_unordered`](Self::free_unordered), for a block that kernels may still use on streams that were not
+    /// [recorded](Self::record_stream). It does not wait for them, so it may be called while a stream is being captured:
+    /// the commit by which the block returns waits for the device first. In a local lane, which has no commits, it waits
+    /// for the device itself.
+    #[track_caller]
+    pub fn free_after_device(mut self) -> Result<()> {
+        let freed = self.lane.free_after_device(self.key, here());
+        self.freed = freed.is_ok();
+        freed
+    }
+
     /// Gives up the handle and keeps the memory, which is then freed with
     /// [`Lane::free_address`](super::Lane::free_address). (Memory that a `Block` owns cannot be freed so.)
     /// Does not wait for a commit under way.

@@ -162,7 +162,7 @@ impl Pool {
         locked: &[LockedLane<'_>],
         deadline: Deadline,
     ) -> Result<Vec<ReportedFrees>> {
-        let proposal = self.propose(committer, locked);
+        let proposal = self.propose(committer, locked, deadline);
         let own = proposal.as_ref().err().cloned();
         let group = &self.0.group;
         let proposal = encode_status(Propose, proposal.map_err(|error| error.kind().clone()))?;
@@ -191,7 +191,12 @@ impl Pool {
         }
     }
 
-    fn propose(&self, committer: &Committer, locked: &[LockedLane<'_>]) -> Result<Proposal> {
+    fn propose(
+        &self,
+        committer: &Committer,
+        locked: &[LockedLane<'_>],
+        deadline: Deadline,
+    ) -> Result<Proposal> {
         if let Some(cause) = &committer.incomplete {
             return Err(incomplete_commit(cause));
         }
@@ -206,6 +211,7 @@ impl Pool {
                 )));
             }
         }
+        self.wait_for_users(locked, deadline)?;
         let most = max_reports(locked.len());
         let lanes = locked.iter().map(|locked| {
             let state = &locked.inner.state;
@@ -217,6 +223,18 @@ impl Pool {
             }
         });
         Ok(Proposal { round: committer.commits, lanes: lanes.collect() })
+    }
+
+    /// Waits for kernels that may still use blocks which were freed (`Block::free_after_device`), here and, as every rank
+    /// does it before it reports its frees, on peers.
+    fn wait_for_users(&self, locked: &[LockedLane<'_>], deadline: Deadline) -> Result<()> {
+        // Every lane is asked, as each forgets that it was.
+        if locked.iter().filter(|locked| locked.lane.take_waits_for_device()).count() == 0 {
+            return Ok(());
+        }
+        // The wait leaves time to report to the others that a device is late.
+        let share = deadline.remaining().mul_f64(0.8);
+        self.driver().synchronize_by(Deadline::after(share))
     }
 
     /// Step 5, which is local and comes after all ranks have confirmed.

@@ -30,6 +30,9 @@ pub(crate) struct SharedLane {
     inner: Mutex<LaneInner>,
     /// Frees without order that came while another thread, perhaps a commit, had the lock.
     pub(super) free_queue: FreeQueue,
+    /// Whether a block was freed that kernels of any stream may still use: the next commit waits for the device before
+    /// it reports frees.
+    waits_for_device: AtomicBool,
 }
 
 impl SharedLane {
@@ -49,6 +52,7 @@ impl SharedLane {
         let memory = LaneMemory::new(heap.clone(), base, due.clone(), handles);
         let inner = Mutex::new(LaneInner { state, memory });
         let (committing, free_queue) = (committing.clone(), FreeQueue::default());
+        let waits_for_device = AtomicBool::new(false);
         Arc::new(Self {
             name,
             base,
@@ -61,6 +65,7 @@ impl SharedLane {
             due,
             inner,
             free_queue,
+            waits_for_device,
         })
     }
 
@@ -144,6 +149,22 @@ impl SharedLane {
                 Ok(())
             }
         }
+    }
+
+    /// As [`free_unordered`](Self::free_unordered), for a block that kernels of any stream may still use.
+    pub(super) fn free_after_device(&self, key: BlockKey, site: Site) -> Result<()> {
+        if self.local {
+            self.heap.driver().synchronize()?;
+            return self.free_unordered(key, site);
+        }
+        // Before the free, so that no commit finds the free alone.
+        self.waits_for_device.store(true, Ordering::SeqCst);
+        self.free_unordered(key, site)
+    }
+
+    /// Whether a commit must wait for the device first; from then on it must not, until another block is freed so.
+    pub(super) fn take_waits_for_device(&self) -> bool {
+        self.waits_for_device.swap(false, Ordering::SeqCst)
     }
 
     /// Lets a live block be freed by its address.

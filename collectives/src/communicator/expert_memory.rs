@@ -6,7 +6,6 @@ use crate::parts::ALIGN;
 
 /// A block that kernels may still use when it is dropped.
 pub(super) struct Memory {
-    pool: Pool,
     /// `None` only while dropping.
     block: Option<Block<u8>>,
 }
@@ -17,7 +16,7 @@ impl Memory {
             Error::out_of_memory(format!("{bytes} bytes for rows: no memory is that long"))
         })?;
         let block = pool.lane(lane)?.alloc_bytes(bytes, ALIGN, Stream::DEFAULT)?;
-        let memory = Self { pool: pool.clone(), block: Some(block) };
+        let memory = Self { block: Some(block) };
         // Waits for kernels on any stream that may still use the place.
         pool.driver().synchronize_by(pool.group().deadline())?;
         Ok(memory)
@@ -29,16 +28,11 @@ impl Memory {
 }
 
 impl Drop for Memory {
-    /// An unordered free, as garbage collectors may drop buffers at any time (rule D5).
+    /// An unordered free, as garbage collectors may drop buffers at any time (rule D5), also while a stream is being
+    /// captured. Kernels may still run that use the memory.
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
-        if let Err(error) = self.pool.driver().synchronize_by(self.pool.group().deadline()) {
-            // Kernels may still run, so the memory that they use is leaked.
-            tracing::warn!(%error, "the memory for rows is not given back");
-            block.into_address();
-            return;
-        }
-        if let Err(error) = block.free_unordered() {
+        if let Err(error) = block.free_after_device() {
             tracing::error!(%error, "freeing the memory for rows");
         }
     }
