@@ -51,8 +51,9 @@ pub struct ReceivedParts {
 impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     /// A buffer for this shape. Its kernels take at most `num_sms` SMs, or what is best. It allocates memory of the
     /// pool: every rank makes its buffers, with the same arguments, at the same place of its sequence of allocations, and
-    /// none while a graph is captured. Commit the pool before a capture. On a device it waits for running kernels, and so
-    /// does dropping it; drop it after the graphs that use it.
+    /// none while a graph is captured. Commit the pool before a capture. On a device it waits for running kernels.
+    /// Dropping it waits for nothing, and is possible during a capture: the commit by which its memory returns waits for
+    /// the device. Drop it after the graphs that use it.
     ///
     /// # Errors
     ///
