@@ -211,6 +211,8 @@ impl ExpertBuffer {
         let make = || {
             let (core, pool) = (calls.core(), calls.comm.pool());
             let bytes = Buffer::region_bytes(shape, core.rank(), core.world())?;
+            // Before memory is allocated, as a rank that is refused must not have allocated more than the others.
+            Buffer::check_sms(core.rank(), num_sms)?;
             let lane = pool.lane(CONTROL_LANE)?;
             let memory = Memory::allocate_for_calls(&lane, pool, calls.device, bytes, stream)?;
             let region = memory.block().as_ptr();

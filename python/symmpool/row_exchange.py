@@ -53,10 +53,13 @@ class RowExchange:
         # What goes nowhere is sorted behind all ranks.
         self._ranks = self._full(comm.world, 0)
         self._ranks[...] = self._arange(comm.world)
+        self._wait_for_fills()
 
     def layout(self) -> RowLayout:
-        """A layout that says that nothing came."""
-        return RowLayout(self)
+        """A layout that says that nothing came. On CUDA it waits for the current stream."""
+        made = RowLayout(self)
+        self._wait_for_fills()
+        return made
 
     def send(self, output: Any, input: Any, destinations: Any, layout: RowLayout, stream: Any = None) -> None:
         """Sends row i of `input` to rank `destinations[i]`; nowhere where that is -1.
@@ -133,6 +136,11 @@ class RowExchange:
 
     # --- what is the same of numpy and torch by another name
 
+    def _wait_for_fills(self) -> None:
+        """Calls may run on other streams than the current one, which fills new tensors."""
+        if self._torch and self._device != "cpu":
+            self._library.cuda.current_stream(self._device).synchronize()
+
     def _full(self, shape: Any, value: int, dtype: str = "int64") -> Any:
         if self._torch:
             shape = (shape,) if isinstance(shape, int) else shape
@@ -167,8 +175,8 @@ class RowExchange:
             yield
             return
         cuda = self._library.cuda
-        if isinstance(stream, int):
-            stream = cuda.ExternalStream(stream, device=self._device)
+        if not isinstance(stream, cuda.Stream):
+            stream = cuda.ExternalStream(int(getattr(stream, "cuda_stream", stream)), device=self._device)
         with cuda.stream(stream):
             yield
 

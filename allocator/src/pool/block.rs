@@ -3,13 +3,17 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytemuck::Pod;
 
 use super::shared_lane::SharedLane;
 use crate::driver::Stream;
 use crate::lane::{BlockKey, here};
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
+
+/// How long the free of a block in a local lane waits for the device.
+const WAIT: Duration = Duration::from_secs(300);
 
 /// `len` elements of symmetric memory. Dropping a block frees it, in order. In a forked child, which has a
 /// copy of the handle but does not own the memory, dropping it does nothing.
@@ -136,9 +140,21 @@ impl<T: Pod> Block<T> {
     /// [recorded](Self::record_stream). It does not wait for them, so it may be called while a stream is being captured:
     /// the commit by which the block returns waits for the device first. In a local lane, which has no commits, it waits
     /// for the device itself.
+    ///
+    /// # Errors
+    ///
+    /// Those of freeing. If a local lane's wait for the device fails, the memory is never handed out again.
     #[track_caller]
     pub fn free_after_device(mut self) -> Result<()> {
-        let freed = self.lane.free_after_device(self.key, here());
+        let site = here();
+        if self.lane.is_symmetric() {
+            // Before the free, so that no commit finds the free alone.
+            self.lane.wait_for_device();
+        } else if let Err(error) = self.lane.heap().driver().synchronize_by(Deadline::after(WAIT)) {
+            self.freed = true;
+            return Err(error);
+        }
+        let freed = self.lane.free_unordered(self.key, site);
         self.freed = freed.is_ok();
         freed
     }

@@ -228,13 +228,16 @@ impl Pool {
     /// Waits for kernels that may still use blocks which were freed (`Block::free_after_device`), here and, as every rank
     /// does it before it reports its frees, on peers.
     fn wait_for_users(&self, locked: &[LockedLane<'_>], deadline: Deadline) -> Result<()> {
-        // Every lane is asked, as each forgets that it was.
-        if locked.iter().filter(|locked| locked.lane.take_waits_for_device()).count() == 0 {
+        let waiting: Vec<_> =
+            locked.iter().filter(|locked| locked.lane.take_waits_for_device()).collect();
+        if waiting.is_empty() {
             return Ok(());
         }
         // The wait leaves time to report to the others that a device is late.
         let share = deadline.remaining().mul_f64(0.8);
-        self.driver().synchronize_by(Deadline::after(share))
+        self.driver().synchronize_by(Deadline::after(share)).inspect_err(|_| {
+            waiting.iter().for_each(|locked| locked.lane.wait_for_device());
+        })
     }
 
     /// Step 5, which is local and comes after all ranks have confirmed.

@@ -151,15 +151,9 @@ impl SharedLane {
         }
     }
 
-    /// As [`free_unordered`](Self::free_unordered), for a block that kernels of any stream may still use.
-    pub(super) fn free_after_device(&self, key: BlockKey, site: Site) -> Result<()> {
-        if self.local {
-            self.heap.driver().synchronize()?;
-            return self.free_unordered(key, site);
-        }
-        // Before the free, so that no commit finds the free alone.
+    /// The next commit waits for the device before it reports frees.
+    pub(super) fn wait_for_device(&self) {
         self.waits_for_device.store(true, Ordering::SeqCst);
-        self.free_unordered(key, site)
     }
 
     /// Whether a commit must wait for the device first; from then on it must not, until another block is freed so.

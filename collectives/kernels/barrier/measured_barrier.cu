@@ -15,11 +15,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
+    // Before the handshake, which takes the threads that send it a fence.
+    const long long begin = clock64();
     send_handshake<true>(session, call, threadIdx.x, blockDim.x);
     // A peer has a warp of its own, as threads of one warp may go on together, when the last peer has come.
     const u32 peer = threadIdx.x / 32;
     if (threadIdx.x % 32 == 0 && peer < WORLD && peer != comm.rank) {
-        const long long begin = clock64();
         uint4 found;
         if (ll_await(session, peer, handshake_word(session, peer, 0), found)) {
             waits[peer] += clock64() - begin;

@@ -18,11 +18,11 @@ __device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { r
 // Where rows lie in a sender's slot of the inbox.
 struct InboxRows {
     u32 vectors;  // of a row
-    u32 stride;   // vectors from row to row; lines with an escape mark belong to one row
+    u32 stride;   // vectors from row to row: lines with an escape mark belong to one row, and marks expire in pairs
 
     __device__ __forceinline__ explicit InboxRows(u64 row_bytes)
         : vectors(static_cast<u32>(row_bytes / 16)),
-          stride((vectors + MARK_VECTORS - 1) / MARK_VECTORS * MARK_VECTORS) {}
+          stride((vectors + 2 * MARK_VECTORS - 1) / (2 * MARK_VECTORS) * (2 * MARK_VECTORS)) {}
 
     // Expires escape marks of old calls behind those of so many rows of a source. Called by all threads of the leader
     // block.

@@ -60,6 +60,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     /// `is_invalid_argument` for an invalid shape; the errors of allocating, and of compiling kernels.
     pub fn new(comm: C, shape: ExpertShape, num_sms: Option<u32>) -> Result<Self> {
         let shape = shape.checked(comm.rank(), comm.world())?;
+        // Before memory is allocated: a rank that is refused has allocated as little as one that did not call.
+        Self::check_sms(comm.rank(), num_sms)?;
         let bytes = RegionParts::new(&shape, comm.world()).bytes;
         let memory = Memory::new(comm.pool(), CONTROL_LANE, bytes)?;
         let region = memory.block().address();
@@ -85,7 +87,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         region: *mut u8,
     ) -> Result<Self> {
         let shape = shape.checked(comm.rank(), comm.world())?;
-        let num_sms = AtomicU32::new(Self::checked_sms(comm.rank(), num_sms)?);
+        Self::check_sms(comm.rank(), num_sms)?;
+        let num_sms = AtomicU32::new(num_sms.unwrap_or(0));
         comm.lock().engine.load_experts(&shape)?;
         Ok(Self { comm, shape, num_sms, region: region as u64, _memory: None })
     }
@@ -116,17 +119,22 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ///
     /// `is_invalid_argument` for less than 2.
     pub fn set_num_sms(&self, num_sms: Option<u32>) -> Result<()> {
-        let count = Self::checked_sms(self.comm.rank(), num_sms)?;
-        self.num_sms.store(count, Ordering::Relaxed);
+        Self::check_sms(self.comm.rank(), num_sms)?;
+        self.num_sms.store(num_sms.unwrap_or(0), Ordering::Relaxed);
         Ok(())
     }
 
-    fn checked_sms(rank: u32, num_sms: Option<u32>) -> Result<u32> {
+    /// Whether kernels may be given so many SMs.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for less than 2.
+    pub fn check_sms(rank: u32, num_sms: Option<u32>) -> Result<()> {
         match num_sms {
             Some(count @ 0..2) => Err(Error::invalid_argument(format!(
                 "a buffer for experts on rank {rank}: num_sms={count}: kernels take 2 SMs or more"
             ))),
-            count => Ok(count.unwrap_or(0)),
+            _ => Ok(()),
         }
     }
 
@@ -363,6 +371,17 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         }
         if dispatch.scale_bytes > 0 {
             there(dispatch.scales, "scales", 1)?;
+        }
+        let scale_bytes = shape.scale_bytes(dispatch.quantize, dispatch.scale_bytes);
+        if let ExpertLayout::ByExpert { scales, .. } | ExpertLayout::Packed { scales, .. } =
+            dispatch.layout
+            && scale_bytes > 0
+            && scale_bytes.is_multiple_of(4)
+            && !(scales as usize).is_multiple_of(4)
+        {
+            return Err(format!(
+                "an output for scales at {scales:?}: where a row has a multiple of 4 bytes of them, so is its address"
+            ));
         }
         let local = shape.local_experts(self.comm.world()) as usize;
         let by_expert = match dispatch.layout {

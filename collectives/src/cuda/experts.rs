@@ -57,7 +57,7 @@ impl CudaEngine {
     /// How many tokens a rank may have whose rows travel through inboxes, which must have room for them: `InboxRows` and
     /// `InboxDetails` in `experts/inbox.cuh`. It is the same on every rank.
     fn inbox_tokens(&self, shape: &ExpertShape) -> u32 {
-        let row = (shape.row_bytes() as u64 / 16).next_multiple_of(8);
+        let row = (shape.row_bytes() as u64 / 16).next_multiple_of(16);
         let rows = self.control.escaped_slot(self.world()) / 16 / row;
         // A row's ids, then its scales, four groups of them in a vector.
         let details = u64::from(shape.top_k) + (shape.groups() as u64).div_ceil(4);

@@ -122,8 +122,17 @@ pub(super) fn ends(
     input: *const c_void,
     count: usize,
 ) -> Result<(*mut u8, *const u8)> {
-    filled(output, count, "output")?;
-    filled(input, count, "input")?;
+    ends_called(("output", output), ("input", input), count)
+}
+
+/// The same under other names.
+pub(super) fn ends_called(
+    (to, output): (&str, *mut c_void),
+    (from, input): (&str, *const c_void),
+    count: usize,
+) -> Result<(*mut u8, *const u8)> {
+    filled(output, count, to)?;
+    filled(input, count, from)?;
     Ok((output.cast(), input.cast()))
 }
 

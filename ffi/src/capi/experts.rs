@@ -357,8 +357,8 @@ pub unsafe extern "C" fn symmpool_experts_create(
     })
 }
 
-/// Destroys a buffer for experts. On CUDA it waits for what runs; graphs that captured its calls must not run again. Ranks
-/// may do so at any time, without agreement.
+/// Destroys a buffer for experts. It waits for nothing: the commit by which its memory returns waits for the device. Graphs
+/// that captured its calls must not run again. Ranks may do so at any time, without agreement.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_experts_destroy(experts: symmpool_experts) -> Status {
     status(|| BUFFERS.remove(experts))

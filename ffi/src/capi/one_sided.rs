@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use symmpool_allocator::{Error, Result};
 
-use super::comm::{ends, find, symmpool_comm};
+use super::comm::{ends_called, find, symmpool_comm};
 use super::{on, seconds};
 use crate::guard::{Status, status};
 
@@ -51,7 +51,7 @@ pub unsafe extern "C" fn symmpool_put(
     // SAFETY: the caller's promise.
     let stream = unsafe { on(stream) };
     status(|| {
-        let (comm, (dst, src)) = (find(comm)?, ends(dst, src, bytes)?);
+        let (comm, (dst, src)) = (find(comm)?, ends_called(("dst", dst), ("src", src), bytes)?);
         match without_sms(engine)? {
             // SAFETY: the caller's promise.
             false => unsafe { comm.put_at(dst, src, bytes, peer, &stream) },
@@ -62,7 +62,8 @@ pub unsafe extern "C" fn symmpool_put(
 }
 
 /// Copies `bytes` bytes to `dst` from the place in rank `peer`'s memory that corresponds to `src`, which lies in
-/// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put.
+/// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put, with `src` in the
+/// place of `dst`.
 ///
 /// # Safety
 ///
@@ -81,7 +82,7 @@ pub unsafe extern "C" fn symmpool_get(
     // SAFETY: the caller's promise.
     let stream = unsafe { on(stream) };
     status(|| {
-        let (comm, (dst, src)) = (find(comm)?, ends(dst, src, bytes)?);
+        let (comm, (dst, src)) = (find(comm)?, ends_called(("dst", dst), ("src", src), bytes)?);
         match without_sms(engine)? {
             // SAFETY: the caller's promise.
             false => unsafe { comm.get_at(dst, src, bytes, peer, &stream) },

@@ -183,7 +183,7 @@ def multiply_scatter(
     # In steps, products with a C operand add what has come to it. Products of 8-bit floats have none, and a
     # single product does not wait for what comes. Results of more than two ranks are added up in one pass, in
     # float32.
-    accumulates = steps > 1 and not product.is_scaled
+    accumulates = steps > 1 and not product.is_scaled and reduce_op != "avg"
     others = None
     if not accumulates:
         others = torch.empty((world if world > 2 else 1, *shape), dtype=dtype, device=call.device)
@@ -218,7 +218,11 @@ def multiply_scatter(
             rows_scale = scale if scale is None or scale.numel() == 1 else scale[here]
             product.make(given[here], rows_scale, out[here])
             current.wait_event(arrived[step])
-            out[here].add_(others[0][here])
+            if reduce_op == "avg":
+                # In float32, as the sum of two numbers of a smaller type may be too large for it.
+                out[here].copy_(out[here].float().add_(others[0][here]).div_(world))
+            else:
+                out[here].add_(others[0][here])
     else:
         product.make(given, scale, others[rank])
         current.wait_event(arrived[0])
@@ -226,8 +230,6 @@ def multiply_scatter(
             torch.mean(others, dim=0, out=out)
         else:
             torch.sum(others, dim=0, out=out)
-    if reduce_op == "avg" and world == 2:
-        out.div_(world)
     current.wait_stream(copies)
     current.wait_stream(flags)
     return out

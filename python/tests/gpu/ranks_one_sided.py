@@ -25,8 +25,11 @@ class Ring:
         self.comm, self.copies, self.signals = comm, *engines
         self.following, self.before = (comm.rank + 1) % comm.world, (comm.rank - 1) % comm.world
         self.inbox = pool.zeros(count, dtype=torch.int32)
-        pool.commit()
         device = self.inbox.device
+        if device.type == "cuda":
+            # A neighbour writes here after the commit, and the zeros must not come later than that.
+            torch.cuda.synchronize()
+        pool.commit()
         self.mine = torch.arange(count, dtype=torch.int32, device=device) + 1000 * comm.rank
         self.sent, self.back = (torch.zeros(count, dtype=torch.int32, device=device) for _ in range(2))
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
