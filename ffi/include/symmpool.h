@@ -574,8 +574,8 @@ symmpool_status symmpool_experts_create(symmpool_comm comm,
                                         const symmpool_experts_shape *shape,
                                         symmpool_experts *experts);
 
-// Destroys a buffer for experts. On CUDA it waits for what runs; graphs that captured its calls must not run again. Ranks
-// may do so at any time, without agreement.
+// Destroys a buffer for experts. It waits for nothing: the commit by which its memory returns waits for the device. Graphs
+// that captured its calls must not run again. Ranks may do so at any time, without agreement.
 symmpool_status symmpool_experts_destroy(symmpool_experts experts);
 
 // Has kernels of later calls take at most so many SMs, 2 or more, or what is best if `num_sms` is 0. Captured calls keep
@@ -771,7 +771,8 @@ symmpool_status symmpool_put(symmpool_comm comm,
                              void *stream);
 
 // Copies `bytes` bytes to `dst` from the place in rank `peer`'s memory that corresponds to `src`, which lies in
-// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put.
+// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put, with `src` in the
+// place of `dst`.
 //
 // # Safety
 //
