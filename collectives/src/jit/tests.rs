@@ -20,7 +20,7 @@ const CALL_FRAME: u32 = 24;
 
 /// The layouts that kernels of programs are compiled with.
 const SIZES: [(&str, &str); 3] =
-    [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "136")];
+    [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "128")];
 /// The registers, threads, blocks and bytes of shared memory of an SM, by compute capability.
 const PROCESSORS: [((u32, u32), Processor); 6] = [
     ((8, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 164 << 10 }),
