@@ -50,7 +50,8 @@ From rustdoc, with every public item:
 [`CommunicatorOptions`](../rust/symmpool_collectives/struct.CommunicatorOptions.html), \
 [`ReduceOp`](../rust/symmpool_collectives/enum.ReduceOp.html) |
 
-The C API is documented in its header, `ffi/include/symmpool.h`; `ffi/tests/program.c` uses all of it.
+The C API is documented in its header, `ffi/include/symmpool.h`; `ffi/tests/program.c` and
+`ffi/tests/experts.c` use all of it.
 """
 
 
