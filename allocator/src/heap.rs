@@ -62,8 +62,8 @@ impl HeapLayout {
     }
 }
 
-/// How long dropping a heap waits for its device.
-const DROP_TIMEOUT: Duration = Duration::from_secs(300);
+/// How long giving memory back waits for the device where there is no other deadline.
+pub(crate) const DROP_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The address range of a heap and what is mapped in it. Dropping it unmaps and gives back everything,
 /// except in a forked child.

@@ -771,8 +771,8 @@ symmpool_status symmpool_put(symmpool_comm comm,
                              void *stream);
 
 // Copies `bytes` bytes to `dst` from the place in rank `peer`'s memory that corresponds to `src`, which lies in
-// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put, with `src` in the
-// place of `dst`.
+// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put,
+// with `src` in the place of `dst`.
 //
 // # Safety
 //

@@ -8,21 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "symmpool.h"
+#include "check.h"
 
-static void fail(const char *what, int line) {
-  const char *why = NULL;
-  symmpool_status status = symmpool_last_error(&why);
-  fprintf(stderr, "line %d: %s: status %d: %s\n", line, what, (int)status, why ? why : "");
-  exit(1);
-}
-
-#define OK(call) \
-  if ((call) != SYMMPOOL_STATUS_OK) fail(#call, __LINE__)
-#define IS(wanted, call) \
-  if ((call) != SYMMPOOL_STATUS_##wanted || symmpool_last_error(NULL) != SYMMPOOL_STATUS_##wanted) fail(#call, __LINE__)
-#define HOLDS(condition) \
-  if (!(condition)) fail(#condition, __LINE__)
 #define SAYS(part) HOLDS(strstr(why(), part) != NULL)
 
 enum { HIDDEN = 128, LOCAL = 2, TOP_K = 2, MOST = 8, ROW = HIDDEN * sizeof(float) };

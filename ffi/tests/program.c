@@ -4,21 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "symmpool.h"
-
-static void fail(const char *what, int line) {
-  const char *why = NULL;
-  symmpool_status status = symmpool_last_error(&why);
-  fprintf(stderr, "line %d: %s: status %d: %s\n", line, what, (int)status, why ? why : "");
-  exit(1);
-}
-
-#define OK(call) \
-  if ((call) != SYMMPOOL_STATUS_OK) fail(#call, __LINE__)
-#define IS(wanted, call) \
-  if ((call) != SYMMPOOL_STATUS_##wanted || symmpool_last_error(NULL) != SYMMPOOL_STATUS_##wanted) fail(#call, __LINE__)
-#define HOLDS(condition) \
-  if (!(condition)) fail(#condition, __LINE__)
+#include "check.h"
 
 void *symmpool_alloc_0(ptrdiff_t size, int device, void *stream);
 void symmpool_free_0(void *pointer, size_t size, int device, void *stream);

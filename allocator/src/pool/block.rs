@@ -3,17 +3,14 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytemuck::Pod;
 
 use super::shared_lane::SharedLane;
 use crate::driver::Stream;
+use crate::heap::DROP_TIMEOUT;
 use crate::lane::{BlockKey, here};
 use crate::{Deadline, Error, Result};
-
-/// How long the free of a block in a local lane waits for the device.
-const WAIT: Duration = Duration::from_secs(300);
 
 /// `len` elements of symmetric memory. Dropping a block frees it, in order. In a forked child, which has a
 /// copy of the handle but does not own the memory, dropping it does nothing.
@@ -150,7 +147,9 @@ impl<T: Pod> Block<T> {
         if self.lane.is_symmetric() {
             // Before the free, so that no commit finds the free alone.
             self.lane.wait_for_device();
-        } else if let Err(error) = self.lane.heap().driver().synchronize_by(Deadline::after(WAIT)) {
+        } else if let Err(error) =
+            self.lane.heap().driver().synchronize_by(Deadline::after(DROP_TIMEOUT))
+        {
             self.freed = true;
             return Err(error);
         }

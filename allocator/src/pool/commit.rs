@@ -233,11 +233,15 @@ impl Pool {
         if waiting.is_empty() {
             return Ok(());
         }
-        // The wait leaves time to report to the others that a device is late.
-        let share = deadline.remaining().mul_f64(0.8);
-        self.driver().synchronize_by(Deadline::after(share)).inspect_err(|_| {
+        self.wait_for_device(deadline).inspect_err(|_| {
             waiting.iter().for_each(|locked| locked.lane.wait_for_device());
         })
+    }
+
+    /// Waits for the device, and leaves time to report to the other ranks that it is late.
+    pub(super) fn wait_for_device(&self, deadline: Deadline) -> Result<()> {
+        let share = deadline.remaining().mul_f64(0.8);
+        self.driver().synchronize_by(Deadline::after(share))
     }
 
     /// Step 5, which is local and comes after all ranks have confirmed.

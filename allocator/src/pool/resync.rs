@@ -83,11 +83,8 @@ impl Pool {
             // The recorded state of this rank no longer matches its memory.
             Some(cause) => Err(incomplete_commit(cause)),
             // All ranks wait for their devices here, because below memory changes owners that kernels
-            // may still write to. The wait leaves time to report to the others that a device is late.
-            None => all_sound(locked).and_then(|()| {
-                let share = deadline.remaining().mul_f64(0.8);
-                self.driver().synchronize_by(Deadline::after(share))
-            }),
+            // may still write to.
+            None => all_sound(locked).and_then(|()| self.wait_for_device(deadline)),
         };
         let differing = self.differing(&mut committer.peers, ready, locked, deadline)?;
         // Ranks agree on all lanes before any lane is changed.

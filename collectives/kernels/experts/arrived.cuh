@@ -33,21 +33,24 @@ __device__ __forceinline__ ArrivedRows keep_arrived(const ExpertsWork& work, Pee
 }
 
 #if BY_EXPERT
+// The place by expert of a row for an expert of this rank, of which it is row `before` of its source; -1 if there is no
+// room for it.
+__device__ __forceinline__ int place_for_expert(const ExpertsWork& work, u32 local, u32 source, u32 expert, u32 before) {
+    const u64 within = static_cast<u64>(expert_rows.before[source * local + expert]) + before;
+    const u64 at = expert_rows.offsets[expert] + within;
+    const bool fits = at < work.output_capacity && (work.expert_rows == 0 || within < work.expert_rows);
+    return fits ? static_cast<int>(at) : -1;
+}
+
 // Finds the places of the rows of a source by expert. Called by all threads of the block.
 __device__ __forceinline__ void place_by_expert(const ExpertsWork& work, u32 local, u32 source, ArrivedRows rows) {
     const u64 first = (static_cast<u64>(shared.sources[source]) + rows.from) * work.top_k;
     const u32 items = (rows.to - rows.from) * work.top_k;
     for (u32 i = threadIdx.x; i < items; i += THREADS) {
         const int expert = work.row_ids[first + i];
-        int place = -1;
-        if (expert >= 0) {
-            const u64 within = static_cast<u64>(expert_rows.before[source * local + expert]) +
-                               static_cast<u32>(work.row_places[first + i]);
-            const u64 at = expert_rows.offsets[expert] + within;
-            const bool fits = at < work.output_capacity && (work.expert_rows == 0 || within < work.expert_rows);
-            place = fits ? static_cast<int>(at) : -1;
-        }
-        work.places[first + i] = place;
+        const u32 before = static_cast<u32>(work.row_places[first + i]);
+        work.places[first + i] =
+            expert < 0 ? -1 : place_for_expert(work, local, source, static_cast<u32>(expert), before);
         work.kept_weights[first + i] = work.row_weights[first + i];
     }
     __syncthreads();

@@ -165,25 +165,9 @@ __device__ __forceinline__ void sum_step(const Comm& comm, const ExpertsWork& wo
     }
 }
 
-// Waits for the weights that ranks with many tokens send. Called by all threads of a block, which get the same answer:
-// false if some do not arrive.
-__device__ __forceinline__ bool await_weights(const Session& session, const ExpertsWork& work, PeerBlocks own) {
-    bool bad = false;
-#pragma unroll 1
-    for (u32 pair = threadIdx.x; pair < own.pairs() && !bad; pair += THREADS) {
-        const u32 peer = pair % WORLD, index = own.first + pair / WORLD;
-        if (peer != session.comm.rank && !has_few(work, static_cast<u32>(work.source_tokens[peer]))) {
-            bad = !thread_await_flag(session, WEIGHTS_KIND, peer, index, 1, DATA);
-        }
-    }
-    return !__syncthreads_or(bad);
-}
-
 __device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
     const Session& session = few.session;
-    // Where no rank can have many tokens, no peer writes to this rank's memory for rows.
-    has_few(few.work, few.work.max_tokens) ? send_handshake<false>(session, call, threadIdx.x, THREADS)
-                                           : send_handshake<true>(session, call, threadIdx.x, THREADS);
+    send_handshake_of(session, call, few.work, THREADS);
     session.advance();
     compare_handshakes(session, call);
     if (must_expire_flags(session)) {
@@ -238,7 +222,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             send_weights(comm, work, own);
             raise_flags(session, own, WEIGHTS_KIND, 1);
         }
-        if (work.sends_weights && !await_weights(session, work, own)) {
+        // Ranks with few tokens send their weights through inboxes.
+        const auto sends_many = [&](u32 source) { return !has_few(work, static_cast<u32>(work.source_tokens[source])); };
+        if (work.sends_weights && !await_flags(session, own, WEIGHTS_KIND, 1, DATA, sends_many)) {
             return;
         }
     }

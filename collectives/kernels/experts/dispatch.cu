@@ -141,11 +141,9 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
     if (!work.known) {
         clear_counts(work);
     }
-    // The first warp sends the handshake, which takes it a fence, while the others begin to count. Where no rank can
-    // have many tokens, no peer writes to this rank's rows, so none needs to see what its stream did.
+    // The first warp sends the handshake, which may take it a fence, while the others begin to count.
     if (threadIdx.x < 32) {
-        has_few(work, work.max_tokens) ? send_handshake<false>(session, call, threadIdx.x, 32)
-                                       : send_handshake<true>(session, call, threadIdx.x, 32);
+        send_handshake_of(session, call, work, 32);
     }
     if (!work.known) {
         send_counts(session, routing, CountVectors(routing.local));
@@ -166,20 +164,6 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
 
 // --- worker blocks
 
-// Waits for the flags of ranks with many tokens. Called by all threads of a block, which get the same answer: false if
-// one takes too long.
-__device__ __forceinline__ bool await_many(const Session& session, const ExpertsWork& work, PeerBlocks own) {
-    bool bad = false;
-#pragma unroll 1
-    for (u32 pair = threadIdx.x; pair < own.pairs() && !bad; pair += THREADS) {
-        const u32 peer = pair % WORLD, index = own.first + pair / WORLD;
-        if (peer != session.comm.rank && !has_few(work, shared.counts.tokens[peer])) {
-            bad = !thread_await_flag(session, ARRIVED, peer, index, 1, DATA);
-        }
-    }
-    return !__syncthreads_or(bad);
-}
-
 // Sends many tokens directly to where their rows belong. Called by all threads of a block.
 __device__ __forceinline__ void send_many(const Session& session, const Routing& routing, PeerBlocks own,
                                           const Chunks& chunks, const OwnTokens& tokens) {
@@ -187,7 +171,6 @@ __device__ __forceinline__ void send_many(const Session& session, const Routing&
     do {
         const u32 left = tokens.to - tile, count = left < TILE ? left : TILE;
         number_tile(routing, tile, count);
-        __syncthreads();
         place_tile(routing, tile, count);
         if (!routing.work.known) {
             send_chunk_begins(session.comm, routing.work, chunks, tokens, tile, count);
@@ -248,16 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!receive_few(few)) {
         return;
     }
-    bool is_many = false;
-    for (u32 source = 0; source < WORLD; ++source) {
-        is_many = is_many || !has_few(work, shared.counts.tokens[source]);
-    }
-    if (!is_many || !await_many(session, work, own)) {
+    // Rows of ranks with many tokens have arrived when flags say so.
+    const auto sends_many = [&](u32 source) { return !has_few(work, shared.counts.tokens[source]); };
+    if (!await_flags(session, own, ARRIVED, 1, DATA, sends_many)) {
         return;
     }
 #pragma unroll 1
     for (u32 source = 0; source < WORLD; ++source) {
-        if (has_few(work, shared.counts.tokens[source]) || (work.known && !BY_EXPERT)) {
+        if (!sends_many(source) || (work.known && !BY_EXPERT)) {
             continue;
         }
         const ArrivedRows rows = keep_arrived(work, own, source);

@@ -177,24 +177,19 @@ __device__ __forceinline__ void keep_vector(const FewRows& few, u32 place, const
 __device__ __forceinline__ void keep_detail(const FewRows& few, const Share& share, u32 source, u32 place, u32 k,
                                             uint4 detail, int* expert_place) {
     const ExpertsWork& work = few.work;
-    const int expert = static_cast<int>(detail.x);
     const u64 at = static_cast<u64>(place) * work.top_k + k;
     const bool keeps = place != NOWHERE && share.is_first();
 #if BY_EXPERT
-    *expert_place = -1;
-    if (place != NOWHERE && detail.x < few.routing.local) {
-        const u64 within = static_cast<u64>(expert_rows.before[source * few.routing.local + expert]) + detail.z;
-        const u64 to = expert_rows.offsets[expert] + within;
-        const bool fits = to < work.output_capacity && (work.expert_rows == 0 || within < work.expert_rows);
-        *expert_place = fits ? static_cast<int>(to) : -1;
-    }
+    const u32 local = few.routing.local;
+    const bool has_place = place != NOWHERE && detail.x < local;
+    *expert_place = has_place ? place_for_expert(work, local, source, detail.x, detail.z) : -1;
     if (keeps) {
         work.places[at] = *expert_place;
         work.kept_weights[at] = __uint_as_float(detail.y);
     }
 #else
     if (keeps) {
-        work.row_ids[at] = expert;
+        work.row_ids[at] = static_cast<int>(detail.x);
         work.row_weights[at] = __uint_as_float(detail.y);
     }
 #endif
@@ -202,6 +197,22 @@ __device__ __forceinline__ void keep_detail(const FewRows& few, const Share& sha
         work.kept_tokens[place] = static_cast<int>(detail.w);
     }
 }
+
+// The places by expert of a row of a tile; no address if rows lie by rank.
+__device__ __forceinline__ const int* places_of(const FewRows& few, u32 within) {
+#if BY_EXPERT
+    return expert_places + within * few.work.top_k;
+#else
+    return nullptr;
+#endif
+}
+
+#if BY_EXPERT
+// The place by expert for id `k` of a row, where the handle has it.
+__device__ __forceinline__ int known_place(const ExpertsWork& work, u32 place, u32 k) {
+    return place == NOWHERE ? -1 : work.places[static_cast<u64>(place) * work.top_k + k];
+}
+#endif
 
 // --- this rank's tokens
 
@@ -271,7 +282,7 @@ __device__ __forceinline__ void keep_own(const FewRows& few, const Share& share)
         expert_place = &expert_places[i];
         before = static_cast<u32>(*expert_place);
         if (work.known) {
-            *expert_place = place == NOWHERE ? -1 : work.places[static_cast<u64>(place) * work.top_k + k];
+            *expert_place = known_place(work, place, k);
             continue;
         }
 #endif
@@ -282,25 +293,18 @@ __device__ __forceinline__ void keep_own(const FewRows& few, const Share& share)
     if (BY_EXPERT) {
         __syncthreads();
     }
-    auto places = [&](u32 within) -> const int* {
-#if BY_EXPERT
-        return expert_places + within * work.top_k;
-#else
-        return nullptr;
-#endif
-    };
     for_own_rows(
         few, share,
         [&](u32 within, u32 at, uint4 vector, bool live) {
             const u32 place = shared.places[within][rank];
             if (live && place != NOWHERE) {
-                keep_vector(few, place, places(within), at, vector);
+                keep_vector(few, place, places_of(few, within), at, vector);
             }
         },
         [&](u32 within, u32 nth, uint4 vector) {
             const u32 place = shared.places[within][rank];
             if (place != NOWHERE) {
-                keep_scales(few, place, places(within), nth, vector);
+                keep_scales(few, place, places_of(few, within), nth, vector);
             }
         });
     if (BY_EXPERT) {
@@ -336,7 +340,7 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
 #if BY_EXPERT
             expert_place = &expert_places[i];
             if (work.known) {
-                *expert_place = place == NOWHERE ? -1 : work.places[static_cast<u64>(place) * work.top_k + k];
+                *expert_place = known_place(work, place, k);
                 continue;
             }
 #endif
@@ -349,13 +353,6 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
         if (BY_EXPERT && __syncthreads_or(bad)) {
             return false;
         }
-        auto places = [&](u32 within) -> const int* {
-#if BY_EXPERT
-            return expert_places + within * work.top_k;
-#else
-            return nullptr;
-#endif
-        };
         for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
             u32 row = tile + piece.row, source;
             const u32 place = place_of(row, source);
@@ -373,7 +370,7 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
 #pragma unroll
             for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
                 if (piece.live[i] && place != NOWHERE) {
-                    keep_vector(few, place, places(piece.row), piece.at[i], found[i]);
+                    keep_vector(few, place, places_of(few, piece.row), piece.at[i], found[i]);
                 }
             }
         });
@@ -385,7 +382,7 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
             uint4 vector;
             bad = !few.details.receive(session, source, row, few.scales_begin + nth, vector);
             if (!bad && place != NOWHERE) {
-                keep_scales(few, place, places(within), nth, vector);
+                keep_scales(few, place, places_of(few, within), nth, vector);
             }
         }
         if (__syncthreads_or(bad)) {

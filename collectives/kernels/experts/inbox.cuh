@@ -15,6 +15,17 @@ constexpr u32 WARPS = THREADS / 32;
 // Whether the rows that a rank with so many tokens sends, and gets back, go through inboxes.
 __device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { return tokens <= work.inbox_tokens; }
 
+// Sends the handshake of a call, as `send_handshake` does. Where no rank can have many tokens no peer writes to this
+// rank's memory for rows, so none needs to see what its stream did.
+__device__ __forceinline__ void send_handshake_of(const Session& session, const Call& call, const ExpertsWork& work,
+                                                  u32 threads) {
+    if (has_few(work, work.max_tokens)) {
+        send_handshake<false>(session, call, threadIdx.x, threads);
+    } else {
+        send_handshake<true>(session, call, threadIdx.x, threads);
+    }
+}
+
 // Where rows lie in a sender's slot of the inbox.
 struct InboxRows {
     u32 vectors;  // of a row

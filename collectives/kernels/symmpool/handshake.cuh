@@ -170,11 +170,11 @@ __device__ __forceinline__ void run_leader_block(const Session& session, const C
 
 // Waits until every peer has entered this call with an equal description. A worker block must not write into a
 // peer's output before, as its address is where this rank takes it to be, and as long, only if the peer called
-// the same. With ACQUIRE, what the peers' streams did before is visible then. Called by all threads of a block, each
-// of which waits for some words: false, in some of them, if a peer is missing, has given up or called something else,
-// which the leader block reports.
+// the same. With ACQUIRE, what the peers' streams did before is visible then. Called by all threads of the
+// block, which get the same answer: false if a peer is missing, has given up or called something else, which the
+// leader block reports.
 template <bool ACQUIRE>
-__device__ __forceinline__ bool thread_await_handshakes(const Session& session, const Call& call) {
+__device__ __forceinline__ bool await_handshakes(const Session& session, const Call& call) {
     bool bad = false;
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < 4 * WORLD && !bad; i += blockDim.x) {
@@ -185,13 +185,7 @@ __device__ __forceinline__ bool thread_await_handshakes(const Session& session, 
                   ll_data(found) != call.description[word];
         }
     }
-    return !bad;
-}
-
-// The same, with the same answer for all threads of the block.
-template <bool ACQUIRE>
-__device__ __forceinline__ bool await_handshakes(const Session& session, const Call& call) {
-    return !__syncthreads_or(!thread_await_handshakes<ACQUIRE>(session, call));
+    return !__syncthreads_or(bad);
 }
 
 }  // namespace symmpool

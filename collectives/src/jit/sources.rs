@@ -130,9 +130,9 @@ const HOST_COUNTS: Axis = ("DEVICE_COUNTS", &["0"]);
 const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
 const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
 /// The sizes of kernels' arguments on the host, which kernels compare with their own.
-const COMM_BYTES: Axis = ("COMM_BYTES", &["184"]);
-const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
-const FAULT_BYTES: Axis = ("FAULT_BYTES", &["128"]);
+pub(super) const COMM_BYTES: Axis = ("COMM_BYTES", &["184"]);
+pub(super) const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
+pub(super) const FAULT_BYTES: Axis = ("FAULT_BYTES", &["128"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
 const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["296"]);

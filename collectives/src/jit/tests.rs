@@ -11,7 +11,7 @@ use std::path::Path;
 use std::thread;
 
 use super::search::Candidate;
-use super::sources::REDUCE_LOCAL;
+use super::sources::{CALL_BYTES, COMM_BYTES, FAULT_BYTES, REDUCE_LOCAL};
 use super::usage::{Usage, usage};
 use super::*;
 
@@ -19,8 +19,11 @@ use super::*;
 const CALL_FRAME: u32 = 24;
 
 /// The layouts that kernels of programs are compiled with.
-const SIZES: [(&str, &str); 3] =
-    [("COMM_BYTES", "184"), ("CALL_BYTES", "72"), ("FAULT_BYTES", "128")];
+const SIZES: [(&str, &str); 3] = [
+    (COMM_BYTES.0, COMM_BYTES.1[0]),
+    (CALL_BYTES.0, CALL_BYTES.1[0]),
+    (FAULT_BYTES.0, FAULT_BYTES.1[0]),
+];
 /// The registers, threads, blocks and bytes of shared memory of an SM, by compute capability.
 const PROCESSORS: [((u32, u32), Processor); 6] = [
     ((8, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 164 << 10 }),

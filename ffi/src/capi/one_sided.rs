@@ -62,8 +62,8 @@ pub unsafe extern "C" fn symmpool_put(
 }
 
 /// Copies `bytes` bytes to `dst` from the place in rank `peer`'s memory that corresponds to `src`, which lies in
-/// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put, with `src` in the
-/// place of `dst`.
+/// windows. `peer` has written them before a symmpool_signal that this rank has received. Otherwise as symmpool_put,
+/// with `src` in the place of `dst`.
 ///
 /// # Safety
 ///
