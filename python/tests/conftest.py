@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import getpass
 import importlib.util
 import os
 import sys
@@ -21,6 +22,14 @@ TEMPORARY = tempfile.TemporaryDirectory(prefix="symmpool-tests-")
 tempfile.gettempdir()  # fixes this process's own folder, before the variable changes
 os.environ["TMPDIR"] = TEMPORARY.name
 
+# torch's compiler would try in every process whether the processor's instructions work, which takes seconds.
+# It keeps precompiled headers in the temporary folder, whatever folder its cache is in: here one for all.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+    os.makedirs(os.environ["TORCHINDUCTOR_CACHE_DIR"], exist_ok=True)
+    link = Path(TEMPORARY.name) / f"torchinductor_{getpass.getuser()}"
+    link.symlink_to(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
 # torch resolves the names of both ends of every connection to a store. A name server that does not answer
 # would delay all ranks by 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -29,6 +38,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 def pytest_collection_modifyitems(items):
     """Starts the longest test first, so that it does not run alone at the end."""
     items.sort(key=lambda item: item.path.name != "test_torch_suite.py")
+
+
+def pytest_collection_finish():
+    """Leaves what has been imported out of the collections after each test, which would take a quarter of a
+    second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -4,13 +4,14 @@
 store, and returns the outcome of each. A function is found by its module and name, so it must be
 at the top level of a test file; its arguments and its result are pickled.
 
-Importing torch takes seconds. So a fork server imports it once, and ranks of test files that import
-torch are forked from it. The fork server has used neither torch nor the package.
+Importing torch and its compiler takes seconds. So a fork server imports them once, and ranks of test
+files that import torch are forked from it. The fork server has used neither torch nor the package.
 
 No rank outlives the call. Ranks are killed only by their own process id.
 """
 
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -150,10 +151,14 @@ def serve_forks():
     """The loop of the fork server. In a forked rank it returns that rank's task."""
     import numpy  # noqa: F401
     import pytest  # noqa: F401
+    import torch._inductor.compile_fx
     import torch.distributed  # noqa: F401
 
     import symmpool  # noqa: F401
 
+    # Collections in ranks need not look at all of that again.
+    gc.collect()
+    gc.freeze()
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     # What ranks print goes elsewhere than the replies.
     os.dup2(2, 1)
