@@ -111,6 +111,8 @@ __device__ __forceinline__ void sum_step(const Comm& comm, const ExpertsWork& wo
         for (u32 first = chunks.begin(chunk); first < end; first += TILE) {
             const u32 count = end - first < TILE ? end - first : TILE;
             __syncthreads();
+            // At most two places for each thread. Unrolled further, this loop takes registers of the sums below.
+#pragma unroll (TILE * WORLD > THREADS ? 2 : 1)
             for (u32 i = threadIdx.x; i < count * WORLD; i += THREADS) {
                 places[i / WORLD][i % WORLD] = work.positions[static_cast<u64>(first) * WORLD + i];
             }
@@ -171,7 +173,7 @@ __device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
     session.advance();
     compare_handshakes(session, call);
     if (must_expire_flags(session)) {
-        expire_unused(few);
+        expire_unused(session, few.work);
     }
 }
 

@@ -79,7 +79,6 @@ __device__ __forceinline__ bool receive_few_weights(const FewSums& few, u32 tile
 // row that it received. Called by all threads of a block, which get the same answer: false if weights do not arrive.
 template <typename Returned>
 __device__ __forceinline__ bool return_few(const FewSums& few, Returned returned) {
-    const ExpertsWork& work = few.work;
     const Session& session = few.session;
     if (threadIdx.x == 0) {
         returning.fill([&](u32 source) { return few.returns(source); });
@@ -90,7 +89,7 @@ __device__ __forceinline__ bool return_few(const FewSums& few, Returned returned
     for (u32 tile = share.from; tile < share.to; tile += TILE) {
         const u32 left = share.to - tile, count = left < TILE ? left : TILE;
 #if BY_EXPERT
-        if (work.sends_weights && !receive_few_weights(few, tile, count)) {
+        if (few.work.sends_weights && !receive_few_weights(few, tile, count)) {
             return false;
         }
 #endif
@@ -99,6 +98,7 @@ __device__ __forceinline__ bool return_few(const FewSums& few, Returned returned
             const u32 source = returning.rank_of(row), received = few.begin(source) + row;
             const float* weights = nullptr;
 #if BY_EXPERT
+            const ExpertsWork& work = few.work;
             weights = work.sends_weights ? few_weights + piece.row * work.top_k
                                          : work.kept_weights + static_cast<u64>(received) * work.top_k;
 #endif
@@ -186,9 +186,8 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share, 
 }
 
 // Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block.
-__device__ __noinline__ void expire_unused(const FewSums& few) {
-    const ExpertsWork& work = few.work;
-    const Session& session = few.session;
+__device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
+    const FewSums few(session, work);
     UsedBytes used = used_flags(work.peer_blocks);
     used.ll = few.weights.bytes();
     expire_old_flags(session, used);

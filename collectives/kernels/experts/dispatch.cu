@@ -158,7 +158,7 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
         keep_counts(session, routing);
     }
     if (must_expire_flags(session)) {
-        expire_unused(few);
+        expire_unused(session, work);
     }
 }
 

@@ -118,10 +118,15 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
         const u32 row = i / each, nth = i - row * each, left = bytes - 16 * nth;
         const char* from = work.input_scales + static_cast<u64>(share.from + row) * bytes + 16 * nth;
         u32 found[4] = {};
-        for (u32 byte = 0; byte < 16 && byte < left; byte += words ? 4 : 1) {
-            const u32 value = words ? *reinterpret_cast<const u32*>(from + byte)
-                                    : static_cast<unsigned char>(from[byte]);
-            found[byte / 4] |= value << 8 * (byte % 4);
+#pragma unroll
+        for (u32 word = 0; word < 4; ++word) {
+            if (words && 4 * word < left) {
+                found[word] = *reinterpret_cast<const u32*>(from + 4 * word);
+            }
+#pragma unroll 1
+            for (u32 byte = 0; byte < 4 && 4 * word + byte < left && !words; ++byte) {
+                found[word] |= static_cast<u32>(static_cast<unsigned char>(from[4 * word + byte])) << 8 * byte;
+            }
         }
         store_scales(row, nth, make_uint4(found[0], found[1], found[2], found[3]));
     }
@@ -394,9 +399,9 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
 
 // Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block, which knows
 // what arrives.
-__device__ __noinline__ void expire_unused(const FewRows& few) {
-    const ExpertsWork& work = few.work;
-    const Session& session = few.session;
+__device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
+    const Routing routing(work);
+    const FewRows few(session, routing);
     UsedBytes used = used_flags(work.peer_blocks);
     used.ll = few.details.begin + few.details.bytes();
     expire_old_flags(session, used);
