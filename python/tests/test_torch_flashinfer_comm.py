@@ -78,8 +78,8 @@ def of_vllm(group, folder):
             # Without a residual: zeros, and the sum takes the place of the input.
             y, out = x.clone(), torch.empty_like(x)
             call(y, torch.zeros_like(x), weight, PATTERN.kARResidualRMSNorm, out, use_oneshot=one_shot)
-            bare, of_bare = unfused(x, None, weight, 1e-5)
-            right = right and torch.equal(y, bare) and near(out, of_bare, x.dtype)
+            summed, normed = unfused(x, None, weight, 1e-5)
+            right = right and torch.equal(y, summed) and near(out, normed, x.dtype)
             if not right or not same_everywhere(y, out):
                 wrong.append(("norm", tokens, one_shot))
         scale = torch.tensor([0.03])

@@ -64,7 +64,7 @@ def programs(me, group, dtype, form, all_of_them):
     wrong = []
     product = torch.nn.functional.linear(x, matrix)
     total, wanted = unfused(product, residual, weight, eps)
-    bare, of_bare = unfused(product, None, weight, eps)
+    summed, normed = unfused(product, None, weight, eps)
 
     def layer(x, residual):
         y = funcol.all_reduce(torch.nn.functional.linear(x, matrix), "sum", group)
@@ -108,7 +108,7 @@ def programs(me, group, dtype, form, all_of_them):
     if times != 1 or not torch.equal(out, exact.out * 2):
         wrong.append(("flat", times))
     (out, sums), times = compiled(first, x, residual)
-    if times != 1 or not torch.equal(sums, bare + 1) or not near(out, 2 * of_bare, dtype):
+    if times != 1 or not torch.equal(sums, summed + 1) or not near(out, 2 * normed, dtype):
         wrong.append(("without a residual", times))
     return wrong
 

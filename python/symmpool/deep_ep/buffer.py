@@ -415,7 +415,7 @@ class Buffer:
         return self._by_device[device][0]
 
     def _own(self, handle: Any, kind: type, cores: Cores) -> Any:
-        """A handle that this buffer made in this mode. The other ranks are told if it is none."""
+        """A handle that this buffer made in this mode. The other ranks raise too if it is none."""
         why: Exception | None = None
         if not isinstance(handle, (NormalHandle, LowLatencyHandle)):
             why = TypeError(

@@ -26,16 +26,16 @@ def dispatch(
     world = cores.world
 
     with cores.declining(cores.last.get("low_latency")):
-        told = checks.check_low_latency(x, topk_idx, most, count, world, formats)
+        compared = checks.check_low_latency(x, topk_idx, most, count, world, formats)
         if statistics is not None:
             name, shape = "cumulative_local_expert_recv_stats", (count // world,)
             checks.matrix(name, statistics, torch.int32, shape, x.device)
         checks.check_waits("dispatch_wait_recv_cost_stats", waits, world, x.device)
-    key = (told["hidden"], count, told["top_k"], most)
+    key = (compared["hidden"], count, compared["top_k"], most)
     core = cores.find_low_latency(key)
     if core is None:
         cores.check_capture("there is no buffer for this shape, and none is made")
-        cores.agree(**told)
+        cores.agree(**compared)
         core = cores.low_latency(key)
     use_fp8, round_scale, use_ue8m0 = formats
     rows, local = world * most, count // world

@@ -40,19 +40,19 @@ def dispatch(
     """What makes a dispatch: a function that returns `(x, scales, ids, weights, memory of the handle, list of
     counts, handle)`."""
     with cores.declining(cores.serving(worst)):
-        told = checks.check_normal(x, scales, cores.world, routing, worst, alignment)
-    key = (told["hidden"], told["num_experts"], DTYPES[told["dtype"]])
+        compared = checks.check_normal(x, scales, cores.world, routing, worst, alignment)
+    key = (compared["hidden"], compared["num_experts"], DTYPES[compared["dtype"]])
     ids, weights = routing["topk_idx"], routing["topk_weights"]
-    top_k = told["top_k"] or cores.world
+    top_k = compared["top_k"] or cores.world
     core = cores.find_worst(key, worst, top_k) if worst else None
     if core is None:
         cores.check_capture("the host waits for sizes" if not worst else "there is no buffer for this shape")
-        found = cores.agree(**told)
+        found = cores.agree(**compared)
         core = cores.worst(key, found, worst, top_k) if worst else cores.normal(key, found, top_k)
     core._core.set_num_sms(num_sms)
 
     def call() -> Any:
-        local = told["num_experts"] // cores.world
+        local = compared["num_experts"] // cores.world
         given = weights
         if ids is None:
             # Any expert of a rank stands for it.
@@ -85,8 +85,8 @@ def dispatch(
         kept.rows = rows
         of_ids = of_weights = None
         if ids is not None:
-            of_ids, of_weights = _chosen(received, kept, rows, told["top_k"], bool(worst))
-        handle = NormalHandle(owner, kept, rows, told["top_k"] or None, routing["is_token_in_rank"])
+            of_ids, of_weights = _chosen(received, kept, rows, compared["top_k"], bool(worst))
+        handle = NormalHandle(owner, kept, rows, compared["top_k"] or None, routing["is_token_in_rank"])
         return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists, handle)
 
     return call

@@ -63,8 +63,8 @@ def expected(norm, quant):
         scale = wide.view(tokens, hidden // 128, 128).abs().amax(-1).clamp(min=1e-10) / 448
     if quant.powers_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
-    spread = scale.repeat_interleave(hidden // scale.shape[1], dim=1)
-    return scale, (wide / spread).clamp(-448, 448).to(FP8)
+    repeated = scale.repeat_interleave(hidden // scale.shape[1], dim=1)
+    return scale, (wide / repeated).clamp(-448, 448).to(FP8)
 
 
 def variants(x, residual, weight, quant, device):
