@@ -1,9 +1,10 @@
 """`python -m symmpool tune`: times every algorithm of a communicator, and writes which one was the fastest.
 
 On the CPU it starts `--ranks` processes; on GPUs it is run under torchrun, one rank a GPU. It times the
-built-in algorithms, those of plans (`--plan`, files that `algorithm.save` wrote) and those of
-`symmpool.language.programs` (`--programs`), for each collective and size, in memory of the pool and in other
-memory, and checks every result. The table is JSON, which SYMMPOOL_TABLES or `symmpool.load_tables` loads:
+built-in algorithms, those of plans (`--plan`, files that `algorithm.save` wrote), those of
+`symmpool.language.programs` (`--programs`) and those of one's own (`--module`, Python files), for each
+collective and size, in memory of the pool and in other memory, and checks every result. The table is JSON,
+which SYMMPOOL_TABLES or `symmpool.load_tables` loads:
 
     {"symmpool_tables": 1, "devices": ["cpu"], "rows": [
       {"collective": "all_gather", "world": 2, "windows": true, "up_to": 65536, "algorithm": "staged"},
@@ -14,6 +15,10 @@ differ in size alone form a group, in order of size. `collective` is all_reduce 
 whether outputs are memory of the pool, `lamport` whether elements are floats of up to 32 bits; if they are
 absent, the row is for both. `blocks` are a plan's thread blocks, where others than its own were faster. A
 file that is there keeps its other groups.
+
+Of a module, what its top level holds is timed: programs, which are compiled for so many ranks, and algorithms
+that are made already, as `symmpool.native` makes them. A kernel in several launch shapes is several of these,
+with a name each. Programs that load the table have to register what it names.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
@@ -66,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--ranks", type=positive, help="processes to start on the CPU")
     command.add_argument("--sizes", type=size_list, default=SIZES, help="bytes, as 1K,64K,1M")
     command.add_argument("--plan", action="append", default=[], metavar="FILE", help="a plan to time as well")
+    command.add_argument(
+        "--module",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a Python file whose programs and algorithms to time as well",
+    )
     command.add_argument("--programs", action="store_true", help="time symmpool.language.programs as well")
     command.add_argument(
         "--blocks", type=count_list, default=[], help="thread blocks to try for plans, as 8,16,32"
@@ -93,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.ranks:
             parser().error("--ranks says how many processes to start")
         read(options.out, ["cpu"])
-        for path in options.plan:
+        for path in options.plan + options.module:
             Path(path).read_text()
     except (Error, OSError) as error:
         print(f"tune: {error}", file=sys.stderr)
@@ -115,6 +128,27 @@ def start(arguments: list[str], world: int) -> int:
             for process in ranks:
                 process.kill()
                 process.wait()
+
+
+def algorithms_of(path: str, world: int) -> list[symmpool.Algorithm]:
+    """The algorithms at the top level of a Python file, and its programs, compiled for so many ranks."""
+    from symmpool.language.program import Program
+
+    try:
+        module = runpy.run_path(path, run_name=Path(path).stem)
+    except (Error, OSError):
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(f"{path}: {type(error).__name__}: {error}") from error
+    found: dict[int, symmpool.Algorithm] = {}
+    for value in module.values():
+        if isinstance(value, Program):
+            found[id(value)] = value.compile(world)
+        elif isinstance(value, symmpool.Algorithm):
+            found[id(value)] = value
+    if not found:
+        raise InvalidArgumentError(f"{path}: its top level holds neither a program nor an algorithm")
+    return list(found.values())
 
 
 class Rank:
@@ -150,10 +184,16 @@ class Rank:
                     plans.append(program.compile(self.comm.world))
                 except Error:
                     continue  # not for so many ranks
+        for path in self.options.module:
+            plans += algorithms_of(path, self.comm.world)
         for plan in plans:
+            if plan.origin == "native" and not self.cuda:
+                if self.comm.rank == 0:
+                    print(f"{plan.name} is a kernel, which host memory cannot have: it is not timed")
+                continue
             self.comm.register(plan)
             self.names[plan.name] = (plan.name, None)
-            for blocks in self.options.blocks if self.cuda else ():
+            for blocks in self.options.blocks if self.cuda and plan.origin == "plan" else ():
                 text = json.loads(plan.to_json())
                 text.update(name=f"{plan.name}@{blocks}", blocks=blocks)
                 variant = language.Algorithm(json.dumps(text))

@@ -62,6 +62,60 @@ def test_tables_are_written_and_loaded(tmp_path):
     assert all("registered algorithm" in error for error in errors), errors
 
 
+MODULE = """
+import symmpool
+from symmpool import language as sl
+
+@sl.algorithm("all_gather")
+def mine(me):
+    me.barrier()
+    me.copy(me.output[me.rank], me.input[0])
+    for peer in me.peers():
+        me.put(peer.output[me.rank], me.input[0])
+        me.signal(peer)
+    for peer in me.peers():
+        me.wait(peer)
+
+made = mine.compile(%d, blocks=4)
+kernel = symmpool.native(
+    "// A kernel that the CPU does not compile.\\n", "of_mine", "all_gather", name="of_mine"
+)
+"""
+
+
+def test_algorithms_of_a_module_are_timed(tmp_path):
+    module, table = tmp_path / "algorithms.py", tmp_path / "table.json"
+    module.write_text(MODULE.replace("made = mine.compile(%d, blocks=4)\n", ""))
+    arguments = (
+        "--collective",
+        "all_gather",
+        "--ranks",
+        2,
+        "--sizes",
+        "1K",
+        "--module",
+        module,
+        "--out",
+        table,
+    )
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert " mine" in done.stdout and "staged" in done.stdout
+    assert "of_mine is a kernel, which host memory cannot have" in done.stdout
+    assert len(json.loads(table.read_text())["rows"]) == 2
+    # What a module cannot hold is named, with its file.
+    for text, word in (
+        ("x = 1", "neither a program nor an algorithm"),
+        ("x = 1 +", "SyntaxError"),
+        ("import no_such_module", "no_such_module"),
+        (MODULE % 3, "mine"),
+        (MODULE.replace("    for peer in me.peers():\n        me.wait(peer)\n", "") % 2, "unmatched_signal"),
+    ):
+        module.write_text(text)
+        done = run(*arguments)
+        assert done.returncode == 1 and word in done.stderr, (text, done.stderr)
+
+
 def test_nonsense_is_refused(tmp_path):
     table = tmp_path / "table.json"
     arguments = ("--collective", "all_reduce", "--out", table)
@@ -70,6 +124,7 @@ def test_nonsense_is_refused(tmp_path):
         ((*arguments, "--ranks", 0), "'0'"),
         (("--collective", "gossip", "--ranks", 2, "--out", table), "'gossip'"),
         ((*arguments, "--ranks", 2, "--plan", tmp_path / "no.json"), "no.json"),
+        ((*arguments, "--ranks", 2, "--module", tmp_path / "no.py"), "no.py"),
         (("--ranks", 2), "--out"),
     ):
         done = run(*wrong)
