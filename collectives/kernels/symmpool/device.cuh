@@ -12,6 +12,7 @@
 
 #define SYMMPOOL_DEVICE_API 1
 
+#include <protocol/ll128.cuh>
 #include <symmpool/copy.cuh>
 #include <symmpool/peer_blocks.cuh>
 #include <symmpool/reduce.cuh>
@@ -52,9 +53,9 @@ struct Share {
 // all; they all come to its end, too. It is false in blocks that have nothing to do.
 class Collective {
 public:
-    // `ll_vectors` are those of the LL inbox that the call uses, from all ranks together.
+    // `ll_vectors` and `ll128_lines` are those of the inboxes that the call uses, from all ranks together.
     __device__ __forceinline__ Collective(const DeviceComm& device_comm, const DeviceCall& device_call,
-                                          u64 ll_vectors = 0, End leave = End::TOGETHER)
+                                          u64 ll_vectors = 0, End leave = End::TOGETHER, u64 ll128_lines = 0)
         : comm(device_comm), call(device_call), session_(begun(device_comm)), end_(leave),
           works_(!session_.failed && !is_leader_block()), failed_(false) {
         if (session_.failed) {
@@ -63,6 +64,7 @@ public:
         if (is_leader_block()) {
             UsedBytes used = used_flags(worker_blocks());
             used.ll = 32 * ll_vectors;
+            used.ll128 = LINE_BYTES * ll128_lines;
             run_leader_block<true>(session_, call, used);
             return;
         }
@@ -235,6 +237,94 @@ private:
     Collective& collective_;
     const u32 peer_;
     const u64 vectors_;
+};
+
+// Memory of any alignment and length as the payloads of lines. Eight threads in a row have a piece of a line each: sixteen
+// bytes, the last of them eight. Beyond the last line nothing is loaded or stored.
+template <typename Byte> struct LineSpan {
+    Byte* begin;
+    u64 bytes;
+
+    __device__ __forceinline__ u64 lines() const { return lines_of(bytes); }
+
+    __device__ __forceinline__ uint4 load(u64 line) const { return load_piece(at(line), length(line)); }
+    __device__ __forceinline__ void store(u64 line, uint4 piece) const { store_piece(at(line), length(line), piece); }
+
+private:
+    __device__ __forceinline__ Byte* at(u64 line) const { return begin + line * LINE_PAYLOAD + 16 * thread(); }
+    __device__ __forceinline__ u32 length(u64 line) const { return piece_bytes(bytes, line, thread()); }
+    static __device__ __forceinline__ u32 thread() { return threadIdx.x % LINE_THREADS; }
+};
+
+using SourceLines = LineSpan<const char>;
+using TargetLines = LineSpan<char>;
+
+// Divides lines among all blocks: calls `visit(line)` until it returns false. Whole warps come to each call, of which the
+// last lines may be past the end.
+template <typename Visit> __device__ __forceinline__ void for_each_line(u64 lines, Visit visit) {
+    const u64 first = worker_thread() / LINE_THREADS, before = threadIdx.x % 32 / LINE_THREADS;
+#pragma unroll 1
+    for (u64 line = first; line - before < lines; line += worker_threads() / LINE_THREADS) {
+        if (!visit(line)) {
+            return;
+        }
+    }
+}
+
+// Lines of 128 bytes that show by themselves that they have arrived: the last eight are flags. Only NVLink keeps lines
+// whole, so there is no room on other links. Whole warps send and receive together, four lines at once. The inbox of a
+// rank has `lines` of each rank; a call passes WORLD times as many to `Collective`.
+class Ll128Channel {
+public:
+    // How many lines of each rank an inbox has room for: 0 where not all ranks are linked by NVLink.
+    static __device__ __forceinline__ u64 room(const DeviceComm& comm) {
+        return comm.ll128_bytes / 2 / LINE_BYTES / WORLD;
+    }
+
+    __device__ __forceinline__ Ll128Channel(Collective& collective, u32 peer, u64 lines)
+        : collective_(collective), peer_(peer), lines_(lines) {}
+
+    // Sends this thread's piece of a line, once a call. A line that there is no room for is not sent.
+    __device__ __forceinline__ void send(u64 line, uint4 piece) const {
+        if (line < lines_ && lines_ <= room(collective_.comm)) {
+            store_line(place(peer_, collective_.comm.rank, line), with_flags(piece, thread(), collective_.session().epoch));
+        }
+    }
+
+    // Waits for this thread's piece of a line of the peer; lines past the end are not waited for. All threads of a warp get
+    // the same answer: false if a line does not arrive in time. Threads that get that return.
+    __device__ __forceinline__ bool receive(u64 line, uint4& piece) const {
+        const Session& session = collective_.session();
+        const bool fits = lines_ <= room(collective_.comm), awaited = line < lines_;
+        const char* from = place(collective_.comm.rank, peer_, fits && awaited ? line : 0);
+        Watch watch;
+        bool missing = true;
+        while (missing) {
+            missing = awaited && !fits;
+            if (awaited && fits) {
+                piece = load_line(from);
+                missing = !has_flags(piece, thread(), session.epoch);
+            }
+            missing = __any_sync(~0u, missing);
+            if (missing && __any_sync(~0u, watch.expired(session, peer_, DATA))) {
+                return collective_.good(false);
+            }
+        }
+        return true;
+    }
+
+private:
+    static __device__ __forceinline__ u32 thread() { return threadIdx.x % LINE_THREADS; }
+
+    __device__ __forceinline__ char* place(u32 owner, u32 from, u64 line) const {
+        const Comm& comm = collective_.comm;
+        const u64 half = collective_.session().parity() * (comm.ll128_bytes / 2);
+        return comm.of(owner) + comm.ll128 + half + LINE_BYTES * (from * lines_ + line) + 16 * thread();
+    }
+
+    Collective& collective_;
+    const u32 peer_;
+    const u64 lines_;
 };
 
 }  // namespace symmpool

@@ -252,6 +252,12 @@ impl Control {
         2 * 4 * 8 * u64::from(world) * u64::from(MAX_PEER_BLOCKS)
     }
 
+    /// What kernels are told of it. Where ranks are not all linked directly, lines of 128 bytes may arrive in parts: there
+    /// is no room for any then, as kernels of programs ask for (`Ll128Channel` in `symmpool/device.cuh`).
+    pub(super) fn for_links(&self, direct: bool) -> Self {
+        Self { ll128_bytes: if direct { self.ll128_bytes } else { 0 }, ..*self }
+    }
+
     pub(super) fn comm(&self, layout: &HeapLayout, control: u64, timeout: u64, fault: u64) -> Comm {
         Comm {
             base: layout.base,
@@ -341,6 +347,14 @@ mod tests {
         // All fields before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 20 * 8);
+    }
+
+    #[test]
+    fn lines_have_room_only_between_ranks_that_are_linked_directly() {
+        let control = Control::new(2, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
+        assert!(control.for_links(true).ll128_lines() > 0);
+        assert_eq!(control.for_links(false).ll128_lines(), 0);
+        assert_eq!(control.for_links(false).lamport, control.lamport, "nothing else moves");
     }
 
     #[test]

@@ -102,13 +102,19 @@ impl CudaEngine {
             MemoryOperations::new(api, pool, (&control, own), fault.writer())
         })?;
         let timeout = Arc::new(Timeout::new(options.timeout));
-        let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
+        let direct = directly_linked(&options.links);
+        let comm = control.for_links(direct).comm(
+            &layout,
+            control_offset,
+            timeout.nanoseconds(),
+            fault.address(),
+        );
         Ok(Self {
             pool: pool.clone(),
             maker: Maker::here(),
             api,
             measured: measured_table(pool)?,
-            direct: directly_linked(&options.links),
+            direct,
             beside_compute: options.budget.beside_compute,
             control,
             comm,
