@@ -8,7 +8,9 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::stream;
-use crate::{Options, all_to_all_faults, expect_error, late, native, outside, p2p_faults, plans};
+use crate::{
+    MOST_LATE, Options, all_to_all_faults, expect_error, late, native, outside, p2p_faults, plans,
+};
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let timeout = Duration::try_from_secs_f64(options.timeout)
@@ -55,7 +57,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             let result = call(&comm, odd).and_then(|()| comm.synchronize(&stream));
             let error = expect_error(result, "a call that differs")?;
             let took = began.elapsed();
-            let good = error.is_diverged() && took < timeout + Duration::from_secs(1);
+            let good = error.is_diverged() && took < timeout + MOST_LATE;
             // No call succeeds after it.
             let again = expect_error(call(&comm, false), "a call after a failure")?;
             if !good || !again.is_diverged() {
@@ -91,7 +93,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             let took = began.elapsed();
             let named = error.ranks() == [pool.world() - 1]
                 && error.to_string().contains(&format!("{timeout:.1?}"));
-            if !error.is_timeout() || !named || took > timeout + Duration::from_secs(1) {
+            if !error.is_timeout() || !named || took > timeout + MOST_LATE {
                 wrong += 1;
                 println!("rank {rank}: {}: alone, after {took:?}: {error}", algorithm.name());
             } else if algorithm == AllReduceAlgorithm::Auto && rank == 0 {

@@ -60,6 +60,9 @@ use symmpool_collectives::CommunicatorOptions;
 
 /// The timeout of calls with `--quick`, where tools make kernels slow.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// How late an error may be. Kernels look at the clock now and then: on emulated devices, beside other programs, that can be
+/// once a second.
+const MOST_LATE: Duration = Duration::from_secs(3);
 /// The lane whose blocks are no windows.
 const ORDINARY: &str = "ordinary";
 

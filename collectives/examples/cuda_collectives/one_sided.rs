@@ -7,8 +7,8 @@ use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, DType};
 
 use crate::cuda::{Graph, download, stream, upload};
-use crate::expect_error;
 use crate::oracle::{input, random};
+use crate::{MOST_LATE, expect_error};
 use crate::{ORDINARY, Options};
 
 /// The timeout of waits that must not succeed.
@@ -239,7 +239,7 @@ impl Sided<'_> {
                 && text.contains(&format!("rank {before} on channel {channel}"));
             // Devices measure time with a coarser clock.
             let step = Duration::from_millis(10);
-            let in_time = took + step >= timeout && took < timeout + Duration::from_secs(1);
+            let in_time = took + step >= timeout && took < timeout + MOST_LATE;
             let what = format!("a late signal: after {took:?}: {error}");
             self.expect(&what, error.is_timeout() && named && in_time);
             // No call succeeds after it.

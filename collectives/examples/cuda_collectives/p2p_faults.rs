@@ -7,7 +7,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType};
 
 use crate::cuda::{download, stream, upload};
-use crate::expect_error;
+use crate::{MOST_LATE, expect_error};
 
 const BYTES: usize = 3 << 20;
 const BEFORE: u8 = 0xa5;
@@ -103,7 +103,7 @@ impl Faults<'_> {
         let bytes = |(count, dtype): (usize, DType)| format!("{} bytes", count * dtype.size());
         let named = text.contains("rank 0 sends") && text.contains("to rank 1, which expects");
         let named = named && text.contains(&bytes(sent)) && text.contains(&bytes(expected));
-        let right = error.is_diverged() && named && took < self.timeout + Duration::from_secs(1);
+        let right = error.is_diverged() && named && took < self.timeout + MOST_LATE;
         self.expect(&format!("{sent:?} for {expected:?}: after {took:?}: {error}"), right);
         if rank == 1 {
             let kept = download(self.pool, self.block.address(), BYTES)?;
@@ -158,7 +158,7 @@ impl Faults<'_> {
             let took = began.elapsed();
             let what = if sends { "rank 1 to receive" } else { "a message of rank 1" };
             let named = error.ranks() == [1] && error.to_string().contains(what);
-            let in_time = took < self.timeout + Duration::from_secs(1);
+            let in_time = took < self.timeout + MOST_LATE;
             self.expect(
                 &format!("alone, after {took:?}: {error}"),
                 error.is_timeout() && named && in_time,
