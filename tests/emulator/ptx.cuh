@@ -50,6 +50,9 @@ inline void store_release(unsigned long long* to, unsigned long long value) {
 
 inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
+// Blocks that poll sleep between their looks, so these take longer than the clock.
+inline bool is_time_for_clock(unsigned looks) { return (looks & 31) == 0; }
+
 inline unsigned long long nanoseconds() {
     emulated::emulated_look();
     return emulated::emulated_nanoseconds();

@@ -60,9 +60,8 @@ use symmpool_collectives::CommunicatorOptions;
 
 /// The timeout of calls with `--quick`, where tools make kernels slow.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// How late an error may be. Kernels look at the clock now and then: on emulated devices, beside other programs, that can be
-/// once a second.
-const MOST_LATE: Duration = Duration::from_secs(3);
+/// How late an error may be: kernels look at the clock now and then.
+const MOST_LATE: Duration = Duration::from_secs(1);
 /// The lane whose blocks are no windows.
 const ORDINARY: &str = "ordinary";
 

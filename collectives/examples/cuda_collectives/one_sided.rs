@@ -8,8 +8,7 @@ use symmpool_collectives::{Communicator, DType};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{input, random};
-use crate::{MOST_LATE, expect_error};
-use crate::{ORDINARY, Options};
+use crate::{MOST_LATE, ORDINARY, Options, expect_error};
 
 /// The timeout of waits that must not succeed.
 const SHORT: Duration = Duration::from_millis(1500);

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_shot_ll128(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin_kernel(comm.early);
     const u64 lines = lines_of(call.bytes);
-    const u32 thread = threadIdx.x % LINE_THREADS;
+    const u32 thread = line_thread();
     const u64 step = worker_threads() / LINE_THREADS;
     u64 line = is_leader_block() ? 0 : worker_thread() / LINE_THREADS;
     auto load = [&](u64 at) {

@@ -70,7 +70,7 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
     const u64 number = *taken + 1;
     u64 since = 0;
     for (u32 looks = 1; load_acquire(received) < number; ++looks) {
-        if ((looks & 255) != 0) {
+        if (!is_time_for_clock(looks)) {
             continue;
         }
         if (failed(comm)) {

@@ -165,7 +165,7 @@ __device__ __forceinline__ bool await_slot(const Lane& lane, u64 number, u64& ta
             report_refusal(lane, lane.peer);
             return false;
         }
-        if (taken + SLOTS < number && (looks & 255) == 0) {
+        if (taken + SLOTS < number && is_time_for_clock(looks)) {
             since = still_there(lane.comm, number, since, lane.peer, SENDING);
             if (since == GIVE_UP) {
                 return false;
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool await_chunk(const Lane& lane, u64 number) {
     u64 since = 0;
     uint4 word = load_acquire_vector(flag);
     for (u32 looks = 1; word.y != wanted || word.w != wanted; ++looks) {
-        if ((looks & 255) == 0) {
+        if (is_time_for_clock(looks)) {
             since = still_there(lane.comm, number, since, lane.peer, RECEIVING);
             if (since == GIVE_UP) {
                 return false;

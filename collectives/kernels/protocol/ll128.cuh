@@ -14,6 +14,9 @@ constexpr u32 LINE_BYTES = 128;
 constexpr u32 LINE_PAYLOAD = 120;
 constexpr u32 LINE_THREADS = 8;
 
+// The number of this thread among those that have a line together.
+__device__ __forceinline__ u32 line_thread() { return threadIdx.x % LINE_THREADS; }
+
 __device__ __forceinline__ u64 lines_of(u64 bytes) { return (bytes + LINE_PAYLOAD - 1) / LINE_PAYLOAD; }
 
 // How many of the `bytes` bytes of the data a thread has in a line: sixteen, or eight in the last of its threads;

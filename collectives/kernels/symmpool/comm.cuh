@@ -286,7 +286,7 @@ struct Watch {
     // Called after every look that found nothing. Whether to give up: the timeout is over, the peer has given
     // up, or the call has failed elsewhere on this rank.
     __device__ __forceinline__ bool expired(const Session& session, u32 peer, u32 phase) {
-        if ((++looks & 255) != 0) {
+        if (!is_time_for_clock(++looks)) {
             return false;
         }
         since = still_waiting(session.comm, session.epoch, since, peer, phase);

@@ -26,7 +26,7 @@ __device__ __forceinline__ bool await_notification(const Comm& comm) {
         for (u32 looks = 1;
              load_acquire(&local->handshakes_reported) == local->handshakes_consumed && !failed; ++looks) {
             failed = *static_cast<const volatile u32*>(&local->failed) != 0;
-            if ((looks & 255) == 0) {
+            if (is_time_for_clock(looks)) {
                 const u64 now = nanoseconds();
                 since = since == 0 ? now : since;
                 // Twice the timeout: the handshake, whose record of a failure says more, expires first.

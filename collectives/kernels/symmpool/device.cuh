@@ -251,9 +251,8 @@ template <typename Byte> struct LineSpan {
     __device__ __forceinline__ void store(u64 line, uint4 piece) const { store_piece(at(line), length(line), piece); }
 
 private:
-    __device__ __forceinline__ Byte* at(u64 line) const { return begin + line * LINE_PAYLOAD + 16 * thread(); }
-    __device__ __forceinline__ u32 length(u64 line) const { return piece_bytes(bytes, line, thread()); }
-    static __device__ __forceinline__ u32 thread() { return threadIdx.x % LINE_THREADS; }
+    __device__ __forceinline__ Byte* at(u64 line) const { return begin + line * LINE_PAYLOAD + 16 * line_thread(); }
+    __device__ __forceinline__ u32 length(u64 line) const { return piece_bytes(bytes, line, line_thread()); }
 };
 
 using SourceLines = LineSpan<const char>;
@@ -287,7 +286,8 @@ public:
     // Sends this thread's piece of a line, once a call. A line that there is no room for is not sent.
     __device__ __forceinline__ void send(u64 line, uint4 piece) const {
         if (line < lines_ && lines_ <= room(collective_.comm)) {
-            store_line(place(peer_, collective_.comm.rank, line), with_flags(piece, thread(), collective_.session().epoch));
+            const uint4 vector = with_flags(piece, line_thread(), collective_.session().epoch);
+            store_line(place(peer_, collective_.comm.rank, line), vector);
         }
     }
 
@@ -303,7 +303,7 @@ public:
             missing = awaited && !fits;
             if (awaited && fits) {
                 piece = load_line(from);
-                missing = !has_flags(piece, thread(), session.epoch);
+                missing = !has_flags(piece, line_thread(), session.epoch);
             }
             missing = __any_sync(~0u, missing);
             if (missing && __any_sync(~0u, watch.expired(session, peer_, DATA))) {
@@ -314,12 +314,10 @@ public:
     }
 
 private:
-    static __device__ __forceinline__ u32 thread() { return threadIdx.x % LINE_THREADS; }
-
     __device__ __forceinline__ char* place(u32 owner, u32 from, u64 line) const {
         const Comm& comm = collective_.comm;
         const u64 half = collective_.session().parity() * (comm.ll128_bytes / 2);
-        return comm.of(owner) + comm.ll128 + half + LINE_BYTES * (from * lines_ + line) + 16 * thread();
+        return comm.of(owner) + comm.ll128 + half + LINE_BYTES * (from * lines_ + line) + 16 * line_thread();
     }
 
     Collective& collective_;

@@ -58,7 +58,7 @@ struct PlanWatch {
     u32 looks = 0;
 
     __device__ __forceinline__ bool expired(const Session& session, u32 peer) {
-        if ((++looks & 255) != 0) {
+        if (!is_time_for_clock(++looks)) {
             return false;
         }
         since = still_waiting(session.comm, session.epoch, since, missing_rank(session, peer), DATA);

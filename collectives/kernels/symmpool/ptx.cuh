@@ -63,6 +63,9 @@ __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: 
 // --- time, and the kernels of a stream
 
 // The device's clock, which all its SMs share.
+// Whether a wait that has looked so many times in vain looks at the clock too, which takes longer than a look.
+__device__ __forceinline__ bool is_time_for_clock(unsigned looks) { return (looks & 255) == 0; }
+
 __device__ __forceinline__ unsigned long long nanoseconds() {
     unsigned long long now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

@@ -17,7 +17,7 @@ use super::*;
 /// Architectures that have nearly the same instructions, and need nearly the same registers.
 const OLDER: [(u32, u32); 3] = [(8, 0), (8, 6), (8, 9)];
 
-/// Of these, modes take turns: an architecture, and whether the oldest compiler makes its code.
+/// What modes of a kernel are compiled for by turns: an architecture, and whether the oldest compiler makes its code.
 const TURNS: [((u32, u32), bool); 6] = [
     ((8, 0), true),
     ((12, 0), false),
