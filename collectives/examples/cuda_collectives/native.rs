@@ -7,6 +7,7 @@ use symmpool_collectives::{
     Algorithm, Communicator, CommunicatorOptions, DType, NativeKernel, ReduceOp, StandardCollective,
 };
 
+use crate::all_to_all::with_empty_words;
 use crate::cuda::{download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{MOST_LATE, Options, expect_error};
@@ -20,12 +21,13 @@ pub(crate) fn kernels() -> Vec<NativeKernel> {
         let text = block.split("```").next().expect("its end");
         let (_, rest) = text.split_once("__global__ void ").expect("a kernel");
         let name = rest.split('(').next().expect("a name");
-        let reduces = name.starts_with("my_all_reduce");
-        let collective =
-            if reduces { StandardCollective::AllReduce } else { StandardCollective::AllGather };
-        let windows = !reduces;
+        let collective = match name {
+            _ if name.starts_with("my_all_reduce") => StandardCollective::AllReduce,
+            "my_all_to_all" => StandardCollective::AllToAll,
+            _ => StandardCollective::AllGather,
+        };
         NativeKernel {
-            output_window: windows,
+            output_window: collective == StandardCollective::AllGather,
             in_place: true,
             ..NativeKernel::new(collective, name, text)
         }
@@ -73,7 +75,7 @@ impl Native<'_> {
     }
 
     fn kernel(&mut self, kernel: &NativeKernel, options: &Options) -> Result<()> {
-        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let rank = self.pool.rank();
         let algorithm = Algorithm::native(kernel.clone())?;
         self.comm.register(algorithm.clone())?;
         let reduces = kernel.collective.reduces();
@@ -90,13 +92,19 @@ impl Native<'_> {
                 // Ranks have as many blocks whatever their SM budgets, here different ones in half of the cases.
                 let budget = number.is_multiple_of(2).then_some(2 + 3 * rank);
                 self.comm.set_sm_budget(budget)?;
-                let all: Vec<Vec<u8>> =
-                    (0..world).map(|rank| input(number, rank, dtype, count)).collect();
+                let all = self.inputs(kernel.collective, number, dtype, count);
                 let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
                 let shift = number % 3 * dtype.size() as u64;
                 let [from, to] = [0, 1].map(|which: usize| self.buffers[which].address() + shift);
-                let wanted =
-                    if reduces { reduce(&all, dtype, ReduceOp::Sum) } else { all.concat() };
+                let bytes = count * dtype.size();
+                let wanted = match kernel.collective {
+                    StandardCollective::AllReduce => reduce(&all, dtype, ReduceOp::Sum),
+                    StandardCollective::AllToAll => {
+                        let mine = |data: &&[u8]| data[rank as usize * bytes..][..bytes].to_vec();
+                        all.iter().flat_map(mine).collect()
+                    }
+                    _ => all.concat(),
+                };
                 upload(self.pool, to, &vec![0xa5; wanted.len() + 16])?;
                 upload(self.pool, from, all[rank as usize])?;
                 // SAFETY: both buffers are longer.
@@ -117,6 +125,24 @@ impl Native<'_> {
             println!("native {}: {} cases, {} wrong", kernel.name, self.cases, self.wrong);
         }
         Ok(())
+    }
+
+    /// What every rank puts into a call.
+    fn inputs(
+        &self,
+        collective: StandardCollective,
+        seed: u64,
+        dtype: DType,
+        count: usize,
+    ) -> Vec<Vec<u8>> {
+        let world = self.pool.world();
+        let each = |rank| match collective {
+            StandardCollective::AllToAll => {
+                with_empty_words(seed, input(seed, rank, dtype, count * world as usize))
+            }
+            _ => input(seed, rank, dtype, count),
+        };
+        (0..world).map(each).collect()
     }
 
     /// Kernels that cannot run are errors on all ranks, which say what is wrong; the communicator stays usable.

@@ -147,4 +147,17 @@ private:
     }
 };
 
+// Expires escape marks of old calls behind those of so many vectors of each peer. Called by all threads of the leader
+// block. Marks expire in pairs, which an item has.
+__device__ __noinline__ void expire_escape_marks(const Session& session, u64 used) {
+    const u64 most = EscapedSlot::length(session.comm), used_items = (used + ITEM - 1) / ITEM * ITEM;
+    for (u32 peer = 0; peer < WORLD; ++peer) {
+        if (peer != session.comm.rank && used_items < most) {
+            const EscapedSlot slot(session, session.comm.rank, peer);
+            expire_bytes(session, reinterpret_cast<char*>(slot.escape_marks + used_items / MARK_VECTORS),
+                         8 * (most - used_items) / MARK_VECTORS);
+        }
+    }
+}
+
 }  // namespace symmpool

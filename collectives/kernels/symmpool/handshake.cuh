@@ -156,12 +156,18 @@ __device__ __forceinline__ u32 worker_block() { return blockIdx.x - 1; }
 __device__ __forceinline__ u32 worker_threads() { return worker_blocks() * blockDim.x; }
 __device__ __forceinline__ u32 worker_thread() { return worker_block() * blockDim.x + threadIdx.x; }
 
-// All that the leader block does in most kernels. `used` says what the call's workers use.
+// Sends this rank's description and compares those of its peers. Called by all threads of the leader block.
 template <bool RELEASE>
-__device__ __forceinline__ void run_leader_block(const Session& session, const Call& call, UsedBytes used) {
+__device__ __forceinline__ void exchange_handshakes(const Session& session, const Call& call) {
     send_handshake<RELEASE>(session, call, threadIdx.x, blockDim.x);
     session.advance();
     compare_handshakes(session, call);
+}
+
+// All that the leader block does in most kernels. `used` says what the call's workers use.
+template <bool RELEASE>
+__device__ __forceinline__ void run_leader_block(const Session& session, const Call& call, UsedBytes used) {
+    exchange_handshakes<RELEASE>(session, call);
     if (must_expire_flags(session)) {
         expire_old_flags(session, used);
         expire_escape_marks(session);

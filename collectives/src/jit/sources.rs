@@ -46,6 +46,8 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "protocol/lamport_escaped.cuh",
     "protocol/ll.cuh",
     "protocol/ll128.cuh",
+    "symmpool/channels.cuh",
+    "symmpool/collective.cuh",
     "symmpool/comm.cuh",
     "symmpool/companion.cuh",
     "symmpool/copy.cuh",

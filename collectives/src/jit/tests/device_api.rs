@@ -18,7 +18,7 @@ pub(crate) fn kernels() -> Vec<(String, String)> {
 #[test]
 fn kernels_of_the_document_compile_for_every_architecture() {
     let all = kernels();
-    assert_eq!(all.len(), 4);
+    assert_eq!(all.len(), 5);
     for nvrtc in compilers() {
         let jit = Jit::new(options(nvrtc, Some(&kept())));
         for (name, text) in &all {
