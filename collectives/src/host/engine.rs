@@ -22,6 +22,7 @@ use super::experts::ExpertScratch;
 use super::kernels::{Isa, ReduceFn, prepare_to_copy, select};
 use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
+use super::shared_cores::SharedCores;
 use super::wait::SpinPolicy;
 use crate::algorithm::AUTO;
 use crate::timeout::Timeout;
@@ -40,6 +41,8 @@ pub struct HostEngine {
     /// The timeout of `options`, until it is changed.
     pub(crate) timeout: Arc<Timeout>,
     pub(super) spin_policy: SpinPolicy,
+    /// If ranks share cores.
+    shared_cores: Option<SharedCores>,
     isa: Isa,
     salt: u64,
     /// How the links group the ranks, or why they do not.
@@ -126,6 +129,7 @@ impl HostEngine {
             layout,
             control,
             spin_policy,
+            shared_cores: (!spin && layout.world > 1).then(SharedCores::new),
             isa: Isa::detect(),
             salt: options.salt(),
             paired_groups: PairedGroups::find(

@@ -38,6 +38,7 @@ mod p2p;
 mod place;
 mod plan;
 pub(crate) mod plan_call;
+mod shared_cores;
 mod slices;
 mod wait;
 

@@ -95,6 +95,8 @@ pub(crate) struct Slot<A: Atomics> {
     /// Not zero while a waiter is parked or about to park. On channels, where several threads may wait, it is their
     /// number.
     sleeping: A::U32,
+    /// The core on which the signaller runs, and one more; 0 if it did not say. No data depends on it.
+    core: A::U32,
     /// The call description: written by the signaller before the word, read by the waiter after it.
     description: [A::U64; DESCRIPTION_WORDS],
 }
@@ -118,6 +120,18 @@ impl<A: Atomics> Slot<A> {
         self.word.store(word, Ordering::Release);
     }
 
+    /// Says on which core the signaller runs. To be called before it signals.
+    #[inline]
+    pub(crate) fn set_core(&self, core: u32) {
+        self.core.store(core.wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// The core on which the signaller ran when it last said so.
+    #[inline]
+    pub(crate) fn core(&self) -> Option<u32> {
+        self.core.load(Ordering::Relaxed).checked_sub(1)
+    }
+
     /// The description of the signal that was last awaited here.
     pub(crate) fn description(&self) -> [u64; DESCRIPTION_WORDS] {
         std::array::from_fn(|i| self.description[i].load(Ordering::Relaxed))
@@ -130,6 +144,7 @@ impl Slot<tests::Loom> {
         Self {
             word: loom::sync::atomic::AtomicU64::new(0),
             sleeping: loom::sync::atomic::AtomicU32::new(0),
+            core: loom::sync::atomic::AtomicU32::new(0),
             description: std::array::from_fn(|_| loom::sync::atomic::AtomicU64::new(0)),
         }
     }

@@ -8,7 +8,7 @@ use symmpool_allocator::{Error, Result};
 use super::HostEngine;
 use crate::host::call::{Call, mismatch};
 use crate::host::fault::{Cause, Fault, WaitFailure};
-use crate::host::wait::{Waiter, Watchdog, wake};
+use crate::host::wait::{SpinPolicy, Waiter, Watchdog, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
 /// A measured wait checks what may end it at each of so many looks, and pauses between them when it has made the square.
@@ -129,15 +129,56 @@ impl HostEngine {
             "a call catches up with those that this rank refused"
         );
         let word = self.publish_call(call);
-        let mut all_agree = true;
-        for peer in self.peers() {
-            match self.await_handshake(peer, parity, epoch) {
-                Ok(theirs) => all_agree &= theirs == word,
-                Err(failure) => return Err(self.close(failure)),
-            }
-        }
+        let all_agree = match self.await_handshakes(word, parity, epoch) {
+            Ok(all_agree) => all_agree,
+            Err(failure) => return Err(self.close(failure)),
+        };
         self.check_abort()?;
+        let (control, me) = (&self.control, self.layout.rank);
+        if let Some(shared) = &mut self.shared_cores {
+            shared
+                .spread((me, self.layout.world), |peer| control.handshake(me, parity, peer).core());
+        }
         Ok(all_agree)
+    }
+
+    /// Waits for the descriptions of all other ranks, and returns whether their words are all this one.
+    #[inline]
+    fn await_handshakes(&self, word: u64, parity: u64, epoch: u64) -> Result<bool, WaitFailure> {
+        let mut all_agree = true;
+        for (peer, policy) in self.in_waiting_order(parity) {
+            all_agree &= self.await_handshake_by(policy, peer, parity, epoch)? == word;
+        }
+        Ok(all_agree)
+    }
+
+    /// All other ranks, and how to wait for each. Before them come those that share this rank's core: what others signal
+    /// can arrive while this rank waits for these, and these can signal only if it yields. `parity` is the call's.
+    #[inline]
+    fn in_waiting_order(&self, parity: u64) -> impl Iterator<Item = (u32, SpinPolicy)> {
+        let first = self.peers().filter(move |peer| self.shares_core(*peer, parity));
+        let first = first.map(|peer| (peer, self.spin_policy));
+        // The others are all that there are, since a rank may move meanwhile.
+        let policy = self.shared_cores.as_ref().map_or(self.spin_policy, |shared| shared.elsewhere);
+        first.chain(self.peers().map(move |peer| (peer, policy)))
+    }
+
+    /// How to wait for a rank in a call of this parity.
+    #[inline]
+    fn policy_for(&self, peer: u32, parity: u64) -> SpinPolicy {
+        match &self.shared_cores {
+            Some(shared) if !self.shares_core(peer, parity) => shared.elsewhere,
+            _ => self.spin_policy,
+        }
+    }
+
+    /// Whether ranks share cores, and a peer has this rank's.
+    #[inline]
+    fn shares_core(&self, peer: u32, parity: u64) -> bool {
+        self.shared_cores.as_ref().is_some_and(|shared| {
+            let slot = self.control.handshake(self.layout.rank, parity, peer);
+            slot.core() == Some(shared.here)
+        })
     }
 
     /// Fails if a peer has given up. Such a peer waited for this very call in vain; its signals are still there, but
@@ -160,6 +201,10 @@ impl HostEngine {
         self.steps_before = self.steps;
         // Advanced before anything can fail: the call counts, however it ends (S2).
         self.epoch += 1;
+        if let Some(shared) = &mut self.shared_cores {
+            let core = shared.begin_call();
+            self.peers().for_each(|peer| self.control.handshake(peer, parity, me).set_core(core));
+        }
         for peer in self.peers() {
             self.control.handshake(peer, parity, me).publish(word, call.words());
         }
@@ -177,12 +222,11 @@ impl HostEngine {
             self.control.step(peer, parity, me).publish_word(step);
         }
         wake_sleepers(self.peers().map(|peer| self.control.step(peer, parity, me)), wake);
-        for peer in self.peers() {
-            if let Err(failure) = self.await_step(peer, step) {
-                return Err(self.close(failure));
-            }
-        }
-        Ok(())
+        let call_parity = self.parity() ^ 1;
+        let mut peers = self.in_waiting_order(call_parity);
+        let result = peers.try_for_each(|(peer, policy)| self.await_step(policy, peer, step));
+        drop(peers);
+        result.map_err(|failure| self.close(failure))
     }
 
     #[inline]
@@ -192,8 +236,19 @@ impl HostEngine {
         parity: u64,
         epoch: u64,
     ) -> Result<u64, WaitFailure> {
+        self.await_handshake_by(self.spin_policy, peer, parity, epoch)
+    }
+
+    #[inline]
+    fn await_handshake_by(
+        &self,
+        policy: SpinPolicy,
+        peer: u32,
+        parity: u64,
+        epoch: u64,
+    ) -> Result<u64, WaitFailure> {
         let slot = self.control.handshake(self.layout.rank, parity, peer);
-        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, 0, epoch));
+        let mut waiter = Waiter::new(policy, self.watch(peer, 0, epoch));
         await_word(slot, |word| is_handshake(word, epoch), &mut waiter)
     }
 
@@ -222,18 +277,19 @@ impl HostEngine {
         phase: u32,
     ) -> Result<u64, WaitFailure> {
         let slot = self.control.plan_channel(self.layout.rank, peer, channel);
+        let policy = self.policy_for(peer, self.parity() ^ 1);
         // `self.epoch` is that of the next call already.
-        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, phase, self.epoch - 1));
+        let mut waiter = Waiter::new(policy, self.watch(peer, phase, self.epoch - 1));
         await_word(slot, |word| word >= number, &mut waiter)
     }
 
     #[inline]
-    fn await_step(&self, peer: u32, step: u64) -> Result<u64, WaitFailure> {
+    fn await_step(&self, policy: SpinPolicy, peer: u32, step: u64) -> Result<(), WaitFailure> {
         let slot = self.control.step(self.layout.rank, step & 1, peer);
         let phase = (step - self.steps_before) as u32;
         // `self.epoch` is that of the next call already.
-        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, phase, self.epoch - 1));
-        await_word(slot, |word| word == step, &mut waiter)
+        let mut waiter = Waiter::new(policy, self.watch(peer, phase, self.epoch - 1));
+        await_word(slot, |word| word == step, &mut waiter).map(|_| ())
     }
 
     /// Closes the engine after a panic inside a call, which may have left its peers waiting.
