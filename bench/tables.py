@@ -14,9 +14,9 @@ import tables_gpu
 from cells import RESULTS, ROOT, figure, load, size, table
 
 
-def host_table(operation):
+def host_table(operation, results="host"):
     """Our time and the peers' times of one operation, a row for each number of ranks and each size."""
-    entries = [entry for entry in load("host") if entry["op"] == operation]
+    entries = [entry for entry in load(results) if entry["op"] == operation]
     peers = sorted({peer for entry in entries for peer in entry["peers"]})
     head = ["ranks", "bytes", "symmpool us", *[f"{peer} us" for peer in peers], "memcpy us"]
     rows = []
@@ -41,6 +41,14 @@ def all_reduce():
 
 def all_to_all():
     return host_table("all_to_all")
+
+
+def all_reduce_shared_cores():
+    return host_table("all_reduce", "host_shared_cores")
+
+
+def all_to_all_shared_cores():
+    return host_table("all_to_all", "host_shared_cores")
 
 
 def all_to_all_v():
@@ -103,7 +111,19 @@ def commit():
     return table(["commit of", "time", "allocating it"], rows)
 
 
-MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, all_to_all_v, packing, lane, commit)}
+MAKERS = {
+    maker.__name__: maker
+    for maker in (
+        all_reduce,
+        all_to_all,
+        all_reduce_shared_cores,
+        all_to_all_shared_cores,
+        all_to_all_v,
+        packing,
+        lane,
+        commit,
+    )
+}
 MAKERS |= tables_gpu.MAKERS
 #: The documents that have tables.
 DOCUMENTS = (ROOT / "docs/performance.md",)
