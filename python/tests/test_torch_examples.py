@@ -4,8 +4,8 @@ import importlib.util
 import itertools
 import json
 import os
+import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,13 +42,24 @@ def test_the_triton_example_compiles(monkeypatch, tmp_path):
 def test_an_example_without_a_launcher_or_a_gpu_says_what_it_needs(name):
     if name == "triton_all_reduce" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
-    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
-    alone["CUDA_VISIBLE_DEVICES"] = ""
+    [(alone, launched)] = values(1, ends_of_an_example, name)
+    assert "torchrun" in alone and "GPU" in launched
+
+
+def ends_of_an_example(group, name):
+    """With what words the program ends where nobody launched it, and where a launcher did."""
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [f"{name}.py"]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ends = []
     for launched in ({}, {"RANK": "0", "LOCAL_RANK": "0"}):
-        done = subprocess.run(command, env=alone | launched, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 1 and "Traceback" not in done.stderr
-        assert ("GPU" if launched else "torchrun") in done.stderr
+        for variable in ("RANK", "LOCAL_RANK"):
+            os.environ.pop(variable, None)
+        os.environ |= launched
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        ends.append(end.value.code)
+    return ends
 
 
 def tensor_parallel(group, port, report):

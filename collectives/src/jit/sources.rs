@@ -100,6 +100,9 @@ const ABOVE_4: Axis = ("WORLD", &["8"]);
 /// Numbers of ranks that are not usual, for which each kernel is compiled with one type.
 const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
 const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
+/// The same for kernels that are compiled with all types for the fewest ranks and for the most.
+const OTHERS: Axis = ("WORLD", &["3", "4", "5", "6", "7"]);
+const OTHERS_UP_TO_4: Axis = ("WORLD", &["3", "4"]);
 const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
 /// One type for each way to widen, reduce and narrow, for kernels with more parameters than these.
 const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
@@ -227,9 +230,9 @@ pub(crate) const COMBINE: Kernel<'static> = collective!(
 /// All-reduce in one shot through inboxes.
 pub(crate) const ONE_SHOT: Kernel<'static> = collective!(
     "all_reduce" / "one_shot",
-    [WORLD, SOME_DTYPES, SUM, WIDE, ONE, LL],
-    [WORLD, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
-    [ODD, F32, SUM, WIDE, ONE, BOTH],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE, ONE, LL],
+    [FEW_AND_MOST, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
+    [OTHERS, F32, SUM, WIDE, ONE, BOTH],
     // An average of integers divides.
     [("WORLD", &["4"]), ("DTYPE", &["6"]), ("OP", &["5"]), WIDE, ONE, LL],
 );
@@ -237,28 +240,28 @@ pub(crate) const ONE_SHOT: Kernel<'static> = collective!(
 /// All-reduce in one shot in the LL128 protocol.
 pub(crate) const ONE_SHOT_LL128: Kernel<'static> = collective!(
     "all_reduce" / "one_shot_ll128",
-    [WORLD, SOME_DTYPES, SUM, WIDE],
-    [ODD, F32, SUM, WIDE],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
 );
 
 /// All-reduce in one shot by loads from peers.
 pub(crate) const ONE_SHOT_PULL: Kernel<'static> = collective!(
     "all_reduce" / "one_shot_pull",
-    [WORLD, SOME_DTYPES, SUM, WIDE],
-    [ODD, F32, SUM, WIDE],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
 );
 
 /// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
 pub(crate) const TWO_SHOT: Kernel<'static> = collective!(
     "all_reduce" / "two_shot",
-    [UP_TO_4, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
+    [FEW, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
     [UP_TO_4, WIDE, ONE, BYTES, SUM, MOVES, LL],
-    [UP_TO_4, WIDE, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
+    [FEW, WIDE, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
     [UP_TO_4, WIDE, TWO, ("DTYPE", &["1", "3", "4"]), SUM, REDUCTIONS, LAMPORT],
     [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
     [ABOVE_4, NARROW, ONE, BYTES, SUM, MOVES, LL],
     [ABOVE_4, NARROW, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
-    [ODD_UP_TO_4, WIDE, ONE, F32, SUM, ALL_REDUCE, BOTH],
+    [OTHERS_UP_TO_4, WIDE, ONE, F32, SUM, REDUCTIONS, BOTH],
     [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ALL_REDUCE, BOTH],
 );
 
@@ -269,29 +272,29 @@ pub(crate) const BROADCAST_STAGES: Kernel<'static> =
 /// All-reduce in two shots through scratch and into outputs.
 pub(crate) const TWO_SHOT_PUSH: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_push",
-    [WORLD, SOME_DTYPES, SUM, WIDE],
-    [ODD, F32, SUM, WIDE],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
 );
 
 /// All-reduce in two shots, and reduce-scatter, in stages through scratch.
 pub(crate) const TWO_SHOT_STAGES: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_stages",
-    [WORLD, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
-    [ODD, F32, SUM, ALL_REDUCE, WIDE],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
+    [OTHERS, F32, SUM, REDUCTIONS, WIDE],
 );
 
 /// Reduces what copy engines carry of an all-reduce.
 pub(crate) const TWO_SHOT_COPY: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_copy",
-    [WORLD, SOME_DTYPES, SUM, WIDE],
-    [ODD, F32, SUM, WIDE],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
 );
 
 /// All-reduce in two shots by loads from peers.
 pub(crate) const TWO_SHOT_PULL: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_pull",
-    [WORLD, SOME_DTYPES, SUM, WIDE],
-    [ODD, F32, SUM, WIDE],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
 );
 
 /// What is made of a fused sum, and how threads divide rows.
