@@ -148,9 +148,10 @@ $(PASSED)/python: $(call files,$(ENGINE) ffi python bench docs examples README.m
 extension: $(VENV)/ready
 	VIRTUAL_ENV=$(abspath $(VENV)) $(VENV)/bin/maturin develop -q -m python/Cargo.toml
 
-# The same as tests have it: quick to build, and arithmetic that overflows is an error.
+# The same as tests have it: quick to build, and arithmetic that overflows is an error. It is built with the
+# configuration of pyo3 that cargo has (.cargo/config.toml), as each of them would compile pyo3 again after the other.
 test-extension: $(VENV)/ready
-	VIRTUAL_ENV=$(abspath $(VENV)) $(VENV)/bin/maturin develop -q --profile dev --features testing -m python/Cargo.toml
+	PYO3_CONFIG_FILE=$(CURDIR)/python/pyo3-config.txt VIRTUAL_ENV=$(abspath $(VENV)) $(VENV)/bin/maturin develop -q --profile dev --features testing -m python/Cargo.toml
 
 # The Python package as a wheel in dist, for Python 3.10 and newer.
 wheel: $(VENV)/ready

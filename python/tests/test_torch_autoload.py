@@ -76,10 +76,11 @@ def test_a_package_that_is_broken_does_not_keep_torch_from_being_imported(instal
 def test_registering_imports_nothing(installed):
     """What it takes is one entry of a table: an import would cost each program that has torch."""
     program = (
-        "import sys, torch, torch.distributed as dist, symmpool_torch; del dist.Backend._plugins['SYMMPOOL'];"
-        "before = set(sys.modules); symmpool_torch.register(); print(set(sys.modules) - before)"
+        "import sys, torch, torch.distributed as dist, symmpool_torch; before = set(sys.modules);"
+        "symmpool_torch.register(); assert dist.is_backend_available('symmpool');"
+        "print(set(sys.modules) - before)"
     )
-    found = python(installed, program)
+    found = python(installed, program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert found.stdout.strip() == "set()", found.stderr
 
 

@@ -42,7 +42,7 @@ def test_the_triton_example_compiles(monkeypatch, tmp_path):
 def test_an_example_without_a_launcher_or_a_gpu_says_what_it_needs(name):
     if name == "triton_all_reduce" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    [(alone, launched)] = values(1, ends_of_an_example, name)
+    [(alone, launched)] = values(1, ends_of_an_example, name, limit=120)
     assert "torchrun" in alone and "GPU" in launched
 
 

@@ -227,9 +227,12 @@ public:
         const Session& session = collective_.session();
         if (!fits()) {
             Watch watch;
-            while (!__any_sync(~0u, watch.expired(session, peer_, DATA))) {
+            while (__any_sync(~0u, at < vectors_)) {
+                if (__any_sync(~0u, watch.expired(session, peer_, DATA))) {
+                    return collective_.good(false);
+                }
             }
-            return collective_.good(false);
+            return true;
         }
         const u32 places[1] = {static_cast<u32>(at)};
         const bool awaited[1] = {at < vectors_};

@@ -41,7 +41,7 @@ pub struct HostEngine {
     /// The timeout of `options`, until it is changed.
     pub(crate) timeout: Arc<Timeout>,
     pub(super) spin_policy: SpinPolicy,
-    /// If ranks share cores.
+    /// How this rank waits where ranks share cores; `None` where each has a core of its own.
     shared_cores: Option<SharedCores>,
     isa: Isa,
     salt: u64,
@@ -129,7 +129,7 @@ impl HostEngine {
             layout,
             control,
             spin_policy,
-            shared_cores: (!spin && layout.world > 1).then(SharedCores::new),
+            shared_cores: (!spin && layout.world > 1).then(|| SharedCores::new(layout.world)),
             isa: Isa::detect(),
             salt: options.salt(),
             paired_groups: PairedGroups::find(

@@ -7,6 +7,7 @@
 //! | `options` | how an engine behaves |
 //! | `control` | where things lie in the control block |
 //! | `wait`, `cores` | how a rank waits, and whether each rank has a core of its own to spin on |
+//! | `shared_cores` | where ranks run that share cores |
 //! | `call`, `operation` | the call description that ranks compare in the handshake, and the operations |
 //! | `fault` | what a rank reports to the others when it gives up waiting |
 //! | `place` | where the data of a call lies |

@@ -1,8 +1,8 @@
-//! Ranks that share cores: how they wait for each other, and that they spread over the cores.
+//! Ranks that share cores: how they wait for each other in collectives, and how they move to less crowded cores.
 //!
 //! A rank spins for a peer that runs on another core, as if both had a core of their own: the peer may be about to
-//! signal. A peer that needs this very core cannot signal before it is left to it, so the rank yields at once. That is
-//! why ranks say with every handshake where they run. Nothing but the time of a wait depends on it.
+//! signal. A peer on this rank's own core cannot signal until this rank yields it, so the rank yields at once. For that,
+//! every handshake says on which core its rank runs. Only the time that a wait takes depends on it.
 //!
 //! The operating system may leave ranks unevenly on cores for a second and longer, as it moves no thread that ran a
 //! moment ago. Then a call takes as long as the fullest core needs for all of its ranks. So a rank moves to a core that
@@ -13,63 +13,86 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity}
 
 use super::wait::SpinPolicy;
 
-/// A rank looks where the others run at one of so many calls.
+/// A rank looks at where the others run at one of so many calls.
 const LOOK_EVERY: u32 = 256;
-/// How often a rank moves at most: the load that other programs put on a core is not known here, so the operating system
-/// may move it back.
+/// How often a rank moves at most in [`FORGET_AFTER`] looks: the load that other programs put on a core is not known
+/// here, so the operating system may move it back.
 const MOST_MOVES: u32 = 16;
+const FORGET_AFTER: u32 = 1024;
 
-/// What a rank knows that shares its core with others.
+/// The state of a rank that shares its core with others.
 #[derive(Debug)]
 pub(super) struct SharedCores {
-    /// Waits for ranks on other cores.
+    /// How this rank waits for ranks on other cores.
     pub(super) elsewhere: SpinPolicy,
     /// The core on which this rank began its call.
-    pub(super) here: u32,
+    here: u32,
+    /// The core of each rank in the call before; `None` if it did not say.
+    cores: Vec<Option<u32>>,
     calls: u32,
+    looks: u32,
     moves: u32,
 }
 
 impl SharedCores {
-    pub(super) fn new() -> Self {
-        Self { elsewhere: SpinPolicy::new(true), here: core(), calls: 0, moves: 0 }
+    pub(super) fn new(world: u32) -> Self {
+        let cores = vec![None; world as usize];
+        Self {
+            elsewhere: SpinPolicy::new(true),
+            here: current_core(),
+            cores,
+            calls: 0,
+            looks: 0,
+            moves: 0,
+        }
     }
 
     /// Called when a call begins. Returns the core on which it does.
     #[inline]
     pub(super) fn begin_call(&mut self) -> u32 {
-        self.here = core();
+        self.here = current_core();
         self.here
     }
 
-    /// Called at the end of every handshake. `core_of` says where a rank runs, as it said itself.
+    /// Whether a peer ran on this rank's core in the call before.
     #[inline]
-    pub(super) fn spread(
-        &mut self,
-        (rank, world): (u32, u32),
-        core_of: impl Fn(u32) -> Option<u32>,
-    ) {
+    pub(super) fn is_here(&self, peer: u32) -> bool {
+        self.cores[peer as usize] == Some(self.here)
+    }
+
+    /// Called at the end of handshakes. `core_of` says where a peer runs, as it said itself.
+    #[inline]
+    pub(super) fn note(&mut self, rank: u32, core_of: impl Fn(u32) -> Option<u32>) {
+        for (other, core) in (0..).zip(&mut self.cores) {
+            *core = if other == rank { Some(self.here) } else { core_of(other) };
+        }
         self.calls += 1;
         if self.calls == LOOK_EVERY {
             self.calls = 0;
-            self.move_away((rank, world), core_of);
+            self.leave_crowded_core(rank);
         }
     }
 
     #[cold]
-    fn move_away(&mut self, (rank, world): (u32, u32), core_of: impl Fn(u32) -> Option<u32>) {
+    fn leave_crowded_core(&mut self, rank: u32) {
+        self.looks += 1;
+        if self.looks == FORGET_AFTER {
+            (self.looks, self.moves) = (0, 0);
+        }
         if self.moves == MOST_MOVES {
             return;
         }
-        let here = self.here;
-        let cores = (0..world).map(|other| if other == rank { Some(here) } else { core_of(other) });
-        let Some(cores) = cores.collect::<Option<Vec<u32>>>() else { return };
-        let Ok(allowed) = sched_getaffinity(None) else { return };
-        let allowed_cores = (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core));
-        let Some(to) = better_core(rank as usize, &cores, allowed_cores.map(|core| core as u32))
-        else {
+        let Some(mut cores) = self.cores.iter().copied().collect::<Option<Vec<u32>>>() else {
             return;
         };
+        let Ok(allowed) = sched_getaffinity(None) else { return };
+        let allowed_cores = (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core));
+        let allowed_cores: Vec<u32> = allowed_cores.map(|core| core as u32).collect();
+        even_out(&mut cores, &allowed_cores);
+        let to = cores[rank as usize];
+        if to == self.here {
+            return;
+        }
         self.moves += 1;
         let mut only = CpuSet::new();
         only.set(to as usize);
@@ -83,18 +106,21 @@ impl SharedCores {
 
 /// The core on which the calling thread runs.
 #[inline]
-fn core() -> u32 {
+fn current_core() -> u32 {
     sched_getcpu() as u32
 }
 
-/// Where a rank had better run: on that of the allowed cores which has fewest ranks, if its own has two more. Of the
-/// ranks of a core the last one moves, so that they do not all do. `cores` has the core of every rank.
-fn better_core(rank: usize, cores: &[u32], allowed: impl Iterator<Item = u32>) -> Option<u32> {
-    let here = cores[rank];
-    let ranks_on = |core: u32| cores.iter().filter(|other| **other == core).count();
-    let to = allowed.min_by_key(|core| ranks_on(*core))?;
-    let is_last = !cores[rank + 1..].contains(&here);
-    (is_last && ranks_on(to) + 2 <= ranks_on(here)).then_some(to)
+/// Moves ranks to less crowded cores: in rank order, each to the core with fewest ranks if that has two fewer than its
+/// own. All ranks look at the same cores, so each finds the same moves, and makes its own. `cores` has the core of each
+/// rank.
+fn even_out(cores: &mut [u32], allowed: &[u32]) {
+    for rank in 0..cores.len() {
+        let ranks_on = |core: u32| cores.iter().filter(|other| **other == core).count();
+        let Some(to) = allowed.iter().copied().min_by_key(|core| ranks_on(*core)) else { return };
+        if ranks_on(to) + 2 <= ranks_on(cores[rank]) {
+            cores[rank] = to;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -102,56 +128,54 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_rank_of_a_crowded_core_moves_to_the_emptiest() {
-        let better = |rank, cores: &[u32], allowed: &[u32]| {
-            better_core(rank, cores, allowed.iter().copied())
+    fn ranks_leave_crowded_cores_until_all_are_about_as_full() {
+        let evened = |cores: &[u32], allowed: &[u32]| {
+            let mut cores = cores.to_vec();
+            even_out(&mut cores, allowed);
+            cores
         };
-        let crowded = [0, 0, 1, 0];
-        let moves = |cores: &[u32], allowed: &[u32]| {
-            (0..cores.len()).map(|rank| better(rank, cores, allowed)).collect::<Vec<_>>()
-        };
-        assert_eq!(moves(&crowded, &[0, 1]), [None, None, None, Some(1)]);
-        assert_eq!(moves(&[0, 1, 1, 0], &[0, 1]), [None; 4], "two each");
-        assert_eq!(moves(&[0, 0, 1], &[0, 1]), [None; 3], "no better the other way round");
-        assert_eq!(moves(&[0, 0], &[0, 1]), [None, Some(1)], "a core that none has yet");
-        assert_eq!(moves(&crowded, &[0]), [None; 4], "bound to one core");
-        assert_eq!(better(3, &crowded, &[]), None);
-        assert_eq!(
-            moves(&[5, 5, 5, 9, 9, 9], &[5, 7, 9]),
-            [None, None, Some(7), None, None, Some(7)]
-        );
+        assert_eq!(evened(&[0, 0, 1, 0], &[0, 1]), [1, 0, 1, 0]);
+        assert_eq!(evened(&[0, 1, 1, 0], &[0, 1]), [0, 1, 1, 0], "two each");
+        assert_eq!(evened(&[0, 0, 1], &[0, 1]), [0, 0, 1], "no better the other way round");
+        assert_eq!(evened(&[0, 0], &[0, 1]), [1, 0], "a core that none has yet");
+        assert_eq!(evened(&[0, 0, 1, 0], &[0]), [0, 0, 1, 0], "bound to one core");
+        assert_eq!(evened(&[0, 0, 0], &[]), [0, 0, 0]);
+        // Only one of three pairs gets the core that is free.
+        assert_eq!(evened(&[0, 0, 1, 1, 2, 2], &[0, 1, 2, 3]), [3, 0, 1, 1, 2, 2]);
+        assert_eq!(evened(&[7; 8], &[5, 6, 7, 8]), [5, 6, 8, 5, 6, 8, 7, 7]);
     }
 
     #[test]
     fn a_rank_moves_a_bounded_number_of_times_and_keeps_its_affinity_mask() {
         let before = sched_getaffinity(None).unwrap();
         let allowed = (0..CpuSet::MAX_CPU).filter(|core| before.is_set(*core)).count();
-        let mut shared = SharedCores::new();
-        let looks = std::cell::Cell::new(0);
-        for _ in 0..LOOK_EVERY * (MOST_MOVES + 4) {
-            let here = shared.begin_call();
-            // All ranks are always where this one is.
-            shared.spread((1, 2), |_| {
-                looks.set(looks.get() + 1);
-                Some(here)
-            });
-        }
-        let same = (0..CpuSet::MAX_CPU)
-            .all(|core| sched_getaffinity(None).unwrap().is_set(core) == before.is_set(core));
-        assert!(same, "the mask is as it was");
-        if allowed > 1 {
-            assert_eq!((shared.moves, looks.get()), (MOST_MOVES, MOST_MOVES));
-        } else {
-            assert_eq!((shared.moves, looks.get()), (0, MOST_MOVES + 4), "no other core");
-        }
+        let mut shared = SharedCores::new(2);
+        let made = |shared: &mut SharedCores, looks: u32| {
+            for _ in 0..LOOK_EVERY * looks {
+                let here = shared.begin_call();
+                // Both ranks are always where this one is, which is the first to leave.
+                shared.note(0, |_| Some(here));
+                assert!(shared.is_here(1));
+            }
+            shared.moves
+        };
+        let most = if allowed > 1 { MOST_MOVES } else { 0 };
+        assert_eq!(made(&mut shared, MOST_MOVES + 4), most);
+        assert_eq!(
+            made(&mut shared, FORGET_AFTER - MOST_MOVES - 4),
+            most.min(1),
+            "later, moves are forgotten"
+        );
+        let after = sched_getaffinity(None).unwrap();
+        assert!((0..CpuSet::MAX_CPU).all(|core| after.is_set(core) == before.is_set(core)));
     }
 
     #[test]
     fn nobody_moves_while_it_is_not_known_where_all_run() {
-        let mut shared = SharedCores::new();
+        let mut shared = SharedCores::new(2);
         for _ in 0..2 * LOOK_EVERY {
-            shared.spread((1, 2), |_| None);
+            shared.note(0, |_| None);
         }
-        assert_eq!(shared.moves, 0);
+        assert!(shared.moves == 0 && !shared.is_here(1));
     }
 }

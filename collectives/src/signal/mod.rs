@@ -95,7 +95,7 @@ pub(crate) struct Slot<A: Atomics> {
     /// Not zero while a waiter is parked or about to park. On channels, where several threads may wait, it is their
     /// number.
     sleeping: A::U32,
-    /// The core on which the signaller runs, and one more; 0 if it did not say. No data depends on it.
+    /// The core on which the signaller runs plus one; 0 if it did not say. No data depends on it.
     core: A::U32,
     /// The call description: written by the signaller before the word, read by the waiter after it.
     description: [A::U64; DESCRIPTION_WORDS],

@@ -8,6 +8,7 @@ use symmpool_allocator::{Error, Result};
 use super::HostEngine;
 use crate::host::call::{Call, mismatch};
 use crate::host::fault::{Cause, Fault, WaitFailure};
+use crate::host::shared_cores::SharedCores;
 use crate::host::wait::{SpinPolicy, Waiter, Watchdog, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
@@ -136,8 +137,7 @@ impl HostEngine {
         self.check_abort()?;
         let (control, me) = (&self.control, self.layout.rank);
         if let Some(shared) = &mut self.shared_cores {
-            shared
-                .spread((me, self.layout.world), |peer| control.handshake(me, parity, peer).core());
+            shared.note(me, |peer| control.handshake(me, parity, peer).core());
         }
         Ok(all_agree)
     }
@@ -146,39 +146,31 @@ impl HostEngine {
     #[inline]
     fn await_handshakes(&self, word: u64, parity: u64, epoch: u64) -> Result<bool, WaitFailure> {
         let mut all_agree = true;
-        for (peer, policy) in self.in_waiting_order(parity) {
+        for (peer, policy) in self.in_waiting_order() {
             all_agree &= self.await_handshake_by(policy, peer, parity, epoch)? == word;
         }
         Ok(all_agree)
     }
 
-    /// All other ranks, and how to wait for each. Before them come those that share this rank's core: what others signal
-    /// can arrive while this rank waits for these, and these can signal only if it yields. `parity` is the call's.
+    /// All other ranks, and how to wait for each. Ranks on this rank's core come first, and once more with all others:
+    /// they can signal only if this rank yields, and what the others signal arrives meanwhile.
     #[inline]
-    fn in_waiting_order(&self, parity: u64) -> impl Iterator<Item = (u32, SpinPolicy)> {
-        let first = self.peers().filter(move |peer| self.shares_core(*peer, parity));
-        let first = first.map(|peer| (peer, self.spin_policy));
-        // The others are all that there are, since a rank may move meanwhile.
+    fn in_waiting_order(&self) -> impl Iterator<Item = (u32, SpinPolicy)> {
         let policy = self.shared_cores.as_ref().map_or(self.spin_policy, |shared| shared.elsewhere);
+        let first = self.shared_cores.iter().flat_map(|shared| {
+            let here = self.peers().filter(|peer| shared.is_here(*peer));
+            here.map(|peer| (peer, self.spin_policy))
+        });
         first.chain(self.peers().map(move |peer| (peer, policy)))
     }
 
-    /// How to wait for a rank in a call of this parity.
+    /// How to wait for a rank.
     #[inline]
-    fn policy_for(&self, peer: u32, parity: u64) -> SpinPolicy {
+    fn policy_for(&self, peer: u32) -> SpinPolicy {
         match &self.shared_cores {
-            Some(shared) if !self.shares_core(peer, parity) => shared.elsewhere,
+            Some(shared) if !shared.is_here(peer) => shared.elsewhere,
             _ => self.spin_policy,
         }
-    }
-
-    /// Whether ranks share cores, and a peer has this rank's.
-    #[inline]
-    fn shares_core(&self, peer: u32, parity: u64) -> bool {
-        self.shared_cores.as_ref().is_some_and(|shared| {
-            let slot = self.control.handshake(self.layout.rank, parity, peer);
-            slot.core() == Some(shared.here)
-        })
     }
 
     /// Fails if a peer has given up. Such a peer waited for this very call in vain; its signals are still there, but
@@ -201,12 +193,13 @@ impl HostEngine {
         self.steps_before = self.steps;
         // Advanced before anything can fail: the call counts, however it ends (S2).
         self.epoch += 1;
-        if let Some(shared) = &mut self.shared_cores {
-            let core = shared.begin_call();
-            self.peers().for_each(|peer| self.control.handshake(peer, parity, me).set_core(core));
-        }
+        let core = self.shared_cores.as_mut().map(SharedCores::begin_call);
         for peer in self.peers() {
-            self.control.handshake(peer, parity, me).publish(word, call.words());
+            let slot = self.control.handshake(peer, parity, me);
+            if let Some(core) = core {
+                slot.set_core(core);
+            }
+            slot.publish(word, call.words());
         }
         wake_sleepers(self.peers().map(|peer| self.control.handshake(peer, parity, me)), wake);
         word
@@ -222,8 +215,7 @@ impl HostEngine {
             self.control.step(peer, parity, me).publish_word(step);
         }
         wake_sleepers(self.peers().map(|peer| self.control.step(peer, parity, me)), wake);
-        let call_parity = self.parity() ^ 1;
-        let mut peers = self.in_waiting_order(call_parity);
+        let mut peers = self.in_waiting_order();
         let result = peers.try_for_each(|(peer, policy)| self.await_step(policy, peer, step));
         drop(peers);
         result.map_err(|failure| self.close(failure))
@@ -277,7 +269,7 @@ impl HostEngine {
         phase: u32,
     ) -> Result<u64, WaitFailure> {
         let slot = self.control.plan_channel(self.layout.rank, peer, channel);
-        let policy = self.policy_for(peer, self.parity() ^ 1);
+        let policy = self.policy_for(peer);
         // `self.epoch` is that of the next call already.
         let mut waiter = Waiter::new(policy, self.watch(peer, phase, self.epoch - 1));
         await_word(slot, |word| word >= number, &mut waiter)
