@@ -252,8 +252,8 @@ impl Control {
         2 * 4 * 8 * u64::from(world) * u64::from(MAX_PEER_BLOCKS)
     }
 
-    /// The layout that kernels are launched with. Where ranks are not all linked directly, lines of 128 bytes may arrive in parts: there
-    /// is no room for any then, as kernels of programs ask for (`Ll128Channel` in `symmpool/device.cuh`).
+    /// The layout that kernels are launched with. Where ranks are not all linked directly, lines of 128 bytes may arrive in
+    /// parts: there is no room for any then, as kernels of programs ask for (`Ll128Channel` in `symmpool/channels.cuh`).
     pub(super) fn for_links(&self, direct: bool) -> Self {
         Self { ll128_bytes: if direct { self.ll128_bytes } else { 0 }, ..*self }
     }

@@ -29,22 +29,15 @@ pub(super) struct SharedCores {
     here: u32,
     /// The core of each rank in the call before; `None` if it did not say.
     cores: Vec<Option<u32>>,
+    /// Handshakes so far, wrapping.
     calls: u32,
-    looks: u32,
     moves: u32,
 }
 
 impl SharedCores {
     pub(super) fn new(world: u32) -> Self {
         let cores = vec![None; world as usize];
-        Self {
-            elsewhere: SpinPolicy::new(true),
-            here: current_core(),
-            cores,
-            calls: 0,
-            looks: 0,
-            moves: 0,
-        }
+        Self { elsewhere: SpinPolicy::new(true), here: current_core(), cores, calls: 0, moves: 0 }
     }
 
     /// Called when a call begins. Returns the core on which it does.
@@ -66,18 +59,16 @@ impl SharedCores {
         for (other, core) in (0..).zip(&mut self.cores) {
             *core = if other == rank { Some(self.here) } else { core_of(other) };
         }
-        self.calls += 1;
-        if self.calls == LOOK_EVERY {
-            self.calls = 0;
+        self.calls = self.calls.wrapping_add(1);
+        if self.calls.is_multiple_of(LOOK_EVERY) {
             self.leave_crowded_core(rank);
         }
     }
 
     #[cold]
     fn leave_crowded_core(&mut self, rank: u32) {
-        self.looks += 1;
-        if self.looks == FORGET_AFTER {
-            (self.looks, self.moves) = (0, 0);
+        if self.calls.is_multiple_of(LOOK_EVERY * FORGET_AFTER) {
+            self.moves = 0;
         }
         if self.moves == MOST_MOVES {
             return;

@@ -100,7 +100,7 @@ const ABOVE_4: Axis = ("WORLD", &["8"]);
 /// Numbers of ranks that are not usual, for which each kernel is compiled with one type.
 const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
 const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
-/// The same for kernels that are compiled with all types for the fewest ranks and for the most.
+/// The same for kernels that are compiled with several types for the fewest ranks and for the most.
 const OTHERS: Axis = ("WORLD", &["3", "4", "5", "6", "7"]);
 const OTHERS_UP_TO_4: Axis = ("WORLD", &["3", "4"]);
 const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);

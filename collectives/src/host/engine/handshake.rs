@@ -146,22 +146,19 @@ impl HostEngine {
     #[inline]
     fn await_handshakes(&self, word: u64, parity: u64, epoch: u64) -> Result<bool, WaitFailure> {
         let mut all_agree = true;
-        for (peer, policy) in self.in_waiting_order() {
-            all_agree &= self.await_handshake_by(policy, peer, parity, epoch)? == word;
+        for peer in self.in_waiting_order() {
+            all_agree &= self.await_handshake(peer, parity, epoch)? == word;
         }
         Ok(all_agree)
     }
 
-    /// All other ranks, and how to wait for each. Ranks on this rank's core come first, and once more with all others:
-    /// they can signal only if this rank yields, and what the others signal arrives meanwhile.
+    /// All other ranks, in the order in which to wait for them. Ranks on this rank's core come first, and once more with
+    /// all others: they can signal only if this rank yields, and what the others signal arrives meanwhile.
     #[inline]
-    fn in_waiting_order(&self) -> impl Iterator<Item = (u32, SpinPolicy)> {
-        let policy = self.shared_cores.as_ref().map_or(self.spin_policy, |shared| shared.elsewhere);
-        let first = self.shared_cores.iter().flat_map(|shared| {
-            let here = self.peers().filter(|peer| shared.is_here(*peer));
-            here.map(|peer| (peer, self.spin_policy))
-        });
-        first.chain(self.peers().map(move |peer| (peer, policy)))
+    fn in_waiting_order(&self) -> impl Iterator<Item = u32> {
+        let shared = self.shared_cores.iter();
+        let here = shared.flat_map(|shared| self.peers().filter(|peer| shared.is_here(*peer)));
+        here.chain(self.peers())
     }
 
     /// How to wait for a rank.
@@ -216,7 +213,7 @@ impl HostEngine {
         }
         wake_sleepers(self.peers().map(|peer| self.control.step(peer, parity, me)), wake);
         let mut peers = self.in_waiting_order();
-        let result = peers.try_for_each(|(peer, policy)| self.await_step(policy, peer, step));
+        let result = peers.try_for_each(|peer| self.await_step(peer, step));
         drop(peers);
         result.map_err(|failure| self.close(failure))
     }
@@ -228,19 +225,8 @@ impl HostEngine {
         parity: u64,
         epoch: u64,
     ) -> Result<u64, WaitFailure> {
-        self.await_handshake_by(self.spin_policy, peer, parity, epoch)
-    }
-
-    #[inline]
-    fn await_handshake_by(
-        &self,
-        policy: SpinPolicy,
-        peer: u32,
-        parity: u64,
-        epoch: u64,
-    ) -> Result<u64, WaitFailure> {
         let slot = self.control.handshake(self.layout.rank, parity, peer);
-        let mut waiter = Waiter::new(policy, self.watch(peer, 0, epoch));
+        let mut waiter = Waiter::new(self.policy_for(peer), self.watch(peer, 0, epoch));
         await_word(slot, |word| is_handshake(word, epoch), &mut waiter)
     }
 
@@ -269,18 +255,19 @@ impl HostEngine {
         phase: u32,
     ) -> Result<u64, WaitFailure> {
         let slot = self.control.plan_channel(self.layout.rank, peer, channel);
-        let policy = self.policy_for(peer);
         // `self.epoch` is that of the next call already.
-        let mut waiter = Waiter::new(policy, self.watch(peer, phase, self.epoch - 1));
+        let watch = self.watch(peer, phase, self.epoch - 1);
+        let mut waiter = Waiter::new(self.policy_for(peer), watch);
         await_word(slot, |word| word >= number, &mut waiter)
     }
 
     #[inline]
-    fn await_step(&self, policy: SpinPolicy, peer: u32, step: u64) -> Result<(), WaitFailure> {
+    fn await_step(&self, peer: u32, step: u64) -> Result<(), WaitFailure> {
         let slot = self.control.step(self.layout.rank, step & 1, peer);
         let phase = (step - self.steps_before) as u32;
         // `self.epoch` is that of the next call already.
-        let mut waiter = Waiter::new(policy, self.watch(peer, phase, self.epoch - 1));
+        let watch = self.watch(peer, phase, self.epoch - 1);
+        let mut waiter = Waiter::new(self.policy_for(peer), watch);
         await_word(slot, |word| word == step, &mut waiter).map(|_| ())
     }
 
