@@ -264,8 +264,11 @@ OWN_SHAPES = {
     "plan_two_shot_in_scratch_ll": "two_shot_ll",
     "plan_all_gather": "all_to_all_direct",
     "plan_reduce_scatter": "reduce_scatter",
+    "plan_reduce_scatter_pull": "reduce_scatter",
+    "plan_reduce_scatter_ll": "reduce_scatter",
     "plan_all_to_all": "all_to_all_direct",
     "native_my_all_gather": "all_gather",
+    "native_my_all_gather_of_vectors": "all_gather",
 }
 
 

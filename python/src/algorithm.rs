@@ -70,6 +70,7 @@ impl Algorithm {
         world: Option<Number<u32>>,
         windows: (bool, bool),
         in_place: bool,
+        max_bytes: Option<Number<u64>>,
         grid: Option<Number<u32>>,
         threads: Number<u32>,
     ) -> PyResult<Self> {
@@ -84,6 +85,7 @@ impl Algorithm {
             input_window: windows.0,
             output_window: windows.1,
             in_place,
+            max_bytes: max_bytes.map(|number| number.or_raise(py, "max_bytes")).transpose()?,
             blocks: number(grid, "grid")?,
             threads: threads.or_raise(py, "threads")?,
             ..NativeKernel::new(collective, kernel, source)

@@ -196,6 +196,7 @@ class Algorithm:
         world: int | None,
         windows: tuple[bool, bool],
         in_place: bool,
+        max_bytes: int | None,
         grid: int | None,
         threads: int,
     ) -> Algorithm: ...

@@ -19,6 +19,7 @@ def native(
     world: int | None = None,
     windows: Iterable[Literal["input", "output"]] = (),
     in_place: bool = False,
+    max_bytes: int | None = None,
     grid: int | None = None,
     threads: int = 256,
 ) -> Algorithm:
@@ -29,8 +30,10 @@ def native(
     the function in it, `extern "C" __global__`; it is the algorithm's name, too, unless there is another.
     `world` is the number of ranks that it is for, any unless given. Peers may access what `windows` names,
     which calls must pass as memory of the pool; UnsupportedError if they do not. `in_place` says that it is
-    right with input and output in one memory. `grid` is the most thread blocks that do its work, each of
-    `threads` threads (32, 64, 128, 256 or 512); without it that is left to the size of a call.
+    right with input and output in one memory. `max_bytes` bounds the larger one of input and output, for
+    kernels whose data has to fit into an inbox; longer calls are UnsupportedError. `grid` is the most thread
+    blocks that do its work, each of `threads` threads (32, 64, 128, 256 or 512); without it that is left to
+    the size of a call.
 
     It is compiled by NVRTC when a call first needs it, for the communicator's ranks and, if the collective
     reduces, the element type and the operation; compiled kernels are kept on disk. What the compiler says
@@ -50,4 +53,5 @@ def native(
         if each not in ("input", "output"):
             raise InvalidArgumentError(f'windows has {each!r}: "input" and "output" can be windows')
     both, name = ("input" in named, "output" in named), name or kernel
-    return Algorithm.native(text, path, kernel, collective, name, world, both, in_place, grid, threads)
+    limits = (in_place, max_bytes, grid, threads)
+    return Algorithm.native(text, path, kernel, collective, name, world, both, *limits)

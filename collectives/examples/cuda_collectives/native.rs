@@ -13,6 +13,7 @@ use crate::oracle::{differs, input, random, reduce};
 use crate::{MOST_LATE, Options, expect_error};
 
 const DOCUMENT: &str = include_str!("../../../docs/kernels.md");
+const ALL_TO_ALL: &str = include_str!("my_all_to_all.cu");
 const ROOM: usize = 6 << 20;
 
 /// The kernels of the document.
@@ -23,16 +24,28 @@ pub(crate) fn kernels() -> Vec<NativeKernel> {
         let name = rest.split('(').next().expect("a name");
         let collective = match name {
             _ if name.starts_with("my_all_reduce") => StandardCollective::AllReduce,
-            "my_all_to_all" => StandardCollective::AllToAll,
             _ => StandardCollective::AllGather,
         };
         NativeKernel {
             output_window: collective == StandardCollective::AllGather,
             in_place: true,
+            // Those that send to an inbox: what it has room for with eight ranks.
+            max_bytes: match name {
+                "my_all_gather_of_vectors" => Some(32 << 20),
+                _ => collective.reduces().then_some(4 << 20),
+            },
+            // Twice as many vectors on their way at once.
+            threads: if name == "my_all_gather_of_vectors" { 512 } else { 256 },
             ..NativeKernel::new(collective, name, text)
         }
     });
     found.collect()
+}
+
+/// Those, and an all-to-all.
+fn checked() -> Vec<NativeKernel> {
+    let all_to_all = NativeKernel::new(StandardCollective::AllToAll, "my_all_to_all", ALL_TO_ALL);
+    kernels().into_iter().chain([all_to_all]).collect()
 }
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
@@ -41,12 +54,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let comm = Communicator::with_options(pool, &options.communicator())?;
     let stream = stream(pool)?;
     let mut native = Native { pool, comm, buffers, stream, cases: 0, wrong: 0 };
-    for kernel in kernels() {
+    for kernel in checked() {
         native.kernel(&kernel, options, &[0, 1, 1000, 16_411, 100_003])?;
     }
     // The last two of four calls are those in which flags and marks of old calls expire; then where epochs repeat.
     for first_epoch in [(1 << 30) - 2, u32::MAX - 1] {
-        for kernel in kernels() {
+        for kernel in checked() {
             let started = CommunicatorOptions { first_epoch, ..options.communicator() };
             native.comm = Communicator::with_options(pool, &started)?;
             native.kernel(&kernel, options, &[1000, 16_411])?;
@@ -91,9 +104,7 @@ impl Native<'_> {
             if reduces { &[DType::Bf16, DType::I64] } else { &[DType::Bf16, DType::U8] };
         for (nth, &count) in counts.iter().enumerate() {
             for &dtype in types {
-                // So many elements take more than an inbox has.
-                let is_long = reduces && count * dtype.size() > 4 << 20;
-                if is_long || (options.quick && nth % 2 == 0 && nth > 0) {
+                if options.quick && nth % 2 == 0 && nth > 0 {
                     continue;
                 }
                 let number = random(options.seed, self.cases);
@@ -174,6 +185,19 @@ impl Native<'_> {
             if !error.is_invalid_argument() || !error.to_string().contains(words) {
                 self.wrong += 1;
                 println!("rank {}: {name}: {error}", self.pool.rank());
+            }
+        }
+        for kernel in kernels() {
+            let Some(most) = kernel.max_bytes else { continue };
+            let algorithm = Algorithm::native(kernel)?;
+            // SAFETY: the call is refused.
+            let result =
+                unsafe { self.execute(&algorithm, (at, at), most as usize + 1, DType::U8) };
+            let error = expect_error(result, "a call that is too long")?;
+            self.cases += 1;
+            if !error.is_unsupported() && !error.is_invalid_argument() {
+                self.wrong += 1;
+                println!("rank {}: {}: {error}", self.pool.rank(), algorithm.name());
             }
         }
         self.comm.barrier(&self.stream)?;

@@ -108,6 +108,29 @@ public:
         }
     }
 
+    // Copies to the window of every rank at the place where `window` lies in this rank's, its own included. What is
+    // loaded once is stored for all, so that all links and this rank's memory are busy at the same time. Called by all
+    // threads of a block, as `copy`.
+    __device__ __forceinline__ void copy_to_all(void* window, const void* from, u64 bytes) const {
+        __syncthreads();
+        const Copy own(Transfer{static_cast<const char*>(from), static_cast<char*>(window), bytes});
+        // In place, only peers lack it.
+        const u32 first = window == from ? 1 : 0;
+        own.visit(0, own.units(), [&](char* at, uint4 vector) {
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                store_plain(comm.peer_ptr(at, comm.after(distance)), vector);
+            }
+            if (first == 0) {
+                store_plain(at, vector);
+            }
+        }, [&](char* at, char byte) {
+            for (u32 distance = first; distance < WORLD; ++distance) {
+                *comm.peer_ptr(at, comm.after(distance)) = byte;
+            }
+        });
+    }
+
     // A rank's scratch, undefined when a call begins, and its bytes. The next call has another half of it.
     __device__ __forceinline__ char* scratch(u32 rank) const {
         return comm.of(rank) + comm.plan_scratch + session_.parity() * (comm.plan_scratch_bytes / 2);

@@ -83,27 +83,35 @@ struct Copy {
     __device__ __forceinline__ void run(u64 first, u64 last) const;
 
     __device__ __forceinline__ void run_inline(u64 first, u64 last) const {
+        visit(first, last, [](char* at, uint4 vector) { store_plain(at, vector); },
+              [](char* at, char byte) { *at = byte; });
+    }
+
+    // The same where `store_vector` and `store_byte` store what belongs at an address of the destination.
+    template <typename StoreVector, typename StoreByte>
+    __device__ __forceinline__ void visit(u64 first, u64 last, StoreVector store_vector, StoreByte store_byte) const {
         const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
         const u64 end = last < vectors ? last : vectors;
-        shift == 0 ? copy<false>(first, end, 0) : copy<true>(first, end, shift);
+        shift == 0 ? visit_vectors<false>(first, end, 0, store_vector)
+                   : visit_vectors<true>(first, end, shift, store_vector);
         if (last > vectors) {
             const u64 behind = head + 16 * vectors;
             const u32 ends = head + static_cast<u32>(bytes - behind);
             for (u32 i = threadIdx.x; i < ends; i += blockDim.x) {
                 const u64 at = i < head ? i : behind + (i - head);
-                to[at] = from[at];
+                store_byte(to + at, from[at]);
             }
         }
     }
 
 private:
-    template <bool SHIFTED>
-    __device__ __forceinline__ void copy(u64 first, u64 end, u32 shift) const {
+    template <bool SHIFTED, typename Store>
+    __device__ __forceinline__ void visit_vectors(u64 first, u64 end, u32 shift, Store store) const {
         const char* source = from + head - shift;
         char* target = to + head;
         copy_unrolled<UNROLL>(first + threadIdx.x, end, blockDim.x, [&](u64 at) {
             return SHIFTED ? load_shifted(source + 16 * at, shift) : load_plain(source + 16 * at);
-        }, [&](u64 at, uint4 vector) { store_plain(target + 16 * at, vector); });
+        }, [&](u64 at, uint4 vector) { store(target + 16 * at, vector); });
     }
 };
 

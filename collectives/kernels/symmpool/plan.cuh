@@ -140,6 +140,42 @@ __device__ __noinline__ void copy_slices(const char* from, char* to, u64 bytes, 
     copy_rest(from2, to2, bytes2);
 }
 
+template <u32 N>
+struct Targets {
+    char* at[N];
+};
+
+// Copies a slice to several places, which do not overlap: it is loaded once, and all links and memory are busy at the
+// same time. One of the places may be where the slice lies.
+template <u32 N>
+__device__ __noinline__ void copy_slice_to_all(const char* from, Targets<N> to, u64 bytes) {
+    bool aligned = is_aligned(from);
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) {
+        aligned = aligned && is_aligned(to.at[i]);
+    }
+    if (!aligned) {
+#pragma unroll 1
+        for (u32 i = 0; i < N; ++i) {
+            copy_slice(from, to.at[i], bytes);
+        }
+        return;
+    }
+    copy_unrolled<4>(threadIdx.x, bytes / 16, blockDim.x, [&](u64 at) { return load_plain(from + 16 * at); },
+                     [&](u64 at, uint4 vector) {
+#pragma unroll
+                         for (u32 i = 0; i < N; ++i) {
+                             if (to.at[i] != from) {
+                                 store_plain(to.at[i] + 16 * at, vector);
+                             }
+                         }
+                     });
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) {
+        copy_rest(from, to.at[i], bytes);
+    }
+}
+
 // Reduces vectors in the order in which they are given. Averages are divided by `divisor`.
 template <int D, int O, u32 N>
 __device__ __forceinline__ uint4 reduce_vectors(const uint4 (&vectors)[N], int divisor) {

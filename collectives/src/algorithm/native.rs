@@ -36,6 +36,8 @@ pub struct NativeKernel {
     pub output_window: bool,
     /// Whether input and output may be one memory.
     pub in_place: bool,
+    /// The most bytes of the larger one of input and output, such as what an inbox has room for; any number if `None`.
+    pub max_bytes: Option<u64>,
     /// Thread blocks at most, without the one that does the handshake; `None` leaves it to the size of a call, up to 128.
     pub blocks: Option<u32>,
     /// Threads of a block: 32, 64, 128, 256 or 512. It is the macro THREADS.
@@ -55,6 +57,7 @@ impl NativeKernel {
             input_window: false,
             output_window: false,
             in_place: false,
+            max_bytes: None,
             blocks: None,
             threads: 256,
         }
@@ -114,7 +117,7 @@ impl NativeKernel {
             topology: None,
             dtypes,
             ops: if reduces { ReduceOp::ALL.to_vec() } else { Vec::new() },
-            bytes: 0..=u64::MAX,
+            bytes: 0..=self.max_bytes.unwrap_or(u64::MAX),
             multiple_of: 1,
             input_window: self.input_window,
             output_window: self.output_window,
@@ -134,6 +137,7 @@ impl NativeKernel {
         for number in numbers {
             hasher.update(&number.to_le_bytes());
         }
+        hasher.update(&self.max_bytes.unwrap_or(u64::MAX).to_le_bytes());
         let yes = [self.input_window, self.output_window, self.in_place].map(u8::from);
         hasher.update(&yes);
         let mut first = [0; 8];
@@ -183,6 +187,7 @@ mod tests {
             NativeKernel { threads: 512, ..right() },
             NativeKernel { blocks: Some(4), ..right() },
             NativeKernel { output_window: true, ..right() },
+            NativeKernel { max_bytes: Some(1 << 20), ..right() },
         ];
         assert!(others.iter().all(|other| other.hash() != right().hash()));
     }

@@ -112,6 +112,12 @@ impl CudaEngine {
                 dtype.name()
             )));
         };
+        let (whole, most) = (part * inputs.max(outputs), native.max_bytes.unwrap_or(u64::MAX));
+        if whole > most {
+            return Err(Error::unsupported(format!(
+                "the algorithm {name} of {whole} bytes on rank {rank}: it is for {most} at most"
+            )));
+        }
         let (from, to) = (self.address(input), self.address(output));
         let (from_end, to_end) = (from + part * inputs, to + part * outputs);
         if part > 0 && from < to_end && to < from_end {

@@ -2,7 +2,8 @@
 //!
 //! The source depends on the plan alone: its macros say for how many ranks, which element type and which operation it is
 //! compiled. Operations that move data at once are written as one where that keeps links and memory busy together: a
-//! reduction and the put of its result, and a copy within a rank beside one to a peer.
+//! reduction and the put of its result, copies of one chunk to several places, and a copy within a rank beside one to a
+//! peer.
 
 use std::fmt::Write;
 
@@ -214,6 +215,13 @@ impl Writer<'_> {
             .count();
         let mut left = level.items.as_slice();
         while let Some((item, rest)) = left.split_first() {
+            let alike = self.copies_of_one_chunk(left);
+            if alike > 1 {
+                let (copies, others) = left.split_at(alike);
+                self.copy_to_all(copies, early);
+                left = others;
+                continue;
+            }
             left = rest;
             let next = rest.first();
             if item.srcs.len() == 1 {
@@ -265,6 +273,39 @@ impl Writer<'_> {
             );
             line!(self, "                    {bytes}, {divisor}, {to}, {also_at});");
         }
+    }
+
+    /// How many of the operations at the beginning copy the same chunk, which none of them writes.
+    fn copies_of_one_chunk(&self, items: &[Item]) -> usize {
+        let Some(first) = items.first().filter(|item| item.srcs.len() == 1) else { return 0 };
+        let from = self.memory(first.srcs[0]);
+        let is_alike = |item: &&Item| {
+            item.srcs == first.srcs && item.place == first.place && self.memory(item.dst) != from
+        };
+        items.iter().take_while(is_alike).count()
+    }
+
+    /// Copies of one chunk, on one slice. Those that are `early` have been made already if the slice is short.
+    fn copy_to_all(&mut self, copies: &[Item], early: &[Item]) {
+        let late: Vec<&Item> = copies.iter().filter(|item| !early.contains(item)).collect();
+        if late.len() < copies.len() {
+            line!(self, "                if (is_short) {{");
+            for item in &late {
+                let copy = self.copy(item);
+                line!(self, "                    {copy}");
+            }
+            line!(self, "                }} else");
+        }
+        let (from, place) = (self.address(copies[0].srcs[0]), copies[0].place);
+        let to: Vec<String> = copies.iter().map(|item| self.address(item.dst)).collect();
+        let count = copies.len();
+        line!(self, "                copy_slice_to_all<{count}>({from},");
+        line!(
+            self,
+            "                    Targets<{count}>{{{{{}}}}},",
+            to.join(",\n                        ")
+        );
+        line!(self, "                    run.bytes(slice, {place}));");
     }
 
     /// Whether a copy can be made at the same time as the one before it: one is within the rank, the other is not, and

@@ -35,6 +35,12 @@ def _reduce_directly(me: Rank, result: Chunks) -> None:
     me.reduce(result, _of_all(me, me.input[me.rank], inbox))
 
 
+def _reduce_by_reads(me: Rank, result: Chunks) -> None:
+    """Every rank reduces its own chunk of all inputs where they lie."""
+    inputs = {peer.rank: peer.input for peer in me.peers()} | {me.rank: me.input}
+    me.reduce(result, [inputs[rank][me.rank] for rank in range(me.world)])
+
+
 def _reduce_around_ring(me: Rank, result: Chunks) -> None:
     """Partial sums go round the ring; the sum of this rank's chunk ends here."""
     last, n = me.world - 1, me.world
@@ -99,8 +105,7 @@ def two_shot_ll_all_reduce(me: Rank) -> None:
 def two_shot_pull_all_reduce(me: Rank) -> None:
     """Every rank reduces one chunk of all inputs where they lie: windows, and no scratch."""
     me.barrier()
-    inputs = {peer.rank: peer.input for peer in me.peers()} | {me.rank: me.input}
-    me.reduce(me.output[me.rank], [inputs[rank][me.rank] for rank in range(me.world)])
+    _reduce_by_reads(me, me.output[me.rank])
     for peer in me.peers():
         me.put(peer.output[me.rank], me.output[me.rank])
     me.barrier()
@@ -204,6 +209,14 @@ def ring_all_gather(me: Rank) -> None:
 def direct_reduce_scatter(me: Rank) -> None:
     """Every rank puts to each peer that peer's chunk."""
     _reduce_directly(me, me.output[0])
+
+
+@algorithm("reduce_scatter")
+def pull_reduce_scatter(me: Rank) -> None:
+    """Every rank reduces its chunk of all inputs where they lie: windows, and no scratch."""
+    me.barrier()
+    _reduce_by_reads(me, me.output[0])
+    me.barrier()
 
 
 @algorithm("reduce_scatter")

@@ -32,7 +32,7 @@ impl Bench<'_> {
                 _ => world as usize,
             };
             let algorithm = Algorithm::from_plan(plan).expect("a right program");
-            self.registered(options, (&name, &algorithm, parts), (from, to), false, times)?;
+            self.registered(options, (&name, &algorithm, parts), (from, to), times)?;
         }
         for kernel in crate::native::kernels() {
             let name = format!("native_{}", kernel.name);
@@ -41,8 +41,7 @@ impl Bench<'_> {
             }
             let parts = if kernel.collective.reduces() { 1 } else { world as usize };
             let algorithm = Algorithm::native(kernel)?;
-            // A call of more than an inbox holds never ends.
-            self.registered(options, (&name, &algorithm, parts), (from, to), true, times)?;
+            self.registered(options, (&name, &algorithm, parts), (from, to), times)?;
         }
         for name in [ALL_GATHER, REDUCE_SCATTER] {
             if !options.algorithms.iter().any(|other| other == name) {
@@ -68,13 +67,12 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Times an algorithm whose calls have so many parts. A size of which the first call fails is left out if it `may_fail`.
+    /// Times an algorithm whose calls have so many parts. Sizes that it is not for are left out.
     fn registered(
         &mut self,
         options: &Options,
         (name, algorithm, parts): (&str, &Algorithm, usize),
         (from, to): (*const u8, *mut u8),
-        may_fail: bool,
         times: &mut Times,
     ) -> Result<()> {
         let (dtype, op) = (DType::Bf16, ReduceOp::Sum);
@@ -86,12 +84,12 @@ impl Bench<'_> {
                 comm.execute_at(algorithm, to, from, count, dtype, op, 0, stream)
             };
             // The first call compiles the kernel.
-            call(&self.stream)?;
-            match comm.synchronize(&self.stream) {
-                Ok(()) => self.note(name, &comm, bytes, times, call)?,
-                Err(_) if may_fail => {}
+            match call(&self.stream) {
+                Ok(()) => comm.synchronize(&self.stream)?,
+                Err(why) if why.is_unsupported() => continue,
                 Err(why) => return Err(why),
             }
+            self.note(name, &comm, bytes, times, call)?;
         }
         Ok(())
     }

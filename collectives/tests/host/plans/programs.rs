@@ -101,6 +101,17 @@ pub(super) fn reduce_scatter(world: u32) -> Plan {
     })
 }
 
+/// The same by reads of peers' inputs, without scratch.
+pub(super) fn reduce_scatter_pull(world: u32) -> Plan {
+    plan("reduce_scatter_pull", Collective::ReduceScatter, world, world, 0, |me| {
+        me.barrier();
+        let own = me.rank;
+        let srcs = (0..world).map(|rank| place(rank, Buffer::Input, own)).collect();
+        me.reduce(me.output(0), srcs);
+        me.barrier();
+    })
+}
+
 /// A tree: each rank that has the data gives it to one that has not.
 pub(super) fn broadcast_tree(world: u32) -> Plan {
     plan("broadcast_tree", Collective::Broadcast, world, 2, 0, |me| {
@@ -181,6 +192,7 @@ pub(super) fn all(world: u32) -> Vec<Plan> {
         ring(world),
         all_gather(world),
         reduce_scatter(world),
+        reduce_scatter_pull(world),
         broadcast_tree(world),
         all_to_all(world),
         grouped_all_gather(world),
