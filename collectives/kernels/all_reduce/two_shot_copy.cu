@@ -3,7 +3,7 @@
 //! Defines: WORLD, DTYPE, OP, THREADS.
 //!
 //! It runs after this rank's copies into its peers' scratch, within a call whose handshake another kernel has
-//! done. So it has a barrier of its own, whose passages all ranks count in device memory, independently of the
+//! done. Where other means say that copies have arrived, the call's root is 1. Else it has a barrier of its own, whose passages all ranks count in device memory, independently of the
 //! epoch. A rank that arrives there says to every peer that its copies have arrived, that it does not need any more
 //! what it reduced before, and that it does not need the old contents of where this part's results will be.
 
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_copy(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     // Its epoch is used only for the record of a failure.
     const Session session(comm);
-    if (session.failed || !pass_copy_barrier(session)) {
+    if (session.failed || (call.root == 0 && !pass_copy_barrier(session))) {
         return;
     }
     const Source input(call.input, call.bytes);

@@ -9,12 +9,11 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::Communicator;
 use super::engine::Engine;
 use crate::MatmulShape;
-use crate::cuda::MEMORY_CHANNELS;
 use crate::signal::channel::CHANNELS;
 
 impl Communicator {
     /// How many steps a fused product may have: [`Self::push_step`].
-    pub const STEPS: u32 = MEMORY_CHANNELS - CHANNELS;
+    pub const STEPS: u32 = CHANNELS;
 
     /// Opens a fused product: returns, or on a device lets `stream` go on, once every rank has opened the same one. What
     /// ranks did before on the streams that they pass has been done then, so a rank may write into memory that its

@@ -142,8 +142,10 @@ pub(super) static ALL_REDUCE: [AllReduce; 10] = [
     AllReduce {
         name: Name::TwoShotCopy,
         one_of: None,
-        fits: |shape, _| shape.output_window && shape.world > 1 && shape.bytes >= MIN_COPY_BYTES,
-        pays_off: |shape, control| at_once(shape, control) >= shape.bytes.min(COPY_ROUND_BYTES),
+        fits: |shape, _| shape.world > 1 && shape.bytes >= MIN_COPY_BYTES,
+        pays_off: |shape, control| {
+            shape.output_window && at_once(shape, control) >= shape.bytes.min(COPY_ROUND_BYTES)
+        },
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_COPY, of),
         launch: CudaEngine::two_shot_copy,

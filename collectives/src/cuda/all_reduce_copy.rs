@@ -40,7 +40,7 @@ fn rounds(share: u64, room: u64) -> impl Iterator<Item = [ByteRange; 2]> {
 }
 
 /// Where a range of a share begins, and its length, for a share that begins at `begin` and has `length` bytes.
-fn within((begin, length): (u64, u64), range: ByteRange) -> (u64, u64) {
+pub(super) fn within((begin, length): (u64, u64), range: ByteRange) -> (u64, u64) {
     let (from, end) = (range.start.min(length), range.end.min(length));
     (begin + from, end - from)
 }
@@ -56,8 +56,12 @@ impl CudaEngine {
         &mut self,
         _: &AllReduce,
         work: &Work,
-        _: bool,
+        output_window: bool,
     ) -> Result<()> {
+        if self.beside_compute || !output_window {
+            // SAFETY: passed on.
+            return unsafe { self.two_shot_copy_in_pieces(work, output_window) };
+        }
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let Some((&last, all_but_last)) = peers.split_last() else {
             return self.handshake_only(work.call, work.stream);
@@ -103,16 +107,27 @@ impl CudaEngine {
 
     /// Copies a range of a peer's share of this rank's input into that peer's scratch, `offset` bytes into
     /// this rank's slot there.
-    fn copy_input(&mut self, work: &Work, peer: u32, range: ByteRange, offset: u64) -> Result<()> {
-        let (rank, room) = (self.rank(), self.control.scratch_room(self.world()));
-        let slot = if rank < peer { rank } else { rank - 1 };
-        let to = self.scratch_of(peer) + u64::from(slot) * room + offset;
+    pub(super) fn copy_input(
+        &mut self,
+        work: &Work,
+        peer: u32,
+        range: ByteRange,
+        offset: u64,
+    ) -> Result<()> {
+        let to = self.slot_from(self.rank(), peer) + offset;
         let (from, bytes) = within(work.share(peer, self.world()), range);
         self.copy_by_engine(to, work.input + from, bytes, self.copy_stream)
     }
 
-    /// Reduces a range of this rank's share when what peers copied has arrived, on the call's stream.
-    fn reduce_copied(
+    /// Where what one rank sends to another one lies in that one's scratch.
+    pub(super) fn slot_from(&self, sender: u32, owner: u32) -> u64 {
+        let slot = if sender < owner { sender } else { sender - 1 };
+        self.scratch_of(owner) + u64::from(slot) * self.control.scratch_room(self.world())
+    }
+
+    /// Reduces a range of this rank's share on the call's stream: when what peers copied has arrived, as the kernel finds
+    /// out unless `work.root` is 1.
+    pub(super) fn reduce_copied(
         &self,
         kernel: LoadedKernel,
         work: &Work,

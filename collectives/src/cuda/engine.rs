@@ -29,7 +29,7 @@ use super::modules::{self, Modules};
 use super::p2p::P2p;
 use super::params::{CallParams, ChannelEnd, Comm, Control};
 use super::sm_budget::BudgetOptions;
-use super::stream_order::StreamOrder;
+use super::stream_order::{CallEvents, StreamOrder};
 use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
@@ -84,6 +84,8 @@ pub(crate) struct CudaEngine {
     pub(crate) timeout: Arc<Timeout>,
     alive: Alive,
     order: StreamOrder,
+    /// What streams within a call wait for.
+    events: CallEvents,
     /// A stream of the engine's own, for copies that run at the same time as a call's kernels.
     pub(super) copy_stream: Stream,
     /// A stream of the engine's own, for the companion kernel of such copies.
@@ -272,6 +274,7 @@ impl Drop for CudaEngine {
         }
         let cleaned = driver.with_context_unordered(|| {
             orders.for_each(|order| order.end(api));
+            self.events.end(api);
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };

@@ -11,7 +11,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result};
 
 use super::api::Api;
-use super::memory_operations::MEMORY_CHANNELS;
+use super::memory_operations::{MEMORY_CHANNELS, PIECE_CHANNELS};
 use crate::host::call::{Call, mismatch_of_two};
 use crate::p2p::{Length, lengths_differ};
 use crate::signal::channel::CHANNELS;
@@ -242,6 +242,9 @@ fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
         None => (phase - MEMORY, "to signal"),
     };
     let on = match channel.checked_sub(CHANNELS) {
+        Some(_) if channel >= PIECE_CHANNELS => {
+            "behind its copies in an all-reduce by copy engines".to_owned()
+        }
         Some(step) => format!("in step {step} of a fused product of matrices"),
         None => format!("on channel {channel}, by memory operations"),
     };
@@ -462,6 +465,7 @@ mod tests {
             (SENDING, "to receive what rank 1 sends"),
             (RECEIVING, "for a message of rank 2"),
             (MEMORY + 3, "rank 2 to signal on channel 3, by memory operations"),
+            (MEMORY + PIECE_CHANNELS + 1, "rank 2 to signal behind its copies in an all-reduce"),
             (MEMORY_UNTAKEN + 17, "rank 2 to take the last signal in step 1 of a fused"),
         ] {
             let late = record(TIMEOUT, phase).error(&there);

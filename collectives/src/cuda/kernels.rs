@@ -64,6 +64,12 @@ impl LoadedKernel {
         Self { budget: SmBudget { most_blocks, ..self.budget }, ..self }
     }
 
+    /// The kernel as it may be launched if it waits for no other rank: beside compute too it gives SMs back soon, and the
+    /// more it has the sooner.
+    pub(super) fn without_waits(self) -> Self {
+        if self.budget.beside_compute { self.alone() } else { self }
+    }
+
     /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
     /// themselves, so it must not start early.
     pub(super) fn after_copies(self) -> Self {

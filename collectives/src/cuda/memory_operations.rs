@@ -30,9 +30,11 @@ use super::modules;
 use super::params::{Control, LOCAL_FAILED};
 use crate::signal::channel::CHANNELS;
 
-/// Channels of memory operations between two ranks in each direction: those of programs, and behind them as many for
-/// fused operators.
-pub(crate) const MEMORY_CHANNELS: u32 = 2 * CHANNELS;
+/// Channels of memory operations between two ranks in each direction: those of programs, behind them as many for fused
+/// operators, and then those of all-reduces by copy engines.
+pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + 8;
+/// The first channel of all-reduces by copy engines.
+pub(super) const PIECE_CHANNELS: u32 = 2 * CHANNELS;
 /// How often the thread looks at waits.
 const LOOK: Duration = Duration::from_millis(50);
 

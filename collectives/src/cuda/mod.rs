@@ -35,6 +35,7 @@
 mod algorithms;
 mod all_gather_broadcast;
 mod all_reduce_copy;
+mod all_reduce_pieces;
 mod all_to_all;
 mod all_to_all_copy;
 mod api;
@@ -69,7 +70,6 @@ pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
     communicator_bytes, requested_total,
 };
-pub(crate) use memory_operations::MEMORY_CHANNELS;
 pub use memory_operations::end_watching;
 pub(crate) use sm_budget::BudgetOptions;
 #[allow(deprecated)]

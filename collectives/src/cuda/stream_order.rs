@@ -159,12 +159,68 @@ impl StreamOrder {
     /// Destroys the event. The device's context must be current, and no call can follow.
     pub(super) fn end(&mut self, api: &Api) {
         if let Some(event) = self.event.take() {
-            // SAFETY: the event is this value's, and given up here.
-            let code = unsafe { (api.event_destroy)(event) };
-            if let Err(error) = CudaDriver::check(code, || "giving back an event".to_owned()) {
-                tracing::debug!(%error, "at the end of a communicator");
-            }
+            destroy(api, event);
         }
+    }
+}
+
+/// Events by which an engine's streams wait for each other within a call. Each is made when it is first needed, and
+/// recorded again and again: a wait is for what it was recorded behind when the wait was put on its stream. In graphs,
+/// too.
+#[derive(Debug, Default)]
+pub(super) struct CallEvents {
+    made: Vec<Handle>,
+}
+
+impl CallEvents {
+    /// Records the event of that number behind what is on the stream.
+    pub(super) fn record(
+        &mut self,
+        api: &Api,
+        driver: &CudaDriver,
+        number: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        let handle = driver.stream_handle(stream)?;
+        driver.with_context(|| {
+            while self.made.len() <= number {
+                self.made.push(api.event()?);
+            }
+            // SAFETY: the event is this value's, until `end`; the stream is live, as whoever made it of a raw handle
+            // promised.
+            let code = unsafe { (api.event_record)(self.made[number], handle) };
+            CudaDriver::check(code, || "recording an event within a call".to_owned())
+        })
+    }
+
+    /// Puts all that comes on the stream from now on behind the event of that number, which was recorded.
+    pub(super) fn wait(
+        &self,
+        api: &Api,
+        driver: &CudaDriver,
+        number: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        let handle = driver.stream_handle(stream)?;
+        let Some(&event) = self.made.get(number) else { return Ok(()) };
+        driver.with_context(|| {
+            // SAFETY: as in `record`.
+            let code = unsafe { (api.stream_wait)(handle, event, 0) };
+            CudaDriver::check(code, || "making a stream wait within a call".to_owned())
+        })
+    }
+
+    /// Destroys the events. The device's context must be current, and no call can follow.
+    pub(super) fn end(&mut self, api: &Api) {
+        self.made.drain(..).for_each(|event| destroy(api, event));
+    }
+}
+
+fn destroy(api: &Api, event: Handle) {
+    // SAFETY: callers own the event, and give it up here.
+    let code = unsafe { (api.event_destroy)(event) };
+    if let Err(error) = CudaDriver::check(code, || "giving back an event".to_owned()) {
+        tracing::debug!(%error, "at the end of a communicator");
     }
 }
 

@@ -18,7 +18,7 @@ use super::super::memory_operations::MemoryOperations;
 use super::super::modules::Modules;
 use super::super::p2p::{self, P2p, P2pLayout};
 use super::super::params::Control;
-use super::super::stream_order::StreamOrder;
+use super::super::stream_order::{CallEvents, StreamOrder};
 use super::super::table::MeasuredTable;
 use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
@@ -124,6 +124,7 @@ impl CudaEngine {
             timeout,
             alive,
             order: StreamOrder::default(),
+            events: CallEvents::default(),
             copy_stream,
             companion_stream,
             channels: BTreeMap::new(),

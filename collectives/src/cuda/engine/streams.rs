@@ -56,6 +56,16 @@ impl CudaEngine {
         orders.try_for_each(|order| order.forget(self.api, driver, stream))
     }
 
+    /// Records one of the engine's events, by number, behind what is on the stream.
+    pub(in super::super) fn record(&mut self, number: usize, stream: Stream) -> Result<()> {
+        self.events.record(self.api, cuda(&self.pool)?, number, stream)
+    }
+
+    /// Puts all that comes on the stream from now on behind what an event was recorded behind.
+    pub(in super::super) fn wait_for(&self, number: usize, stream: Stream) -> Result<()> {
+        self.events.wait(self.api, cuda(&self.pool)?, number, stream)
+    }
+
     /// Refuses a stream that is none of a device.
     pub(in super::super) fn check_stream(&self, stream: Stream) -> Result<()> {
         cuda(&self.pool)?.stream_handle(stream).map(drop)
