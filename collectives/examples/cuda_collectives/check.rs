@@ -59,6 +59,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let mut check = Check { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
         for memory in &memories {
             check.all_reduces(memory, algorithm, options.seed)?;
+            check.again(memory, algorithm, options.seed)?;
             if algorithm == AllReduceAlgorithm::Auto {
                 check.halves(memory, options.seed)?;
             }
@@ -193,6 +194,21 @@ impl Check<'_> {
                         other => other?,
                     }
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// The same call several times, whose pieces take the same places in scratch and the same signals.
+    fn again(&mut self, memory: &Memory, algorithm: AllReduceAlgorithm, seed: u64) -> Result<()> {
+        if algorithm != AllReduceAlgorithm::TwoShotCopy {
+            return Ok(());
+        }
+        let (dtype, op) = (DType::F32, ReduceOp::Sum);
+        for in_place in [false, true] {
+            let case = Case { dtype, op, count: 400_003, in_place, from: 0, to: 0 };
+            for nth in 0..4 {
+                self.all_reduce(memory, case, random(seed, nth))?;
             }
         }
         Ok(())
