@@ -1,4 +1,4 @@
-// Of any bits, without flags: those of vectors that look like the empty pattern are marked.
+//! Of any bits, without flags: those of vectors that look like the empty pattern are marked.
 #include <symmpool/device.cuh>
 
 using namespace symmpool;
