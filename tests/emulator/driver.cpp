@@ -302,10 +302,19 @@ int cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void* stream
         put(s, [=] { memset(reinterpret_cast<void*>(to), value, bytes); });
     });
 }
+// A word is written once, as copy engines do: it may be a flag, which its reader clears. (The C library's memcpy stores
+// four bytes twice.)
+static void copy_on_device(uint64_t to, uint64_t from, size_t bytes) {
+    if (bytes == 4 && to % 4 == 0 && from % 4 == 0) {
+        const unsigned word = reinterpret_cast<std::atomic<unsigned>*>(from)->load();
+        reinterpret_cast<std::atomic<unsigned>*>(to)->store(word);
+        return;
+    }
+    memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+}
+
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
-    return on(stream, [=](Stream* s) {
-        put(s, [=] { memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
-    });
+    return on(stream, [=](Stream* s) { put(s, [=] { copy_on_device(to, from, bytes); }); });
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
     // Memory that is not pinned may be reused as soon as this returns, so it is copied now.

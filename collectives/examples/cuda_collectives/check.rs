@@ -59,7 +59,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let mut check = Check { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
         for memory in &memories {
             check.all_reduces(memory, algorithm, options.seed)?;
-            check.again(memory, algorithm, options.seed)?;
+            if algorithm == AllReduceAlgorithm::TwoShotCopy {
+                check.pieces(memory, &communicator)?;
+            }
             if algorithm == AllReduceAlgorithm::Auto {
                 check.halves(memory, options.seed)?;
             }
@@ -199,17 +201,42 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// The same call several times, whose pieces take the same places in scratch and the same signals.
-    fn again(&mut self, memory: &Memory, algorithm: AllReduceAlgorithm, seed: u64) -> Result<()> {
-        if algorithm != AllReduceAlgorithm::TwoShotCopy {
-            return Ok(());
-        }
-        let (dtype, op) = (DType::F32, ReduceOp::Sum);
-        for in_place in [false, true] {
-            let case = Case { dtype, op, count: 400_003, in_place, from: 0, to: 0 };
-            for nth in 0..4 {
-                self.all_reduce(memory, case, random(seed, nth))?;
+    /// Calls by copy engines in one piece, two, three and more, each several times and in a graph: pieces take the same
+    /// places in scratch again, and the same signals.
+    fn pieces(&mut self, memory: &Memory, options: &CommunicatorOptions) -> Result<()> {
+        let (dtype, op, count) = (DType::F32, ReduceOp::Sum, 400_003);
+        let seed = self.options.seed;
+        for scratch in [1_u64 << 20, 3 << 20, 4 << 20, 8 << 20] {
+            let with =
+                CommunicatorOptions { device_scratch_bytes: Some(scratch), ..options.clone() };
+            self.comm = Communicator::with_options(self.pool, &with)?;
+            for in_place in [false, true] {
+                let case = Case { dtype, op, count, in_place, from: 0, to: 0 };
+                for nth in 0..3 {
+                    self.all_reduce(memory, case, random(seed, nth))?;
+                }
             }
+            let inputs: Vec<Vec<u8>> =
+                (0..self.pool.world()).map(|rank| input(seed, rank, dtype, count)).collect();
+            let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+            let (from, to) = (memory.input.address(), memory.output.address());
+            upload(self.pool, from, inputs[self.pool.rank() as usize])?;
+            let graph = Graph::capture(self.pool, self.stream, || {
+                // SAFETY: both blocks are longer, and nothing else uses them.
+                unsafe {
+                    let (to, from) = (to as *mut u8, from as *const u8);
+                    self.comm.all_reduce_at(to, from, count, dtype, op, &self.stream)
+                }
+            })?;
+            for _ in 0..2 {
+                upload(self.pool, to, &vec![0xa5; 4 * count + 16])?;
+                graph.launch(self.pool, self.stream)?;
+                self.comm.synchronize(&self.stream)?;
+                let got = download(self.pool, to, 4 * count + 16)?;
+                let wanted = reduce(&inputs, dtype, op);
+                self.judge(memory, &format!("graph, {scratch} of scratch"), &got, &wanted, dtype);
+            }
+            graph.destroy(self.pool)?;
         }
         Ok(())
     }

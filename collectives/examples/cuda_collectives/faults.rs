@@ -28,7 +28,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         if algorithm == AllReduceAlgorithm::CubeMesh || !options.wants(algorithm.name()) {
             continue;
         }
-        let options = CommunicatorOptions { algorithm, timeout, ..Default::default() };
+        let options = CommunicatorOptions {
+            algorithm,
+            timeout,
+            beside_compute: options.beside_compute,
+            ..Default::default()
+        };
         let patient = CommunicatorOptions { timeout: 20 * timeout, ..options.clone() };
         // Copy engines serve no calls below 1 MiB.
         let usual = if algorithm == AllReduceAlgorithm::TwoShotCopy { 600_000 } else { 10_000 };

@@ -42,7 +42,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         _ => AllToAllAlgorithm::Auto,
     };
     let timeout = TIMEOUT;
-    let comm = CommunicatorOptions { algorithm, all_to_all, timeout, ..Default::default() };
+    let comm = CommunicatorOptions {
+        algorithm,
+        all_to_all,
+        timeout,
+        beside_compute: options.beside_compute,
+        ..Default::default()
+    };
     let comm = Communicator::with_options(pool, &comm)?;
     let counts = vec![BYTES / world; world];
     let numbers: Vec<u8> = counts.iter().flat_map(|count| count.to_le_bytes()).collect();

@@ -99,6 +99,9 @@ impl NativeKernel {
             let blocks = self.blocks.unwrap_or(0);
             return refuse(format!("{blocks} blocks; 1 to {MOST_BLOCKS} are possible"));
         }
+        if self.max_bytes == Some(0) {
+            return refuse("for 0 bytes at most; max_bytes is 1 or more".to_owned());
+        }
         if !THREADS.contains(&self.threads) {
             return refuse(format!(
                 "blocks of {} threads; 32, 64, 128, 256 or 512 are possible",
@@ -170,6 +173,7 @@ mod tests {
             (NativeKernel { world: Some(9), ..right() }, "for 9 ranks"),
             (NativeKernel { blocks: Some(0), ..right() }, "0 blocks"),
             (NativeKernel { threads: 100, ..right() }, "100 threads"),
+            (NativeKernel { max_bytes: Some(0), ..right() }, "0 bytes at most"),
         ];
         for (kernel, words) in wrong {
             let error = kernel.check().expect_err("nonsense");

@@ -9,6 +9,8 @@
 //!
 //! Ranks copy to peers in rotated order. A rank that is ahead would copy to a peer that still receives from
 //! another rank, and delay that rank further. So the ranks synchronize before every round but the first.
+//!
+//! This is for calls into windows that have the device to themselves. Others go in pieces (`all_reduce_pieces`).
 
 #![allow(unsafe_code)] // copies by address, and passes on the caller's promises
 

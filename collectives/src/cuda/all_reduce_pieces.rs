@@ -1,10 +1,11 @@
 //! All-reduces by copy engines that leave a device's SMs to other kernels, and those into ordinary memory:
-//! `two_shot_copy` in pieces.
+//! `two_shot_copy` in pieces. A program chooses them by name or by a table, for calls that run beside its matrix products:
+//! alone they take longer than others.
 //!
 //! Every share of the data is cut into pieces, which go through a pipeline: a piece of the inputs is sent, then it is
 //! reduced, then its results are sent. A rank's links carry one copy at a time, as two would slow each other down, so
 //! inputs and results leave by one stream: inputs of a piece, then results of the second piece before. So a reduction has
-//! the time of three copies until the links wait for it, and may wait for SMs itself.
+//! the time of four copies until the links wait for it, and may wait for SMs itself.
 //!
 //! Results for outputs that are windows are copied there. Others come into scratch, and a stream of its own copies them
 //! from there to the output, which needs no links.
@@ -16,8 +17,8 @@
 //! reduced what was in its slot. It sends results of piece `n` after it has received that piece's inputs, and so after
 //! every peer has taken what was in the slot of these results.
 //!
-//! Every operation waits for such as all ranks have given their streams before, in this order. So ranks do not wait for each
-//! other in a circle, also where a device runs all streams in one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+//! Every operation waits for such as all ranks have given their streams before, in this order, so ranks do not wait for each
+//! other in a circle.
 
 #![allow(unsafe_code)] // copies by address, and passes on the caller's promises
 
@@ -28,7 +29,8 @@ use symmpool_allocator::{Result, Stream};
 use super::all_reduce_copy::within;
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
-use super::memory_operations::PIECE_CHANNELS;
+use super::memory_operations::{MEMORY_CHANNELS, PIECE_CHANNELS};
+use super::params::Control;
 use super::reductions::Work;
 use crate::jit::sources::TWO_SHOT_COPY;
 
@@ -36,11 +38,18 @@ use crate::jit::sources::TWO_SHOT_COPY;
 const LAG: usize = 2;
 /// Slots of inputs in scratch, and of results.
 const SLOTS: usize = LAG + 2;
+const _: () = assert!(PIECE_CHANNELS + 2 * SLOTS as u32 == MEMORY_CHANNELS);
 /// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less
 /// time than a copy takes to start, and longer ones leave links idle for longer before the first reduction.
 const PIECES: u64 = 4;
 const SHORTEST: u64 = 4 << 20;
 const LONGEST: u64 = 16 << 20;
+
+/// Bytes of a slot in scratch.
+fn room(control: &Control, world: u32, direct: bool) -> u64 {
+    let slots = if direct { SLOTS } else { 2 * SLOTS } as u64;
+    control.scratch_room(world) / slots / 128 * 128
+}
 
 /// The pieces of shares of `share` bytes: of about equal length, at most `room` bytes, and multiples of a cache line but
 /// for the last one.
@@ -99,17 +108,19 @@ impl CudaEngine {
     ) -> Result<()> {
         let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.without_waits().after_copies();
-        let slots = if direct { SLOTS } else { 2 * SLOTS } as u64;
-        let room = self.control.scratch_room(self.world()) / slots / 128 * 128;
+        let room = room(&self.control, self.world(), direct);
         let ranges = pieces(work.share(0, self.world()).1, room);
-        let work = &Work { root: 1, ..*work };
+        // Ranks on which the same algorithm is not in pieces differ in this.
+        let call = work.call.peer_blocks(ranges.len() as u32);
+        let work = &Work { call, root: 1, ..*work };
         let pieces = Pieces { work, ranges, room, direct };
         let (kernels, copies) = (work.stream, self.copy_stream);
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         self.switch_to(kernels)?;
         self.fork(kernels, copies)?;
-        self.fork(kernels, self.companion_stream)?;
         self.handshake_only(work.call, kernels)?;
+        // Behind the handshake, which names a rank that does not come.
+        self.fork(kernels, self.companion_stream)?;
         let count = pieces.ranges.len();
         for (nth, range) in pieces.ranges.iter().enumerate() {
             if let Some(before) = nth.checked_sub(SLOTS) {
@@ -166,13 +177,15 @@ impl CudaEngine {
     /// Signals a peer behind the copies on a stream.
     fn signal_copied(&mut self, peer: u32, channel: u32, stream: Stream) -> Result<()> {
         let timeout = self.comm.timeout;
-        self.memory_operations.signal((peer, channel), timeout, false, stream)
+        let signalled = self.memory_operations.signal((peer, channel), timeout, false, stream);
+        signalled.map_err(|error| self.decline(error, stream))
     }
 
     /// Makes a stream wait for a peer's copies.
     fn await_copied(&mut self, peer: u32, channel: u32, stream: Stream) -> Result<()> {
         let timeout = self.comm.timeout;
-        self.memory_operations.wait((peer, channel), timeout, false, stream)
+        let waits = self.memory_operations.wait((peer, channel), timeout, false, stream);
+        waits.map_err(|error| self.decline(error, stream))
     }
 }
 

@@ -88,7 +88,7 @@ pub(crate) struct CudaEngine {
     events: CallEvents,
     /// A stream of the engine's own, for copies that run at the same time as a call's kernels.
     pub(super) copy_stream: Stream,
-    /// A stream of the engine's own, for the companion kernel of such copies.
+    /// Another one, for the companion kernel of such copies, and for copies within this rank.
     pub(super) companion_stream: Stream,
     /// The order of signals, waits, sends and receives, which each end of a channel has for itself.
     channels: BTreeMap<ChannelEnd, StreamOrder>,
@@ -265,13 +265,13 @@ impl Drop for CudaEngine {
         let streams = [self.copy_stream, self.companion_stream];
         let deadline = self.pool.group().deadline();
         let synchronized = self.pool.driver().synchronize_by(deadline);
-        self.memory_operations.end();
         if let Err(error) = synchronized {
-            // Kernels may still run, so what they use is leaked.
+            // Kernels may still run, so what they use is leaked, and so is the thread that ends streams' waits.
             self.kernels.keep();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
             return;
         }
+        self.memory_operations.end();
         let cleaned = driver.with_context_unordered(|| {
             orders.for_each(|order| order.end(api));
             self.events.end(api);

@@ -8,8 +8,8 @@
 //!
 //! The driver's waits have no end, so a thread watches them (rule S5). A stream writes to a word in pinned memory before
 //! it waits, and clears it afterwards. The thread looks at these words 20 times a second. When a wait has taken longer than
-//! its timeout, or the communicator has failed otherwise, the thread records the failure and writes the awaited value
-//! itself, so that the stream goes on; kernels of the communicator do nothing from then on.
+//! its timeout, the thread records the failure. Once the communicator has failed, it writes the awaited values of all waits
+//! itself, again and again, so that streams go on; kernels of the communicator do nothing from then on.
 
 #![allow(unsafe_code)] // driver calls on raw addresses, and pinned memory that streams write
 
@@ -37,6 +37,12 @@ pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + 8;
 pub(super) const PIECE_CHANNELS: u32 = 2 * CHANNELS;
 /// How often the thread looks at waits.
 const LOOK: Duration = Duration::from_millis(50);
+/// How often it ends all waits of a communicator that has failed, and for how long after it saw the last one: streams may
+/// have many of them still to come.
+const DRAIN: Duration = Duration::from_micros(50);
+const DRAINS_FOR: Duration = Duration::from_secs(1);
+/// Most operations of a batch, below the driver's bound of 256.
+const MOST_STEPS: usize = 128;
 
 /// The words of a stream that waits: it writes `WAITS` before and `IDLE` after; the thread that looks makes `SEEN` of it,
 /// so that it tells one wait from the next.
@@ -181,8 +187,9 @@ struct Shared {
     flags: MemoryFlags,
     /// This rank's address of its control block.
     control: u64,
+    /// A word for each wait, and behind them the number of the last batch of the thread's that the device has done.
     words: Words,
-    /// How long each wait may take, in nanoseconds.
+    /// How long each wait may take, in nanoseconds; `u64::MAX` where there was none yet.
     timeouts: Vec<AtomicU64>,
     fault: FaultWriter,
     /// For what the thread writes.
@@ -202,6 +209,13 @@ fn nth(peer: u32, channel: u32, flag: Flag) -> usize {
     ((peer * MEMORY_CHANNELS + channel) * 2 + u32::from(flag == Flag::Untaken)) as usize
 }
 
+/// What the wait of that number is for.
+fn wait_of(nth: usize) -> (u32, u32, Flag) {
+    let pair = nth as u32 / 2;
+    let flag = if nth.is_multiple_of(2) { Flag::Arrived } else { Flag::Untaken };
+    (pair / MEMORY_CHANNELS, pair % MEMORY_CHANNELS, flag)
+}
+
 impl MemoryOperations {
     /// For a control block at `control`. The device's context must be current.
     pub(super) fn new(
@@ -216,7 +230,7 @@ impl MemoryOperations {
             api,
             flags: places.memory_flags(pool.world()),
             control,
-            words: Words::new(api, count)?,
+            words: Words::new(api, count + 1)?,
             timeouts: (0..count).map(|_| AtomicU64::new(u64::MAX)).collect(),
             fault,
             stream: api.stream()?,
@@ -343,7 +357,7 @@ impl Shared {
         stream: Stream,
     ) -> Result<()> {
         let nth = nth(peer, channel, flag);
-        self.timeouts[nth].store(timeout, Ordering::Relaxed);
+        self.timeouts[nth].store(timeout.min(u64::MAX - 1), Ordering::Relaxed);
         let word = self.words.address(nth);
         let all = [Step::Write(word, WAITS), steps[0], steps[1], Step::Write(word, IDLE)];
         self.on_device(|| put(self.api, &all, stream))
@@ -363,24 +377,35 @@ impl Shared {
     }
 
     fn look_until_the_end(&self) {
-        let mut since: Vec<Option<Instant>> = vec![None; self.words.count];
+        let mut since: Vec<Option<Instant>> = vec![None; self.timeouts.len()];
+        let mut batch = 0;
+        let mut drains_until: Option<Instant> = None;
         let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
         while !*ends {
-            let waited = self.changed.wait_timeout(ends, LOOK);
+            let drains = drains_until.is_some_and(|end| Instant::now() < end);
+            let waited = self.changed.wait_timeout(ends, if drains { DRAIN } else { LOOK });
             ends = waited.unwrap_or_else(PoisonError::into_inner).0;
             let process_ends = PROCESS_ENDS.lock().unwrap_or_else(PoisonError::into_inner);
             if *process_ends {
                 return;
             }
-            if let Err(error) = self.look(&mut since) {
+            let looked = self.look(&mut since);
+            let ended = looked.and_then(|waits| {
+                if waits && self.fault.is_set() {
+                    drains_until = Some(Instant::now() + DRAINS_FOR);
+                }
+                if drains_until.is_some() { self.end_waits(&mut batch) } else { Ok(()) }
+            });
+            if let Err(error) = ended {
                 tracing::warn!(%error, "a stream's wait for a peer could not be ended");
             }
         }
     }
 
-    /// Ends waits that took too long, and all waits once the communicator has failed.
-    fn look(&self, since: &mut [Option<Instant>]) -> Result<()> {
-        for (nth, word) in self.words.all().iter().enumerate() {
+    /// Records a failure if a wait takes too long. Returns whether any stream waits.
+    fn look(&self, since: &mut [Option<Instant>]) -> Result<bool> {
+        let mut waits = false;
+        for (nth, word) in self.words.all().iter().take(self.timeouts.len()).enumerate() {
             if word.compare_exchange(WAITS, SEEN, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
                 since[nth] = Some(Instant::now());
             }
@@ -389,38 +414,38 @@ impl Shared {
                 since[nth] = None;
                 continue;
             }
-            let has_failed = self.fault.is_set();
+            waits = true;
             let timeout = Duration::from_nanos(self.timeouts[nth].load(Ordering::Relaxed));
-            if has_failed || begin.elapsed() > timeout {
-                let pair = nth as u32 / 2;
-                let flag = if nth % 2 == 0 { Flag::Arrived } else { Flag::Untaken };
-                self.end_wait(
-                    (pair / MEMORY_CHANNELS, pair % MEMORY_CHANNELS, flag),
-                    has_failed,
-                    timeout,
-                )?;
+            if begin.elapsed() > timeout && !self.fault.is_set() {
+                let (peer, channel, flag) = wait_of(nth);
+                self.fault.missing((peer, channel), flag == Flag::Untaken, timeout);
             }
         }
-        Ok(())
+        Ok(waits)
     }
 
-    /// Records that the peer is missing, unless the communicator has failed already, and has the stream go on.
-    fn end_wait(
-        &self,
-        (peer, channel, flag): (u32, u32, Flag),
-        has_failed: bool,
-        timeout: Duration,
-    ) -> Result<()> {
-        let awaited = u32::from(flag == Flag::Arrived);
-        let steps = [
-            Step::Write(self.control + LOCAL_FAILED, 1),
-            Step::Write(self.own(peer, channel, flag), awaited),
-        ];
-        if !has_failed {
-            self.fault.missing((peer, channel), flag == Flag::Untaken, timeout);
+    /// Has all streams go on that wait, or come to a wait next: writes the awaited value of every flag that was ever
+    /// waited for. The communicator has failed, so no flag means anything any more. Does nothing while the last `batch` of
+    /// such writes is under way: a device whose streams share a queue may not come to it.
+    fn end_waits(&self, batch: &mut u32) -> Result<()> {
+        let last = self.timeouts.len();
+        if self.words.all()[last].load(Ordering::Relaxed) != *batch {
+            return Ok(());
         }
+        *batch = batch.wrapping_add(1);
+        let used = self.timeouts.iter().enumerate();
+        let used = used.filter(|(_, timeout)| timeout.load(Ordering::Relaxed) != u64::MAX);
+        let writes = used.map(|(nth, _)| {
+            let (peer, channel, flag) = wait_of(nth);
+            Step::Write(self.own(peer, channel, flag), u32::from(flag == Flag::Arrived))
+        });
+        let failed = Step::Write(self.control + LOCAL_FAILED, 1);
+        let done = Step::Write(self.words.address(last), *batch);
+        let steps: Vec<Step> = std::iter::once(failed).chain(writes).chain([done]).collect();
         let driver = modules::cuda(self.pool.driver())?;
-        driver.with_context_unordered(|| put(self.api, &steps, self.stream))
+        driver.with_context_unordered(|| {
+            steps.chunks(MOST_STEPS).try_for_each(|some| put(self.api, some, self.stream))
+        })
     }
 }
 

@@ -32,7 +32,8 @@ impl ChosenBy {
     }
 }
 
-/// Copy engines carry all-reduces of so many bytes where calls may run beside compute.
+/// All-reduces of so many bytes go in stages where calls may run beside compute. With 29 SMs of two H100s, 64 MiB take 236
+/// us in stages, 254 by pushes and 355 through inboxes, and 4 MiB take 25, 38 and 24 us.
 const BESIDE_COMPUTE_BYTES: u64 = 24 << 20;
 /// Bytes that an H200 sends to its peers in the time that one more hop takes: about 2 us at 350 GB/s.
 /// Two shots send fewer bytes; one shot needs one hop less.
@@ -120,10 +121,10 @@ impl AllReduceShape {
         measured: &MeasuredTable,
     ) -> Result<(Algorithm, ChosenBy)> {
         if requested.algorithm == Algorithm::Auto {
-            let copies = Algorithm::TwoShotCopy;
+            let stages = Algorithm::TwoShotStages;
             let large = self.bytes >= BESIDE_COMPUTE_BYTES;
-            if self.beside_compute && large && self.can_serve(copies, control) {
-                return Ok((copies, ChosenBy::BesideCompute));
+            if self.beside_compute && large && self.can_serve(stages, control) {
+                return Ok((stages, ChosenBy::BesideCompute));
             }
             let algorithm = measured
                 .find(self)
@@ -202,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn copy_engines_carry_large_calls_that_may_run_beside_compute() {
+    fn large_calls_go_in_stages_where_they_may_run_beside_compute() {
         let control = Control::new(2, Footprint::ample(8 << 20, 64 << 20)).expect("valid");
         let auto = RequestedAlgorithm { algorithm: Algorithm::Auto, by_environment: false };
         let table = MeasuredTable::of(&["NVIDIA H100 80GB HBM3"; 2]);
@@ -212,7 +213,7 @@ mod tests {
         };
         assert_eq!(
             chosen(BESIDE_COMPUTE_BYTES, true),
-            (Algorithm::TwoShotCopy, ChosenBy::BesideCompute)
+            (Algorithm::TwoShotStages, ChosenBy::BesideCompute)
         );
         assert_ne!(chosen(BESIDE_COMPUTE_BYTES, false).1, ChosenBy::BesideCompute);
         assert_eq!(chosen(1 << 20, true), chosen(1 << 20, false));

@@ -275,13 +275,11 @@ impl Writer<'_> {
         }
     }
 
-    /// How many of the operations at the beginning copy the same chunk, which none of them writes.
+    /// How many of the operations at the beginning copy the same chunk. None of them changes it: one that copies it to
+    /// where it lies, which a call in place may do, leaves it as it is.
     fn copies_of_one_chunk(&self, items: &[Item]) -> usize {
         let Some(first) = items.first().filter(|item| item.srcs.len() == 1) else { return 0 };
-        let from = self.memory(first.srcs[0]);
-        let is_alike = |item: &&Item| {
-            item.srcs == first.srcs && item.place == first.place && self.memory(item.dst) != from
-        };
+        let is_alike = |item: &&Item| item.srcs == first.srcs && item.place == first.place;
         items.iter().take_while(is_alike).count()
     }
 
