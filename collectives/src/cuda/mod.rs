@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `engine` | one rank's side of a communicator: its state, and what every call does |
 //! | `reductions` | all-reduce and reduce-scatter: which kernels they launch |
-//! | `all_reduce_copy` | all-reduces carried by copy engines |
+//! | `all_reduce_copy`, `all_reduce_pieces` | all-reduces carried by copy engines: with the device to themselves, and beside compute |
 //! | `all_gather_broadcast` | all-gathers and broadcasts: in the LL protocol, or as all-to-alls |
 //! | `all_to_all` | all-to-alls: what their kernel is given |
 //! | `all_to_all_copy` | all-to-alls and all-gathers carried by copy engines |
