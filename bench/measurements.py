@@ -14,7 +14,8 @@ PROGRAMS = {
 PLANS = ",".join([
     "plan_two_shot,two_shot_stages,plan_two_shot_pull,two_shot_pull,plan_one_shot,one_shot_pull,plan_one_shot_ll",
     "one_shot_ll,plan_two_shot_in_scratch_ll,two_shot_ll,plan_all_gather,native_my_all_gather,plan_reduce_scatter",
-    "plan_reduce_scatter_pull,plan_reduce_scatter_ll,native_my_all_gather_of_vectors,reduce_scatter,plan_all_to_all,all_to_all_direct,all_gather",
+    "plan_reduce_scatter_pull,plan_reduce_scatter_ll,native_my_all_gather_of_vectors,reduce_scatter",
+    "plan_all_to_all,all_to_all_direct,all_gather",
 ])  # fmt: skip
 SIZES = "1K,4K,16K,64K,128K,256K,512K,1M,4M,16M,64M,256M,1G"
 

@@ -216,54 +216,56 @@ impl Check<'_> {
                     self.all_reduce(memory, case, random(seed, nth))?;
                 }
             }
-            let inputs: Vec<Vec<u8>> =
-                (0..self.pool.world()).map(|rank| input(seed, rank, dtype, count)).collect();
-            let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
-            let (from, to) = (memory.input.address(), memory.output.address());
-            upload(self.pool, from, inputs[self.pool.rank() as usize])?;
-            let graph = Graph::capture(self.pool, self.stream, || {
-                // SAFETY: both blocks are longer, and nothing else uses them.
-                unsafe {
-                    let (to, from) = (to as *mut u8, from as *const u8);
-                    self.comm.all_reduce_at(to, from, count, dtype, op, &self.stream)
-                }
-            })?;
-            for _ in 0..2 {
-                upload(self.pool, to, &vec![0xa5; 4 * count + 16])?;
-                graph.launch(self.pool, self.stream)?;
-                self.comm.synchronize(&self.stream)?;
-                let got = download(self.pool, to, 4 * count + 16)?;
-                let wanted = reduce(&inputs, dtype, op);
-                self.judge(memory, &format!("graph, {scratch} of scratch"), &got, &wanted, dtype);
+            let case = Case { dtype, op, count, in_place: false, from: 0, to: 0 };
+            let graph = Graph::capture(self.pool, self.stream, || self.call(memory, case))?;
+            for nth in 0..2 {
+                self.all_reduce_by(memory, case, random(seed, nth), |check| {
+                    graph.launch(check.pool, check.stream)
+                })?;
             }
             graph.destroy(self.pool)?;
         }
         Ok(())
     }
 
+    /// Where a case has its input and its output.
+    fn places(memory: &Memory, case: Case) -> (u64, u64) {
+        let from = memory.input.address() + case.from as u64;
+        (from, if case.in_place { from } else { memory.output.address() + case.to as u64 })
+    }
+
+    /// Puts the call of a case on the stream.
+    fn call(&self, memory: &Memory, case: Case) -> Result<()> {
+        let (from, to) = Self::places(memory, case);
+        let (to, from) = (to as *mut u8, from as *const u8);
+        let Case { dtype, op, count, .. } = case;
+        // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
+        unsafe { self.comm.all_reduce_at(to, from, count, dtype, op, &self.stream) }
+    }
+
     fn all_reduce(&mut self, memory: &Memory, case: Case, seed: u64) -> Result<()> {
-        let Case { dtype, op, count, in_place, .. } = case;
+        self.all_reduce_by(memory, case, seed, |check| check.call(memory, case))
+    }
+
+    /// Fills input and output, has `make` put the call on the stream, and compares the result.
+    fn all_reduce_by(
+        &mut self,
+        memory: &Memory,
+        case: Case,
+        seed: u64,
+        make: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<()> {
+        let Case { dtype, op, count, .. } = case;
         let inputs: Vec<Vec<u8>> =
             (0..self.pool.world()).map(|rank| input(seed, rank, dtype, count)).collect();
         let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
-        let from = memory.input.address() + case.from as u64;
-        let to = if in_place { from } else { memory.output.address() + case.to as u64 };
+        let (from, to) = Self::places(memory, case);
         let bytes = count * dtype.size();
         // The output is poisoned before the input is written, so that in-place data stays. Bytes beyond both ends
         // are checked, too.
         upload(self.pool, to, &vec![0xa5; bytes + 16])?;
         upload(self.pool, from, inputs[self.pool.rank() as usize])?;
-        // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
-        unsafe {
-            self.comm.all_reduce_at(
-                to as *mut u8,
-                from as *const u8,
-                count,
-                dtype,
-                op,
-                &self.stream,
-            )
-        }?;
+        make(self)?;
         self.comm.synchronize(&self.stream)?;
         let wanted = reduce(&inputs, dtype, op);
         let got = download(self.pool, to, bytes + 16)?;

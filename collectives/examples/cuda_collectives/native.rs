@@ -26,20 +26,26 @@ pub(crate) fn kernels() -> Vec<NativeKernel> {
             _ if name.starts_with("my_all_reduce") => StandardCollective::AllReduce,
             _ => StandardCollective::AllGather,
         };
+        let of_vectors = name == "my_all_gather_of_vectors";
         NativeKernel {
             output_window: collective == StandardCollective::AllGather,
             in_place: true,
             // Those that send to an inbox: what it has room for with eight ranks.
-            max_bytes: match name {
-                "my_all_gather_of_vectors" => Some(32 << 20),
-                _ => collective.reduces().then_some(4 << 20),
+            max_bytes: match of_vectors {
+                true => Some(32 << 20),
+                false => collective.reduces().then_some(4 << 20),
             },
             // Twice as many vectors on their way at once.
-            threads: if name == "my_all_gather_of_vectors" { 512 } else { 256 },
+            threads: if of_vectors { 512 } else { 256 },
             ..NativeKernel::new(collective, name, text)
         }
     });
     found.collect()
+}
+
+/// How many parts the longer one of a kernel's input and output has: those of the document reduce or gather.
+pub(crate) fn parts(kernel: &NativeKernel, world: u32) -> usize {
+    if kernel.collective.reduces() { 1 } else { world as usize }
 }
 
 /// Those, and an all-to-all.
@@ -191,12 +197,8 @@ impl Native<'_> {
             if kernel.max_bytes.is_none() {
                 continue;
             }
-            let parts = match kernel.collective {
-                StandardCollective::AllGather => self.pool.world() as usize,
-                _ => 1,
-            };
             let count = 1000;
-            let most = count * parts as u64 - 1;
+            let most = count * parts(&kernel, self.pool.world()) as u64 - 1;
             let algorithm = Algorithm::native(NativeKernel { max_bytes: Some(most), ..kernel })?;
             // SAFETY: the call is refused.
             let result = unsafe { self.execute(&algorithm, (at, at), count as usize, DType::U8) };

@@ -140,6 +140,7 @@ pub(super) static ALL_REDUCE: [AllReduce; 10] = [
         launch: CudaEngine::two_shot_pull,
     },
     AllReduce {
+        // In pieces, as into ordinary memory, it pays off for calls during compute only: programs ask for it then.
         name: Name::TwoShotCopy,
         one_of: None,
         fits: |shape, _| shape.world > 1 && shape.bytes >= MIN_COPY_BYTES,

@@ -1,6 +1,6 @@
 //! All-reduces by copy engines that leave a device's SMs to other kernels, and those into ordinary memory:
-//! `two_shot_copy` in pieces. A program chooses them by name or by a table, for calls that run beside its matrix products:
-//! alone they take longer than others.
+//! `two_shot_copy` in pieces. A program chooses them by name or by a table, for calls that run while its matrix products
+//! do: alone they take longer than others.
 //!
 //! Every share of the data is cut into pieces, which go through a pipeline: a piece of the inputs is sent, then it is
 //! reduced, then its results are sent. A rank's links carry one copy at a time, as two would slow each other down, so
@@ -11,7 +11,7 @@
 //! from there to the output, which needs no links.
 //!
 //! Ranks signal each other by memory operations, so nothing but the reductions takes SMs, and those wait for nobody: a
-//! kernel that waited on a few SMs would delay every kernel beside it that needs all of them for as long. A signal follows
+//! kernel that waited on a few SMs would delay every other kernel that needs all of them for as long. A signal follows
 //! the inputs of each piece, and another one its results. Scratch has four slots for inputs and four for results, which
 //! pieces use in turn. A rank sends piece `n` when it has taken the results of piece `n - 4` from all peers: so they have
 //! reduced what was in its slot. It sends results of piece `n` after it has received that piece's inputs, and so after
@@ -29,7 +29,7 @@ use symmpool_allocator::{Result, Stream};
 use super::all_reduce_copy::within;
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
-use super::memory_operations::{MEMORY_CHANNELS, PIECE_CHANNELS};
+use super::memory_operations::PIECE_CHANNELS;
 use super::params::Control;
 use super::reductions::Work;
 use crate::jit::sources::TWO_SHOT_COPY;
@@ -38,7 +38,8 @@ use crate::jit::sources::TWO_SHOT_COPY;
 const LAG: usize = 2;
 /// Slots of inputs in scratch, and of results.
 const SLOTS: usize = LAG + 2;
-const _: () = assert!(PIECE_CHANNELS + 2 * SLOTS as u32 == MEMORY_CHANNELS);
+/// Channels of the signals of pieces: one for each slot.
+pub(super) const CHANNELS_OF_PIECES: u32 = 2 * SLOTS as u32;
 /// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less
 /// time than a copy takes to start, and longer ones leave links idle for longer before the first reduction.
 const PIECES: u64 = 4;

@@ -64,8 +64,8 @@ impl LoadedKernel {
         Self { budget: SmBudget { most_blocks, ..self.budget }, ..self }
     }
 
-    /// The kernel as it may be launched if it waits for no other rank: beside compute too it gives SMs back soon, and the
-    /// more it has the sooner.
+    /// The kernel as it may be launched if it waits for no other rank: it gives SMs back soon, and sooner
+    /// the more it has, so it need not leave any to compute.
     pub(super) fn without_waits(self) -> Self {
         if self.budget.beside_compute { self.alone() } else { self }
     }

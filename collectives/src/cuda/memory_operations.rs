@@ -24,6 +24,7 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result, Stream};
 
+use super::all_reduce_pieces::CHANNELS_OF_PIECES;
 use super::api::{Api, Handle};
 use super::fault::FaultWriter;
 use super::modules;
@@ -32,7 +33,7 @@ use crate::signal::channel::CHANNELS;
 
 /// Channels of memory operations between two ranks in each direction: those of programs, behind them as many for fused
 /// operators, and then those of all-reduces by copy engines.
-pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + 8;
+pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + CHANNELS_OF_PIECES;
 /// The first channel of all-reduces by copy engines.
 pub(super) const PIECE_CHANNELS: u32 = 2 * CHANNELS;
 /// How often the thread looks at waits.

@@ -105,15 +105,14 @@ impl CudaEngine {
         let [inputs, outputs] = native.collective.both_parts(world).map(u64::from);
         let part = (count as u64).checked_mul(dtype.size() as u64);
         let whole = part.and_then(|part| part.checked_mul(inputs.max(outputs)));
-        let (Some(part), Some(_)) = (part, whole.filter(|whole| *whole <= self.pool_stride()))
+        let (Some(part), Some(whole)) = (part, whole.filter(|whole| *whole <= self.pool_stride()))
         else {
             return Err(Error::invalid_argument(format!(
                 "the algorithm {name} of {count} {} on rank {rank}: no memory is that long",
                 dtype.name()
             )));
         };
-        let (whole, most) = (part * inputs.max(outputs), native.max_bytes.unwrap_or(u64::MAX));
-        if whole > most {
+        if let Some(most) = native.max_bytes.filter(|most| whole > *most) {
             return Err(Error::unsupported(format!(
                 "the algorithm {name} of {whole} bytes on rank {rank}: it is for {most} at most"
             )));

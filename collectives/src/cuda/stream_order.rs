@@ -58,18 +58,15 @@ impl StreamOrder {
     }
 
     fn follow_on(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
-        let handle = driver.stream_handle(stream)?;
+        driver.stream_handle(stream)?;
         if driver.is_capturing(stream) {
             self.in_graphs = true;
             return Ok(());
         }
         match (self.last, self.event) {
             (_, Some(event)) if self.is_recorded => {
-                // SAFETY: the event is this value's, until `end`; the stream is live, as whoever made it of
-                // a raw handle promised.
-                let wait = || unsafe { (api.stream_wait)(handle, event, 0) };
-                let text = || "making a stream wait for a communicator's last call".to_owned();
-                driver.with_context(|| CudaDriver::check(wait(), text))?;
+                let what = "making a stream wait for a communicator's last call";
+                driver.with_context(|| wait(api, driver, event, stream, what))?;
             }
             (Some(last), _) if driver.is_capturing(last) => {
                 return Err(captured(last, "make a call on another stream"));
@@ -145,15 +142,11 @@ impl StreamOrder {
     }
 
     fn record(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
-        let handle = driver.stream_handle(stream)?;
         let event = match self.event {
             Some(event) => event,
             None => *self.event.insert(api.event()?),
         };
-        // SAFETY: the event is this value's, and the stream is live, as whoever made it of a raw handle
-        // promised.
-        let code = unsafe { (api.event_record)(event, handle) };
-        CudaDriver::check(code, || "recording an event behind a call".to_owned())
+        record(api, driver, event, stream, "recording an event behind a call")
     }
 
     /// Destroys the event. The device's context must be current, and no call can follow.
@@ -181,15 +174,11 @@ impl CallEvents {
         number: usize,
         stream: Stream,
     ) -> Result<()> {
-        let handle = driver.stream_handle(stream)?;
         driver.with_context(|| {
             while self.made.len() <= number {
                 self.made.push(api.event()?);
             }
-            // SAFETY: the event is this value's, until `end`; the stream is live, as whoever made it of a raw handle
-            // promised.
-            let code = unsafe { (api.event_record)(self.made[number], handle) };
-            CudaDriver::check(code, || "recording an event within a call".to_owned())
+            record(api, driver, self.made[number], stream, "recording an event within a call")
         })
     }
 
@@ -201,19 +190,32 @@ impl CallEvents {
         number: usize,
         stream: Stream,
     ) -> Result<()> {
-        let handle = driver.stream_handle(stream)?;
         let Some(&event) = self.made.get(number) else { return Ok(()) };
-        driver.with_context(|| {
-            // SAFETY: as in `record`.
-            let code = unsafe { (api.stream_wait)(handle, event, 0) };
-            CudaDriver::check(code, || "making a stream wait within a call".to_owned())
-        })
+        let what = "making a stream wait within a call";
+        driver.with_context(|| wait(api, driver, event, stream, what))
     }
 
     /// Destroys the events. The device's context must be current, and no call can follow.
     pub(super) fn end(&mut self, api: &Api) {
         self.made.drain(..).for_each(|event| destroy(api, event));
     }
+}
+
+/// Records an event of the caller's behind what is on a stream; `what` is for errors. The device's context must be current,
+/// here and in the next two.
+fn record(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &str) -> Result<()> {
+    let handle = driver.stream_handle(stream)?;
+    // SAFETY: the caller owns the event; the stream is live, as whoever made it of a raw handle promised.
+    let code = unsafe { (api.event_record)(event, handle) };
+    CudaDriver::check(code, || what.to_owned())
+}
+
+/// Makes a stream wait for what such an event was recorded behind.
+fn wait(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &str) -> Result<()> {
+    let handle = driver.stream_handle(stream)?;
+    // SAFETY: as in `record`.
+    let code = unsafe { (api.stream_wait)(handle, event, 0) };
+    CudaDriver::check(code, || what.to_owned())
 }
 
 fn destroy(api: &Api, event: Handle) {

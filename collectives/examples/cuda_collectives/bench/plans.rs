@@ -39,7 +39,7 @@ impl Bench<'_> {
             if !options.algorithms.contains(&name) {
                 continue;
             }
-            let parts = if kernel.collective.reduces() { 1 } else { world as usize };
+            let parts = crate::native::parts(&kernel, world);
             let algorithm = Algorithm::native(kernel)?;
             self.registered(options, (&name, &algorithm, parts), (from, to), times)?;
         }

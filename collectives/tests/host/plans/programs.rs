@@ -32,6 +32,12 @@ fn reduce_own_chunk(me: &mut Me, result: Span) {
     me.reduce(result, srcs);
 }
 
+/// Every rank reduces its own chunk of all inputs where they lie.
+fn reduce_by_reads(me: &mut Me, result: Span) {
+    let srcs = (0..me.world).map(|rank| place(rank, Buffer::Input, me.rank)).collect();
+    me.reduce(result, srcs);
+}
+
 /// Every rank reduces a chunk and gives it to all.
 pub(super) fn two_shot(world: u32) -> Plan {
     plan("two_shot", Collective::AllReduce, world, world, world, |me| {
@@ -50,8 +56,7 @@ pub(super) fn two_shot_pull(world: u32) -> Plan {
     plan("two_shot_pull", Collective::AllReduce, world, world, 0, |me| {
         let own = me.rank;
         me.barrier();
-        let srcs = (0..world).map(|rank| place(rank, Buffer::Input, own)).collect();
-        me.reduce(me.output(own), srcs);
+        reduce_by_reads(me, me.output(own));
         for peer in me.peers() {
             me.put(place(peer, Buffer::Output, own), me.output(own));
         }
@@ -105,9 +110,7 @@ pub(super) fn reduce_scatter(world: u32) -> Plan {
 pub(super) fn reduce_scatter_pull(world: u32) -> Plan {
     plan("reduce_scatter_pull", Collective::ReduceScatter, world, world, 0, |me| {
         me.barrier();
-        let own = me.rank;
-        let srcs = (0..world).map(|rank| place(rank, Buffer::Input, own)).collect();
-        me.reduce(me.output(0), srcs);
+        reduce_by_reads(me, me.output(0));
         me.barrier();
     })
 }
