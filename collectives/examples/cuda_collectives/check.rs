@@ -10,7 +10,7 @@ use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, experts_time,
     first_calls, fused, huge, measured_barrier, memory_operations, native, one_sided,
-    one_sided_streams, p2p, plans, repeats, slow, streams,
+    one_sided_streams, p2p, plans, reduce_scatter, repeats, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -88,6 +88,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     }
     if options.wants("all_gather_broadcast") {
         let (some_cases, some_wrong) = all_gather_broadcast::run(pool, options)?;
+        cases += some_cases;
+        wrong += some_wrong;
+    }
+    if options.wants("reduce_scatter") {
+        let (some_cases, some_wrong) = reduce_scatter::run(pool, options)?;
         cases += some_cases;
         wrong += some_wrong;
     }

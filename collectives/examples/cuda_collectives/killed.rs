@@ -7,29 +7,42 @@ use rustix::process::{Signal, getpid, kill_process};
 use symmpool_allocator::{Pool, Result};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
-    SplitRows, SplitsAt,
+    SplitRows, SplitsAt, StandardCollective,
 };
 
 use crate::cuda::{stream, upload};
-use crate::{Options, expect_error};
+use crate::{ORDINARY, Options, expect_error};
 
 /// The calls that are under way then.
-pub(crate) const KINDS: [&str; 5] =
-    ["all_reduce", "two_shot_copy", "all_to_all", "all_to_all_splits", "all_to_all_copy"];
+pub(crate) const KINDS: [&str; 7] = [
+    "all_reduce",
+    "two_shot_copy",
+    "reduce_scatter_copy",
+    "all_gather_copy",
+    "all_to_all",
+    "all_to_all_splits",
+    "all_to_all_copy",
+];
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 /// How much longer than the timeout ranks may take: until the rank is killed, and until processes end.
 const SLACK: Duration = Duration::from_millis(1500);
-/// Bytes that a rank sends in a call.
+/// Bytes that a rank sends in a call; fewer where devices are emulated, as copies that wait end in their own time.
 const BYTES: usize = 64 << 20;
-/// More calls than the devices finish before the rank is killed.
+const EMULATED_BYTES: usize = 1 << 20;
+/// Calls of the ranks that stay. The other one ends behind half as many, so that some must be without it, whether devices
+/// or hosts take longer for a call.
 const CALLS: u64 = 2000;
 
 /// Makes calls until the last rank kills its own process; does not return on that rank.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let kind = options.kind.as_deref().unwrap_or(KINDS[0]);
     let (rank, world) = (pool.rank(), pool.world() as usize);
-    let (from, to) = (pool.alloc::<u8>(BYTES)?, pool.alloc::<u8>(BYTES)?);
+    let bytes = if options.emulated { EMULATED_BYTES } else { BYTES };
+    let from = pool.alloc::<u8>(bytes)?;
+    // Copy engines gather into ordinary memory through scratch.
+    let lane = if kind == "all_gather_copy" { pool.lane(ORDINARY)? } else { pool.default_lane() };
+    let to = lane.alloc::<u8>(bytes)?;
     let splits = pool.alloc::<i64>(world)?;
     pool.commit()?;
     let stream = stream(pool)?;
@@ -50,7 +63,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         ..Default::default()
     };
     let comm = Communicator::with_options(pool, &comm)?;
-    let counts = vec![BYTES / world; world];
+    let counts = vec![bytes / world; world];
     let numbers: Vec<u8> = counts.iter().flat_map(|count| count.to_le_bytes()).collect();
     upload(pool, splits.address(), &numbers)?;
     let call = || {
@@ -62,18 +75,41 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             }
             "all_to_all_copy" => {
                 // SAFETY: as above; parts of all ranks are that long together.
-                unsafe { comm.all_to_all_at(to, from, BYTES / world, DType::U8, &stream) }
+                unsafe { comm.all_to_all_at(to, from, bytes / world, DType::U8, &stream) }
             }
             "all_to_all_splits" => {
                 let (dtype, null) = (DType::U8, std::ptr::null_mut());
-                let rows = SplitRows { dtype, row: 1, length: BYTES, capacity: BYTES };
+                let rows = SplitRows { dtype, row: 1, length: bytes, capacity: bytes };
                 let input = splits.address() as *const u8;
                 let splits = SplitsAt { input, output: null, offsets: null, dtype: DType::I64 };
                 // SAFETY: as above; there is a split for every rank.
                 unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, &stream) }
             }
+            "reduce_scatter_copy" | "all_gather_copy" => {
+                let scatters = kind == "reduce_scatter_copy";
+                let collective = if scatters {
+                    StandardCollective::ReduceScatter
+                } else {
+                    StandardCollective::AllGather
+                };
+                let (count, sum) = (bytes / 2 / world, ReduceOp::Sum);
+                // SAFETY: as above.
+                unsafe {
+                    comm.call_at(
+                        collective,
+                        Some("copy"),
+                        to,
+                        from,
+                        count,
+                        DType::Bf16,
+                        sum,
+                        0,
+                        &stream,
+                    )
+                }
+            }
             _ => {
-                let (count, sum) = (BYTES / 2, ReduceOp::Sum);
+                let (count, sum) = (bytes / 2, ReduceOp::Sum);
                 // SAFETY: as above.
                 unsafe { comm.all_reduce_at(to, from, count, DType::Bf16, sum, &stream) }
             }
@@ -82,9 +118,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     call()?;
     comm.synchronize(&stream)?;
     let began = Instant::now();
-    let calls = (0..options.seldom(CALLS, 50)).try_for_each(|_| call());
-    if rank as usize == world - 1 {
-        std::thread::sleep(Duration::from_millis(20));
+    let killed = rank as usize == world - 1;
+    let count = if options.emulated { 100 } else { options.seldom(CALLS, 50) };
+    let count = if killed { count / 2 } else { count };
+    let calls = (0..count).try_for_each(|_| call());
+    if killed {
         let _ = kill_process(getpid(), Signal::KILL);
     }
     let error = expect_error(

@@ -270,10 +270,11 @@ pub(super) struct Scatter {
     pub(super) launch: unsafe fn(&mut CudaEngine, &Work) -> Result<()>,
 }
 
-static REDUCE_SCATTER: [Scatter; 3] = [
+static REDUCE_SCATTER: [Scatter; 4] = [
     Scatter { code: LAMPORT, fits: fits_lamport, launch: CudaEngine::scatter_lamport },
     Scatter { code: LL, fits: |_| true, launch: CudaEngine::scatter_ll },
     Scatter { code: STAGES, fits: |_| true, launch: CudaEngine::scatter_in_stages },
+    Scatter { code: COPY, fits: |_| true, launch: CudaEngine::scatter_by_copies },
 ];
 
 impl Scatter {

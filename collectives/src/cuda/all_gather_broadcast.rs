@@ -75,6 +75,12 @@ impl CudaEngine {
             // SAFETY: likewise.
             return unsafe { self.copy_parts(call, parts, stream) };
         }
+        if self.gathers_in_pieces(output, part) {
+            let call = call.output(output).algorithm(COPY);
+            let parts = EqualParts { from, to, part, input_stride: 0 };
+            // SAFETY: likewise.
+            return unsafe { self.gather_in_pieces(call, parts, stream) };
+        }
         let parts = Parts::gathered(
             self.rank(),
             &vec![count as u64; self.world() as usize],

@@ -136,8 +136,10 @@ impl CudaEngine {
         range: ByteRange,
         offset: u64,
     ) -> Result<()> {
-        let (from, bytes) = within(work.share(self.rank(), self.world()), range);
-        let (input, output) = (work.input + from, work.output + from);
+        let (from, bytes) = within(work.share(self.rank(), self.world()), range.clone());
+        // A reduce-scatter has an output for this share alone.
+        let to = if work.stride > 0 { range.start } else { from };
+        let (input, output) = (work.input + from, work.output + to);
         let params = CallParams { input, output, bytes, stride: offset, ..work.params() };
         let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
         // SAFETY: a range of what the caller of `two_shot_copy` promised, from which nothing is copied until

@@ -90,6 +90,8 @@ pub(crate) struct CudaEngine {
     pub(super) copy_stream: Stream,
     /// Another one, for the companion kernel of such copies, and for copies within this rank.
     pub(super) companion_stream: Stream,
+    /// Another one, for signals that follow copies, so that the next copies do not wait for them.
+    pub(super) signal_stream: Stream,
     /// The order of signals, waits, sends and receives, which each end of a channel has for itself.
     channels: BTreeMap<ChannelEnd, StreamOrder>,
     pub(super) p2p: P2p,
@@ -262,7 +264,7 @@ impl Drop for CudaEngine {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, fault) = (self.api, self.fault.take());
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
-        let streams = [self.copy_stream, self.companion_stream];
+        let streams = [self.copy_stream, self.companion_stream, self.signal_stream];
         let deadline = self.pool.group().deadline();
         let synchronized = self.pool.driver().synchronize_by(deadline);
         if let Err(error) = synchronized {

@@ -243,7 +243,7 @@ fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
     };
     let on = match channel.checked_sub(CHANNELS) {
         Some(_) if channel >= PIECE_CHANNELS => {
-            "behind its copies in an all-reduce by copy engines".to_owned()
+            "behind its copies in a collective by copy engines".to_owned()
         }
         Some(step) => format!("in step {step} of a fused product of matrices"),
         None => format!("on channel {channel}, by memory operations"),
@@ -465,7 +465,7 @@ mod tests {
             (SENDING, "to receive what rank 1 sends"),
             (RECEIVING, "for a message of rank 2"),
             (MEMORY + 3, "rank 2 to signal on channel 3, by memory operations"),
-            (MEMORY + PIECE_CHANNELS + 1, "rank 2 to signal behind its copies in an all-reduce"),
+            (MEMORY + PIECE_CHANNELS + 1, "rank 2 to signal behind its copies in a collective"),
             (MEMORY_UNTAKEN + 17, "rank 2 to take the last signal in step 1 of a fused"),
         ] {
             let late = record(TIMEOUT, phase).error(&there);

@@ -13,7 +13,7 @@ use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
     ALL_TO_ALL, BARRIER, BROADCAST_STAGES, COPY_COMPANION, MEASURED_BARRIER, ONE_SIDED, TWO_SHOT,
-    TWO_SHOT_STAGES,
+    TWO_SHOT_COPY, TWO_SHOT_STAGES,
 };
 use crate::{DType, ReduceOp};
 
@@ -206,6 +206,7 @@ impl KernelSpec {
         let scatter = TwoShotCollective::ReduceScatter;
         all.push(Self::two_shot_stages(reduction, scatter));
         all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
+        all.push(Self::reduces(&TWO_SHOT_COPY, reduction));
         all
     }
 

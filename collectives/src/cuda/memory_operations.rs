@@ -24,8 +24,8 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result, Stream};
 
-use super::all_reduce_pieces::CHANNELS_OF_PIECES;
 use super::api::{Api, Handle};
+use super::copy_pieces::CHANNELS_OF_PIECES;
 use super::fault::FaultWriter;
 use super::modules;
 use super::params::{Control, LOCAL_FAILED};

@@ -5,7 +5,10 @@
 //! | `engine` | one rank's side of a communicator: its state, and what every call does |
 //! | `reductions` | all-reduce and reduce-scatter: which kernels they launch |
 //! | `all_reduce_copy`, `all_reduce_pieces` | all-reduces carried by copy engines: with the device to themselves, and beside compute |
+//! | `reduce_scatter_copy` | reduce-scatters carried by copy engines |
+//! | `copy_pieces` | pieces of data that copy engines carry through scratch beside compute |
 //! | `all_gather_broadcast` | all-gathers and broadcasts: in the LL protocol, or as all-to-alls |
+//! | `all_gather_pieces` | all-gathers carried by copy engines into ordinary memory |
 //! | `all_to_all` | all-to-alls: what their kernel is given |
 //! | `all_to_all_copy` | all-to-alls and all-gathers carried by copy engines |
 //! | `fused` | all-reduces with a residual and a norm |
@@ -34,6 +37,7 @@
 
 mod algorithms;
 mod all_gather_broadcast;
+mod all_gather_pieces;
 mod all_reduce_copy;
 mod all_reduce_pieces;
 mod all_to_all;
@@ -41,6 +45,7 @@ mod all_to_all_copy;
 mod api;
 mod arguments;
 mod constraints;
+mod copy_pieces;
 mod engine;
 mod experts;
 mod fault;
@@ -58,6 +63,7 @@ mod one_sided;
 mod p2p;
 mod params;
 mod plan;
+mod reduce_scatter_copy;
 mod reductions;
 mod select;
 mod sm_budget;

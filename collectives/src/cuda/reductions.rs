@@ -12,6 +12,7 @@ use super::kernel_spec::{KernelSpec, MANY_BYTES};
 use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
 use super::params::{CallParams, LL128_PAYLOAD, MAX_PEER_BLOCKS};
+use super::reduce_scatter_copy;
 use crate::algorithm::RequestedAlgorithm;
 use crate::algorithm::{AUTO, CallShape};
 use crate::host::call::{Call, Operation};
@@ -82,8 +83,12 @@ impl Work {
             .map(move |from| self.piece(from, each.min(self.bytes - from)))
     }
 
-    /// Where a rank's share of the data begins, and its length, as `RankChunks` in `symmpool/partition.cuh` computes them.
+    /// Where a rank's share of the input begins, and its length: its part of a reduce-scatter, or what `RankChunks` in
+    /// `symmpool/partition.cuh` computes.
     pub(super) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
+        if self.stride > 0 {
+            return (u64::from(rank) * self.stride, self.bytes);
+        }
         let share = self.bytes.div_ceil(16).div_ceil(u64::from(world)) * 16;
         let from = (u64::from(rank) * share).min(self.bytes);
         (from, share.min(self.bytes - from))
@@ -361,15 +366,18 @@ impl CudaEngine {
         let part = self.byte_count("reduce_scatter", count, dtype, stream)?;
         let whole = self.bytes_of_parts("reduce_scatter", part, stream)?;
         let (from, to) = (self.address(input), self.address(output));
-        if to != from + u64::from(self.rank()) * part {
-            self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
-        }
         let call = Call::new(Operation::ReduceScatter)
             .elements(dtype, count)
             .reduce(op)
             .algorithm(algorithm)
-            .input(input)
-            .output(output);
+            .input(input);
+        let call = if to == from + u64::from(self.rank()) * part {
+            // An output in place lies elsewhere on each rank.
+            call.in_place(true)
+        } else {
+            self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
+            call.output(output)
+        };
         let (bytes, stride) = (part, part);
         let work =
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
@@ -397,7 +405,7 @@ impl CudaEngine {
         (self.control.inbox_vectors(lamport) / u64::from(self.world()) * 16).min(MANY_BYTES)
     }
 
-    /// Reduces and scatters through inboxes while that is faster, else through scratch.
+    /// Reduces and scatters through inboxes while that is faster, else through scratch, by stores or by copy engines.
     ///
     /// # Safety
     ///
@@ -406,15 +414,18 @@ impl CudaEngine {
         let (ranks, lamport) = (u64::from(self.world()), fits_lamport(work.dtype));
         // LL sends twice the bytes that it carries; Lamport does not.
         let most = if lamport { MANY_BYTES.max(SCATTER_BYTES / (ranks - 1)) } else { 64 << 10 };
-        let in_stages = work.bytes > most.min(MAX_SCATTER_LAUNCHES * self.scatter_launch(lamport));
-        let (bytes, call) = (work.bytes, work.call);
-        let most_sms = self.most_sms();
-        tracing::debug!(bytes, %call, in_stages, lamport, most_sms, "through scratch or inboxes");
-        let launch = match (in_stages, lamport) {
-            (true, _) => Self::scatter_in_stages,
-            (false, true) => Self::scatter_lamport,
-            (false, false) => Self::scatter_ll,
-        };
+        let through_scratch =
+            work.bytes > most.min(MAX_SCATTER_LAUNCHES * self.scatter_launch(lamport));
+        let copies = reduce_scatter_copy::pays_off(&self.control, self.world(), work.bytes);
+        let (launch, algorithm): (unsafe fn(&mut Self, &Work) -> Result<()>, _) =
+            match (through_scratch, copies, lamport) {
+                (true, true, _) => (Self::scatter_by_copies, "copy"),
+                (true, false, _) => (Self::scatter_in_stages, "stages"),
+                (false, _, true) => (Self::scatter_lamport, "lamport"),
+                (false, _, false) => (Self::scatter_ll, "ll"),
+            };
+        let (bytes, call, most_sms) = (work.bytes, work.call, self.most_sms());
+        tracing::debug!(bytes, %call, algorithm, most_sms, "reduce_scatter");
         // SAFETY: passed on.
         unsafe { launch(self, work) }
     }

@@ -2,14 +2,10 @@
 
 use symmpool_allocator::{Block, Result, Stream};
 use symmpool_collectives::plan::Collective;
-use symmpool_collectives::{Algorithm, Communicator, DType, ReduceOp};
+use symmpool_collectives::{Algorithm, Communicator, DType, ReduceOp, StandardCollective};
 
 use super::{Bench, Times};
 use crate::{Options, plans};
-
-/// The built-in collectives that have no algorithms by name.
-const ALL_GATHER: &str = "all_gather";
-const REDUCE_SCATTER: &str = "reduce_scatter";
 
 impl Bench<'_> {
     /// Times what options name: `bytes` are those of the longer one of input and output.
@@ -43,25 +39,27 @@ impl Bench<'_> {
             let algorithm = Algorithm::native(kernel)?;
             self.registered(options, (&name, &algorithm, parts), (from, to), times)?;
         }
-        for name in [ALL_GATHER, REDUCE_SCATTER] {
-            if !options.algorithms.iter().any(|other| other == name) {
-                continue;
-            }
+        for collective in [StandardCollective::AllGather, StandardCollective::ReduceScatter] {
             let comm = Communicator::with_options(self.pool, &options.communicator())?;
-            for &bytes in &options.sizes() {
-                let count = bytes as usize / dtype.size() / world as usize;
-                // SAFETY: as above.
-                let gather =
-                    |stream: &Stream| unsafe { comm.all_gather_at(to, from, count, dtype, stream) };
-                // SAFETY: as above.
-                let scatter = |stream: &Stream| unsafe {
-                    comm.reduce_scatter_at(to, from, count, dtype, op, stream)
+            let algorithms = comm.algorithms();
+            let of = |each: &&Algorithm| each.collective() == collective.name();
+            let named = algorithms.iter().filter(of).map(|each| Some(each.name()));
+            for algorithm in [None].into_iter().chain(named) {
+                let name = match algorithm {
+                    None => collective.name().to_owned(),
+                    Some(algorithm) => format!("{}_{algorithm}", collective.name()),
                 };
-                let call = |stream: &Stream| match name {
-                    ALL_GATHER => gather(stream),
-                    _ => scatter(stream),
-                };
-                self.note(name, &comm, bytes, times, call)?;
+                if !options.algorithms.contains(&name) {
+                    continue;
+                }
+                for &bytes in &options.sizes() {
+                    let count = bytes as usize / dtype.size() / world as usize;
+                    // SAFETY: both blocks are this long, and nothing else uses them.
+                    let call = |stream: &Stream| unsafe {
+                        comm.call_at(collective, algorithm, to, from, count, dtype, op, 0, stream)
+                    };
+                    self.note(&name, &comm, bytes, times, call)?;
+                }
             }
         }
         Ok(())

@@ -93,8 +93,8 @@ impl CudaEngine {
         let control = Control::new(layout.world, options.footprint)?;
         let kernels = Kernels::new(api, modules, driver, layout.world, options.budget);
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
-        let (copy_stream, companion_stream) =
-            driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
+        let (copy_stream, companion_stream, signal_stream) =
+            driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?, api.stream()?)))?;
         let p2p_layout = P2pLayout::new(layout.world, control.bytes(), options.footprint.staging);
         let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
         let own = layout.address(layout.rank, control_offset);
@@ -127,6 +127,7 @@ impl CudaEngine {
             events: CallEvents::default(),
             copy_stream,
             companion_stream,
+            signal_stream,
             channels: BTreeMap::new(),
             p2p,
             memory_operations,

@@ -1,0 +1,74 @@
+//! All-gathers by copy engines into ordinary memory: the algorithm `copy` in pieces (`copy_pieces`). No SM works.
+//!
+//! Peers cannot write into such an output, so a piece goes into the receiver's scratch, and the receiver's own copy engine
+//! takes it from there while the next piece arrives. A rank sends piece `n` when all peers have said that they have taken
+//! piece `n - 4`, whose slot it uses. They say it behind their copy, which is behind their wait for the piece itself; so
+//! whoever signals has taken the signal before on either channel, and so has its peer.
+
+#![allow(unsafe_code)] // passes on the caller's promises
+
+use symmpool_allocator::{Result, Stream};
+
+use super::all_to_all_copy::EqualParts;
+use super::copy_pieces::{SLOTS, emptied, filled, pieces, room};
+use super::engine::CudaEngine;
+use crate::host::call::Call;
+
+/// Most bytes of a piece.
+const LONGEST: u64 = 32 << 20;
+
+impl CudaEngine {
+    /// Sends this rank's part to every peer. All of `parts.input_stride` is 0.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_gather`].
+    pub(super) unsafe fn gather_in_pieces(
+        &mut self,
+        call: Call,
+        parts: EqualParts,
+        stream: Stream,
+    ) -> Result<()> {
+        let EqualParts { from, to, part, .. } = parts;
+        let room = room(&self.control, self.world(), SLOTS);
+        let ranges = pieces(part, room, LONGEST);
+        // Ranks whose outputs are windows do not go in pieces, and differ in this.
+        let call = call.peer_blocks(ranges.len() as u32);
+        tracing::debug!(part, pieces = ranges.len(), algorithm = "copy", %call);
+        let (copies, local) = (self.copy_stream, self.companion_stream);
+        let (rank, peers): (_, Vec<u32>) = (self.rank(), self.peers_in_rotated_order().collect());
+        let slot = |nth: usize| (nth % SLOTS) as u64 * room;
+        self.switch_to(stream)?;
+        self.fork(stream, copies)?;
+        self.handshake_only(call, stream)?;
+        // Behind the handshake, which names a rank that does not come.
+        self.fork(stream, local)?;
+        let own = to + u64::from(rank) * part;
+        if own != from {
+            self.copy_by_engine(own, from, part, local)?;
+        }
+        for (nth, range) in ranges.iter().enumerate() {
+            let bytes = range.end - range.start;
+            if let Some(before) = nth.checked_sub(SLOTS) {
+                self.await_copied(&peers, emptied(before), copies)?;
+            }
+            for peer in &peers {
+                let there = self.slot_from(rank, *peer) + slot(nth);
+                self.copy_by_engine(there, from + range.start, bytes, copies)?;
+            }
+            self.signal_behind_copies(&peers, filled(nth))?;
+            self.await_copied(&peers, filled(nth), local)?;
+            for peer in &peers {
+                let here = self.slot_from(*peer, rank) + slot(nth);
+                let there = to + u64::from(*peer) * part + range.start;
+                self.copy_by_engine(there, here, bytes, local)?;
+            }
+            if nth + SLOTS < ranges.len() {
+                self.signal_copied(&peers, emptied(nth), local)?;
+            }
+        }
+        self.fork(self.signal_stream, stream)?;
+        self.fork(local, stream)?;
+        self.handshake_after_copies(call, stream)
+    }
+}

@@ -1,0 +1,121 @@
+//! Pieces of data that copy engines carry through scratch, while the SMs belong to other kernels.
+//!
+//! Every share of the data is cut into pieces, which use a few slots of the scratch in turn. A rank's links carry one copy
+//! at a time, as two would slow each other down, so all copies to peers leave by one stream. Behind the copies of a piece
+//! a signal goes to each peer by another stream, so that links do not idle until it has arrived. Ranks wait for signals by
+//! memory operations, which take no SM: a kernel that waited on a few SMs would delay every other kernel that needs all of
+//! them for as long.
+//!
+//! A channel holds one signal, and each slot has two channels. On the first, a rank signals that the slot was filled; on
+//! the second, what lets the peer fill it again. Each collective says in its own file why no signal comes before the last
+//! one on its channel was taken, and why ranks do not wait for each other in a circle: every operation waits for such as
+//! all ranks have given their streams before, in this order.
+
+use std::ops::Range;
+
+use symmpool_allocator::{Result, Stream};
+
+use super::engine::CudaEngine;
+use super::memory_operations::PIECE_CHANNELS;
+use super::params::Control;
+
+/// Slots that pieces use in turn.
+pub(super) const SLOTS: usize = 4;
+/// Channels of the signals of pieces: two for each slot.
+pub(super) const CHANNELS_OF_PIECES: u32 = 2 * SLOTS as u32;
+/// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less
+/// time than a copy takes to start.
+const PIECES: u64 = 4;
+const SHORTEST: u64 = 4 << 20;
+
+/// Bytes of a slot, where a rank has so many for each peer.
+pub(super) fn room(control: &Control, world: u32, slots: usize) -> u64 {
+    control.scratch_room(world) / slots as u64 / 128 * 128
+}
+
+/// The pieces of shares of `share` bytes: of about equal length, at most `room` and `longest` bytes, and multiples of a
+/// cache line but for the last one.
+pub(super) fn pieces(share: u64, room: u64, longest: u64) -> Vec<Range<u64>> {
+    let wanted = share.div_ceil(PIECES).clamp(SHORTEST, longest).min(room);
+    let each = share.div_ceil(share.div_ceil(wanted)).next_multiple_of(128);
+    (0..share.div_ceil(each)).map(|nth| nth * each..share.min((nth + 1) * each)).collect()
+}
+
+/// The channel on which ranks signal that the slot of a piece was filled.
+pub(super) fn filled(nth: usize) -> u32 {
+    PIECE_CHANNELS + (nth % SLOTS) as u32
+}
+
+/// The channel on which they signal what lets peers fill that slot again.
+pub(super) fn emptied(nth: usize) -> u32 {
+    filled(nth) + SLOTS as u32
+}
+
+impl CudaEngine {
+    /// Signals each of these peers, behind the copies so far.
+    pub(super) fn signal_behind_copies(&mut self, peers: &[u32], channel: u32) -> Result<()> {
+        self.fork(self.copy_stream, self.signal_stream)?;
+        self.signal_copied(peers, channel, self.signal_stream)
+    }
+
+    /// Signals each of these peers, behind what is on a stream.
+    pub(super) fn signal_copied(
+        &mut self,
+        peers: &[u32],
+        channel: u32,
+        stream: Stream,
+    ) -> Result<()> {
+        let timeout = self.comm.timeout;
+        peers.iter().try_for_each(|peer| {
+            let signalled = self.memory_operations.signal((*peer, channel), timeout, false, stream);
+            signalled.map_err(|error| self.decline(error, stream))
+        })
+    }
+
+    /// Makes a stream wait for a signal of each of these peers.
+    pub(super) fn await_copied(
+        &mut self,
+        peers: &[u32],
+        channel: u32,
+        stream: Stream,
+    ) -> Result<()> {
+        let timeout = self.comm.timeout;
+        peers.iter().try_for_each(|peer| {
+            let waits = self.memory_operations.wait((*peer, channel), timeout, false, stream);
+            waits.map_err(|error| self.decline(error, stream))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONGEST: u64 = 16 << 20;
+
+    #[test]
+    fn pieces_leave_nothing_out_and_fit() {
+        for share in [16, 128, 1 << 20, (12 << 20) + 16, 64 << 20, (5 << 30) - 48] {
+            for room in [1 << 16, 1 << 20, (22 << 20) / 7 / 128 * 128, 1 << 30] {
+                let found = pieces(share, room, LONGEST);
+                let mut at = 0;
+                for piece in &found {
+                    assert_eq!(piece.start, at);
+                    assert!(!piece.is_empty() && piece.end - piece.start <= room.min(LONGEST));
+                    assert!(piece.end == share || piece.end.is_multiple_of(128));
+                    at = piece.end;
+                }
+                assert_eq!(at, share, "in {room}");
+            }
+        }
+        assert_eq!(pieces(40 << 20, 1 << 30, LONGEST).len(), PIECES as usize);
+    }
+
+    #[test]
+    fn slots_have_channels_of_their_own() {
+        let channels: std::collections::BTreeSet<u32> =
+            (0..3 * SLOTS).flat_map(|nth| [filled(nth), emptied(nth)]).collect();
+        assert_eq!(channels.len(), CHANNELS_OF_PIECES as usize);
+        assert!(channels.iter().all(|channel| channel - PIECE_CHANNELS < CHANNELS_OF_PIECES));
+    }
+}
