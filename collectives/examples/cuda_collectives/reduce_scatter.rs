@@ -51,7 +51,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let long = part > 1 << 20;
                     let skipped = options.quick && !(QUICK.contains(&part) && which < 2);
                     // Emulated devices take long for what does not go by copies.
-                    let copied = matches!(name, Some("copy") | None) && part < 16 << 20;
+                    let copied = matches!(name, Some("copy" | "direct") | None) && part < 16 << 20;
                     let slow = options.emulated && long && !(copied && which == 0);
                     let lamport = matches!(dtype, DType::Bf16);
                     if skipped || slow || (name == Some("lamport") && !lamport) {
@@ -62,7 +62,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let shift = |by: u32| (number >> by) % 4 * dtype.size() as u64;
                     let (count, in_place) = (part / dtype.size(), number & 1 == 1);
                     let part = count * dtype.size();
-                    let from = inputs[number as usize >> 1 & 1].address() + shift(8);
+                    // Ranks can read inputs directly only in windows.
+                    let window = name == Some("direct") || number >> 1 & 1 == 1;
+                    let from = inputs[usize::from(window)].address() + shift(8);
                     let to = outputs[number as usize >> 2 & 1].address() + shift(16);
                     let to = if in_place { from + (rank * part) as u64 } else { to };
                     let call = |stream: &Stream| {
@@ -80,18 +82,21 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     })?;
                     for in_graph in [false, true] {
                         let seed = random(number, 7 + u64::from(in_graph));
-                        let all: Vec<Vec<u8>> = (0..world as u32)
-                            .map(|rank| input(seed, rank, dtype, count * world))
-                            .collect();
-                        let parts: Vec<&[u8]> =
-                            all.iter().map(|of| &of[rank * part..][..part]).collect();
+                        // Each part of each rank's input is made alone, as ranks need few of the others' parts.
+                        let part_of = |owner: usize, of: usize| {
+                            input(random(seed, of as u64), owner as u32, dtype, count)
+                        };
+                        let own: Vec<u8> = (0..world).flat_map(|of| part_of(rank, of)).collect();
+                        let parts: Vec<Vec<u8>> =
+                            (0..world).map(|owner| part_of(owner, rank)).collect();
+                        let parts: Vec<&[u8]> = parts.iter().map(Vec::as_slice).collect();
                         let around = if in_place && rank + 1 < world {
-                            all[rank][(rank + 1) * part..][..AROUND.min(part)].to_vec()
+                            own[(rank + 1) * part..][..AROUND.min(part)].to_vec()
                         } else {
                             vec![POISON; AROUND]
                         };
                         upload(pool, to, &vec![POISON; part + AROUND])?;
-                        upload(pool, from, &all[rank])?;
+                        upload(pool, from, &own)?;
                         if in_graph { graph.launch(pool, stream) } else { call(&stream) }?;
                         comm.synchronize(&stream)?;
                         let got = download(pool, to, part + around.len())?;

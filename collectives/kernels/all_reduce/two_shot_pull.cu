@@ -1,11 +1,15 @@
 //! All-reduce in two shots by loads: every rank reduces its share, which it loads from all ranks' inputs, and
-//! stores the result into all ranks' outputs. Inputs and outputs are windows. Defines: WORLD, DTYPE, OP, THREADS.
+//! stores the result into all ranks' outputs. Inputs and outputs are windows. Reduce-scatter is the first shot alone, whose
+//! output may be anywhere. Defines: WORLD, DTYPE, OP, THREADS, COLLECTIVE (ALL_REDUCE or REDUCE_SCATTER).
 
 #include <symmpool/peer_blocks.cuh>
 
 #include "all_reduce/reduce_loads.cuh"
 
 using namespace symmpool;
+
+enum class Collective { ALL_REDUCE, REDUCE_SCATTER };
+constexpr bool GATHERS = Collective::COLLECTIVE == Collective::ALL_REDUCE;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_pull(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
@@ -24,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!await_handshakes<true>(session, call)) {
         return;
     }
-    const RankChunks<true> shares(call);
+    const RankChunks<GATHERS> shares(call);
     const u64 end = shares.of(call.input, comm.rank).vectors();
     const Split split(shares.vectors(), call.peer_blocks);
 #pragma unroll 1
@@ -33,6 +37,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         reduce_loads({range.from, end < range.to ? end : range.to}, [&](u64 at, u32 rank) {
             return shares.of(comm.at_peer(call.input, rank), comm.rank).load(at);
         }, [&](u64 at, uint4 result) {
+            if (!GATHERS) {
+                Target(call.output, shares.bytes).store(at, result);
+                return;
+            }
 #pragma unroll
             for (u32 distance = 1; distance <= WORLD; ++distance) {
                 char* output = comm.at_peer(call.output, comm.after(distance % WORLD));

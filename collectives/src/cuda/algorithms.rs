@@ -16,9 +16,7 @@ use super::reductions::Work;
 use crate::algorithm::{
     AUTO, COPY, CallShape, DIRECT, LAMPORT, LL, RING, STAGES, StandardCollective, name_of,
 };
-use crate::jit::sources::{
-    ONE_SHOT, ONE_SHOT_LL128, ONE_SHOT_PULL, TWO_SHOT_COPY, TWO_SHOT_PULL, TWO_SHOT_PUSH,
-};
+use crate::jit::sources::{ONE_SHOT, ONE_SHOT_LL128, ONE_SHOT_PULL, TWO_SHOT_COPY, TWO_SHOT_PUSH};
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
@@ -136,14 +134,17 @@ pub(super) static ALL_REDUCE: [AllReduce; 10] = [
         fits: |shape, _| shape.input_window && shape.output_window,
         pays_off: always,
         most_bytes: |_, _| u64::MAX,
-        kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_PULL, of),
+        kernel: |_, of, _| KernelSpec::two_shot_pull(of, TwoShotCollective::AllReduce),
         launch: CudaEngine::two_shot_pull,
     },
     AllReduce {
-        // In pieces, as into ordinary memory, it pays off for calls during compute only: programs ask for it then.
+        // In pieces, as into ordinary memory, it pays off for calls during compute only.
         name: Name::TwoShotCopy,
         one_of: None,
-        fits: |shape, _| shape.world > 1 && shape.bytes >= MIN_COPY_BYTES,
+        fits: |shape, _| {
+            let served = shape.output_window || shape.has_queues;
+            shape.world > 1 && shape.bytes >= MIN_COPY_BYTES && served
+        },
         pays_off: |shape, control| {
             shape.output_window && at_once(shape, control) >= shape.bytes.min(COPY_ROUND_BYTES)
         },
@@ -265,29 +266,49 @@ impl Exchange {
 /// A reduce-scatter algorithm.
 pub(super) struct Scatter {
     pub(super) code: u8,
-    fits: fn(DType) -> bool,
+    /// Whether it can serve calls of a type, from a window or not; and what it needs.
+    fits: fn(DType, bool) -> bool,
+    needs: &'static str,
     /// Launches it. The caller promises what it does of [`CudaEngine::reduce_scatter`].
     pub(super) launch: unsafe fn(&mut CudaEngine, &Work) -> Result<()>,
 }
 
-static REDUCE_SCATTER: [Scatter; 4] = [
-    Scatter { code: LAMPORT, fits: fits_lamport, launch: CudaEngine::scatter_lamport },
-    Scatter { code: LL, fits: |_| true, launch: CudaEngine::scatter_ll },
-    Scatter { code: STAGES, fits: |_| true, launch: CudaEngine::scatter_in_stages },
-    Scatter { code: COPY, fits: |_| true, launch: CudaEngine::scatter_by_copies },
+static REDUCE_SCATTER: [Scatter; 5] = [
+    Scatter {
+        code: LAMPORT,
+        fits: |dtype, _| fits_lamport(dtype),
+        needs: "it carries floats of up to 32 bits",
+        launch: CudaEngine::scatter_lamport,
+    },
+    Scatter { code: LL, fits: |_, _| true, needs: "", launch: CudaEngine::scatter_ll },
+    Scatter { code: STAGES, fits: |_, _| true, needs: "", launch: CudaEngine::scatter_in_stages },
+    Scatter { code: COPY, fits: |_, _| true, needs: "", launch: CudaEngine::scatter_by_copies },
+    Scatter {
+        code: DIRECT,
+        fits: |_, window| window,
+        needs: "ranks read each other's inputs, which must be windows",
+        launch: CudaEngine::scatter_directly,
+    },
 ];
 
 impl Scatter {
-    /// The algorithm of this number, if it can reduce elements of this type.
-    pub(super) fn named(code: u8, dtype: DType) -> Result<&'static Self> {
+    pub(super) fn name(&self) -> &'static str {
+        name_of(StandardCollective::ReduceScatter, self.code).unwrap_or("?")
+    }
+
+    /// The algorithm of this number, if it can reduce elements of this type from such an input.
+    pub(super) fn named(code: u8, dtype: DType, input_window: bool) -> Result<&'static Self> {
         let found = REDUCE_SCATTER.iter().find(|entry| entry.code == code);
         let entry = found.ok_or_else(|| not_here(StandardCollective::ReduceScatter, code))?;
-        if (entry.fits)(dtype) {
+        if (entry.fits)(dtype, input_window) {
             return Ok(entry);
         }
         Err(Error::unsupported(format!(
-            "the reduce-scatter algorithm lamport for {}: it carries floats of up to 32 bits",
-            dtype.name()
+            "the reduce-scatter algorithm {} for {} from {}: {}",
+            entry.name(),
+            dtype.name(),
+            if input_window { "a window" } else { "ordinary memory" },
+            entry.needs
         )))
     }
 }
@@ -326,7 +347,9 @@ impl CudaEngine {
         let collective = shape.collective;
         match collective {
             StandardCollective::AllReduce => self.check_all_reduce(code, shape),
-            StandardCollective::ReduceScatter => Scatter::named(code, shape.dtype).map(drop),
+            StandardCollective::ReduceScatter => {
+                Scatter::named(code, shape.dtype, shape.input_window).map(drop)
+            }
             _ if Self::algorithms(collective).contains(&code) => Ok(()),
             _ => Err(not_here(collective, code)),
         }

@@ -43,6 +43,7 @@ impl CudaEngine {
         self.handshake_only(call, stream)?;
         // Behind the handshake, which names a rank that does not come.
         self.fork(stream, local)?;
+        self.fork(stream, self.result_stream)?;
         let own = to + u64::from(rank) * part;
         if own != from {
             self.copy_by_engine(own, from, part, local)?;
@@ -50,7 +51,7 @@ impl CudaEngine {
         for (nth, range) in ranges.iter().enumerate() {
             let bytes = range.end - range.start;
             if let Some(before) = nth.checked_sub(SLOTS) {
-                self.await_copied(&peers, emptied(before), copies)?;
+                self.await_emptied(&peers, before)?;
             }
             for peer in &peers {
                 let there = self.slot_from(rank, *peer) + slot(nth);
@@ -68,6 +69,7 @@ impl CudaEngine {
             }
         }
         self.fork(self.signal_stream, stream)?;
+        self.fork(self.result_stream, stream)?;
         self.fork(local, stream)?;
         self.handshake_after_copies(call, stream)
     }

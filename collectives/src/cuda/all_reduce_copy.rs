@@ -60,7 +60,7 @@ impl CudaEngine {
         work: &Work,
         output_window: bool,
     ) -> Result<()> {
-        if self.beside_compute || !output_window {
+        if self.goes_in_pieces() || !output_window {
             // SAFETY: passed on.
             return unsafe { self.two_shot_copy_in_pieces(work, output_window) };
         }

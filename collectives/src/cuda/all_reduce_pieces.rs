@@ -1,10 +1,9 @@
 //! All-reduces by copy engines that leave a device's SMs to other kernels, and those into ordinary memory:
-//! `two_shot_copy` in pieces (`copy_pieces`). A program chooses them by name or by a table, for calls that run while its
-//! matrix products do: alone they take longer than others.
+//! `two_shot_copy` in pieces (`copy_pieces`).
 //!
-//! A piece of the inputs is sent, then it is reduced, then its results are sent. Inputs and results leave by one stream:
-//! inputs of a piece, then results of the second piece before. So a reduction has the time of four copies until the links
-//! wait for it, and may wait for SMs itself. Nothing but the reductions takes SMs, and those wait for nobody.
+//! A piece of the inputs is sent, then it is reduced, then its results are sent. Inputs and results leave by two streams,
+//! so that links have something to do while one of them waits. Nothing but the reductions takes SMs, and those wait for
+//! nobody, so they may wait for SMs.
 //!
 //! Results for outputs that are windows are copied there. Others come into scratch, and a stream of its own copies them
 //! from there to the output, which needs no links.
@@ -26,7 +25,7 @@ use super::kernel_spec::KernelSpec;
 use super::reductions::Work;
 use crate::jit::sources::TWO_SHOT_COPY;
 
-/// How many pieces are sent between a piece and its results.
+/// How many pieces are sent between a piece and its results, in the order in which streams are given them.
 const LAG: usize = SLOTS - 2;
 /// Most bytes of a piece: longer ones leave links idle for longer before the first reduction.
 const LONGEST: u64 = 16 << 20;
@@ -87,6 +86,7 @@ impl CudaEngine {
         self.handshake_only(work.call, kernels)?;
         // Behind the handshake, which names a rank that does not come.
         self.fork(kernels, self.companion_stream)?;
+        self.fork(kernels, self.result_stream)?;
         let count = pieces.ranges.len();
         for (nth, range) in pieces.ranges.iter().enumerate() {
             if let Some(before) = nth.checked_sub(SLOTS) {
@@ -107,6 +107,7 @@ impl CudaEngine {
             self.exchange_results(&pieces, left, &peers)?;
         }
         self.fork(self.signal_stream, kernels)?;
+        self.fork(self.result_stream, kernels)?;
         self.wait_for(taken(count - 1), kernels)?;
         self.handshake_after_copies(work.call, kernels)
     }
@@ -114,7 +115,7 @@ impl CudaEngine {
     /// Copies this rank's results of a piece to all peers, into their outputs or into their scratch, and takes theirs.
     fn exchange_results(&mut self, pieces: &Pieces<'_>, nth: usize, peers: &[u32]) -> Result<()> {
         let Pieces { work, ranges, direct, .. } = pieces;
-        let (copies, local) = (self.copy_stream, self.companion_stream);
+        let (copies, local) = (self.result_stream, self.companion_stream);
         let range = || ranges[nth].clone();
         self.wait_for(reduced(nth), copies)?;
         let (from, bytes) = within(work.share(self.rank(), self.world()), range());
@@ -126,7 +127,7 @@ impl CudaEngine {
             };
             self.copy_by_engine(to, work.output + from, bytes, copies)?;
         }
-        self.signal_behind_copies(peers, emptied(nth))?;
+        self.signal_copied(peers, emptied(nth), copies)?;
         self.await_copied(peers, emptied(nth), local)?;
         for peer in peers.iter().filter(|_| !direct) {
             let (to, bytes) = within(work.share(*peer, self.world()), range());

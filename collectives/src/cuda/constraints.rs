@@ -21,6 +21,8 @@ pub(super) struct AllReduceShape {
     pub(super) direct: bool,
     /// Whether calls may run beside compute, with few SMs.
     pub(super) beside_compute: bool,
+    /// Whether streams can wait for peers without SMs, as pieces of calls by copy engines do.
+    pub(super) has_queues: bool,
 }
 
 impl AllReduceShape {
@@ -73,7 +75,17 @@ mod tests {
     fn shape(bytes: u64, world: u32) -> AllReduceShape {
         let (dtype, input_window, output_window) = (DType::F32, true, true);
         let (direct, beside_compute) = (true, false);
-        AllReduceShape { bytes, dtype, world, input_window, output_window, direct, beside_compute }
+        let has_queues = true;
+        AllReduceShape {
+            bytes,
+            dtype,
+            world,
+            input_window,
+            output_window,
+            direct,
+            beside_compute,
+            has_queues,
+        }
     }
 
     #[test]

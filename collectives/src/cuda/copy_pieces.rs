@@ -36,8 +36,12 @@ pub(super) fn room(control: &Control, world: u32, slots: usize) -> u64 {
 /// The pieces of shares of `share` bytes: of about equal length, at most `room` and `longest` bytes, and multiples of a
 /// cache line but for the last one.
 pub(super) fn pieces(share: u64, room: u64, longest: u64) -> Vec<Range<u64>> {
-    let wanted = share.div_ceil(PIECES).clamp(SHORTEST, longest).min(room);
-    let each = share.div_ceil(share.div_ceil(wanted)).next_multiple_of(128);
+    equal_pieces(share, share.div_ceil(PIECES).clamp(SHORTEST, longest).min(room))
+}
+
+/// As few pieces of about equal length as have no more than `most` bytes each.
+pub(super) fn equal_pieces(share: u64, most: u64) -> Vec<Range<u64>> {
+    let each = share.div_ceil(share.div_ceil(most)).next_multiple_of(128);
     (0..share.div_ceil(each)).map(|nth| nth * each..share.min((nth + 1) * each)).collect()
 }
 
@@ -56,6 +60,15 @@ impl CudaEngine {
     pub(super) fn signal_behind_copies(&mut self, peers: &[u32], channel: u32) -> Result<()> {
         self.fork(self.copy_stream, self.signal_stream)?;
         self.signal_copied(peers, channel, self.signal_stream)
+    }
+
+    /// Makes copies wait until these peers have said that a piece's slot may be filled again. Another stream waits for them
+    /// and the copies for its event: that event is long there as a rule, and a wait by a memory operation among copies
+    /// would leave links idle for some 30 us.
+    pub(super) fn await_emptied(&mut self, peers: &[u32], nth: usize) -> Result<()> {
+        self.await_copied(peers, emptied(nth), self.result_stream)?;
+        self.record(nth % SLOTS, self.result_stream)?;
+        self.wait_for(nth % SLOTS, self.copy_stream)
     }
 
     /// Signals each of these peers, behind what is on a stream.

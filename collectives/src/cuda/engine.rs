@@ -92,6 +92,10 @@ pub(crate) struct CudaEngine {
     pub(super) companion_stream: Stream,
     /// Another one, for signals that follow copies, so that the next copies do not wait for them.
     pub(super) signal_stream: Stream,
+    /// Another one, for copies of results while inputs are copied, and for waits on which copies depend.
+    pub(super) result_stream: Stream,
+    /// Whether the device takes work from several queues at once, so that a stream can run while another one waits.
+    pub(super) has_queues: bool,
     /// The order of signals, waits, sends and receives, which each end of a channel has for itself.
     channels: BTreeMap<ChannelEnd, StreamOrder>,
     pub(super) p2p: P2p,
@@ -233,6 +237,12 @@ impl CudaEngine {
         unsafe { self.launch_with_work(kernel, grid, &params, &waits, stream) }
     }
 
+    /// Whether large calls go in pieces, whose streams wait without SMs. With a single queue nothing could end such a wait
+    /// for a peer that has failed.
+    pub(super) fn goes_in_pieces(&self) -> bool {
+        self.beside_compute && self.has_queues
+    }
+
     /// This rank's address of a place.
     pub(super) fn address(&self, place: Place) -> u64 {
         match place {
@@ -264,7 +274,8 @@ impl Drop for CudaEngine {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, fault) = (self.api, self.fault.take());
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
-        let streams = [self.copy_stream, self.companion_stream, self.signal_stream];
+        let streams =
+            [self.copy_stream, self.companion_stream, self.signal_stream, self.result_stream];
         let deadline = self.pool.group().deadline();
         let synchronized = self.pool.driver().synchronize_by(deadline);
         if let Err(error) = synchronized {

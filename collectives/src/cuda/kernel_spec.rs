@@ -13,7 +13,7 @@ use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
     ALL_TO_ALL, BARRIER, BROADCAST_STAGES, COPY_COMPANION, MEASURED_BARRIER, ONE_SIDED, TWO_SHOT,
-    TWO_SHOT_COPY, TWO_SHOT_STAGES,
+    TWO_SHOT_COPY, TWO_SHOT_PULL, TWO_SHOT_STAGES,
 };
 use crate::{DType, ReduceOp};
 
@@ -148,6 +148,15 @@ impl KernelSpec {
         Self { mode, ..Self::reduces(&TWO_SHOT_STAGES, reduction) }
     }
 
+    /// A collective of two shots, or of the first one, by loads from peers.
+    pub(super) fn two_shot_pull(
+        reduction: (DType, ReduceOp),
+        collective: TwoShotCollective,
+    ) -> Self {
+        let mode = KernelMode::Collective(collective);
+        Self { mode, ..Self::reduces(&TWO_SHOT_PULL, reduction) }
+    }
+
     /// A broadcast in stages.
     pub(super) fn broadcast_stages() -> Self {
         Self::new(&BROADCAST_STAGES, STAGE_THREADS)
@@ -205,6 +214,7 @@ impl KernelSpec {
         }
         let scatter = TwoShotCollective::ReduceScatter;
         all.push(Self::two_shot_stages(reduction, scatter));
+        all.push(Self::two_shot_pull(reduction, scatter));
         all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
         all.push(Self::reduces(&TWO_SHOT_COPY, reduction));
         all
@@ -278,6 +288,7 @@ mod tests {
             output_window: true,
             direct: true,
             beside_compute: false,
+            has_queues: true,
         }
     }
 

@@ -3,7 +3,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `engine` | one rank's side of a communicator: its state, and what every call does |
-//! | `reductions` | all-reduce and reduce-scatter: which kernels they launch |
+//! | `reductions`, `reduce_scatter` | all-reduce and reduce-scatter: which kernels they launch |
 //! | `all_reduce_copy`, `all_reduce_pieces` | all-reduces carried by copy engines: with the device to themselves, and beside compute |
 //! | `reduce_scatter_copy` | reduce-scatters carried by copy engines |
 //! | `copy_pieces` | pieces of data that copy engines carry through scratch beside compute |
@@ -63,6 +63,7 @@ mod one_sided;
 mod p2p;
 mod params;
 mod plan;
+mod reduce_scatter;
 mod reduce_scatter_copy;
 mod reductions;
 mod select;

@@ -2,10 +2,11 @@
 //! windows, and take SMs only while they reduce.
 //!
 //! Where calls have the device to themselves, one stream has nothing but copies, and kernels on the caller's stream reduce
-//! what has arrived. A call takes as many rounds as the scratch requires. In a round each peer gets its data in one copy,
-//! and the last peer in several, each half as long as the one before: after each of them the kernel reduces what has
-//! arrived from all, so that little is left to reduce when the last copy has ended. Kernels begin with a barrier of all
-//! ranks, which says that the copies have arrived, and between rounds that scratch is empty again.
+//! what has arrived. Parts that the scratch holds go in pieces each half as long as the one before, so that little is left to
+//! reduce when the last copy has ended. Longer ones go in pieces of equal length, which use three slots of the scratch in
+//! turn. Kernels begin with a barrier of all ranks, which says that the copies have arrived; and as ranks arrive there in
+//! order, it says as well that all have reduced the piece before. So a rank sends piece `n` behind its own kernel of piece
+//! `n - 2`, when all have reduced piece `n - 3`, whose slot it uses.
 //!
 //! Beside compute they go in pieces (`copy_pieces`). A rank sends piece `n` when all peers have said that they have reduced
 //! piece `n - 4`, whose slot it uses. They say it behind the reduction, which is behind their wait for the piece itself; so
@@ -17,34 +18,42 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
-use super::copy_pieces::{SLOTS, emptied, filled, pieces, room};
+use super::copy_pieces::{SLOTS, emptied, equal_pieces, filled, pieces, room};
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
-use super::params::Control;
 use super::reductions::Work;
 use crate::algorithm::COPY;
 use crate::jit::sources::TWO_SHOT_COPY;
 
-/// Copies of the last peer's data are halved down to so many bytes: reducing as many takes about as long as starting another
+/// Pieces are halved down to so many bytes: reducing as many takes about as long as starting another
 /// copy.
 const SHORTEST: u64 = 4 << 20;
+/// Slots that pieces use in turn where calls have the device to themselves.
+const SLOTS_IN_TURN: usize = 3;
 /// Most bytes of a piece beside compute.
 const LONGEST: u64 = 48 << 20;
-/// Copy engines are faster than stores where a rank sends at least so many bytes, in rounds of at least so many.
-const MIN_SENT_BYTES: u64 = 32 << 20;
-
-/// Whether copy engines reduce and scatter parts of so many bytes faster than stores do.
-pub(super) fn pays_off(control: &Control, world: u32, part: u64) -> bool {
-    let peers = u64::from(world.max(2) - 1);
-    let round = part.min(control.scratch_room(world));
-    round.saturating_mul(peers) >= MIN_SENT_BYTES
+/// A piece of a part, where it lies in scratch, and the piece behind whose kernel it is sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Piece {
+    range: Range<u64>,
+    offset: u64,
+    behind: Option<usize>,
 }
 
-/// The ranges of parts of `part` bytes, by rounds of at most `room` bytes: those of the last peer's copies. All begin at
-/// multiples of a cache line.
-fn rounds(part: u64, room: u64) -> impl Iterator<Item = Vec<Range<u64>>> {
-    let each = part.div_ceil(part.div_ceil(room)).next_multiple_of(128);
-    (0..part.div_ceil(each)).map(move |nth| halved(nth * each..part.min((nth + 1) * each)))
+/// The pieces of parts of `part` bytes, with `room` bytes of scratch. All begin at multiples of a cache line.
+fn sequence(part: u64, room: u64) -> Vec<Piece> {
+    if part <= room {
+        let whole = halved(0..part).into_iter();
+        return whole.map(|range| Piece { offset: range.start, range, behind: None }).collect();
+    }
+    let slot = room / SLOTS_IN_TURN as u64 / 128 * 128;
+    let equal = equal_pieces(part, slot).into_iter().enumerate();
+    let place = |(nth, range)| Piece {
+        range,
+        offset: (nth % SLOTS_IN_TURN) as u64 * slot,
+        behind: if nth < SLOTS_IN_TURN { None } else { Some(nth - SLOTS_IN_TURN + 1) },
+    };
+    equal.map(place).collect()
 }
 
 fn halved(mut left: Range<u64>) -> Vec<Range<u64>> {
@@ -63,37 +72,38 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::reduce_scatter`].
     pub(super) unsafe fn scatter_by_copies(&mut self, work: &Work) -> Result<()> {
-        if self.beside_compute {
+        if self.goes_in_pieces() {
             return self.scatter_in_pieces(work);
         }
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
-        let Some((&last, all_but_last)) = peers.split_last() else {
-            return self.handshake_only(work.call, work.stream);
-        };
         let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
         let (call, kernels, copies) = (work.call.algorithm(COPY), work.stream, self.copy_stream);
         self.switch_to(kernels)?;
         self.fork(kernels, copies)?;
         self.handshake_only(call, kernels)?;
-        for (nth, ranges) in rounds(work.bytes, self.control.scratch_room(self.world())).enumerate()
+        let room = self.control.scratch_room(self.world());
+        let mut left = &peers[..];
+        if work.bytes <= room
+            && let Some((_, all_but_last)) = peers.split_last()
         {
-            if nth > 0 {
-                // When all ranks have run this, no rank reads what is in the scratch any more.
-                self.fork(copies, kernels)?;
-                self.reduce_copied(reduce, work, 0..0, 0)?;
-                self.fork(kernels, copies)?;
-            }
-            let (from, to) = (ranges[0].start, ranges[ranges.len() - 1].end);
+            // Each copy costs time, so only the last peer's are as many as there are pieces.
             for peer in all_but_last {
-                self.copy_input(work, *peer, from..to, 0)?;
+                self.copy_input(work, *peer, 0..work.bytes, 0)?;
             }
-            for range in ranges {
-                let offset = range.start - from;
-                self.copy_input(work, last, range.clone(), offset)?;
-                self.fork(copies, kernels)?;
-                self.reduce_copied(reduce, work, range, offset)?;
+            left = &peers[all_but_last.len()..];
+        }
+        for (nth, piece) in sequence(work.bytes, room).into_iter().enumerate() {
+            let Piece { range, offset, behind } = piece;
+            if let Some(before) = behind {
+                self.wait_for(before % SLOTS_IN_TURN, copies)?;
             }
+            for peer in left {
+                self.copy_input(work, *peer, range.clone(), offset)?;
+            }
+            self.fork(copies, kernels)?;
+            self.reduce_copied(reduce, work, range, offset)?;
+            self.record(nth % SLOTS_IN_TURN, kernels)?;
         }
         // What is in this rank's scratch was reduced when it takes part in this handshake.
         self.handshake_after_copies(call, kernels)
@@ -112,10 +122,11 @@ impl CudaEngine {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         self.switch_to(kernels)?;
         self.fork(kernels, copies)?;
+        self.fork(kernels, self.result_stream)?;
         self.handshake_only(work.call, kernels)?;
         for (nth, range) in ranges.iter().enumerate() {
             if let Some(before) = nth.checked_sub(SLOTS) {
-                self.await_copied(&peers, emptied(before), copies)?;
+                self.await_emptied(&peers, before)?;
             }
             for peer in &peers {
                 self.copy_input(work, *peer, range.clone(), slot(nth))?;
@@ -128,6 +139,7 @@ impl CudaEngine {
             }
         }
         self.fork(self.signal_stream, kernels)?;
+        self.fork(self.result_stream, kernels)?;
         self.handshake_after_copies(work.call, kernels)
     }
 }
@@ -137,18 +149,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounds_leave_nothing_out_and_fit() {
+    fn pieces_leave_nothing_out_and_fit() {
         for part in [1, 16, 4 << 20, (8 << 20) - 2, (8 << 20) + 6, 204 << 20, (5 << 30) - 48] {
             for room in [1 << 20, (22 << 20) / 3 / 128 * 128, 64 << 20, 1 << 40] {
                 let mut at = 0;
-                for ranges in rounds(part, room) {
-                    let from = at;
-                    for range in &ranges {
-                        assert_eq!(range.start, at);
-                        assert!(!range.is_empty() && range.start.is_multiple_of(128));
-                        at = range.end;
+                let all = sequence(part, room);
+                for (nth, Piece { range, offset, behind }) in all.iter().enumerate() {
+                    assert_eq!(range.start, at);
+                    assert!(!range.is_empty() && range.start.is_multiple_of(128));
+                    let end = offset + (range.end - range.start);
+                    assert!(offset.is_multiple_of(128) && end <= room, "{offset}..{end} of {room}");
+                    // Whatever was there before was reduced by all ranks when that kernel runs.
+                    for (other, earlier) in all[..nth].iter().enumerate() {
+                        let length = earlier.range.end - earlier.range.start;
+                        if earlier.offset < end && *offset < earlier.offset + length {
+                            assert!(behind.is_some_and(|behind| other < behind), "{nth} {other}");
+                        }
                     }
-                    assert!(at - from <= room, "{from}..{at} of {room}");
+                    at = range.end;
                 }
                 assert_eq!(at, part, "in {room}");
             }

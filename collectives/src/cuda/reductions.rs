@@ -1,20 +1,18 @@
-//! All-reduce and reduce-scatter on a device: which kernels they launch.
+//! All-reduce on a device, and what reduce-scatter has in common with it: which kernels they launch.
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw buffers
 
 use symmpool_allocator::{Result, Stream};
 
-use super::algorithms::{AllReduce, Scatter};
-use super::constraints::{AllReduceShape, fits_lamport};
+use super::algorithms::AllReduce;
+use super::constraints::AllReduceShape;
 use super::engine::CudaEngine;
 use super::kernel_mode::TwoShotCollective;
-use super::kernel_spec::{KernelSpec, MANY_BYTES};
+use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
 use super::params::{CallParams, LL128_PAYLOAD, MAX_PEER_BLOCKS};
-use super::reduce_scatter_copy;
-use crate::algorithm::RequestedAlgorithm;
-use crate::algorithm::{AUTO, CallShape};
+use crate::algorithm::{CallShape, RequestedAlgorithm};
 use crate::host::call::{Call, Operation};
 use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
 
@@ -24,12 +22,6 @@ pub(super) const THREADS: u32 = 512;
 /// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
 const MAX_PUSH_BLOCKS: u32 = 128;
 
-/// Reduce-scatters whose ranks send no more bytes than this, or parts of no more than 4 MiB, go through inboxes if they
-/// take few launches. On two H100s a launch of 4 MiB takes 14 us, and `two_shot_push`, which reduced when all had
-/// arrived, took 44 us for 8 MiB and 143 us for 32 MiB. Where stages are faster was not measured yet.
-const SCATTER_BYTES: u64 = 16 << 20;
-const MAX_SCATTER_LAUNCHES: u64 = 4;
-
 /// Most SMs of an all-reduce in stages beside compute. Beside matrix products of two H100s, 128 MiB take 697 us with 32 SMs
 /// and 511 with 48, and cost the products 118 and 191 us; NCCL's take 716 and cost them 186. Reduce-scatters cost them
 /// about the same with either number, and programs wait for those sooner.
@@ -37,7 +29,7 @@ const ALL_REDUCE_BESIDE_COMPUTE: u32 = 32;
 
 /// How the results of an all-reduce in stages reach peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Results {
+pub(super) enum Results {
     /// Into outputs, which are windows.
     Direct,
     ThroughScratch,
@@ -348,112 +340,6 @@ impl CudaEngine {
         unsafe { self.launch_in(kernel, whole.within_budget(&kernel), &params, work.stream) }
     }
 
-    /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.
-    ///
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`]; `input` has `world` parts.
-    pub(crate) unsafe fn reduce_scatter(
-        &mut self,
-        (input, output): (Place, Place),
-        count: usize,
-        (dtype, op): (DType, ReduceOp),
-        algorithm: u8,
-        stream: Stream,
-    ) -> Result<()> {
-        self.begin(stream)?;
-        self.check_reducible("reduce_scatter", dtype, stream)?;
-        let part = self.byte_count("reduce_scatter", count, dtype, stream)?;
-        let whole = self.bytes_of_parts("reduce_scatter", part, stream)?;
-        let (from, to) = (self.address(input), self.address(output));
-        let call = Call::new(Operation::ReduceScatter)
-            .elements(dtype, count)
-            .reduce(op)
-            .algorithm(algorithm)
-            .input(input);
-        let call = if to == from + u64::from(self.rank()) * part {
-            // An output in place lies elsewhere on each rank.
-            call.in_place(true)
-        } else {
-            self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
-            call.output(output)
-        };
-        let (bytes, stride) = (part, part);
-        let work =
-            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
-        if part == 0 {
-            return self.handshake_only(call, stream);
-        }
-        if self.world() == 1 {
-            // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
-        }
-        let launch = match algorithm {
-            AUTO => Self::scatter,
-            named => match Scatter::named(named, dtype) {
-                Ok(entry) => entry.launch,
-                Err(error) => return Err(self.decline(error, stream)),
-            },
-        };
-        // SAFETY: likewise.
-        unsafe { launch(self, &work) }
-    }
-
-    /// Most bytes of a part that one launch of a reduce-scatter takes through inboxes, which must hold a part of each
-    /// rank. Longer launches would not be faster, and need another variant of the kernel.
-    fn scatter_launch(&self, lamport: bool) -> u64 {
-        (self.control.inbox_vectors(lamport) / u64::from(self.world()) * 16).min(MANY_BYTES)
-    }
-
-    /// Reduces and scatters through inboxes while that is faster, else through scratch, by stores or by copy engines.
-    ///
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`].
-    unsafe fn scatter(&mut self, work: &Work) -> Result<()> {
-        let (ranks, lamport) = (u64::from(self.world()), fits_lamport(work.dtype));
-        // LL sends twice the bytes that it carries; Lamport does not.
-        let most = if lamport { MANY_BYTES.max(SCATTER_BYTES / (ranks - 1)) } else { 64 << 10 };
-        let through_scratch =
-            work.bytes > most.min(MAX_SCATTER_LAUNCHES * self.scatter_launch(lamport));
-        let copies = reduce_scatter_copy::pays_off(&self.control, self.world(), work.bytes);
-        let (launch, algorithm): (unsafe fn(&mut Self, &Work) -> Result<()>, _) =
-            match (through_scratch, copies, lamport) {
-                (true, true, _) => (Self::scatter_by_copies, "copy"),
-                (true, false, _) => (Self::scatter_in_stages, "stages"),
-                (false, _, true) => (Self::scatter_lamport, "lamport"),
-                (false, _, false) => (Self::scatter_ll, "ll"),
-            };
-        let (bytes, call, most_sms) = (work.bytes, work.call, self.most_sms());
-        tracing::debug!(bytes, %call, algorithm, most_sms, "reduce_scatter");
-        // SAFETY: passed on.
-        unsafe { launch(self, work) }
-    }
-
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn scatter_in_stages(&mut self, work: &Work) -> Result<()> {
-        // SAFETY: passed on.
-        unsafe { self.stages(work, TwoShotCollective::ReduceScatter, Results::Direct) }
-    }
-
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn scatter_lamport(&mut self, work: &Work) -> Result<()> {
-        // SAFETY: passed on.
-        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, true) }
-    }
-
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn scatter_ll(&mut self, work: &Work) -> Result<()> {
-        // SAFETY: passed on.
-        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, false) }
-    }
-
     /// What the algorithm of an all-reduce here is chosen by.
     pub(super) fn all_reduce_shape(
         &self,
@@ -469,6 +355,7 @@ impl CudaEngine {
             output_window,
             direct: self.direct,
             beside_compute: self.beside_compute,
+            has_queues: self.has_queues,
         }
     }
 
@@ -486,7 +373,7 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn stages(
+    pub(super) unsafe fn stages(
         &mut self,
         work: &Work,
         collective: TwoShotCollective,

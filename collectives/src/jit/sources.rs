@@ -290,11 +290,11 @@ pub(crate) const TWO_SHOT_COPY: Kernel<'static> = collective!(
     [OTHERS, F32, SUM, WIDE],
 );
 
-/// All-reduce in two shots by loads from peers.
+/// All-reduce in two shots, and reduce-scatter, by loads from peers.
 pub(crate) const TWO_SHOT_PULL: Kernel<'static> = collective!(
     "all_reduce" / "two_shot_pull",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
-    [OTHERS, F32, SUM, WIDE],
+    [FEW_AND_MOST, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
+    [OTHERS, F32, SUM, REDUCTIONS, WIDE],
 );
 
 /// What is made of a fused sum, and how threads divide rows.

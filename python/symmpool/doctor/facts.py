@@ -260,7 +260,7 @@ def variable_facts() -> dict[str, Any]:
     from symmpool.communicators import sm_budget
 
     algorithms, all_to_all = _symmpool.algorithms(), _symmpool.all_to_all_algorithms()
-    scatters = ["auto", "staged", "direct", "lamport", "ll", "stages"]
+    scatters = ["auto", "staged", "direct", "lamport", "ll", "stages", "copy"]
     gathers = [*all_to_all, "staged", "ll"]
     expected = {
         "SYMMPOOL_ALL_REDUCE": (_one_of(algorithms), f"one of {', '.join(algorithms)}"),

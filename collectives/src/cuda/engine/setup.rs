@@ -26,6 +26,8 @@ use crate::timeout::Timeout;
 
 /// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
+/// The driver's variable for the number of queues through which a process gives its work to a device.
+const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
 const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
@@ -71,6 +73,7 @@ impl CudaEngine {
             output_window: true,
             direct: directly_linked(&options.links),
             beside_compute: options.budget.beside_compute,
+            has_queues: has_queues(),
         };
         let list =
             KernelSpec::ready((&usual, options.requested), &control, &measured_table(pool)?)?;
@@ -93,8 +96,9 @@ impl CudaEngine {
         let control = Control::new(layout.world, options.footprint)?;
         let kernels = Kernels::new(api, modules, driver, layout.world, options.budget);
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
-        let (copy_stream, companion_stream, signal_stream) =
-            driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?, api.stream()?)))?;
+        let stream = || driver.with_context_unordered(|| api.stream());
+        let (copy_stream, companion_stream) = (stream()?, stream()?);
+        let (signal_stream, result_stream) = (stream()?, stream()?);
         let p2p_layout = P2pLayout::new(layout.world, control.bytes(), options.footprint.staging);
         let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
         let own = layout.address(layout.rank, control_offset);
@@ -128,12 +132,18 @@ impl CudaEngine {
             copy_stream,
             companion_stream,
             signal_stream,
+            result_stream,
+            has_queues: has_queues(),
             channels: BTreeMap::new(),
             p2p,
             memory_operations,
             failed: None,
         })
     }
+}
+
+fn has_queues() -> bool {
+    std::env::var(QUEUES).ok().is_none_or(|queues| queues.trim() != "1")
 }
 
 /// What was measured on the ranks' devices.

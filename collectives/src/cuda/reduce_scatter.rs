@@ -1,0 +1,162 @@
+//! Reduce-scatter on a device: which algorithm serves a call, and how those of kernels are launched.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use std::ops::RangeInclusive;
+
+use symmpool_allocator::{Result, Stream};
+
+use super::algorithms::Scatter;
+use super::constraints::fits_lamport;
+use super::engine::CudaEngine;
+use super::kernel_mode::TwoShotCollective;
+use super::kernel_spec::{KernelSpec, MANY_BYTES};
+use super::launch_config::LaunchConfig;
+use super::params::MAX_PEER_BLOCKS;
+use super::reductions::{Results, THREADS, Work};
+use crate::algorithm::{AUTO, COPY, DIRECT, LAMPORT, LL, STAGES};
+use crate::host::call::{Call, Operation};
+use crate::{DType, Place, ReduceOp};
+
+/// Reduce-scatters of parts of so many bytes go by loads from inputs that are windows. On two H200s 16 MiB take 59 us so and
+/// 61 through inboxes, 32 MiB 109 and 121, 64 MiB 209 and by copy engines 214, and 128 MiB 409 and 392. Four H200s gain
+/// nothing from either way: parts of 16 MiB take 170 and 184 us, and 167 through inboxes.
+const LOADED_BYTES: RangeInclusive<u64> = 16 << 20..=96 << 20;
+/// Copy engines carry parts of so many bytes, or of more than scratch has room for if that is as much. On two H200s 32 MiB
+/// take 123 us so and in stages 125, 64 MiB 214 and 222, 128 MiB 392 and 441.
+const MIN_COPIED_BYTES: u64 = 48 << 20;
+/// The same beside compute, where they go in pieces. A step of matrix products of two H200s beside 32 MiB takes 0.97 of what
+/// it takes beside NCCL's, and 1.05 beside stages.
+const MIN_PIECES_BYTES: u64 = 32 << 20;
+/// Reduce-scatters of parts of no more bytes go through inboxes if they take few launches. On four H200s parts of 8 MiB take 84
+/// us so and 92 in stages, and parts of 16 MiB 167 and 174.
+const SCATTER_BYTES: u64 = 16 << 20;
+const MAX_SCATTER_LAUNCHES: u64 = 4;
+
+/// Most bytes of a part of a reduce-scatter through Lamport inboxes. More than four ranks were not measured.
+fn scatter_through_inboxes(world: u32) -> u64 {
+    let peers = u64::from(world) - 1;
+    if world <= 4 { SCATTER_BYTES } else { MANY_BYTES.max(SCATTER_BYTES / peers) }
+}
+
+impl CudaEngine {
+    /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`]; `input` has `world` parts.
+    pub(crate) unsafe fn reduce_scatter(
+        &mut self,
+        (input, output): (Place, Place),
+        count: usize,
+        (dtype, op): (DType, ReduceOp),
+        algorithm: u8,
+        stream: Stream,
+    ) -> Result<()> {
+        self.begin(stream)?;
+        self.check_reducible("reduce_scatter", dtype, stream)?;
+        let part = self.byte_count("reduce_scatter", count, dtype, stream)?;
+        let whole = self.bytes_of_parts("reduce_scatter", part, stream)?;
+        let (from, to) = (self.address(input), self.address(output));
+        let call = Call::new(Operation::ReduceScatter)
+            .elements(dtype, count)
+            .reduce(op)
+            .algorithm(algorithm)
+            .input(input);
+        let call = if to == from + u64::from(self.rank()) * part {
+            // An output in place lies elsewhere on each rank.
+            call.in_place(true)
+        } else {
+            self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
+            call.output(output)
+        };
+        let (bytes, stride) = (part, part);
+        let work =
+            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
+        if part == 0 {
+            return self.handshake_only(call, stream);
+        }
+        if self.world() == 1 {
+            // SAFETY: the caller's promises, which are passed on.
+            return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
+        }
+        let chosen = match algorithm {
+            AUTO => self.choose_scatter(part, dtype, input.is_window()),
+            named => named,
+        };
+        let entry = match Scatter::named(chosen, dtype, input.is_window()) {
+            Ok(entry) => entry,
+            Err(error) => return Err(self.decline(error, stream)),
+        };
+        let most_sms = self.most_sms();
+        tracing::debug!(part, %call, algorithm = entry.name(), most_sms, "reduce_scatter");
+        // SAFETY: likewise.
+        unsafe { (entry.launch)(self, &work) }
+    }
+
+    /// Most bytes of a part that one launch of a reduce-scatter takes through inboxes, which must hold a part of each
+    /// rank. Longer launches would not be faster, and need another variant of the kernel.
+    pub(super) fn scatter_launch(&self, lamport: bool) -> u64 {
+        (self.control.inbox_vectors(lamport) / u64::from(self.world()) * 16).min(MANY_BYTES)
+    }
+
+    /// The algorithm of reduce-scatters of parts of `part` bytes: through inboxes while that is faster, else through scratch
+    /// by stores. Between two ranks, loads from inputs that are windows and copy engines are faster than these.
+    fn choose_scatter(&self, part: u64, dtype: DType, input_window: bool) -> u8 {
+        let (world, lamport) = (self.world(), fits_lamport(dtype));
+        let alone = !self.beside_compute;
+        if world == 2 && alone && input_window && self.direct && LOADED_BYTES.contains(&part) {
+            return DIRECT;
+        }
+        // LL sends twice the bytes that it carries; Lamport does not.
+        let most = if lamport { scatter_through_inboxes(world) } else { 64 << 10 };
+        if part <= most.min(MAX_SCATTER_LAUNCHES * self.scatter_launch(lamport)) {
+            return if lamport { LAMPORT } else { LL };
+        }
+        let least = match world {
+            2 if alone => MIN_COPIED_BYTES,
+            2 if self.goes_in_pieces() => MIN_PIECES_BYTES,
+            _ => u64::MAX,
+        };
+        if part.min(self.control.scratch_room(world)) >= least { COPY } else { STAGES }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn scatter_in_stages(&mut self, work: &Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.stages(work, TwoShotCollective::ReduceScatter, Results::Direct) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn scatter_lamport(&mut self, work: &Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, true) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn scatter_ll(&mut self, work: &Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, false) }
+    }
+
+    /// Every rank reduces its part, which it loads from all ranks' inputs.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(super) unsafe fn scatter_directly(&mut self, work: &Work) -> Result<()> {
+        let spec =
+            KernelSpec::two_shot_pull((work.dtype, work.op), TwoShotCollective::ReduceScatter);
+        let loaded = self.kernel(spec)?;
+        let vectors = work.bytes.div_ceil(16);
+        let config = LaunchConfig::new(&loaded.alone(), vectors, THREADS, MAX_PEER_BLOCKS);
+        // SAFETY: passed on.
+        unsafe { self.launch_peer_blocks(loaded, config, work) }
+    }
+}
