@@ -10,6 +10,7 @@ using namespace symmpool;
 
 enum class Collective { ALL_REDUCE, REDUCE_SCATTER };
 constexpr bool GATHERS = Collective::COLLECTIVE == Collective::ALL_REDUCE;
+constexpr u32 OUTPUTS = GATHERS ? WORLD : 1;  // into which a rank stores its results
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_pull(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
@@ -37,14 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         reduce_loads({range.from, end < range.to ? end : range.to}, [&](u64 at, u32 rank) {
             return shares.of(comm.at_peer(call.input, rank), comm.rank).load(at);
         }, [&](u64 at, uint4 result) {
-            if (!GATHERS) {
-                Target(call.output, shares.bytes).store(at, result);
-                return;
-            }
 #pragma unroll
-            for (u32 distance = 1; distance <= WORLD; ++distance) {
-                char* output = comm.at_peer(call.output, comm.after(distance % WORLD));
-                shares.of(output, comm.rank).store(at, result);
+            for (u32 distance = 1; distance <= OUTPUTS; ++distance) {
+                char* output = GATHERS ? comm.at_peer(call.output, comm.after(distance % WORLD)) : call.output;
+                const Target all = GATHERS ? shares.of(output, comm.rank) : Target(output, shares.bytes);
+                all.store(at, result);
             }
         });
     }
