@@ -1,11 +1,12 @@
-//! Reduces a part of this rank's share of an all-reduce whose data copy engines carry: `bytes` of `input`
-//! into `output`. What the peers copied lies `stride` bytes after the beginning of their parts of the scratch.
-//! Defines: WORLD, DTYPE, OP, THREADS.
+//! Reduces a part of this rank's share of an all-reduce, or of its part of a reduce-scatter, whose data copy engines carry:
+//! `bytes` of `input` into `output`. What the peers copied lies `stride` bytes after the beginning of their parts of the
+//! scratch. Defines: WORLD, DTYPE, OP, THREADS.
 //!
 //! It runs after this rank's copies into its peers' scratch, within a call whose handshake another kernel has
 //! done. If the stream itself has waited for the peers' copies, by memory operations, the call's root is 1. Else the
-//! kernel has a barrier of its own, whose passages all ranks count in device memory, independently of the epoch. A rank that arrives there says to every peer that its copies have arrived, that it does not need any more
-//! what it reduced before, and that it does not need the old contents of where this part's results will be.
+//! kernel has a barrier of its own, whose passages all ranks count in device memory, independently of the epoch. A rank
+//! that arrives there says to every peer that its copies have arrived, that it does not need any more what it reduced
+//! before, and that it does not need the old contents of where this part's results will be.
 
 #include "all_reduce/reduce_share.cuh"
 

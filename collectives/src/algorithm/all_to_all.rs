@@ -18,7 +18,8 @@ pub enum AllToAllAlgorithm {
     /// and through the receiver's scratch into others.
     Direct = 2,
     /// On devices, copy engines move the data of [`all_to_all`] and [`all_gather`], whose parts are equal, if outputs
-    /// are windows at the same offset on all ranks. Everything else is as with [`Self::Direct`].
+    /// are windows at the same offset on all ranks; all-gathers also into other memory, through scratch. Everything else
+    /// is as with [`Self::Direct`].
     ///
     /// [`all_to_all`]: crate::Communicator::all_to_all_into
     /// [`all_gather`]: crate::Communicator::all_gather_into

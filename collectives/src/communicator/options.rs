@@ -68,7 +68,8 @@ pub struct CommunicatorOptions {
     /// On a device: whether calls on other streams than a default one, unless they are captured, run beside kernels of
     /// the program, such as matrix products, which are to lose as little as possible. Such calls take few SMs and a
     /// little longer than calls that have the device for themselves. Large all-reduces of the communicator then go by an
-    /// algorithm that needs few SMs, on whatever streams. Default false. The same on every rank.
+    /// algorithm that needs few SMs, on whatever streams; between two ranks so do large reduce-scatters and all-gathers.
+    /// Default false. The same on every rank.
     pub beside_compute: bool,
     /// The number of the first call, 1 or more. Default 1; larger ones serve to test what happens when
     /// numbers overflow.

@@ -69,15 +69,13 @@ impl CudaEngine {
             // SAFETY: the caller's promises, which are passed on.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::AllGather) };
         }
-        if self.copies_parts(output, part) {
+        if self.copies_parts(output, part) || self.gathers_by_copies(part) {
             let call = call.output(output).algorithm(COPY);
             let parts = EqualParts { from, to, part, input_stride: 0 };
-            // SAFETY: likewise.
-            return unsafe { self.copy_parts(call, parts, stream) };
-        }
-        if self.gathers_in_pieces(output, part) {
-            let call = call.output(output).algorithm(COPY);
-            let parts = EqualParts { from, to, part, input_stride: 0 };
+            if output.is_window() {
+                // SAFETY: likewise.
+                return unsafe { self.copy_parts(call, parts, stream) };
+            }
             // SAFETY: likewise.
             return unsafe { self.gather_in_pieces(call, parts, stream) };
         }

@@ -9,21 +9,48 @@
 
 use symmpool_allocator::{Result, Stream};
 
+use super::algorithms::Use;
 use super::all_to_all_copy::EqualParts;
-use super::copy_pieces::{SLOTS, emptied, filled, pieces, room};
+use super::copy_pieces::{self, SLOTS, emptied, filled, pieces, room, slot};
 use super::engine::CudaEngine;
 use crate::host::call::Call;
 
+/// Beside compute all-gathers of two ranks go by copies if parts have at least so many bytes. A step of matrix products of two
+/// H200s beside 32 MiB takes 0.93 to 0.97 of what it takes beside NCCL's.
+const MIN_PART_BYTES: u64 = 24 << 20;
 /// Most bytes of a piece.
 const LONGEST: u64 = 32 << 20;
 
 impl CudaEngine {
-    /// Sends this rank's part to every peer. All of `parts.input_stride` is 0.
+    /// Whether copy engines gather parts of so many bytes, into any memory: straight into windows, and in pieces into other
+    /// memory. The same on every rank.
+    pub(super) fn gathers_by_copies(&self, part: u64) -> bool {
+        match self.exchange.copies {
+            Use::WhereFaster => {
+                let long = part >= MIN_PART_BYTES && self.goes_in_pieces();
+                long && copy_pieces::pays_off(&self.control, self.world(), SLOTS)
+            }
+            Use::Always => self.world() > 1 && part > 0 && self.has_queues,
+            Use::Never => false,
+        }
+    }
+
+    /// Sends this rank's part to every peer.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_gather`].
     pub(super) unsafe fn gather_in_pieces(
+        &mut self,
+        call: Call,
+        parts: EqualParts,
+        stream: Stream,
+    ) -> Result<()> {
+        let done = self.gather_parts_in_pieces(call, parts, stream);
+        self.or_close(done)
+    }
+
+    fn gather_parts_in_pieces(
         &mut self,
         call: Call,
         parts: EqualParts,
@@ -37,7 +64,6 @@ impl CudaEngine {
         tracing::debug!(part, pieces = ranges.len(), algorithm = "copy", %call);
         let (copies, local) = (self.copy_stream, self.companion_stream);
         let (rank, peers): (_, Vec<u32>) = (self.rank(), self.peers_in_rotated_order().collect());
-        let slot = |nth: usize| (nth % SLOTS) as u64 * room;
         self.switch_to(stream)?;
         self.fork(stream, copies)?;
         self.handshake_only(call, stream)?;
@@ -54,13 +80,13 @@ impl CudaEngine {
                 self.await_emptied(&peers, before)?;
             }
             for peer in &peers {
-                let there = self.slot_from(rank, *peer) + slot(nth);
+                let there = self.slot_from(rank, *peer) + slot(nth, room);
                 self.copy_by_engine(there, from + range.start, bytes, copies)?;
             }
             self.signal_behind_copies(&peers, filled(nth))?;
             self.await_copied(&peers, filled(nth), local)?;
             for peer in &peers {
-                let here = self.slot_from(*peer, rank) + slot(nth);
+                let here = self.slot_from(*peer, rank) + slot(nth, room);
                 let there = to + u64::from(*peer) * part + range.start;
                 self.copy_by_engine(there, here, bytes, local)?;
             }

@@ -19,6 +19,7 @@ use std::ops::Range;
 use symmpool_allocator::Result;
 
 use super::algorithms::AllReduce;
+use super::copy_pieces::equal_pieces;
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
@@ -32,12 +33,9 @@ type ByteRange = Range<u64>;
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`
 /// bytes, a multiple of a cache line; so are all bounds but the end of the last round.
 fn rounds(share: u64, room: u64) -> impl Iterator<Item = [ByteRange; 2]> {
-    let each = share.div_ceil(share.div_ceil(room)).next_multiple_of(128);
-    let beginnings = (0..share.div_ceil(each)).map(move |nth| nth * each);
-    beginnings.map(move |from| {
-        let end = share.min(from + each);
-        let middle = end.min(from + (end - from).div_ceil(2).next_multiple_of(128));
-        [from..middle, middle..end]
+    equal_pieces(share, room).into_iter().map(|Range { start, end }| {
+        let middle = end.min(start + (end - start).div_ceil(2).next_multiple_of(128));
+        [start..middle, middle..end]
     })
 }
 
@@ -60,10 +58,16 @@ impl CudaEngine {
         work: &Work,
         output_window: bool,
     ) -> Result<()> {
-        if self.goes_in_pieces() || !output_window {
+        let done = if self.goes_in_pieces() || !output_window {
             // SAFETY: passed on.
-            return unsafe { self.two_shot_copy_in_pieces(work, output_window) };
-        }
+            unsafe { self.two_shot_copy_in_pieces(work) }
+        } else {
+            self.two_shot_copy_in_rounds(work)
+        };
+        self.or_close(done)
+    }
+
+    fn two_shot_copy_in_rounds(&mut self, work: &Work) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let Some((&last, all_but_last)) = peers.split_last() else {
             return self.handshake_only(work.call, work.stream);

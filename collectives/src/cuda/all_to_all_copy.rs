@@ -31,9 +31,6 @@ const MIN_SENT_BYTES: u64 = 48 << 20;
 const MIN_SENT_BYTES_MORE: u64 = 7 << 20;
 /// in parts of at least so many.
 const MIN_PART_BYTES: u64 = 16 << 20;
-/// Beside compute all-gathers of two ranks into ordinary memory go in pieces if parts have at least so many bytes. A step of
-/// matrix products of two H200s beside 32 MiB takes 0.93 to 0.97 of what it takes beside NCCL's.
-const MIN_PART_IN_PIECES: u64 = 24 << 20;
 /// Bytes of all parts together that the companion kernel sends while the copy engine starts. With 2 MiB, 32 MiB
 /// take 4 us more on two H200s; with 8 MiB, 128 MiB take nearly 1 us more.
 const HEAD_BYTES: u64 = 4 << 20;
@@ -57,32 +54,15 @@ impl CudaEngine {
     /// Whether copy engines carry equal parts of so many bytes. The same on every rank if outputs are
     /// windows on all ranks or on none.
     pub(super) fn copies_parts(&self, output: Place, part: u64) -> bool {
+        let sent = part.saturating_mul(u64::from(self.world()) - 1);
         let least =
             MIN_SENT_BYTES + u64::from(self.world().saturating_sub(2)) * MIN_SENT_BYTES_MORE;
         let wanted = match self.exchange.copies {
-            Use::WhereFaster => self.sent(part) >= least && part >= MIN_PART_BYTES,
-            Use::Always => self.sent(part) > 0,
+            Use::WhereFaster => sent >= least && part >= MIN_PART_BYTES,
+            Use::Always => sent > 0,
             Use::Never => false,
         };
         wanted && output.is_window()
-    }
-
-    /// Whether copy engines gather parts of so many bytes into ordinary memory, in pieces. The same on every rank if
-    /// outputs are windows on all ranks or on none.
-    pub(super) fn gathers_in_pieces(&self, output: Place, part: u64) -> bool {
-        let wanted = match self.exchange.copies {
-            Use::WhereFaster => {
-                self.goes_in_pieces() && self.world() == 2 && part >= MIN_PART_IN_PIECES
-            }
-            Use::Always => self.sent(part) > 0,
-            Use::Never => false,
-        };
-        wanted && self.has_queues && !output.is_window()
-    }
-
-    /// Bytes that a rank sends to all peers together.
-    fn sent(&self, part: u64) -> u64 {
-        part.saturating_mul(u64::from(self.world()) - 1)
     }
 
     /// Sends part `r` of `input` to rank `r`; parts have `count` elements each.

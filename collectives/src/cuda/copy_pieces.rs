@@ -1,10 +1,9 @@
 //! Pieces of data that copy engines carry through scratch, while the SMs belong to other kernels.
 //!
-//! Every share of the data is cut into pieces, which use a few slots of the scratch in turn. A rank's links carry one copy
-//! at a time, as two would slow each other down, so all copies to peers leave by one stream. Behind the copies of a piece
-//! a signal goes to each peer by another stream, so that links do not idle until it has arrived. Ranks wait for signals by
-//! memory operations, which take no SM: a kernel that waited on a few SMs would delay every other kernel that needs all of
-//! them for as long.
+//! Every share of the data is cut into pieces, which use a few slots of the scratch in turn. Copies to peers follow each other
+//! on one stream, as copies at the same time would slow each other down. Behind the copies of a piece a signal goes to each
+//! peer by another stream, so that links do not idle until it has arrived. Ranks wait for signals by memory operations, which
+//! take no SM: a kernel that waited on a few SMs would delay every other kernel that needs all of them for as long.
 //!
 //! A channel holds one signal, and each slot has two channels. On the first, a rank signals that the slot was filled; on
 //! the second, what lets the peer fill it again. Each collective says in its own file why no signal comes before the last
@@ -33,6 +32,17 @@ pub(super) fn room(control: &Control, world: u32, slots: usize) -> u64 {
     control.scratch_room(world) / slots as u64 / 128 * 128
 }
 
+/// Whether pieces are worth their signals beside compute: between two ranks whose scratch has room for long ones. With more
+/// ranks each peer's part of the scratch is smaller, and what is lost between pieces is more than what compute gains.
+pub(super) fn pays_off(control: &Control, world: u32, slots: usize) -> bool {
+    world == 2 && room(control, world, slots) >= SHORTEST
+}
+
+/// Where the slot of a piece begins, in slots of `room` bytes.
+pub(super) fn slot(nth: usize, room: u64) -> u64 {
+    (nth % SLOTS) as u64 * room
+}
+
 /// The pieces of shares of `share` bytes: of about equal length, at most `room` and `longest` bytes, and multiples of a
 /// cache line but for the last one.
 pub(super) fn pieces(share: u64, room: u64, longest: u64) -> Vec<Range<u64>> {
@@ -56,6 +66,12 @@ pub(super) fn emptied(nth: usize) -> u32 {
 }
 
 impl CudaEngine {
+    /// What a call by copies returns. If it failed halfway, the communicator is closed: peers could take what this rank has
+    /// sent already for a part of its next call.
+    pub(super) fn or_close(&mut self, done: Result<()>) -> Result<()> {
+        done.inspect_err(|why| self.close(why))
+    }
+
     /// Signals each of these peers, behind the copies so far.
     pub(super) fn signal_behind_copies(&mut self, peers: &[u32], channel: u32) -> Result<()> {
         self.fork(self.copy_stream, self.signal_stream)?;

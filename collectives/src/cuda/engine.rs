@@ -178,6 +178,11 @@ impl CudaEngine {
         self.kernels.begin_outside_calls().early
     }
 
+    /// Closes the communicator: all later calls fail for the same reason.
+    pub(super) fn close(&mut self, why: &Error) {
+        self.failed.get_or_insert_with(|| why.clone());
+    }
+
     /// Closes the communicator after a panic inside a call: no call can follow.
     pub(crate) fn abandon(&mut self) {
         self.failed.get_or_insert_with(|| {

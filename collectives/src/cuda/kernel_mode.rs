@@ -12,7 +12,7 @@ pub(super) enum KernelMode {
         notify_companion: bool,
     },
     AllToAll(AllToAllMode),
-    /// One of the collectives that `two_shot.cu` and `two_shot_stages.cu` run.
+    /// One of the collectives that `two_shot.cu`, `two_shot_stages.cu` and `two_shot_pull.cu` run.
     Collective(TwoShotCollective),
     OneSided(OneSidedMode),
     PointToPoint(P2pMode),

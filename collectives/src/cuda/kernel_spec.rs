@@ -214,9 +214,11 @@ impl KernelSpec {
         }
         let scatter = TwoShotCollective::ReduceScatter;
         all.push(Self::two_shot_stages(reduction, scatter));
-        all.push(Self::two_shot_pull(reduction, scatter));
         all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
-        all.push(Self::reduces(&TWO_SHOT_COPY, reduction));
+        if world == 2 {
+            all.push(Self::two_shot_pull(reduction, scatter));
+            all.push(Self::reduces(&TWO_SHOT_COPY, reduction));
+        }
         all
     }
 

@@ -32,9 +32,9 @@ use super::params::{Control, LOCAL_FAILED};
 use crate::signal::channel::CHANNELS;
 
 /// Channels of memory operations between two ranks in each direction: those of programs, behind them as many for fused
-/// operators, and then those of all-reduces by copy engines.
+/// operators, and then those of collectives by copy engines.
 pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + CHANNELS_OF_PIECES;
-/// The first channel of all-reduces by copy engines.
+/// The first channel of collectives by copy engines.
 pub(super) const PIECE_CHANNELS: u32 = 2 * CHANNELS;
 /// How often the thread looks at waits.
 const LOOK: Duration = Duration::from_millis(50);

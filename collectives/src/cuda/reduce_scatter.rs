@@ -8,6 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::algorithms::Scatter;
 use super::constraints::fits_lamport;
+use super::copy_pieces::{self, SLOTS};
 use super::engine::CudaEngine;
 use super::kernel_mode::TwoShotCollective;
 use super::kernel_spec::{KernelSpec, MANY_BYTES};
@@ -39,7 +40,61 @@ fn scatter_through_inboxes(world: u32) -> u64 {
     if world <= 4 { SCATTER_BYTES } else { MANY_BYTES.max(SCATTER_BYTES / peers) }
 }
 
+/// What the algorithm of a reduce-scatter is chosen by. It is the same on every rank.
+#[derive(Clone, Copy, Debug)]
+struct ScatterShape {
+    part: u64,
+    world: u32,
+    lamport: bool,
+    input_window: bool,
+    /// Whether all ranks' devices are linked by NVLink, or are one device.
+    direct: bool,
+    /// Whether calls may run beside compute, and whether the large ones then go in pieces.
+    beside_compute: bool,
+    in_pieces: bool,
+    /// Bytes of a part that one launch takes through inboxes, and that scratch has room for.
+    launch: u64,
+    room: u64,
+}
+
+impl ScatterShape {
+    /// Through inboxes while that is faster, else through scratch by stores. Between two ranks, loads from inputs that are
+    /// windows and copy engines are faster than these.
+    fn choose(&self) -> u8 {
+        let Self { part, world, lamport, .. } = *self;
+        let (pair, alone) = (world == 2, !self.beside_compute);
+        if pair && alone && self.input_window && self.direct && LOADED_BYTES.contains(&part) {
+            return DIRECT;
+        }
+        // LL sends twice the bytes that it carries; Lamport does not.
+        let most = if lamport { scatter_through_inboxes(world) } else { 64 << 10 };
+        if part <= most.min(MAX_SCATTER_LAUNCHES * self.launch) {
+            return if lamport { LAMPORT } else { LL };
+        }
+        let copied = match alone {
+            true => pair && part.min(self.room) >= MIN_COPIED_BYTES,
+            false => self.in_pieces && part >= MIN_PIECES_BYTES,
+        };
+        if copied { COPY } else { STAGES }
+    }
+}
+
 impl CudaEngine {
+    fn scatter_shape(&self, part: u64, dtype: DType, input_window: bool) -> ScatterShape {
+        let (world, lamport) = (self.world(), fits_lamport(dtype));
+        ScatterShape {
+            part,
+            world,
+            lamport,
+            input_window,
+            direct: self.direct,
+            beside_compute: self.beside_compute,
+            in_pieces: self.goes_in_pieces() && copy_pieces::pays_off(&self.control, world, SLOTS),
+            launch: self.scatter_launch(lamport),
+            room: self.control.scratch_room(world),
+        }
+    }
+
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.
     ///
     /// # Safety
@@ -63,13 +118,12 @@ impl CudaEngine {
             .reduce(op)
             .algorithm(algorithm)
             .input(input);
-        let call = if to == from + u64::from(self.rank()) * part {
-            // An output in place lies elsewhere on each rank.
-            call.in_place(true)
-        } else {
+        // Outputs are no part of the description, as no peer writes into them.
+        let in_place = to == from + u64::from(self.rank()) * part;
+        let call = call.in_place(in_place);
+        if !in_place {
             self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
-            call.output(output)
-        };
+        }
         let (bytes, stride) = (part, part);
         let work =
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
@@ -81,7 +135,7 @@ impl CudaEngine {
             return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
         }
         let chosen = match algorithm {
-            AUTO => self.choose_scatter(part, dtype, input.is_window()),
+            AUTO => self.scatter_shape(part, dtype, input.is_window()).choose(),
             named => named,
         };
         let entry = match Scatter::named(chosen, dtype, input.is_window()) {
@@ -98,27 +152,6 @@ impl CudaEngine {
     /// rank. Longer launches would not be faster, and need another variant of the kernel.
     pub(super) fn scatter_launch(&self, lamport: bool) -> u64 {
         (self.control.inbox_vectors(lamport) / u64::from(self.world()) * 16).min(MANY_BYTES)
-    }
-
-    /// The algorithm of reduce-scatters of parts of `part` bytes: through inboxes while that is faster, else through scratch
-    /// by stores. Between two ranks, loads from inputs that are windows and copy engines are faster than these.
-    fn choose_scatter(&self, part: u64, dtype: DType, input_window: bool) -> u8 {
-        let (world, lamport) = (self.world(), fits_lamport(dtype));
-        let alone = !self.beside_compute;
-        if world == 2 && alone && input_window && self.direct && LOADED_BYTES.contains(&part) {
-            return DIRECT;
-        }
-        // LL sends twice the bytes that it carries; Lamport does not.
-        let most = if lamport { scatter_through_inboxes(world) } else { 64 << 10 };
-        if part <= most.min(MAX_SCATTER_LAUNCHES * self.scatter_launch(lamport)) {
-            return if lamport { LAMPORT } else { LL };
-        }
-        let least = match world {
-            2 if alone => MIN_COPIED_BYTES,
-            2 if self.goes_in_pieces() => MIN_PIECES_BYTES,
-            _ => u64::MAX,
-        };
-        if part.min(self.control.scratch_room(world)) >= least { COPY } else { STAGES }
     }
 
     /// # Safety
@@ -158,5 +191,50 @@ impl CudaEngine {
         let config = LaunchConfig::new(&loaded.alone(), vectors, THREADS, MAX_PEER_BLOCKS);
         // SAFETY: passed on.
         unsafe { self.launch_peer_blocks(loaded, config, work) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_choice_follows_length_ranks_memory_and_what_runs_beside() {
+        let pair = ScatterShape {
+            part: 0,
+            world: 2,
+            lamport: true,
+            input_window: true,
+            direct: true,
+            beside_compute: false,
+            in_pieces: false,
+            launch: 4 << 20,
+            room: 90 << 20,
+        };
+        let of = |mib: u64| ScatterShape { part: mib << 20, ..pair };
+        assert_eq!(
+            [1, 8, 16, 96, 97, 1000].map(|mib| of(mib).choose()),
+            [LAMPORT, LAMPORT, DIRECT, DIRECT, COPY, COPY]
+        );
+        let ordinary = |mib| ScatterShape { input_window: false, ..of(mib) };
+        assert_eq!([16, 17, 48].map(|mib| ordinary(mib).choose()), [LAMPORT, STAGES, COPY]);
+        let little = ScatterShape { room: 2 << 20, ..ordinary(500) };
+        assert_eq!(little.choose(), STAGES);
+        let over_a_bus = ScatterShape { direct: false, ..of(32) };
+        assert_eq!(over_a_bus.choose(), STAGES);
+        let integers = ScatterShape { lamport: false, ..ordinary(1) };
+        assert_eq!(integers.choose(), STAGES);
+        assert_eq!(ScatterShape { part: 64 << 10, ..integers }.choose(), LL);
+        let beside =
+            |mib, in_pieces| ScatterShape { beside_compute: true, in_pieces, ..of(mib) }.choose();
+        assert_eq!(
+            [(16, true), (31, true), (32, true), (32, false)].map(|(mib, yes)| beside(mib, yes)),
+            [LAMPORT, STAGES, COPY, STAGES]
+        );
+        for (world, most) in [(4, 16 << 20), (8, 4 << 20)] {
+            let more = |part| ScatterShape { part, world, ..pair };
+            assert_eq!(more(most).choose(), LAMPORT, "{world} ranks");
+            assert_eq!(more(most + 16).choose(), STAGES, "{world} ranks");
+        }
     }
 }

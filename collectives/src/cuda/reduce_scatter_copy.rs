@@ -1,5 +1,5 @@
-//! Reduce-scatters carried by copy engines: the algorithm `copy`. They leave more of the links than stores do, need no
-//! windows, and take SMs only while they reduce.
+//! Reduce-scatters carried by copy engines: the algorithm `copy`. Copies move more over the links than stores do, need no
+//! windows, and leave SMs alone but while what has arrived is reduced.
 //!
 //! Where calls have the device to themselves, one stream has nothing but copies, and kernels on the caller's stream reduce
 //! what has arrived. Parts that the scratch holds go in pieces each half as long as the one before, so that little is left to
@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
-use super::copy_pieces::{SLOTS, emptied, equal_pieces, filled, pieces, room};
+use super::copy_pieces::{SLOTS, emptied, equal_pieces, filled, pieces, room, slot};
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::reductions::Work;
@@ -72,9 +72,15 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::reduce_scatter`].
     pub(super) unsafe fn scatter_by_copies(&mut self, work: &Work) -> Result<()> {
-        if self.goes_in_pieces() {
-            return self.scatter_in_pieces(work);
-        }
+        let done = if self.goes_in_pieces() {
+            self.scatter_in_pieces(work)
+        } else {
+            self.scatter_behind_barriers(work)
+        };
+        self.or_close(done)
+    }
+
+    fn scatter_behind_barriers(&mut self, work: &Work) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
@@ -117,23 +123,23 @@ impl CudaEngine {
         // Ranks on which the same algorithm is not in pieces differ in this.
         let call = work.call.algorithm(COPY).peer_blocks(ranges.len() as u32);
         let work = &Work { call, root: 1, ..*work };
-        let slot = |nth: usize| (nth % SLOTS) as u64 * room;
         let (kernels, copies) = (work.stream, self.copy_stream);
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         self.switch_to(kernels)?;
         self.fork(kernels, copies)?;
-        self.fork(kernels, self.result_stream)?;
         self.handshake_only(work.call, kernels)?;
+        // Behind the handshake, which names a rank that does not come.
+        self.fork(kernels, self.result_stream)?;
         for (nth, range) in ranges.iter().enumerate() {
             if let Some(before) = nth.checked_sub(SLOTS) {
                 self.await_emptied(&peers, before)?;
             }
             for peer in &peers {
-                self.copy_input(work, *peer, range.clone(), slot(nth))?;
+                self.copy_input(work, *peer, range.clone(), slot(nth, room))?;
             }
             self.signal_behind_copies(&peers, filled(nth))?;
             self.await_copied(&peers, filled(nth), kernels)?;
-            self.reduce_copied(reduce, work, range.clone(), slot(nth))?;
+            self.reduce_copied(reduce, work, range.clone(), slot(nth, room))?;
             if nth + SLOTS < ranges.len() {
                 self.signal_copied(&peers, emptied(nth), kernels)?;
             }

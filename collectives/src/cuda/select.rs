@@ -4,7 +4,9 @@
 use symmpool_allocator::{Error, Result};
 
 use super::algorithms::{ALL_REDUCE, AllReduce};
+use super::all_reduce_pieces::SLOTS_OF_BOTH;
 use super::constraints::{AllReduceShape, fits_lamport};
+use super::copy_pieces;
 use super::params::Control;
 use super::table::MeasuredTable;
 use crate::AllReduceAlgorithm as Algorithm;
@@ -152,8 +154,8 @@ impl AllReduceShape {
         };
         let fits = |one: &Algorithm| self.bytes >= least(*one) && self.can_serve(*one, control);
         let order = [Algorithm::TwoShotCopy, Algorithm::TwoShotStages];
-        // With more ranks pieces are shorter, and lose more time between them than compute gains.
-        let in_pieces = self.has_queues && self.world == 2;
+        let in_pieces =
+            self.has_queues && copy_pieces::pays_off(control, self.world, SLOTS_OF_BOTH);
         let order = &order[usize::from(!in_pieces)..];
         self.beside_compute.then(|| order.iter().copied().find(fits)).flatten()
     }

@@ -332,6 +332,9 @@ impl fmt::Display for Call {
         };
         if head & IN_PLACE != 0 {
             write!(f, " in place at {}", place(from_window || to_window, input.max(output)))?;
+        } else if operation == Operation::ReduceScatter {
+            // Outputs are not described, as they may differ.
+            write!(f, " from {}", place(from_window, input))?;
         } else if !self.is_exchange() {
             write!(f, " from {} to {}", place(from_window, input), place(to_window, output))?;
         } else {
@@ -411,6 +414,15 @@ pub(crate) fn mismatch_of_two(
     if ours.peer_blocks(0) == theirs.peer_blocks(0) {
         let [(low, mine), (high, other)] =
             both.map(|(rank, call)| (rank, call.words[3] >> PEER_BLOCKS_SHIFT));
+        if mine == 0 || other == 0 {
+            let cut = if mine == 0 { high } else { low };
+            return Error::mismatch(format!(
+                "ranks made the same call ({ours}) as call {number}, but on rank {cut} alone it goes by copy engines in \
+                 pieces. All ranks need the same CUDA_DEVICE_MAX_CONNECTIONS, the same option beside_compute of the \
+                 communicator, and buffers in the same kind of memory. The communicator is closed."
+            ))
+            .naming([rank, peer]);
+        }
         return Error::mismatch(format!(
             "ranks made the same call ({ours}) as call {number}, but the device of rank {low} divides it \
              among {mine} blocks and that of rank {high} among {other}. All ranks need devices with the same \
