@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+    StandardCollective,
 };
 
 use crate::cuda::{download, stream, upload};
@@ -19,13 +20,18 @@ const DTYPE: DType = DType::Bf16;
 /// How long a slow rank takes.
 const SLOW: Duration = Duration::from_millis(500);
 
-/// All calls whose kernels write into peers' outputs directly. Copies of copy engines cannot be cancelled.
-const WAYS: [(&str, AllReduceAlgorithm); 5] = [
+/// All calls whose kernels write into peers' outputs directly, reduce-scatters, and calls in pieces beside compute. Other
+/// copies of copy engines cannot be cancelled.
+const WAYS: [(&str, AllReduceAlgorithm); 9] = [
     ("two_shot_pull", AllReduceAlgorithm::TwoShotPull),
     ("two_shot_push", AllReduceAlgorithm::TwoShotPush),
     ("all_gather", AllReduceAlgorithm::Auto),
     ("broadcast", AllReduceAlgorithm::Auto),
     ("all_to_all", AllReduceAlgorithm::Auto),
+    ("reduce_scatter by direct", AllReduceAlgorithm::Auto),
+    ("reduce_scatter by copy", AllReduceAlgorithm::Auto),
+    ("reduce_scatter by copy in pieces", AllReduceAlgorithm::Auto),
+    ("two_shot_copy in pieces", AllReduceAlgorithm::TwoShotCopy),
 ];
 
 struct Late<'a> {
@@ -47,7 +53,14 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let mut wrong = 0;
     for (way, algorithm) in WAYS {
         let all_to_all = AllToAllAlgorithm::Direct;
-        let options = CommunicatorOptions { algorithm, all_to_all, timeout, ..Default::default() };
+        let beside_compute = way.ends_with("in pieces");
+        let options = CommunicatorOptions {
+            algorithm,
+            all_to_all,
+            timeout,
+            beside_compute,
+            ..Default::default()
+        };
         let comm = Communicator::with_options(pool, &options)?;
         // Compiles kernels before anything is timed.
         comm.set_timeout(20 * timeout)?;
@@ -135,6 +148,14 @@ impl Late<'_> {
                 let root = self.pool.world() - 1;
                 // SAFETY: as above.
                 unsafe { comm.broadcast_at(to, COUNT, DTYPE, root, stream) }
+            }
+            _ if way.starts_with("reduce_scatter") => {
+                let name = if way.contains("direct") { "direct" } else { "copy" };
+                let (collective, op) = (StandardCollective::ReduceScatter, ReduceOp::Sum);
+                // SAFETY: as above.
+                unsafe {
+                    comm.call_at(collective, Some(name), to, from, part, DTYPE, op, 0, stream)
+                }
             }
             _ => {
                 // SAFETY: as above.

@@ -1,12 +1,12 @@
 //! Checks calls in which ranks disagree on what is moved: nothing is written outside the memory that a rank named as
-//! its output (S6). It tries all algorithms whose kernels write into peers' outputs directly.
+//! its output (S6). It tries all algorithms whose kernels write into peers' outputs directly, and reduce-scatters.
 
 use std::time::Duration;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
-    SplitRows, SplitsAt,
+    SplitRows, SplitsAt, StandardCollective,
 };
 
 use crate::cuda::{download, stream, upload};
@@ -17,7 +17,16 @@ const POISON: u8 = 0xa5;
 const COUNT: usize = 3000;
 /// Elements of an all-reduce; one rank may have half as many.
 const WHOLE: usize = 40_000;
-const WAYS: [Way; 6] = [Way::ToAll, Way::Splits, Way::Gather, Way::Broadcast, Way::Push, Way::Pull];
+const WAYS: [Way; 8] = [
+    Way::ToAll,
+    Way::Splits,
+    Way::Gather,
+    Way::Broadcast,
+    Way::Push,
+    Way::Pull,
+    Way::Scatter("direct"),
+    Way::Scatter("copy"),
+];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
@@ -27,6 +36,7 @@ enum Way {
     Broadcast,
     Push,
     Pull,
+    Scatter(&'static str),
 }
 
 /// What differs on one rank.
@@ -130,7 +140,7 @@ impl Outside<'_> {
         };
         let bytes = match way {
             Way::Push | Way::Pull => 2 * if all { WHOLE } else { WHOLE / 2 },
-            Way::Broadcast => COUNT * if all { 4 } else { 1 },
+            Way::Broadcast | Way::Scatter(_) => COUNT * if all { 4 } else { 1 },
             _ => COUNT * self.pool.world() as usize * if all { 4 } else { 1 },
         };
         (at.address(), bytes)
@@ -164,6 +174,13 @@ impl Outside<'_> {
                 let root = self.pool.world() - 1;
                 // SAFETY: as above.
                 unsafe { comm.broadcast_at(to, COUNT, dtype, root, stream) }
+            }
+            Way::Scatter(name) => {
+                let (collective, op) = (StandardCollective::ReduceScatter, ReduceOp::Max);
+                // SAFETY: as above.
+                unsafe {
+                    comm.call_at(collective, Some(name), to, from, COUNT, dtype, op, 0, stream)
+                }
             }
             Way::Push | Way::Pull => {
                 // SAFETY: as above.
