@@ -59,7 +59,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let mut check = Check { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
         for memory in &memories {
             check.all_reduces(memory, algorithm, options.seed)?;
-            if algorithm == AllReduceAlgorithm::TwoShotCopy {
+            // Where ranks share a device, nothing goes in pieces, which ordinary memory needs.
+            let served = !options.shared || memory.name != ORDINARY;
+            if algorithm == AllReduceAlgorithm::TwoShotCopy && served {
                 check.pieces(memory, &communicator)?;
             }
             if algorithm == AllReduceAlgorithm::Auto {

@@ -142,7 +142,7 @@ pub(super) static ALL_REDUCE: [AllReduce; 10] = [
         name: Name::TwoShotCopy,
         one_of: None,
         fits: |shape, _| {
-            let served = shape.output_window || shape.has_queues;
+            let served = shape.output_window || shape.streams_may_wait;
             shape.world > 1 && shape.bytes >= MIN_COPY_BYTES && served
         },
         pays_off: |shape, control| {

@@ -30,7 +30,7 @@ impl CudaEngine {
                 let long = part >= MIN_PART_BYTES && self.goes_in_pieces();
                 long && copy_pieces::pays_off(&self.control, self.world(), SLOTS)
             }
-            Use::Always => self.world() > 1 && part > 0 && self.has_queues,
+            Use::Always => self.world() > 1 && part > 0 && self.streams_may_wait,
             Use::Never => false,
         }
     }

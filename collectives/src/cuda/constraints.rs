@@ -22,7 +22,7 @@ pub(super) struct AllReduceShape {
     /// Whether calls may run beside compute, with few SMs.
     pub(super) beside_compute: bool,
     /// Whether streams can wait for peers without SMs, as pieces of calls by copy engines do.
-    pub(super) has_queues: bool,
+    pub(super) streams_may_wait: bool,
 }
 
 impl AllReduceShape {
@@ -75,7 +75,7 @@ mod tests {
     fn shape(bytes: u64, world: u32) -> AllReduceShape {
         let (dtype, input_window, output_window) = (DType::F32, true, true);
         let (direct, beside_compute) = (true, false);
-        let has_queues = true;
+        let streams_may_wait = true;
         AllReduceShape {
             bytes,
             dtype,
@@ -84,7 +84,7 @@ mod tests {
             output_window,
             direct,
             beside_compute,
-            has_queues,
+            streams_may_wait,
         }
     }
 

@@ -94,8 +94,8 @@ pub(crate) struct CudaEngine {
     pub(super) signal_stream: Stream,
     /// Another one, for copies of results while inputs are copied, and for waits on which copies depend.
     pub(super) result_stream: Stream,
-    /// Whether the device takes work from several queues at once, so that a stream can run while another one waits.
-    pub(super) has_queues: bool,
+    /// Whether a stream can wait for a peer by a memory operation, and be sure that the wait can be ended.
+    pub(super) streams_may_wait: bool,
     /// The order of signals, waits, sends and receives, which each end of a channel has for itself.
     channels: BTreeMap<ChannelEnd, StreamOrder>,
     pub(super) p2p: P2p,
@@ -242,10 +242,9 @@ impl CudaEngine {
         unsafe { self.launch_with_work(kernel, grid, &params, &waits, stream) }
     }
 
-    /// Whether large calls go in pieces, whose streams wait without SMs. With a single queue nothing could end such a wait
-    /// for a peer that has failed.
+    /// Whether large calls go in pieces, whose streams wait without SMs.
     pub(super) fn goes_in_pieces(&self) -> bool {
-        self.beside_compute && self.has_queues
+        self.beside_compute && self.streams_may_wait
     }
 
     /// This rank's address of a place.

@@ -290,7 +290,7 @@ mod tests {
             output_window: true,
             direct: true,
             beside_compute: false,
-            has_queues: true,
+            streams_may_wait: true,
         }
     }
 

@@ -355,7 +355,7 @@ impl CudaEngine {
             output_window,
             direct: self.direct,
             beside_compute: self.beside_compute,
-            has_queues: self.has_queues,
+            streams_may_wait: self.streams_may_wait,
         }
     }
 

@@ -155,7 +155,7 @@ impl AllReduceShape {
         let fits = |one: &Algorithm| self.bytes >= least(*one) && self.can_serve(*one, control);
         let order = [Algorithm::TwoShotCopy, Algorithm::TwoShotStages];
         let in_pieces =
-            self.has_queues && copy_pieces::pays_off(control, self.world, SLOTS_OF_BOTH);
+            self.streams_may_wait && copy_pieces::pays_off(control, self.world, SLOTS_OF_BOTH);
         let order = &order[usize::from(!in_pieces)..];
         self.beside_compute.then(|| order.iter().copied().find(fits)).flatten()
     }
@@ -176,8 +176,8 @@ impl AllReduceShape {
             Error::unsupported(format!(
                 "the all-reduce algorithm {} for {} bytes of {} from {} to {}: lamport carries floats of up to 32 \
                  bits, ll128 needs NVLink between all devices, pull and push need windows, copy into ordinary \
-                 memory needs several queues (CUDA_DEVICE_MAX_CONNECTIONS above 1), one shot needs room for \
-                 all inputs (inboxes here: {} bytes of Lamport, {} of LL)",
+                 memory needs several queues (CUDA_DEVICE_MAX_CONNECTIONS above 1) and a device for each rank, \
+                 one shot needs room for all inputs (inboxes here: {} bytes of Lamport, {} of LL)",
                 requested.name(),
                 self.bytes,
                 self.dtype.name(),
@@ -210,7 +210,7 @@ mod tests {
             output_window,
             direct: true,
             beside_compute: false,
-            has_queues: false,
+            streams_may_wait: false,
         }
     }
 
@@ -239,8 +239,12 @@ mod tests {
         assert_eq!(chosen(1 << 20, true), chosen(1 << 20, false));
         let in_pieces = |bytes, output_window| {
             let usual = shape(bytes, 2);
-            let shape =
-                AllReduceShape { beside_compute: true, has_queues: true, output_window, ..usual };
+            let shape = AllReduceShape {
+                beside_compute: true,
+                streams_may_wait: true,
+                output_window,
+                ..usual
+            };
             shape.choose(auto, &control, &table).expect("one serves").0
         };
         assert_eq!(in_pieces(BESIDE_COMPUTE_BYTES, true), Algorithm::TwoShotStages);

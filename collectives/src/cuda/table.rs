@@ -86,7 +86,7 @@ mod tests {
                 output_window: row.windows == Some(true),
                 direct: true,
                 beside_compute: false,
-                has_queues: true,
+                streams_may_wait: true,
             };
             let control = Control::new(row.world, Footprint::ample(32 << 20, 192 << 20))
                 .expect("a world that is served");
@@ -114,7 +114,7 @@ mod tests {
             output_window: true,
             direct: true,
             beside_compute: false,
-            has_queues: true,
+            streams_may_wait: true,
         };
         let measured = MeasuredTable::of(&["NVIDIA H200"; 4]);
         let found = |bytes| measured.find(&shape(bytes, DType::Bf16));

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // prepares device memory by address
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use symmpool_allocator::driver::CudaDriver;
@@ -73,7 +73,7 @@ impl CudaEngine {
             output_window: true,
             direct: directly_linked(&options.links),
             beside_compute: options.budget.beside_compute,
-            has_queues: has_queues(),
+            streams_may_wait: streams_may_wait(pool)?,
         };
         let list =
             KernelSpec::ready((&usual, options.requested), &control, &measured_table(pool)?)?;
@@ -133,7 +133,7 @@ impl CudaEngine {
             companion_stream,
             signal_stream,
             result_stream,
-            has_queues: has_queues(),
+            streams_may_wait: streams_may_wait(pool)?,
             channels: BTreeMap::new(),
             p2p,
             memory_operations,
@@ -142,8 +142,13 @@ impl CudaEngine {
     }
 }
 
-fn has_queues() -> bool {
-    std::env::var(QUEUES).ok().is_none_or(|queues| queues.trim() != "1")
+/// Whether nothing that a stream waits for can stand behind that wait: each process has several queues to its device, and
+/// no two ranks share one.
+fn streams_may_wait(pool: &Pool) -> Result<bool> {
+    let devices: Result<BTreeSet<&str>> =
+        (0..pool.world()).map(|rank| Ok(pool.device(rank)?.uuid.as_str())).collect();
+    let has_queues = std::env::var(QUEUES).ok().is_none_or(|queues| queues.trim() != "1");
+    Ok(has_queues && devices?.len() == pool.world() as usize)
 }
 
 /// What was measured on the ranks' devices.
