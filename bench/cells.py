@@ -7,6 +7,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
 #: Kinds and numbers of GPUs, of which the first one that was measured counts.
 ONE, TWO = (("h100", 1), ("h200", 1)), (("h100", 2), ("h200", 2))
+FOUR = (("h100", 4), ("h200", 4))
 ANY = (("h200", 4), *TWO)
 
 

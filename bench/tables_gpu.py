@@ -8,7 +8,7 @@ contender: calls a graph, or eager.
 from statistics import median
 
 import tables_models
-from cells import ANY, ONE, TWO, exact, figure, recorded, size, table
+from cells import ANY, FOUR, ONE, TWO, exact, figure, recorded, size, table
 
 #: The note above tables whose times were measured in one form only.
 ONE_FORM = """\
@@ -272,8 +272,8 @@ OWN_SHAPES = {
 }
 
 
-def plans():
-    place, report = recorded("plans", TWO)
+def plans(places=TWO):
+    place, report = recorded("plans", places)
     if report is None:
         return None
     by_size = {entry["bytes"]: entry["by"] for entry in report["us"]}
@@ -288,6 +288,10 @@ def plans():
     ]
     head = ["program or kernel", "our kernel", *(f"{size(each)} us" for each in by_size)]
     return "Collectives of one's own, compared with our kernels of the same shape", place, report, head, rows
+
+
+def plans_of_four():
+    return plans(FOUR)
 
 
 def overlap_backend():
@@ -463,6 +467,7 @@ def more():
         with_scratch,
         device_splits,
         plans,
+        plans_of_four,
         *tables_models.MAKERS,
         training,
         overlap_backend,

@@ -1,8 +1,8 @@
-"""Tables of what models are made of, on two GPUs: dispatch to experts and combine, and operators that are
-fused with compute. In brackets stands a goal that was set beforehand, in microseconds.
+"""Tables of what models are made of: dispatch to experts and combine, and operators that are fused with
+compute. In brackets stands a goal for two GPUs that was set beforehand, in microseconds.
 """
 
-from cells import TWO, exact, recorded
+from cells import FOUR, TWO, exact, recorded
 
 #: Goals of a call on 2 H100s, hidden 7168 and 8 of 256 experts, by what it is and tokens of a rank.
 EXPERT_BARS = {
@@ -32,17 +32,16 @@ def peers_of(report, most=3):
     return [name for name in report["contenders"] if name != "ours"][:most]
 
 
-def experts():
-    place, report = recorded("experts", TWO)
+def experts(places=TWO):
+    place, report = recorded("experts", places)
     if report is None:
         return None
     peers = peers_of(report)
     rows = []
     for entry in report["results"]:
         us = {name: each.get("us") for name, each in entry["figures"].items()}
-        bar = (
-            EXPERT_BARS.get(entry["case"], {}).get(entry["tokens"]) if entry["routing"] == "uniform" else None
-        )
+        has_goal = places == TWO and entry["routing"] == "uniform"
+        bar = EXPERT_BARS.get(entry["case"], {}).get(entry["tokens"]) if has_goal else None
         rows.append(
             [
                 EXPERT_CASES.get(entry["case"], entry["case"]),
@@ -52,7 +51,8 @@ def experts():
                 *(exact(us.get(name)) for name in peers),
             ]
         )
-    head = ["call", "routing", "tokens of a rank", "symmpool us (goal)", *(f"{name} us" for name in peers)]
+    ours = "symmpool us (goal)" if places == TWO else "symmpool us"
+    head = ["call", "routing", "tokens of a rank", ours, *(f"{name} us" for name in peers)]
     shape = report["options"]
     title = (
         f"Experts: hidden {shape['hidden']}, {shape['top_k']} of {shape['experts']} experts a token; peers "
@@ -111,4 +111,8 @@ def matmuls():
     return title, place, report, head, rows
 
 
-MAKERS = (experts, norms, matmuls)
+def experts_of_four():
+    return experts(FOUR)
+
+
+MAKERS = (experts, experts_of_four, norms, matmuls)

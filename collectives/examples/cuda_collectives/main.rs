@@ -94,14 +94,16 @@ struct Options {
     /// Algorithms to time, or checks to run, by name; all of them without it.
     ///
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
-    /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, p2p, plans and native (collectives that programs bring along), fused (all-reduces with a residual and a norm), repeats (the same bits in
-    /// 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow
-    /// (consumers that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name
-    /// for each of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather and reduce_scatter, and each of their algorithms, such as reduce_scatter_copy, fused (a table of its own), and one name
-    /// for each plan and each kernel of docs/kernels.md, such as plan_two_shot and native_my_all_gather. `soak` has all_reduce
-    /// (all algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, plans, native, late (ranks that come when the others
-    /// have given up) and outside (ranks that disagree on what is moved). `killed` has all_reduce, two_shot_copy,
-    /// reduce_scatter_copy, all_gather_copy, all_to_all, all_to_all_splits and all_to_all_copy.
+    /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, p2p, plans and native (collectives
+    /// that programs bring along), fused (all-reduces with a residual and a norm), repeats (the same bits in 1,000
+    /// calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
+    /// that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each
+    /// of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather and reduce_scatter, and each of
+    /// their algorithms, such as reduce_scatter_copy, fused (a table of its own), and one name for each plan and each
+    /// kernel of docs/kernels.md, such as plan_two_shot and native_my_all_gather. `soak` has all_reduce (all
+    /// algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, plans, native, late (ranks that come when the
+    /// others have given up) and outside (ranks that disagree on what is moved). `killed` has all_reduce,
+    /// two_shot_copy, reduce_scatter_copy, all_gather_copy, all_to_all, all_to_all_splits and all_to_all_copy.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.
