@@ -290,10 +290,6 @@ def plans(places=TWO):
     return "Collectives of one's own, compared with our kernels of the same shape", place, report, head, rows
 
 
-def plans_of_four():
-    return plans(FOUR)
-
-
 def overlap_backend():
     place, report = recorded("overlap_backend")
     if report is None:
@@ -467,7 +463,7 @@ def more():
         with_scratch,
         device_splits,
         plans,
-        plans_of_four,
+        lambda: plans(FOUR),
         *tables_models.MAKERS,
         training,
         overlap_backend,

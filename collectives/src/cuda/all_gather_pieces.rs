@@ -11,7 +11,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::algorithms::Use;
 use super::all_to_all_copy::EqualParts;
-use super::copy_pieces::{self, SLOTS, emptied, filled, pieces, room, slot};
+use super::copy_pieces::{SLOTS, emptied, filled, pieces, room, slot};
 use super::engine::CudaEngine;
 use crate::host::call::Call;
 
@@ -26,10 +26,7 @@ impl CudaEngine {
     /// memory. The same on every rank.
     pub(super) fn gathers_by_copies(&self, part: u64) -> bool {
         match self.exchange.copies {
-            Use::WhereFaster => {
-                let long = part >= MIN_PART_BYTES && self.goes_in_pieces();
-                long && copy_pieces::pays_off(&self.control, self.world(), SLOTS)
-            }
+            Use::WhereFaster => part >= MIN_PART_BYTES && self.pieces_pay_off(),
             Use::Always => self.world() > 1 && part > 0 && self.streams_may_wait,
             Use::Never => false,
         }
@@ -64,12 +61,7 @@ impl CudaEngine {
         tracing::debug!(part, pieces = ranges.len(), algorithm = "copy", %call);
         let (copies, local) = (self.copy_stream, self.companion_stream);
         let (rank, peers): (_, Vec<u32>) = (self.rank(), self.peers_in_rotated_order().collect());
-        self.switch_to(stream)?;
-        self.fork(stream, copies)?;
-        self.handshake_only(call, stream)?;
-        // Behind the handshake, which names a rank that does not come.
-        self.fork(stream, local)?;
-        self.fork(stream, self.result_stream)?;
+        self.begin_pieces(call, stream)?;
         let own = to + u64::from(rank) * part;
         if own != from {
             self.copy_by_engine(own, from, part, local)?;
@@ -94,9 +86,6 @@ impl CudaEngine {
                 self.signal_copied(&peers, emptied(nth), local)?;
             }
         }
-        self.fork(self.signal_stream, stream)?;
-        self.fork(self.result_stream, stream)?;
-        self.fork(local, stream)?;
-        self.handshake_after_copies(call, stream)
+        self.end_pieces(call, stream)
     }
 }

@@ -78,7 +78,7 @@ impl CudaEngine {
         let (kernels, copies) = (work.stream, self.copy_stream);
         self.switch_to(kernels)?;
         self.fork(kernels, copies)?;
-        self.handshake_only(work.call, kernels)?;
+        self.handshake_before_copies(work.call, kernels)?;
         let mut sent = 0;
         for [first, second] in rounds(share, self.control.scratch_room(self.world())) {
             if first.start > 0 {

@@ -15,16 +15,12 @@
 
 #![allow(unsafe_code)] // passes on the caller's promises
 
-use std::ops::Range;
-
 use symmpool_allocator::Result;
 
 use super::all_reduce_copy::within;
-use super::copy_pieces::{SLOTS, emptied, filled, pieces, room, slot};
+use super::copy_pieces::{Reduction, SLOTS, emptied, slot};
 use super::engine::CudaEngine;
-use super::kernel_spec::KernelSpec;
 use super::reductions::Work;
-use crate::jit::sources::TWO_SHOT_COPY;
 
 /// How many pieces are sent between a piece and its results, in the order in which streams are given them.
 const LAG: usize = SLOTS - 2;
@@ -48,57 +44,30 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     pub(super) unsafe fn two_shot_copy_in_pieces(&mut self, work: &Work) -> Result<()> {
-        let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
-        let reduce = self.kernel(reduction)?.without_waits().after_copies();
-        let room = room(&self.control, self.world(), SLOTS_OF_BOTH);
-        let ranges = pieces(work.share(0, self.world()).1, room, LONGEST);
-        // Ranks on which the same algorithm is not in pieces differ in this.
-        let call = work.call.peer_blocks(ranges.len() as u32);
-        let work = &Work { call, root: 1, ..*work };
-        let (kernels, copies) = (work.stream, self.copy_stream);
-        let peers: Vec<u32> = self.peers_in_rotated_order().collect();
-        self.switch_to(kernels)?;
-        self.fork(kernels, copies)?;
-        self.handshake_only(work.call, kernels)?;
-        // Behind the handshake, which names a rank that does not come.
-        self.fork(kernels, self.companion_stream)?;
-        self.fork(kernels, self.result_stream)?;
-        let count = ranges.len();
-        for (nth, range) in ranges.iter().enumerate() {
+        let call = self.begin_reduction(work, SLOTS_OF_BOTH, LONGEST)?;
+        let count = call.ranges.len();
+        for nth in 0..count {
             if let Some(before) = nth.checked_sub(SLOTS) {
-                self.wait_for(taken(before), copies)?;
+                self.wait_for(taken(before), self.copy_stream)?;
             }
-            for peer in &peers {
-                self.copy_input(work, *peer, range.clone(), slot(nth, room))?;
-            }
-            self.signal_behind_copies(&peers, filled(nth))?;
-            self.await_copied(&peers, filled(nth), kernels)?;
-            self.reduce_copied(reduce, work, range.clone(), slot(nth, room))?;
-            self.record(reduced(nth), kernels)?;
+            self.reduce_piece(&call, nth)?;
+            self.record(reduced(nth), work.stream)?;
             if let Some(before) = nth.checked_sub(LAG) {
-                self.exchange_results(work, (before, &ranges[before]), room, &peers)?;
+                self.exchange_results(&call, before)?;
             }
         }
-        for (left, range) in ranges.iter().enumerate().skip(count.saturating_sub(LAG)) {
-            self.exchange_results(work, (left, range), room, &peers)?;
+        for left in count.saturating_sub(LAG)..count {
+            self.exchange_results(&call, left)?;
         }
-        self.fork(self.signal_stream, kernels)?;
-        self.fork(self.result_stream, kernels)?;
-        self.wait_for(taken(count - 1), kernels)?;
-        self.handshake_after_copies(work.call, kernels)
+        self.end_pieces(call.work.call, work.stream)
     }
 
     /// Copies this rank's results of a piece into all peers' scratch, and takes theirs.
-    fn exchange_results(
-        &mut self,
-        work: &Work,
-        (nth, range): (usize, &Range<u64>),
-        room: u64,
-        peers: &[u32],
-    ) -> Result<()> {
-        let (copies, local) = (self.result_stream, self.companion_stream);
+    fn exchange_results(&mut self, call: &Reduction, nth: usize) -> Result<()> {
+        let Reduction { work, ranges, room, peers, .. } = call;
+        let (copies, local, range) = (self.result_stream, self.companion_stream, &ranges[nth]);
         // Slots of results come after those of inputs.
-        let slot = SLOTS as u64 * room + slot(nth, room);
+        let slot = SLOTS as u64 * room + slot(nth, *room);
         self.wait_for(reduced(nth), copies)?;
         let (from, bytes) = within(work.share(self.rank(), self.world()), range.clone());
         for peer in peers {

@@ -15,8 +15,13 @@ use std::ops::Range;
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
-use super::memory_operations::PIECE_CHANNELS;
+use super::kernel_spec::KernelSpec;
+use super::kernels::LoadedKernel;
+use super::memory_operations::{MemoryOperations, PIECE_CHANNELS};
 use super::params::Control;
+use super::reductions::Work;
+use crate::host::call::Call;
+use crate::jit::sources::TWO_SHOT_COPY;
 
 /// Slots that pieces use in turn.
 pub(super) const SLOTS: usize = 4;
@@ -65,6 +70,17 @@ pub(super) fn emptied(nth: usize) -> u32 {
     filled(nth) + SLOTS as u32
 }
 
+/// A reduction that goes in pieces.
+pub(super) struct Reduction {
+    kernel: LoadedKernel,
+    pub(super) work: Work,
+    /// The pieces of every share.
+    pub(super) ranges: Vec<Range<u64>>,
+    /// Bytes of a slot.
+    pub(super) room: u64,
+    pub(super) peers: Vec<u32>,
+}
+
 impl CudaEngine {
     /// What a call by copies returns. If it failed halfway, the communicator is closed: peers could take what this rank has
     /// sent already for a part of its next call.
@@ -94,10 +110,8 @@ impl CudaEngine {
         channel: u32,
         stream: Stream,
     ) -> Result<()> {
-        let timeout = self.comm.timeout;
-        peers.iter().try_for_each(|peer| {
-            let signalled = self.memory_operations.signal((*peer, channel), timeout, false, stream);
-            signalled.map_err(|error| self.decline(error, stream))
+        self.each_peer(peers, stream, |operations, peer, timeout| {
+            operations.signal((peer, channel), timeout, false, stream)
         })
     }
 
@@ -108,11 +122,76 @@ impl CudaEngine {
         channel: u32,
         stream: Stream,
     ) -> Result<()> {
+        self.each_peer(peers, stream, |operations, peer, timeout| {
+            operations.wait((peer, channel), timeout, false, stream)
+        })
+    }
+
+    /// Puts a memory operation on a stream for each of these peers. Where that is refused, the other ranks get an error too.
+    fn each_peer(
+        &mut self,
+        peers: &[u32],
+        stream: Stream,
+        put: impl Fn(&mut MemoryOperations, u32, u64) -> Result<()>,
+    ) -> Result<()> {
         let timeout = self.comm.timeout;
         peers.iter().try_for_each(|peer| {
-            let waits = self.memory_operations.wait((*peer, channel), timeout, false, stream);
-            waits.map_err(|error| self.decline(error, stream))
+            let done = put(&mut self.memory_operations, *peer, timeout);
+            done.map_err(|error| self.decline(error, stream))
         })
+    }
+
+    /// Whether calls go in pieces by themselves, if they are long enough.
+    pub(super) fn pieces_pay_off(&self) -> bool {
+        self.goes_in_pieces() && pays_off(&self.control, self.world(), SLOTS)
+    }
+
+    /// Begins a call in pieces on the caller's stream. Copies to peers may begin at once, as scratch is empty between calls;
+    /// the other streams come behind the handshake, which names a rank that does not come.
+    pub(super) fn begin_pieces(&mut self, call: Call, stream: Stream) -> Result<()> {
+        self.switch_to(stream)?;
+        self.fork(stream, self.copy_stream)?;
+        self.handshake_before_copies(call, stream)?;
+        self.fork(stream, self.companion_stream)?;
+        self.fork(stream, self.result_stream)
+    }
+
+    /// Ends a call in pieces: the caller's stream goes on behind all others, of all ranks.
+    pub(super) fn end_pieces(&mut self, call: Call, stream: Stream) -> Result<()> {
+        for other in [self.signal_stream, self.companion_stream, self.result_stream] {
+            self.fork(other, stream)?;
+        }
+        self.handshake_after_copies(call, stream)
+    }
+
+    /// Begins a reduction in pieces, with so many slots for each peer.
+    pub(super) fn begin_reduction(
+        &mut self,
+        work: &Work,
+        slots: usize,
+        longest: u64,
+    ) -> Result<Reduction> {
+        let spec = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
+        let kernel = self.kernel(spec)?.without_waits().after_copies();
+        let room = room(&self.control, self.world(), slots);
+        let ranges = pieces(work.share(0, self.world()).1, room, longest);
+        // Ranks on which the same algorithm is not in pieces differ in this.
+        let call = work.call.peer_blocks(ranges.len() as u32);
+        self.begin_pieces(call, work.stream)?;
+        let peers = self.peers_in_rotated_order().collect();
+        Ok(Reduction { kernel, work: Work { call, root: 1, ..*work }, ranges, room, peers })
+    }
+
+    /// Sends a piece of this rank's input to all peers, and reduces theirs when they have arrived.
+    pub(super) fn reduce_piece(&mut self, of: &Reduction, nth: usize) -> Result<()> {
+        let Reduction { kernel, work, ranges, room, peers } = of;
+        let (range, slot) = (&ranges[nth], slot(nth, *room));
+        for peer in peers {
+            self.copy_input(work, *peer, range.clone(), slot)?;
+        }
+        self.signal_behind_copies(peers, filled(nth))?;
+        self.await_copied(peers, filled(nth), work.stream)?;
+        self.reduce_copied(*kernel, work, range.clone(), slot)
     }
 }
 

@@ -8,7 +8,6 @@ use symmpool_allocator::{Result, Stream};
 
 use super::algorithms::Scatter;
 use super::constraints::fits_lamport;
-use super::copy_pieces::{self, SLOTS};
 use super::engine::CudaEngine;
 use super::kernel_mode::TwoShotCollective;
 use super::kernel_spec::{KernelSpec, MANY_BYTES};
@@ -89,7 +88,7 @@ impl CudaEngine {
             input_window,
             direct: self.direct,
             beside_compute: self.beside_compute,
-            in_pieces: self.goes_in_pieces() && copy_pieces::pays_off(&self.control, world, SLOTS),
+            in_pieces: self.pieces_pay_off(),
             launch: self.scatter_launch(lamport),
             room: self.control.scratch_room(world),
         }

@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
-use super::copy_pieces::{SLOTS, emptied, equal_pieces, filled, pieces, room, slot};
+use super::copy_pieces::{SLOTS, emptied, equal_pieces};
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::reductions::Work;
@@ -87,7 +87,7 @@ impl CudaEngine {
         let (call, kernels, copies) = (work.call.algorithm(COPY), work.stream, self.copy_stream);
         self.switch_to(kernels)?;
         self.fork(kernels, copies)?;
-        self.handshake_only(call, kernels)?;
+        self.handshake_before_copies(call, kernels)?;
         let room = self.control.scratch_room(self.world());
         let mut left = &peers[..];
         if work.bytes <= room
@@ -116,37 +116,18 @@ impl CudaEngine {
     }
 
     fn scatter_in_pieces(&mut self, work: &Work) -> Result<()> {
-        let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
-        let reduce = self.kernel(reduction)?.without_waits().after_copies();
-        let room = room(&self.control, self.world(), SLOTS);
-        let ranges = pieces(work.bytes, room, LONGEST);
-        // Ranks on which the same algorithm is not in pieces differ in this.
-        let call = work.call.algorithm(COPY).peer_blocks(ranges.len() as u32);
-        let work = &Work { call, root: 1, ..*work };
-        let (kernels, copies) = (work.stream, self.copy_stream);
-        let peers: Vec<u32> = self.peers_in_rotated_order().collect();
-        self.switch_to(kernels)?;
-        self.fork(kernels, copies)?;
-        self.handshake_only(work.call, kernels)?;
-        // Behind the handshake, which names a rank that does not come.
-        self.fork(kernels, self.result_stream)?;
-        for (nth, range) in ranges.iter().enumerate() {
+        let work = &Work { call: work.call.algorithm(COPY), ..*work };
+        let call = self.begin_reduction(work, SLOTS, LONGEST)?;
+        for nth in 0..call.ranges.len() {
             if let Some(before) = nth.checked_sub(SLOTS) {
-                self.await_emptied(&peers, before)?;
+                self.await_emptied(&call.peers, before)?;
             }
-            for peer in &peers {
-                self.copy_input(work, *peer, range.clone(), slot(nth, room))?;
-            }
-            self.signal_behind_copies(&peers, filled(nth))?;
-            self.await_copied(&peers, filled(nth), kernels)?;
-            self.reduce_copied(reduce, work, range.clone(), slot(nth, room))?;
-            if nth + SLOTS < ranges.len() {
-                self.signal_copied(&peers, emptied(nth), kernels)?;
+            self.reduce_piece(&call, nth)?;
+            if nth + SLOTS < call.ranges.len() {
+                self.signal_copied(&call.peers, emptied(nth), work.stream)?;
             }
         }
-        self.fork(self.signal_stream, kernels)?;
-        self.fork(self.result_stream, kernels)?;
-        self.handshake_after_copies(work.call, kernels)
+        self.end_pieces(call.work.call, work.stream)
     }
 }
 
