@@ -26,6 +26,21 @@ pub(super) struct AllReduceShape {
 }
 
 impl AllReduceShape {
+    /// A call between windows of linked devices, which has them to itself.
+    #[cfg(test)]
+    pub(super) fn between_windows(bytes: u64, dtype: DType, world: u32) -> Self {
+        Self {
+            bytes,
+            dtype,
+            world,
+            input_window: true,
+            output_window: true,
+            direct: true,
+            beside_compute: false,
+            streams_may_wait: true,
+        }
+    }
+
     pub(super) fn vectors(&self) -> u64 {
         self.bytes.div_ceil(16)
     }
@@ -73,19 +88,7 @@ mod tests {
     use super::*;
 
     fn shape(bytes: u64, world: u32) -> AllReduceShape {
-        let (dtype, input_window, output_window) = (DType::F32, true, true);
-        let (direct, beside_compute) = (true, false);
-        let streams_may_wait = true;
-        AllReduceShape {
-            bytes,
-            dtype,
-            world,
-            input_window,
-            output_window,
-            direct,
-            beside_compute,
-            streams_may_wait,
-        }
+        AllReduceShape::between_windows(bytes, DType::F32, world)
     }
 
     #[test]

@@ -281,17 +281,7 @@ mod tests {
         RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
 
     fn shape(world: u32) -> AllReduceShape {
-        let (bytes, dtype) = (0, DType::F32);
-        AllReduceShape {
-            bytes,
-            dtype,
-            world,
-            input_window: true,
-            output_window: true,
-            direct: true,
-            beside_compute: false,
-            streams_may_wait: true,
-        }
+        AllReduceShape::between_windows(0, DType::F32, world)
     }
 
     #[test]

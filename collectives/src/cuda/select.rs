@@ -201,17 +201,7 @@ mod tests {
     use crate::DType;
 
     fn shape(bytes: u64, world: u32) -> AllReduceShape {
-        let (dtype, input_window, output_window) = (DType::Bf16, true, true);
-        AllReduceShape {
-            bytes,
-            dtype,
-            world,
-            input_window,
-            output_window,
-            direct: true,
-            beside_compute: false,
-            streams_may_wait: false,
-        }
+        AllReduceShape::between_windows(bytes, DType::Bf16, world)
     }
 
     fn control(world: u32) -> Control {

@@ -78,15 +78,13 @@ mod tests {
             let named = Algorithm::named(&row.algorithm).and_then(AllReduce::named);
             let algorithm = named.unwrap_or_else(|| panic!("no algorithm: {row:?}")).name;
             // The algorithm can serve the largest size of the row.
+            let bytes = row.up_to.unwrap_or(1 << 30);
+            let dtype = if row.lamport == Some(true) { DType::Bf16 } else { DType::I32 };
+            let window = row.windows == Some(true);
             let shape = AllReduceShape {
-                bytes: row.up_to.unwrap_or(1 << 30),
-                dtype: if row.lamport == Some(true) { DType::Bf16 } else { DType::I32 },
-                world: row.world,
-                input_window: row.windows == Some(true),
-                output_window: row.windows == Some(true),
-                direct: true,
-                beside_compute: false,
-                streams_may_wait: true,
+                input_window: window,
+                output_window: window,
+                ..AllReduceShape::between_windows(bytes, dtype, row.world)
             };
             let control = Control::new(row.world, Footprint::ample(32 << 20, 192 << 20))
                 .expect("a world that is served");
@@ -106,16 +104,7 @@ mod tests {
 
     #[test]
     fn rows_are_those_of_the_device_and_the_number_of_ranks() {
-        let shape = |bytes, dtype| AllReduceShape {
-            bytes,
-            dtype,
-            world: 4,
-            input_window: true,
-            output_window: true,
-            direct: true,
-            beside_compute: false,
-            streams_may_wait: true,
-        };
+        let shape = |bytes, dtype| AllReduceShape::between_windows(bytes, dtype, 4);
         let measured = MeasuredTable::of(&["NVIDIA H200"; 4]);
         let found = |bytes| measured.find(&shape(bytes, DType::Bf16));
         assert_eq!(found(256 << 10), Some(Algorithm::OneShotLamport));
