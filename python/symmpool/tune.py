@@ -157,16 +157,18 @@ class Rank:
     def __init__(self, group: Any, options: argparse.Namespace):
         self.options = options
         device = "cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        self.pool = symmpool.Pool(group, device)
-        self.comm = symmpool.Communicator(self.pool, timeout=120)
         self.cuda = options.device == "cuda"
         if self.cuda:
             import torch
 
             self.torch = torch
+            # Graphs capture a stream of the current device.
+            torch.cuda.set_device(device)
             self.device_name = torch.cuda.get_device_name(device)
         else:
             self.device_name = "cpu"
+        self.pool = symmpool.Pool(group, device)
+        self.comm = symmpool.Communicator(self.pool, timeout=120)
         self.device = device
         self.wrong: list[str] = []
         # By registered name: the table's name and blocks.
