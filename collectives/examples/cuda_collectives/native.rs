@@ -35,8 +35,6 @@ pub(crate) fn kernels() -> Vec<NativeKernel> {
                 true => Some(32 << 20),
                 false => collective.reduces().then_some(4 << 20),
             },
-            // Twice as many vectors on their way at once.
-            threads: if of_vectors { 512 } else { 256 },
             ..NativeKernel::new(collective, name, text)
         }
     });
