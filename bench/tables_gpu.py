@@ -5,6 +5,7 @@ beforehand. In brackets behind a time stands the form in which it was measured, 
 contender: calls a graph, or eager.
 """
 
+from functools import partial
 from statistics import median
 
 import tables_models
@@ -216,44 +217,6 @@ def device_splits():
     return "Even all-to-alls with splits in device memory", place, report, head, rows
 
 
-#: What `bench training` calls its kinds.
-TRAINED = {
-    "fsdp": "FSDP2",
-    "ddp": "DDP",
-    "tp": "tensor and sequence parallelism",
-    "decode": "decoding, tensor parallel",
-    "decode_graph": "the same in a CUDA graph",
-}
-#: Goals: at least so many times NCCL's tokens a second, on 2 GPUs.
-TRAINING_BARS = {"fsdp": 1.03, "ddp": 1.03, "tp": 1.08, "decode": 1.05, "decode_graph": 1.15}
-
-
-def training():
-    place, report = recorded("training", TWO)
-    if report is None:
-        return None
-
-    def rounds(found):
-        return " ".join(f"{each:,.0f}" for each in found["rounds"]) if found else "-"
-
-    def difference(value):
-        return "-" if value is None else f"{value:.1e}" if value else "0"
-
-    rows = []
-    for entry in report["results"]:
-        ours, theirs = (entry["figures"].get(name) for name in ("ours", entry["peer"]))
-        times = ours["ratio"] if ours else None
-        bar, kind = figure(TRAINING_BARS.get(entry["kind"])), TRAINED[entry["kind"]]
-        both = [rounds(ours), rounds(theirs), exact(times), bar]
-        rows.append([kind, *both, *(difference(each and each["apart"]) for each in (ours, theirs))])
-    head = ["program", "symmpool tokens/s", "NCCL tokens/s", "symmpool / NCCL", "bar"]
-    head += ["loss difference", "NCCL's own"]
-    given = report["options"]
-    whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
-    title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference of losses"
-    return f"{title} and tokens from those of NCCL's first round", place, report, head, rows
-
-
 #: Collectives of programs and of kernels in documents, and our kernel of the same shape. Large all-gathers
 #: into windows go by copy engines; the kernel of all-to-alls moves as much by stores.
 OWN_SHAPES = {
@@ -272,7 +235,7 @@ OWN_SHAPES = {
 }
 
 
-def plans(places=TWO):
+def plans(places):
     place, report = recorded("plans", places)
     if report is None:
         return None
@@ -290,8 +253,8 @@ def plans(places=TWO):
     return "Collectives of one's own, compared with our kernels of the same shape", place, report, head, rows
 
 
-def overlap_backend():
-    place, report = recorded("overlap_backend")
+def overlap_backend(places):
+    place, report = recorded("overlap_backend", places)
     if report is None:
         return None
     rows = []
@@ -456,17 +419,21 @@ def in_short(places):
     return f"{heading(place, sums)}\n\n{table(head, rows)}"
 
 
+def everywhere(maker):
+    """A table for each kind and number of GPUs."""
+    return [partial(maker, (place,)) for place in (*TWO, *FOUR)]
+
+
 def more():
     """Everything else that is recorded, each table with a line that says what it is."""
     makers = (
         python_and_rust,
         with_scratch,
         device_splits,
-        plans,
-        lambda: plans(FOUR),
+        *everywhere(plans),
         *tables_models.MAKERS,
-        training,
-        overlap_backend,
+        *everywhere(tables_models.training),
+        *everywhere(overlap_backend),
         overlap,
         host,
         windows,
@@ -492,6 +459,9 @@ MAKERS = {
     "all_to_all_gpu2": lambda: all_to_all(TWO),
     "collectives_gpu": lambda: collectives(ANY),
     "collectives_gpu2": lambda: collectives(TWO),
+    "all_reduce_h100x4": lambda: all_reduce(FOUR[:1]),
+    "all_to_all_h100x4": lambda: all_to_all(FOUR[:1]),
+    "collectives_h100x4": lambda: collectives(FOUR[:1]),
     "in_short_gpu2": lambda: in_short(TWO),
     "gpu_more": more,
 }

@@ -2,7 +2,7 @@
 compute. In brackets stands a goal for two GPUs that was set beforehand, in microseconds.
 """
 
-from cells import FOUR, TWO, exact, recorded
+from cells import FOUR, TWO, exact, figure, recorded
 
 #: Goals of a call on 2 H100s, hidden 7168 and 8 of 256 experts, by what it is and tokens of a rank.
 EXPERT_BARS = {
@@ -109,6 +109,44 @@ def matmuls():
         "Products of matrices with communication; in brackets the time of the product alone, divided by it"
     )
     return title, place, report, head, rows
+
+
+#: What `bench training` calls its kinds.
+TRAINED = {
+    "fsdp": "FSDP2",
+    "ddp": "DDP",
+    "tp": "tensor and sequence parallelism",
+    "decode": "decoding, tensor parallel",
+    "decode_graph": "the same in a CUDA graph",
+}
+#: Goals: at least so many times NCCL's tokens a second, on 2 GPUs.
+TRAINING_BARS = {"fsdp": 1.03, "ddp": 1.03, "tp": 1.08, "decode": 1.05, "decode_graph": 1.15}
+
+
+def training(places):
+    place, report = recorded("training", places)
+    if report is None:
+        return None
+
+    def rounds(found):
+        return " ".join(f"{each:,.0f}" for each in found["rounds"]) if found else "-"
+
+    def difference(value):
+        return "-" if value is None else f"{value:.1e}" if value else "0"
+
+    rows = []
+    for entry in report["results"]:
+        ours, theirs = (entry["figures"].get(name) for name in ("ours", entry["peer"]))
+        times = ours["ratio"] if ours else None
+        bar, kind = figure(TRAINING_BARS.get(entry["kind"])), TRAINED[entry["kind"]]
+        both = [rounds(ours), rounds(theirs), exact(times), bar if place in TWO else "-"]
+        rows.append([kind, *both, *(difference(each and each["apart"]) for each in (ours, theirs))])
+    head = ["program", "symmpool tokens/s", "NCCL tokens/s", "symmpool / NCCL", "bar"]
+    head += ["loss difference", "NCCL's own"]
+    given = report["options"]
+    whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
+    title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference of losses"
+    return f"{title} and tokens from those of NCCL's first round", place, report, head, rows
 
 
 MAKERS = (experts, lambda: experts(FOUR), norms, matmuls)
