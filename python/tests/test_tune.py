@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -165,3 +166,18 @@ def test_the_fastest_up_to_each_size_is_found_and_trifles_do_not_count():
     ]  # fmt: skip
     assert tune.fastest({1 << 24: {"a": 1.0}}, {}) == [{"up_to": None, "algorithm": "a"}]
     assert tune.fastest({}, {}) == [] and tune.fastest({1024: {}}, {}) == []
+
+
+def test_a_rank_on_gpus_makes_its_device_the_current_one(monkeypatch):
+    """Graphs capture a stream of the current device: what other devices do is not in them."""
+    steps = []
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(
+        set_device=lambda device: steps.append(f"device {device}"), get_device_name=lambda device: "GPU"
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(symmpool, "Pool", lambda group, device: steps.append(f"pool {device}"))
+    monkeypatch.setattr(symmpool, "Communicator", lambda pool, timeout: None)
+    rank = tune.Rank(None, tune.parser().parse_args(["--device", "cuda", "--out", "table.json"]))
+    assert (steps, rank.device_name) == (["device cuda:1", "pool cuda:1"], "GPU")
