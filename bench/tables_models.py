@@ -2,7 +2,7 @@
 compute. In brackets stands a goal for two GPUs that was set beforehand, in microseconds.
 """
 
-from cells import FOUR, TWO, exact, figure, recorded
+from cells import TWO, exact, figure, recorded
 
 #: Goals of a call on 2 H100s, hidden 7168 and 8 of 256 experts, by what it is and tokens of a rank.
 EXPERT_BARS = {
@@ -32,7 +32,7 @@ def peers_of(report, most=3):
     return [name for name in report["contenders"] if name != "ours"][:most]
 
 
-def experts(places=TWO):
+def experts(places):
     place, report = recorded("experts", places)
     if report is None:
         return None
@@ -40,7 +40,7 @@ def experts(places=TWO):
     rows = []
     for entry in report["results"]:
         us = {name: each.get("us") for name, each in entry["figures"].items()}
-        has_goal = places == TWO and entry["routing"] == "uniform"
+        has_goal = place in TWO and entry["routing"] == "uniform"
         bar = EXPERT_BARS.get(entry["case"], {}).get(entry["tokens"]) if has_goal else None
         rows.append(
             [
@@ -51,7 +51,7 @@ def experts(places=TWO):
                 *(exact(us.get(name)) for name in peers),
             ]
         )
-    ours = "symmpool us (goal)" if places == TWO else "symmpool us"
+    ours = "symmpool us (goal)" if place in TWO else "symmpool us"
     head = ["call", "routing", "tokens of a rank", ours, *(f"{name} us" for name in peers)]
     shape = report["options"]
     title = (
@@ -147,6 +147,3 @@ def training(places):
     whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
     title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference of losses"
     return f"{title} and tokens from those of NCCL's first round", place, report, head, rows
-
-
-MAKERS = (experts, lambda: experts(FOUR), norms, matmuls)
