@@ -63,7 +63,7 @@ public:
             }
             return;
         }
-        arrived_before_ = session_.begin_advance();
+        session_.advance();
     }
 
     Collective(const Collective&) = delete;
@@ -75,7 +75,6 @@ public:
             raise_flags(session_, own, END_KIND, 1);
             await_flags(session_, own, END_KIND, 1, EXIT);
         }
-        session_.finish_advance(arrived_before_);
     }
 
     // Whether this block has work. A block without returns at once.
@@ -161,7 +160,6 @@ private:
     const End end_;
     const bool works_;
     bool failed_;
-    u32 arrived_before_ = ~0u;  // of `begin_advance`, if it was called
 };
 
 }  // namespace symmpool

@@ -168,16 +168,13 @@ struct Session {
 
     // Called once by all threads of every block. The last block of the grid that has read the state writes
     // the next one, with the Lamport inbox's members as they are here; no block waits for that.
-    __device__ __forceinline__ void advance() const { finish_advance(begin_advance()); }
-
-    // The same in two steps, with work between them that need not wait for the atomic operation's answer.
-    __device__ __forceinline__ u32 begin_advance() const {
+    __device__ __forceinline__ void advance() const {
         __syncthreads();
-        return threadIdx.x == blockDim.x - 1 ? atomicAdd(&comm.local()->blocks_arrived, 1) : ~0u;
-    }
-    __device__ __forceinline__ void finish_advance(u32 arrived_before) const {
-        if (arrived_before == gridDim.x - 1) {
-            Local* local = comm.local();
+        if (threadIdx.x != blockDim.x - 1) {
+            return;
+        }
+        Local* local = comm.local();
+        if (atomicAdd(&local->blocks_arrived, 1) == gridDim.x - 1) {
             local->blocks_arrived = 0;
             local->lamport_turn = lamport_turn;
             local->lamport_used = lamport_used;
