@@ -1,6 +1,7 @@
 //! Checks a rank that comes to a call after the others have given up: it gets an error at once, and writes
 //! nothing into their memory, which may be used for something else by then (S5).
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
@@ -20,18 +21,45 @@ const DTYPE: DType = DType::Bf16;
 /// How long a slow rank takes.
 const SLOW: Duration = Duration::from_millis(500);
 
-/// All calls whose kernels write into peers' outputs directly, reduce-scatters, and calls in pieces beside compute. Other
-/// copies of copy engines cannot be cancelled.
-const WAYS: [(&str, AllReduceAlgorithm); 9] = [
-    ("two_shot_pull", AllReduceAlgorithm::TwoShotPull),
-    ("two_shot_push", AllReduceAlgorithm::TwoShotPush),
-    ("all_gather", AllReduceAlgorithm::Auto),
-    ("broadcast", AllReduceAlgorithm::Auto),
-    ("all_to_all", AllReduceAlgorithm::Auto),
-    ("reduce_scatter by direct", AllReduceAlgorithm::Auto),
-    ("reduce_scatter by copy", AllReduceAlgorithm::Auto),
-    ("reduce_scatter by copy in pieces", AllReduceAlgorithm::Auto),
-    ("two_shot_copy in pieces", AllReduceAlgorithm::TwoShotCopy),
+/// A call that a rank is late for.
+struct Way {
+    collective: StandardCollective,
+    /// The algorithm, where it is not the one that a communicator chooses by itself.
+    algorithm: Option<&'static str>,
+    /// Whether the communicator has the option `beside_compute`, with which these calls go in pieces.
+    in_pieces: bool,
+}
+
+impl Way {
+    const fn new(collective: StandardCollective, algorithm: Option<&'static str>) -> Self {
+        Self { collective, algorithm, in_pieces: false }
+    }
+
+    const fn in_pieces(collective: StandardCollective, algorithm: &'static str) -> Self {
+        Self { collective, algorithm: Some(algorithm), in_pieces: true }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let algorithm = self.algorithm.unwrap_or("auto");
+        let pieces = if self.in_pieces { " in pieces" } else { "" };
+        write!(f, "{} by {algorithm}{pieces}", self.collective.name())
+    }
+}
+
+/// All calls whose kernels write into peers' outputs directly, reduce-scatters, and calls in pieces. Other copies of copy
+/// engines cannot be cancelled.
+const WAYS: [Way; 9] = [
+    Way::new(StandardCollective::AllReduce, Some("two_shot_pull")),
+    Way::new(StandardCollective::AllReduce, Some("two_shot_push")),
+    Way::new(StandardCollective::AllGather, None),
+    Way::new(StandardCollective::Broadcast, None),
+    Way::new(StandardCollective::AllToAll, None),
+    Way::new(StandardCollective::ReduceScatter, Some("direct")),
+    Way::new(StandardCollective::ReduceScatter, Some("copy")),
+    Way::in_pieces(StandardCollective::ReduceScatter, "copy"),
+    Way::in_pieces(StandardCollective::AllReduce, "two_shot_copy"),
 ];
 
 struct Late<'a> {
@@ -51,16 +79,10 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let meet = || meeting.barrier(&late.stream).and_then(|()| meeting.synchronize(&late.stream));
     let odd = pool.world() - 1;
     let mut wrong = 0;
-    for (way, algorithm) in WAYS {
-        let all_to_all = AllToAllAlgorithm::Direct;
-        let beside_compute = way.ends_with("in pieces");
-        let options = CommunicatorOptions {
-            algorithm,
-            all_to_all,
-            timeout,
-            beside_compute,
-            ..Default::default()
-        };
+    for way in &WAYS {
+        let (all_to_all, beside_compute) = (AllToAllAlgorithm::Direct, way.in_pieces);
+        let options =
+            CommunicatorOptions { all_to_all, timeout, beside_compute, ..Default::default() };
         let comm = Communicator::with_options(pool, &options)?;
         // Compiles kernels before anything is timed.
         comm.set_timeout(20 * timeout)?;
@@ -135,32 +157,15 @@ impl Late<'_> {
         Ok(wrong)
     }
 
-    fn call(&self, comm: &Communicator, way: &str) -> Result<()> {
+    fn call(&self, comm: &Communicator, way: &Way) -> Result<()> {
         let (to, from) = (self.to.address() as *mut u8, self.from.address() as *const u8);
-        let (world, stream) = (self.pool.world() as usize, &self.stream);
-        let part = COUNT / world;
-        match way {
-            // SAFETY: both blocks hold `COUNT` elements, which is what all ranks' parts are together.
-            "all_gather" => unsafe { comm.all_gather_at(to, from, part, DTYPE, stream) },
-            // SAFETY: as above; so it is below.
-            "all_to_all" => unsafe { comm.all_to_all_at(to, from, part, DTYPE, stream) },
-            "broadcast" => {
-                let root = self.pool.world() - 1;
-                // SAFETY: as above.
-                unsafe { comm.broadcast_at(to, COUNT, DTYPE, root, stream) }
-            }
-            _ if way.starts_with("reduce_scatter") => {
-                let name = if way.contains("direct") { "direct" } else { "copy" };
-                let (collective, op) = (StandardCollective::ReduceScatter, ReduceOp::Sum);
-                // SAFETY: as above.
-                unsafe {
-                    comm.call_at(collective, Some(name), to, from, part, DTYPE, op, 0, stream)
-                }
-            }
-            _ => {
-                // SAFETY: as above.
-                unsafe { comm.all_reduce_at(to, from, COUNT, DTYPE, ReduceOp::Sum, stream) }
-            }
-        }
+        let (world, op, root) = (self.pool.world(), ReduceOp::Sum, self.pool.world() - 1);
+        let count = match way.collective {
+            StandardCollective::AllReduce | StandardCollective::Broadcast => COUNT,
+            _ => COUNT / world as usize,
+        };
+        let (collective, algorithm, stream) = (way.collective, way.algorithm, &self.stream);
+        // SAFETY: both blocks hold `COUNT` elements, which is what all ranks' parts are together.
+        unsafe { comm.call_at(collective, algorithm, to, from, count, DTYPE, op, root, stream) }
     }
 }
