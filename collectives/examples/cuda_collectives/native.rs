@@ -26,7 +26,7 @@ pub(crate) fn kernels() -> Vec<NativeKernel> {
             _ if name.starts_with("my_all_reduce") => StandardCollective::AllReduce,
             _ => StandardCollective::AllGather,
         };
-        let of_vectors = name == "my_all_gather_of_vectors";
+        let of_vectors = name.starts_with("my_all_gather_of_vectors");
         NativeKernel {
             output_window: collective == StandardCollective::AllGather,
             in_place: true,
@@ -35,6 +35,8 @@ pub(crate) fn kernels() -> Vec<NativeKernel> {
                 true => Some(32 << 20),
                 false => collective.reduces().then_some(4 << 20),
             },
+            // The document says so of that kernel.
+            blocks: (name == "my_all_gather_of_vectors_ahead").then_some(256),
             ..NativeKernel::new(collective, name, text)
         }
     });

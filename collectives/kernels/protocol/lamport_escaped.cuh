@@ -37,6 +37,7 @@ struct EscapedSlot {
         return comm.escaped_bytes / 32 / (WORLD > 1 ? WORLD - 1 : 1) / ITEM * ITEM;
     }
 
+    EscapedSlot() = default;
     __device__ __forceinline__ EscapedSlot(const Session& session, u32 owner, u32 sender) {
         const Comm& comm = session.comm;
         const u64 before = length(comm) * (sender < owner ? sender : sender - 1);

@@ -199,6 +199,27 @@ template <typename Visit> __device__ __forceinline__ void for_each_vector(u64 ve
     }
 }
 
+// The same with a thread's next vector sent before this one is received, so that the link has work while threads wait:
+// calls `send(at)`, and `receive(at)` until it returns false.
+template <typename Send, typename Receive>
+__device__ __forceinline__ void for_each_vector(u64 vectors, Send send, Receive receive) {
+    const u32 before = threadIdx.x % 32;
+    const u64 step = worker_threads();
+    u64 at = worker_thread();
+    if (at - before < vectors) {
+        send(at);
+    }
+#pragma unroll 1
+    for (; at - before < vectors; at += step) {
+        if (at + step - before < vectors) {
+            send(at + step);
+        }
+        if (!receive(at)) {
+            return;
+        }
+    }
+}
+
 // Vectors of 16 bytes, of any bits, that show without flags that they have arrived (Lamport): the inbox holds a pattern
 // where nothing has arrived, and who receives a vector puts it back. So each vector that is sent is received in the same
 // call; what is left would be taken for a vector of a later one. Whole warps send and receive together, 32 vectors in a
@@ -208,49 +229,69 @@ public:
     // How many vectors of each rank an inbox has room for.
     static __device__ __forceinline__ u64 room(const DeviceComm& comm) { return EscapedSlot::length(comm); }
 
+    LamportChannel() = default;
     // `peer` is another rank.
     __device__ __forceinline__ LamportChannel(Collective& collective, u32 peer, u64 vectors)
-        : collective_(collective), peer_(peer), vectors_(vectors) {}
+        : collective_(&collective), peer_(peer), vectors_(vectors),
+          fits_(vectors <= room(collective.comm) && peer != collective.comm.rank),
+          there_(collective.session(), peer, collective.comm.rank),
+          here_(collective.session(), collective.comm.rank, peer) {}
 
     // Sends a vector of each thread, once a call. Those past the end, or that there is no room for, are not sent.
     __device__ __forceinline__ void send(u64 at, uint4 vector) const {
-        if (fits()) {
-            const Session& session = collective_.session();
-            EscapedSlot(session, peer_, session.comm.rank)
-                .send(session.epoch, static_cast<u32>(at), vector, at < vectors_);
-        }
+        there_.send(collective_->session().epoch, static_cast<u32>(at), vector, fits_ && at < vectors_);
     }
 
     // Waits for this thread's vector of the peer; those past the end are not waited for. All threads of a warp get the same
     // answer: false if a vector does not arrive in time. Threads that get that return.
     __device__ __forceinline__ bool receive(u64 at, uint4& vector) const {
-        const Session& session = collective_.session();
-        if (!fits()) {
-            Watch watch;
-            while (__any_sync(~0u, at < vectors_)) {
-                if (__any_sync(~0u, watch.expired(session, peer_, DATA))) {
-                    return collective_.good(false);
-                }
-            }
-            return true;
+        const Session& session = collective_->session();
+        if (!fits_) {
+            return collective_->good(await_nothing(session, peer_, at < vectors_));
         }
         const u32 places[1] = {static_cast<u32>(at)};
         const bool awaited[1] = {at < vectors_};
         uint4 found[1] = {make_uint4(0, 0, 0, 0)};
-        const bool there =
-            EscapedSlot(session, session.comm.rank, peer_).receive(session, peer_, places, awaited, found);
+        const bool there = here_.receive(session, peer_, places, awaited, found);
         vector = found[0];
-        return collective_.good(there);
+        return collective_->good(there);
     }
 
 private:
-    __device__ __forceinline__ bool fits() const {
-        return vectors_ <= room(collective_.comm) && peer_ != collective_.comm.rank;
+    // Waits for what there is no room for, until time is over; true if no thread of the warp waits.
+    static __device__ __noinline__ bool await_nothing(const Session& session, u32 peer, bool awaited) {
+        Watch watch;
+        while (__any_sync(~0u, awaited)) {
+            if (__any_sync(~0u, watch.expired(session, peer, DATA))) {
+                return false;
+            }
+        }
+        return true;
     }
 
-    Collective& collective_;
-    const u32 peer_;
-    const u64 vectors_;
+    Collective* collective_;
+    u32 peer_;
+    u64 vectors_;
+    bool fits_;
+    EscapedSlot there_;  // in the peer's inbox, for what this rank sends
+    EscapedSlot here_;   // in this rank's inbox, for what the peer sends
+};
+
+// The channels to all peers by their distance, from 1: that of `comm.after(1)` first. They are made before a loop, so that
+// a vector takes half the instructions: a channel that is made within a loop computes its addresses for each anew.
+class LamportChannels {
+public:
+    __device__ __forceinline__ LamportChannels(Collective& collective, u64 vectors) {
+#pragma unroll
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            channels_[distance - 1] = LamportChannel(collective, collective.comm.after(distance), vectors);
+        }
+    }
+
+    __device__ __forceinline__ const LamportChannel& operator[](u32 distance) const { return channels_[distance - 1]; }
+
+private:
+    LamportChannel channels_[WORLD > 1 ? WORLD - 1 : 1];
 };
 
 }  // namespace symmpool

@@ -18,7 +18,7 @@ pub(crate) fn kernels() -> Vec<(String, String)> {
 #[test]
 fn kernels_of_the_document_compile_for_every_architecture() {
     let all = kernels();
-    assert_eq!(all.len(), 5);
+    assert_eq!(all.len(), 6);
     for nvrtc in compilers() {
         let jit = Jit::new(options(nvrtc, Some(&kept())));
         for (name, text) in &all {
@@ -35,7 +35,12 @@ fn kernels_of_the_document_compile_for_every_architecture() {
                         variants: &[],
                     };
                     let mut defines = SIZES.to_vec();
-                    defines.extend([("WORLD", world), ("DTYPE", "4"), ("OP", "1")]);
+                    defines.extend([
+                        ("WORLD", world),
+                        ("DTYPE", "4"),
+                        ("OP", "1"),
+                        ("THREADS", "256"),
+                    ]);
                     let variant = Variant { kernel: &kernel, defines: &defines };
                     let image = jit.compile(&variant, arch(major, minor));
                     let image = image.unwrap_or_else(|error| panic!("{error}"));
