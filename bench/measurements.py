@@ -15,6 +15,7 @@ PLANS = ",".join([
     "plan_two_shot,two_shot_stages,plan_two_shot_pull,two_shot_pull,plan_one_shot,one_shot_pull,plan_one_shot_ll",
     "one_shot_ll,plan_two_shot_in_scratch_ll,two_shot_ll,plan_all_gather,native_my_all_gather,plan_reduce_scatter",
     "plan_reduce_scatter_pull,plan_reduce_scatter_ll,native_my_all_gather_of_vectors,reduce_scatter",
+    "native_my_all_gather_of_vectors_ahead",
     "plan_all_to_all,all_to_all_direct,all_gather",
 ])  # fmt: skip
 SIZES = "1K,4K,16K,64K,128K,256K,512K,1M,4M,16M,64M,256M,1G"
@@ -26,11 +27,13 @@ def in_bytes(sizes):
 
 
 class Words:
-    """The parts of commands. `pick` returns the usual value, or the one for a quick run."""
+    """The parts of commands. `scratch` is a folder for what they write besides reports; `pick` returns the
+    usual value, or the one for a quick run."""
 
-    def __init__(self, options, programs):
+    def __init__(self, options, programs, scratch):
         self.ranks, self.quick, self.programs = options.ranks, options.quick, programs
         self.python, self.random_programs = options.python, options.random_programs
+        self.scratch = scratch
 
     def pick(self, usual, quick):
         return quick if self.quick else usual
@@ -108,7 +111,7 @@ def measurements():
                                    in_bytes(w.pick(SIZES, "4K,1M,16M"))), program="cuda_collectives"),
         it("plans", "programs and kernels of one's own, compared with our kernels", 30, 150,
            lambda w: w.collectives("bench", "--algorithms", PLANS, "--sizes",
-                                   in_bytes(w.pick("1K,64K,1M,16M,64M,256M", "64K,16M"))),
+                                   in_bytes(w.pick("1K,64K,1M,4M,16M,64M,256M", "64K,16M"))),
            program="cuda_collectives"),
         it("experts", "dispatch to experts and combine, compared with NCCL", 100, 240,
            lambda w: w.bench("experts", "--tokens", w.pick("1,8,32,128,512,4096", "8,128"),
@@ -160,6 +163,26 @@ def measurements():
            lambda w: w.launch("python/tests/gpu/ranks_torch.py"), "log"),
         it("engines", "what serving engines call of the adapters", 20, 100,
            lambda w: w.launch("python/tests/gpu/ranks_engines.py"), "log"),
+        it("language", "every program of the library, and a kernel of one's own", 30, 120,
+           lambda w: w.launch("python/tests/gpu/ranks_language.py"), "log"),
+        it("tune", "the tuner, with programs and several numbers of blocks", 40, 150,
+           lambda w: w.launch("-m", "symmpool", "tune", "--collective", "all_gather", "--programs",
+                              "--blocks", "8,32", "--sizes", w.pick("64K,1M,16M", "64K"),
+                              "--out", str(w.scratch / "table.json")), "log"),
+        it("one_sided", "copies and signals between ranks", 20, 120,
+           lambda w: w.launch("python/tests/gpu/ranks_one_sided.py"), "log"),
+        it("captures", "random programs of calls in graphs and outside of them", 60, 150,
+           lambda w: w.launch("python/tests/gpu/ranks_captures.py", "--seconds", w.pick("40", "5")), "log"),
+        it("fused_norms", "fused norms, compared with separate operations", 60, 240,
+           lambda w: w.launch("python/tests/gpu/ranks_fused.py"), "log"),
+        it("fused_matmuls", "fused products of matrices, compared with separate operations", 60, 240,
+           lambda w: w.launch("python/tests/gpu/ranks_matmul.py"), "log"),
+        it("async_tp", "cases of torch's tests of asynchronous tensor parallelism", 60, 300,
+           lambda w: w.launch("python/tests/gpu/ranks_async_tp.py"), "log"),
+        it("routings", "random routings to experts, compared with plain PyTorch", 60, 300,
+           lambda w: w.launch("python/tests/gpu/ranks_experts.py", *w.pick([], ["--seeds", "20"])), "log"),
+        it("deep_ep", "what DeepEP's own tests hold, under its names", 60, 240,
+           lambda w: w.launch("python/tests/gpu/ranks_deep_ep.py"), "log"),
         it("wrong_sums", "random programs over NCCL's windows", 200, 360,
            lambda w: w.launch("examples/wrong_sums.py", "--programs", w.pick(str(w.random_programs), "20"),
                               "--seconds", "270")),

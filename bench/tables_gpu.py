@@ -232,6 +232,7 @@ OWN_SHAPES = {
     "plan_all_to_all": "all_to_all_direct",
     "native_my_all_gather": "all_gather",
     "native_my_all_gather_of_vectors": "all_gather",
+    "native_my_all_gather_of_vectors_ahead": "all_gather",
 }
 
 
@@ -432,8 +433,8 @@ def more():
         device_splits,
         *everywhere(plans),
         *everywhere(tables_models.experts),
-        tables_models.norms,
-        tables_models.matmuls,
+        *everywhere(tables_models.norms),
+        *everywhere(tables_models.matmuls),
         *everywhere(tables_models.training),
         *everywhere(overlap_backend),
         overlap,

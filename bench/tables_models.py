@@ -61,26 +61,32 @@ def experts(places):
     return title, place, report, head, rows
 
 
-def norms():
-    place, report = recorded("norms", TWO)
+def norms(places):
+    place, report = recorded("norms", places)
     if report is None:
         return None
     peers = peers_of(report, most=4)
     rows = []
     for entry in report["results"]:
         us = {name: each.get("us") for name, each in entry["figures"].items()}
-        bar = NORM_BARS.get(entry["hidden"], {}).get(entry["tokens"])
+        bar = NORM_BARS.get(entry["hidden"], {}).get(entry["tokens"]) if place in TWO else None
         peer_cells = [exact(us.get(name)) for name in peers]
         rows.append([entry["hidden"], entry["tokens"], with_bar(us.get("ours"), bar), *peer_cells])
-    head = ["hidden", "tokens", "symmpool us (goal)", *(f"{name} us" for name in peers)]
+    ours = "symmpool us (goal)" if place in TWO else "symmpool us"
+    head = ["hidden", "tokens", ours, *(f"{name} us" for name in peers)]
     return "All-reduce + residual + RMSNorm in one kernel, bf16", place, report, head, rows
 
 
-def matmuls():
-    place, report = recorded("matmuls", TWO)
+def matmuls(places):
+    place, report = recorded("matmuls", places)
     if report is None:
         return None
-    kinds = {"all_gather": "all-gather + product", "reduce_scatter": "product + reduce-scatter"}
+    kinds = {
+        "all_gather": "all-gather + product",
+        "reduce_scatter": "product + reduce-scatter",
+        "all_gather_fp8": "all-gather + product, fp8",
+        "reduce_scatter_fp8": "product + reduce-scatter, fp8",
+    }
 
     def shown(entry, name):
         alone, own = (entry["figures"].get(each, {}).get("us") for each in ("matmul", name))
@@ -97,7 +103,7 @@ def matmuls():
         for entry in report["results"]
     ]
     head = [
-        "operation, bf16",
+        "operation, bf16 or fp8",
         "M x K x N",
         "product alone us",
         "symmpool fused",

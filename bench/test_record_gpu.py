@@ -222,7 +222,7 @@ def test_folders_are_left_out(text, published):
 
 def test_commands_exist_in_the_repository():
     options = record_gpu.parse(["--ranks", "2"])[0]
-    words = record_gpu.Words(options, Path("programs"))
+    words = record_gpu.Words(options, Path("programs"), Path("logs"))
     for it in record_gpu.measurements():
         assert it.deadline > it.about and it.kind in ("json", "results", "log")
         for word in it.command(words):

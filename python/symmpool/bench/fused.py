@@ -132,6 +132,21 @@ def prepare(ranks, options, contender, row, dtype, checked):
     return case, timing.forms(ranks, call, row.size, options)
 
 
+def measure_row(ranks, options, contenders, row, dtype, progress):
+    """Measures all contenders. Their graphs end with it: NCCL does not end while one holds its calls."""
+
+    def prepared(name):
+        checked = name.startswith("ours") and "unfused" not in name
+        return prepare(ranks, options, contenders[name], row, dtype, checked)
+
+    running = rounds.prepare_all({name: name for name in contenders}, row, prepared)
+    what = f"{row.tokens} x {row.hidden}"
+    rounds.measure(
+        ranks, options, running, row, lambda case: None, lambda step: progress.step(f"{what}, {step}")
+    )
+    return row
+
+
 def run(options, arguments):
     if options.what == "matmul":
         return matmuls.run(options, arguments)
@@ -147,26 +162,14 @@ def run(options, arguments):
         "NCCL" if ranks.on_cuda else "gloo": unfused_by(torch, ranks.dist.all_reduce, ranks.on_cuda),
     }
     cases = [(tokens, hidden) for hidden in options.hidden for tokens in options.tokens]
+    if ranks.on_cuda:
+        # The norm is compiled for each shape and way to reduce; beyond the limit torch would not compile it.
+        torch._dynamo.config.recompile_limit = 2 * len(cases) + 1
     progress, rows = session.Progress(len(cases) * (options.rounds + 1), ranks.rank == 0), []
     try:
         for tokens, hidden in cases:
             row = Row(tokens, hidden, tokens * hidden * dtype.itemsize, ranks.world)
-            checked = [name for name in contenders if name.startswith("ours") and "unfused" not in name]
-
-            def prepared(name, row=row, checked=checked):
-                return prepare(ranks, options, contenders[name], row, dtype, name in checked)
-
-            running = rounds.prepare_all({name: name for name in contenders}, row, prepared)
-            what = f"{tokens} x {hidden}"
-            rounds.measure(
-                ranks,
-                options,
-                running,
-                row,
-                lambda case: None,
-                lambda step, what=what: progress.step(f"{what}, {step}"),
-            )
-            rows.append(row)
+            rows.append(measure_row(ranks, options, contenders, row, dtype, progress))
     finally:
         progress.close()
     facts = session.describe("fused", ranks, arguments, contenders, {})
