@@ -357,9 +357,11 @@ symmpool_status symmpool_comm_register_plan(symmpool_comm comm,
 // Registers a CUDA kernel with a communicator as an algorithm for a collective, under the kernel's name. `source` is CUDA
 // C++ with an extern "C" __global__ function called `kernel`, written against symmpool/device.cuh (docs/kernels.md). Peers
 // may access inputs and outputs, which calls must then pass as windows, if `input_window` and `output_window` say so;
-// `in_place` says that both may be one memory. It has at most `blocks` thread blocks, or as many as a call's size is worth
-// if that is 0, of `threads` threads: 32, 64, 128, 256 or 512. Nothing is compiled before a call needs it. Otherwise as
-// symmpool_comm_register_plan. On a communicator in host memory calls of it are UNSUPPORTED.
+// `in_place` says that both may be one memory. `max_bytes` bounds the larger one of input and output, for kernels whose
+// data has to fit into an inbox: longer calls are UNSUPPORTED; 0 stands for any size. It has at most `blocks` thread blocks,
+// or as many as a call's size is worth if that is 0, of `threads` threads: 32, 64, 128, 256 or 512. Nothing is compiled
+// before a call needs it. Otherwise as symmpool_comm_register_plan. On a communicator in host memory calls of it are
+// UNSUPPORTED.
 //
 // # Safety
 //
@@ -371,6 +373,7 @@ symmpool_status symmpool_comm_register_kernel(symmpool_comm comm,
                                               bool input_window,
                                               bool output_window,
                                               bool in_place,
+                                              uint64_t max_bytes,
                                               uint32_t blocks,
                                               uint32_t threads);
 

@@ -36,6 +36,14 @@ fn compile(
     Some(program)
 }
 
+/// Runs a program with the library it was linked against: cargo's search path has an older one where the package was built
+/// by itself once.
+fn run(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.env_remove("LD_LIBRARY_PATH");
+    command
+}
+
 /// Compiles a program of this folder, runs it as `world` ranks, and returns the exit status and output of each.
 fn ranks(source: &str, world: usize) -> Vec<Output> {
     let folder = tempfile::tempdir().expect("a folder");
@@ -45,7 +53,7 @@ fn ranks(source: &str, world: usize) -> Vec<Output> {
     std::fs::create_dir(&store).expect("a folder");
     let ranks: Vec<_> = (0..world)
         .map(|rank| {
-            Command::new(&program)
+            run(&program)
                 .args([rank.to_string(), world.to_string()])
                 .arg(&store)
                 .stdout(Stdio::piped())
@@ -122,7 +130,7 @@ fn what_fails_under_torch_is_thrown_through_the_library() {
         eprintln!("skipped: there is no C++ compiler");
         return;
     };
-    let output = Command::new(&program).output().expect("the program");
+    let output = run(&program).output().expect("the program");
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{}: {stdout}", output.status);
     assert!(stdout.contains("everything was right"), "{stdout}");

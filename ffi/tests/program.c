@@ -171,11 +171,11 @@ static void algorithms(symmpool_pool pool, symmpool_comm comm, uint32_t rank, ui
   IS(INVALID_ARGUMENT, symmpool_comm_algorithms(comm, "all_reduce", NULL, 1, &length));
   // There are no kernels in host memory.
   const char *kernel = "extern \"C\" __global__ void mine() {}";
-  OK(symmpool_comm_register_kernel(comm, "all_reduce", "mine", kernel, false, true, false, 0, 256));
+  OK(symmpool_comm_register_kernel(comm, "all_reduce", "mine", kernel, false, true, false, 0, 0, 256));
   IS(UNSUPPORTED, symmpool_collective(comm, "all_reduce", "mine", y, x, N, SYMMPOOL_DTYPE_F32, 0, 0, NULL));
-  IS(INVALID_ARGUMENT, symmpool_comm_register_kernel(comm, "all_reduce", "mine", kernel, false, true, false, 8, 256));
-  IS(INVALID_ARGUMENT, symmpool_comm_register_kernel(comm, "all_reduce", "other", kernel, false, true, false, 0, 100));
-  IS(INVALID_ARGUMENT, symmpool_comm_register_kernel(comm, "all_reduce", NULL, kernel, false, true, false, 0, 256));
+  IS(INVALID_ARGUMENT, symmpool_comm_register_kernel(comm, "all_reduce", "mine", kernel, false, true, false, 1 << 20, 8, 256));
+  IS(INVALID_ARGUMENT, symmpool_comm_register_kernel(comm, "all_reduce", "other", kernel, false, true, false, 0, 0, 100));
+  IS(INVALID_ARGUMENT, symmpool_comm_register_kernel(comm, "all_reduce", NULL, kernel, false, true, false, 0, 0, 256));
   const char *of[] = {"pulled", "one_shot", "two_shot", NULL};
   for (int i = 0; i < 4; i++) {
     OK(symmpool_collective(comm, "all_reduce", of[i], y, x, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, 0, NULL));

@@ -72,9 +72,11 @@ pub unsafe extern "C" fn symmpool_comm_register_plan(
 /// Registers a CUDA kernel with a communicator as an algorithm for a collective, under the kernel's name. `source` is CUDA
 /// C++ with an extern "C" __global__ function called `kernel`, written against symmpool/device.cuh (docs/kernels.md). Peers
 /// may access inputs and outputs, which calls must then pass as windows, if `input_window` and `output_window` say so;
-/// `in_place` says that both may be one memory. It has at most `blocks` thread blocks, or as many as a call's size is worth
-/// if that is 0, of `threads` threads: 32, 64, 128, 256 or 512. Nothing is compiled before a call needs it. Otherwise as
-/// symmpool_comm_register_plan. On a communicator in host memory calls of it are UNSUPPORTED.
+/// `in_place` says that both may be one memory. `max_bytes` bounds the larger one of input and output, for kernels whose
+/// data has to fit into an inbox: longer calls are UNSUPPORTED; 0 stands for any size. It has at most `blocks` thread blocks,
+/// or as many as a call's size is worth if that is 0, of `threads` threads: 32, 64, 128, 256 or 512. Nothing is compiled
+/// before a call needs it. Otherwise as symmpool_comm_register_plan. On a communicator in host memory calls of it are
+/// UNSUPPORTED.
 ///
 /// # Safety
 ///
@@ -88,6 +90,7 @@ pub unsafe extern "C" fn symmpool_comm_register_kernel(
     input_window: bool,
     output_window: bool,
     in_place: bool,
+    max_bytes: u64,
     blocks: u32,
     threads: u32,
 ) -> Status {
@@ -104,6 +107,7 @@ pub unsafe extern "C" fn symmpool_comm_register_kernel(
             input_window,
             output_window,
             in_place,
+            max_bytes: (max_bytes > 0).then_some(max_bytes),
             blocks,
             threads,
             ..NativeKernel::new(of, kernel, source)
