@@ -398,11 +398,13 @@ __device__ __forceinline__ bool sum_rank_by_rank(const Session& session, const I
 }
 
 // Waits for the same units of all peers, `each` vectors apart in the inbox from `at` on, and puts the sums of all ranks
-// into `row`, which holds this rank's own units. False if they do not arrive.
+// into `row`, which holds this rank's own units. False if they do not arrive. Of more than MOST_RANKS each vector is waited
+// for by itself.
+template <u32 MOST_RANKS>
 __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& inbox, const Units& units, u64 at, u64 each,
                                           u32 step, Unit (&row)[UNITS]) {
     const Comm& comm = session.comm;
-    constexpr bool RANK_BY_RANK = WORLD > 4 || (WORLD > 2 && UNITS * PARTS > 1) || (!HELD && PARTS > 1);
+    constexpr bool RANK_BY_RANK = WORLD > MOST_RANKS || (!HELD && PARTS > 1);
     // As many vectors are waited for at once as registers suffice for.
     constexpr u32 AT_ONCE = !RANK_BY_RANK && UNITS * PARTS * WORLD <= 4 ? UNITS * PARTS : 1;
 #pragma unroll

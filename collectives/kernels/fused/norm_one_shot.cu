@@ -9,6 +9,8 @@ using namespace symmpool;
 
 // Whether a thread has registers for its units of two rows.
 constexpr bool HOLDS_NEXT = HELD;
+// Whose vectors of a unit a thread has registers for beside those of two rows.
+constexpr u32 RANKS_AT_ONCE = UNITS * PARTS > 1 ? 2 : 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_norm_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 prepare(row);
             }
             const u64 at = static_cast<u64>(token) * units.vectors();
-            if (!sum_units(session, inbox, units, at, each, step, row)) {
+            if (!sum_units<RANKS_AT_ONCE>(session, inbox, units, at, each, step, row)) {
                 return false;
             }
             residual.add_to(work, units, step, row);

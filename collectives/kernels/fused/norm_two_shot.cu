@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Residual residual(work, units, token, step);
             units.load(input(token), step, row);
             prepare(row);
-            if (!sum_units(session, inbox, units, row_at(row_of_share), each, step, row)) {
+            if (!sum_units<4>(session, inbox, units, row_at(row_of_share), each, step, row)) {
                 return false;
             }
             residual.add_to(work, units, step, row);

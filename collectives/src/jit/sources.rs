@@ -315,6 +315,8 @@ macro_rules! norms {
         collective!(
             "fused" / $name,
             [FEW, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS, NORM_WORK_BYTES],
+            // The most ranks of which a thread has two units.
+            [("WORLD", &["4"]), WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, TWO_UNITS, NORM_WORK_BYTES],
             [ABOVE_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT, NORM_WORK_BYTES],
             [FEW, WIDE, ONE, LAMPORT, SUM, NORM_DTYPES, NORM, HELD, ONE_UNIT, NORM_WORK_BYTES],
             [FEW, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, HELD, ONE_UNIT, NORM_WORK_BYTES],
