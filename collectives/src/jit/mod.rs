@@ -17,6 +17,7 @@
 mod arch;
 mod cache;
 mod found;
+mod includes;
 mod nvrtc;
 mod search;
 pub(crate) mod sources;
@@ -42,8 +43,8 @@ pub(crate) use sources::Kernel;
 
 use arch::Target;
 use cache::{Cache, Entry, Key};
+use includes::headers_of;
 use nvrtc::{Nvrtc, Output, Program};
-use sources::HEADERS;
 
 /// Part of every cache key. It changes when this module compiles the same sources differently.
 const FORMAT: &[u8] = b"symmpool jit 1";
@@ -221,10 +222,11 @@ impl Jit {
         options: &[String],
     ) -> Result<Vec<u8>> {
         self.compiled.fetch_add(1, Ordering::Relaxed);
+        let headers = headers_of(variant.kernel.source);
         let program = Program {
             name: variant.kernel.path,
             source: variant.kernel.source,
-            headers: HEADERS,
+            headers: &headers,
             options,
             ptx: matches!(target, Target::Ptx(_)),
         };
@@ -283,7 +285,8 @@ fn key((major, minor): (u32, u32), variant: &Variant<'_>, options: &[String]) ->
     let version = format!("{major}.{minor}");
     let mut parts: Vec<&[u8]> = vec![FORMAT, version.as_bytes()];
     parts.extend([variant.kernel.path.as_bytes(), variant.kernel.source.as_bytes()]);
-    parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
+    let headers = headers_of(variant.kernel.source);
+    parts.extend(headers.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
     parts.extend(options.iter().map(String::as_bytes));
     Key::of(parts)
 }
