@@ -48,6 +48,10 @@ class Words:
         ranks = ["--nproc-per-node", str(self.ranks), "--master-port", port]
         return [self.python, "-m", "torch.distributed.run", *ranks, *what]
 
+    def checks(self, name, *arguments):
+        """A program of python/tests/gpu that compares what ranks find."""
+        return self.launch(f"python/tests/gpu/ranks_{name}.py", *arguments)
+
     def bench(self, *arguments):
         return self.launch("-m", "symmpool", "bench", *arguments)
 
@@ -152,37 +156,37 @@ def measurements():
         it("faults", "ranks that differ or stay away, with every algorithm", 75, 150,
            lambda w: w.collectives("faults"), "log", "cuda_collectives"),
         it("matrices", "random traffic matrices, compared with NCCL", 30, 180,
-           lambda w: w.launch("python/tests/gpu/ranks_matrices.py", *w.pick([], ["--count", "500"])),
+           lambda w: w.checks("matrices", *w.pick([], ["--count", "500"])),
            "log"),
         it("programs", "random programs of calls on the backend", 50, 150,
-           lambda w: w.launch("python/tests/gpu/ranks_programs.py", "--count", "100000", "--seconds",
+           lambda w: w.checks("programs", "--count", "100000", "--seconds",
                               w.pick("40", "5")), "log"),
         it("on_a_stream", "a stream of a Rust program's own, eager and in a graph", 5, 60,
            lambda w: w.launch("--no-python", str(w.programs / "on_a_stream")), "log", "on_a_stream"),
         it("torch", "everything with torch's signatures, compared with NCCL", 60, 240,
-           lambda w: w.launch("python/tests/gpu/ranks_torch.py"), "log"),
+           lambda w: w.checks("torch"), "log"),
         it("engines", "what serving engines call of the adapters", 20, 100,
-           lambda w: w.launch("python/tests/gpu/ranks_engines.py"), "log"),
+           lambda w: w.checks("engines"), "log"),
         it("language", "every program of the library, and a kernel of one's own", 30, 120,
-           lambda w: w.launch("python/tests/gpu/ranks_language.py"), "log"),
+           lambda w: w.checks("language"), "log"),
         it("tune", "the tuner, with programs and several numbers of blocks", 40, 150,
            lambda w: w.launch("-m", "symmpool", "tune", "--collective", "all_gather", "--programs",
                               "--blocks", "8,32", "--sizes", w.pick("64K,1M,16M", "64K"),
                               "--out", str(w.scratch / "table.json")), "log"),
         it("one_sided", "copies and signals between ranks", 20, 120,
-           lambda w: w.launch("python/tests/gpu/ranks_one_sided.py"), "log"),
+           lambda w: w.checks("one_sided"), "log"),
         it("captures", "random programs of calls in graphs and outside of them", 60, 150,
-           lambda w: w.launch("python/tests/gpu/ranks_captures.py", "--seconds", w.pick("40", "5")), "log"),
+           lambda w: w.checks("captures", "--seconds", w.pick("40", "5")), "log"),
         it("fused_norms", "fused norms, compared with separate operations", 60, 240,
-           lambda w: w.launch("python/tests/gpu/ranks_fused.py"), "log"),
+           lambda w: w.checks("fused"), "log"),
         it("fused_matmuls", "fused products of matrices, compared with separate operations", 60, 240,
-           lambda w: w.launch("python/tests/gpu/ranks_matmul.py"), "log"),
+           lambda w: w.checks("matmul"), "log"),
         it("async_tp", "cases of torch's tests of asynchronous tensor parallelism", 60, 300,
-           lambda w: w.launch("python/tests/gpu/ranks_async_tp.py"), "log"),
+           lambda w: w.checks("async_tp"), "log"),
         it("routings", "random routings to experts, compared with plain PyTorch", 60, 300,
-           lambda w: w.launch("python/tests/gpu/ranks_experts.py", *w.pick([], ["--seeds", "20"])), "log"),
+           lambda w: w.checks("experts", *w.pick([], ["--seeds", "20"])), "log"),
         it("deep_ep", "what DeepEP's own tests hold, under its names", 60, 240,
-           lambda w: w.launch("python/tests/gpu/ranks_deep_ep.py"), "log"),
+           lambda w: w.checks("deep_ep"), "log"),
         it("wrong_sums", "random programs over NCCL's windows", 200, 360,
            lambda w: w.launch("examples/wrong_sums.py", "--programs", w.pick(str(w.random_programs), "20"),
                               "--seconds", "270")),

@@ -32,6 +32,11 @@ def peers_of(report, most=3):
     return [name for name in report["contenders"] if name != "ours"][:most]
 
 
+def ours_at(place):
+    """The heading of symmpool's times, which have goals on two GPUs."""
+    return "symmpool us (goal)" if place in TWO else "symmpool us"
+
+
 def experts(places):
     place, report = recorded("experts", places)
     if report is None:
@@ -51,8 +56,7 @@ def experts(places):
                 *(exact(us.get(name)) for name in peers),
             ]
         )
-    ours = "symmpool us (goal)" if place in TWO else "symmpool us"
-    head = ["call", "routing", "tokens of a rank", ours, *(f"{name} us" for name in peers)]
+    head = ["call", "routing", "tokens of a rank", ours_at(place), *(f"{name} us" for name in peers)]
     shape = report["options"]
     title = (
         f"Experts: hidden {shape['hidden']}, {shape['top_k']} of {shape['experts']} experts a token; peers "
@@ -72,8 +76,7 @@ def norms(places):
         bar = NORM_BARS.get(entry["hidden"], {}).get(entry["tokens"]) if place in TWO else None
         peer_cells = [exact(us.get(name)) for name in peers]
         rows.append([entry["hidden"], entry["tokens"], with_bar(us.get("ours"), bar), *peer_cells])
-    ours = "symmpool us (goal)" if place in TWO else "symmpool us"
-    head = ["hidden", "tokens", ours, *(f"{name} us" for name in peers)]
+    head = ["hidden", "tokens", ours_at(place), *(f"{name} us" for name in peers)]
     return "All-reduce + residual + RMSNorm in one kernel, bf16", place, report, head, rows
 
 

@@ -9,7 +9,7 @@ using namespace symmpool;
 
 // Whether a thread has registers for its units of two rows.
 constexpr bool HOLDS_NEXT = HELD;
-// Whose vectors of a unit a thread has registers for beside those of two rows.
+// Of so many ranks a thread waits for the vectors of a unit at once: it also holds the units of two rows.
 constexpr u32 RANKS_AT_ONCE = UNITS * PARTS > 1 ? 2 : 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -3,8 +3,11 @@
 
 use super::sources::HEADERS;
 
-/// The headers of [`HEADERS`] that a source includes. A source whose includes cannot be told from its text gets all.
-pub(super) fn headers_of(source: &str) -> Vec<(&'static str, &'static str)> {
+/// The name of a header, and its text.
+pub(super) type Header = (&'static str, &'static str);
+
+/// The headers of [`HEADERS`] that a source includes: all of them if its text does not show which.
+pub(super) fn headers_of(source: &str) -> Vec<Header> {
     let mut taken = vec![false; HEADERS.len()];
     let mut texts = vec![source];
     while let Some(text) = texts.pop() {

@@ -43,7 +43,7 @@ pub(crate) use sources::Kernel;
 
 use arch::Target;
 use cache::{Cache, Entry, Key};
-use includes::headers_of;
+use includes::{Header, headers_of};
 use nvrtc::{Nvrtc, Output, Program};
 
 /// Part of every cache key. It changes when this module compiles the same sources differently.
@@ -203,12 +203,15 @@ impl Jit {
             Target::Ptx(_) => ImageKind::Ptx,
         };
         let options = options(variant, &target);
+        let headers = headers_of(variant.kernel.source);
         let make = || {
-            let bytes = self.run(nvrtc, variant, &target, &options)?;
+            let bytes = self.run(nvrtc, variant, &headers, &target, &options)?;
             Ok(Entry { kind: kind as u8, bytes })
         };
         let entry = match self.cache() {
-            Some(cache) => cache.get_or_make(key(nvrtc.version, variant, &options), make)?,
+            Some(cache) => {
+                cache.get_or_make(key(nvrtc.version, variant, &headers, &options), make)?
+            }
             None => make()?,
         };
         Ok(Image { bytes: entry.bytes.into(), kind })
@@ -218,15 +221,15 @@ impl Jit {
         &self,
         nvrtc: &Nvrtc,
         variant: &Variant<'_>,
+        headers: &[Header],
         target: &Target,
         options: &[String],
     ) -> Result<Vec<u8>> {
         self.compiled.fetch_add(1, Ordering::Relaxed);
-        let headers = headers_of(variant.kernel.source);
         let program = Program {
             name: variant.kernel.path,
             source: variant.kernel.source,
-            headers: &headers,
+            headers,
             options,
             ptx: matches!(target, Target::Ptx(_)),
         };
@@ -281,11 +284,15 @@ fn options(variant: &Variant<'_>, target: &Target) -> Vec<String> {
 }
 
 /// The key of a compiled kernel: everything that its image depends on.
-fn key((major, minor): (u32, u32), variant: &Variant<'_>, options: &[String]) -> Key {
+fn key(
+    (major, minor): (u32, u32),
+    variant: &Variant<'_>,
+    headers: &[Header],
+    options: &[String],
+) -> Key {
     let version = format!("{major}.{minor}");
     let mut parts: Vec<&[u8]> = vec![FORMAT, version.as_bytes()];
     parts.extend([variant.kernel.path.as_bytes(), variant.kernel.source.as_bytes()]);
-    let headers = headers_of(variant.kernel.source);
     parts.extend(headers.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
     parts.extend(options.iter().map(String::as_bytes));
     Key::of(parts)

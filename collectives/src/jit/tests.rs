@@ -277,7 +277,8 @@ fn keys_change_with_everything_that_matters() {
     let key = |version, kernel, defines, target: &str| {
         let variant = Variant { kernel, defines };
         let options = super::options(&variant, &Target::Cubin(target.to_owned()));
-        format!("{:?}", super::key(version, &variant, &options))
+        let headers = headers_of(variant.kernel.source);
+        format!("{:?}", super::key(version, &variant, &headers, &options))
     };
     let keys = BTreeSet::from([
         key((12, 4), &EMPTY, &[], "sm_80"),

@@ -132,19 +132,18 @@ def prepare(ranks, options, contender, row, dtype, checked):
     return case, timing.forms(ranks, call, row.size, options)
 
 
-def measure_row(ranks, options, contenders, row, dtype, progress):
+def measure(ranks, options, contenders, row, dtype, step):
     """Measures all contenders. Their graphs end with it: NCCL does not end while one holds its calls."""
 
     def prepared(name):
         checked = name.startswith("ours") and "unfused" not in name
         return prepare(ranks, options, contenders[name], row, dtype, checked)
 
+    def report_progress(what):
+        step(f"{row.tokens} x {row.hidden}, {what}")
+
     running = rounds.prepare_all({name: name for name in contenders}, row, prepared)
-    what = f"{row.tokens} x {row.hidden}"
-    rounds.measure(
-        ranks, options, running, row, lambda case: None, lambda step: progress.step(f"{what}, {step}")
-    )
-    return row
+    rounds.measure(ranks, options, running, row, lambda case: None, report_progress)
 
 
 def run(options, arguments):
@@ -169,7 +168,8 @@ def run(options, arguments):
     try:
         for tokens, hidden in cases:
             row = Row(tokens, hidden, tokens * hidden * dtype.itemsize, ranks.world)
-            rows.append(measure_row(ranks, options, contenders, row, dtype, progress))
+            measure(ranks, options, contenders, row, dtype, progress.step)
+            rows.append(row)
     finally:
         progress.close()
     facts = session.describe("fused", ranks, arguments, contenders, {})

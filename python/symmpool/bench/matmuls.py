@@ -210,6 +210,19 @@ class TorchOperators:
         return getattr(self.theirs, f"_{name}")
 
 
+def measure(ranks, options, contenders, row, dtype, step):
+    """Measures all contenders. Their graphs end with it: NCCL does not end while one holds its calls."""
+
+    def prepared(name):
+        return prepare(ranks, options, name, contenders[name], row, dtype)
+
+    def report_progress(what):
+        step(f"{row.kind} {'x'.join(map(str, row.sizes))}, {what}")
+
+    running = rounds.prepare_all({name: name for name in contenders}, row, prepared)
+    rounds.measure(ranks, options, running, row, lambda case: None, report_progress)
+
+
 def run(options, arguments):
     ranks = session.connect(options)
     torch, pools = ranks.torch, peers.Pools()
@@ -246,22 +259,8 @@ def run(options, arguments):
         for kind, sizes in cases:
             travels = sizes[1] if kind.startswith("all_gather") else sizes[2]
             row = Row(kind, sizes, sizes[0] * travels * dtype.itemsize, ranks.world)
-
-            def prepared(name, row=row):
-                return prepare(ranks, options, name, contenders[name], row, dtype)
-
-            running = rounds.prepare_all({name: name for name in contenders}, row, prepared)
-            what = f"{kind} {'x'.join(map(str, sizes))}"
-            rounds.measure(
-                ranks,
-                options,
-                running,
-                row,
-                lambda case: None,
-                lambda step, what=what: progress.step(f"{what}, {step}"),
-            )
+            measure(ranks, options, contenders, row, dtype, progress.step)
             rows.append(row)
-            del running
             if ranks.on_cuda:
                 torch.cuda.empty_cache()
     finally:
