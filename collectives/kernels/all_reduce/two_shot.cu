@@ -21,6 +21,9 @@ constexpr bool BROADCASTS = RUN == Collective::BROADCAST;
 constexpr bool SCATTERS = RUN == Collective::ALL_REDUCE || RUN == Collective::REDUCE_SCATTER;
 constexpr bool GATHERS = RUN != Collective::REDUCE_SCATTER;
 
+// Whether a warp's threads, which find their vectors at different looks, go on together, where registers suffice.
+constexpr bool TOGETHER = BLOCKS == 1;
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     symmpool_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin_kernel(comm.early);
@@ -67,16 +70,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             return true;
         }
         const Source input = SCATTERS ? chunks.of(call.input, comm.rank) : Source(call.input, chunks.bytes);
-        if (at >= input.vectors()) {
+        const bool has = at < input.vectors();
+        if (!TOGETHER && !has) {
             return true;
         }
-        uint4 own = Inbox::prepare(input.load(at));
+        uint4 own;
+        if (has) {
+            own = Inbox::prepare(input.load(at));
+        }
         if (SCATTERS) {
             uint4 all[WORLD];
-            if (!await_all(session, inbox, at, vectors, own, all)) {
+            const bool arrived = !has || await_all(session, inbox, at, vectors, own, all);
+            if (TOGETHER) {
+                __syncwarp();
+            }
+            if (!arrived) {
                 return false;
             }
-            own = Inbox::prepare(Reduce<DTYPE, OP>::all(all));
+            if (has) {
+                own = Inbox::prepare(Reduce<DTYPE, OP>::all(all));
+            }
+        }
+        if (!has) {
+            return true;
         }
         if (GATHERS) {
 #pragma unroll

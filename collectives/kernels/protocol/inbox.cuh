@@ -51,23 +51,29 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
         u32 missing = WORLD;
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
-            if (rank == comm.rank) {
+            // Without this the slot of the rank itself is read too, as a load that depends on which rank this is waits for
+            // the one before it. Together the loads take more registers than there are for two blocks of an SM.
+            if (COMPACT && rank == comm.rank) {
                 vectors[rank] = own;
                 continue;
             }
             // As a function of its own this takes more registers.
             const u64 slot = COMPACT ? comm.distance_to(rank) - 1 : rank;
-            if (!inbox.receive(comm, at + slot * each, vectors[rank])) {
-                missing = rank;
-            }
+            const bool there = inbox.receive(comm, at + slot * each, vectors[rank]);
+            missing = there || rank == comm.rank ? missing : rank;
         }
         if (missing == WORLD) {
-            return true;
+            break;
         }
         if (watch.expired(session, missing, DATA)) {
             return false;
         }
     }
+#pragma unroll
+    for (u32 rank = 0; !COMPACT && rank < WORLD; ++rank) {
+        vectors[rank] = rank == comm.rank ? own : vectors[rank];
+    }
+    return true;
 }
 
 // The same, of those peers only of which `sends(rank)` is true. This rank's own place holds anything.
