@@ -105,6 +105,17 @@ inline unsigned f32_to_f16x2(float low, float high) {
     return f32_to_f16(low) | static_cast<unsigned>(f32_to_f16(high)) << 16;
 }
 
+inline unsigned add_bf16x2(unsigned a, unsigned b) {
+    const auto low = [](unsigned pair) { return __uint_as_float(pair << 16); };
+    const auto high = [](unsigned pair) { return __uint_as_float(pair & 0xffff0000u); };
+    return f32_to_bf16x2(low(a) + low(b), high(a) + high(b));
+}
+
+inline unsigned add_f16x2(unsigned a, unsigned b) {
+    const auto at = [](unsigned pair, int by) { return f16_to_f32(static_cast<unsigned short>(pair >> by)); };
+    return f32_to_f16x2(at(a, 0) + at(b, 0), at(a, 16) + at(b, 16));
+}
+
 // Instructions of later devices, which are never called.
 inline unsigned e4m3x2_to_f16x2(unsigned short) { __builtin_trap(); }
 inline unsigned short f32_to_e4m3x2_finite(float, float) { __builtin_trap(); }

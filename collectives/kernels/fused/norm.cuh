@@ -114,13 +114,12 @@ __device__ __forceinline__ Unit narrow(const Wide& wide) {
 
 // The rounded sum of two units.
 __device__ __forceinline__ Unit plus(const Unit& a, const Unit& b) {
-    Wide sum = widen(a);
-    const Wide other = widen(b);
+    Unit sum;
 #pragma unroll
-    for (u32 i = 0; i < LANES_OF_UNIT; ++i) {
-        sum.lanes[i] = add(sum.lanes[i], other.lanes[i]);
+    for (u32 part = 0; part < PARTS; ++part) {
+        sum.parts[part] = Reduce<DTYPE, SUM>::plus(a.parts[part], b.parts[part]);
     }
-    return narrow(sum);
+    return sum;
 }
 
 // Units of a row, as this thread has them.
@@ -134,6 +133,12 @@ struct Units {
 
     __device__ __forceinline__ u32 index(u32 step, u32 nth) const {
         return (step * UNITS + nth) * THREADS + threadIdx.x;
+    }
+    // The same, and the row's last unit in place of units that it does not have: to read this once more costs less than to
+    // find out that there is nothing to read, which keeps loads from being under way together.
+    __device__ __forceinline__ u32 some_index(u32 step, u32 nth) const {
+        const u32 unit = index(step, nth);
+        return unit < count ? unit : count - 1;
     }
     __device__ __forceinline__ u32 vectors() const { return PARTS * count; }
     __device__ __forceinline__ u64 bytes() const { return u64{UNIT_BYTES} * count; }
@@ -166,12 +171,26 @@ public:
     __device__ __forceinline__ Norm(const Call& its_call, const NormWork& its_work, const Units& its_units,
                                     float (&shared)[2][ROW_WARPS])
         : call(its_call), work(its_work), units(its_units), of_warps_(shared), turn_(0) {
-        if (MADE != Output::SUM_ONLY && HELD && KEEPS_WEIGHTS) {
+        if (MADE != Output::SUM_ONLY && KEEPS_FACTORS) {
             units.load(work.weight, 0, weights_);
         }
         if (MADE == Output::FP8_STATIC) {
-            scale_ = __fdiv_rn(1.0f, *work.scales);
+            scale_ = *work.scales;
         }
+    }
+
+    // Called once before the first row, when there is time to wait for what the constructor loads.
+    __device__ __forceinline__ void begin() {
+        if (MADE != Output::SUM_ONLY && KEEPS_FACTORS) {
+#pragma unroll
+            for (u32 nth = 0; nth < UNITS; ++nth) {
+                factors_[nth] = factors(weights_[nth]);
+            }
+        }
+        if (MADE == Output::FP8_STATIC) {
+            scale_ = __fdiv_rn(1.0f, scale_);
+        }
+        reciprocal_ = __fdiv_rn(1.0f, static_cast<float>(work.hidden));
     }
 
     // Stores all outputs of a row. `take(step, units)` gives this thread's units of the row in that step, and false where
@@ -183,8 +202,11 @@ public:
         float squares = 0.0f;
         bool good = true;
 #pragma unroll 1
-        for (u32 step = 0; step < units.steps && good; ++step) {
-            good = take(step, row);
+        for (u32 step = 0; step < units.steps; ++step) {
+            good = good && take(step, row);
+            // Threads find their units at different looks. Without this a warp's threads go on in several groups, for each
+            // of which the processor does the rest of the row once more.
+            __syncwarp();
 #pragma unroll
             for (u32 nth = 0; nth < UNITS; ++nth) {
                 const u32 unit = units.index(step, nth);
@@ -200,11 +222,14 @@ public:
             if (!combine(squares, good, [](float a, float b) { return add(a, b); })) {
                 return false;
             }
-            const float mean = __fdiv_rn(squares, static_cast<float>(work.hidden));
+            // To multiply by a reciprocal that is exact rounds as a division does, in less time.
+            const float mean = is_power_of_two(static_cast<int>(work.hidden))
+                                   ? multiply(squares, reciprocal_)
+                                   : __fdiv_rn(squares, static_cast<float>(work.hidden));
             const float factor = __fdiv_rn(1.0f, __fsqrt_rn(add(mean, work.epsilon)));
             if (MADE == Output::FP8_TOKEN) {
                 float most = 0.0f;
-                each(sums, row, [&](u32 nth, u32, const Unit& unit, const Unit& weight) {
+                each(sums, row, [&](u32 nth, u32, const Unit& unit, const Wide& weight) {
                     row[nth] = HELD ? normed(unit, weight, factor) : row[nth];
                     most = greater(most, largest(HELD ? row[nth] : normed(unit, weight, factor)));
                 });
@@ -216,7 +241,7 @@ public:
                 }
             }
             constexpr bool IS_NORMED = MADE == Output::FP8_TOKEN && HELD;
-            each(sums, row, [&](u32, u32 index, const Unit& unit, const Unit& weight) {
+            each(sums, row, [&](u32, u32 index, const Unit& unit, const Wide& weight) {
                 store(token, index, IS_NORMED ? unit : normed(unit, weight, factor));
             });
             return true;
@@ -283,24 +308,36 @@ private:
 #pragma unroll
             for (u32 nth = 0; nth < UNITS; ++nth) {
                 const u32 index = units.index(step, nth);
-                Unit unit = {}, weight = {};
-                if (index < units.count) {
+                const bool has = index < units.count;
+                if (!has && MADE != Output::FP8_GROUP) {
+                    continue;
+                }
+                Unit unit = {};
+                Wide weight = {};
+                if (has) {
                     unit = HELD ? row[nth] : load_unit(sums, index);
-                    weight = HELD && KEEPS_WEIGHTS ? weights_[nth] : load_unit(work.weight, index);
+                    weight = KEEPS_FACTORS ? factors_[nth] : factors(load_unit(work.weight, index));
                 }
-                if (index < units.count || MADE == Output::FP8_GROUP) {
-                    act(nth, index, unit, weight);
-                }
+                act(nth, index, unit, weight);
             }
         }
     }
 
-    __device__ __forceinline__ Unit normed(const Unit& unit, const Unit& weight, float factor) const {
-        Wide wide = widen(unit);
-        const Wide by = widen(weight);
+    // What a unit of weights multiplies by.
+    __device__ __forceinline__ Wide factors(const Unit& weights) const {
+        Wide wide = widen(weights);
 #pragma unroll
         for (u32 i = 0; i < LANES_OF_UNIT; ++i) {
-            wide.lanes[i] = multiply(multiply(wide.lanes[i], factor), add(by.lanes[i], work.weight_bias));
+            wide.lanes[i] = add(wide.lanes[i], work.weight_bias);
+        }
+        return wide;
+    }
+
+    static __device__ __forceinline__ Unit normed(const Unit& unit, const Wide& by, float factor) {
+        Wide wide = widen(unit);
+#pragma unroll
+        for (u32 i = 0; i < LANES_OF_UNIT; ++i) {
+            wide.lanes[i] = multiply(multiply(wide.lanes[i], factor), by.lanes[i]);
         }
         return narrow(wide);
     }
@@ -348,9 +385,12 @@ private:
         *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     }
 
-    Unit weights_[UNITS];
+    static constexpr bool KEEPS_FACTORS = HELD && KEEPS_WEIGHTS;
+    Unit weights_[UNITS] = {};
+    Wide factors_[UNITS];
     float (&of_warps_)[2][ROW_WARPS];
     float scale_;
+    float reciprocal_;  // of the number of elements of a row
     u32 turn_;
 };
 
@@ -397,16 +437,52 @@ __device__ __forceinline__ bool sum_rank_by_rank(const Session& session, const I
     return true;
 }
 
+// Waits for this thread's units of a row of a peer, which is at `at` in the inbox. False if they do not arrive.
+__device__ __forceinline__ bool await_units(const Session& session, const Inbox& inbox, const Units& units, u32 peer, u64 at,
+                                            u32 step, Unit (&row)[UNITS]) {
+    Watch watch;
+    while (true) {
+        bool missing = false;
+#pragma unroll
+        for (u32 nth = 0; nth < UNITS; ++nth) {
+            const u64 place = at + PARTS * units.some_index(step, nth);
+#pragma unroll
+            for (u32 part = 0; part < PARTS; ++part) {
+                missing |= !inbox.receive(session.comm, place + part, row[nth].parts[part]);
+            }
+        }
+        if (!missing) {
+            return true;
+        }
+        if (watch.expired(session, peer, DATA)) {
+            return false;
+        }
+    }
+}
+
 // Waits for the same units of all peers, `each` vectors apart in the inbox from `at` on, and puts the sums of all ranks
-// into `row`, which holds this rank's own units. False if they do not arrive. Of more than MOST_RANKS each vector is waited
-// for by itself.
-template <u32 MOST_RANKS>
+// into `row`, which holds this rank's own units. False if they do not arrive.
 __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& inbox, const Units& units, u64 at, u64 each,
                                           u32 step, Unit (&row)[UNITS]) {
     const Comm& comm = session.comm;
-    constexpr bool RANK_BY_RANK = WORLD > MOST_RANKS || (!HELD && PARTS > 1);
+    if constexpr (WORLD == 1) {
+        return true;
+    }
+    if constexpr (WORLD == 2) {
+        Unit found[UNITS];
+        const u32 peer = 1 - comm.rank;
+        if (!await_units(session, inbox, units, peer, at + peer * each, step, found)) {
+            return false;
+        }
+#pragma unroll
+        for (u32 nth = 0; nth < UNITS; ++nth) {
+            row[nth] = plus(row[nth], found[nth]);
+        }
+        return true;
+    }
     // As many vectors are waited for at once as registers suffice for.
-    constexpr u32 AT_ONCE = !RANK_BY_RANK && UNITS * PARTS * WORLD <= 4 ? UNITS * PARTS : 1;
+    constexpr bool RANK_BY_RANK = WORLD > 8 || (!HELD && PARTS > 1);
+    constexpr u32 AT_ONCE = !RANK_BY_RANK && UNITS * PARTS * WORLD <= 8 ? UNITS * PARTS : 1;
 #pragma unroll
     for (u32 first = 0; first < UNITS * PARTS; first += AT_ONCE) {
         if constexpr (RANK_BY_RANK) {
@@ -418,23 +494,20 @@ __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& i
             }
             continue;
         }
-        uint4 all[AT_ONCE][WORLD];
+        // Of all ranks but this one, in the order of ranks. They are loaded together, as no load depends on which rank this is.
+        constexpr u32 OTHERS = WORLD > 1 ? WORLD - 1 : 1;
+        uint4 others[AT_ONCE][OTHERS];
         Watch watch;
         while (true) {
             u32 missing = WORLD;
 #pragma unroll
             for (u32 i = 0; i < AT_ONCE; ++i) {
-                const u32 nth = (first + i) / PARTS, part = (first + i) % PARTS;
-                const u32 unit = units.index(step, nth);
+                const u32 part = (first + i) % PARTS, unit = units.some_index(step, (first + i) / PARTS);
 #pragma unroll
-                for (u32 rank = 0; rank < WORLD; ++rank) {
-                    uint4& found = all[i][rank];
-                    if (rank == comm.rank) {
-                        found = row[nth].parts[part];
-                    } else if (unit < units.count &&
-                               !inbox.receive(comm, at + rank * each + PARTS * unit + part, found)) {
-                        missing = rank;
-                    }
+                for (u32 other = 0; other < OTHERS; ++other) {
+                    const u32 rank = other + (other >= comm.rank);
+                    const bool there = inbox.receive(comm, at + rank * each + PARTS * unit + part, others[i][other]);
+                    missing = there ? missing : rank;
                 }
             }
             if (missing == WORLD) {
@@ -446,7 +519,20 @@ __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& i
         }
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; ++i) {
-            row[(first + i) / PARTS].parts[(first + i) % PARTS] = Reduce<DTYPE, SUM>::all(all[i]);
+            uint4& own = row[(first + i) / PARTS].parts[(first + i) % PARTS];
+            using Sum = Reduce<DTYPE, SUM>;
+            typename Sum::Vector total;
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank) {
+                const uint4 before = others[i][rank < OTHERS ? rank : 0], behind = others[i][rank > 0 ? rank - 1 : 0];
+                const uint4 next = rank == comm.rank ? own : rank < comm.rank ? before : behind;
+                if (rank == 0) {
+                    total = Sum::widen(next);
+                } else {
+                    Sum::accumulate(total, next);
+                }
+            }
+            own = Sum::finish(total, WORLD);
         }
     }
     return true;

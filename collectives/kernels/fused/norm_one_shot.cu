@@ -9,8 +9,6 @@ using namespace symmpool;
 
 // Whether a thread has registers for its units of two rows.
 constexpr bool HOLDS_NEXT = HELD;
-// Of so many ranks a thread waits for the vectors of a unit at once: it also holds the units of two rows.
-constexpr u32 RANKS_AT_ONCE = UNITS * PARTS > 1 ? 2 : 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_norm_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
@@ -20,9 +18,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 token = worker_block();
     auto input = [&](u32 of) { return call.input + of * units.bytes(); };
     Unit own[UNITS];
+    // Loads are under way while the session's state is read.
     if (!is_leader_block() && token < work.tokens) {
-        units.load(input(token), 0, own);  // under way while the session's state is read
+        units.load(input(token), 0, own);
     }
+    __shared__ float of_warps[2][ROW_WARPS];
+    Norm<true> norm(call, work, units, of_warps);
     Session session(comm);
     if (session.failed) {
         return;
@@ -55,10 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         send_rest(token, 1);
     }
     session.advance();
-    __shared__ float of_warps[2][ROW_WARPS];
-    Norm<true> norm(call, work, units, of_warps);
     inbox.reset_stale(session);
-    bool is_first = true;
+    norm.begin();
 #pragma unroll 1
     for (; token < work.tokens; token += worker_blocks()) {
         const u32 following = token + worker_blocks();
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         const bool arrived = norm.row(token, [&](u32 step, Unit(&row)[UNITS]) {
             const Residual residual(work, units, token, step);
-            if (HOLDS_NEXT || (is_first && step == 0)) {
+            if (HOLDS_NEXT) {
 #pragma unroll
                 for (u32 nth = 0; nth < UNITS; ++nth) {
                     row[nth] = own[nth];
@@ -83,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 prepare(row);
             }
             const u64 at = static_cast<u64>(token) * units.vectors();
-            if (!sum_units<RANKS_AT_ONCE>(session, inbox, units, at, each, step, row)) {
+            if (!sum_units(session, inbox, units, at, each, step, row)) {
                 return false;
             }
             residual.add_to(work, units, step, row);
@@ -92,7 +91,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!arrived) {
             return;
         }
-        is_first = false;
         if constexpr (HOLDS_NEXT) {
 #pragma unroll
             for (u32 nth = 0; nth < UNITS; ++nth) {

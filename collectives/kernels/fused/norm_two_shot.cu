@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ float of_warps[2][ROW_WARPS];
     Norm<false> norm(call, work, units, of_warps);
     inbox.reset_stale(session);
+    norm.begin();
 
     // Adds up a row of this rank's share, sends the sum to all peers, and norms it.
     auto reduce = [&](u32 row_of_share) {
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Residual residual(work, units, token, step);
             units.load(input(token), step, row);
             prepare(row);
-            if (!sum_units<4>(session, inbox, units, row_at(row_of_share), each, step, row)) {
+            if (!sum_units(session, inbox, units, row_at(row_of_share), each, step, row)) {
                 return false;
             }
             residual.add_to(work, units, step, row);
@@ -88,26 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
             const u64 from = results + slot_of(comm, WORLD - distance) * each + row_at(row_of_share);
             const bool arrived = norm.row(peer * share + row_of_share, [&](u32 step, Unit(&row)[UNITS]) {
-                Watch watch;
-                while (true) {
-                    bool missing = false;
-#pragma unroll
-                    for (u32 nth = 0; nth < UNITS; ++nth) {
-                        const u32 unit = units.index(step, nth);
-#pragma unroll
-                        for (u32 part = 0; part < PARTS; ++part) {
-                            const u64 place = from + PARTS * unit + part;
-                            missing = (unit < units.count &&
-                                       !inbox.receive(comm, place, row[nth].parts[part])) || missing;
-                        }
-                    }
-                    if (!missing) {
-                        return true;
-                    }
-                    if (watch.expired(session, peer, DATA)) {
-                        return false;
-                    }
-                }
+                return await_units(session, inbox, units, peer, from, step, row);
             });
             if (!arrived) {
                 return false;

@@ -122,6 +122,22 @@ __device__ __forceinline__ unsigned f32_to_f16x2(float low, float high) {
     return pair;
 }
 
+// --- sums of pairs, each rounded once
+
+__device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
+    constexpr unsigned ONES = 0x3f803f80u;
+    unsigned sum;
+    // Devices before sm_90 have no plain addition.
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(ONES), "r"(b));
+    return sum;
+}
+
+__device__ __forceinline__ unsigned add_f16x2(unsigned a, unsigned b) {
+    unsigned sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
 // --- 8-bit floats, on devices from compute capability 8.9 on. Values that are too large become the largest number.
 
 __device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short pair) {

@@ -155,9 +155,27 @@ struct Reduce {
         return pack<D, Acc>(total.lanes);
     }
 
+    // The sums of two vectors' elements. Half as wide types are added as pairs: an f32 has more than twice their digits, so
+    // a sum that is rounded to an f32 first is rounded to the same value.
+    static __device__ __forceinline__ uint4 plus(uint4 a, uint4 b) {
+        if constexpr (D == F16 || D == BF16) {
+            const auto pair = [](unsigned one, unsigned other) {
+                return D == F16 ? add_f16x2(one, other) : add_bf16x2(one, other);
+            };
+            return make_uint4(pair(a.x, b.x), pair(a.y, b.y), pair(a.z, b.z), pair(a.w, b.w));
+        } else {
+            Vector total = widen(a);
+            accumulate(total, b);
+            return finish(total, 2);
+        }
+    }
+
     // Reduces the vectors of all ranks, in rank order on every rank (rule S7).
     template <unsigned RANKS>
     static __device__ __forceinline__ uint4 all(const uint4 (&vectors)[RANKS]) {
+        if constexpr (O == SUM && RANKS == 2) {
+            return plus(vectors[0], vectors[1]);
+        }
         Vector total = widen(vectors[0]);
 #pragma unroll
         for (unsigned rank = 1; rank < RANKS; ++rank) {
