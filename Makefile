@@ -13,7 +13,7 @@ CARGO_EXAMPLES := cargo build --workspace --all-features --examples
 PROGRAMS := $(TARGET)/debug/examples
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
 # Seconds that a check on emulated devices may take: beside other tests it shares two processors with them.
-PATIENCE := --limit 900
+PATIENCE := --limit 1500
 # A file a suite: when its last run began in which everything passed.
 PASSED := $(TARGET)/passed
 begin = @mkdir -p $(PASSED) && touch $(PASSED)/.$(1)

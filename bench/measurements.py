@@ -121,7 +121,7 @@ def measurements():
            lambda w: w.bench("experts", "--tokens", w.pick("1,8,32,128,512,4096", "8,128"),
                              "--routing", "uniform", "--rounds", w.pick("3", "1"))),
         it("norms", "all-reduces with residual and RMSNorm, compared with NCCL", 150, 400,
-           lambda w: w.bench("fused", "--tokens", w.pick("1,8,32,128,512,2048", "8,128"),
+           lambda w: w.bench("fused", "--tokens", w.pick("1,8,32,64,128,256,512,1024,2048", "8,128"),
                              "--rounds", w.pick("3", "1"))),
         it("matmuls", "products of matrices with their communication, compared with torch's", 170, 400,
            lambda w: w.bench("fused", "--what", "matmul", *w.pick([], ["--rows", "2048"]),

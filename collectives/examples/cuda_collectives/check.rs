@@ -32,6 +32,42 @@ struct Check<'a> {
     wrong: u64,
 }
 
+/// When a part of the check runs, if the options want it.
+#[derive(Clone, Copy)]
+enum When {
+    Always,
+    /// It takes long: not in a quick check, unless it is named.
+    Thorough,
+    /// It takes very long, or much memory: only if it is named.
+    Named,
+}
+
+/// A part of the check: how many cases there were, and how many of them wrong.
+type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
+
+/// Everything besides all-reduces by single algorithms, in the order in which it runs.
+const PARTS: [(&str, When, Part); 19] = [
+    ("all_to_all", When::Always, equal_parts::run),
+    ("all_to_all", When::Always, all_to_all::run),
+    ("all_gather_broadcast", When::Always, all_gather_broadcast::run),
+    ("reduce_scatter", When::Always, reduce_scatter::run),
+    ("experts", When::Always, experts::run),
+    ("one_sided", When::Always, one_sided::run),
+    ("one_sided", When::Always, one_sided_streams::run),
+    ("one_sided", When::Always, memory_operations::run),
+    ("one_sided", When::Always, measured_barrier::run),
+    ("p2p", When::Always, p2p::run),
+    ("plans", When::Always, plans::run),
+    ("native", When::Always, native::run),
+    ("fused", When::Always, fused::run),
+    ("mixed", When::Thorough, all_to_all::mixed),
+    ("repeats", When::Thorough, repeats::run),
+    ("streams", When::Thorough, streams::run),
+    ("slow", When::Thorough, slow::run),
+    ("huge", When::Named, huge::run),
+    ("experts_time", When::Named, experts_time::run),
+];
+
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let (mut cases, mut wrong) = (0, 0);
     // Runs before any other call.
@@ -80,73 +116,14 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             println!("{}: {} cases, {} wrong", algorithm.name(), check.cases, check.wrong);
         }
     }
-    if options.wants("all_to_all") {
-        for (some_cases, some_wrong) in
-            [equal_parts::run(pool, options)?, all_to_all::run(pool, options)?]
-        {
-            cases += some_cases;
-            wrong += some_wrong;
-        }
-    }
-    if options.wants("all_gather_broadcast") {
-        let (some_cases, some_wrong) = all_gather_broadcast::run(pool, options)?;
-        cases += some_cases;
-        wrong += some_wrong;
-    }
-    if options.wants("reduce_scatter") {
-        let (some_cases, some_wrong) = reduce_scatter::run(pool, options)?;
-        cases += some_cases;
-        wrong += some_wrong;
-    }
-    if options.wants("experts") {
-        let (expert_cases, expert_wrong) = experts::run(pool, options)?;
-        cases += expert_cases;
-        wrong += expert_wrong;
-    }
-    if options.wants("one_sided") {
-        for (some_cases, some_wrong) in [
-            one_sided::run(pool, options)?,
-            one_sided_streams::run(pool, options)?,
-            memory_operations::run(pool, options)?,
-            measured_barrier::run(pool, options)?,
-        ] {
-            cases += some_cases;
-            wrong += some_wrong;
-        }
-    }
-    if options.wants("p2p") {
-        let (message_cases, message_wrong) = p2p::run(pool, options)?;
-        cases += message_cases;
-        wrong += message_wrong;
-    }
-    if options.wants("plans") {
-        let (plan_cases, plan_wrong) = plans::run(pool, options)?;
-        cases += plan_cases;
-        wrong += plan_wrong;
-    }
-    if options.wants("native") {
-        let (native_cases, native_wrong) = native::run(pool, options)?;
-        cases += native_cases;
-        wrong += native_wrong;
-    }
-    if options.wants("fused") {
-        let (fused_cases, fused_wrong) = fused::run(pool, options)?;
-        cases += fused_cases;
-        wrong += fused_wrong;
-    }
-    // Checks that take long, or much memory.
-    type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
-    let parts: [(&str, bool, Part); 6] = [
-        ("mixed", true, all_to_all::mixed),
-        ("repeats", true, repeats::run),
-        ("streams", true, streams::run),
-        ("slow", true, slow::run),
-        ("huge", false, huge::run),
-        ("experts_time", false, experts_time::run),
-    ];
-    for (name, usual, part) in parts {
-        let named = !options.algorithms.is_empty() && options.wants(name);
-        if named || (usual && !options.quick && options.wants(name)) {
+    for (name, when, part) in PARTS {
+        let named = !options.algorithms.is_empty();
+        let wanted = match when {
+            When::Always => true,
+            When::Thorough => named || !options.quick,
+            When::Named => named,
+        };
+        if wanted && options.wants(name) {
             let (part_cases, part_wrong) = part(pool, options)?;
             cases += part_cases;
             wrong += part_wrong;

@@ -153,3 +153,16 @@ fn work(shape: &NormShape, buffers: &NormBuffers, from: usize, tokens: usize) ->
         unused: 0,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::one_shot_is_faster;
+
+    #[test]
+    fn few_rows_go_in_one_shot_and_fewer_of_more_ranks() {
+        assert!(one_shot_is_faster(1 << 20, 2), "two ranks gain nothing by two shots");
+        for (world, most) in [(3, 96), (4, 64), (8, 27)] {
+            assert!(one_shot_is_faster(most, world) && !one_shot_is_faster(most + 1, world));
+        }
+    }
+}
