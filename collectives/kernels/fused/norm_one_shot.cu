@@ -4,6 +4,7 @@
 //! A block sends the row after the one that it waits for, so that links are not idle while it norms.
 
 #include "fused/norm.cuh"
+#include "fused/row_sums.cuh"
 
 using namespace symmpool;
 

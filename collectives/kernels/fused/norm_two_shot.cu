@@ -6,6 +6,7 @@
 //! rows of the next round before it adds up one of this round, and takes results one round later.
 
 #include "fused/norm.cuh"
+#include "fused/row_sums.cuh"
 
 using namespace symmpool;
 

@@ -34,6 +34,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
     "fused/norm.cuh",
+    "fused/row_sums.cuh",
     "experts/arrived.cuh",
     "experts/combine_few.cuh",
     "experts/counts.cuh",
