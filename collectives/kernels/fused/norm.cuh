@@ -170,7 +170,7 @@ public:
     __device__ __forceinline__ Norm(const Call& its_call, const NormWork& its_work, const Units& its_units,
                                     float (&shared)[2][ROW_WARPS])
         : call(its_call), work(its_work), units(its_units), of_warps_(shared), turn_(0) {
-        if (MADE != Output::SUM_ONLY && KEEPS_FACTORS) {
+        if (KEEPS_FACTORS) {
             units.load(work.weight, 0, weights_);
         }
         if (MADE == Output::FP8_STATIC) {
@@ -180,7 +180,7 @@ public:
 
     // Called once before the first row, when there is time to wait for what the constructor loads.
     __device__ __forceinline__ void begin() {
-        if (MADE != Output::SUM_ONLY && KEEPS_FACTORS) {
+        if (KEEPS_FACTORS) {
 #pragma unroll
             for (u32 nth = 0; nth < UNITS; ++nth) {
                 factors_[nth] = factors(weights_[nth]);
@@ -189,7 +189,7 @@ public:
         if (MADE == Output::FP8_STATIC) {
             scale_ = __fdiv_rn(1.0f, scale_);
         }
-        reciprocal_ = __fdiv_rn(1.0f, static_cast<float>(work.hidden));
+        reciprocal_ = reciprocal(static_cast<int>(work.hidden));
     }
 
     // Stores all outputs of a row. `take(step, units)` gives this thread's units of the row in that step, and false where
@@ -221,10 +221,7 @@ public:
             if (!combine(squares, good, [](float a, float b) { return add(a, b); })) {
                 return false;
             }
-            // To multiply by a reciprocal that is exact rounds as a division does, in less time.
-            const float mean = is_power_of_two(static_cast<int>(work.hidden))
-                                   ? multiply(squares, reciprocal_)
-                                   : __fdiv_rn(squares, static_cast<float>(work.hidden));
+            const float mean = divide(squares, static_cast<int>(work.hidden), reciprocal_);
             const float factor = __fdiv_rn(1.0f, __fsqrt_rn(add(mean, work.epsilon)));
             if (MADE == Output::FP8_TOKEN) {
                 float most = 0.0f;
@@ -384,7 +381,7 @@ private:
         *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     }
 
-    static constexpr bool KEEPS_FACTORS = HELD && KEEPS_WEIGHTS;
+    static constexpr bool KEEPS_FACTORS = MADE != Output::SUM_ONLY && HELD && KEEPS_WEIGHTS;
     Unit weights_[UNITS] = {};
     Wide factors_[UNITS];
     float (&of_warps_)[2][ROW_WARPS];

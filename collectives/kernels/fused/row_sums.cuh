@@ -135,19 +135,13 @@ __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& i
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; ++i) {
             uint4& own = row[(first + i) / PARTS].parts[(first + i) % PARTS];
-            using Sum = Reduce<DTYPE, SUM>;
-            typename Sum::Vector total;
+            uint4 all[WORLD];
 #pragma unroll
             for (u32 rank = 0; rank < WORLD; ++rank) {
                 const uint4 before = others[i][rank < OTHERS ? rank : 0], behind = others[i][rank > 0 ? rank - 1 : 0];
-                const uint4 next = rank == comm.rank ? own : rank < comm.rank ? before : behind;
-                if (rank == 0) {
-                    total = Sum::widen(next);
-                } else {
-                    Sum::accumulate(total, next);
-                }
+                all[rank] = rank == comm.rank ? own : rank < comm.rank ? before : behind;
             }
-            own = Sum::finish(total, WORLD);
+            own = Reduce<DTYPE, SUM>::all(all);
         }
     }
     return true;

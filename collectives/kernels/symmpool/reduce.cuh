@@ -59,10 +59,11 @@ __device__ __forceinline__ Acc greatest(Acc a, Acc b) {
 // multiply by it rounds the same number as a division, which takes ten times as long: in few blocks, reduce-scatters of
 // averages took twice as long as those of sums.
 __device__ __forceinline__ bool is_power_of_two(int world) { return (world & (world - 1)) == 0; }
-__device__ __forceinline__ float divide(float total, int world) {
-    const float by = static_cast<float>(world);
-    return is_power_of_two(world) ? __fmul_rn(total, __fdiv_rn(1.0f, by)) : __fdiv_rn(total, by);
+__device__ __forceinline__ float reciprocal(int of) { return __fdiv_rn(1.0f, static_cast<float>(of)); }
+__device__ __forceinline__ float divide(float total, int by, float reciprocal_of_by) {
+    return is_power_of_two(by) ? __fmul_rn(total, reciprocal_of_by) : __fdiv_rn(total, static_cast<float>(by));
 }
+__device__ __forceinline__ float divide(float total, int world) { return divide(total, world, reciprocal(world)); }
 __device__ __forceinline__ double divide(double total, int world) {
     const double by = static_cast<double>(world);
     return is_power_of_two(world) ? __dmul_rn(total, __ddiv_rn(1.0, by)) : __ddiv_rn(total, by);
