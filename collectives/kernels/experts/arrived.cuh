@@ -65,6 +65,17 @@ __device__ __forceinline__ u64 scale_at(const ExpertsWork& work, u32 place, u32 
     return (static_cast<u64>(expert) * units + at) * rows + (place - expert * rows);
 }
 
+// Stores a piece of a row at each of its places by expert.
+template <u32 COUNT>
+__device__ __forceinline__ void store_by_expert(const ExpertsWork& work, const int* places, const Piece<COUNT>& piece,
+                                                const uint4 (&vectors)[COUNT]) {
+    for (u32 k = 0; k < work.top_k; ++k) {
+        if (places[k] >= 0) {
+            piece.store(work.output + places[k] * work.row_bytes, vectors);
+        }
+    }
+}
+
 // Copies rows that have arrived to the places of their experts.
 __device__ __forceinline__ void copy_by_expert(const ExpertsWork& work, u32 source, ArrivedRows rows) {
     const u32 begin = shared.sources[source];
@@ -72,16 +83,12 @@ __device__ __forceinline__ void copy_by_expert(const ExpertsWork& work, u32 sour
         const u32 left = begin + rows.to - tile, count = left < TILE ? left : TILE;
         const int* places = work.places + static_cast<u64>(tile) * work.top_k;
         const char* from = work.rows + tile * work.row_bytes;
-        for_rows<COPY_UNROLL>(count, static_cast<u32>(work.row_bytes / 16),
-                 [&](u32 row, u32 at) { return load_plain(from + row * work.row_bytes + 16ull * at); },
-                 [&](u32 row, u32 at, uint4 vector) {
-                     for (u32 k = 0; k < work.top_k; ++k) {
-                         const int place = places[row * work.top_k + k];
-                         if (place >= 0) {
-                             store_plain(work.output + place * work.row_bytes + 16ull * at, vector);
-                         }
-                     }
-                 });
+        const u32 vectors = static_cast<u32>(work.row_bytes / 16);
+        for_pieces<COPY_VECTORS>(count, vectors, 0, 1, [&](const Piece<COPY_VECTORS>& piece) {
+            uint4 found[COPY_VECTORS];
+            piece.load(from + piece.row * work.row_bytes, found);
+            store_by_expert(work, places + piece.row * work.top_k, piece, found);
+        });
         const u32 bytes = static_cast<u32>(work.scale_bytes);
         const bool words = bytes % 4 == 0;
         const u32 units = words ? bytes / 4 : bytes;

@@ -11,41 +11,15 @@
 using namespace symmpool;
 
 constexpr u32 WEIGHTS_KIND = FINISHED;  // flags that weights of a combine have arrived
-constexpr int VALUES = LANES<DTYPE>;
 // How many vectors of each rank's rows a thread has under way at once.
-constexpr int SUM_UNROLL = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1;
-constexpr int SEND_UNROLL = BY_EXPERT ? SUM_UNROLL : COPY_UNROLL;
+constexpr u32 SUM_VECTORS = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1;
+constexpr u32 SEND_VECTORS = BY_EXPERT ? SUM_VECTORS : COPY_VECTORS;
 
 __shared__ int places[TILE][WORLD];
 
-// A vector of what this rank returns for a row that it received.
-__device__ __forceinline__ uint4 returned(const ExpertsWork& work, u32 row, u32 at, const float* weights) {
-#if BY_EXPERT
-    float sum[VALUES] = {};
-    const int* of = work.places + static_cast<u64>(row) * work.top_k;
-#pragma unroll 2
-    for (u32 k = 0; k < work.top_k; ++k) {
-        const int place = of[k];
-        if (place >= 0) {
-            float values[VALUES];
-            unpack<DTYPE>(load_plain(work.input + place * work.row_bytes + 16ull * at), values);
-            const float weight = weights[k];
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) {
-                sum[i] = __fadd_rn(sum[i], __fmul_rn(values[i], weight));
-            }
-        }
-    }
-    return pack<DTYPE>(sum);
-#else
-    return load_plain(work.input + row * work.row_bytes + 16ull * at);
-#endif
-}
-
 // The weights of a row that a peer sent, or that this rank sent itself.
 __device__ __forceinline__ const float* weights_of(const ExpertsWork& work, u32 row) {
-    const float* all = work.sends_weights ? work.combine_weights : work.kept_weights;
-    return all + static_cast<u64>(row) * work.top_k;
+    return work.sends_weights ? work.combine_weights + static_cast<u64>(row) * work.top_k : kept_weights(work, row);
 }
 
 // Sends the weights of this block's tokens to the ranks that have rows of them.
@@ -86,84 +60,74 @@ __device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& w
             for (u32 first = static_cast<u32>(at[0]); first < end; first += TILE) {
                 const u32 count = end - first < TILE ? end - first : TILE;
                 char* to = comm.at_peer(slot + first * work.row_bytes, source);
-                for_rows<SEND_UNROLL>(count, vectors,
-                                      [&](u32 row, u32 of) {
-                                          const u32 received = begin + first + row;
-                                          return returned(work, received, of, weights_of(work, received));
-                                      },
-                                      [&](u32 row, u32 of, uint4 vector) {
-                                          store_plain(to + row * work.row_bytes + 16ull * of, vector);
-                                      });
+                for_pieces<SEND_VECTORS>(count, vectors, 0, 1, [&](const Piece<SEND_VECTORS>& piece) {
+                    const u32 received = begin + first + piece.row;
+                    uint4 found[SEND_VECTORS];
+                    load_returned(work, received, weights_of(work, received), piece, found);
+                    piece.store(to + piece.row * work.row_bytes, found);
+                });
             }
         }
     }
 }
 
-// Sums up the rows of a step's own tokens.
-__device__ __forceinline__ void sum_step(const Comm& comm, const ExpertsWork& work, PeerBlocks own, u32 step) {
-    const Chunks chunks(work.tokens, work.peer_blocks);
-    const u32 vectors = static_cast<u32>(work.row_bytes / 16);
-    const u32 begin = static_cast<u32>(work.source_offsets[comm.rank]);
-#pragma unroll 1
-    for (u32 index = own.first; index < own.end; ++index) {
-        const u32 chunk = index * chunks.steps + step;
-        const u32 end = chunks.begin(chunk + 1);
-        for (u32 first = chunks.begin(chunk); first < end; first += TILE) {
-            const u32 count = end - first < TILE ? end - first : TILE;
-            __syncthreads();
-            // At most two places for each thread. Unrolled further, this loop takes registers of the sums below.
-#pragma unroll (TILE * WORLD > THREADS ? 2 : 1)
-            for (u32 i = threadIdx.x; i < count * WORLD; i += THREADS) {
-                places[i / WORLD][i % WORLD] = work.positions[static_cast<u64>(first) * WORLD + i];
-            }
-            __syncthreads();
-            for_rows<SUM_UNROLL>(
-                count, vectors,
-                [&](u32 row, u32 at) {
-                    // All loads are under way before the first sum.
-                    uint4 found[WORLD];
-                    const int own = places[row][comm.rank];
-                    const u32 received = begin + static_cast<u32>(own);
-#if BY_EXPERT
-                    const float* weights = work.sends_weights
-                        ? work.weights + static_cast<u64>(first + row) * work.top_k
-                        : weights_of(work, received);
-                    const uint4 mine = own >= 0 ? returned(work, received, at, weights) : make_uint4(0, 0, 0, 0);
-#endif
+// Sums up a piece of the rows of a token. `of` has the number of the token's row on each rank, or -1.
+__device__ __forceinline__ void sum_piece(const Comm& comm, const ExpertsWork& work, u32 token, const int* of,
+                                          const Piece<SUM_VECTORS>& piece) {
+    const u32 received = static_cast<u32>(work.source_offsets[comm.rank]) + static_cast<u32>(of[comm.rank]);
+    // All loads are under way before the first sum. A rank without a row adds zeros, which change no sum.
+    uint4 found[WORLD][SUM_VECTORS] = {};
 #pragma unroll
-                    for (u32 rank = 0; rank < WORLD; ++rank) {
-                        const int position = places[row][rank];
-                        const u64 slot = (comm.distance_to(rank) - 1) * static_cast<u64>(work.max_tokens);
-                        const char* peers = work.combined + (slot + position) * work.row_bytes;
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        const u64 slot = (comm.distance_to(rank) - 1) * static_cast<u64>(work.max_tokens);
+        const char* from = work.combined + (slot + of[rank]) * work.row_bytes;
 #if BY_EXPERT
-                        uint4 sent = make_uint4(0, 0, 0, 0);
-                        if (position >= 0 && rank != comm.rank) {
-                            sent = load_plain(peers + 16ull * at);
-                        }
-                        found[rank] = select(rank == comm.rank, mine, sent);
+        const bool loads = of[rank] >= 0 && rank != comm.rank;
 #else
-                        const char* from = rank == comm.rank ? work.input + received * work.row_bytes : peers;
-                        found[rank] = position >= 0 ? load_plain(from + 16ull * at) : make_uint4(0, 0, 0, 0);
+        const bool loads = of[rank] >= 0;
+        from = rank == comm.rank ? work.input + received * work.row_bytes : from;
 #endif
-                    }
-                    float sum[VALUES] = {};
-#pragma unroll
-                    for (u32 rank = 0; rank < WORLD; ++rank) {
-                        if (places[row][rank] >= 0) {
-                            float values[VALUES];
-                            unpack<DTYPE>(found[rank], values);
-#pragma unroll
-                            for (int i = 0; i < VALUES; ++i) {
-                                sum[i] = __fadd_rn(sum[i], values[i]);
-                            }
-                        }
-                    }
-                    return pack<DTYPE>(sum);
-                },
-                [&](u32 row, u32 at, uint4 vector) {
-                    store_plain(work.output + (first + row) * work.row_bytes + 16ull * at, vector);
-                });
+        if (loads) {
+            piece.load(from, found[rank]);
         }
+    }
+#if BY_EXPERT
+    uint4 mine[SUM_VECTORS] = {};
+    if (of[comm.rank] >= 0) {
+        const float* weights = work.sends_weights ? work.weights + static_cast<u64>(token) * work.top_k
+                                                  : kept_weights(work, received);
+        load_returned(work, received, weights, piece, mine);
+    }
+#endif
+    float sums[SUM_VECTORS][VALUES] = {};
+#pragma unroll
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+#if BY_EXPERT
+#pragma unroll
+        for (u32 i = 0; i < SUM_VECTORS; ++i) {
+            found[rank][i] = select(rank == comm.rank, mine[i], found[rank][i]);
+        }
+#endif
+        add_to(sums, found[rank]);
+    }
+    store_sums(work, token, piece, sums);
+}
+
+// Sums up the rows of a chunk of own tokens. Called by all threads of a block.
+__device__ __forceinline__ void sum_chunk(const Comm& comm, const ExpertsWork& work, const Chunks& chunks, u32 chunk) {
+    const u32 vectors = static_cast<u32>(work.row_bytes / 16), end = chunks.begin(chunk + 1);
+    for (u32 first = chunks.begin(chunk); first < end; first += TILE) {
+        const u32 count = end - first < TILE ? end - first : TILE;
+        __syncthreads();
+        // At most two places for each thread. Unrolled further, this loop takes registers of the sums below.
+#pragma unroll (TILE * WORLD > THREADS ? 2 : 1)
+        for (u32 i = threadIdx.x; i < count * WORLD; i += THREADS) {
+            places[i / WORLD][i % WORLD] = work.positions[static_cast<u64>(first) * WORLD + i];
+        }
+        __syncthreads();
+        for_pieces<SUM_VECTORS>(count, vectors, 0, 1, [&](const Piece<SUM_VECTORS>& piece) {
+            sum_piece(comm, work, first + piece.row, places[piece.row], piece);
+        });
     }
 }
 
@@ -194,21 +158,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     session.advance();
     const bool sums_few = has_few(work, work.tokens);
     const Share share(sums_few ? work.tokens : 0, few.pieces(), 0);
-    const auto vector_of = [&](u32 row, u32 at, const float* weights) { return returned(work, row, at, weights); };
 #if BY_EXPERT
     if (work.sends_weights && sums_few) {
         send_few_weights(few, share);
     }
 #endif
-    if (!return_few(few, vector_of) || __syncthreads_or(!sum_few(few, share, vector_of))) {
+    if (!return_few(few) || __syncthreads_or(!sum_few(few, share))) {
         return;
     }
     // Few blocks send and sum up, so that each of them can use the link.
-    const bool both = worker_blocks() < work.peer_blocks;
-    const u32 senders = both ? worker_blocks() : (worker_blocks() + 1) / 2, block = worker_block();
+    const u32 workers = worker_blocks(), block = worker_block();
+    const bool both = workers < work.peer_blocks;
+    const u32 senders = both ? workers : workers / 2, summers = both ? workers : workers - senders;
     const bool sends = block < senders, sums = (both || !sends) && !sums_few;
-    const PeerBlocks own(work.peer_blocks, sends ? block : block - senders,
-                         sends ? senders : worker_blocks() - senders);
+    const PeerBlocks own(work.peer_blocks, sends ? block : 0, senders);
     u32 steps = 0;
     for (u32 distance = 1; distance < WORLD && sends; ++distance) {
         const u32 source = comm.after(distance), tokens = static_cast<u32>(work.source_tokens[source]);
@@ -232,18 +195,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     // A block that does both sums up one step behind, when that step's rows have arrived meanwhile.
     const u32 behind = both ? 1 : 0;
-    const u32 own_steps = sums ? Chunks(work.tokens, work.peer_blocks).steps : 0;
+    const Chunks chunks(work.tokens, work.peer_blocks);
+    const u32 own_steps = sums ? chunks.steps : 0;
+    u32 index = both ? block : block - senders;
 #pragma unroll 1
     for (u32 step = 0; step < steps || step < own_steps + behind; ++step) {
         if (step < steps) {
             send_step(comm, work, own, step);
             raise_flags(session, own, ARRIVED, step + 1);
         }
-        if (step >= behind && step - behind < own_steps) {
-            if (!await_flags(session, own, ARRIVED, step - behind + 1, DATA)) {
+        if (step < behind || step - behind >= own_steps) {
+            continue;
+        }
+        // Blocks sum up chunks by turns, so that all have equally many, whatever blocks send them.
+        for (; index < work.peer_blocks; index += summers) {
+            const PeerBlocks one(work.peer_blocks, index, work.peer_blocks);
+            if (!await_flags(session, one, ARRIVED, step - behind + 1, DATA)) {
                 return;
             }
-            sum_step(comm, work, own, step - behind);
+            sum_chunk(comm, work, chunks, index * chunks.steps + step - behind);
         }
+        index -= work.peer_blocks;
     }
 }

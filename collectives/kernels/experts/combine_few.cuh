@@ -5,7 +5,7 @@
 #pragma once
 
 #include <experts/inbox.cuh>
-#include <symmpool/reduce.cuh>
+#include <experts/returned.cuh>
 
 namespace symmpool {
 
@@ -75,10 +75,9 @@ __device__ __forceinline__ bool receive_few_weights(const FewSums& few, u32 tile
 }
 #endif
 
-// Sends rows back to ranks with few tokens. `returned(row, at, weights)` is vector `at` of what this rank returns for a
-// row that it received. Called by all threads of a block, which get the same answer: false if weights do not arrive.
-template <typename Returned>
-__device__ __forceinline__ bool return_few(const FewSums& few, Returned returned) {
+// Sends rows back to ranks with few tokens. Called by all threads of a block, which get the same answer: false if weights
+// do not arrive.
+__device__ __forceinline__ bool return_few(const FewSums& few) {
     const Session& session = few.session;
     if (threadIdx.x == 0) {
         returning.fill([&](u32 source) { return few.returns(source); });
@@ -99,16 +98,10 @@ __device__ __forceinline__ bool return_few(const FewSums& few, Returned returned
             const float* weights = nullptr;
 #if BY_EXPERT
             const ExpertsWork& work = few.work;
-            weights = work.sends_weights ? few_weights + piece.row * work.top_k
-                                         : work.kept_weights + static_cast<u64>(received) * work.top_k;
+            weights = work.sends_weights ? few_weights + piece.row * work.top_k : kept_weights(work, received);
 #endif
             uint4 vectors[COMBINE_ITEMS];
-#pragma unroll
-            for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
-                if (piece.live[i]) {
-                    vectors[i] = returned(received, piece.at[i], weights);
-                }
-            }
+            load_returned(few.work, received, weights, piece, vectors);
             const EscapedSlot slot(session, source, session.comm.rank);
 #pragma unroll
             for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
@@ -121,12 +114,10 @@ __device__ __forceinline__ bool return_few(const FewSums& few, Returned returned
 }
 
 // Sums up the rows of a share of this rank's tokens; false, in some threads, if something does not arrive.
-template <typename Returned>
-__device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share, Returned returned) {
+__device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) {
     const ExpertsWork& work = few.work;
     const Session& session = few.session;
     const u32 rank = session.comm.rank, begin = few.begin(rank);
-    constexpr int VALUES = LANES<DTYPE>;
     bool bad = false;
     for_pieces<COMBINE_ITEMS>(share, share.to - share.from, few.rows.vectors, [&](const Piece<COMBINE_ITEMS>& piece) {
         const u64 token = share.from + piece.row;
@@ -135,14 +126,11 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share, 
         const u32 received = begin + static_cast<u32>(own);
         const float* weights = nullptr;
 #if BY_EXPERT
-        weights = work.sends_weights ? work.weights + token * work.top_k
-                                     : work.kept_weights + static_cast<u64>(received) * work.top_k;
+        weights = work.sends_weights ? work.weights + token * work.top_k : kept_weights(work, received);
 #endif
-        uint4 mine[COMBINE_ITEMS];
-#pragma unroll
-        for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
-            const bool has = piece.live[i] && own >= 0;
-            mine[i] = has ? returned(received, piece.at[i], weights) : make_uint4(0, 0, 0, 0);
+        uint4 mine[COMBINE_ITEMS] = {};
+        if (own >= 0) {
+            load_returned(work, received, weights, piece, mine);
         }
         float sums[COMBINE_ITEMS][VALUES] = {};
 #pragma unroll 1
@@ -165,21 +153,10 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share, 
                 }
                 bad = !EscapedSlot(session, rank, other).receive(session, other, at, piece.live, found);
             }
-#pragma unroll
-            for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
-                float values[VALUES];
-                unpack<DTYPE>(found[i], values);
-#pragma unroll
-                for (int value = 0; value < VALUES; ++value) {
-                    sums[i][value] = __fadd_rn(sums[i][value], values[value]);
-                }
-            }
+            add_to(sums, found);
         }
-#pragma unroll
-        for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
-            if (piece.live[i] && !bad) {
-                store_plain(work.output + token * work.row_bytes + 16ull * piece.at[i], pack<DTYPE>(sums[i]));
-            }
+        if (!bad) {
+            store_sums(work, token, piece, sums);
         }
     });
     return !bad;
@@ -194,10 +171,10 @@ __device__ __noinline__ void expire_unused(const Session& session, const Experts
     const bool sums = has_few(work, work.tokens);
     for (u32 other = 0; other < WORLD; ++other) {
         few.weights.expire(session, other, work.sends_weights ? few.returns(other) : 0);
+        // Rows of a rank are numbered in the order of tokens, so the last one says how many there are.
         u32 rows = 0;
-        for (u32 token = 0; token < work.tokens && sums; ++token) {
-            const int position = work.positions[static_cast<u64>(token) * WORLD + other];
-            rows = position >= 0 ? static_cast<u32>(position) + 1 : rows;
+        for (u32 token = work.tokens; sums && token != 0 && rows == 0; --token) {
+            rows = static_cast<u32>(work.positions[static_cast<u64>(token - 1) * WORLD + other] + 1);
         }
         few.rows.expire(session, other, rows);
     }

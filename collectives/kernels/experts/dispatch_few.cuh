@@ -63,7 +63,7 @@ struct FewRows {
 
 // --- what rows consist of
 
-// Calls `store(within, at, vector, live)` with the vectors of a share's tokens, as they travel, for whole warps, and
+// Calls `store(piece, vectors)` with the pieces of a share's tokens, as they travel, for whole warps, and
 // `store_scales(within, nth, vector)` with their scales, for single threads.
 template <typename Store, typename StoreScales>
 __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& share, Store store,
@@ -83,8 +83,8 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
             }
         }
         float scale;
-        const uint4 vector = quantize(channels, work.quantize, scale);
-        store(piece.row, at, vector, piece.live[0]);
+        const uint4 vectors[] = {quantize(channels, work.quantize, scale)};
+        store(piece, vectors);
         u32 words[4];
 #pragma unroll
         for (u32 group = 0; group < 4; ++group) {
@@ -101,16 +101,8 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
     const char* input = work.input + share.from * work.row_bytes;
     for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
         uint4 vectors[DISPATCH_ITEMS];
-#pragma unroll
-        for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
-            if (piece.live[i]) {
-                vectors[i] = load_plain(input + piece.row * work.row_bytes + 16ull * piece.at[i]);
-            }
-        }
-#pragma unroll
-        for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
-            store(piece.row, piece.at[i], vectors[i], piece.live[i]);
-        }
+        piece.load(input + piece.row * work.row_bytes, vectors);
+        store(piece, vectors);
     });
     const u32 each = few.scale_vectors(), bytes = static_cast<u32>(work.scale_bytes);
     const bool words = (work.scale_bytes | reinterpret_cast<u64>(work.input_scales)) % 4 == 0;
@@ -163,17 +155,15 @@ __device__ __forceinline__ void keep_scales(const FewRows& few, u32 place, const
     }
 }
 
-// Stores a vector of a row where it belongs.
-__device__ __forceinline__ void keep_vector(const FewRows& few, u32 place, const int* places, u32 at, uint4 vector) {
+// Stores a piece of a row where it belongs.
+__device__ __forceinline__ void keep_piece(const FewRows& few, u32 place, const int* places,
+                                           const Piece<DISPATCH_ITEMS>& piece,
+                                           const uint4 (&vectors)[DISPATCH_ITEMS]) {
     const ExpertsWork& work = few.work;
 #if BY_EXPERT
-    for (u32 k = 0; k < work.top_k; ++k) {
-        if (places[k] >= 0) {
-            store_plain(work.output + places[k] * work.row_bytes + 16ull * at, vector);
-        }
-    }
+    store_by_expert(work, places, piece, vectors);
 #else
-    store_plain(work.rows + place * work.row_bytes + 16ull * at, vector);
+    piece.store(work.rows + place * work.row_bytes, vectors);
 #endif
 }
 
@@ -254,13 +244,17 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
     }
     for_own_rows(
         few, share,
-        [&](u32 within, u32 at, uint4 vector, bool live) {
+        [&](const Piece<DISPATCH_ITEMS>& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
 #pragma unroll
             for (u32 rank = 0; rank < WORLD; ++rank) {
-                const u32 row = shared.places[within][rank];
-                if (rank != comm.rank && row != NOWHERE) {
-                    EscapedSlot(few.session, rank, comm.rank)
-                        .send(few.session.epoch, row * few.rows.stride + at, vector, live);
+                const u32 row = shared.places[piece.row][rank];
+                if (rank == comm.rank || row == NOWHERE) {
+                    continue;
+                }
+                const EscapedSlot slot(few.session, rank, comm.rank);
+#pragma unroll
+                for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
+                    slot.send(few.session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
                 }
             }
         },
@@ -300,10 +294,10 @@ __device__ __forceinline__ void keep_own(const FewRows& few, const Share& share)
     }
     for_own_rows(
         few, share,
-        [&](u32 within, u32 at, uint4 vector, bool live) {
-            const u32 place = shared.places[within][rank];
-            if (live && place != NOWHERE) {
-                keep_vector(few, place, places_of(few, within), at, vector);
+        [&](const Piece<DISPATCH_ITEMS>& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
+            const u32 place = shared.places[piece.row][rank];
+            if (place != NOWHERE) {
+                keep_piece(few, place, places_of(few, piece.row), piece, vectors);
             }
         },
         [&](u32 within, u32 nth, uint4 vector) {
@@ -372,11 +366,8 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
                 bad = true;
                 return;
             }
-#pragma unroll
-            for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
-                if (piece.live[i] && place != NOWHERE) {
-                    keep_vector(few, place, places_of(few, piece.row), piece.at[i], found[i]);
-                }
+            if (place != NOWHERE) {
+                keep_piece(few, place, places_of(few, piece.row), piece, found);
             }
         });
         const u32 each = few.scale_vectors();

@@ -10,8 +10,6 @@
 
 namespace symmpool {
 
-constexpr u32 WARPS = THREADS / 32;
-
 // Whether the rows that a rank with so many tokens sends, and gets back, go through inboxes.
 __device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { return tokens <= work.inbox_tokens; }
 
@@ -111,31 +109,11 @@ struct Share {
     __device__ __forceinline__ bool is_first() const { return part == 0; }
 };
 
-// A piece of a row: items of 32 vectors each, one for each thread of a warp.
-template <u32 ITEMS> struct Piece {
-    u32 row;
-    u32 at[ITEMS];  // which vector of the row
-    bool live[ITEMS];
-
-    static __device__ __forceinline__ u32 count(u32 vectors) { return (vectors + ITEM * ITEMS - 1) / (ITEM * ITEMS); }
-};
-
 // Calls `visit(piece)` for the pieces of `count` rows of a share. Called by all threads of a block; whole warps get
 // the same piece.
-template <u32 ITEMS, typename Visit>
+template <u32 COUNT, typename Visit>
 __device__ __forceinline__ void for_pieces(const Share& share, u32 count, u32 vectors, Visit visit) {
-    const u32 each = Piece<ITEMS>::count(vectors);
-#pragma unroll 1
-    for (u32 i = share.part * WARPS + threadIdx.x / 32; i < count * each; i += share.parts * WARPS) {
-        Piece<ITEMS> piece;
-        piece.row = i / each;
-#pragma unroll
-        for (u32 item = 0; item < ITEMS; ++item) {
-            piece.at[item] = ((i - piece.row * each) * ITEMS + item) * ITEM + threadIdx.x % 32;
-            piece.live[item] = piece.at[item] < vectors;
-        }
-        visit(piece);
-    }
+    for_pieces<COUNT>(count, vectors, share.part, share.parts, visit);
 }
 
 // A list of the rows that come from, or go back to, ranks with few tokens.

@@ -308,9 +308,18 @@ __device__ __forceinline__ void send_tile(const Comm& comm, const Routing& routi
     const bool words = (work.scale_bytes | reinterpret_cast<u64>(work.input_scales)) % 4 == 0;
     words ? send_scales_as<u32>(comm, work, tile, tokens) : send_scales_as<unsigned char>(comm, work, tile, tokens);
     const char* input = work.input + tile * work.row_bytes;
-    for_rows<COPY_UNROLL>(tokens, static_cast<u32>(work.row_bytes / 16),
-             [&](u32 row, u32 at) { return load_plain(input + row * work.row_bytes + 16ull * at); },
-             [&](u32 row, u32 at, uint4 vector) { store_row_vector(comm, work, row, at, vector); });
+    const u32 vectors = static_cast<u32>(work.row_bytes / 16);
+    for_pieces<COPY_VECTORS>(tokens, vectors, 0, 1, [&](const Piece<COPY_VECTORS>& piece) {
+        uint4 found[COPY_VECTORS];
+        piece.load(input + piece.row * work.row_bytes, found);
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const u32 place = shared.places[piece.row][rank];
+            if (place != NOWHERE) {
+                piece.store(comm.at_peer(work.rows + place * work.row_bytes, rank), found);
+            }
+        }
+    });
 #endif
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <symmpool/peer_blocks.cuh>
+#include <symmpool/vector.cuh>
 
 namespace symmpool {
 
@@ -62,8 +63,8 @@ static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
 // As in `experts/layout.rs`: memory has room for so many.
 constexpr u32 MOST_CHUNKS = 2048;
 // Most chunks of a peer block: so many times it signals in a call. Fewer tokens are not worth a signal.
-constexpr u32 MOST_STEPS = 4;
-constexpr u32 CHUNK_TOKENS = 8;
+constexpr u32 MOST_STEPS = 8;
+constexpr u32 CHUNK_TOKENS = 4;
 // As in `experts/mod.rs`.
 constexpr u32 MOST_EXPERTS = 1024;
 constexpr u32 MOST_TOP_K = 32;
@@ -71,8 +72,8 @@ constexpr u32 MOST_TOP_K = 32;
 constexpr u32 NOWHERE = ~0u;
 // Tokens whose places a block keeps in shared memory at once.
 constexpr u32 TILE = 128;
-// How many vectors of rows a thread has under way at once where it copies them.
-constexpr int COPY_UNROLL = 4;
+// How many vectors of a row a thread has under way at once where it copies them.
+constexpr u32 COPY_VECTORS = 4;
 
 // How the tokens of a rank are cut.
 struct Chunks {
@@ -93,28 +94,52 @@ struct Chunks {
     __device__ __forceinline__ u32 begin(u32 chunk) const { return tokens * chunk / count; }
 };
 
-// The vectors of 16 bytes of so many rows, a piece of a row to each warp of a block: `load(row, at)` gives vector `at` of a
-// row, `store(row, at, vector)` stores it; UNROLL loads are under way at once. Called by all threads of the block.
-template <int UNROLL, typename Load, typename Store>
-__device__ __forceinline__ void for_rows(u32 rows, u32 vectors, Load load, Store store) {
-    constexpr u32 PIECE = 32 * UNROLL;
-    const u32 pieces = (vectors + PIECE - 1) / PIECE, lane = threadIdx.x % 32;
+constexpr u32 WARPS = THREADS / 32;
+
+// A piece of a row: so many vectors of 16 bytes for each thread of a warp.
+template <u32 COUNT> struct Piece {
+    u32 row;
+    u32 at[COUNT];  // which vector of the row
+    bool live[COUNT];
+
+    static __device__ __forceinline__ u32 count(u32 vectors) { return (vectors + 32 * COUNT - 1) / (32 * COUNT); }
+
+    // Loads the piece from a row that begins at an address.
+    __device__ __forceinline__ void load(const char* from, uint4 (&vectors)[COUNT]) const {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            if (live[i]) {
+                vectors[i] = load_plain(from + 16ull * at[i]);
+            }
+        }
+    }
+
+    // Stores the piece in a row that begins at an address.
+    __device__ __forceinline__ void store(char* to, const uint4 (&vectors)[COUNT]) const {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            if (live[i]) {
+                store_plain(to + 16ull * at[i], vectors[i]);
+            }
+        }
+    }
+};
+
+// Calls `visit(piece)` for the pieces of `rows` rows of so many vectors, which `parts` blocks divide; this one is number
+// `part` of them. Called by all threads of a block; whole warps get the same piece.
+template <u32 COUNT, typename Visit>
+__device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, u32 part, u32 parts, Visit visit) {
+    const u32 each = Piece<COUNT>::count(vectors);
 #pragma unroll 1
-    for (u32 piece = threadIdx.x / 32; piece < rows * pieces; piece += THREADS / 32) {
-        const u32 row = piece / pieces, first = (piece - row * pieces) * PIECE + lane;
-        uint4 values[UNROLL];
+    for (u32 i = part * WARPS + threadIdx.x / 32; i < rows * each; i += parts * WARPS) {
+        Piece<COUNT> piece;
+        piece.row = i / each;
 #pragma unroll
-        for (u32 i = 0; i < UNROLL; ++i) {
-            if (first + 32 * i < vectors) {
-                values[i] = load(row, first + 32 * i);
-            }
+        for (u32 nth = 0; nth < COUNT; ++nth) {
+            piece.at[nth] = ((i - piece.row * each) * COUNT + nth) * 32 + threadIdx.x % 32;
+            piece.live[nth] = piece.at[nth] < vectors;
         }
-#pragma unroll
-        for (u32 i = 0; i < UNROLL; ++i) {
-            if (first + 32 * i < vectors) {
-                store(row, first + 32 * i, values[i]);
-            }
-        }
+        visit(piece);
     }
 }
 

@@ -40,6 +40,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "experts/counts.cuh",
     "experts/dispatch_few.cuh",
     "experts/inbox.cuh",
+    "experts/returned.cuh",
     "experts/tile.cuh",
     "experts/work.cuh",
     "protocol/inbox.cuh",
