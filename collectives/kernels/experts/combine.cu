@@ -45,11 +45,11 @@ __device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& w
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 source = comm.after(distance);
-        if (has_few(work, static_cast<u32>(work.source_tokens[source]))) {
+        if (has_few(work, sources.tokens[source])) {
             continue;
         }
-        const Chunks chunks(static_cast<u32>(work.source_tokens[source]), work.peer_blocks);
-        const u32 begin = static_cast<u32>(work.source_offsets[source]);
+        const Chunks chunks(sources.tokens[source], work.peer_blocks);
+        const u32 begin = sources.begin[source];
         const u64 room = work.capacity - begin;
         // At a peer, rows lie by the distance of their sender.
         char* slot = work.combined + (WORLD - distance - 1) * (work.max_tokens * work.row_bytes);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& w
 // Sums up a piece of the rows of a token. `of` has the number of the token's row on each rank, or -1.
 __device__ __forceinline__ void sum_piece(const Comm& comm, const ExpertsWork& work, u32 token, const int* of,
                                           const Piece<SUM_VECTORS>& piece) {
-    const u32 received = static_cast<u32>(work.source_offsets[comm.rank]) + static_cast<u32>(of[comm.rank]);
+    const u32 received = sources.begin[comm.rank] + static_cast<u32>(of[comm.rank]);
     // All loads are under way before the first sum. A rank without a row adds zeros, which change no sum.
     uint4 found[WORLD][SUM_VECTORS] = {};
 #pragma unroll
@@ -147,9 +147,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);
     const Session session(comm);
+    // It is under way beside the communicator's state.
+    const u32 word = Sources::load(work);
     if (session.failed) {
         return;
     }
+    sources.keep(word);
     const FewSums few(session, work);
     if (is_leader_block()) {
         lead(few, call);
@@ -166,6 +169,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!return_few(few) || __syncthreads_or(!sum_few(few, share))) {
         return;
     }
+    const auto has_many = [&](u32 source) { return !has_few(work, sources.tokens[source]); };
+    if (!any_rank(has_many)) {
+        return;
+    }
     // Few blocks send and sum up, so that each of them can use the link.
     const u32 workers = worker_blocks(), block = worker_block();
     const bool both = workers < work.peer_blocks;
@@ -174,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const PeerBlocks own(work.peer_blocks, sends ? block : 0, senders);
     u32 steps = 0;
     for (u32 distance = 1; distance < WORLD && sends; ++distance) {
-        const u32 source = comm.after(distance), tokens = static_cast<u32>(work.source_tokens[source]);
-        const Chunks chunks(tokens, work.peer_blocks);
-        steps = !has_few(work, tokens) && chunks.steps > steps ? chunks.steps : steps;
+        const u32 source = comm.after(distance);
+        const Chunks chunks(sources.tokens[source], work.peer_blocks);
+        steps = has_many(source) && chunks.steps > steps ? chunks.steps : steps;
     }
     const bool gives_weights = work.sends_weights && sends && !sums_few;
     if (steps != 0 || gives_weights) {
@@ -188,8 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             raise_flags(session, own, WEIGHTS_KIND, 1);
         }
         // Ranks with few tokens send their weights through inboxes.
-        const auto sends_many = [&](u32 source) { return !has_few(work, static_cast<u32>(work.source_tokens[source])); };
-        if (work.sends_weights && !await_flags(session, own, WEIGHTS_KIND, 1, DATA, sends_many)) {
+        if (work.sends_weights && !await_flags(session, own, WEIGHTS_KIND, 1, DATA, has_many)) {
             return;
         }
     }

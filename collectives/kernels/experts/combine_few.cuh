@@ -16,6 +16,31 @@ __shared__ InboxList returning;  // rows that go back to ranks with few tokens
 __shared__ float few_weights[TILE * MOST_TOP_K];  // of a tile's rows
 #endif
 
+// What the handle says of the rows that each rank sent here; in shared memory.
+struct Sources {
+    u32 begin[WORLD + 1];  // where they begin, and the end of all
+    u32 tokens[WORLD];     // that the rank has
+
+    // The word that this thread keeps, for many threads of a block none.
+    static __device__ __forceinline__ u32 load(const ExpertsWork& work) {
+        const u32 begin = threadIdx.x, of = threadIdx.x - 32;
+        const int* from = begin <= WORLD ? work.source_offsets + begin : of < WORLD ? work.source_tokens + of : nullptr;
+        return from == nullptr ? 0 : static_cast<u32>(*from);
+    }
+
+    // Called by all threads of a block, which wait for a barrier then.
+    __device__ __forceinline__ void keep(u32 word) {
+        const u32 at = threadIdx.x, of = threadIdx.x - 32;
+        if (at <= WORLD) {
+            begin[at] = word;
+        } else if (of < WORLD) {
+            tokens[of] = word;
+        }
+    }
+};
+
+__shared__ Sources sources;
+
 struct FewSums {
     const Session& session;
     const ExpertsWork& work;
@@ -27,12 +52,10 @@ struct FewSums {
 
     __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_ITEMS>::count(rows.vectors); }
 
-    __device__ __forceinline__ u32 begin(u32 source) const { return static_cast<u32>(work.source_offsets[source]); }
-
     // How many rows this rank returns through the inbox of a rank.
     __device__ __forceinline__ u32 returns(u32 source) const {
-        const bool few = source != session.comm.rank && has_few(work, static_cast<u32>(work.source_tokens[source]));
-        return few ? begin(source + 1) - begin(source) : 0;
+        const bool few = source != session.comm.rank && has_few(work, sources.tokens[source]);
+        return few ? sources.begin[source + 1] - sources.begin[source] : 0;
     }
 };
 
@@ -94,7 +117,7 @@ __device__ __forceinline__ bool return_few(const FewSums& few) {
 #endif
         for_pieces<COMBINE_ITEMS>(share, count, few.rows.vectors, [&](const Piece<COMBINE_ITEMS>& piece) {
             u32 row = tile + piece.row;
-            const u32 source = returning.rank_of(row), received = few.begin(source) + row;
+            const u32 source = returning.rank_of(row), received = sources.begin[source] + row;
             const float* weights = nullptr;
 #if BY_EXPERT
             const ExpertsWork& work = few.work;
@@ -117,7 +140,7 @@ __device__ __forceinline__ bool return_few(const FewSums& few) {
 __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) {
     const ExpertsWork& work = few.work;
     const Session& session = few.session;
-    const u32 rank = session.comm.rank, begin = few.begin(rank);
+    const u32 rank = session.comm.rank, begin = sources.begin[rank];
     bool bad = false;
     for_pieces<COMBINE_ITEMS>(share, share.to - share.from, few.rows.vectors, [&](const Piece<COMBINE_ITEMS>& piece) {
         const u64 token = share.from + piece.row;

@@ -25,23 +25,48 @@ struct Routing {
         return found >= 0 && found < work.experts ? static_cast<u32>(found) : NOWHERE;
     }
 
-    // A bit for each rank that has an expert of the token. `visit(item, id, expert)` is called for each id.
-    template <typename Visit>
-    __device__ __forceinline__ u32 ranks(u32 token, Visit visit) const {
-        u32 mask = 0;
-#pragma unroll 4
-        for (u32 k = 0; k < work.top_k; ++k) {
-            const u32 item = token * work.top_k + k;
-            const long long found = id(item);
-            const u32 of = found >= 0 && found < work.experts ? static_cast<u32>(found) : NOWHERE;
-            mask |= of == NOWHERE ? 0 : 1u << of / local;
-            visit(item, found, of);
+    // Calls `visit(item, id, expert)` for each id of the tokens from `from` to `to`, and `done(token, ranks)` for each
+    // token: a bit for each rank that has an expert of it. `warp` is the first of the block's warps to begin. Called by
+    // all threads of a block. Several threads in a row divide the ids of a token where there are few tokens, so that
+    // no thread has to wait for one id after the other.
+    template <typename Visit, typename Done>
+    __device__ __forceinline__ void for_tokens(u32 from, u32 to, u32 warp, Visit visit, Done done) const {
+        constexpr u32 BATCH = 4;  // ids that a thread has under way
+        // A power of two for each token, so that nothing is divided, which takes long.
+        u32 log = 0;
+        while (log < 5 && 1u << log < work.top_k && 2 * (to - from) << log <= THREADS) {
+            ++log;
         }
-        return mask;
-    }
-
-    __device__ __forceinline__ u32 ranks(u32 token) const {
-        return ranks(token, [](u32, long long, u32) {});
+        const u32 thread = (threadIdx.x + THREADS - 32 * warp) % THREADS;
+        const u32 threads = 1u << log, lane = thread & (threads - 1);
+#pragma unroll 1
+        for (u32 first = from + (thread / 32 << (5 - log)); first < to; first += THREADS >> log) {
+            const u32 token = first + (thread % 32 >> log);
+            u32 ranks = 0;
+#pragma unroll 1
+            for (u32 k = lane; k < work.top_k && token < to; k += BATCH * threads) {
+                long long found[BATCH];
+#pragma unroll
+                for (u32 i = 0; i < BATCH; ++i) {
+                    found[i] = k + i * threads < work.top_k ? id(token * work.top_k + k + i * threads) : -1;
+                }
+#pragma unroll
+                for (u32 i = 0; i < BATCH; ++i) {
+                    const bool is_expert = found[i] >= 0 && found[i] < work.experts;
+                    const u32 expert = is_expert ? static_cast<u32>(found[i]) : NOWHERE;
+                    ranks |= is_expert ? 1u << expert / local : 0;
+                    if (k + i * threads < work.top_k) {
+                        visit(token * work.top_k + k + i * threads, found[i], expert);
+                    }
+                }
+            }
+            for (u32 apart = 1; apart < threads; apart *= 2) {
+                ranks |= __shfl_xor_sync(~0u, ranks, apart);
+            }
+            if (token < to && lane == 0) {
+                done(token, ranks);
+            }
+        }
     }
 };
 
@@ -49,15 +74,17 @@ struct Routing {
 // called for each id. Called by all threads of a block; whoever reads `sums` waits for a barrier first.
 template <typename Visit>
 __device__ __forceinline__ void count_ranks(const Routing& routing, u32 end, u32* sums, Visit visit) {
+    if (end == 0) {
+        return;
+    }
     u32 own[WORLD] = {};
     // The first warp is the last to begin, as it is busy with a handshake in the leader block.
-    for (u32 token = (threadIdx.x + THREADS - 32) % THREADS; token < end; token += THREADS) {
-        const u32 mask = routing.ranks(token, visit);
+    routing.for_tokens(0, end, 1, visit, [&](u32, u32 ranks) {
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
-            own[rank] += mask >> rank & 1;
+            own[rank] += ranks >> rank & 1;
         }
-    }
+    });
 #pragma unroll
     for (u32 rank = 0; rank < WORLD; ++rank) {
         const u32 sum = __reduce_add_sync(~0u, own[rank]);

@@ -139,7 +139,7 @@ __device__ __forceinline__ void keep_counts(const Session& session, const Routin
 __device__ __forceinline__ void lead(const Session& session, const Call& call, const Routing& routing) {
     const ExpertsWork& work = routing.work;
     if (!work.known) {
-        clear_counts(work);
+        clear_counts(work, true);
     }
     // The first warp sends the handshake, which may take it a fence, while the others begin to count.
     if (threadIdx.x < 32) {
@@ -165,8 +165,10 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
 // --- worker blocks
 
 // Sends many tokens directly to where their rows belong. Called by all threads of a block.
-__device__ __forceinline__ void send_many(const Session& session, const Routing& routing, PeerBlocks own,
-                                          const Chunks& chunks, const OwnTokens& tokens) {
+__device__ __forceinline__ void send_many(const Session& session, const Routing& routing) {
+    const PeerBlocks own(routing.work.peer_blocks);
+    const Chunks chunks(routing.work.tokens, routing.work.peer_blocks);
+    const OwnTokens tokens(chunks, own);
     u32 tile = tokens.from;
     do {
         const u32 left = tokens.to - tile, count = left < TILE ? left : TILE;
@@ -200,12 +202,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const FewRows few(session, routing);
     const bool sends_few = has_few(work, work.tokens);
     const Share share(sends_few ? work.tokens : 0, few.pieces(), 0);
-    const PeerBlocks own(work.peer_blocks);
-    const Chunks chunks(work.tokens, work.peer_blocks);
-    const OwnTokens tokens(chunks, own);
     if (!work.known && (!sends_few || !share.is_empty())) {
-        clear_counts(work);
-        count_ranks(routing, sends_few ? share.from : tokens.from, shared.next, [&](u32, long long, u32 expert) {
+        clear_counts(work, BY_EXPERT);
+        const u32 first = sends_few ? share.from : OwnTokens(work).from;
+        count_ranks(routing, first, shared.next, [&](u32, long long, u32 expert) {
             if (BY_EXPERT && expert != NOWHERE) {
                 atomicAdd(&experts_before[expert], 1);
             }
@@ -226,13 +226,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!await_handshakes<true>(session, call)) {
             return;
         }
-        send_many(session, routing, own, chunks, tokens);
+        send_many(session, routing);
     }
     if (!receive_few(few)) {
         return;
     }
     // Rows of ranks with many tokens have arrived when flags say so.
     const auto sends_many = [&](u32 source) { return !has_few(work, shared.counts.tokens[source]); };
+    if (!any_rank(sends_many)) {
+        return;
+    }
+    const PeerBlocks own(work.peer_blocks);
     if (!await_flags(session, own, ARRIVED, 1, DATA, sends_many)) {
         return;
     }

@@ -63,47 +63,78 @@ struct FewRows {
 
 // --- what rows consist of
 
+using DispatchPiece = Piece<DISPATCH_ITEMS>;
+
+#if QUANTIZES
+constexpr u32 LOADED = TOKEN_VECTORS;
+#else
+constexpr u32 LOADED = DISPATCH_ITEMS;
+#endif
+
+// Loads what a piece of a share's tokens is made of.
+__device__ __forceinline__ void load_own(const FewRows& few, const Share& share, const DispatchPiece& piece,
+                                         uint4 (&loaded)[LOADED]) {
+    const ExpertsWork& work = few.work;
+#if QUANTIZES
+    const char* input = work.input + static_cast<u64>(share.from) * few.rows.vectors * TOKEN_VECTORS * 16;
+    const u64 first = (static_cast<u64>(piece.row) * few.rows.vectors + piece.at[0]) * TOKEN_VECTORS;
+#pragma unroll
+    for (u32 i = 0; i < TOKEN_VECTORS; ++i) {
+        loaded[i] = piece.live[0] ? load_plain(input + 16 * (first + i)) : make_uint4(0, 0, 0, 0);
+    }
+#else
+    piece.load(work.input + (share.from + piece.row) * work.row_bytes, loaded);
+#endif
+}
+
 // Calls `store(piece, vectors)` with the pieces of a share's tokens, as they travel, for whole warps, and
-// `store_scales(within, nth, vector)` with their scales, for single threads.
-template <typename Store, typename StoreScales>
-__device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& share, Store store,
+// `store_scales(within, nth, vector)` with their scales, for single threads. `prepare()`, called by all threads before
+// that, says where they go; the first pieces are under way meanwhile.
+template <typename Prepare, typename Store, typename StoreScales>
+__device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& share, Prepare prepare, Store store,
                                              StoreScales store_scales) {
     const ExpertsWork& work = few.work;
     const u32 count = share.to - share.from;
-#if QUANTIZES
-    const char* input = work.input + static_cast<u64>(share.from) * few.rows.vectors * TOKEN_VECTORS * 16;
-    for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
-        const u32 at = piece.at[0], lane = threadIdx.x % 32;
-        uint4 channels[TOKEN_VECTORS] = {};
-        if (piece.live[0]) {
-            const u64 first = (static_cast<u64>(piece.row) * few.rows.vectors + at) * TOKEN_VECTORS;
+    const u32 pieces = few.pieces(), end = count * pieces, step = share.parts * WARPS;
+    u32 nth = share.part * WARPS + threadIdx.x / 32;
+    DispatchPiece next(nth, pieces, few.rows.vectors);
+    uint4 loaded[LOADED];
+    if (nth < end) {
+        load_own(few, share, next, loaded);
+    }
+    prepare();
+#pragma unroll 1
+    for (; nth < end; nth += step) {
+        const DispatchPiece piece = next;
+        uint4 found[LOADED];
 #pragma unroll
-            for (u32 i = 0; i < TOKEN_VECTORS; ++i) {
-                channels[i] = load_plain(input + 16 * (first + i));
-            }
+        for (u32 i = 0; i < LOADED; ++i) {
+            found[i] = loaded[i];
         }
+        if (nth + step < end) {
+            next = DispatchPiece(nth + step, pieces, few.rows.vectors);
+            load_own(few, share, next, loaded);
+        }
+#if QUANTIZES
         float scale;
-        const uint4 vectors[] = {quantize(channels, work.quantize, scale)};
+        const uint4 vectors[] = {quantize(found, work.quantize, scale)};
         store(piece, vectors);
         u32 words[4];
 #pragma unroll
         for (u32 group = 0; group < 4; ++group) {
             words[group] = __float_as_uint(__shfl_sync(~0u, scale, 8 * group));
         }
-        if (lane == 0) {
+        if (threadIdx.x % 32 == 0) {
             if (work.quantize == UE8M0) {
                 words[0] = words[0] >> 23 | words[1] >> 23 << 8 | words[2] >> 23 << 16 | words[3] >> 23 << 24;
             }
-            store_scales(piece.row, at / ITEM, make_uint4(words[0], words[1], words[2], words[3]));
+            store_scales(piece.row, piece.at[0] / ITEM, make_uint4(words[0], words[1], words[2], words[3]));
         }
-    });
 #else
-    const char* input = work.input + share.from * work.row_bytes;
-    for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
-        uint4 vectors[DISPATCH_ITEMS];
-        piece.load(input + piece.row * work.row_bytes, vectors);
-        store(piece, vectors);
-    });
+        store(piece, found);
+#endif
+    }
+#if !QUANTIZES
     const u32 each = few.scale_vectors(), bytes = static_cast<u32>(work.scale_bytes);
     const bool words = (work.scale_bytes | reinterpret_cast<u64>(work.input_scales)) % 4 == 0;
     for (u32 i = threadIdx.x; i < count * each && share.is_first(); i += THREADS) {
@@ -157,7 +188,7 @@ __device__ __forceinline__ void keep_scales(const FewRows& few, u32 place, const
 
 // Stores a piece of a row where it belongs.
 __device__ __forceinline__ void keep_piece(const FewRows& few, u32 place, const int* places,
-                                           const Piece<DISPATCH_ITEMS>& piece,
+                                           const DispatchPiece& piece,
                                            const uint4 (&vectors)[DISPATCH_ITEMS]) {
     const ExpertsWork& work = few.work;
 #if BY_EXPERT
@@ -219,11 +250,9 @@ __device__ __forceinline__ uint4 detail_of(const Routing& routing, u32 token, u3
     return make_uint4(owner == rank ? expert - rank * routing.local : ~0u, __float_as_uint(weight), before, token);
 }
 
-// Sends a share of this rank's tokens to its peers. Called by all threads of a block, which has counted the tokens
-// before the share.
-__device__ __forceinline__ void send_few(const FewRows& few, const Share& share) {
+// Numbers the rows of a share's tokens, and tells peers what belongs to these.
+__device__ __forceinline__ void send_details(const FewRows& few, const Share& share) {
     const ExpertsWork& work = few.work;
-    const Comm& comm = few.session.comm;
     const u32 count = share.to - share.from, first = share.from * work.top_k;
     number_tile(few.routing, share.from, count);
     for (u32 i = threadIdx.x; i < count * work.top_k && !work.known; i += THREADS) {
@@ -236,22 +265,28 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
 #endif
         for (u32 rank = 0; rank < WORLD && share.is_first(); ++rank) {
             const u32 row = shared.places[within][rank];
-            if (rank != comm.rank && row != NOWHERE) {
+            if (rank != few.session.comm.rank && row != NOWHERE) {
                 const uint4 detail = detail_of(few.routing, share.from + within, first + i, rank, before);
                 few.details.send(few.session, rank, row, k, detail);
             }
         }
     }
+}
+
+// Sends a share of this rank's tokens to its peers. Called by all threads of a block, which has counted the tokens
+// before the share.
+__device__ __forceinline__ void send_few(const FewRows& few, const Share& share) {
+    const u32 own = few.session.comm.rank;
     for_own_rows(
-        few, share,
-        [&](const Piece<DISPATCH_ITEMS>& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
+        few, share, [&]() { send_details(few, share); },
+        [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
 #pragma unroll
             for (u32 rank = 0; rank < WORLD; ++rank) {
                 const u32 row = shared.places[piece.row][rank];
-                if (rank == comm.rank || row == NOWHERE) {
+                if (rank == own || row == NOWHERE) {
                     continue;
                 }
-                const EscapedSlot slot(few.session, rank, comm.rank);
+                const EscapedSlot slot(few.session, rank, own);
 #pragma unroll
                 for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
                     slot.send(few.session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
@@ -261,15 +296,15 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
         [&](u32 within, u32 nth, uint4 vector) {
             for (u32 rank = 0; rank < WORLD; ++rank) {
                 const u32 row = shared.places[within][rank];
-                if (rank != comm.rank && row != NOWHERE) {
+                if (rank != own && row != NOWHERE) {
                     few.details.send(few.session, rank, row, few.scales_begin + nth, vector);
                 }
             }
         });
 }
 
-// Puts this rank's own rows of a share where they belong. Called by all threads of a block.
-__device__ __forceinline__ void keep_own(const FewRows& few, const Share& share) {
+// Finds where this rank's own rows of a share belong, and keeps what belongs to these.
+__device__ __forceinline__ void keep_details(const FewRows& few, const Share& share) {
     const ExpertsWork& work = few.work;
     const u32 rank = few.session.comm.rank, count = share.to - share.from;
     place_tile(few.routing, share.from, count);
@@ -292,9 +327,14 @@ __device__ __forceinline__ void keep_own(const FewRows& few, const Share& share)
     if (BY_EXPERT) {
         __syncthreads();
     }
+}
+
+// Puts this rank's own rows of a share where they belong. Called by all threads of a block.
+__device__ __forceinline__ void keep_own(const FewRows& few, const Share& share) {
+    const u32 rank = few.session.comm.rank;
     for_own_rows(
-        few, share,
-        [&](const Piece<DISPATCH_ITEMS>& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
+        few, share, [&]() { keep_details(few, share); },
+        [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
             const u32 place = shared.places[piece.row][rank];
             if (place != NOWHERE) {
                 keep_piece(few, place, places_of(few, piece.row), piece, vectors);
@@ -352,7 +392,7 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
         if (BY_EXPERT && __syncthreads_or(bad)) {
             return false;
         }
-        for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const Piece<DISPATCH_ITEMS>& piece) {
+        for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const DispatchPiece& piece) {
             u32 row = tile + piece.row, source;
             const u32 place = place_of(row, source);
             u32 at[DISPATCH_ITEMS];

@@ -13,6 +13,16 @@ namespace symmpool {
 // Whether the rows that a rank with so many tokens sends, and gets back, go through inboxes.
 __device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { return tokens <= work.inbox_tokens; }
 
+// Whether `is(rank)` is true for any rank, this one included.
+template <typename Is> __device__ __forceinline__ bool any_rank(Is is) {
+    bool any = false;
+#pragma unroll
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        any = any || is(rank);
+    }
+    return any;
+}
+
 // Sends the handshake of a call, as `send_handshake` does. Where no rank can have many tokens no peer writes to this
 // rank's memory for rows, so none needs to see what its stream did.
 __device__ __forceinline__ void send_handshake_of(const Session& session, const Call& call, const ExpertsWork& work,
@@ -90,14 +100,15 @@ struct Share {
 
     // Of `rows` rows of so many pieces, each of which is for a warp. Block `first` begins with the first row.
     __device__ __forceinline__ Share(u32 rows, u32 pieces, u32 first) {
-        const u32 blocks = worker_blocks(), block = (worker_block() + blocks - first) % blocks;
+        const u32 blocks = worker_blocks();
+        const u32 block = worker_block() < first ? worker_block() + blocks - first : worker_block() - first;
         if (rows >= blocks || rows == 0) {
-            from = rows * block / blocks;
-            to = rows * (block + 1) / blocks;
+            from = rows == 0 ? 0 : rows * block / blocks;
+            to = rows == 0 ? 0 : rows * (block + 1) / blocks;
             return;
         }
         const u32 worth = (pieces + WARPS - 1) / WARPS;
-        parts = blocks / rows < worth ? blocks / rows : worth;
+        parts = worth * rows <= blocks ? worth : blocks / rows;
         from = block / parts < rows ? block / parts : rows;
         to = from < rows ? from + 1 : rows;
         part = block % parts;

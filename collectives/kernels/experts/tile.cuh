@@ -12,6 +12,7 @@ namespace symmpool {
 struct Shared {
     Counts counts;
     u32 next[WORLD];                // rows of this rank, for each rank, before the tile
+    u32 ranks[TILE];                // a bit for each rank that a token of the tile goes to
     u32 warps[TILE / 32][WORLD];    // rows of each warp's tokens
     u32 before[TILE + 1][WORLD];    // rows of this rank, for each rank, before each token of the tile
     u32 places[TILE][WORLD];        // the row of the receiver that each token of the tile becomes, or NOWHERE
@@ -25,8 +26,9 @@ __shared__ Shared shared;
 __shared__ ExpertRows expert_rows;
 __shared__ u32 first_bad;
 
-__device__ __forceinline__ void clear_counts(const ExpertsWork& work) {
-    for (u32 expert = threadIdx.x; expert < work.experts; expert += THREADS) {
+// Called by all threads of a block. `by_expert` is whether it counts the rows of experts.
+__device__ __forceinline__ void clear_counts(const ExpertsWork& work, bool by_expert) {
+    for (u32 expert = threadIdx.x; expert < work.experts && by_expert; expert += THREADS) {
         experts_before[expert] = 0;
     }
     if (threadIdx.x < WORLD) {
@@ -45,6 +47,8 @@ struct OwnTokens {
     u32 first_chunk;
     u32 end_chunk;
 
+    __device__ __forceinline__ explicit OwnTokens(const ExpertsWork& work)
+        : OwnTokens(Chunks(work.tokens, work.peer_blocks), PeerBlocks(work.peer_blocks)) {}
     __device__ __forceinline__ OwnTokens(const Chunks& chunks, PeerBlocks blocks)
         : from(chunks.begin(blocks.first * chunks.steps)), to(chunks.begin(blocks.end * chunks.steps)),
           first_chunk(blocks.first * chunks.steps), end_chunk(blocks.end * chunks.steps) {}
@@ -55,7 +59,12 @@ struct OwnTokens {
 __device__ __forceinline__ void number_tile(const Routing& routing, u32 tile, u32 tokens) {
     const ExpertsWork& work = routing.work;
     const u32 within = threadIdx.x, warp = within / 32, lane = within % 32;
-    const u32 mask = within < tokens && !work.known ? routing.ranks(tile + within) : 0;
+    if (!work.known) {
+        routing.for_tokens(tile, tile + tokens, 0, [](u32, long long, u32) {},
+                           [&](u32 token, u32 ranks) { shared.ranks[token - tile] = ranks; });
+        __syncthreads();
+    }
+    const u32 mask = within < tokens && !work.known ? shared.ranks[within] : 0;
     u32 lower[WORLD];
     if (within < TILE) {
 #pragma unroll
@@ -139,7 +148,7 @@ __device__ __forceinline__ u32 place_in_expert(const Routing& routing, u32 tile,
 }
 
 // Sends what belongs to each row of a tile.
-__device__ __forceinline__ void send_details(const Comm& comm, const Routing& routing, u32 tile, u32 tokens) {
+__device__ __forceinline__ void send_tile_details(const Comm& comm, const Routing& routing, u32 tile, u32 tokens) {
     const ExpertsWork& work = routing.work;
     const u32 top_k = work.top_k;
     for (u32 i = threadIdx.x; i < tokens * top_k && !work.known; i += THREADS) {
@@ -301,7 +310,7 @@ __device__ __forceinline__ void send_quantized(const Comm& comm, const ExpertsWo
 
 __device__ __forceinline__ void send_tile(const Comm& comm, const Routing& routing, u32 tile, u32 tokens) {
     const ExpertsWork& work = routing.work;
-    send_details(comm, routing, tile, tokens);
+    send_tile_details(comm, routing, tile, tokens);
 #if QUANTIZES
     send_quantized(comm, work, tile, tokens);
 #else

@@ -102,6 +102,15 @@ template <u32 COUNT> struct Piece {
     u32 at[COUNT];  // which vector of the row
     bool live[COUNT];
 
+    // Piece `nth` of rows of so many vectors, each of which has `each` pieces.
+    __device__ __forceinline__ Piece(u32 nth, u32 each, u32 vectors) : row(nth / each) {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            at[i] = ((nth - row * each) * COUNT + i) * 32 + threadIdx.x % 32;
+            live[i] = at[i] < vectors;
+        }
+    }
+
     static __device__ __forceinline__ u32 count(u32 vectors) { return (vectors + 32 * COUNT - 1) / (32 * COUNT); }
 
     // Loads the piece from a row that begins at an address.
@@ -132,14 +141,7 @@ __device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, u32 part, u32 
     const u32 each = Piece<COUNT>::count(vectors);
 #pragma unroll 1
     for (u32 i = part * WARPS + threadIdx.x / 32; i < rows * each; i += parts * WARPS) {
-        Piece<COUNT> piece;
-        piece.row = i / each;
-#pragma unroll
-        for (u32 nth = 0; nth < COUNT; ++nth) {
-            piece.at[nth] = ((i - piece.row * each) * COUNT + nth) * 32 + threadIdx.x % 32;
-            piece.live[nth] = piece.at[nth] < vectors;
-        }
-        visit(piece);
+        visit(Piece<COUNT>(i, each, vectors));
     }
 }
 
