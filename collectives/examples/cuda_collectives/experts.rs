@@ -83,6 +83,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             }
         }
     }
+    check.many(&comm, options.seed)?;
     check.overflow(&comm, options.seed)?;
     // Call numbers that overflow, and those at which old flags are overwritten.
     for first_epoch in [1, (1 << 30) - 4, u32::MAX - 5] {
@@ -326,13 +327,34 @@ impl Check<'_> {
             4 * offsets.len(),
         )?;
         self.judge(&format!("expert_offsets, {what}"), &numbers(&found), &offsets);
+        // Another dispatch, into another handle, and the first one's routing again.
+        let other = Routing::random(random(seed, 9), self.pool.world(), &shape);
+        let another = self.put(&other, &shape, seed)?;
+        self.dispatch(buffer, 0, &another)?;
+        self.settle(buffer)?;
         upload(self.pool, self.output.address(), &vec![POISON; capacity * row + 64])?;
-        self.dispatch(buffer, 1, &DispatchAt { known: true, ..call })?;
+        let again = DispatchAt { layout: call.layout, ..self.put(&routing, &shape, seed)? };
+        self.dispatch(buffer, 1, &DispatchAt { known: true, ..again })?;
         self.settle(buffer)?;
         let got = download(self.pool, self.output.address(), wanted.len())?;
         self.judge(&format!("rows again, {what}"), &got, &wanted);
         upload(self.pool, self.rows.address(), &back)?;
         self.back(buffer, (1, true), &routing, seed, &what)
+    }
+
+    /// So many tokens that blocks send them in several steps, with many SMs and with few.
+    fn many(&mut self, comm: &Communicator, seed: u64) -> Result<()> {
+        let (hidden, experts, dtype) = (8, 2 * self.pool.world(), DType::Bf16);
+        let shape =
+            ExpertShape { hidden, experts, top_k: 2, max_tokens: 4200, dtype, capacity: None };
+        for (call, num_sms) in [None, Some(2), Some(7)].into_iter().enumerate() {
+            let buffer = ExpertBuffer::new(comm, shape, num_sms)?;
+            for turn in 0..2 {
+                self.by_rank(&buffer, seed ^ (2 * call as u64 + turn))?;
+                self.by_expert(&buffer, seed ^ (2 * call as u64 + turn))?;
+            }
+        }
+        Ok(())
     }
 
     /// A part of the output for each expert, once with room for all rows and once for fewer.

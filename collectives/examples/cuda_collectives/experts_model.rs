@@ -23,11 +23,16 @@ pub(crate) fn channel(seed: u64, rank: usize, token: usize, at: usize) -> f32 {
 impl Routing {
     /// Random tokens, the same for the same seed: none, all for one expert, few, or spread.
     pub(crate) fn random(seed: u64, world: u32, shape: &ExpertShape) -> Self {
+        // Ranks with few tokens take part in other ways than ranks with many.
+        let most = shape.max_tokens;
+        let up_to = |rank: u64, most: usize| random(seed, 200 + rank) as usize % (most + 1);
         let tokens: Vec<usize> = (0..u64::from(world))
-            .map(|rank| match random(seed, 100 + rank) % 4 {
+            .map(|rank| match random(seed, 100 + rank) % 5 {
                 0 => 0,
-                1 => shape.max_tokens,
-                _ => random(seed, 200 + rank) as usize % (shape.max_tokens + 1),
+                1 => most,
+                2 => up_to(rank, most.min(128)),
+                3 => up_to(rank, most.min(512)),
+                _ => up_to(rank, most),
             })
             .collect();
         Self::of(seed, world, shape, &tokens)
@@ -38,7 +43,7 @@ impl Routing {
         let (experts, top_k) = (u64::from(shape.experts), shape.top_k as usize);
         let kind = random(seed, 7) % 4;
         let id = |rank: usize, token: usize, k: usize| {
-            let number = random(seed ^ 11, ((rank * 4096 + token) * 64 + k) as u64);
+            let number = random(seed ^ 11, ((rank * 8192 + token) * 64 + k) as u64);
             match kind {
                 0 => (random(seed, 8) % experts) as i64,
                 1 if number.is_multiple_of(3) => -1,

@@ -13,21 +13,24 @@ struct ArrivedRows {
     u32 to;
 };
 
-// Keeps what a later combine needs of the rows that have arrived. Called by all threads of the block.
+// Finds the rows that have arrived, and keeps what a later combine needs of them. With a handle that knows the routing,
+// they are as it says: what peers sent of other routings lies in this rank's memory. Called by all threads of the block.
 __device__ __forceinline__ ArrivedRows keep_arrived(const ExpertsWork& work, PeerBlocks own, u32 source) {
     const Chunks chunks(shared.counts.tokens[source], work.peer_blocks);
     const u32 first = own.first * chunks.steps, end = own.end * chunks.steps;
-    const int* begins = work.chunk_begins + source * (MOST_CHUNKS + 1);
     int* kept = work.chunks + source * (MOST_CHUNKS + 1);
-    for (u32 chunk = first + threadIdx.x; chunk <= end; chunk += THREADS) {
-        kept[chunk] = begins[chunk];
-    }
+    const int* begins = work.known ? kept : work.chunk_begins + source * (MOST_CHUNKS + 1);
     const u32 begin = shared.sources[source];
     const u64 room = begin < work.capacity ? work.capacity - begin : 0;
     const u32 from = static_cast<u32>(begins[first]), to = static_cast<u32>(begins[end]);
     const ArrivedRows rows{from < room ? from : static_cast<u32>(room), to < room ? to : static_cast<u32>(room)};
-    for (u32 row = begin + rows.from + threadIdx.x; row < begin + rows.to; row += THREADS) {
-        work.kept_tokens[row] = work.row_tokens[row];
+    if (!work.known) {
+        for (u32 chunk = first + threadIdx.x; chunk <= end; chunk += THREADS) {
+            kept[chunk] = begins[chunk];
+        }
+        for (u32 row = begin + rows.from + threadIdx.x; row < begin + rows.to; row += THREADS) {
+            work.kept_tokens[row] = work.row_tokens[row];
+        }
     }
     return rows;
 }

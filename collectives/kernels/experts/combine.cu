@@ -2,8 +2,9 @@
 //! Defines: WORLD, THREADS, DTYPE, BY_EXPERT.
 //!
 //! Some worker blocks send rows, chunk by chunk, and others sum up the chunks that have arrived, so that links and memory
-//! are busy at the same time; few blocks do both by turns. Blocks that only send wait for none but those that send them
-//! weights. A peer's memory for rows is free when it has come to this call. Before all that, rows of ranks with few
+//! are busy at the same time; few blocks do both by turns. Blocks that send wait for handshakes and for weights alone, and
+//! blocks that sum up a step for the sends of that step, whatever blocks make them. A peer's memory for rows is free when
+//! it has come to this call. Before all that, rows of ranks with few
 //! tokens go through inboxes (`experts/combine_few.cuh`).
 
 #include <experts/combine_few.cuh>
@@ -149,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Session session(comm);
     // It is under way beside the communicator's state.
     const u32 word = Sources::load(work);
-    if (session.failed) {
+    // All threads find the same: some of them would go on without what others put into shared memory.
+    if (__syncthreads_or(session.failed)) {
         return;
     }
     sources.keep(word);
@@ -169,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!return_few(few) || __syncthreads_or(!sum_few(few, share))) {
         return;
     }
-    const auto has_many = [&](u32 source) { return !has_few(work, sources.tokens[source]); };
+    const auto has_many = [&](u32 source) { return few.has_many(source); };
     if (!any_rank(has_many)) {
         return;
     }

@@ -52,10 +52,11 @@ struct FewSums {
 
     __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_ITEMS>::count(rows.vectors); }
 
+    __device__ __forceinline__ bool has_many(u32 source) const { return !has_few(work, sources.tokens[source]); }
+
     // How many rows this rank returns through the inbox of a rank.
     __device__ __forceinline__ u32 returns(u32 source) const {
-        const bool few = source != session.comm.rank && has_few(work, sources.tokens[source]);
-        return few ? sources.begin[source + 1] - sources.begin[source] : 0;
+        return source != session.comm.rank && !has_many(source) ? sources.begin[source + 1] - sources.begin[source] : 0;
     }
 };
 
@@ -188,7 +189,7 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
 // Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block.
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
     const FewSums few(session, work);
-    UsedBytes used = used_flags(work.peer_blocks);
+    UsedBytes used = used_flags(work, [&](u32 source) { return few.has_many(source); });
     used.ll = few.weights.bytes();
     expire_old_flags(session, used);
     const bool sums = has_few(work, work.tokens);

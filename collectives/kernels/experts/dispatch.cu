@@ -190,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);
     const Session session(comm);
-    if (session.failed) {
+    // All threads find the same: some of them would go on without what others put into shared memory.
+    if (__syncthreads_or(session.failed)) {
         return;
     }
     const Routing routing(work);
@@ -232,17 +233,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     // Rows of ranks with many tokens have arrived when flags say so.
-    const auto sends_many = [&](u32 source) { return !has_few(work, shared.counts.tokens[source]); };
-    if (!any_rank(sends_many)) {
+    const auto has_many = [&](u32 source) { return few.has_many(source); };
+    if (!any_rank(has_many)) {
         return;
     }
     const PeerBlocks own(work.peer_blocks);
-    if (!await_flags(session, own, ARRIVED, 1, DATA, sends_many)) {
+    if (!await_flags(session, own, ARRIVED, 1, DATA, has_many)) {
         return;
     }
 #pragma unroll 1
     for (u32 source = 0; source < WORLD; ++source) {
-        if (!sends_many(source) || (work.known && !BY_EXPERT)) {
+        if (!has_many(source) || (work.known && !BY_EXPERT)) {
             continue;
         }
         const ArrivedRows rows = keep_arrived(work, own, source);

@@ -49,6 +49,10 @@ struct FewRows {
     }
     __device__ __forceinline__ u32 pieces() const { return Piece<DISPATCH_ITEMS>::count(rows.vectors); }
 
+    __device__ __forceinline__ bool has_many(u32 source) const {
+        return !has_few(work, shared.counts.tokens[source]);
+    }
+
     // How many rows of a rank arrive here: never more than it has tokens.
     __device__ __forceinline__ u32 arriving(u32 source) const {
         const u32 tokens = shared.counts.tokens[source];
@@ -433,7 +437,7 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
     const Routing routing(work);
     const FewRows few(session, routing);
-    UsedBytes used = used_flags(work.peer_blocks);
+    UsedBytes used = used_flags(work, [&](u32 source) { return few.has_many(source); });
     used.ll = few.details.begin + few.details.bytes();
     expire_old_flags(session, used);
     if (work.known) {

@@ -10,7 +10,9 @@
 
 namespace symmpool {
 
-// Whether the rows that a rank with so many tokens sends, and gets back, go through inboxes.
+static_assert(ITEM == 32, "a piece is made of items");
+
+// Whether the rows that a rank with so many tokens sends in a dispatch, or gets back in a combine, go through inboxes.
 __device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { return tokens <= work.inbox_tokens; }
 
 // Whether `is(rank)` is true for any rank, this one included.
@@ -21,6 +23,12 @@ template <typename Is> __device__ __forceinline__ bool any_rank(Is is) {
         any = any || is(rank);
     }
     return any;
+}
+
+// Which flags between peer blocks a call uses: none if no rank has many tokens.
+template <typename HasMany>
+__device__ __forceinline__ UsedBytes used_flags(const ExpertsWork& work, HasMany has_many) {
+    return used_flags(any_rank(has_many) ? work.peer_blocks : 0);
 }
 
 // Sends the handshake of a call, as `send_handshake` does. Where no rank can have many tokens no peer writes to this

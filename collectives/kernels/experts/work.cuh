@@ -1,8 +1,9 @@
 //! What dispatch to experts and combine have in common: their arguments, and how tokens are cut into chunks.
 //!
-//! The tokens of each rank are cut into chunks, an equal number for every peer block. The block of an index sends the
-//! tokens of its chunks, and the blocks of the same index on other ranks receive them; so blocks wait for blocks of their
-//! own index only.
+//! The tokens of each rank are cut into chunks, an equal number for every peer block. In a dispatch the block of an index
+//! sends the tokens of its chunks, and the blocks of the same index on other ranks receive them. In a combine, blocks that
+//! sum up wait for indices by turns: for a step of these only, which is sent before any block waits for that step.
+//! Defines: THREADS, as each kernel that includes it.
 
 #pragma once
 

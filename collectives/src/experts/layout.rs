@@ -180,7 +180,8 @@ pub(crate) struct ExpertsWork {
     pub(crate) peer_blocks: u32,
     /// Whether weights are sent ahead of a combine.
     pub(crate) sends_weights: u32,
-    /// A rank with at most so many tokens sends them through inboxes, and gets its rows back through them.
+    /// A rank with at most so many tokens sends them through inboxes in a dispatch, and gets its rows back through them
+    /// in a combine. The two calls have numbers of their own.
     pub(crate) inbox_tokens: u32,
     pub(crate) reserved: u32,
 }
