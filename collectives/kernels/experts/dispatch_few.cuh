@@ -284,16 +284,16 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
     for_own_rows(
         few, share, [&]() { send_details(few, share); },
         [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
+            // Ranks alternate from vector to vector, as in `store_row_vector`.
 #pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank) {
-                const u32 row = shared.places[piece.row][rank];
-                if (rank == own || row == NOWHERE) {
-                    continue;
-                }
-                const EscapedSlot slot(few.session, rank, own);
+            for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
 #pragma unroll
-                for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
-                    slot.send(few.session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
+                for (u32 rank = 0; rank < WORLD; ++rank) {
+                    const u32 row = shared.places[piece.row][rank];
+                    if (rank != own && row != NOWHERE) {
+                        EscapedSlot(few.session, rank, own)
+                            .send(few.session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
+                    }
                 }
             }
         },

@@ -206,6 +206,8 @@ __device__ __forceinline__ void send_scales_as(const Comm& comm, const ExpertsWo
     }
 }
 
+// Stores a vector of a row on all ranks that get it. Ranks alternate from vector to vector: where each got several in a
+// row, a dispatch of 512 tokens among four ranks took 89 us instead of 66.
 __device__ __forceinline__ void store_row_vector(const Comm& comm, const ExpertsWork& work, u32 within, u32 at,
                                                  uint4 vector) {
 #pragma unroll
@@ -322,10 +324,9 @@ __device__ __forceinline__ void send_tile(const Comm& comm, const Routing& routi
         uint4 found[COPY_VECTORS];
         piece.load(input + piece.row * work.row_bytes, found);
 #pragma unroll
-        for (u32 rank = 0; rank < WORLD; ++rank) {
-            const u32 place = shared.places[piece.row][rank];
-            if (place != NOWHERE) {
-                piece.store(comm.at_peer(work.rows + place * work.row_bytes, rank), found);
+        for (u32 i = 0; i < COPY_VECTORS; ++i) {
+            if (piece.live[i]) {
+                store_row_vector(comm, work, piece.row, piece.at[i], found[i]);
             }
         }
     });
