@@ -18,7 +18,7 @@ constexpr u32 SEND_VECTORS = BY_EXPERT ? SUM_VECTORS : COPY_VECTORS;
 
 __shared__ int places[TILE][WORLD];
 
-// The weights of a row that a peer sent, or that this rank sent itself.
+// The weights of a row that a peer sent.
 __device__ __forceinline__ const float* weights_of(const ExpertsWork& work, u32 row) {
     return work.sends_weights ? work.combine_weights + static_cast<u64>(row) * work.top_k : kept_weights(work, row);
 }
@@ -95,9 +95,7 @@ __device__ __forceinline__ void sum_piece(const Comm& comm, const ExpertsWork& w
 #if BY_EXPERT
     uint4 mine[SUM_VECTORS] = {};
     if (of[comm.rank] >= 0) {
-        const float* weights = work.sends_weights ? work.weights + static_cast<u64>(token) * work.top_k
-                                                  : kept_weights(work, received);
-        load_returned(work, received, weights, piece, mine);
+        load_returned(work, received, own_weights(work, token, received), piece, mine);
     }
 #endif
     float sums[SUM_VECTORS][VALUES] = {};

@@ -150,7 +150,7 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
         const u32 received = begin + static_cast<u32>(own);
         const float* weights = nullptr;
 #if BY_EXPERT
-        weights = work.sends_weights ? work.weights + token * work.top_k : kept_weights(work, received);
+        weights = own_weights(work, token, received);
 #endif
         uint4 mine[COMBINE_ITEMS] = {};
         if (own >= 0) {

@@ -19,11 +19,12 @@ struct Routing {
         return work.wide ? static_cast<const long long*>(work.ids)[item] : static_cast<const int*>(work.ids)[item];
     }
 
-    // The expert, or NOWHERE.
-    __device__ __forceinline__ u32 expert(u32 item) const {
-        const long long found = id(item);
-        return found >= 0 && found < work.experts ? static_cast<u32>(found) : NOWHERE;
+    // The expert that an id names, or NOWHERE.
+    __device__ __forceinline__ u32 expert_of(long long id) const {
+        return id >= 0 && id < work.experts ? static_cast<u32>(id) : NOWHERE;
     }
+
+    __device__ __forceinline__ u32 expert(u32 item) const { return expert_of(id(item)); }
 
     // Calls `visit(item, id, expert)` for each id of the tokens from `from` to `to`, and `done(token, ranks)` for each
     // token: a bit for each rank that has an expert of it. `warp` is the first of the block's warps to begin. Called by
@@ -52,9 +53,8 @@ struct Routing {
                 }
 #pragma unroll
                 for (u32 i = 0; i < BATCH; ++i) {
-                    const bool is_expert = found[i] >= 0 && found[i] < work.experts;
-                    const u32 expert = is_expert ? static_cast<u32>(found[i]) : NOWHERE;
-                    ranks |= is_expert ? 1u << expert / local : 0;
+                    const u32 expert = expert_of(found[i]);
+                    ranks |= expert == NOWHERE ? 0 : 1u << expert / local;
                     if (k + i * threads < work.top_k) {
                         visit(token * work.top_k + k + i * threads, found[i], expert);
                     }
@@ -119,14 +119,7 @@ struct CountVectors {
 
     // Waits for a vector; false if it does not arrive in time.
     __device__ __forceinline__ bool receive(const Session& session, u32 from, u32 at, uint4& value) const {
-        const char* slot_of = slot(session, session.comm.rank, from, at);
-        Watch watch;
-        while (!ll_load_vector(slot_of, session.epoch, value)) {
-            if (watch.expired(session, from, DATA)) {
-                return false;
-            }
-        }
-        return true;
+        return await_vector(session, from, slot(session, session.comm.rank, from, at), value);
     }
 };
 

@@ -83,14 +83,7 @@ struct InboxDetails {
 
     // Waits for a vector; false if it does not arrive in time.
     __device__ __forceinline__ bool receive(const Session& session, u32 from, u32 row, u32 nth, uint4& vector) const {
-        const char* at = slot(session, session.comm.rank, from, row, nth);
-        Watch watch;
-        while (!ll_load_vector(at, session.epoch, vector)) {
-            if (watch.expired(session, from, DATA)) {
-                return false;
-            }
-        }
-        return true;
+        return await_vector(session, from, slot(session, session.comm.rank, from, row, nth), vector);
     }
 
     // Expires flags of old calls behind those of so many rows of a source. Called by all threads of the leader block.

@@ -101,4 +101,9 @@ __device__ __forceinline__ const float* kept_weights(const ExpertsWork& work, u3
     return work.kept_weights + static_cast<u64>(row) * work.top_k;
 }
 
+// The weights of a row that this rank sent itself.
+__device__ __forceinline__ const float* own_weights(const ExpertsWork& work, u64 token, u32 row) {
+    return work.sends_weights ? work.weights + token * work.top_k : kept_weights(work, row);
+}
+
 }  // namespace symmpool

@@ -146,6 +146,17 @@ __device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, u32 part, u32 
     }
 }
 
+// Waits for a vector of a rank in the LL protocol; false if it does not arrive in time.
+__device__ __forceinline__ bool await_vector(const Session& session, u32 from, const char* slot, uint4& vector) {
+    Watch watch;
+    while (!ll_load_vector(slot, session.epoch, vector)) {
+        if (watch.expired(session, from, DATA)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 // Kinds of notices, behind those of `all_to_all/traffic.cuh`.
 constexpr u32 NO_EXPERT = 3;        // an id is no expert
 constexpr u32 ROWS_OVERFLOW = 4;    // a rank has no room for all its rows
