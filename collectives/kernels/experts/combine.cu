@@ -4,8 +4,8 @@
 //! Some worker blocks send rows, chunk by chunk, and others sum up the chunks that have arrived, so that links and memory
 //! are busy at the same time; few blocks do both by turns. Blocks that send wait for handshakes and for weights alone, and
 //! blocks that sum up a step for the sends of that step, whatever blocks make them. A peer's memory for rows is free when
-//! it has come to this call. Before all that, rows of ranks with few
-//! tokens go through inboxes (`experts/combine_few.cuh`).
+//! it has come to this call. Before all that, rows of ranks with few tokens go through inboxes
+//! (`experts/combine_few.cuh`).
 
 #include <experts/combine_few.cuh>
 
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);
     const Session session(comm);
-    // It is under way beside the communicator's state.
+    // It is loaded while the communicator's state is.
     const u32 word = Sources::load(work);
     // All threads find the same: some of them would go on without what others put into shared memory.
     if (__syncthreads_or(session.failed)) {
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     const auto has_many = [&](u32 source) { return few.has_many(source); };
-    if (!any_rank(has_many)) {
+    if (!any_has_many(few)) {
         return;
     }
     // Few blocks send and sum up, so that each of them can use the link.

@@ -189,7 +189,7 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
 // Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block.
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
     const FewSums few(session, work);
-    UsedBytes used = used_flags(work, [&](u32 source) { return few.has_many(source); });
+    UsedBytes used = used_flags_of(few);
     used.ll = few.weights.bytes();
     expire_old_flags(session, used);
     const bool sums = has_few(work, work.tokens);

@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     // Rows of ranks with many tokens have arrived when flags say so.
     const auto has_many = [&](u32 source) { return few.has_many(source); };
-    if (!any_rank(has_many)) {
+    if (!any_has_many(few)) {
         return;
     }
     const PeerBlocks own(work.peer_blocks);

@@ -55,10 +55,10 @@ struct FewRows {
 
     // How many rows of a rank arrive here: never more than it has tokens.
     __device__ __forceinline__ u32 arriving(u32 source) const {
-        const u32 tokens = shared.counts.tokens[source];
-        if (source == session.comm.rank || !has_few(work, tokens)) {
+        if (source == session.comm.rank || has_many(source)) {
             return 0;
         }
+        const u32 tokens = shared.counts.tokens[source];
         const u32 rows = work.known ? shared.sources[source + 1] - shared.sources[source]
                                     : shared.counts.rows[source][session.comm.rank];
         return rows < tokens ? rows : tokens;
@@ -437,7 +437,7 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
     const Routing routing(work);
     const FewRows few(session, routing);
-    UsedBytes used = used_flags(work, [&](u32 source) { return few.has_many(source); });
+    UsedBytes used = used_flags_of(few);
     used.ll = few.details.begin + few.details.bytes();
     expire_old_flags(session, used);
     if (work.known) {

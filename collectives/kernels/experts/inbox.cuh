@@ -15,20 +15,19 @@ static_assert(ITEM == 32, "a piece is made of items");
 // Whether the rows that a rank with so many tokens sends in a dispatch, or gets back in a combine, go through inboxes.
 __device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { return tokens <= work.inbox_tokens; }
 
-// Whether `is(rank)` is true for any rank, this one included.
-template <typename Is> __device__ __forceinline__ bool any_rank(Is is) {
+// Whether any rank, this one included, has many tokens: `few.has_many(rank)` says it of one.
+template <typename Few> __device__ __forceinline__ bool any_has_many(const Few& few) {
     bool any = false;
 #pragma unroll
     for (u32 rank = 0; rank < WORLD; ++rank) {
-        any = any || is(rank);
+        any = any || few.has_many(rank);
     }
     return any;
 }
 
 // Which flags between peer blocks a call uses: none if no rank has many tokens.
-template <typename HasMany>
-__device__ __forceinline__ UsedBytes used_flags(const ExpertsWork& work, HasMany has_many) {
-    return used_flags(any_rank(has_many) ? work.peer_blocks : 0);
+template <typename Few> __device__ __forceinline__ UsedBytes used_flags_of(const Few& few) {
+    return used_flags(any_has_many(few) ? few.work.peer_blocks : 0);
 }
 
 // Sends the handshake of a call, as `send_handshake` does. Where no rank can have many tokens no peer writes to this
@@ -94,8 +93,8 @@ struct InboxDetails {
 
 // The rows of a list that a block works on: several, or a part of one if there are fewer rows than blocks.
 struct Share {
-    u32 from;
-    u32 to;
+    u32 from = 0;
+    u32 to = 0;
     u32 part = 0;
     u32 parts = 1;
 
@@ -103,9 +102,12 @@ struct Share {
     __device__ __forceinline__ Share(u32 rows, u32 pieces, u32 first) {
         const u32 blocks = worker_blocks();
         const u32 block = worker_block() < first ? worker_block() + blocks - first : worker_block() - first;
-        if (rows >= blocks || rows == 0) {
-            from = rows == 0 ? 0 : rows * block / blocks;
-            to = rows == 0 ? 0 : rows * (block + 1) / blocks;
+        if (rows == 0) {
+            return;
+        }
+        if (rows >= blocks) {
+            from = rows * block / blocks;
+            to = rows * (block + 1) / blocks;
             return;
         }
         const u32 worth = (pieces + WARPS - 1) / WARPS;

@@ -10,17 +10,31 @@ namespace symmpool {
 
 constexpr int VALUES = LANES<DTYPE>;
 
-// Adds a piece's vectors to sums.
-template <u32 COUNT>
-__device__ __forceinline__ void add_to(float (&sums)[COUNT][VALUES], const uint4 (&vectors)[COUNT]) {
+// Adds `term(value)` of each value of a piece's vectors to sums.
+template <u32 COUNT, typename Term>
+__device__ __forceinline__ void add_to(float (&sums)[COUNT][VALUES], const uint4 (&vectors)[COUNT], Term term) {
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i) {
         float values[VALUES];
         unpack<DTYPE>(vectors[i], values);
 #pragma unroll
         for (int value = 0; value < VALUES; ++value) {
-            sums[i][value] = __fadd_rn(sums[i][value], values[value]);
+            sums[i][value] = __fadd_rn(sums[i][value], term(values[value]));
         }
+    }
+}
+
+// Adds a piece's vectors to sums.
+template <u32 COUNT>
+__device__ __forceinline__ void add_to(float (&sums)[COUNT][VALUES], const uint4 (&vectors)[COUNT]) {
+    add_to(sums, vectors, [](float value) { return value; });
+}
+
+template <u32 COUNT>
+__device__ __forceinline__ void pack_sums(const float (&sums)[COUNT][VALUES], uint4 (&vectors)[COUNT]) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        vectors[i] = pack<DTYPE>(sums[i]);
     }
 }
 
@@ -29,10 +43,7 @@ template <u32 COUNT>
 __device__ __forceinline__ void store_sums(const ExpertsWork& work, u64 token, const Piece<COUNT>& piece,
                                            const float (&sums)[COUNT][VALUES]) {
     uint4 vectors[COUNT];
-#pragma unroll
-    for (u32 i = 0; i < COUNT; ++i) {
-        vectors[i] = pack<DTYPE>(sums[i]);
-    }
+    pack_sums(sums, vectors);
     piece.store(work.output + token * work.row_bytes, vectors);
 }
 
@@ -72,20 +83,9 @@ __device__ __forceinline__ void load_returned(const ExpertsWork& work, u32 row, 
         if (has_next) {
             load_next();
         }
-#pragma unroll
-        for (u32 i = 0; i < COUNT; ++i) {
-            float values[VALUES];
-            unpack<DTYPE>(found[i], values);
-#pragma unroll
-            for (int value = 0; value < VALUES; ++value) {
-                sums[i][value] = __fadd_rn(sums[i][value], __fmul_rn(values[value], by));
-            }
-        }
+        add_to(sums, found, [&](float value) { return __fmul_rn(value, by); });
     }
-#pragma unroll
-    for (u32 i = 0; i < COUNT; ++i) {
-        vectors[i] = pack<DTYPE>(sums[i]);
-    }
+    pack_sums(sums, vectors);
 }
 #else
 // Loads what this rank returns for a piece of a received row: what it was given.
