@@ -42,7 +42,9 @@ pub use communicator::{
 pub use cuda::leave_room;
 pub use cuda::{end_watching, share_sms};
 pub use dtype::{DType, Element};
-pub use experts::{CombineAt, DispatchAt, ExpertLayout, ExpertShape, HandleParts, Quantization};
+pub use experts::{
+    CombineAt, DispatchAt, ExpertLayout, ExpertShape, HandleParts, Quantization, ReceivedSizes,
+};
 pub use float8::{F8E4m3, F8E5m2};
 pub use fused::{FusedAlgorithm, NormBuffers, NormOutput, NormShape};
 pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};

@@ -80,11 +80,11 @@ impl Calls {
 
     /// A call, without the interpreter's lock: it may wait for other ranks.
     #[inline]
-    pub(crate) fn run(
+    pub(crate) fn run<T: Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce() -> Result<()> + Send,
-    ) -> PyResult<()> {
+        call: impl FnOnce() -> Result<T> + Send,
+    ) -> PyResult<T> {
         self.comm.check("a communicator").or_raise(py)?;
         py.detach(call).or_raise(py)
     }

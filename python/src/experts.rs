@@ -324,12 +324,14 @@ impl ExpertBuffer {
     }
 
     /// Sends tokens. Without `topk_ids` the routing is that of the handle; with `out` rows lie by expert, and with
-    /// `expert_rows` each expert has a part of so many rows, and scales are column-major in each part.
+    /// `expert_rows` each expert has a part of so many rows, and scales are column-major in each part. With `exact` it
+    /// waits until it is known how many rows arrive, and returns that: the rows, or the rows by expert if these lie so,
+    /// and a list of those of each expert of this rank.
     #[pyo3(signature = (
         handle, x, topk_ids, topk_weights = None, scales = None, quantize = None, out = None, out_scales = None,
-        alignment = Number::of(1), stream = None, expert_rows = Number::of(0)
+        alignment = Number::of(1), stream = None, expert_rows = Number::of(0), exact = false
     ), text_signature = "(handle, x, topk_ids, topk_weights=None, scales=None, quantize=None, out=None, \
-                         out_scales=None, alignment=1, stream=None, expert_rows=0)")]
+                         out_scales=None, alignment=1, stream=None, expert_rows=0, exact=False)")]
     #[allow(clippy::too_many_arguments)] // options, with names
     fn dispatch(
         &self,
@@ -345,7 +347,8 @@ impl ExpertBuffer {
         alignment: Number<u32>,
         stream: Option<Argument<'_, '_>>,
         expert_rows: Number<u32>,
-    ) -> PyResult<()> {
+        exact: bool,
+    ) -> PyResult<Option<(usize, Vec<usize>)>> {
         let calls = &*self.calls;
         let stream = calls.stream(py, stream)?;
         let shape = self.buffer.shape();
@@ -401,10 +404,18 @@ impl ExpertBuffer {
         let ready = calls.or_decline(py, stream, arguments())?;
         calls.run(py, || {
             let Ready(handle, dispatch) = { ready };
-            // SAFETY: the tensors have these shapes, contiguous, on the pool's device, and the caller's frame keeps them
-            // alive for the length of the call. How long work on a stream needs them, and that the handle is one of this
-            // buffer, `symmpool.experts.Buffer` sees to.
-            unsafe { self.buffer.dispatch_at(handle, &dispatch, &stream) }
+            if !exact {
+                // SAFETY: the tensors have these shapes, contiguous, on the pool's device, and the caller's frame keeps
+                // them alive for the length of the call. How long work on a stream needs them, and that the handle is
+                // one of this buffer, `symmpool.experts.Buffer` sees to.
+                return unsafe { self.buffer.dispatch_at(handle, &dispatch, &stream) }
+                    .map(|()| None);
+            }
+            // SAFETY: the same.
+            let sizes = unsafe { self.buffer.dispatch_exact_at(handle, &dispatch, &stream) }?;
+            let by_expert = !matches!(dispatch.layout, ExpertLayout::ByRank);
+            let rows = if by_expert { sizes.rows_by_expert } else { sizes.rows };
+            Ok(Some((rows, sizes.expert_counts)))
         })
     }
 

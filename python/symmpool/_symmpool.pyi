@@ -435,7 +435,8 @@ class ExpertBuffer:
         alignment: int = 1,
         stream: Stream | None = None,
         expert_rows: int = 0,
-    ) -> None: ...
+        exact: bool = False,
+    ) -> tuple[int, list[int]] | None: ...
     def combine(
         self,
         handle: Tensor,

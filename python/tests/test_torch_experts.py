@@ -72,6 +72,9 @@ def routings(group, seeds):
         check_received(routing, received, handle, me, how, alignment)
         if options["exact"]:
             assert len(received.x) == int(received.num_rows)
+            assert received.host_expert_counts == received.expert_counts.tolist()
+        else:
+            assert received.host_expert_counts is None
         by_expert = alignment if layout == "expert" else None
         answers = model.answers_of(routing, seed, hidden, dtype, by_expert)
         given = None

@@ -376,6 +376,11 @@ int cuStreamDestroy(void* handle) { return cuStreamDestroy_v2(handle); }
 int cuStreamSynchronize(void* handle) {
     return on(handle, [](Stream* stream) { synchronize(stream); });
 }
+int cuStreamQuery(void* handle) {
+    bool idle = false;
+    const int code = on(handle, [&](Stream* stream) { idle = is_idle(stream); });
+    return code != OK || idle ? code : NOT_READY;
+}
 int cuStreamIsCapturing(void* handle, unsigned* capturing) {
     return on(handle, [=](Stream* stream) { *capturing = is_capturing(stream); });
 }

@@ -227,6 +227,18 @@ void synchronize(Stream* stream) {
     await(held, all);
 }
 
+bool is_idle(Stream* stream) {
+    Held held(state.lock);
+    Waits all = order(stream);
+    all.push_back(stream->last);
+    for (const auto& each : all) {
+        if (each != nullptr && !each->is) {
+            return false;
+        }
+    }
+    return true;
+}
+
 void synchronize_all() {
     Held held(state.lock);
     Waits all;

@@ -23,6 +23,8 @@ void drop_stream(Stream* stream);
 // Puts work on the stream; while it is captured, into its graph.
 void put(Stream* stream, Work work);
 void synchronize(Stream* stream);
+// Whether the stream has done what was put on it, and what that waits for.
+bool is_idle(Stream* stream);
 // Waits for all streams of the process.
 void synchronize_all();
 // Runs work on the default stream and waits for it.

@@ -4,11 +4,11 @@
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt, ExpertBuffer, ExpertLayout,
-    ExpertShape, F8E4m3, Quantization,
+    ExpertShape, Quantization, ReceivedSizes,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
-use crate::experts_model::{Routing, channel};
+use crate::experts_model::{Routing, as_quantized, channel, encode};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
@@ -104,34 +104,6 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((check.cases, check.wrong))
 }
 
-/// Elements of a type that holds them exactly.
-fn encode(dtype: DType, values: impl IntoIterator<Item = f32>) -> Vec<u8> {
-    let values = values.into_iter();
-    match dtype {
-        DType::F32 => values.flat_map(f32::to_le_bytes).collect(),
-        _ => values.flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes()).collect(),
-    }
-}
-
-/// A row as 8-bit floats, and its scales.
-fn as_quantized(values: &[f32], quantize: Quantization) -> (Vec<u8>, Vec<u8>) {
-    let (mut row, mut scales) = (Vec::new(), Vec::new());
-    for group in values.chunks(128) {
-        let largest = group.iter().fold(1e-4_f32, |largest, value| largest.max(value.abs()));
-        let mut scale = largest / 448.0;
-        if quantize != Quantization::Fp8 {
-            scale = 2.0_f32.powi(scale.log2().ceil() as i32);
-        }
-        match quantize {
-            Quantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
-            _ => scales.extend(scale.to_le_bytes()),
-        }
-        let inverse = 1.0 / scale;
-        row.extend(group.iter().map(|value| F8E4m3::from_f32(value * inverse).to_bits()));
-    }
-    (row, scales)
-}
-
 fn numbers(bytes: &[u8]) -> Vec<i32> {
     bytes.chunks_exact(4).map(|four| i32::from_le_bytes(four.try_into().expect("four"))).collect()
 }
@@ -195,6 +167,25 @@ impl Check<'_> {
         unsafe { buffer.dispatch_at(handle, call, &self.stream) }
     }
 
+    /// A dispatch of a new routing. For every other seed it waits for sizes, which are compared then.
+    fn dispatch_new(
+        &mut self,
+        buffer: &Buffer<'_>,
+        handle: usize,
+        (call, wanted): (&DispatchAt, &ReceivedSizes),
+        seed: u64,
+        what: &str,
+    ) -> Result<()> {
+        if random(seed, 7).is_multiple_of(2) {
+            return self.dispatch(buffer, handle, call);
+        }
+        let at = self.handles[handle].as_ptr().cast();
+        // SAFETY: as above.
+        let found = unsafe { buffer.dispatch_exact_at(at, call, &self.stream) }?;
+        self.judge(&format!("exact sizes, {what}"), &[&found], &[wanted]);
+        Ok(())
+    }
+
     fn combine(&self, buffer: &Buffer<'_>, handle: usize, call: &CombineAt) -> Result<()> {
         // SAFETY: as above.
         unsafe { buffer.combine_at(self.handles[handle].as_ptr().cast(), call, &self.stream) }
@@ -219,7 +210,8 @@ impl Check<'_> {
         let other = Routing::random(random(seed, 9), self.pool.world(), &shape);
         let what = format!("{shape:?} by rank, seed {seed}");
         let call = self.put(&routing, &shape, seed)?;
-        self.dispatch(buffer, 0, &call)?;
+        let sizes = routing.sizes(rank, 0);
+        self.dispatch_new(buffer, 0, (&call, &sizes), seed, &what)?;
         self.settle(buffer)?;
         let wanted = self.received(&routing, &shape, seed);
         let at = buffer.received();
@@ -308,7 +300,8 @@ impl Check<'_> {
             alignment: alignment as u32,
         };
         let call = DispatchAt { layout, ..self.put(&routing, &shape, seed)? };
-        self.dispatch(buffer, 1, &call)?;
+        let sizes = routing.sizes(rank, capacity);
+        self.dispatch_new(buffer, 1, (&call, &sizes), seed, &what)?;
         self.settle(buffer)?;
         let mut wanted = vec![POISON; capacity * row + 64];
         let mut back = wanted.clone();
@@ -403,8 +396,11 @@ impl Check<'_> {
             let (output, scales) = (self.output.as_ptr().cast(), self.scales.as_ptr().cast());
             let layout = ExpertLayout::Packed { output, scales, rows: room };
             let call = DispatchAt { layout, quantize, ..self.put(&routing, &shape, seed)? };
-            self.dispatch(buffer, 1, &call)?;
-            let result = self.settle(buffer);
+            let sizes = routing.sizes(rank, counts.len() * room);
+            let sent = self.dispatch_new(buffer, 1, (&call, &sizes), seed, &what);
+            // Rows are there after that, whatever the call said.
+            let settled = self.settle(buffer);
+            let result = sent.and(settled);
             let good = match result {
                 Ok(()) => room >= most,
                 Err(error) => room < most && error.is_overflow() && error.ranks() == [rank],

@@ -1,6 +1,6 @@
 //! A model of dispatch to experts and combine that moves one row at a time, for the expected results.
 
-use symmpool_collectives::ExpertShape;
+use symmpool_collectives::{DType, ExpertShape, F8E4m3, Quantization, ReceivedSizes};
 
 use crate::oracle::random;
 
@@ -115,6 +115,16 @@ impl Routing {
             .collect()
     }
 
+    /// How much a rank receives; the number of rows by expert is given.
+    pub(crate) fn sizes(&self, rank: u32, rows_by_expert: usize) -> ReceivedSizes {
+        let counts = self.expert_counts(rank).into_iter();
+        ReceivedSizes {
+            rows: self.received(rank).len(),
+            rows_by_expert,
+            expert_counts: counts.map(|count| count as usize).collect(),
+        }
+    }
+
     /// Where the rows of each expert of a rank begin, and its rows.
     pub(crate) fn by_expert(&self, rank: u32, alignment: usize) -> (Vec<i32>, Vec<ExpertRow>) {
         let (mut offsets, mut rows, mut next) = (vec![0], Vec::new(), 0_usize);
@@ -163,4 +173,32 @@ impl Routing {
         }
         all
     }
+}
+
+/// Elements of a type that holds them exactly.
+pub(crate) fn encode(dtype: DType, values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+    let values = values.into_iter();
+    match dtype {
+        DType::F32 => values.flat_map(f32::to_le_bytes).collect(),
+        _ => values.flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes()).collect(),
+    }
+}
+
+/// A row as 8-bit floats, and its scales.
+pub(crate) fn as_quantized(values: &[f32], quantize: Quantization) -> (Vec<u8>, Vec<u8>) {
+    let (mut row, mut scales) = (Vec::new(), Vec::new());
+    for group in values.chunks(128) {
+        let largest = group.iter().fold(1e-4_f32, |largest, value| largest.max(value.abs()));
+        let mut scale = largest / 448.0;
+        if quantize != Quantization::Fp8 {
+            scale = 2.0_f32.powi(scale.log2().ceil() as i32);
+        }
+        match quantize {
+            Quantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
+            _ => scales.extend(scale.to_le_bytes()),
+        }
+        let inverse = 1.0 / scale;
+        row.extend(group.iter().map(|value| F8E4m3::from_f32(value * inverse).to_bits()));
+    }
+    (row, scales)
 }

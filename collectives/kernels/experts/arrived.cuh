@@ -59,14 +59,22 @@ __device__ __forceinline__ void place_by_expert(const ExpertsWork& work, u32 loc
     __syncthreads();
 }
 
-// Where unit `at` of the scales of a place lies. If each expert has a part of its own, that part is column-major.
-__device__ __forceinline__ u64 scale_at(const ExpertsWork& work, u32 place, u32 units, u32 at) {
-    if (work.expert_rows == 0) {
-        return static_cast<u64>(place) * units + at;
+// Where the scales of a place lie, in units. If each expert has a part of its own, that part is column-major.
+struct ScaleRow {
+    u64 begin;
+    u64 stride;  // from a scale to the next
+
+    __device__ __forceinline__ ScaleRow(const ExpertsWork& work, u32 place, u32 units) {
+        if (work.expert_rows == 0) {
+            begin = static_cast<u64>(place) * units;
+            stride = 1;
+        } else {
+            const u32 rows = static_cast<u32>(work.expert_rows), expert = place / rows;
+            begin = static_cast<u64>(expert) * units * rows + (place - expert * rows);
+            stride = rows;
+        }
     }
-    const u32 rows = static_cast<u32>(work.expert_rows), expert = place / rows;
-    return (static_cast<u64>(expert) * units + at) * rows + (place - expert * rows);
-}
+};
 
 // Stores a piece of a row at each of its places by expert.
 template <u32 COUNT>
@@ -97,13 +105,14 @@ __device__ __forceinline__ void copy_by_expert(const ExpertsWork& work, u32 sour
         const u32 units = words ? bytes / 4 : bytes;
         for (u32 i = threadIdx.x; i < count * units; i += THREADS) {
             const u32 row = i / units, at = i - row * units;
+            const u64 of = (static_cast<u64>(tile) + row) * units + at;
             for (u32 k = 0; k < work.top_k; ++k) {
                 const int place = places[row * work.top_k + k];
                 if (place < 0) {
                     continue;
                 }
-                const u64 to = scale_at(work, static_cast<u32>(place), units, at);
-                const u64 of = (static_cast<u64>(tile) + row) * units + at;
+                const ScaleRow scales(work, static_cast<u32>(place), units);
+                const u64 to = scales.begin + at * scales.stride;
                 if (words) {
                     reinterpret_cast<u32*>(work.output_scales)[to] = reinterpret_cast<const u32*>(work.row_scales)[of];
                 } else {

@@ -91,7 +91,13 @@ __device__ __forceinline__ bool know_rows(const FewRows& few, bool is_leader) {
     return true;
 }
 
-// Writes the handle's numbers of all rows, and tells the host of what did not fit.
+// The rows that this rank receives and has room for.
+__device__ __forceinline__ u32 received_rows(const ExpertsWork& work) {
+    const u32 rows = shared.sources[WORLD];
+    return rows < work.capacity ? rows : static_cast<u32>(work.capacity);
+}
+
+// Writes the handle's numbers of all rows.
 __device__ __forceinline__ void keep_counts(const Session& session, const Routing& routing) {
     const ExpertsWork& work = routing.work;
     const u32 rank = session.comm.rank;
@@ -107,15 +113,19 @@ __device__ __forceinline__ void keep_counts(const Session& session, const Routin
         const u32 begin = shared.sources[threadIdx.x];
         work.source_offsets[threadIdx.x] = static_cast<int>(begin < work.capacity ? begin : work.capacity);
     }
-    if (threadIdx.x != 0) {
-        return;
+    if (threadIdx.x == 0) {
+        work.head[0] = static_cast<int>(received_rows(work));
+        work.head[1] = static_cast<int>(work.tokens);
+        work.head[2] = static_cast<int>(expert_rows.offsets[routing.local]);
     }
+}
+
+// Tells the host of what did not fit: of the first of these kinds, which all ranks find alike but for the last. Called by
+// one thread.
+__device__ __forceinline__ void notify_host(const Session& session, const Routing& routing) {
+    const ExpertsWork& work = routing.work;
+    const u32 rank = session.comm.rank;
     const u64 by_expert = expert_rows.offsets[routing.local];
-    const u32 rows = shared.sources[WORLD];
-    work.head[0] = static_cast<int>(rows < work.capacity ? rows : work.capacity);
-    work.head[1] = static_cast<int>(work.tokens);
-    work.head[2] = static_cast<int>(by_expert);
-    // The first of these, which all ranks find alike but for the last kind.
     for (u32 other = 0; other < WORLD; ++other) {
         const u64 all = shared.counts.begin(WORLD, other);
         if (shared.counts.bad_item[other] != 0) {
@@ -133,6 +143,24 @@ __device__ __forceinline__ void keep_counts(const Session& session, const Routin
         }
     } else if (BY_EXPERT && by_expert > work.output_capacity) {
         write_notice(session, EXPERTS_OVERFLOW, rank, by_expert, work.output_capacity);
+    }
+}
+
+// Tells a host that waits for it how many rows there are: `ReceivedSizes` in `cuda/received_sizes.rs`. Rows may still be
+// on their way. Called by all threads of the leader block, after `notify_host`, as the host looks for notices then.
+__device__ __noinline__ void send_sizes(const ExpertsWork& work, u32 local) {
+    volatile u32* sizes = work.sizes;
+    for (u32 i = threadIdx.x; i < local; i += THREADS) {
+        sizes[SIZES_COUNTS + i] = static_cast<u32>(work.expert_counts[i]);
+    }
+    if (threadIdx.x == 0) {
+        sizes[SIZES_ROWS] = received_rows(work);
+        sizes[SIZES_BY_EXPERT] = expert_rows.offsets[local];
+    }
+    fence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        sizes[SIZES_NUMBER] = work.sizes_number;
     }
 }
 
@@ -156,6 +184,12 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
     }
     if (!work.known) {
         keep_counts(session, routing);
+        if (threadIdx.x == 0) {
+            notify_host(session, routing);
+        }
+        if (work.sizes != nullptr) {
+            send_sizes(work, routing.local);
+        }
     }
     if (must_expire_flags(session)) {
         expire_unused(session, work);

@@ -91,9 +91,9 @@ __device__ __forceinline__ void load_own(const FewRows& few, const Share& share,
 #endif
 }
 
-// Calls `store(piece, vectors)` with the pieces of a share's tokens, as they travel, for whole warps, and
-// `store_scales(within, nth, vector)` with their scales, for single threads. `prepare()`, called by all threads before
-// that, says where they go; the first pieces are under way meanwhile.
+// Calls `store(piece, vectors)` with the pieces of a share's tokens, as they travel, and `store_scales(within, nth,
+// vector)` with their scales, whole warps with the same ones. `prepare()`, called by all threads before that, says where
+// they go; the first pieces are under way meanwhile.
 template <typename Prepare, typename Store, typename StoreScales>
 __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& share, Prepare prepare, Store store,
                                              StoreScales store_scales) {
@@ -128,12 +128,10 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
         for (u32 group = 0; group < 4; ++group) {
             words[group] = __float_as_uint(__shfl_sync(~0u, scale, 8 * group));
         }
-        if (threadIdx.x % 32 == 0) {
-            if (work.quantize == UE8M0) {
-                words[0] = words[0] >> 23 | words[1] >> 23 << 8 | words[2] >> 23 << 16 | words[3] >> 23 << 24;
-            }
-            store_scales(piece.row, piece.at[0] / ITEM, make_uint4(words[0], words[1], words[2], words[3]));
+        if (work.quantize == UE8M0) {
+            words[0] = words[0] >> 23 | words[1] >> 23 << 8 | words[2] >> 23 << 16 | words[3] >> 23 << 24;
         }
+        store_scales(piece.row, piece.at[0] / ITEM, make_uint4(words[0], words[1], words[2], words[3]));
 #else
         store(piece, found);
 #endif
@@ -141,7 +139,7 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
 #if !QUANTIZES
     const u32 each = few.scale_vectors(), bytes = static_cast<u32>(work.scale_bytes);
     const bool words = (work.scale_bytes | reinterpret_cast<u64>(work.input_scales)) % 4 == 0;
-    for (u32 i = threadIdx.x; i < count * each && share.is_first(); i += THREADS) {
+    for (u32 i = threadIdx.x / 32; i < count * each && share.is_first(); i += WARPS) {
         const u32 row = i / each, nth = i - row * each, left = bytes - 16 * nth;
         const char* from = work.input_scales + static_cast<u64>(share.from + row) * bytes + 16 * nth;
         u32 found[4] = {};
@@ -160,34 +158,37 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
 #endif
 }
 
-// Stores a vector of scales of a row where it belongs. `places` are those of its experts, if rows lie by expert.
+// Stores a vector of scales of a row where it belongs. `places` are those of its experts, if rows lie by expert. Called
+// by all threads of a warp: each stores one word of the vector, by expert at some of the places, which are far apart.
 __device__ __forceinline__ void keep_scales(const FewRows& few, u32 place, const int* places, u32 nth, uint4 vector) {
     const ExpertsWork& work = few.work;
     const u32 bytes = static_cast<u32>(work.scale_bytes), first = nth * few.scale_span;
     const u32 unit = bytes % 4 == 0 ? 4 : 1, units = bytes / unit;
-    const u32 found[4] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-    for (u32 word = 0; word < 4; ++word) {
+    const u32 word = threadIdx.x % 4, lane = threadIdx.x % 32 / 4;
+    const u32 found = word < 2 ? (word == 0 ? vector.x : vector.y) : (word == 2 ? vector.z : vector.w);
+    auto store = [&](char* scales, u64 row, u64 stride) {
         for (u32 byte = 4 * word; byte < 4 * word + 4 && byte < few.scale_span && first + byte < bytes; byte += unit) {
-            const u32 value = found[word] >> 8 * (byte % 4), at = (first + byte) / unit;
-            auto store = [&](char* scales, u64 to) {
-                if (unit == 4) {
-                    reinterpret_cast<u32*>(scales)[to] = value;
-                } else {
-                    scales[to] = static_cast<char>(value);
-                }
-            };
-#if BY_EXPERT
-            for (u32 k = 0; k < work.top_k; ++k) {
-                if (places[k] >= 0) {
-                    store(work.output_scales, scale_at(work, static_cast<u32>(places[k]), units, at));
-                }
+            const u32 value = found >> 8 * (byte % 4);
+            const u64 to = row + (first + byte) / unit * stride;
+            if (unit == 4) {
+                reinterpret_cast<u32*>(scales)[to] = value;
+            } else {
+                scales[to] = static_cast<char>(value);
             }
-#else
-            store(work.row_scales, static_cast<u64>(place) * units + at);
-#endif
+        }
+    };
+#if BY_EXPERT
+    for (u32 k = lane; k < work.top_k; k += 8) {
+        if (places[k] >= 0) {
+            const ScaleRow row(work, static_cast<u32>(places[k]), units);
+            store(work.output_scales, row.begin, row.stride);
         }
     }
+#else
+    if (lane == 0) {
+        store(work.row_scales, static_cast<u64>(place) * units, 1);
+    }
+#endif
 }
 
 // Stores a piece of a row where it belongs.
@@ -298,11 +299,9 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
             }
         },
         [&](u32 within, u32 nth, uint4 vector) {
-            for (u32 rank = 0; rank < WORLD; ++rank) {
-                const u32 row = shared.places[within][rank];
-                if (rank != own && row != NOWHERE) {
-                    few.details.send(few.session, rank, row, few.scales_begin + nth, vector);
-                }
+            const u32 rank = threadIdx.x % 32, row = rank < WORLD ? shared.places[within][rank] : NOWHERE;
+            if (rank != own && row != NOWHERE) {
+                few.details.send(few.session, rank, row, few.scales_begin + nth, vector);
             }
         });
 }
@@ -415,7 +414,7 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
             }
         });
         const u32 each = few.scale_vectors();
-        for (u32 i = threadIdx.x; i < count * each && share.is_first() && !bad; i += THREADS) {
+        for (u32 i = threadIdx.x / 32; i < count * each && share.is_first() && !bad; i += WARPS) {
             const u32 within = i / each, nth = i - within * each;
             u32 row = tile + within, source;
             const u32 place = place_of(row, source);

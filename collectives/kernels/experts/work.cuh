@@ -40,6 +40,7 @@ struct ExpertsWork {
     int* chunk_begins;
     float* combine_weights;
     char* combined;
+    u32* sizes;
     u64 row_bytes;
     u64 scale_bytes;
     u64 capacity;
@@ -56,7 +57,7 @@ struct ExpertsWork {
     u32 peer_blocks;
     u32 sends_weights;
     u32 inbox_tokens;
-    u32 reserved;
+    u32 sizes_number;
 };
 
 static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
@@ -156,6 +157,12 @@ __device__ __forceinline__ bool await_vector(const Session& session, u32 from, c
     }
     return true;
 }
+
+// The words in which a dispatch tells the host sizes.
+constexpr u32 SIZES_NUMBER = 0;     // the call's; it is written last
+constexpr u32 SIZES_ROWS = 1;       // rows received
+constexpr u32 SIZES_BY_EXPERT = 2;  // rows by expert, padding included
+constexpr u32 SIZES_COUNTS = 4;     // rows of each expert
 
 // Kinds of notices, behind those of `all_to_all/traffic.cuh`.
 constexpr u32 NO_EXPERT = 3;        // an id is no expert

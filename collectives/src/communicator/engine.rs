@@ -17,7 +17,7 @@ use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
 use crate::plan::CheckedPlan;
 use crate::timeout::Timeout;
-use crate::{DType, HostEngine, NormBuffers, NormShape, Place, SplitRows, SplitsAt};
+use crate::{DType, HostEngine, NormBuffers, NormShape, Place, ReceivedSizes, SplitRows, SplitsAt};
 
 /// The engine of host memory or of a device. Both are boxed, as they are large and differ in size.
 pub(super) enum Engine {
@@ -350,6 +350,21 @@ impl Engine {
             Self::Host(host) => unsafe { host.dispatch(call) },
             // SAFETY: as in `run`.
             Self::Cuda(cuda) => unsafe { cuda.dispatch(call, *stream) },
+        }
+    }
+
+    /// The same, and says how many rows arrive.
+    pub(super) unsafe fn dispatch_exact(
+        &mut self,
+        call: &ExpertCall,
+        stream: &Stream,
+    ) -> Result<ReceivedSizes> {
+        self.ready()?;
+        match self {
+            // SAFETY: as in `run`.
+            Self::Host(host) => unsafe { host.dispatch_exact(call) },
+            // SAFETY: as in `run`.
+            Self::Cuda(cuda) => unsafe { cuda.dispatch_exact(call, *stream) },
         }
     }
 

@@ -4,14 +4,17 @@
 
 use std::fmt;
 use std::ops::Deref;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
 
-use super::Communicator;
 use super::expert_memory::Memory;
+use super::{Communicator, Inner};
 use crate::experts::{ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP};
-use crate::{CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization};
+use crate::{
+    CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization, ReceivedSizes,
+};
 
 /// Sends tokens to the ranks of their experts, and sums up what comes back.
 ///
@@ -203,6 +206,48 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         dispatch: &DispatchAt,
         stream: &Stream,
     ) -> Result<()> {
+        let (mut inner, call) = self.begin_dispatch(handle, dispatch, stream)?;
+        // SAFETY: the caller's promises; the rest lies in the buffer's own memory and the handle, which are as long as
+        // `ExpertsWork` takes them to be.
+        unsafe { inner.engine.dispatch(&call, stream) }
+    }
+
+    /// [`Self::dispatch_at`] of a new routing that waits until it is known how many rows this rank receives. They may
+    /// still be on their way then: what `stream` is given next finds them there.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::dispatch_at`], with those that [`Communicator::synchronize`] returns on a device, where errors about ids
+    /// and room are those of all calls since it was called last. `is_invalid_argument` where `dispatch.known`, and
+    /// `is_invalid_state` while `stream` is captured.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch_at`].
+    pub unsafe fn dispatch_exact_at(
+        &self,
+        handle: *mut u8,
+        dispatch: &DispatchAt,
+        stream: &Stream,
+    ) -> Result<ReceivedSizes> {
+        if dispatch.known {
+            let why = "exact sizes of a dispatch with a handle: they are those of the handle";
+            return Err(self.decline(why, stream));
+        }
+        let (mut inner, call) = self.begin_dispatch(handle, dispatch, stream)?;
+        // SAFETY: as in `dispatch_at`.
+        let sizes = unsafe { inner.engine.dispatch_exact(&call, stream) }?;
+        let rows_by_expert = if call.mode.by_expert { sizes.rows_by_expert } else { 0 };
+        Ok(ReceivedSizes { rows_by_expert, ..sizes })
+    }
+
+    /// Checks what a dispatch is given, and begins the call.
+    fn begin_dispatch(
+        &self,
+        handle: *mut u8,
+        dispatch: &DispatchAt,
+        stream: &Stream,
+    ) -> Result<(MutexGuard<'_, Inner>, ExpertCall)> {
         if let Err(why) = self.check_dispatch(handle, dispatch) {
             return Err(self.decline(&why, stream));
         }
@@ -249,9 +294,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         };
         let mut inner = self.comm.begin(stream)?;
         let call = self.call(&mut inner, mode, work, stream)?;
-        // SAFETY: the caller's promises; the rest lies in the buffer's own memory and the handle, which are as long as
-        // `ExpertsWork` takes them to be.
-        unsafe { inner.engine.dispatch(&call, stream) }
+        Ok((inner, call))
     }
 
     /// Sends rows back to the ranks of their tokens, and sums up the rows of each token, in the order of ranks and
@@ -299,7 +342,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     /// A call, with the buffer's memory in a window, as `begin` has committed what was due.
     fn call(
         &self,
-        inner: &mut super::Inner,
+        inner: &mut Inner,
         mode: ExpertMode,
         work: ExpertsWork,
         stream: &Stream,

@@ -55,6 +55,7 @@ functions! {
     stream_create = cuStreamCreate(*mut Handle, c_uint);
     stream_destroy = cuStreamDestroy_v2(Handle);
     stream_synchronize = cuStreamSynchronize(Handle);
+    stream_query = cuStreamQuery(Handle);
     stream_wait = cuStreamWaitEvent(Handle, Handle, c_uint);
     event_create = cuEventCreate(*mut Handle, c_uint);
     event_record = cuEventRecord(Handle, Handle);
@@ -94,5 +95,16 @@ impl Api {
         // SAFETY: the stream is live, which whoever made the `Stream` from a raw handle vouched for.
         let code = unsafe { (self.stream_synchronize)(stream.raw() as Handle) };
         CudaDriver::check(code, || "waiting for a stream".to_owned())
+    }
+
+    /// Whether the stream has done what was put on it. Its device's context must be current.
+    pub(super) fn is_idle(&self, stream: Stream) -> Result<bool> {
+        // SAFETY: as in `synchronize`.
+        let code = unsafe { (self.stream_query)(stream.raw() as Handle) };
+        if code == sys::CUresult::CUDA_ERROR_NOT_READY as c_uint {
+            return Ok(false);
+        }
+        CudaDriver::check(code, || "asking whether a stream is idle".to_owned())?;
+        Ok(true)
     }
 }

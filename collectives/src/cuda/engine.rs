@@ -28,6 +28,7 @@ use super::memory_operations::MemoryOperations;
 use super::modules::{self, Modules};
 use super::p2p::P2p;
 use super::params::{CallParams, ChannelEnd, Comm, Control};
+use super::sizes::Sizes;
 use super::sm_budget::BudgetOptions;
 use super::stream_order::{CallEvents, StreamOrder};
 use super::table::MeasuredTable;
@@ -80,6 +81,8 @@ pub(crate) struct CudaEngine {
     kernels: Kernels,
     /// `None` only while dropping.
     fault: Option<Fault>,
+    /// There once a buffer for experts was made.
+    pub(super) sizes: Option<Sizes>,
     /// The timeout of kernels that are launched from now on.
     pub(crate) timeout: Arc<Timeout>,
     alive: Alive,
@@ -201,8 +204,28 @@ impl CudaEngine {
         self.take_notice()
     }
 
+    /// Whether what is put on the stream becomes part of a graph.
+    pub(super) fn is_capturing(&self, stream: Stream) -> bool {
+        self.pool.driver().is_capturing(stream)
+    }
+
+    /// Whether the stream has done what was put on it.
+    pub(super) fn is_idle(&self, stream: Stream) -> Result<bool> {
+        let api = self.api;
+        cuda(&self.pool)?.with_context(|| api.is_idle(stream))
+    }
+
+    /// Where dispatches to experts tell the host sizes.
+    pub(super) fn sizes(&mut self) -> Result<&mut Sizes> {
+        if self.sizes.is_none() {
+            let api = self.api;
+            self.sizes = Some(cuda(&self.pool)?.with_context_unordered(|| Sizes::new(api))?);
+        }
+        self.sizes.as_mut().ok_or_else(|| Error::invalid_state("there are no sizes"))
+    }
+
     /// What calls reported to the host although they went on. Each notice is returned once.
-    fn take_notice(&mut self) -> Result<()> {
+    pub(super) fn take_notice(&mut self) -> Result<()> {
         let rank = self.comm.rank;
         match self.fault.as_mut().and_then(|fault| fault.take_notice(rank)) {
             Some(error) => Err(error),
@@ -276,7 +299,7 @@ impl Drop for CudaEngine {
     /// Waits for the device: kernels under way use the control block and the fault record.
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
-        let (api, fault) = (self.api, self.fault.take());
+        let (api, fault, sizes) = (self.api, self.fault.take(), self.sizes.take());
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams =
             [self.copy_stream, self.companion_stream, self.signal_stream, self.result_stream];
@@ -300,6 +323,10 @@ impl Drop for CudaEngine {
             self.memory_operations.free();
             if let Some(fault) = fault {
                 fault.free(api);
+            }
+            if let Some(sizes) = sizes {
+                // SAFETY: the device has done all that was put on it.
+                unsafe { sizes.free(api) };
             }
             Ok(())
         });

@@ -13,7 +13,7 @@ use crate::experts::{ExpertCall, ExpertMode, ExpertShape, Quantization};
 use crate::host::call::{Call, Operation};
 use crate::jit::Kernel;
 use crate::jit::sources::{COMBINE, DISPATCH};
-use crate::{DType, ReduceOp};
+use crate::{DType, ReceivedSizes, ReduceOp};
 
 /// Peer blocks of every call. With so many, 128 tokens have a block each, and thousands are divided evenly; where fewer
 /// blocks run, each does the work of several.
@@ -96,6 +96,37 @@ impl CudaEngine {
         let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
         // SAFETY: the caller's promises.
         unsafe { self.launch_call(Operation::ExpertDispatch, (kernel, blocks), call, stream) }
+    }
+
+    /// The same, and waits until it is known how many rows arrive.
+    ///
+    /// # Errors
+    ///
+    /// Those of every call, and `is_invalid_state` while the stream is captured.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`].
+    pub(crate) unsafe fn dispatch_exact(
+        &mut self,
+        call: &ExpertCall,
+        stream: Stream,
+    ) -> Result<ReceivedSizes> {
+        self.ready()?;
+        if self.is_capturing(stream) {
+            let why = Error::invalid_state(format!(
+                "experts on rank {}: exact sizes while a graph is captured: nothing runs that could tell them; read \
+                 them on the device",
+                self.rank()
+            ));
+            return Err(self.decline(why, stream));
+        }
+        let (to, number) = self.sizes()?.next_call();
+        let mut call = *call;
+        (call.work.sizes, call.work.sizes_number) = (to, number);
+        // SAFETY: the caller's promises; sizes are given back behind all kernels.
+        unsafe { self.dispatch(&call, stream) }?;
+        self.await_sizes(number, call.shape.local_experts(self.world()), stream)
     }
 
     /// Sends rows of experts back, and sums them up.

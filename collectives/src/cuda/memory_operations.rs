@@ -13,9 +13,7 @@
 
 #![allow(unsafe_code)] // driver calls on raw addresses, and pinned memory that streams write
 
-use std::ffi::c_void;
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -29,6 +27,7 @@ use super::copy_pieces::CHANNELS_OF_PIECES;
 use super::fault::FaultWriter;
 use super::modules;
 use super::params::{Control, LOCAL_FAILED};
+use super::words::Words;
 use crate::signal::channel::CHANNELS;
 
 /// Channels of memory operations between two ranks in each direction: those of programs, behind them as many for fused
@@ -144,43 +143,6 @@ fn put(api: &Api, steps: &[Step], stream: Stream) -> Result<()> {
     CudaDriver::check(code, || format!("putting {} memory operations on a stream", all.len()))
 }
 
-/// The words of pinned memory that streams write before and after waits.
-struct Words {
-    begin: NonNull<AtomicU32>,
-    count: usize,
-}
-
-// SAFETY: the memory has atomics only, and lives until `MemoryOperations::free`.
-unsafe impl Send for Words {}
-// SAFETY: the same.
-unsafe impl Sync for Words {}
-
-impl Words {
-    fn new(api: &Api, count: usize) -> Result<Self> {
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
-        let mut address: *mut c_void = std::ptr::null_mut();
-        // SAFETY: writes one pointer through a valid one.
-        let code = unsafe { (api.host_alloc)(&raw mut address, 4 * count, flags) };
-        CudaDriver::check(code, || "making pinned memory".to_owned())?;
-        let begin = NonNull::new(address.cast::<AtomicU32>()).ok_or_else(|| {
-            Error::system("making pinned memory", "the driver gave a null address")
-        })?;
-        // SAFETY: the memory is this long, and nobody else has it yet.
-        unsafe { begin.write_bytes(0, count) };
-        Ok(Self { begin, count })
-    }
-
-    fn all(&self) -> &[AtomicU32] {
-        // SAFETY: so many words, which live as long as `self`; whoever writes them does so as an atomic would.
-        unsafe { std::slice::from_raw_parts(self.begin.as_ptr(), self.count) }
-    }
-
-    /// The address, which is the same for the host and, with unified addressing, the device.
-    fn address(&self, nth: usize) -> u64 {
-        self.begin.as_ptr() as u64 + 4 * nth as u64
-    }
-}
-
 /// What the thread and the engine share.
 struct Shared {
     pool: Pool,
@@ -189,6 +151,7 @@ struct Shared {
     /// This rank's address of its control block.
     control: u64,
     /// A word for each wait, and behind them the number of the last batch of the thread's that the device has done.
+    /// What streams write before and after waits.
     words: Words,
     /// How long each wait may take, in nanoseconds; `u64::MAX` where there was none yet.
     timeouts: Vec<AtomicU64>,
@@ -323,18 +286,14 @@ impl MemoryOperations {
     /// the device's context is current.
     pub(super) fn free(&self) {
         let shared = &self.shared;
-        let (stream, words) = (shared.stream.raw() as Handle, shared.words.begin.as_ptr().cast());
-        let codes = [
-            // SAFETY: made by `new`, and given up here: the caller's promise.
-            unsafe { (shared.api.stream_destroy)(stream) },
-            // SAFETY: the same.
-            unsafe { (shared.api.host_free)(words) },
-        ];
-        for code in codes {
-            if let Err(error) = CudaDriver::check(code, || "giving back memory operations".into()) {
-                tracing::debug!(%error, "at the end of a communicator");
-            }
+        let stream = shared.stream.raw() as Handle;
+        // SAFETY: made by `new`, and given up here: the caller's promise.
+        let code = unsafe { (shared.api.stream_destroy)(stream) };
+        if let Err(error) = CudaDriver::check(code, || "giving back memory operations".into()) {
+            tracing::debug!(%error, "at the end of a communicator");
         }
+        // SAFETY: the caller's promise.
+        unsafe { shared.words.free(shared.api) };
     }
 }
 

@@ -33,6 +33,8 @@
 //! | `made` | kernels whose sources are no files of ours |
 //! | `kernels` | the kernels of one communicator, and their launch |
 //! | `fault` | what a kernel reports to the host when a peer is missing or differs |
+//! | `sizes` | how many rows a dispatch to experts received, told to the host before they have arrived |
+//! | `words` | words of pinned memory, which the device writes |
 //! | `api` | the functions of the CUDA driver library that this module calls |
 
 mod algorithms;
@@ -67,9 +69,11 @@ mod reduce_scatter;
 mod reduce_scatter_copy;
 mod reductions;
 mod select;
+mod sizes;
 mod sm_budget;
 mod stream_order;
 mod table;
+mod words;
 
 pub(crate) use constraints::fits_lamport;
 pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};

@@ -156,6 +156,8 @@ pub(crate) struct ExpertsWork {
     pub(crate) chunk_begins: u64,
     pub(crate) combine_weights: u64,
     pub(crate) combined: u64,
+    /// Where a dispatch tells the host how many rows it received, or 0.
+    pub(crate) sizes: u64,
     /// Bytes of a row that travels, and of its scales.
     pub(crate) row_bytes: u64,
     pub(crate) scale_bytes: u64,
@@ -183,7 +185,8 @@ pub(crate) struct ExpertsWork {
     /// A rank with at most so many tokens sends them through inboxes in a dispatch, and gets its rows back through them
     /// in a combine. The two calls have numbers of their own.
     pub(crate) inbox_tokens: u32,
-    pub(crate) reserved: u32,
+    /// What it writes there when it has told all.
+    pub(crate) sizes_number: u32,
 }
 
 impl ExpertsWork {
@@ -218,6 +221,7 @@ impl ExpertsWork {
             chunk_begins: region_at + region.chunks,
             combine_weights: region_at + region.combine_weights,
             combined: region_at + region.combined,
+            sizes: 0,
             row_bytes: shape.row_bytes() as u64,
             scale_bytes: 0,
             capacity: shape.received(world) as u64,
@@ -234,7 +238,7 @@ impl ExpertsWork {
             peer_blocks: 1,
             sends_weights: 0,
             inbox_tokens: 0,
-            reserved: 0,
+            sizes_number: 0,
         }
     }
 }

@@ -185,6 +185,17 @@ pub struct DispatchAt {
     pub known: bool,
 }
 
+/// How many rows a rank received in a dispatch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ReceivedSizes {
+    /// Tokens that it received and has room for: a row each if rows lie by rank.
+    pub rows: usize,
+    /// Rows by expert, padding between experts included; 0 if rows lie by rank.
+    pub rows_by_expert: usize,
+    /// Rows for each expert of the rank, without padding, also those that had no room.
+    pub expert_counts: Vec<usize>,
+}
+
 /// What a combine is given, by address.
 #[derive(Clone, Copy, Debug)]
 pub struct CombineAt {

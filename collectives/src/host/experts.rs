@@ -17,8 +17,8 @@ use self::routing::{BadId, Routing};
 use super::HostEngine;
 use super::call::{Call, Operation};
 use super::kernels::{ExpertRows, copy};
-use crate::Quantization;
 use crate::experts::{ExpertCall, ExpertsWork};
+use crate::{Quantization, ReceivedSizes};
 
 /// What calls use for themselves; it is kept so that calls need not allocate.
 #[derive(Debug, Default)]
@@ -46,6 +46,25 @@ impl HostEngine {
         let done = unsafe { self.dispatch_in(call, &mut scratch) };
         self.expert_scratch = scratch;
         done
+    }
+
+    /// The same, and says how many rows arrived.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`].
+    pub(crate) unsafe fn dispatch_exact(&mut self, call: &ExpertCall) -> Result<ReceivedSizes> {
+        // SAFETY: the caller's promises.
+        unsafe { self.dispatch(call) }?;
+        // SAFETY: the handle is one of this buffer, which has these parts.
+        let handle = unsafe { Handle::new(&call.work, self.world()) };
+        let number = |found: i32| found.max(0) as usize;
+        let local = call.shape.local_experts(self.world()) as usize;
+        Ok(ReceivedSizes {
+            rows: handle.received(call.work.capacity),
+            rows_by_expert: number(handle.head.get(Handle::BY_EXPERT)),
+            expert_counts: (0..local).map(|at| number(handle.expert_counts.get(at))).collect(),
+        })
     }
 
     /// # Safety

@@ -142,7 +142,7 @@ pub(super) const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 pub(super) const FAULT_BYTES: Axis = ("FAULT_BYTES", &["128"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
-const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["296"]);
+const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["304"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
 macro_rules! collective {

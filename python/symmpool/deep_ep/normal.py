@@ -74,11 +74,11 @@ def dispatch(
             chosen.contiguous(),
             None if given is None else given.detach().contiguous(),
             scales=None if scales is None else scales.detach().contiguous(),
+            exact=not worst,
         )
         rows, lists = worst, []
         if not worst:
-            core.synchronize()
-            rows, lists = _sizes(core, kept)
+            rows, lists = kept.rows, kept.counts
             if counts is not None:
                 lists = counts.sum(0).tolist()
             lists = [-(-count // alignment) * alignment for count in lists]
@@ -90,13 +90,6 @@ def dispatch(
         return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists, handle)
 
     return call
-
-
-def _sizes(core: Any, kept: Any) -> tuple[int, list[int]]:
-    """The rows received, and those of each expert, in one copy to the host."""
-    begin = core._parts["expert_counts"]
-    head = kept.memory[: begin + core.local_experts].tolist()
-    return head[0], head[begin:]
 
 
 def _rows(received: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:

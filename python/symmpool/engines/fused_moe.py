@@ -244,8 +244,9 @@ class PrepareAndFinalize:
 
     def _given(self, sent: tuple[Any, ...], quant_config: Any, defer: bool) -> tuple[Any, Any, Any, Any, Any]:
         rows, scales, handle, ids, weights = sent
+        known = None if handle.counts is None else torch.tensor(handle.counts, dtype=torch.int32)
         counts = getattr(self._types, "ExpertTokensMetadata", ExpertTokensMetadata)(
-            handle.expert_counts, None
+            handle.expert_counts, known
         )
         if scales is None and not defer and getattr(quant_config, "quant_dtype", None) is not None:
             shape = rows.shape

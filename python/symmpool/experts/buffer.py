@@ -117,8 +117,9 @@ class Buffer:
 
         `topk_weights`, float32, travel with the rows. `quantize` makes float8_e4m3fn of tokens, with a scale
         for each 128 channels: "fp8", "fp8_pow2" (powers of two), "fp8_ue8m0" (their exponents, uint8). Tokens
-        of float8_e4m3fn travel as they are, with the rows of `scales`, of any type. `exact=True` waits, and
-        all sizes are exact. `handle` sends the tokens as those of its dispatch were, without ids and weights.
+        of float8_e4m3fn travel as they are, with the rows of `scales`, of any type. `exact=True` waits until
+        it is known how many rows arrive, which is before they have: all sizes are exact, and
+        `received.host_expert_counts` is there. `handle` sends the tokens as those of its dispatch were, without ids and weights.
 
         Raises InvalidArgumentError, on every rank, for an id that is no expert, which counts as -1, and
         OverflowError where a rank has no room for all its rows, the last of which are not written."""
@@ -291,10 +292,13 @@ class Buffer:
         arguments = (
             handle.memory, x, topk_ids, topk_weights, scales, quantize, out, out_scales, handle.alignment
         )  # fmt: skip
-        wait = self._run(self._core.dispatch, arguments, hook, None if known else handle)
+        call, told = self._core.dispatch, []
+        if exact and not known:
+            call = self._telling(told)
+        wait = self._run(call, arguments, hook, None if known else handle)
         received = self._received(handle, known, dtype, scaled, out, out_scales)
         if exact:
-            self._cut(received, handle)
+            self._cut(received, handle, *told)
         return (received, handle, wait) if hook else (received, handle)
 
     def _received(
@@ -308,11 +312,22 @@ class Buffer:
         weights = None if known else self._view("weights", self.top_k, torch.float32)
         return Received(x, scales, ids, weights, handle)
 
-    def _cut(self, received: Received, handle: Handle) -> None:
-        """Waits for the call, and cuts tensors to the rows in use."""
-        count = int(handle.num_rows)
-        if self.device.type == "cuda":
-            self.synchronize()
+    def _telling(self, told: list[tuple[int, list[int]]]) -> Callable[..., None]:
+        """The dispatch that waits until it is known how many rows arrive, which it appends to a list."""
+
+        def dispatch(*arguments: Any) -> None:
+            told.append(self._core.dispatch(*arguments, exact=True))
+
+        return dispatch
+
+    def _cut(self, received: Received, handle: Handle, told: tuple[int, list[int]] | None = None) -> None:
+        """Cuts tensors to the rows in use. Where the call told no sizes, it waits for those of the handle."""
+        if told is not None:
+            count, handle.counts = told
+        else:
+            count = int(handle.num_rows)
+            if self.device.type == "cuda":
+                self.synchronize()
         for name in ("x", "scales", "topk_ids", "topk_weights"):
             tensor = getattr(received, name)
             setattr(received, name, None if tensor is None else tensor[:count])

@@ -25,7 +25,7 @@ class Handle:
     `Buffer.dispatch(x, handle=handle)` sends other rows the same way. Any number of them may be kept; each
     belongs to the buffer that made it. All tensors are views of its memory, on the buffer's device."""
 
-    __slots__ = ("buffer", "memory", "tokens", "layout", "alignment", "rows", "weights", "_parts")
+    __slots__ = ("buffer", "memory", "tokens", "layout", "alignment", "rows", "weights", "counts", "_parts")
 
     def __init__(
         self,
@@ -50,6 +50,8 @@ class Handle:
         self.rows = rows
         #: The weights that the dispatch was given.
         self.weights: torch.Tensor | None = None
+        #: Rows of each expert of this rank, known to the host, where the dispatch was exact.
+        self.counts: list[int] | None = None
 
     def part(self, name: str, *shape: int) -> torch.Tensor:
         """A part of the memory, int32."""
@@ -139,3 +141,8 @@ class Received:
     def expert_counts(self) -> torch.Tensor:
         """Rows of each expert of this rank, without padding: int32."""
         return self.handle.expert_counts
+
+    @property
+    def host_expert_counts(self) -> list[int] | None:
+        """The same, known to the host; None unless the dispatch was exact and its routing new."""
+        return self.handle.counts

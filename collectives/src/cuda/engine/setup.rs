@@ -125,6 +125,7 @@ impl CudaEngine {
             exchange: Exchange::of(options.all_to_all as u8),
             kernels,
             fault: Some(fault),
+            sizes: None,
             timeout,
             alive,
             order: StreamOrder::default(),

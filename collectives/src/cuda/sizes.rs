@@ -1,0 +1,112 @@
+//! How many rows a dispatch to experts received, told to the host before they have arrived.
+//!
+//! The leader block of the kernel knows sizes when it has the counts of all ranks, long before many rows are there. It
+//! writes them to pinned memory, and then the number of the call. The host looks for that number, so that it can go on,
+//! and give the device what follows, while rows are on their way.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::api::Api;
+use super::engine::CudaEngine;
+use super::words::Words;
+use crate::ReceivedSizes;
+use crate::experts::MOST_EXPERTS;
+
+// Which word has what: as in `experts/work.cuh`.
+const NUMBER: usize = 0;
+const ROWS: usize = 1;
+const BY_EXPERT: usize = 2;
+const COUNTS: usize = 4;
+
+/// How long the host looks without a pause: longer than counts take to be exchanged.
+const SPINS_FOR: Duration = Duration::from_micros(200);
+/// How long it sleeps between looks after that, as work before the call keeps the stream busy.
+const PAUSE: Duration = Duration::from_micros(20);
+/// How many looks there are to one at the stream.
+const LOOKS: u32 = 64;
+
+/// Where dispatches of a communicator tell the host sizes, one at a time.
+pub(super) struct Sizes {
+    words: Words,
+    /// The number of the last call that was asked.
+    number: u32,
+}
+
+impl Sizes {
+    /// The device's context must be current.
+    pub(super) fn new(api: &Api) -> Result<Self> {
+        Ok(Self { words: Words::new(api, COUNTS + MOST_EXPERTS as usize)?, number: 0 })
+    }
+
+    /// Where the next call writes sizes, and the number with which it says that it has.
+    pub(super) fn next_call(&mut self) -> (u64, u32) {
+        self.number = self.number.wrapping_add(1).max(1);
+        (self.words.address(0), self.number)
+    }
+
+    /// What the call of this number told, if it has.
+    fn told(&self, number: u32, local_experts: usize) -> Option<ReceivedSizes> {
+        let words = self.words.all();
+        if words[NUMBER].load(Ordering::Acquire) != number {
+            return None;
+        }
+        let word = |nth: usize| words[nth].load(Ordering::Relaxed) as usize;
+        Some(ReceivedSizes {
+            rows: word(ROWS),
+            rows_by_expert: word(BY_EXPERT),
+            expert_counts: (0..local_experts).map(|expert| word(COUNTS + expert)).collect(),
+        })
+    }
+
+    /// Frees the memory.
+    ///
+    /// # Safety
+    ///
+    /// No kernel runs that was given it, and the device's context is current.
+    #[allow(unsafe_code)] // passes on the caller's promise
+    pub(super) unsafe fn free(self, api: &Api) {
+        // SAFETY: the caller's promise; `self` ends here.
+        unsafe { self.words.free(api) };
+    }
+}
+
+impl CudaEngine {
+    /// Waits until the call of this number, on this stream, has told sizes, and says what else it told.
+    pub(super) fn await_sizes(
+        &mut self,
+        number: u32,
+        local_experts: u32,
+        stream: Stream,
+    ) -> Result<ReceivedSizes> {
+        let since = Instant::now();
+        let mut looks = 0_u32;
+        loop {
+            let told = |engine: &Self| {
+                let sizes = engine.sizes.as_ref()?;
+                sizes.told(number, local_experts as usize)
+            };
+            if let Some(sizes) = told(self) {
+                self.take_notice()?;
+                return Ok(sizes);
+            }
+            looks = looks.wrapping_add(1);
+            if !looks.is_multiple_of(LOOKS) {
+                std::hint::spin_loop();
+                continue;
+            }
+            // A kernel that failed, or never ran, tells nothing: the stream says so.
+            if self.is_idle(stream)? && told(self).is_none() {
+                self.synchronize(stream)?;
+                return Err(Error::invalid_state(
+                    "a dispatch to experts ended without telling how many rows it received",
+                ));
+            }
+            if since.elapsed() > SPINS_FOR {
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+}
