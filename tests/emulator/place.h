@@ -33,6 +33,8 @@ void emulated_between();
 void emulated_act();
 // A barrier of the block's threads that have not ended. Returns whether any passed a predicate that is not 0.
 int emulated_block(int predicate);
+// A barrier of some warps, of so many threads in all. Its numbers begin with 1.
+int emulated_group(unsigned number, unsigned threads, int predicate);
 // A barrier of a warp. Returns the value of each thread, and sets a bit of `ended` for each that has ended. All threads
 // must call it with the same `kind`.
 const unsigned long long* emulated_warp(unsigned long long value, char kind, unsigned* ended);

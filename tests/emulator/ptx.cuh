@@ -61,6 +61,31 @@ inline unsigned long long nanoseconds() {
 inline void wait_for_stream() {}
 inline void begin_kernel(bool = false) {}
 
+inline bool barrier_of_warps(unsigned barrier, unsigned threads, bool predicate) {
+    return emulated::emulated_group(barrier, threads, predicate);
+}
+
+// --- bulk copies: done when they begin
+
+constexpr bool HAS_BULK_COPIES = true;
+
+inline void make_arrival(unsigned long long* arrival) { *arrival = 0; }
+inline void bulk_load(void* shared, const void* from, unsigned bytes, unsigned long long* arrival) {
+    __builtin_memcpy(shared, from, bytes);
+    *arrival ^= 1;
+}
+inline void await_arrival(unsigned long long* arrival, unsigned phase) {
+    if ((*arrival ^ 1) != (phase & 1)) {
+        __builtin_trap();
+    }
+}
+inline void bulk_store(void* to, const void* shared, unsigned bytes) {
+    emulated::emulated_act();
+    __builtin_memcpy(to, shared, bytes);
+}
+template <unsigned LEFT> void await_bulk_reads() {}
+template <unsigned LEFT> void await_bulk_stores() { emulated::emulated_look(); }
+
 // --- conversions, ties to even
 
 inline unsigned short f32_to_bf16(float value) {

@@ -51,11 +51,20 @@ struct Warp {
     unsigned without[2];  // the threads that had ended at the time of the vote
 };
 
-enum State { READY, AT_BLOCK, AT_WARP, ENDED };
+// A barrier of some warps of a block.
+struct GroupBarrier {
+    unsigned waiting = 0;
+    int predicate = 0, answer = 0;
+};
+
+constexpr unsigned BARRIERS = 16;
+
+enum State { READY, AT_BLOCK, AT_GROUP, AT_WARP, ENDED };
 
 struct Fiber {
     Place place;
     State state = READY;
+    unsigned barrier = 0;  // which one it is at
     bool begun = false;
     jmp_buf here;
     void* stack = nullptr;
@@ -70,6 +79,7 @@ struct Block {
     jmp_buf scheduler;
     unsigned live = 0, waiting = 0;
     int predicate = 0, answer = 0;
+    GroupBarrier barriers[BARRIERS];
     // Whether a thread made progress in this round, and how many rounds had none.
     bool moved = false;
     unsigned idle = 0;
@@ -328,6 +338,31 @@ int emulated_block(int predicate) {
     }
     back_to_scheduler();
     return block.answer;
+}
+
+int emulated_group(unsigned number, unsigned threads, int predicate) {
+    Block& block = *block_here;
+    if (number == 0 || number >= BARRIERS || threads % WARP != 0 || threads > block.fibers.size()) {
+        refuse("a barrier of some warps that there is not, or of parts of warps");
+    }
+    GroupBarrier& barrier = block.barriers[number];
+    barrier.predicate |= predicate != 0;
+    barrier.waiting += 1;
+    fiber_here->state = AT_GROUP;
+    fiber_here->barrier = number;
+    if (barrier.waiting == threads) {
+        block.moved = true;
+        barrier.answer = barrier.predicate;
+        barrier.predicate = 0;
+        barrier.waiting = 0;
+        for (Fiber& fiber : block.fibers) {
+            if (fiber.state == AT_GROUP && fiber.barrier == number) {
+                fiber.state = READY;
+            }
+        }
+    }
+    back_to_scheduler();
+    return barrier.answer;
 }
 
 const unsigned long long* emulated_warp(unsigned long long value, char kind, unsigned* ended) {

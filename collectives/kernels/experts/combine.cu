@@ -1,12 +1,12 @@
 //! Combine from experts: rows go back to the ranks of their tokens, which sum up the rows of each token.
 //! Defines: WORLD, THREADS, DTYPE, BY_EXPERT.
 //!
-//! Some worker blocks send rows, chunk by chunk, and others sum up the chunks that have arrived, so that links and memory
-//! are busy at the same time; few blocks do both by turns. Blocks that send wait for handshakes and for weights alone, and
-//! blocks that sum up a step for the sends of that step, whatever blocks make them. A peer's memory for rows is free when
-//! it has come to this call. Before all that, rows of ranks with few tokens go through inboxes
-//! (`experts/combine_few.cuh`).
+//! Of each worker block some warps send rows, chunk by chunk, and the others sum up the chunks that have arrived, so that
+//! links and memory are busy at the same time. Warps that send wait for handshakes and for weights alone, and warps that sum
+//! up a step for the sends of that step, whatever blocks make them. A peer's memory for rows is free when it has come to
+//! this call. Before all that, rows of ranks with few tokens go through inboxes (`experts/combine_few.cuh`).
 
+#include <experts/bulk.cuh>
 #include <experts/combine_few.cuh>
 
 using namespace symmpool;
@@ -16,7 +16,19 @@ constexpr u32 WEIGHTS_KIND = FINISHED;  // flags that weights of a combine have 
 constexpr u32 SUM_VECTORS = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1;
 constexpr u32 SEND_VECTORS = BY_EXPERT ? SUM_VECTORS : COPY_VECTORS;
 
+
+// Rows that go back as they were given are copied by one thread.
+constexpr bool COPIES = HAS_BULK_COPIES && !BY_EXPERT;
+// Chunks of a step. Rows by expert take longer, so that smaller steps are worth their flags.
+constexpr u32 STEP_CHUNKS = BY_EXPERT ? 1 : 2;
+constexpr u32 SENDERS = COPIES ? 1 : WARPS / 2;  // warps that send
+constexpr Warps SENDING = {0, SENDERS, 1};
+constexpr Warps SUMMING = {SENDERS, WARPS - SENDERS, 2};
+
 __shared__ int places[TILE][WORLD];
+#if !BY_EXPERT
+__shared__ BulkPieces pieces;
+#endif
 
 // The weights of a row that a peer sent.
 __device__ __forceinline__ const float* weights_of(const ExpertsWork& work, u32 row) {
@@ -40,9 +52,20 @@ __device__ __forceinline__ void send_weights(const Comm& comm, const ExpertsWork
     }
 }
 
-// Sends the rows of a step's chunks to their sources.
-__device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& work, PeerBlocks own, u32 step) {
-    const u32 vectors = static_cast<u32>(work.row_bytes / 16);
+__device__ __forceinline__ u32 steps_of(const Chunks& chunks) {
+    return (chunks.steps + STEP_CHUNKS - 1) / STEP_CHUNKS;
+}
+
+// The first chunk of a step of an index, or behind the last step the end of its chunks.
+__device__ __forceinline__ u32 chunk_of(const Chunks& chunks, u32 index, u32 step) {
+    const u32 within = step * STEP_CHUNKS < chunks.steps ? step * STEP_CHUNKS : chunks.steps;
+    return index * chunks.steps + within;
+}
+
+// Calls `send(received, count, to)` for the rows of a step's chunks.
+template <typename Send>
+__device__ __forceinline__ void for_rows_of_step(const Comm& comm, const ExpertsWork& work, PeerBlocks own, u32 step,
+                                                 Send send) {
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 source = comm.after(distance);
@@ -55,20 +78,49 @@ __device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& w
         // At a peer, rows lie by the distance of their sender.
         char* slot = work.combined + (WORLD - distance - 1) * (work.max_tokens * work.row_bytes);
 #pragma unroll 1
-        for (u32 index = own.first; index < own.end && step < chunks.steps; ++index) {
-            const int* at = work.chunks + source * (MOST_CHUNKS + 1) + index * chunks.steps + step;
-            const u32 end = static_cast<u32>(at[1]) < room ? static_cast<u32>(at[1]) : static_cast<u32>(room);
-            for (u32 first = static_cast<u32>(at[0]); first < end; first += TILE) {
-                const u32 count = end - first < TILE ? end - first : TILE;
-                char* to = comm.at_peer(slot + first * work.row_bytes, source);
-                for_pieces<SEND_VECTORS>(count, vectors, 0, 1, [&](const Piece<SEND_VECTORS>& piece) {
-                    const u32 received = begin + first + piece.row;
-                    uint4 found[SEND_VECTORS];
-                    load_returned(work, received, weights_of(work, received), piece, found);
-                    piece.store(to + piece.row * work.row_bytes, found);
-                });
+        for (u32 index = own.first; index < own.end && step < steps_of(chunks); ++index) {
+            const int* begins = work.chunks + source * (MOST_CHUNKS + 1);
+            const u32 first = static_cast<u32>(begins[chunk_of(chunks, index, step)]);
+            const u32 last = static_cast<u32>(begins[chunk_of(chunks, index, step + 1)]);
+            const u32 end = last < room ? last : static_cast<u32>(room);
+            if (first < end) {
+                send(begin + first, end - first, comm.at_peer(slot + first * work.row_bytes, source));
             }
         }
+    }
+}
+
+// Sends rows to their sources in so many steps, and says after each that they are there. Called by all threads that send.
+__device__ __forceinline__ void send_steps(const Session& session, const ExpertsWork& work, PeerBlocks own, u32 steps) {
+#if !BY_EXPERT
+    if (COPIES) {
+        if (SENDING.thread() != 0) {
+            return;
+        }
+        BulkSender sender(session, own, ARRIVED, pieces);
+#pragma unroll 1
+        for (u32 step = 0; step < steps; ++step) {
+            for_rows_of_step(session.comm, work, own, step, [&](u32 received, u32 count, char* to) {
+                sender.copy(to, work.input + received * work.row_bytes, count * work.row_bytes);
+            });
+            sender.raise(step + 1);
+        }
+        sender.finish();
+        return;
+    }
+#endif
+    const u32 vectors = static_cast<u32>(work.row_bytes / 16);
+#pragma unroll 1
+    for (u32 step = 0; step < steps; ++step) {
+        for_rows_of_step(session.comm, work, own, step, [&](u32 received, u32 count, char* to) {
+            for_pieces<SEND_VECTORS>(count, vectors, SENDING, [&](const Piece<SEND_VECTORS>& piece) {
+                const u32 row = received + piece.row;
+                uint4 found[SEND_VECTORS];
+                load_returned(work, row, weights_of(work, row), piece, found);
+                piece.store(to + piece.row * work.row_bytes, found);
+            });
+        });
+        raise_flags(session, own, ARRIVED, step + 1, SENDING);
     }
 }
 
@@ -76,8 +128,10 @@ __device__ __forceinline__ void send_step(const Comm& comm, const ExpertsWork& w
 __device__ __forceinline__ void sum_piece(const Comm& comm, const ExpertsWork& work, u32 token, const int* of,
                                           const Piece<SUM_VECTORS>& piece) {
     const u32 received = sources.begin[comm.rank] + static_cast<u32>(of[comm.rank]);
-    // All loads are under way before the first sum. A rank without a row adds zeros, which change no sum.
-    uint4 found[WORLD][SUM_VECTORS] = {};
+    // All loads are under way before the first sum. A rank without a row adds zeros, which change no sum. Two rows have the
+    // same sum in either order, so that of a single peer needs no place in the order of ranks.
+    constexpr bool PAIR = BY_EXPERT && WORLD == 2;
+    uint4 found[PAIR ? 1 : WORLD][SUM_VECTORS] = {};
 #pragma unroll
     for (u32 rank = 0; rank < WORLD; ++rank) {
         const u64 slot = (comm.distance_to(rank) - 1) * static_cast<u64>(work.max_tokens);
@@ -89,7 +143,7 @@ __device__ __forceinline__ void sum_piece(const Comm& comm, const ExpertsWork& w
         from = rank == comm.rank ? work.input + received * work.row_bytes : from;
 #endif
         if (loads) {
-            piece.load(from, found[rank]);
+            piece.load(from, found[PAIR ? 0 : rank]);
         }
     }
 #if BY_EXPERT
@@ -99,11 +153,16 @@ __device__ __forceinline__ void sum_piece(const Comm& comm, const ExpertsWork& w
     }
 #endif
     float sums[SUM_VECTORS][VALUES] = {};
+#if BY_EXPERT
+    if (PAIR) {
+        add_to(sums, mine);
+    }
+#endif
 #pragma unroll
-    for (u32 rank = 0; rank < WORLD; ++rank) {
+    for (u32 rank = 0; rank < (PAIR ? 1 : WORLD); ++rank) {
 #if BY_EXPERT
 #pragma unroll
-        for (u32 i = 0; i < SUM_VECTORS; ++i) {
+        for (u32 i = 0; i < SUM_VECTORS && !PAIR; ++i) {
             found[rank][i] = select(rank == comm.rank, mine[i], found[rank][i]);
         }
 #endif
@@ -112,19 +171,19 @@ __device__ __forceinline__ void sum_piece(const Comm& comm, const ExpertsWork& w
     store_sums(work, token, piece, sums);
 }
 
-// Sums up the rows of a chunk of own tokens. Called by all threads of a block.
-__device__ __forceinline__ void sum_chunk(const Comm& comm, const ExpertsWork& work, const Chunks& chunks, u32 chunk) {
-    const u32 vectors = static_cast<u32>(work.row_bytes / 16), end = chunks.begin(chunk + 1);
-    for (u32 first = chunks.begin(chunk); first < end; first += TILE) {
+// Sums up the rows of own tokens. Called by all threads that sum up.
+__device__ __forceinline__ void sum_tokens(const Comm& comm, const ExpertsWork& work, u32 from, u32 end) {
+    const u32 vectors = static_cast<u32>(work.row_bytes / 16);
+    for (u32 first = from; first < end; first += TILE) {
         const u32 count = end - first < TILE ? end - first : TILE;
-        __syncthreads();
-        // At most two places for each thread. Unrolled further, this loop takes registers of the sums below.
+        SUMMING.sync();
+        // At most a few places for each thread. Unrolled further, this loop takes registers of the sums below.
 #pragma unroll (TILE * WORLD > THREADS ? 2 : 1)
-        for (u32 i = threadIdx.x; i < count * WORLD; i += THREADS) {
+        for (u32 i = SUMMING.thread(); i < count * WORLD; i += SUMMING.threads()) {
             places[i / WORLD][i % WORLD] = work.positions[static_cast<u64>(first) * WORLD + i];
         }
-        __syncthreads();
-        for_pieces<SUM_VECTORS>(count, vectors, 0, 1, [&](const Piece<SUM_VECTORS>& piece) {
+        SUMMING.sync();
+        for_pieces<SUM_VECTORS>(count, vectors, SUMMING, [&](const Piece<SUM_VECTORS>& piece) {
             sum_piece(comm, work, first + piece.row, places[piece.row], piece);
         });
     }
@@ -173,19 +232,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!any_has_many(few)) {
         return;
     }
-    // Few blocks send and sum up, so that each of them can use the link.
-    const u32 workers = worker_blocks(), block = worker_block();
-    const bool both = workers < work.peer_blocks;
-    const u32 senders = both ? workers : workers / 2, summers = both ? workers : workers - senders;
-    const bool sends = block < senders, sums = (both || !sends) && !sums_few;
-    const PeerBlocks own(work.peer_blocks, sends ? block : 0, senders);
+    const PeerBlocks own(work.peer_blocks);
     u32 steps = 0;
-    for (u32 distance = 1; distance < WORLD && sends; ++distance) {
+    for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 source = comm.after(distance);
         const Chunks chunks(sources.tokens[source], work.peer_blocks);
-        steps = has_many(source) && chunks.steps > steps ? chunks.steps : steps;
+        steps = has_many(source) && steps_of(chunks) > steps ? steps_of(chunks) : steps;
     }
-    const bool gives_weights = work.sends_weights && sends && !sums_few;
+    const bool gives_weights = work.sends_weights && !sums_few;
     if (steps != 0 || gives_weights) {
         if (!await_handshakes<true>(session, call)) {
             return;
@@ -199,28 +253,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             return;
         }
     }
-    // A block that does both sums up one step behind, when that step's rows have arrived meanwhile.
-    const u32 behind = both ? 1 : 0;
+    if (threadIdx.x < SENDING.threads()) {
+        send_steps(session, work, own, steps);
+        return;
+    }
     const Chunks chunks(work.tokens, work.peer_blocks);
-    const u32 own_steps = sums ? chunks.steps : 0;
-    u32 index = both ? block : block - senders;
 #pragma unroll 1
-    for (u32 step = 0; step < steps || step < own_steps + behind; ++step) {
-        if (step < steps) {
-            send_step(comm, work, own, step);
-            raise_flags(session, own, ARRIVED, step + 1);
-        }
-        if (step < behind || step - behind >= own_steps) {
-            continue;
-        }
+    for (u32 step = 0; step < steps_of(chunks) && !sums_few; ++step) {
         // Blocks sum up chunks by turns, so that all have equally many, whatever blocks send them.
-        for (; index < work.peer_blocks; index += summers) {
+        for (u32 index = worker_block(); index < work.peer_blocks; index += worker_blocks()) {
             const PeerBlocks one(work.peer_blocks, index, work.peer_blocks);
-            if (!await_flags(session, one, ARRIVED, step - behind + 1, DATA)) {
+            if (!await_flags(session, one, ARRIVED, step + 1, DATA, EveryPeer{}, SUMMING)) {
                 return;
             }
-            sum_chunk(comm, work, chunks, index * chunks.steps + step - behind);
+            const u32 from = chunks.begin(chunk_of(chunks, index, step));
+            sum_tokens(comm, work, from, chunks.begin(chunk_of(chunks, index, step + 1)));
         }
-        index -= work.peer_blocks;
     }
 }

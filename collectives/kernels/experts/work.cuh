@@ -147,6 +147,16 @@ __device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, u32 part, u32 
     }
 }
 
+// The same, by some warps of a block alone. Called by all threads of these.
+template <u32 COUNT, typename Visit>
+__device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, Warps warps, Visit visit) {
+    const u32 each = Piece<COUNT>::count(vectors);
+#pragma unroll 1
+    for (u32 i = warps.warp(); i < rows * each; i += warps.count) {
+        visit(Piece<COUNT>(i, each, vectors));
+    }
+}
+
 // Waits for a vector of a rank in the LL protocol; false if it does not arrive in time.
 __device__ __forceinline__ bool await_vector(const Session& session, u32 from, const char* slot, uint4& vector) {
     Watch watch;

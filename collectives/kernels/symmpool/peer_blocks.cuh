@@ -5,6 +5,7 @@
 #pragma once
 
 #include <symmpool/handshake.cuh>
+#include <symmpool/warps.cuh>
 
 namespace symmpool {
 
@@ -50,12 +51,13 @@ __device__ __forceinline__ UsedBytes used_flags(u32 peer_blocks) {
     return used;
 }
 
-// Raises this block's flags on every peer, after all that the block has stored so far (rule S3). Called by all
-// threads of the block.
-__device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count) {
-    __syncthreads();
+// Raises this block's flags on every peer, after what each of these threads has stored so far itself, or has seen
+// (rule S3). Called by all of them.
+template <typename Threads>
+__device__ __forceinline__ void raise_flags_after(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
+                                                  Threads threads) {
 #pragma unroll 1
-    for (u32 pair = threadIdx.x; pair < peer_blocks.pairs(); pair += blockDim.x) {
+    for (u32 pair = threads.thread(); pair < peer_blocks.pairs(); pair += threads.threads()) {
         const u32 peer = pair % WORLD;
         if (peer != session.comm.rank) {
             store_release(
@@ -63,6 +65,14 @@ __device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks p
                 static_cast<u64>(session.epoch) << 32 | count);
         }
     }
+}
+
+// The same, after all that these threads have stored so far.
+template <typename Threads = WholeBlock>
+__device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
+                                            Threads threads = {}) {
+    threads.sync();
+    raise_flags_after(session, peer_blocks, kind, count, threads);
 }
 
 // Waits until a peer has raised the flag of an index to `count`; false if that takes too long. Called by one thread.
@@ -93,21 +103,21 @@ struct EveryPeer {
 };
 
 // Waits until every peer for which `which(peer)` is true has raised the flags of all of this block's indices to `count`.
-// Called by all threads of the block, which get the same answer: false if one takes too long. With PRESENT it is false as
+// Called by all of these threads, which get the same answer: false if one takes too long. With PRESENT it is false as
 // well if one of these peers has given up on the call, after which its output must not be written.
-template <bool PRESENT = false, typename Which = EveryPeer>
+template <bool PRESENT = false, typename Which = EveryPeer, typename Threads = WholeBlock>
 __device__ __forceinline__ bool await_flags(const Session& session, PeerBlocks peer_blocks, u32 kind,
-                                            u32 count, u32 phase, Which which = {}) {
+                                            u32 count, u32 phase, Which which = {}, Threads threads = {}) {
     bool bad = false;
 #pragma unroll 1
-    for (u32 pair = threadIdx.x; pair < peer_blocks.pairs() && !bad; pair += blockDim.x) {
+    for (u32 pair = threads.thread(); pair < peer_blocks.pairs() && !bad; pair += threads.threads()) {
         const u32 peer = pair % WORLD, index = peer_blocks.first + pair / WORLD;
         if (peer != session.comm.rank && which(peer)) {
             const bool left = PRESENT && withdrawn(handshake_word(session, peer, 0), session.epoch);
             bad = !thread_await_flag(session, kind, peer, index, count, phase) || left;
         }
     }
-    return !__syncthreads_or(bad);
+    return !threads.sync_or(bad);
 }
 
 // --- keeping step

@@ -90,6 +90,88 @@ __device__ __forceinline__ void begin_kernel(bool early) {
     wait_for_stream();
 }
 
+// --- threads of a block
+
+// A barrier of some warps of a block, of so many threads in all, which get the same answer: whether a predicate of any is
+// true. `barrier` is 1 to 15; no other warps use that one.
+__device__ __forceinline__ bool barrier_of_warps(unsigned barrier, unsigned threads, bool predicate) {
+    unsigned any;
+    asm volatile("{\n"
+                 ".reg .pred given, found;\n"
+                 "setp.ne.u32 given, %3, 0;\n"
+                 "barrier.red.or.pred found, %1, %2, given;\n"
+                 "selp.u32 %0, 1, 0, found;\n"
+                 "}"
+                 : "=r"(any) : "r"(barrier), "r"(threads), "r"(static_cast<unsigned>(predicate)) : "memory");
+    return any != 0;
+}
+
+// --- bulk copies, on devices from compute capability 9.0 on
+//
+// A unit of the SM copies between global and shared memory, asked by one thread: threads and their registers are free for
+// other work. Addresses and lengths are multiples of 16.
+
+#if __CUDA_ARCH__ >= 900
+constexpr bool HAS_BULK_COPIES = true;
+
+__device__ __forceinline__ unsigned shared_address(const void* at) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+
+// Makes an arrival in shared memory, which tells when what was loaded is there. Whoever uses it waits for a barrier first.
+__device__ __forceinline__ void make_arrival(unsigned long long* arrival) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(arrival)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Begins to load so many bytes into shared memory.
+__device__ __forceinline__ void bulk_load(void* shared, const void* from, unsigned bytes, unsigned long long* arrival) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(arrival)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(shared)), "l"(__cvta_generic_to_global(from)), "r"(bytes),
+                    "r"(shared_address(arrival))
+                 : "memory");
+}
+
+// Waits until the load of this number, of those with this arrival, is there: 0 for the first.
+__device__ __forceinline__ void await_arrival(unsigned long long* arrival, unsigned nth) {
+    asm volatile("{\n"
+                 ".reg .pred there;\n"
+                 "WAIT:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
+                 "@!there bra WAIT;\n"
+                 "}"
+                 :: "r"(shared_address(arrival)), "r"(nth & 1) : "memory");
+}
+
+// Begins to store so many bytes of shared memory, this device's or a peer's.
+__device__ __forceinline__ void bulk_store(void* to, const void* shared, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(__cvta_generic_to_global(to)), "r"(shared_address(shared)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all but the last `LEFT` stores of this thread have read what they store.
+template <unsigned LEFT> __device__ __forceinline__ void await_bulk_reads() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory");
+}
+
+// Waits until these stores have ended: they come before a later fence.
+template <unsigned LEFT> __device__ __forceinline__ void await_bulk_stores() {
+    asm volatile("cp.async.bulk.wait_group %0;" :: "n"(LEFT) : "memory");
+}
+#else
+constexpr bool HAS_BULK_COPIES = false;
+
+__device__ __forceinline__ void make_arrival(unsigned long long*) {}
+__device__ __forceinline__ void bulk_load(void*, const void*, unsigned, unsigned long long*) {}
+__device__ __forceinline__ void await_arrival(unsigned long long*, unsigned) {}
+__device__ __forceinline__ void bulk_store(void*, const void*, unsigned) {}
+template <unsigned LEFT> __device__ __forceinline__ void await_bulk_reads() {}
+template <unsigned LEFT> __device__ __forceinline__ void await_bulk_stores() {}
+#endif
+
 // --- conversions
 
 __device__ __forceinline__ unsigned short f32_to_bf16(float value) {

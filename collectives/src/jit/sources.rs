@@ -36,6 +36,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "fused/norm.cuh",
     "fused/row_sums.cuh",
     "experts/arrived.cuh",
+    "experts/bulk.cuh",
     "experts/combine_few.cuh",
     "experts/counts.cuh",
     "experts/dispatch_few.cuh",
@@ -63,6 +64,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/span.cuh",
     "symmpool/types.cuh",
     "symmpool/vector.cuh",
+    "symmpool/warps.cuh",
 ];
 
 /// Every kernel.
