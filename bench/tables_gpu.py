@@ -433,6 +433,7 @@ def more():
         device_splits,
         *everywhere(plans),
         *everywhere(tables_models.experts),
+        *everywhere(tables_models.experts_24),
         *everywhere(tables_models.norms),
         *everywhere(tables_models.matmuls),
         *everywhere(tables_models.training),

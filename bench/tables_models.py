@@ -10,12 +10,24 @@ EXPERT_BARS = {
     "dispatch_fp8": {128: 10, 512: 20, 4096: 100},
     "combine": {128: 13, 512: 32, 4096: 190},
     "routed": {1: 10, 8: 12},
+    "routed_fp8": {128: 34},
+    "exact": {4096: 400},
+    "low_latency_dispatch": {128: 18},
+    "low_latency_dispatch_fp8": {128: 14},
+    "low_latency_combine": {128: 20},
 }
+#: The same with 24 SMs.
+EXPERT_BARS_24 = {"dispatch": {4096: 240}, "dispatch_fp8": {4096: 150}, "combine": {4096: 270}}
 EXPERT_CASES = {
     "dispatch": "dispatch, bf16",
     "dispatch_fp8": "dispatch, cast to fp8",
     "combine": "combine, bf16",
     "routed": "dispatch with new routing + combine, bf16",
+    "routed_fp8": "dispatch with new routing, cast to fp8 + combine, bf16",
+    "exact": "the same in bf16, eager, with exact sizes",
+    "low_latency_dispatch": "`low_latency_dispatch`, bf16",
+    "low_latency_dispatch_fp8": "`low_latency_dispatch`, cast to fp8",
+    "low_latency_combine": "`low_latency_combine`, bf16",
 }
 #: The same of an all-reduce with residual and RMSNorm, by channels and tokens.
 NORM_BARS = {
@@ -37,8 +49,12 @@ def ours_at(place):
     return "symmpool us (goal)" if place in TWO else "symmpool us"
 
 
-def experts(places):
-    place, report = recorded("experts", places)
+def experts_24(places):
+    return experts(places, "experts_24", EXPERT_BARS_24, " with 24 SMs")
+
+
+def experts(places, name="experts", bars=EXPERT_BARS, how=""):
+    place, report = recorded(name, places)
     if report is None:
         return None
     peers = peers_of(report)
@@ -46,7 +62,7 @@ def experts(places):
     for entry in report["results"]:
         us = {name: each.get("us") for name, each in entry["figures"].items()}
         has_goal = place in TWO and entry["routing"] == "uniform"
-        bar = EXPERT_BARS.get(entry["case"], {}).get(entry["tokens"]) if has_goal else None
+        bar = bars.get(entry["case"], {}).get(entry["tokens"]) if has_goal else None
         rows.append(
             [
                 EXPERT_CASES.get(entry["case"], entry["case"]),
@@ -59,8 +75,8 @@ def experts(places):
     head = ["call", "routing", "tokens of a rank", ours_at(place), *(f"{name} us" for name in peers)]
     shape = report["options"]
     title = (
-        f"Experts: hidden {shape['hidden']}, {shape['top_k']} of {shape['experts']} experts a token; peers "
-        "are NCCL's collectives with the routing known"
+        f"Experts{how}: hidden {shape['hidden']}, {shape['top_k']} of {shape['experts']} experts a token; "
+        "peers are NCCL's collectives with the routing known"
     )
     return title, place, report, head, rows
 

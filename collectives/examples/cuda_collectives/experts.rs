@@ -547,6 +547,17 @@ impl Check<'_> {
         };
         let call = self.put(&routed(0), &shape, 0)?;
         let call = DispatchAt { ids_dtype: DType::I64, ..call };
+        // The host cannot wait for what a graph only captures.
+        let mut refused = false;
+        let graph = Graph::capture(self.pool, self.stream, || {
+            let handle = self.handles[0].as_ptr().cast();
+            // SAFETY: as in `dispatch`.
+            let found = unsafe { buffer.dispatch_exact_at(handle, &call, &self.stream) };
+            refused = found.is_err_and(|error| error.is_invalid_state());
+            Ok(())
+        })?;
+        graph.destroy(self.pool)?;
+        self.judge("exact sizes while a graph is captured", &[refused], &[true]);
         let graph = Graph::capture(self.pool, self.stream, || {
             self.dispatch(buffer, 0, &call)?;
             let input = buffer.received().rows.cast_const();

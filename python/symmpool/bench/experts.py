@@ -5,14 +5,22 @@ all-gathers of torch.distributed, and with DeepEP where it is installed.
 """
 
 import argparse
-from functools import partial
 
-from symmpool.bench import expert_routing, peers, plot, rounds, session, table, timing
+from symmpool.bench import (
+    expert_contenders,
+    expert_low_latency,
+    expert_routing,
+    plot,
+    rounds,
+    session,
+    table,
+    timing,
+)
 from symmpool.bench.arguments import add_measuring, comma_separated, count_list, positive
 
-#: The calls that are measured. In the last one the routing is new in every call; in the others a handle has
-#: it.
-CASES = ("dispatch", "dispatch_fp8", "combine", "routed")
+#: The calls that are measured. In the routed ones and `exact` the routing is new in every call; in the first
+#: three a handle has it. In `exact` the host asks how many rows there are, so that it cannot be captured.
+CASES = ("dispatch", "dispatch_fp8", "combine", "routed", "routed_fp8", "exact", *expert_low_latency.CASES)
 
 
 def _choices(known):
@@ -41,7 +49,9 @@ def add_options(commands):
         "--cases",
         type=_choices(CASES),
         default=list(CASES),
-        help=f"a list of {', '.join(CASES)} (default: all); routed: layout, dispatch and combine",
+        help=f"a list of {', '.join(CASES)} (default: all); routed and exact: layout, dispatch and combine, "
+        "with exact sizes known to the host; low_latency: DeepEP's names, for up to "
+        f"{expert_low_latency.MOST_TOKENS} tokens",
     )
     command.add_argument("--num-sms", type=positive, help="the most SMs of symmpool's and DeepEP's kernels")
     command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
@@ -49,290 +59,6 @@ def add_options(commands):
         "--peers", help="only these, by their names in the table: all-to-all,DeepEP; or none"
     )
     add_measuring(command)
-
-
-class Exchange:
-    """One case of one contender: a call without arguments, and `wrong`, which counts wrong elements after it.
-    `outputs` are tensors that every call writes, which are overwritten before a check."""
-
-    def __init__(self, call, wrong, *outputs):
-        self.call, self.wrong, self.outputs = call, wrong, outputs
-
-    def poison(self):
-        for output in self.outputs:
-            output.fill_(77)
-
-
-class Contender:
-    """One implementation, for up to `most` tokens of each rank."""
-
-    def __init__(self, ranks, options, most):
-        self.ranks, self.options, self.most = ranks, options, most
-        self.torch, self.dist = ranks.torch, ranks.dist
-
-    def differ(self, found, wanted):
-        """The number of wrong elements."""
-        torch = self.torch
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
-            return max(found.numel(), wanted.numel(), 1)
-        return int((found.view(torch.uint8) != wanted.view(torch.uint8)).sum())
-
-    def confirm(self):
-        pass
-
-    def close(self):
-        pass
-
-
-class Ours(Contender):
-    """Rows by rank, in the buffer's memory; the host waits for nothing."""
-
-    def __init__(self, ranks, options, most, pools):
-        from symmpool import experts
-
-        super().__init__(ranks, options, most)
-        shape = {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k}
-        self.buffer = experts.Buffer(pools.get(ranks), **shape, max_tokens=most, num_sms=options.num_sms)
-
-    def exchange(self, case, routing):
-        buffer, x = self.buffer, routing.x[routing.rank]
-        ids, weights = routing.ids[routing.rank], routing.weights[routing.rank]
-        received, handle = buffer.dispatch(x, ids, weights)
-        count = int(handle.num_rows)
-        found, out = {}, self.torch.empty_like(x)
-
-        def dispatch(quantize):
-            found["received"], _ = buffer.dispatch(x, handle=handle, quantize=quantize)
-
-        def wrong_dispatch(quantize):
-            wanted, found_rows = routing.received(), found["received"].x[:count]
-            if quantize is None:
-                return self.differ(found_rows, wanted)
-            rows, scales = expert_routing.quantized(self.torch, wanted)
-            return self.differ(found_rows, rows) + self.differ(found["received"].scales[:count], scales)
-
-        def combine(rows):
-            buffer.combine(rows, handle, out=out)
-
-        def routed():
-            received, new = buffer.dispatch(x, ids, weights)
-            buffer.combine(received.x, new, out=out)
-
-        def wrong_sums():
-            return self.differ(out, routing.combined())
-
-        if case == "combine":
-            return Exchange(partial(combine, received.x.clone()), wrong_sums, out)
-        if case == "routed":
-            return Exchange(routed, wrong_sums, out)
-        quantize = "fp8" if case == "dispatch_fp8" else None
-        # The same memory, also where it is seen as other elements.
-        return Exchange(partial(dispatch, quantize), partial(wrong_dispatch, quantize), received.x)
-
-    def confirm(self):
-        self.buffer.synchronize()
-
-    def close(self):
-        self.buffer = None
-
-
-class AllToAll(Contender):
-    """torch.distributed's all_to_all_single: a row for each token and rank, sizes known to the host."""
-
-    def exchange(self, case, routing):
-        torch, dist, world, me = self.torch, self.dist, self.ranks.world, routing.rank
-        x = routing.x[me]
-        if case == "routed" and self.ranks.on_cuda:
-            raise ValueError("the host must know the sizes of an all-to-all, which a graph cannot tell it")
-
-        def layout():
-            index = [routing.on(rank, me).nonzero()[:, 0] for rank in range(world)]
-            send = [len(each) for each in index]
-            receive = [int(routing.on(me, source).sum()) for source in range(world)]
-            return torch.cat(index), send, receive
-
-        index, send, receive = layout()
-        rows = x.new_empty((sum(receive), x.shape[1]))
-        out = torch.empty_like(x)
-        found = {}
-
-        def dispatch(tokens, rows, index=index, send=send, receive=receive):
-            dist.all_to_all_single(rows, tokens[index], receive, send)
-
-        def dispatch_fp8(rows, scale_rows):
-            tokens, scales = expert_routing.quantized(torch, x)
-            # NCCL and gloo know bytes where they do not know the type.
-            dispatch(tokens.view(torch.uint8), rows.view(torch.uint8))
-            dispatch(scales, scale_rows)
-
-        def combine(rows, index=index, send=send, receive=receive):
-            back = rows.new_empty((sum(send), x.shape[1]))
-            dist.all_to_all_single(back, rows, send, receive)
-            out.zero_()
-            out.index_add_(0, index, back)
-
-        def routed():
-            index, send, receive = layout()
-            rows = x.new_empty((sum(receive), x.shape[1]))
-            dispatch(x, rows, index, send, receive)
-            combine(rows, index, send, receive)
-
-        def wrong_rows():
-            return self.differ(rows, routing.received())
-
-        def wrong_sums():
-            return self.differ(out, routing.combined())
-
-        def wrong_fp8():
-            wanted, scales = expert_routing.quantized(torch, routing.received())
-            return self.differ(found["rows"], wanted) + self.differ(found["scales"], scales)
-
-        if case == "dispatch":
-            return Exchange(partial(dispatch, x, rows), wrong_rows, rows)
-        if case == "combine":
-            return Exchange(partial(combine, routing.received()), wrong_sums, out)
-        if case == "routed":
-            return Exchange(routed, wrong_sums, out)
-        found["rows"] = rows.to(torch.float8_e4m3fn)
-        found["scales"] = rows.new_empty((len(rows), x.shape[1] // 128), dtype=torch.float32)
-        return Exchange(partial(dispatch_fp8, found["rows"], found["scales"]), wrong_fp8)
-
-
-class AllGather(Contender):
-    """All tokens, ids and weights go to every rank; a reduce-scatter sums up what comes back."""
-
-    def exchange(self, case, routing):
-        torch, dist, world, me = self.torch, self.dist, self.ranks.world, routing.rank
-        x, ids, weights = routing.x[me], routing.ids[me], routing.weights[me]
-        whole = x.new_empty((world * len(x), x.shape[1]))
-        all_ids = ids.new_empty((world * len(ids), ids.shape[1]))
-        all_weights = weights.new_empty(all_ids.shape)
-        out = torch.empty_like(x)
-        scales = whole.new_empty((len(whole), x.shape[1] // 128), dtype=torch.float32)
-        quantized = whole.to(torch.float8_e4m3fn)
-        here = torch.cat([routing.on(me, source) for source in range(world)])[:, None]
-
-        def gather(to, tokens):
-            dist.all_gather_into_tensor(to, tokens)
-            dist.all_gather_into_tensor(all_ids, ids)
-            dist.all_gather_into_tensor(all_weights, weights)
-
-        def gather_fp8():
-            rows, own = expert_routing.quantized(torch, x)
-            gather(quantized.view(torch.uint8), rows.view(torch.uint8))
-            dist.all_gather_into_tensor(scales, own)
-
-        def scatter(rows):
-            dist.reduce_scatter_tensor(out, rows)
-
-        def routed():
-            gather(whole, x)
-            scatter(torch.where(here, whole, 0))
-
-        def wrong_rows():
-            return self.differ(whole, torch.cat(routing.x))
-
-        def wrong_fp8():
-            rows, wanted = expert_routing.quantized(torch, torch.cat(routing.x))
-            return self.differ(quantized, rows) + self.differ(scales, wanted)
-
-        def wrong_sums():
-            # A sum that begins with zeros has zeros without a sign.
-            return self.differ(out + 0, routing.combined() + 0)
-
-        if case == "dispatch":
-            return Exchange(partial(gather, whole, x), wrong_rows, whole)
-        if case == "dispatch_fp8":
-            return Exchange(gather_fp8, wrong_fp8, scales)
-        if case == "combine":
-            return Exchange(partial(scatter, torch.where(here, torch.cat(routing.x), 0)), wrong_sums, out)
-        return Exchange(routed, wrong_sums, out)
-
-
-class DeepEP(Contender):
-    """DeepEP's normal mode within a host, where `deep_ep` can be imported."""
-
-    def __init__(self, ranks, options, most):
-        import deep_ep
-
-        super().__init__(ranks, options, most)
-        if options.num_sms:
-            deep_ep.Buffer.set_num_sms(options.num_sms)
-        configs = [
-            get(ranks.world)
-            for get in (deep_ep.Buffer.get_dispatch_config, deep_ep.Buffer.get_combine_config)
-        ]
-        bytes_ = max(each.get_nvl_buffer_size_hint(2 * options.hidden, ranks.world) for each in configs)
-        self.buffer = deep_ep.Buffer(ranks.dist.group.WORLD, bytes_, 0)
-        self.ids_type = getattr(deep_ep, "topk_idx_t", ranks.torch.int64)
-
-    def exchange(self, case, routing):
-        torch, buffer, me = self.torch, self.buffer, routing.rank
-        x, weights = routing.x[me], routing.weights[me]
-        ids = routing.ids[me].to(self.ids_type)
-
-        def route(tokens, worst=0):
-            ranks, _, experts, inside, _ = buffer.get_dispatch_layout(ids, routing.experts)
-            return buffer.dispatch(
-                tokens,
-                topk_idx=ids,
-                topk_weights=weights,
-                num_tokens_per_rank=ranks,
-                is_token_in_rank=inside,
-                num_tokens_per_expert=experts,
-                num_worst_tokens=worst,
-            )
-
-        received, _, _, _, handle, _ = route(x)
-        found = {}
-
-        def dispatch():
-            found["rows"] = buffer.dispatch(x, handle=handle)[0]
-
-        def dispatch_fp8(tokens):
-            found["rows"], found["scales"] = buffer.dispatch(tokens, handle=handle)[0]
-
-        def combine():
-            found["out"] = buffer.combine(received, handle)[0]
-
-        def routed():
-            rows, _, _, _, new, _ = route(x, len(x) * self.ranks.world)
-            found["out"] = buffer.combine(rows, new)[0]
-
-        def wrong_rows():
-            return self.differ(found["rows"], routing.received())
-
-        def wrong_fp8():
-            rows, scales = expert_routing.quantized(torch, routing.received())
-            return self.differ(found["rows"], rows) + self.differ(found["scales"].contiguous(), scales)
-
-        def wrong_sums():
-            return self.differ(found["out"], routing.combined())
-
-        if case == "dispatch":
-            return Exchange(dispatch, wrong_rows)
-        if case == "dispatch_fp8":
-            # It takes tokens that are quantised, and the call has no part in that.
-            return Exchange(partial(dispatch_fp8, expert_routing.quantized(torch, x)), wrong_fp8)
-        return Exchange(combine if case == "combine" else routed, wrong_sums)
-
-    def close(self):
-        self.buffer = None
-
-
-def set_up(ranks, options, most, only):
-    """The contenders that could be set up, symmpool first, and by name the reasons why others could not."""
-    pools = peers.Pools()
-    others = [("all-to-all", AllToAll), ("all-gather", AllGather)]
-    if ranks.on_cuda:
-        others.append(("DeepEP", DeepEP))
-    if unknown := [name for name in only or [] if name not in dict(others)]:
-        raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(dict(others))}")
-    plans = {"ours": partial(Ours, ranks, options, most, pools)}
-    plans |= {
-        name: partial(kind, ranks, options, most) for name, kind in others if only is None or name in only
-    }
-    return *ranks.attempt_each(plans), pools
 
 
 class Row(table.Row):
@@ -358,9 +84,18 @@ def prepare(ranks, options, contender, row, routing):
     """An exchange, checked, and its forms. Raises ValueError on every rank if that fails on any."""
     step = ranks.insist
     exchange = step(lambda: contender.exchange(row.case, routing))
-    forms = timing.forms(ranks, exchange.call, row.size, options)
+    made = []
+    if row.case == "exact" and ranks.on_cuda:
+        forms = [timing.eager(ranks, exchange.call, row.size)]
+    else:
+
+        def keep():
+            made.append(dict(exchange.found))
+
+        forms = timing.forms(ranks, exchange.call, row.size, options, keep)
     graphs = [form.run for form in forms if form.name not in (timing.EAGER, timing.LOOP)]
-    for run in [*graphs, exchange.call]:
+    for run, found in [*zip(graphs, made), (exchange.call, {})]:
+        exchange.found.update(found)
         step(exchange.poison)
         step(run)
         wrong = sum(ranks.gather(step(exchange.wrong)))
@@ -401,6 +136,13 @@ def cells(rows, ours, others):
     return heading, lines
 
 
+def bytes_of_row(case, hidden):
+    """Bytes of a row that travel in a case, which may be there and back."""
+    quantized, plain = hidden + hidden // 32, 2 * hidden
+    there = quantized if case.endswith("_fp8") else plain
+    return there + plain if case.startswith("routed") or case == "exact" else there
+
+
 def with_defaults(options, on_cuda):
     """The options, with what the device suggests where nothing was given."""
     defaults = {"tokens": [1, 8, 128, 512, 4096], "hidden": 7168, "experts": 256, "top_k": 8}
@@ -420,12 +162,13 @@ def run(options, arguments):
     ranks = session.connect(options)
     options = with_defaults(options, ranks.on_cuda)
     only = session.requested_peers(options)
-    contenders, missing, pools = set_up(ranks, options, max(options.tokens), only)
+    contenders, missing, pools = expert_contenders.set_up(ranks, options, max(options.tokens), only)
     todo = [
         (case, kind, tokens)
         for case in options.cases
         for kind in options.routing
         for tokens in options.tokens
+        if case not in expert_low_latency.CASES or tokens <= expert_low_latency.MOST_TOKENS
     ]
     rows = []
     progress = session.Progress(len(todo) * (options.rounds + 1), ranks.rank == 0)
@@ -434,10 +177,7 @@ def run(options, arguments):
             routing = expert_routing.make(
                 ranks.torch, ranks, kind, tokens, options.hidden, options.experts, options.top_k
             )
-            row_bytes = (
-                options.hidden + options.hidden // 32 if case == "dispatch_fp8" else 2 * options.hidden
-            )
-            size = routing.sent() * row_bytes * (2 if case == "routed" else 1)
+            size = routing.sent() * bytes_of_row(case, options.hidden)
             row = Row(case, routing, max(size, 1), ranks.world)
             measure(ranks, options, contenders, row, routing, progress.step)
             rows.append(row)

@@ -73,19 +73,26 @@ class Form:
         return time_spans(torch, span, repeats) / (self.calls * self.runs)
 
 
-def forms(ranks, call, size, options):
-    """All forms of a call that moves `size` bytes. Raises ValueError on every rank if one fails on any."""
+def forms(ranks, call, size, options, captured=lambda: None):
+    """All forms of a call that moves `size` bytes. Raises ValueError on every rank if one fails on any.
+    `captured` is called after each capture."""
     if not ranks.on_cuda:
         return [Form(LOOP, max(options.calls or [calls_for(size)]), call)]
     found, most = [], calls_for(size)
     for calls in graphs_for(size, options.calls):
         graph = ranks.insist(lambda calls=calls: capture(ranks.torch, call, calls))
+        captured()
         found.append(Form(graph_name(calls), calls, graph.replay, max(1, most // calls)))
     if options.eager:
-        # The first eager call may initialize something, which must not be timed.
-        ranks.insist(call)
-        found.append(Form(EAGER, 1, call, most))
+        found.append(eager(ranks, call, size))
     return found
+
+
+def eager(ranks, call, size):
+    """The eager form of a call that moves `size` bytes."""
+    # The first eager call may initialize something, which must not be timed.
+    ranks.insist(call)
+    return Form(EAGER, 1, call, calls_for(size))
 
 
 def order(names, number):

@@ -119,8 +119,8 @@ class Buffer:
         for each 128 channels: "fp8", "fp8_pow2" (powers of two), "fp8_ue8m0" (their exponents, uint8). Tokens
         of float8_e4m3fn travel as they are, with the rows of `scales`, of any type. `exact=True` waits until
         it is known how many rows arrive, which is before they have: all sizes are exact, and
-        `received.host_expert_counts` is there. `handle` sends the tokens as those of its dispatch were, without
-        ids and weights.
+        `received.host_expert_counts` is there. `handle` sends the tokens as those of its dispatch were,
+        without ids and weights.
 
         Raises InvalidArgumentError, on every rank, for an id that is no expert, which counts as -1, and
         OverflowError where a rank has no room for all its rows, the last of which are not written."""
