@@ -65,26 +65,102 @@ inline bool barrier_of_warps(unsigned barrier, unsigned threads, bool predicate)
     return emulated::emulated_group(barrier, threads, predicate);
 }
 
-// --- bulk copies: done when they begin
+// --- bulk copies, each as late as it may be: loads when they are awaited, stores when their end is
+//
+// What would be a race ends the process: memory that is loaded before a store has read it, waits for what never comes.
 
+// Three ranks have devices without them, so that both ways are run.
+#if defined(WORLD) && WORLD == 3
+constexpr bool HAS_BULK_COPIES = false;
+#else
 constexpr bool HAS_BULK_COPIES = true;
+#endif
 
-inline void make_arrival(unsigned long long* arrival) { *arrival = 0; }
-inline void bulk_load(void* shared, const void* from, unsigned bytes, unsigned long long* arrival) {
-    __builtin_memcpy(shared, from, bytes);
-    *arrival ^= 1;
+struct BulkCopy {
+    char* to;
+    const char* from;
+    unsigned bytes;
+    unsigned long long* arrival;  // of a load
+    bool is_read;                 // of a store: `data` has what it stores
+    char data[8192];
+};
+
+// Copies that have begun and not ended, of the one thread of a block that makes any.
+struct BulkQueue {
+    static constexpr unsigned MOST = 64;
+    BulkCopy copies[MOST];
+    unsigned first = 0, next = 0;
+
+    BulkCopy& operator[](unsigned nth) { return copies[nth % MOST]; }
+    void push(const BulkCopy& copy) {
+        if (next - first == MOST || copy.bytes > sizeof copy.data) {
+            __builtin_trap();
+        }
+        (*this)[next++] = copy;
+    }
+};
+static thread_local BulkQueue bulk_loads, bulk_stores;
+
+// It holds how many loads have arrived.
+inline void make_arrival(unsigned long long* arrival) {
+    if (bulk_loads.first != bulk_loads.next || bulk_stores.first != bulk_stores.next) {
+        __builtin_trap();  // a block before has ended with copies under way
+    }
+    *arrival = 0;
 }
-inline void await_arrival(unsigned long long* arrival, unsigned phase) {
-    if ((*arrival ^ 1) != (phase & 1)) {
-        __builtin_trap();
+
+inline void bulk_load(void* shared, const void* from, unsigned bytes, unsigned long long* arrival) {
+    char* to = static_cast<char*>(shared);
+    for (unsigned nth = bulk_stores.first; nth != bulk_stores.next; ++nth) {
+        const BulkCopy& store = bulk_stores[nth];
+        if (!store.is_read && store.from < to + bytes && to < store.from + store.bytes) {
+            __builtin_trap();
+        }
+    }
+    __builtin_memset(shared, 0xee, bytes);
+    bulk_loads.push({to, static_cast<const char*>(from), bytes, arrival, false, {}});
+}
+
+inline void await_arrival(unsigned long long* arrival, unsigned nth) {
+    while (*arrival == 0 || ((*arrival - 1) & 1) != (nth & 1)) {
+        if (bulk_loads.first == bulk_loads.next) {
+            __builtin_trap();
+        }
+        BulkCopy& load = bulk_loads[bulk_loads.first++];
+        __builtin_memcpy(load.to, load.from, load.bytes);
+        *load.arrival += 1;
     }
 }
-inline void bulk_store(void* to, const void* shared, unsigned bytes) {
+
+inline void end_first_bulk_store() {
+    BulkCopy& store = bulk_stores[bulk_stores.first++];
     emulated::emulated_act();
-    __builtin_memcpy(to, shared, bytes);
+    __builtin_memcpy(store.to, store.is_read ? store.data : store.from, store.bytes);
 }
-template <unsigned LEFT> void await_bulk_reads() {}
-template <unsigned LEFT> void await_bulk_stores() { emulated::emulated_look(); }
+
+inline void bulk_store(void* to, const void* shared, unsigned bytes) {
+    // A store may end at any time.
+    if (bulk_stores.next - bulk_stores.first == BulkQueue::MOST) {
+        end_first_bulk_store();
+    }
+    bulk_stores.push({static_cast<char*>(to), static_cast<const char*>(shared), bytes, nullptr, false, {}});
+}
+
+template <unsigned LEFT> void await_bulk_reads() {
+    for (unsigned nth = bulk_stores.first; bulk_stores.next - nth > LEFT; ++nth) {
+        BulkCopy& store = bulk_stores[nth];
+        if (!store.is_read) {
+            __builtin_memcpy(store.data, store.from, store.bytes);
+            store.is_read = true;
+        }
+    }
+}
+
+template <unsigned LEFT> void await_bulk_stores() {
+    while (bulk_stores.next - bulk_stores.first > LEFT) {
+        end_first_bulk_store();
+    }
+}
 
 // --- conversions, ties to even
 

@@ -8,9 +8,9 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, experts_time,
-    first_calls, fused, huge, measured_barrier, memory_operations, native, one_sided,
-    one_sided_streams, p2p, plans, reduce_scatter, repeats, slow, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, first_calls, fused,
+    huge, measured_barrier, memory_operations, native, one_sided, one_sided_streams, p2p, plans,
+    reduce_scatter, repeats, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -65,7 +65,7 @@ const PARTS: [(&str, When, Part); 19] = [
     ("streams", When::Thorough, streams::run),
     ("slow", When::Thorough, slow::run),
     ("huge", When::Named, huge::run),
-    ("experts_time", When::Named, experts_time::run),
+    ("experts_time", When::Named, experts::time::run),
 ];
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {

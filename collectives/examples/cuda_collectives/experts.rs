@@ -1,14 +1,18 @@
 //! Checks dispatch to experts and combine against a model that moves one row at a time: random routings in both layouts,
 //! quantised and not, with handles that are used again, and graphs whose routing changes between replays.
 
+mod cases;
+mod model;
+pub(crate) mod time;
+
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt, ExpertBuffer, ExpertLayout,
     ExpertShape, Quantization, ReceivedSizes,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
-use crate::experts_model::{Routing, as_quantized, channel, encode};
+use self::model::{Routing, channel, encode};
+use crate::cuda::{download, stream, upload};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
@@ -78,13 +82,18 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                 }
             }
             if nth == 1 {
-                check.bad_ids(&buffer, options.seed)?;
+                for exact in [false, true] {
+                    check.bad_ids(&buffer, options.seed, exact)?;
+                }
                 check.graphs(&buffer, options.seed)?;
             }
         }
     }
     check.many(&comm, options.seed)?;
-    check.overflow(&comm, options.seed)?;
+    for exact in [false, true] {
+        check.overflow(&comm, options.seed, exact)?;
+    }
+    check.exact_faults(&options.communicator())?;
     // Call numbers that overflow, and those at which old flags are overwritten.
     for first_epoch in [1, (1 << 30) - 4, u32::MAX - 5] {
         let comm = CommunicatorOptions { first_epoch, ..options.communicator() };
@@ -167,6 +176,17 @@ impl Check<'_> {
         unsafe { buffer.dispatch_at(handle, call, &self.stream) }
     }
 
+    fn dispatch_exact(
+        &self,
+        buffer: &Buffer<'_>,
+        handle: usize,
+        call: &DispatchAt,
+    ) -> Result<ReceivedSizes> {
+        let handle = self.handles[handle].as_ptr().cast();
+        // SAFETY: as above.
+        unsafe { buffer.dispatch_exact_at(handle, call, &self.stream) }
+    }
+
     /// A dispatch of a new routing. For every other seed it waits for sizes, which are compared then.
     fn dispatch_new(
         &mut self,
@@ -179,9 +199,7 @@ impl Check<'_> {
         if random(seed, 7).is_multiple_of(2) {
             return self.dispatch(buffer, handle, call);
         }
-        let at = self.handles[handle].as_ptr().cast();
-        // SAFETY: as above.
-        let found = unsafe { buffer.dispatch_exact_at(at, call, &self.stream) }?;
+        let found = self.dispatch_exact(buffer, handle, call)?;
         self.judge(&format!("exact sizes, {what}"), &[&found], &[wanted]);
         Ok(())
     }
@@ -348,234 +366,5 @@ impl Check<'_> {
             }
         }
         Ok(())
-    }
-
-    /// A part of the output for each expert, once with room for all rows and once for fewer.
-    fn packed(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
-        let (shape, rank) = (buffer.shape(), self.pool.rank());
-        let routing = Routing::random(seed, self.pool.world(), &shape);
-        let (offsets, rows) = routing.by_expert(rank, 1);
-        let counts: Vec<usize> =
-            offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize).collect();
-        let most = counts.iter().copied().max().unwrap_or(0);
-        let quantizes = shape.hidden.is_multiple_of(128) && random(seed, 8).is_multiple_of(2);
-        let quantize = if quantizes { Quantization::Fp8 } else { Quantization::None };
-        let units = if quantizes { shape.hidden / 128 } else { 0 };
-        let row_bytes = shape.hidden * if quantizes { 1 } else { shape.dtype.size() };
-        for (all, room) in [(true, most + 1), (false, (most / 2).max(1))] {
-            let what = format!("{shape:?} packed in {room} rows, {quantize:?}, seed {seed}");
-            let mut wanted = vec![POISON; counts.len() * room * row_bytes + 64];
-            let mut wanted_scales = vec![POISON; counts.len() * room * units * 4 + 64];
-            let mut back = vec![POISON; counts.len() * room * row_bytes];
-            upload(self.pool, self.output.address(), &wanted)?;
-            upload(self.pool, self.scales.address(), &wanted_scales)?;
-            for &(at, source, token, expert) in &rows {
-                let of = expert;
-                let within = at - offsets[of] as usize;
-                if within >= room {
-                    continue;
-                }
-                let place = of * room + within;
-                let values: Vec<f32> =
-                    (0..shape.hidden).map(|each| channel(seed, source, token, each)).collect();
-                if !quantizes {
-                    let row = encode(shape.dtype, values.iter().copied());
-                    wanted[place * row_bytes..][..row_bytes].copy_from_slice(&row);
-                    let answer = values.iter().map(|value| value + (expert % 3) as f32);
-                    back[place * row_bytes..][..row_bytes]
-                        .copy_from_slice(&encode(shape.dtype, answer));
-                    continue;
-                }
-                let (row, scales) = as_quantized(&values, quantize);
-                wanted[place * row_bytes..][..row_bytes].copy_from_slice(&row);
-                for (unit, scale) in scales.chunks(4).enumerate() {
-                    let at = (of * units + unit) * room + within;
-                    wanted_scales[4 * at..][..4].copy_from_slice(scale);
-                }
-            }
-            let (output, scales) = (self.output.as_ptr().cast(), self.scales.as_ptr().cast());
-            let layout = ExpertLayout::Packed { output, scales, rows: room };
-            let call = DispatchAt { layout, quantize, ..self.put(&routing, &shape, seed)? };
-            let sizes = routing.sizes(rank, counts.len() * room);
-            let sent = self.dispatch_new(buffer, 1, (&call, &sizes), seed, &what);
-            // Rows are there after that, whatever the call said.
-            let settled = self.settle(buffer);
-            let result = sent.and(settled);
-            let good = match result {
-                Ok(()) => room >= most,
-                Err(error) => room < most && error.is_overflow() && error.ranks() == [rank],
-            };
-            self.judge(&format!("whether there was room, {what}"), &[good], &[true]);
-            let got = download(self.pool, self.output.address(), wanted.len())?;
-            self.judge(&format!("rows, {what}"), &got, &wanted);
-            let got = download(self.pool, self.scales.address(), wanted_scales.len())?;
-            self.judge(&format!("scales, {what}"), &got, &wanted_scales);
-            if all && !quantizes {
-                upload(self.pool, self.rows.address(), &back)?;
-                self.back(buffer, (1, true), &routing, seed, &what)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn quantized(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
-        let (shape, rank) = (buffer.shape(), self.pool.rank());
-        let routing = Routing::random(seed, self.pool.world(), &shape);
-        let quantize = [Quantization::Fp8, Quantization::Fp8PowerOfTwo, Quantization::Fp8Ue8m0];
-        let quantize = quantize[(random(seed, 6) % 3) as usize];
-        let what = format!("{shape:?} {quantize:?}, seed {seed}");
-        let call = DispatchAt { quantize, ..self.put(&routing, &shape, seed)? };
-        self.dispatch(buffer, 0, &call)?;
-        self.settle(buffer)?;
-        let (mut rows, mut scales) = (Vec::new(), Vec::new());
-        for (source, token) in routing.received(rank) {
-            let values: Vec<f32> =
-                (0..shape.hidden).map(|at| channel(seed, source, token, at)).collect();
-            let (row, of_row) = as_quantized(&values, quantize);
-            rows.extend(row);
-            scales.extend(of_row);
-        }
-        let at = buffer.received();
-        let got = download(self.pool, at.rows as u64, rows.len())?;
-        self.judge(&format!("rows, {what}"), &got, &rows);
-        let got = download(self.pool, at.scales as u64, scales.len())?;
-        self.judge(&format!("scales, {what}"), &got, &scales);
-        // Rows that are quantised already, with their scales. Some words are what inboxes hold where nothing has arrived,
-        // or stand for it there.
-        let (bytes, of_scales) = (shape.hidden, 4 * (shape.hidden / 128));
-        let word = |source: usize, at: usize| match random(seed ^ source as u64, at as u64) {
-            number if number % 64 < 3 => 0xc35a_96e8 | u32::from(number % 64 == 0),
-            number => number as u32,
-        };
-        let row_of = |source: usize, token: usize| {
-            (0..bytes / 4).flat_map(move |at| word(source, token * bytes / 4 + at).to_le_bytes())
-        };
-        let scales_of = |source: usize, token: usize| {
-            (0..of_scales).map(move |at| (token * of_scales + at) as u8 ^ source as u8)
-        };
-        let mine = || 0..routing.ids[rank as usize].len();
-        let own: Vec<u8> = mine().flat_map(|token| row_of(rank as usize, token)).collect();
-        let own_scales: Vec<u8> =
-            mine().flat_map(|token| scales_of(rank as usize, token)).collect();
-        let raw = self.put(&routing, &shape, seed)?;
-        upload(self.pool, self.input.address(), &own)?;
-        upload(self.pool, self.scales.address(), &own_scales)?;
-        let scales = self.scales.as_ptr().cast_const().cast();
-        let call = DispatchAt { quantized: true, scales, scale_bytes: of_scales, ..raw };
-        self.dispatch(buffer, 0, &call)?;
-        self.settle(buffer)?;
-        let received = || routing.received(rank).into_iter();
-        let rows: Vec<u8> = received().flat_map(|(source, token)| row_of(source, token)).collect();
-        let scales: Vec<u8> =
-            received().flat_map(|(source, token)| scales_of(source, token)).collect();
-        let got = download(self.pool, at.rows as u64, rows.len())?;
-        self.judge(&format!("rows quantised already, {what}"), &got, &rows);
-        let got = download(self.pool, at.scales as u64, scales.len())?;
-        self.judge(&format!("their scales, {what}"), &got, &scales);
-        Ok(())
-    }
-
-    /// An id that is no expert is named on all ranks, and counts as none.
-    fn bad_ids(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
-        let shape = buffer.shape();
-        let mut routing = Routing::random(seed, self.pool.world(), &shape);
-        let bad = self.pool.world() as usize - 1;
-        routing.ids[bad].resize(4, vec![0; shape.top_k as usize]);
-        routing.weights[bad].resize(4, vec![1.0; shape.top_k as usize]);
-        routing.ids[bad][2][1] = i64::from(shape.experts);
-        let call = self.put(&routing, &shape, seed)?;
-        self.dispatch(buffer, 0, &call)?;
-        let result = self.settle(buffer);
-        let named = format!("token 2 of rank {bad} has the id {}", shape.experts);
-        let good = result
-            .is_err_and(|error| error.is_invalid_argument() && error.to_string().contains(&named));
-        self.judge("a bad id is named", &[good], &[true]);
-        routing.ids[bad][2][1] = -1;
-        let wanted = self.received(&routing, &shape, seed);
-        let got = download(self.pool, buffer.received().rows as u64, wanted.len())?;
-        self.judge("rows of a call with a bad id", &got, &wanted);
-        Ok(())
-    }
-
-    /// What a buffer has no room for is not written, and all ranks hear of it.
-    fn overflow(&mut self, comm: &Communicator, seed: u64) -> Result<()> {
-        let world = self.pool.world();
-        let (hidden, max_tokens, dtype) = (64, 32, DType::F32);
-        let capacity = Some(10);
-        let shape = ExpertShape { hidden, experts: world, top_k: 1, max_tokens, dtype, capacity };
-        let buffer = ExpertBuffer::new(comm, shape, None)?;
-        let ids = vec![vec![vec![0]; 20]; world as usize];
-        let weights = vec![vec![vec![1.0]; 20]; world as usize];
-        let routing = Routing { ids, weights, experts: world };
-        let call = self.put(&routing, &shape, seed)?;
-        self.dispatch(&buffer, 0, &call)?;
-        let result = self.settle(&buffer);
-        let good = result.is_err_and(|error| error.is_overflow() && error.ranks() == [0]);
-        self.judge("rows that do not fit", &[good], &[true]);
-        let rows = if self.pool.rank() == 0 { 10 } else { 0 };
-        let wanted = &self.received(&routing, &shape, seed)[..rows * hidden * 4];
-        let got = download(self.pool, buffer.received().rows as u64, wanted.len())?;
-        self.judge("rows that fit", &got, wanted);
-        upload(self.pool, self.rows.address(), wanted)?;
-        upload(self.pool, self.result.address(), &vec![POISON; 20 * hidden * 4])?;
-        let (input, output) = (self.rows.as_ptr().cast_const().cast(), self.result.as_ptr().cast());
-        let weights = std::ptr::null();
-        self.combine(
-            &buffer,
-            0,
-            &CombineAt { input, output, tokens: 20, weights, by_expert: false },
-        )?;
-        self.settle(&buffer)?;
-        let came = |token: usize| self.pool.rank() == 0 && token < 10;
-        let rank = self.pool.rank() as usize;
-        let wanted = (0..20).flat_map(|token| {
-            (0..hidden)
-                .map(move |at| if came(token) { channel(seed, rank, token, at) } else { 0.0 })
-        });
-        let wanted = encode(dtype, wanted.collect::<Vec<f32>>());
-        let got = download(self.pool, self.result.address(), wanted.len())?;
-        self.judge("sums of rows that fit", &got, &wanted);
-        Ok(())
-    }
-
-    /// S2, S8: a dispatch and a combine are captured once, and replayed with other ids and tokens in memory.
-    fn graphs(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
-        let (shape, rank) = (buffer.shape(), self.pool.rank());
-        let tokens = 100;
-        let routed = |seed: u64| {
-            Routing::of(seed, self.pool.world(), &shape, &vec![tokens; self.pool.world() as usize])
-        };
-        let call = self.put(&routed(0), &shape, 0)?;
-        let call = DispatchAt { ids_dtype: DType::I64, ..call };
-        // The host cannot wait for what a graph only captures.
-        let mut refused = false;
-        let graph = Graph::capture(self.pool, self.stream, || {
-            let handle = self.handles[0].as_ptr().cast();
-            // SAFETY: as in `dispatch`.
-            let found = unsafe { buffer.dispatch_exact_at(handle, &call, &self.stream) };
-            refused = found.is_err_and(|error| error.is_invalid_state());
-            Ok(())
-        })?;
-        graph.destroy(self.pool)?;
-        self.judge("exact sizes while a graph is captured", &[refused], &[true]);
-        let graph = Graph::capture(self.pool, self.stream, || {
-            self.dispatch(buffer, 0, &call)?;
-            let input = buffer.received().rows.cast_const();
-            let (output, weights) = (self.result.as_ptr().cast(), std::ptr::null());
-            self.combine(buffer, 0, &CombineAt { input, output, tokens, weights, by_expert: false })
-        })?;
-        for round in 0..20 {
-            let seed = random(seed, 500 + round);
-            let routing = routed(seed);
-            self.put(&routing, &shape, seed)?;
-            let ids = routing.ids[rank as usize].iter().flatten().flat_map(|id| id.to_le_bytes());
-            upload(self.pool, self.ids.address(), &ids.collect::<Vec<u8>>())?;
-            graph.launch(self.pool, self.stream)?;
-            self.settle(buffer)?;
-            let wanted = encode(shape.dtype, routing.combined(rank, seed, shape.hidden, false));
-            let got = download(self.pool, self.result.address(), wanted.len())?;
-            self.judge(&format!("replay {round}"), &got, &wanted);
-        }
-        graph.destroy(self.pool)
     }
 }

@@ -20,8 +20,6 @@ mod check;
 mod cuda;
 mod equal_parts;
 mod experts;
-mod experts_model;
-mod experts_time;
 mod faults;
 mod first_calls;
 mod fused;

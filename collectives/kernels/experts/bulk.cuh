@@ -48,8 +48,8 @@ public:
             if (loaded_ - stored_ == BULK_LOADS) {
                 store_next();
             }
-            // What this place had before has been stored; only the last stores may still read theirs.
-            await_bulk_reads<BULK_STORES - 1>();
+            // The store of what this place had before has read it: it is behind the last ones.
+            await_bulk_reads<BULK_STORES>();
             const u32 bytes = length - done < BULK_BYTES ? static_cast<u32>(length - done) : BULK_BYTES;
             pieces_.to[load_at_] = to + done;
             pieces_.lengths[load_at_] = bytes;
@@ -98,7 +98,7 @@ private:
     template <u32 LATER> __device__ __forceinline__ void raise_due() {
         await_bulk_stores<LATER>();
         fence();
-        raise_flags_after(session_, peer_blocks_, kind_, due_, OneThread{});
+        raise_flags_after_fence(session_, peer_blocks_, kind_, due_);
         due_ = 0;
     }
 };

@@ -16,7 +16,6 @@ constexpr u32 WEIGHTS_KIND = FINISHED;  // flags that weights of a combine have 
 constexpr u32 SUM_VECTORS = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1;
 constexpr u32 SEND_VECTORS = BY_EXPERT ? SUM_VECTORS : COPY_VECTORS;
 
-
 // Rows that go back as they were given are copied by one thread.
 constexpr bool COPIES = HAS_BULK_COPIES && !BY_EXPERT;
 // Chunks of a step. Rows by expert take longer, so that smaller steps are worth their flags.

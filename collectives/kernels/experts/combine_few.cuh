@@ -9,7 +9,7 @@
 
 namespace symmpool {
 
-constexpr u32 COMBINE_ITEMS = WORLD <= 4 ? 2 : 1;
+constexpr u32 COMBINE_VECTORS = WORLD <= 4 ? 2 : 1;
 
 __shared__ InboxList returning;  // rows that go back to ranks with few tokens
 #if BY_EXPERT
@@ -50,7 +50,7 @@ struct FewSums {
     __device__ __forceinline__ FewSums(const Session& s, const ExpertsWork& w)
         : session(s), work(w), rows(w.row_bytes), weights{0, (w.top_k + 3) / 4, w.inbox_tokens} {}
 
-    __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_ITEMS>::count(rows.vectors); }
+    __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_VECTORS>::count(rows.vectors); }
 
     __device__ __forceinline__ bool has_many(u32 source) const { return !has_few(work, sources.tokens[source]); }
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ bool return_few(const FewSums& few) {
             return false;
         }
 #endif
-        for_pieces<COMBINE_ITEMS>(share, count, few.rows.vectors, [&](const Piece<COMBINE_ITEMS>& piece) {
+        for_pieces<COMBINE_VECTORS>(share, count, few.rows.vectors, [&](const Piece<COMBINE_VECTORS>& piece) {
             u32 row = tile + piece.row;
             const u32 source = returning.rank_of(row), received = sources.begin[source] + row;
             const float* weights = nullptr;
@@ -124,11 +124,11 @@ __device__ __forceinline__ bool return_few(const FewSums& few) {
             const ExpertsWork& work = few.work;
             weights = work.sends_weights ? few_weights + piece.row * work.top_k : kept_weights(work, received);
 #endif
-            uint4 vectors[COMBINE_ITEMS];
+            uint4 vectors[COMBINE_VECTORS];
             load_returned(few.work, received, weights, piece, vectors);
             const EscapedSlot slot(session, source, session.comm.rank);
 #pragma unroll
-            for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+            for (u32 i = 0; i < COMBINE_VECTORS; ++i) {
                 slot.send(session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
             }
         });
@@ -143,7 +143,7 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
     const Session& session = few.session;
     const u32 rank = session.comm.rank, begin = sources.begin[rank];
     bool bad = false;
-    for_pieces<COMBINE_ITEMS>(share, share.to - share.from, few.rows.vectors, [&](const Piece<COMBINE_ITEMS>& piece) {
+    for_pieces<COMBINE_VECTORS>(share, share.to - share.from, few.rows.vectors, [&](const Piece<COMBINE_VECTORS>& piece) {
         const u64 token = share.from + piece.row;
         const int* positions = work.positions + token * WORLD;
         const int own = positions[rank];
@@ -152,27 +152,27 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
 #if BY_EXPERT
         weights = own_weights(work, token, received);
 #endif
-        uint4 mine[COMBINE_ITEMS] = {};
+        uint4 mine[COMBINE_VECTORS] = {};
         if (own >= 0) {
             load_returned(work, received, weights, piece, mine);
         }
-        float sums[COMBINE_ITEMS][VALUES] = {};
+        float sums[COMBINE_VECTORS][VALUES] = {};
 #pragma unroll 1
         for (u32 other = 0; other < WORLD && !bad; ++other) {
             const int position = positions[other];
             if (position < 0) {
                 continue;
             }
-            uint4 found[COMBINE_ITEMS];
+            uint4 found[COMBINE_VECTORS];
             if (other == rank) {
 #pragma unroll
-                for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+                for (u32 i = 0; i < COMBINE_VECTORS; ++i) {
                     found[i] = mine[i];
                 }
             } else {
-                u32 at[COMBINE_ITEMS];
+                u32 at[COMBINE_VECTORS];
 #pragma unroll
-                for (u32 i = 0; i < COMBINE_ITEMS; ++i) {
+                for (u32 i = 0; i < COMBINE_VECTORS; ++i) {
                     at[i] = static_cast<u32>(position) * few.rows.stride + piece.at[i];
                 }
                 bad = !EscapedSlot(session, rank, other).receive(session, other, at, piece.live, found);

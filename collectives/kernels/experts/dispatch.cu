@@ -98,9 +98,8 @@ __device__ __forceinline__ u32 received_rows(const ExpertsWork& work) {
 }
 
 // Writes the handle's numbers of all rows.
-__device__ __forceinline__ void keep_counts(const Session& session, const Routing& routing) {
+__device__ __forceinline__ void keep_counts(const Routing& routing) {
     const ExpertsWork& work = routing.work;
-    const u32 rank = session.comm.rank;
     for (u32 i = threadIdx.x; i <= routing.local; i += THREADS) {
         work.expert_offsets[i] = static_cast<int>(expert_rows.offsets[i]);
     }
@@ -146,7 +145,7 @@ __device__ __forceinline__ void notify_host(const Session& session, const Routin
     }
 }
 
-// Tells a host that waits for it how many rows there are: `ReceivedSizes` in `cuda/received_sizes.rs`. Rows may still be
+// Tells a host that waits for it how many rows there are: `Sizes` in `cuda/sizes.rs`. Rows may still be
 // on their way. Called by all threads of the leader block, after `notify_host`, as the host looks for notices then.
 __device__ __noinline__ void send_sizes(const ExpertsWork& work, u32 local) {
     volatile u32* sizes = work.sizes;
@@ -183,7 +182,7 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
         return;
     }
     if (!work.known) {
-        keep_counts(session, routing);
+        keep_counts(routing);
         if (threadIdx.x == 0) {
             notify_host(session, routing);
         }

@@ -10,7 +10,7 @@
 namespace symmpool {
 
 // Items of a piece: a quantised one has several vectors of tokens under way for each.
-constexpr u32 DISPATCH_ITEMS = QUANTIZES ? 1 : 2;
+constexpr u32 DISPATCH_VECTORS = QUANTIZES ? 1 : 2;
 
 #if BY_EXPERT
 // For each row of a tile and id of it: of this rank's own rows first its place among those of the expert that come from
@@ -47,7 +47,7 @@ struct FewRows {
     __device__ __forceinline__ u32 scale_vectors() const {
         return (static_cast<u32>(work.scale_bytes) + scale_span - 1) / scale_span;
     }
-    __device__ __forceinline__ u32 pieces() const { return Piece<DISPATCH_ITEMS>::count(rows.vectors); }
+    __device__ __forceinline__ u32 pieces() const { return Piece<DISPATCH_VECTORS>::count(rows.vectors); }
 
     __device__ __forceinline__ bool has_many(u32 source) const {
         return !has_few(work, shared.counts.tokens[source]);
@@ -67,12 +67,12 @@ struct FewRows {
 
 // --- what rows consist of
 
-using DispatchPiece = Piece<DISPATCH_ITEMS>;
+using DispatchPiece = Piece<DISPATCH_VECTORS>;
 
 #if QUANTIZES
 constexpr u32 LOADED = TOKEN_VECTORS;
 #else
-constexpr u32 LOADED = DISPATCH_ITEMS;
+constexpr u32 LOADED = DISPATCH_VECTORS;
 #endif
 
 // Loads what a piece of a share's tokens is made of.
@@ -194,7 +194,7 @@ __device__ __forceinline__ void keep_scales(const FewRows& few, u32 place, const
 // Stores a piece of a row where it belongs.
 __device__ __forceinline__ void keep_piece(const FewRows& few, u32 place, const int* places,
                                            const DispatchPiece& piece,
-                                           const uint4 (&vectors)[DISPATCH_ITEMS]) {
+                                           const uint4 (&vectors)[DISPATCH_VECTORS]) {
     const ExpertsWork& work = few.work;
 #if BY_EXPERT
     store_by_expert(work, places, piece, vectors);
@@ -284,10 +284,10 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
     const u32 own = few.session.comm.rank;
     for_own_rows(
         few, share, [&]() { send_details(few, share); },
-        [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
+        [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_VECTORS]) {
             // Ranks alternate from vector to vector, as in `store_row_vector`.
 #pragma unroll
-            for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
+            for (u32 i = 0; i < DISPATCH_VECTORS; ++i) {
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {
                     const u32 row = shared.places[piece.row][rank];
@@ -337,7 +337,7 @@ __device__ __forceinline__ void keep_own(const FewRows& few, const Share& share)
     const u32 rank = few.session.comm.rank;
     for_own_rows(
         few, share, [&]() { keep_details(few, share); },
-        [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_ITEMS]) {
+        [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_VECTORS]) {
             const u32 place = shared.places[piece.row][rank];
             if (place != NOWHERE) {
                 keep_piece(few, place, places_of(few, piece.row), piece, vectors);
@@ -395,15 +395,15 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
         if (BY_EXPERT && __syncthreads_or(bad)) {
             return false;
         }
-        for_pieces<DISPATCH_ITEMS>(share, count, few.rows.vectors, [&](const DispatchPiece& piece) {
+        for_pieces<DISPATCH_VECTORS>(share, count, few.rows.vectors, [&](const DispatchPiece& piece) {
             u32 row = tile + piece.row, source;
             const u32 place = place_of(row, source);
-            u32 at[DISPATCH_ITEMS];
+            u32 at[DISPATCH_VECTORS];
 #pragma unroll
-            for (u32 i = 0; i < DISPATCH_ITEMS; ++i) {
+            for (u32 i = 0; i < DISPATCH_VECTORS; ++i) {
                 at[i] = row * few.rows.stride + piece.at[i];
             }
-            uint4 found[DISPATCH_ITEMS];
+            uint4 found[DISPATCH_VECTORS];
             const EscapedSlot slot(session, session.comm.rank, source);
             if (__any_sync(~0u, bad) || !slot.receive(session, source, at, piece.live, found)) {
                 bad = true;

@@ -1,8 +1,8 @@
 //! What dispatch to experts and combine have in common: their arguments, and how tokens are cut into chunks.
 //!
 //! The tokens of each rank are cut into chunks, an equal number for every peer block. In a dispatch the block of an index
-//! sends the tokens of its chunks, and the blocks of the same index on other ranks receive them. In a combine, blocks that
-//! sum up wait for indices by turns: for a step of these only, which is sent before any block waits for that step.
+//! sends the tokens of its chunks, and the blocks of the same index on other ranks receive them. In a combine, warps that
+//! sum up wait for a step of an index only, whose chunks are sent by warps that wait for no sums.
 //! Defines: THREADS, as each kernel that includes it.
 
 #pragma once

@@ -51,11 +51,12 @@ __device__ __forceinline__ UsedBytes used_flags(u32 peer_blocks) {
     return used;
 }
 
-// Raises this block's flags on every peer, after what each of these threads has stored so far itself, or has seen
-// (rule S3). Called by all of them.
-template <typename Threads>
-__device__ __forceinline__ void raise_flags_after(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
-                                                  Threads threads) {
+// Raises this block's flags on every peer, after all that these threads have stored so far (rule S3). Called by all
+// of them.
+template <typename Threads = WholeBlock>
+__device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
+                                            Threads threads = {}) {
+    threads.sync();
 #pragma unroll 1
     for (u32 pair = threads.thread(); pair < peer_blocks.pairs(); pair += threads.threads()) {
         const u32 peer = pair % WORLD;
@@ -67,12 +68,17 @@ __device__ __forceinline__ void raise_flags_after(const Session& session, PeerBl
     }
 }
 
-// The same, after all that these threads have stored so far.
-template <typename Threads = WholeBlock>
-__device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
-                                            Threads threads = {}) {
-    threads.sync();
-    raise_flags_after(session, peer_blocks, kind, count, threads);
+// The same by one thread, after what it has stored itself and a fence of its own: one for all flags.
+__device__ __forceinline__ void raise_flags_after_fence(const Session& session, PeerBlocks peer_blocks, u32 kind,
+                                                        u32 count) {
+#pragma unroll 1
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 peer = session.comm.after(distance);
+        for (u32 index = peer_blocks.first; index < peer_blocks.end; ++index) {
+            *static_cast<volatile u64*>(flag_of(session, peer, kind, session.comm.rank, index)) =
+                static_cast<u64>(session.epoch) << 32 | count;
+        }
+    }
 }
 
 // Waits until a peer has raised the flag of an index to `count`; false if that takes too long. Called by one thread.

@@ -118,7 +118,7 @@ __device__ __forceinline__ unsigned shared_address(const void* at) {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));
 }
 
-// Makes an arrival in shared memory, which tells when what was loaded is there. Whoever uses it waits for a barrier first.
+// Makes an arrival in shared memory, which tells when what was loaded is there.
 __device__ __forceinline__ void make_arrival(unsigned long long* arrival) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(arrival)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -15,12 +15,6 @@ struct WholeBlock {
     __device__ __forceinline__ void sync() const { __syncthreads(); }
 };
 
-// A thread that works for itself.
-struct OneThread {
-    __device__ __forceinline__ u32 thread() const { return 0; }
-    __device__ __forceinline__ u32 threads() const { return 1; }
-};
-
 // Some warps in a row. Those that work at the same time have different barriers.
 struct Warps {
     u32 first;

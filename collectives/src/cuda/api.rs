@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Result, Stream};
+use symmpool_allocator::{Error, Result, Stream};
 
 /// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`, `CUevent`) that is passed on, never followed.
 pub(super) type Handle = usize;
@@ -88,6 +88,36 @@ impl Api {
         let code = unsafe { (self.event_create)(&raw mut handle, flags) };
         CudaDriver::check(code, || "making an event".to_owned())?;
         Ok(handle)
+    }
+
+    /// So many bytes of pinned host memory, zeros, which the device writes and reads at the same address. The device's
+    /// context must be current. [`Self::free_pinned`] gives them back.
+    pub(super) fn pinned(&self, bytes: usize) -> Result<NonNull<c_void>> {
+        // Visible to every context of the process; mapped into the device's addresses.
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
+        let mut address: *mut c_void = std::ptr::null_mut();
+        // SAFETY: writes one pointer through a valid one.
+        let code = unsafe { (self.host_alloc)(&raw mut address, bytes, flags) };
+        CudaDriver::check(code, || "making pinned memory".to_owned())?;
+        let begin = NonNull::new(address).ok_or_else(|| {
+            Error::system("making pinned memory", "the driver gave a null address")
+        })?;
+        // SAFETY: the memory is this long, aligned to pages, and nobody else has it yet.
+        unsafe { begin.cast::<u8>().write_bytes(0, bytes) };
+        Ok(begin)
+    }
+
+    /// Frees pinned memory. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// `begin` is of [`Self::pinned`], and nothing uses it from now on: neither the host nor work on the device.
+    pub(super) unsafe fn free_pinned(&self, begin: NonNull<c_void>) {
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.host_free)(begin.as_ptr()) };
+        if let Err(error) = CudaDriver::check(code, || "freeing pinned memory".to_owned()) {
+            tracing::debug!(%error, "at the end of a communicator");
+        }
     }
 
     /// Waits until the stream has done what was put on it. Its device's context must be current.

@@ -215,13 +215,13 @@ impl CudaEngine {
         cuda(&self.pool)?.with_context(|| api.is_idle(stream))
     }
 
-    /// Where dispatches to experts tell the host sizes.
-    pub(super) fn sizes(&mut self) -> Result<&mut Sizes> {
+    /// Makes the place where dispatches to experts tell the host sizes, ahead of them: it may wait for the device.
+    pub(super) fn make_sizes(&mut self) -> Result<()> {
         if self.sizes.is_none() {
             let api = self.api;
             self.sizes = Some(cuda(&self.pool)?.with_context_unordered(|| Sizes::new(api))?);
         }
-        self.sizes.as_mut().ok_or_else(|| Error::invalid_state("there are no sizes"))
+        Ok(())
     }
 
     /// What calls reported to the host although they went on. Each notice is returned once.

@@ -40,6 +40,7 @@ impl CudaEngine {
         }
         specs.sort();
         self.prepare_kernels(&specs)?;
+        self.make_sizes()?;
         // What the ranks tell each other of their rows travels through the LL inbox.
         let vectors = self.count_vectors(shape);
         if vectors > self.control.ll_vectors() {
@@ -121,7 +122,9 @@ impl CudaEngine {
             ));
             return Err(self.decline(why, stream));
         }
-        let (to, number) = self.sizes()?.next_call();
+        let sizes =
+            self.sizes.as_mut().ok_or_else(|| Error::invalid_state("no buffer for experts"))?;
+        let (to, number) = sizes.next_call();
         let mut call = *call;
         (call.work.sizes, call.work.sizes_number) = (to, number);
         // SAFETY: the caller's promises; sizes are given back behind all kernels.
@@ -142,9 +145,8 @@ impl CudaEngine {
         self.begin(stream)?;
         let ExpertMode { by_expert, .. } = call.mode;
         let kernel = self.kernel(spec(&COMBINE, call.shape.dtype, by_expert, false))?;
-        // A block that sends and one that sums up, for each index.
         let room = kernel.resident(THREADS).min(kernel.budget.most_blocks);
-        let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, 2 * PEER_BLOCKS + 1);
+        let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
         // SAFETY: the caller's promises.
         unsafe { self.launch_call(Operation::ExpertCombine, (kernel, blocks), call, stream) }
     }

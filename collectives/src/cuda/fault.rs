@@ -2,12 +2,10 @@
 
 #![allow(unsafe_code)] // pinned memory that the device writes
 
-use std::ffi::c_void;
 use std::mem::offset_of;
 use std::ptr::{NonNull, addr_of};
 use std::time::Duration;
 
-use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result};
 
 use super::api::Api;
@@ -312,17 +310,7 @@ impl Fault {
     /// Zeroed, for the communicator whose control block is at `offset` of every slot. The device's
     /// context must be current.
     pub(super) fn new(api: &Api, pool: &Pool, offset: u64) -> Result<Self> {
-        // Visible to every context of the process; mapped into the device's addresses.
-        let flags = cudarc::driver::sys::CU_MEMHOSTALLOC_PORTABLE;
-        let mut address: *mut c_void = std::ptr::null_mut();
-        // SAFETY: writes one pointer through a valid one.
-        let code = unsafe { (api.host_alloc)(&raw mut address, size_of::<Record>(), flags) };
-        CudaDriver::check(code, || "making pinned memory".to_owned())?;
-        let record = NonNull::new(address.cast::<Record>()).ok_or_else(|| {
-            Error::system("making pinned memory", "the driver gave a null address")
-        })?;
-        // SAFETY: the memory is this long, aligned to pages, and nobody else has it yet.
-        unsafe { record.write_bytes(0, 1) };
+        let record = api.pinned(size_of::<Record>())?.cast();
         let communicator =
             format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
         Ok(Self { record, returned: 0, communicator })
@@ -371,11 +359,8 @@ impl Fault {
 
     /// Frees the memory. No kernel that uses it may run, and the context must be current.
     pub(super) fn free(self, api: &Api) {
-        // SAFETY: made by `host_alloc`, and given up here.
-        let code = unsafe { (api.host_free)(self.record.as_ptr().cast()) };
-        if let Err(error) = CudaDriver::check(code, || "freeing pinned memory".to_owned()) {
-            tracing::debug!(%error, "at the end of a communicator");
-        }
+        // SAFETY: made by `new`, and given up here: the caller's promise.
+        unsafe { api.free_pinned(self.record.cast()) };
     }
 }
 

@@ -150,8 +150,8 @@ struct Shared {
     flags: MemoryFlags,
     /// This rank's address of its control block.
     control: u64,
-    /// A word for each wait, and behind them the number of the last batch of the thread's that the device has done.
-    /// What streams write before and after waits.
+    /// A word for each wait, which streams write before and after it, and behind them the number of the last batch of the
+    /// thread's that the device has done.
     words: Words,
     /// How long each wait may take, in nanoseconds; `u64::MAX` where there was none yet.
     timeouts: Vec<AtomicU64>,

@@ -21,12 +21,14 @@ const ROWS: usize = 1;
 const BY_EXPERT: usize = 2;
 const COUNTS: usize = 4;
 
-/// How long the host looks without a pause: longer than counts take to be exchanged.
-const SPINS_FOR: Duration = Duration::from_micros(200);
-/// How long it sleeps between looks after that, as work before the call keeps the stream busy.
-const PAUSE: Duration = Duration::from_micros(20);
-/// How many looks there are to one at the stream.
+/// How often the host looks at the stream, and at the clock, while it waits for sizes.
+const LOOK: Duration = Duration::from_micros(100);
+/// How many looks at sizes there are to one at the clock.
 const LOOKS: u32 = 64;
+/// After how long it sleeps between looks: a wait that takes so long is one for work that the stream does before.
+const SPINS_FOR: Duration = Duration::from_millis(2);
+/// How long it sleeps.
+const PAUSE: Duration = Duration::from_micros(20);
 
 /// Where dispatches of a communicator tell the host sizes, one at a time.
 pub(super) struct Sizes {
@@ -81,14 +83,16 @@ impl CudaEngine {
         local_experts: u32,
         stream: Stream,
     ) -> Result<ReceivedSizes> {
+        let told = |engine: &Self| {
+            let sizes = engine.sizes.as_ref()?;
+            sizes.told(number, local_experts as usize)
+        };
         let since = Instant::now();
-        let mut looks = 0_u32;
+        let (mut looks, mut next) = (0_u32, LOOK);
         loop {
-            let told = |engine: &Self| {
-                let sizes = engine.sizes.as_ref()?;
-                sizes.told(number, local_experts as usize)
-            };
             if let Some(sizes) = told(self) {
+                // Counts come from ranks that call something else too. The device has said so by now.
+                self.ready()?;
                 self.take_notice()?;
                 return Ok(sizes);
             }
@@ -97,6 +101,12 @@ impl CudaEngine {
                 std::hint::spin_loop();
                 continue;
             }
+            let waited = since.elapsed();
+            if waited < next {
+                continue;
+            }
+            next = waited + LOOK;
+            self.ready()?;
             // A kernel that failed, or never ran, tells nothing: the stream says so.
             if self.is_idle(stream)? && told(self).is_none() {
                 self.synchronize(stream)?;
@@ -104,7 +114,7 @@ impl CudaEngine {
                     "a dispatch to experts ended without telling how many rows it received",
                 ));
             }
-            if since.elapsed() > SPINS_FOR {
+            if waited > SPINS_FOR {
                 std::thread::sleep(PAUSE);
             }
         }

@@ -2,13 +2,10 @@
 
 #![allow(unsafe_code)] // pinned memory, by address
 
-use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
 
-use cudarc::driver::sys;
-use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::Result;
 
 use super::api::Api;
 
@@ -26,18 +23,7 @@ unsafe impl Sync for Words {}
 impl Words {
     /// So many words, which are zero. The device's context must be current.
     pub(super) fn new(api: &Api, count: usize) -> Result<Self> {
-        // Visible to every context of the process; mapped into the device's addresses.
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
-        let mut address: *mut c_void = std::ptr::null_mut();
-        // SAFETY: writes one pointer through a valid one.
-        let code = unsafe { (api.host_alloc)(&raw mut address, 4 * count, flags) };
-        CudaDriver::check(code, || "making pinned memory".to_owned())?;
-        let begin = NonNull::new(address.cast::<AtomicU32>()).ok_or_else(|| {
-            Error::system("making pinned memory", "the driver gave a null address")
-        })?;
-        // SAFETY: the memory is this long, and nobody else has it yet.
-        unsafe { begin.write_bytes(0, count) };
-        Ok(Self { begin, count })
+        Ok(Self { begin: api.pinned(4 * count)?.cast(), count })
     }
 
     pub(super) fn all(&self) -> &[AtomicU32] {
@@ -57,9 +43,6 @@ impl Words {
     /// Nothing uses the words from now on: neither `self` nor work on the device. The device's context is current.
     pub(super) unsafe fn free(&self, api: &Api) {
         // SAFETY: made by `new`, and given up here: the caller's promise.
-        let code = unsafe { (api.host_free)(self.begin.as_ptr().cast()) };
-        if let Err(error) = CudaDriver::check(code, || "freeing pinned memory".to_owned()) {
-            tracing::debug!(%error, "at the end of a communicator");
-        }
+        unsafe { api.free_pinned(self.begin.cast()) };
     }
 }

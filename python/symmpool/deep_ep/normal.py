@@ -64,11 +64,14 @@ def dispatch(
             more = core.top_k - chosen.shape[1]
             chosen = pad(chosen, (0, more), value=-1)
             given = None if given is None else pad(given, (0, more))
-        counts = None
+        lists = None
         if ids is None:
             counts = torch.empty((cores.world, local), dtype=torch.int32, device=x.device)
             sent = routing["num_tokens_per_expert"].clone()
             all_to_all_single(counts.view(-1), sent, group=cores.group)
+            if not worst:
+                # Read ahead of the dispatch, for whose rows nobody waits then.
+                lists = counts.sum(0).tolist()
         received, kept = core._dispatch(
             x.detach(),
             chosen.contiguous(),
@@ -76,18 +79,16 @@ def dispatch(
             scales=None if scales is None else scales.detach().contiguous(),
             exact=not worst,
         )
-        rows, lists = worst, []
+        rows = worst
         if not worst:
-            rows, lists = kept.rows, kept.counts
-            if counts is not None:
-                lists = counts.sum(0).tolist()
-            lists = [-(-count // alignment) * alignment for count in lists]
+            rows = kept.rows
+            lists = [-(-count // alignment) * alignment for count in lists or kept.counts]
         kept.rows = rows
         of_ids = of_weights = None
         if ids is not None:
             of_ids, of_weights = _chosen(received, kept, rows, compared["top_k"], bool(worst))
         handle = NormalHandle(owner, kept, rows, compared["top_k"] or None, routing["is_token_in_rank"])
-        return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists, handle)
+        return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists or [], handle)
 
     return call
 

@@ -144,5 +144,5 @@ class Received:
 
     @property
     def host_expert_counts(self) -> list[int] | None:
-        """The same, known to the host; None unless the dispatch was exact and its routing new."""
+        """The same, known to the host; None unless the dispatch that made the handle was exact."""
         return self.handle.counts
