@@ -381,7 +381,7 @@ def test_the_benchmark_runs_beside_gloo(tmp_path):
     )
     assert status == 0, output + errors
     found = json.loads(report.read_text())
-    assert len(found["results"]) == 4 * 2 * 2
+    assert len(found["results"]) == 6 * 2 * 2
     for row in found["results"]:
         assert {"ours", "all-to-all", "all-gather"} == set(row["figures"]) and not row["missing"]
     assert "top-2 of 16 experts" in output and "routed" in output

@@ -51,7 +51,7 @@ def add_options(commands):
         default=list(CASES),
         help=f"a list of {', '.join(CASES)} (default: all); routed and exact: layout, dispatch and combine, "
         "with exact sizes known to the host; low_latency: DeepEP's names, for up to "
-        f"{expert_low_latency.MOST_TOKENS} tokens",
+        f"{expert_low_latency.MOST_TOKENS} tokens on CUDA",
     )
     command.add_argument("--num-sms", type=positive, help="the most SMs of symmpool's and DeepEP's kernels")
     command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
@@ -168,7 +168,9 @@ def run(options, arguments):
         for case in options.cases
         for kind in options.routing
         for tokens in options.tokens
-        if case not in expert_low_latency.CASES or tokens <= expert_low_latency.MOST_TOKENS
+        # DeepEP's low-latency mode is one of GPUs.
+        if case not in expert_low_latency.CASES
+        or (ranks.on_cuda and tokens <= expert_low_latency.MOST_TOKENS)
     ]
     rows = []
     progress = session.Progress(len(todo) * (options.rounds + 1), ranks.rank == 0)
