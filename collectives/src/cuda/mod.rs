@@ -33,7 +33,7 @@
 //! | `made` | kernels whose sources are no files of ours |
 //! | `kernels` | the kernels of one communicator, and their launch |
 //! | `fault` | what a kernel reports to the host when a peer is missing or differs |
-//! | `sizes` | how many rows a dispatch to experts received, told to the host before they have arrived |
+//! | `sizes` | how many rows a dispatch to experts receives, which the host learns before they have arrived |
 //! | `words` | words of pinned memory, which the device writes |
 //! | `api` | the functions of the CUDA driver library that this module calls |
 

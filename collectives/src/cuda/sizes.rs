@@ -1,4 +1,4 @@
-//! How many rows a dispatch to experts received, told to the host before they have arrived.
+//! How many rows a dispatch to experts receives, which the host learns before they have arrived.
 //!
 //! The leader block of the kernel knows sizes when it has the counts of all ranks, long before many rows are there. It
 //! writes them to pinned memory, and then the number of the call. The host looks for that number, so that it can go on,
@@ -49,8 +49,8 @@ impl Sizes {
         (self.words.address(0), self.number)
     }
 
-    /// What the call of this number told, if it has.
-    fn told(&self, number: u32, local_experts: usize) -> Option<ReceivedSizes> {
+    /// What the call of this number has written, if it has.
+    fn written(&self, number: u32, local_experts: usize) -> Option<ReceivedSizes> {
         let words = self.words.all();
         if words[NUMBER].load(Ordering::Acquire) != number {
             return None;
@@ -76,21 +76,21 @@ impl Sizes {
 }
 
 impl CudaEngine {
-    /// Waits until the call of this number, on this stream, has told sizes, and says what else it told.
+    /// Waits until the call of this number, on this stream, has written sizes. Returns what it reported besides as an error.
     pub(super) fn await_sizes(
         &mut self,
         number: u32,
         local_experts: u32,
         stream: Stream,
     ) -> Result<ReceivedSizes> {
-        let told = |engine: &Self| {
+        let written = |engine: &Self| {
             let sizes = engine.sizes.as_ref()?;
-            sizes.told(number, local_experts as usize)
+            sizes.written(number, local_experts as usize)
         };
         let since = Instant::now();
         let (mut looks, mut next) = (0_u32, LOOK);
         loop {
-            if let Some(sizes) = told(self) {
+            if let Some(sizes) = written(self) {
                 // Counts come from ranks that call something else too. The device has said so by now.
                 self.ready()?;
                 self.take_notice()?;
@@ -108,7 +108,7 @@ impl CudaEngine {
             next = waited + LOOK;
             self.ready()?;
             // A kernel that failed, or never ran, tells nothing: the stream says so.
-            if self.is_idle(stream)? && told(self).is_none() {
+            if self.is_idle(stream)? && written(self).is_none() {
                 self.synchronize(stream)?;
                 return Err(Error::invalid_state(
                     "a dispatch to experts ended without telling how many rows it received",

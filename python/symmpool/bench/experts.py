@@ -168,7 +168,7 @@ def run(options, arguments):
         for case in options.cases
         for kind in options.routing
         for tokens in options.tokens
-        # DeepEP's low-latency mode is one of GPUs.
+        # Low-latency calls are measured on GPUs alone.
         if case not in expert_low_latency.CASES
         or (ranks.on_cuda and tokens <= expert_low_latency.MOST_TOKENS)
     ]

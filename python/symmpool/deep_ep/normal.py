@@ -64,7 +64,7 @@ def dispatch(
             more = core.top_k - chosen.shape[1]
             chosen = pad(chosen, (0, more), value=-1)
             given = None if given is None else pad(given, (0, more))
-        lists = None
+        lists: list[int] = []
         if ids is None:
             counts = torch.empty((cores.world, local), dtype=torch.int32, device=x.device)
             sent = routing["num_tokens_per_expert"].clone()
@@ -88,7 +88,7 @@ def dispatch(
         if ids is not None:
             of_ids, of_weights = _chosen(received, kept, rows, compared["top_k"], bool(worst))
         handle = NormalHandle(owner, kept, rows, compared["top_k"] or None, routing["is_token_in_rank"])
-        return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists or [], handle)
+        return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists, handle)
 
     return call
 

@@ -293,13 +293,13 @@ class Buffer:
         arguments = (
             handle.memory, x, topk_ids, topk_weights, scales, quantize, out, out_scales, handle.alignment
         )  # fmt: skip
-        call, told = self._core.dispatch, []
+        call, sizes = self._core.dispatch, []
         if exact and not known:
-            call = self._telling(told)
+            call = self._exact_dispatch(sizes)
         wait = self._run(call, arguments, hook, None if known else handle)
         received = self._received(handle, known, dtype, scaled, out, out_scales)
         if exact:
-            self._cut(received, handle, *told)
+            self._cut(received, handle, *sizes)
         return (received, handle, wait) if hook else (received, handle)
 
     def _received(
@@ -313,18 +313,18 @@ class Buffer:
         weights = None if known else self._view("weights", self.top_k, torch.float32)
         return Received(x, scales, ids, weights, handle)
 
-    def _telling(self, told: list[tuple[int, list[int]]]) -> Callable[..., None]:
-        """The dispatch that waits until it is known how many rows arrive, which it appends to a list."""
+    def _exact_dispatch(self, sizes: list[tuple[int, list[int]]]) -> Callable[..., None]:
+        """The dispatch that waits until it is known how many rows arrive, which it appends to `sizes`."""
 
         def dispatch(*arguments: Any) -> None:
-            told.append(self._core.dispatch(*arguments, exact=True))
+            sizes.append(self._core.dispatch(*arguments, exact=True))
 
         return dispatch
 
-    def _cut(self, received: Received, handle: Handle, told: tuple[int, list[int]] | None = None) -> None:
-        """Cuts tensors to the rows in use. Where the call told no sizes, it waits for those of the handle."""
-        if told is not None:
-            count, handle.counts = told
+    def _cut(self, received: Received, handle: Handle, sizes: tuple[int, list[int]] | None = None) -> None:
+        """Cuts tensors to the rows in use. Where the call gave no sizes, it waits for those of the handle."""
+        if sizes is not None:
+            count, handle.counts = sizes
         else:
             count = int(handle.num_rows)
             if self.device.type == "cuda":
