@@ -269,6 +269,8 @@ class Streams:
     def __init__(self):
         self.observed, self.done, self.capturing, self.failure = [], set(), False, None
         self.Tensor = list
+        self.current = 1
+        self._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: self.current)
         self.cuda = types.SimpleNamespace(
             Stream=lambda device: types.SimpleNamespace(cuda_stream=7, device=device),
             is_current_stream_capturing=lambda: self.capturing,
@@ -300,7 +302,10 @@ def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors()
     found = [side.submit(torch, torch.call, (tensor,), []) for tensor in tensors]
     assert torch.observed == [("follow", 7), ("call", 7), ("mark", 7)] * 3
     assert not found[0].is_completed()
+    # A wait of another stream than that of the call says nothing of what comes behind it on that one.
+    torch.current = 2
     found[0].wait()
+    torch.current = 1
     assert torch.observed[-1] == ("wait", 2)
     del tensors
     torch.done |= {2, 5}
@@ -311,8 +316,29 @@ def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors()
     assert [tensor() is None for tensor in gone] == [True, True, False]
     torch.capturing, captured = True, Tensor([4])
     side.submit(torch, torch.call, (captured,), [])
-    assert captured.recorded.cuda_stream == 7 and len(side._kept) == 2
+    assert captured.recorded.cuda_stream == 7 and len(side._held) == 2
     # And the last one, with no other behind it, when its Work goes, or is waited for.
     torch.done |= {8, 12}
     del found
-    assert gone[2]() is None and not side._kept
+    assert gone[2]() is None and not side._held
+
+
+def test_a_calls_tensors_are_let_go_of_where_its_stream_waits_for_it():
+    class Tensor(list):
+        pass
+
+    torch = Streams()
+    side = SideStream(torch, 0)
+    tensors = [Tensor([n]) for n in range(2)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    first, second = [side.submit(torch, torch.call, (tensor,), []) for tensor in tensors]
+    del tensors
+    second.wait()
+    # Neither call is done, but all that the current stream gets from now on comes after the second.
+    assert [tensor() is None for tensor in gone] == [False, True]
+    second.wait()
+    first.wait()
+    assert gone[0]() is None and not torch.done
+    # Nothing is asked of the device for them any more.
+    side.submit(torch, torch.call, (Tensor([2]),), [])
+    assert len(side._held) == 1

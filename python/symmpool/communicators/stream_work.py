@@ -18,28 +18,21 @@ class StreamWork(Work):
     """A call on a side stream. A call that is captured in a graph counts as completed: how often it runs,
     and when, is known to whoever launches the graph."""
 
-    __slots__ = ("_comm", "_stream", "_mark", "_explain", "_drain", "_captured")
+    __slots__ = ("_comm", "_side", "_mark", "_held")
 
-    def __init__(
-        self,
-        comm: Any,
-        stream: Any,
-        mark: Any,
-        results: list[Any],
-        explain: Explain,
-        drain: Callable[[], None],
-        captured: bool = False,
-    ):
+    def __init__(self, comm: Any, side: SideStream, mark: Any, results: list[Any], held: _Held | None):
+        """`held` is None for a captured call."""
         self._results, self._future = results, None
-        self._captured = captured
-        self._comm, self._stream, self._mark, self._explain = comm, stream, mark, explain
-        self._drain = drain
+        self._comm, self._side, self._mark, self._held = comm, side, mark, held
 
     def wait(self, timeout: Any = None) -> bool:
-        self.join()
-        seconds = seconds_or_none(timeout)
-        self._drain()
-        if seconds is not None and not self._captured:
+        self._mark.wait()
+        held = self._held
+        if held is not None and held.tensors is not None:
+            self._side.let_go(held)
+        # torch's usual timeout, of 0, is none.
+        seconds = seconds_or_none(timeout) if timeout else None
+        if seconds is not None and held is not None:
             end = time.monotonic() + seconds
             while not self._mark.query():
                 if time.monotonic() > end:
@@ -51,16 +44,17 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._captured or self._mark.query() or self._comm.failure is not None
+        return self._held is None or self._mark.query() or self._comm.failure is not None
 
     def __del__(self) -> None:
         # Nobody may make another call or wait for one, so tensors of completed calls are let go of here too.
-        self._drain()
+        if self._held is not None and self._held.tensors is not None:
+            self._side.drain()
 
     def exception(self) -> Exception | None:
         failure = self._comm.failure
         if failure is not None:
-            self._explain(failure)
+            self._side.explain(failure)
         return failure
 
     def join(self) -> None:
@@ -72,21 +66,39 @@ class StreamWork(Work):
             # so that whoever uses its value comes after the call.
             import torch
 
-            with torch.cuda.stream(self._stream):
-                self._future = torch.futures.Future(devices=[self._stream.device])
+            stream = self._side.stream
+            with torch.cuda.stream(stream):
+                self._future = torch.futures.Future(devices=[stream.device])
                 self._future.set_result(self._results)
         return self._future
 
 
+class _Held:
+    """The tensors of a call, which are not to be given back to torch's allocator while it uses them."""
+
+    __slots__ = ("mark", "tensors", "stream")
+
+    def __init__(self, mark: Any, tensors: tuple[Any, ...], stream: int):
+        self.mark, self.tensors, self.stream = mark, tensors, stream
+
+
 class SideStream:
-    """A stream for calls with `async_op`, and the tensors that calls on it still use."""
+    """A stream for calls with `async_op`, and the tensors that calls on it still use.
+
+    A call's tensors are let go of when the stream that was current at the call waits for it, as whatever that
+    stream gets from then on comes after the call; otherwise when the call is found to be done, at another call
+    or when its Work goes."""
 
     def __init__(self, torch: Any, device: int, explain: Explain = leave_as_it_is):
-        self._torch, self._explain = torch, explain
-        self._stream = torch.cuda.Stream(device)
-        self.handle = self._stream.cuda_stream
+        self._torch, self.device, self.explain = torch, device, explain
+        self.stream = torch.cuda.Stream(device)
+        self.handle = self.stream.cuda_stream
         self._capturing = torch.cuda.is_current_stream_capturing
-        self._kept: collections.deque[Any] = collections.deque()
+        # An object for the current stream would cost as much as the rest of a small call's way through here.
+        self._current = torch._C._cuda_getCurrentRawStream
+        self._held: collections.deque[_Held] = collections.deque()
+        # The last call's, which a capture asks for.
+        self._last: Any = None
         # Letting go of a tensor may let go of another call's Work, which drains as well.
         self._draining = threading.RLock()
 
@@ -99,19 +111,16 @@ class SideStream:
         finish: Finish | None = None,
     ) -> StreamWork:
         # Marks are used, as torch's streams and events cost the host more than the call itself.
-        handle, kept = self.handle, self._kept
+        handle = self.handle
         capturing = self._capturing()
-        if capturing:
-            with self._draining:
-                last = kept[-1][0] if kept else None
-            if last is not None:
-                # A capture cannot wait for the last call: if that is not done, this raises before anything
-                # is captured.
-                last.wait()
+        if capturing and self._last is not None:
+            # A capture cannot wait for the last call: if that is not done, this raises before anything is
+            # captured.
+            self._last.wait()
         comm.follow(handle)
         call(*arguments, stream=handle)
         if finish is not None:
-            with self._torch.cuda.stream(self._stream):
+            with self._torch.cuda.stream(self.stream):
                 finish()
             # `finish` writes to the results on the side stream.
             arguments = (*arguments, *results)
@@ -121,15 +130,26 @@ class SideStream:
             # An event of a captured call cannot be queried, so torch's allocator is to wait for the stream.
             for tensor in arguments:
                 if isinstance(tensor, self._torch.Tensor):
-                    tensor.record_stream(self._stream)
-        else:
-            self._drain()
-            kept.append((mark, arguments))
-        return StreamWork(comm, self._stream, mark, results, self._explain, self._drain, capturing)
+                    tensor.record_stream(self.stream)
+            return StreamWork(comm, self, mark, results, None)
+        self.drain()
+        held = _Held(mark, arguments, self._current(self.device))
+        self._held.append(held)
+        self._last = mark
+        return StreamWork(comm, self, mark, results, held)
 
-    def _drain(self) -> None:
+    def let_go(self, held: _Held) -> None:
+        """Lets go of the tensors of a call for which the current stream waits, if that was the current one at
+        the call. Otherwise of those of completed calls."""
+        if held.stream == self._current(self.device):
+            held.tensors = None
+        else:
+            self.drain()
+
+    def drain(self) -> None:
         """Lets go of the tensors of completed calls."""
-        kept = self._kept
+        held = self._held
         with self._draining:
-            while kept and kept[0][0].query():
-                kept.popleft()
+            while held and (held[0].tensors is None or held[0].mark.query()):
+                # The call's Work may stay for long.
+                held.popleft().tensors = None

@@ -269,16 +269,21 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         plan = plans.reduce_scatter(outputs[0], inputs[0], op, self._rank, self._size)
         return self._run("reduce_scatter", plan, opts)
 
-    # What functional collectives, DTensor with them, and Megatron's data parallelism call.
+    # What functional collectives, DTensor with them, and Megatron's data parallelism call. Most lists are of one
+    # tensor, for which looking at a list would take as long as the rest.
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
+        if len(tensors) == 1:
+            return self.allreduce(tensors, opts)
         if not tensors or self._reduces(opts, *tensors) is None:
             return self._pass("allreduce_coalesced", "allreduce_coalesced", tensors, opts)
         return joined([self.allreduce([tensor], opts) for tensor in tensors])
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else AllgatherOptions()
+        if len(outputs) == len(inputs) == 1:
+            return self.all_gather_single(outputs[0], inputs[0], opts)
         if _are_pairs(outputs, inputs) and self._moves(*outputs, *inputs):
             pairs = zip(outputs, inputs, strict=True)
             return joined([self.all_gather_single(*pair, opts) for pair in pairs])
@@ -289,6 +294,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
+        if len(outputs) == len(inputs) == 1:
+            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         if _are_pairs(outputs, inputs) and self._reduces(opts, *outputs, *inputs) is not None:
             pairs = zip(outputs, inputs, strict=True)
             return joined([self.reduce_scatter_single(*pair, opts) for pair in pairs])
