@@ -21,6 +21,7 @@ impl SplitMix64 {
     }
 
     /// The `index`th number of the sequence of `seed`; 0 is before the first.
+    #[inline]
     pub fn at(seed: u64, index: u64) -> u64 {
         let z = seed.wrapping_add(index.wrapping_mul(STEP));
         let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -57,8 +57,8 @@ impl Case {
         if !self.in_place {
             upload(pool, self.to, &vec![POISON; self.part() + AROUND])?;
         }
-        let mine: Vec<u8> = (0..world).flat_map(|of| self.part_of(seed, rank, of)).collect();
-        upload(pool, self.from, &mine)
+        let mine: Vec<Vec<u8>> = (0..world).map(|of| self.part_of(seed, rank, of)).collect();
+        upload(pool, self.from, &mine.concat())
     }
 
     /// The byte from which on the output is wrong, or what must not change around it, if there is one.
