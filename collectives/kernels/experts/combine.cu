@@ -1,5 +1,5 @@
 //! Combine from experts: rows go back to the ranks of their tokens, which sum up the rows of each token.
-//! Defines: WORLD, THREADS, DTYPE, BY_EXPERT.
+//! Defines: WORLD, THREADS, DTYPE, BY_EXPERT, ONLY_FEW.
 //!
 //! Of each worker block some warps send rows, chunk by chunk, and the others sum up the chunks that have arrived, so that
 //! links and memory are busy at the same time. Warps that send wait for handshakes and for weights alone, and warps that sum

@@ -1,5 +1,5 @@
 //! Dispatch to experts: every token goes to the ranks of its experts, once to each, where its row belongs at once.
-//! Defines: WORLD, THREADS, BY_EXPERT; with QUANTIZES also DTYPE, the type of the tokens that become 8-bit floats.
+//! Defines: WORLD, THREADS, BY_EXPERT, ONLY_FEW; with QUANTIZES also DTYPE, the type of the tokens that become 8-bit floats.
 //!
 //! The leader block counts this rank's rows for each rank and expert and tells all ranks. Worker blocks count the tokens
 //! before their own, so they know the places of their rows without waiting for other blocks. Before they write to a peer

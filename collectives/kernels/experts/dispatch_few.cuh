@@ -53,15 +53,16 @@ struct FewRows {
         return !has_few(work, shared.counts.tokens[source]);
     }
 
-    // How many rows of a rank arrive here: never more than it has tokens.
+    // How many rows of a rank arrive here: never more than it has tokens, nor than the inbox has room for.
     __device__ __forceinline__ u32 arriving(u32 source) const {
         if (source == session.comm.rank || has_many(source)) {
             return 0;
         }
         const u32 tokens = shared.counts.tokens[source];
+        const u32 most = tokens < work.inbox_tokens ? tokens : work.inbox_tokens;
         const u32 rows = work.known ? shared.sources[source + 1] - shared.sources[source]
                                     : shared.counts.rows[source][session.comm.rank];
-        return rows < tokens ? rows : tokens;
+        return rows < most ? rows : most;
     }
 };
 

@@ -13,7 +13,11 @@ namespace symmpool {
 static_assert(ITEM == 32, "a piece is made of items");
 
 // Whether the rows that a rank with so many tokens sends in a dispatch, or gets back in a combine, go through inboxes.
-__device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) { return tokens <= work.inbox_tokens; }
+// With ONLY_FEW no rank can have more, so that a kernel has nothing for other tokens: its instructions are loaded in less
+// time, which is what small calls wait for.
+__device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) {
+    return ONLY_FEW || tokens <= work.inbox_tokens;
+}
 
 // Whether any rank, this one included, has many tokens: `few.has_many(rank)` says it of one.
 template <typename Few> __device__ __forceinline__ bool any_has_many(const Few& few) {

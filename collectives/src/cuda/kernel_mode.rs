@@ -17,11 +17,18 @@ pub(super) enum KernelMode {
     OneSided(OneSidedMode),
     PointToPoint(P2pMode),
     Norm(NormMode),
-    /// Whether rows lie by expert, and whether a dispatch quantises tokens.
-    Experts {
-        by_expert: bool,
-        quantizes: bool,
-    },
+    Experts(ExpertsMode),
+}
+
+/// What dispatches and combines of a buffer do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ExpertsMode {
+    /// Whether rows lie by expert.
+    pub(super) by_expert: bool,
+    /// Whether a dispatch quantises tokens.
+    pub(super) quantizes: bool,
+    /// Whether no rank can have so many tokens that rows travel in any other way than through inboxes.
+    pub(super) only_few: bool,
 }
 
 /// What a fused all-reduce makes of the sum, and how threads divide rows.
@@ -120,9 +127,11 @@ impl KernelMode {
                 let units = if units == 1 { "1" } else { "2" };
                 vec![("OUTPUT", output.name()), ("UNITS", units), ("HELD", number(held))]
             }
-            Self::Experts { by_expert, quantizes } => {
-                vec![("BY_EXPERT", number(by_expert)), ("QUANTIZES", number(quantizes))]
-            }
+            Self::Experts(ExpertsMode { by_expert, quantizes, only_few }) => vec![
+                ("BY_EXPERT", number(by_expert)),
+                ("QUANTIZES", number(quantizes)),
+                ("ONLY_FEW", number(only_few)),
+            ],
         }
     }
 }

@@ -144,6 +144,8 @@ pub(super) const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 pub(super) const FAULT_BYTES: Axis = ("FAULT_BYTES", &["128"]);
 const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
+const ANY_TOKENS: Axis = ("ONLY_FEW", &["0"]);
+const ONLY_FEW: Axis = ("ONLY_FEW", &["1"]);
 const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["304"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
@@ -211,15 +213,17 @@ pub(crate) const P2P: Kernel<'static> = collective!(
 /// Sends tokens to the ranks of their experts.
 pub(crate) const DISPATCH: Kernel<'static> = collective!(
     "experts" / "dispatch" as "_ZN8symmpool8dispatchEv",
-    [FEW_AND_MOST, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), EXPERTS_WORK_BYTES],
-    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ANY_TOKENS, EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), ANY_TOKENS, EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, NARROW, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ONLY_FEW, EXPERTS_WORK_BYTES],
     // Wider tokens, and an odd number of ranks.
     [
         ("WORLD", &["3"]),
-        WIDE,
+        NARROW,
         F32,
         ("BY_EXPERT", &["1"]),
         ("QUANTIZES", &["1"]),
+        ONLY_FEW,
         EXPERTS_WORK_BYTES
     ],
 );
@@ -227,8 +231,9 @@ pub(crate) const DISPATCH: Kernel<'static> = collective!(
 /// Sends rows of experts back, and sums them up.
 pub(crate) const COMBINE: Kernel<'static> = collective!(
     "experts" / "combine" as "_ZN8symmpool7combineEv",
-    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, EXPERTS_WORK_BYTES],
-    [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ANY_TOKENS, EXPERTS_WORK_BYTES],
+    [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, ANY_TOKENS, EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, ("THREADS", &["256", "512"]), BF16, BY_EXPERT, ONLY_FEW, EXPERTS_WORK_BYTES],
 );
 
 /// All-reduce in one shot through inboxes.

@@ -5,6 +5,9 @@ from functools import partial
 
 from symmpool.bench import expert_low_latency, expert_routing, peers
 
+#: Up to so many tokens a rank decodes, rather than reads.
+DECODED = 128
+
 
 class Exchange:
     """One case of one contender: a call without arguments, and `wrong`, which counts wrong elements after it.
@@ -62,14 +65,19 @@ class Ours(Contender):
 
         super().__init__(ranks, options, most)
         shape = {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k}
-        self.buffer = experts.Buffer(pools.get(ranks), **shape, max_tokens=most, num_sms=options.num_sms)
+        # As a program has one for decoding: with few tokens at most, kernels are smaller.
+        self.buffers = [
+            experts.Buffer(pools.get(ranks), **shape, max_tokens=each, num_sms=options.num_sms)
+            for each in sorted({min(most, DECODED), most})
+        ]
 
     def exchange(self, case, routing):
         if case in expert_low_latency.CASES:
             from symmpool import deep_ep
 
             return self.low_latency(deep_ep, case, routing)
-        buffer, x = self.buffer, routing.x[routing.rank]
+        buffer = self.buffers[0 if routing.tokens <= DECODED else -1]
+        x = routing.x[routing.rank]
         ids, weights = routing.ids[routing.rank], routing.weights[routing.rank]
         received, handle = buffer.dispatch(x, ids, weights)
         count = int(handle.num_rows)
@@ -111,10 +119,11 @@ class Ours(Contender):
         return Exchange(partial(dispatch, quantize), partial(wrong_dispatch, quantize), received.x)
 
     def confirm(self):
-        self.buffer.synchronize()
+        for buffer in self.buffers:
+            buffer.synchronize()
 
     def close(self):
-        self.buffer = self.calls_of_low_latency = None
+        self.buffers = self.calls_of_low_latency = None
 
 
 class AllToAll(Contender):
