@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from symmpool.communicators.work import Explain, Finish, Work, leave_as_it_is, seconds_or_none
@@ -86,8 +85,8 @@ class SideStream:
     """A stream for calls with `async_op`, and the tensors that calls on it still use.
 
     A call's tensors are let go of when the stream that was current at the call waits for it, as whatever that
-    stream gets from then on comes after the call; otherwise when the call is found to be done, at another call
-    or when its Work goes."""
+    stream gets from then on comes after the call; otherwise when the call is found to be done, at another
+    call or when its Work goes."""
 
     def __init__(self, torch: Any, device: int, explain: Explain = leave_as_it_is):
         self._torch, self.device, self.explain = torch, device, explain

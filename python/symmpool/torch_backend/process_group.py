@@ -269,8 +269,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         plan = plans.reduce_scatter(outputs[0], inputs[0], op, self._rank, self._size)
         return self._run("reduce_scatter", plan, opts)
 
-    # What functional collectives, DTensor with them, and Megatron's data parallelism call. Most lists are of one
-    # tensor, for which looking at a list would take as long as the rest.
+    # What functional collectives, DTensor with them, and Megatron's data parallelism call. Most lists are of
+    # one tensor, for which looking at a list would take as long as the rest.
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
