@@ -2,7 +2,7 @@
 //! quantised and not, with handles that are used again, and graphs whose routing changes between replays.
 
 mod cases;
-mod model;
+pub(crate) mod model;
 pub(crate) mod time;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};

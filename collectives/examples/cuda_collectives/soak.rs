@@ -1,12 +1,14 @@
 //! Makes many calls back to back: all-reduces of random sizes and algorithms, all-to-alls with other splits in
-//! every call, which lie in the device's memory, and replays of graphs of both.
+//! every call, which lie in the device's memory, dispatches to experts and combines, and replays of graphs of all these.
 //!
 //! The host waits for the device only now and then. In one of so many calls, every byte is compared, on
 //! the device, before the next call writes there. Inputs begin at another place in every all-reduce, so the result
 //! of an earlier call is never right.
 
 mod equal;
+mod experts;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
@@ -21,6 +23,7 @@ use crate::matrix::{Matrix, bytes};
 use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
 use equal::Equal;
+use experts::Experts;
 
 /// Elements of the longest call.
 const MOST: usize = 300_000;
@@ -29,7 +32,8 @@ const COPIED: usize = 600_000;
 /// Most elements by which the beginning of an input is shifted.
 const SHIFTS: usize = 1024;
 const DTYPE: DType = DType::Bf16;
-/// How many graphs there are, and how many pairs of an all-reduce and an all-to-all each has.
+/// How many graphs there are, and how many pairs of an all-reduce and an all-to-all each has, one of which has experts
+/// behind it.
 const GRAPHS: u64 = 12;
 const PAIRS: u64 = 6;
 /// Errors inside the first graph have this number, which is no call's.
@@ -38,20 +42,24 @@ const GRAPH: u64 = 1 << 40;
 const BETWEEN: u64 = 1 << 16;
 /// One of so many calls is a long all-to-all of equal parts.
 const EQUAL: u64 = 256;
+/// One of so many calls is for experts.
+const EXPERTS: u64 = 16;
 
 struct Soak<'a> {
     pool: &'a Pool,
     options: &'a Options,
     stream: Stream,
     tools: Tools<'a>,
-    comms: Vec<(AllReduceAlgorithm, Communicator)>,
+    comms: Vec<(AllReduceAlgorithm, Arc<Communicator>)>,
     from: Block<u8>,
     to: Block<u8>,
     /// The sum of all ranks' inputs.
     wanted: Block<u8>,
     exchanges: Option<Exchanges>,
     equal: Option<Equal>,
-    calls: [u64; 3],
+    experts: Option<Experts>,
+    /// All-reduces, all-to-alls, calls for experts, and how many of all these were in graphs.
+    calls: [u64; 4],
     checked: u64,
 }
 
@@ -69,28 +77,43 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         false => (None, None),
     };
     pool.commit()?;
+    let comms = communicators(pool, options)?;
+    let experts = match (options.wants("experts"), &comms[..]) {
+        (true, [(_, first), .., (_, last)]) => {
+            Some(Experts::new(pool, [first, last], options.seed)?)
+        }
+        _ => None,
+    };
+    pool.commit()?;
     let soak = Soak {
         pool,
         options,
         stream: stream(pool)?,
         tools: Tools::new(pool)?,
-        comms: communicators(pool, options)?,
+        comms,
         from,
         to,
         wanted,
         exchanges,
         equal,
-        calls: [0; 3],
+        experts,
+        calls: [0; 4],
         checked: 0,
     };
     soak.run()
+}
+
+/// A graph, and how many of its calls are for experts.
+struct Recorded {
+    graph: Graph,
+    routed: u64,
 }
 
 /// A communicator for every requested algorithm of devices.
 fn communicators(
     pool: &Pool,
     options: &Options,
-) -> Result<Vec<(AllReduceAlgorithm, Communicator)>> {
+) -> Result<Vec<(AllReduceAlgorithm, Arc<Communicator>)>> {
     let named = |algorithm: &AllReduceAlgorithm| {
         *algorithm != AllReduceAlgorithm::CubeMesh
             && (options.wants("all_reduce") || options.wants(algorithm.name()))
@@ -106,7 +129,7 @@ fn communicators(
             device_scratch_bytes: Some(4 << 20),
             ..options.communicator()
         };
-        Ok((algorithm, Communicator::with_options(pool, &options)?))
+        Ok((algorithm, Arc::new(Communicator::with_options(pool, &options)?)))
     };
     algorithms.into_iter().enumerate().map(make).collect()
 }
@@ -126,6 +149,8 @@ impl Soak<'_> {
             } else if self.equal.is_some() && (number >> 32).is_multiple_of(EQUAL) {
                 self.equal_parts(which, call, number, check)?;
                 call += 1;
+            } else if self.experts.is_some() && (number >> 52).is_multiple_of(EXPERTS) {
+                call += self.route(call, number, check)?;
             } else if self.exchanges.is_some() && (number >> 20).is_multiple_of(4) {
                 self.exchange(which, call, number, check)?;
                 call += 1;
@@ -147,21 +172,21 @@ impl Soak<'_> {
         self.look()?;
         let (wrong, first) = self.tools.found()?;
         let seconds = began.elapsed().as_secs_f64();
-        let [reduced, exchanged, replayed] = self.calls;
+        let [reduced, exchanged, routed, replayed] = self.calls;
         let first = first.map_or(String::new(), |name| match name.checked_sub(GRAPH) {
             Some(nth) => format!(", in graph {nth}"),
             None => format!(", first of call {name}"),
         });
         println!(
-            "rank {}: {call} calls in {seconds:.1} s, {:.0} a second: {reduced} all-reduces and \
-             {exchanged} all-to-alls, of these {replayed} in graphs; every byte of {} checked on \
-             the device, {wrong} bytes wrong{first}",
+            "rank {}: {call} calls in {seconds:.1} s, {:.0} a second: {reduced} all-reduces, \
+             {exchanged} all-to-alls and {routed} for experts, of these {replayed} in graphs; every byte of {} \
+             checked on the device, {wrong} bytes wrong{first}",
             self.pool.rank(),
             call as f64 / seconds,
             self.checked,
         );
-        for graph in graphs {
-            graph.destroy(self.pool)?;
+        for recorded in graphs {
+            recorded.graph.destroy(self.pool)?;
         }
         Ok(wrong == 0)
     }
@@ -224,12 +249,24 @@ impl Soak<'_> {
         Ok(())
     }
 
-    /// Captures graphs of all-reduces, each compared inside the graph, and of all-to-alls, whose splits are
-    /// read from one place.
-    fn graphs(&mut self) -> Result<Vec<Graph>> {
+    fn route(&mut self, call: u64, number: u64, check: bool) -> Result<u64> {
+        let Some(experts) = &self.experts else { return Ok(0) };
+        let made = experts.call(number, &self.stream)?;
+        self.calls[2] += made;
+        if check {
+            self.checked += 1;
+            experts.compare(number, call, &self.tools, &self.stream)?;
+        }
+        Ok(made)
+    }
+
+    /// Captures graphs of all-reduces and calls for experts, each compared inside the graph, and of all-to-alls, whose
+    /// splits are read from one place.
+    fn graphs(&mut self) -> Result<Vec<Recorded>> {
         let seed = random(self.options.seed, 1 << 50);
         let make = |nth: u64| {
-            Graph::capture(self.pool, self.stream, || {
+            let mut routed = 0;
+            let graph = Graph::capture(self.pool, self.stream, || {
                 for pair in 0..PAIRS {
                     let number = random(seed, nth * PAIRS + pair);
                     let which = (nth + pair) as usize % self.comms.len();
@@ -239,25 +276,28 @@ impl Soak<'_> {
                         exchanges.by_splits(comm, exchanges.current(), &self.stream)?;
                     }
                 }
+                routed = self.route(GRAPH + nth, random(seed, 1000 + nth), true)?;
                 if has_equal(nth) {
                     let which = (nth / 6) as usize * 3 % self.comms.len();
                     self.equal_parts(which, GRAPH + nth, random(seed, nth), true)?;
                 }
                 Ok(())
-            })
+            })?;
+            Ok(Recorded { graph, routed })
         };
-        let graphs: Result<Vec<Graph>> = (0..GRAPHS).map(make).collect();
+        let graphs: Result<Vec<Recorded>> = (0..GRAPHS).map(make).collect();
         // The calls were captured and not made.
-        (self.calls, self.checked) = ([0; 3], 0);
+        (self.calls, self.checked) = ([0; 4], 0);
         graphs
     }
 
     /// Launches a graph, and compares the output of its last all-to-all. Returns how many calls it made.
-    fn replay(&mut self, graphs: &[Graph], call: u64, number: u64) -> Result<u64> {
+    fn replay(&mut self, graphs: &[Recorded], call: u64, number: u64) -> Result<u64> {
         let (pool, stream) = (self.pool, self.stream);
         let nth = (number >> 24) % GRAPHS;
-        let (graph, equal) = (&graphs[nth as usize], u64::from(has_equal(nth)));
-        let mut calls = PAIRS;
+        let (Recorded { graph, routed }, equal) =
+            (&graphs[nth as usize], u64::from(has_equal(nth)));
+        let mut calls = PAIRS + routed;
         match &mut self.exchanges {
             Some(exchanges) => {
                 let nth = exchanges.next(number);
@@ -272,8 +312,9 @@ impl Soak<'_> {
             None => graph.launch(pool, stream)?,
         }
         self.calls[0] += PAIRS;
-        self.checked += PAIRS;
-        self.calls[2] += calls;
+        self.calls[2] += routed;
+        self.checked += PAIRS + u64::from(*routed != 0);
+        self.calls[3] += calls;
         Ok(calls)
     }
 }
