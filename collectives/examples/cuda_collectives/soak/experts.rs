@@ -92,14 +92,14 @@ impl Experts {
         };
         let again = number >> 40 & 1 == 1;
         // SAFETY: the blocks are as long as the calls need, and only calls on this stream use them.
-        unsafe {
-            buffer.dispatch_at(handle, &dispatch, stream)?;
-            if again {
-                dispatch.known = true;
-                buffer.dispatch_at(handle, &dispatch, stream)?;
-            }
-            buffer.combine_at(handle, &combine, stream)?;
+        unsafe { buffer.dispatch_at(handle, &dispatch, stream) }?;
+        if again {
+            dispatch.known = true;
+            // SAFETY: as above.
+            unsafe { buffer.dispatch_at(handle, &dispatch, stream) }?;
         }
+        // SAFETY: as above.
+        unsafe { buffer.combine_at(handle, &combine, stream) }?;
         Ok(2 + u64::from(again))
     }
 
