@@ -10,6 +10,7 @@ files that import torch are forked from it. The fork server has used neither tor
 No rank outlives the call. Ranks are killed only by their own process id.
 """
 
+import atexit
 import functools
 import gc
 import importlib
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -200,12 +202,26 @@ def serve_forks():
         replies.flush()
 
 
+def end(status):
+    """Ends a forked rank as the interpreter would, but for taking apart what it has of its fork server:
+    torch's tables and the interpreter's modules, which takes longer than most ranks run."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     task = sys.argv[1:]
-    if task == ["fork server"]:
+    forked = task == ["fork server"]
+    if forked:
         task = serve_forks()
     if task is not None:
         # Ctrl-C raises KeyboardInterrupt, even if the tests run in the background of a script.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.exit(main(task[0], int(task[1])))
+        status = main(task[0], int(task[1]))
+        if forked:
+            end(status)
+        sys.exit(status)
