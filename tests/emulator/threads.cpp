@@ -59,14 +59,6 @@ struct GroupBarrier {
 
 constexpr unsigned BARRIERS = 16;
 
-// A stack, and where on it the next fiber begins. To begin on a new stack takes system calls, which took longer than most
-// kernels, so stacks are kept with a frame that waits for another fiber.
-struct Stack {
-    void* memory = nullptr;
-    jmp_buf next;
-    bool begun = false;
-};
-
 enum State { READY, AT_BLOCK, AT_GROUP, AT_WARP, ENDED };
 
 struct Fiber {
@@ -75,7 +67,7 @@ struct Fiber {
     unsigned barrier = 0;  // which one it is at
     bool begun = false;
     jmp_buf here;
-    Stack* stack = nullptr;
+    void* stack = nullptr;
     unsigned long long loads = 0, stores = 0;
 };
 
@@ -98,36 +90,28 @@ __thread Block* block_here = nullptr;
 __thread Fiber* fiber_here = nullptr;
 
 std::mutex stacks_lock;
-std::vector<Stack*>* const free_stacks = new std::vector<Stack*>();
+std::vector<void*>* const free_stacks = new std::vector<void*>();
 
-Stack* new_stack() {
+void* take_stack() {
+    {
+        std::lock_guard<std::mutex> held(stacks_lock);
+        if (!free_stacks->empty()) {
+            void* found = free_stacks->back();
+            free_stacks->pop_back();
+            return found;
+        }
+    }
     void* made = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (made == MAP_FAILED) {
         perror("emulated device: a thread's stack");
         abort();
     }
-    Stack* stack = new Stack;
-    stack->memory = made;
-    return stack;
+    return made;
 }
 
-void take_stacks(std::vector<Fiber>& fibers) {
+void give_stack(void* stack) {
     std::lock_guard<std::mutex> held(stacks_lock);
-    for (Fiber& fiber : fibers) {
-        if (free_stacks->empty()) {
-            fiber.stack = new_stack();
-        } else {
-            fiber.stack = free_stacks->back();
-            free_stacks->pop_back();
-        }
-    }
-}
-
-void give_stacks(const std::vector<Fiber>& fibers) {
-    std::lock_guard<std::mutex> held(stacks_lock);
-    for (const Fiber& fiber : fibers) {
-        free_stacks->push_back(fiber.stack);
-    }
+    free_stacks->push_back(stack);
 }
 
 [[noreturn]] void refuse(const char* what) {
@@ -199,22 +183,10 @@ void ended() {
     }
 }
 
-// Runs a fiber to its end, and leaves its stack to another one, which another thread of the process may run: it is not
-// inlined, as what a compiler knows of a thread's variables may be wrong behind the jump.
-__attribute__((noinline)) void run_fiber() {
+void enter() {
     block_here->call->run(block_here->call->arguments);
     ended();
-    if (_setjmp(fiber_here->stack->next) == 0) {
-        _longjmp(block_here->scheduler, 1);
-    }
-}
-
-void enter() {
-    while (true) {
-        run_fiber();
-        // Nothing of one fiber is known of the next.
-        __asm__ volatile("" ::: "memory");
-    }
+    _longjmp(block_here->scheduler, 1);
 }
 
 void resume(Block& block, Fiber& fiber) {
@@ -227,14 +199,10 @@ void resume(Block& block, Fiber& fiber) {
         _longjmp(fiber.here, 1);
     }
     fiber.begun = true;
-    Stack& stack = *fiber.stack;
-    if (stack.begun) {
-        _longjmp(stack.next, 1);
-    }
-    stack.begun = true;
     ucontext_t context;
     getcontext(&context);
-    context.uc_stack.ss_sp = stack.memory;
+    fiber.stack = take_stack();
+    context.uc_stack.ss_sp = fiber.stack;
     context.uc_stack.ss_size = STACK_BYTES;
     context.uc_link = nullptr;
     makecontext(&context, enter, 0);
@@ -295,7 +263,6 @@ void run_block(const Call& call, Shape shape, unsigned number) {
         block.fibers[i].place = {{i, 0, 0}, {number, 0, 0}, {shape.threads, 1, 1}, {shape.blocks, 1, 1}};
         block.warps[i / WARP].live += 1;
     }
-    take_stacks(block.fibers);
     block.live = shape.threads;
     block_here = &block;
     while (block.live != 0) {
@@ -327,7 +294,9 @@ void run_block(const Call& call, Shape shape, unsigned number) {
             sched_yield();
         }
     }
-    give_stacks(block.fibers);
+    for (Fiber& fiber : block.fibers) {
+        give_stack(fiber.stack);
+    }
     for (const std::unique_ptr<LineGroup>& group : block.groups) {
         if (group == nullptr) {
             continue;

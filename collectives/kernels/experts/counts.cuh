@@ -32,7 +32,8 @@ struct Routing {
     // no thread has to wait for one id after the other.
     template <typename Visit, typename Done>
     __device__ __forceinline__ void for_tokens(u32 from, u32 to, u32 warp, Visit visit, Done done) const {
-        constexpr u32 BATCH = ONLY_FEW ? 1 : 4;  // ids that a thread has under way
+        // Ids that a thread has under way. Of few tokens a thread has one, and more would only be instructions to load.
+        constexpr u32 BATCH = ONLY_FEW ? 1 : 4;
         // A power of two for each token, so that nothing is divided, which takes long.
         u32 log = 0;
         while (log < 5 && 1u << log < work.top_k && 2 * (to - from) << log <= THREADS) {
