@@ -262,6 +262,14 @@ typedef struct {
   bool known;
 } symmpool_dispatch_info;
 
+// How many rows a rank receives in a dispatch.
+typedef struct {
+  // Tokens that it received and has room for: a row each in layout BY_RANK.
+  size_t rows;
+  // Rows by expert, with padding between experts; 0 in layout BY_RANK.
+  size_t rows_by_expert;
+} symmpool_dispatch_sizes;
+
 // What symmpool_combine is given.
 typedef struct {
   // Rows of experts, of the buffer's type, which lie as those of the dispatch did. It begins at a multiple of 16, and is
@@ -638,6 +646,23 @@ symmpool_status symmpool_dispatch(symmpool_experts experts,
                                   void *handle,
                                   const symmpool_dispatch_info *dispatch,
                                   void *stream);
+
+// As symmpool_dispatch of a new routing, and waits until it is known how many rows this rank receives; on CUDA they may
+// still be on their way then, and what `stream` is given next finds them there. `expert_counts` gets how many rows each
+// expert of this rank was sent, with those that had no room, and may be NULL. Errors are those of symmpool_dispatch and,
+// on CUDA, of symmpool_comm_synchronize; INVALID_ARGUMENT also where `dispatch` has `known`, and INVALID_STATE while
+// `stream` is captured. Nothing is written to `sizes` and `expert_counts` then.
+//
+// # Safety
+//
+// As symmpool_dispatch. `sizes` is NULL (an error) or can be written to, and `expert_counts` is NULL or has room for a
+// number for each expert of this rank.
+symmpool_status symmpool_dispatch_exact(symmpool_experts experts,
+                                        void *handle,
+                                        const symmpool_dispatch_info *dispatch,
+                                        symmpool_dispatch_sizes *sizes,
+                                        size_t *expert_counts,
+                                        void *stream);
 
 // Sends rows back to the ranks of their tokens, and sums up the rows of each token in float, in the order of ranks. A
 // token without rows becomes zeros. Rows by expert are multiplied by weights and summed up on their rank first, in the

@@ -172,7 +172,11 @@ static void by_expert(symmpool_experts experts, uint32_t layout) {
   dispatch.alignment = 4;
   dispatch.output = output;
   dispatch.output_rows = room;
-  OK(symmpool_dispatch(experts, handle, &dispatch, NULL));
+  symmpool_dispatch_sizes sizes;
+  size_t counts[LOCAL];
+  OK(symmpool_dispatch_exact(experts, handle, &dispatch, &sizes, counts, NULL));
+  HOLDS(sizes.rows == (size_t)part(handle, parts.head)[0]);
+  HOLDS(layout == SYMMPOOL_EXPERTS_LAYOUT_PACKED || sizes.rows_by_expert == (size_t)part(handle, parts.head)[2]);
   for (int32_t local = 0; local < LOCAL; local++) {
     int32_t count = 0, begin = part(handle, parts.expert_offsets)[local];
     if (layout == SYMMPOOL_EXPERTS_LAYOUT_PACKED) begin = local * (int32_t)room;
@@ -184,7 +188,7 @@ static void by_expert(symmpool_experts experts, uint32_t layout) {
           for (int i = 0; i < HIDDEN; i++) HOLDS(output[(begin + count) * HIDDEN + i] == value(from, t));
           count++;
         }
-    HOLDS(part(handle, parts.expert_counts)[local] == count);
+    HOLDS(part(handle, parts.expert_counts)[local] == count && counts[local] == (size_t)count);
   }
   combine.input = output;
   combine.output = sums;
@@ -294,6 +298,18 @@ static void refused(symmpool_comm comm, symmpool_experts experts) {
   SAYS("output_scales");
   IS(INVALID_ARGUMENT, symmpool_dispatch(experts, handle, NULL, NULL));
   IS(INVALID_ARGUMENT, symmpool_dispatch(experts, NULL, &dispatch, NULL));
+  // Sizes are those of a new routing, and need a place.
+  symmpool_dispatch_sizes sizes = {7, 7};
+  wrong = dispatch;
+  wrong.known = true;
+  IS(INVALID_ARGUMENT, symmpool_dispatch_exact(experts, handle, &wrong, &sizes, NULL, NULL));
+  SAYS("handle");
+  IS(INVALID_ARGUMENT, symmpool_dispatch_exact(experts, handle, &dispatch, NULL, NULL, NULL));
+  SAYS("sizes");
+  IS(INVALID_ARGUMENT, symmpool_dispatch_exact(experts, handle, NULL, &sizes, NULL, NULL));
+  HOLDS(sizes.rows == 7 && sizes.rows_by_expert == 7);
+  OK(symmpool_dispatch_exact(experts, handle, &dispatch, &sizes, NULL, NULL));
+  HOLDS(sizes.rows == (size_t)part(handle, parts.head)[0] && sizes.rows_by_expert == 0);
   IS(INVALID_ARGUMENT, symmpool_combine(experts, handle, NULL, NULL));
   combine.tokens = own.count;
   combine.output = sums;

@@ -30,8 +30,7 @@ if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
     link = Path(TEMPORARY.name) / f"torchinductor_{getpass.getuser()}"
     link.symlink_to(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
-# Threads of OpenMP spin while they wait for each other. With one for each processor in every rank, that took most of the
-# processors' time.
+# Threads of OpenMP spin while they wait for each other, on processors that other ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # torch resolves the names of both ends of every connection to a store. A name server that does not answer

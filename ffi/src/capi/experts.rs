@@ -167,6 +167,16 @@ pub struct DispatchInfo {
     pub known: bool,
 }
 
+/// How many rows a rank receives in a dispatch.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DispatchSizes {
+    /// Tokens that it received and has room for: a row each in layout BY_RANK.
+    pub rows: usize,
+    /// Rows by expert, with padding between experts; 0 in layout BY_RANK.
+    pub rows_by_expert: usize,
+}
+
 /// What symmpool_combine is given.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -501,6 +511,48 @@ pub unsafe extern "C" fn symmpool_dispatch(
     call(experts, stream, arguments, |buffer, dispatch, stream| {
         // SAFETY: the caller's promise.
         unsafe { buffer.dispatch_at(handle.cast(), &dispatch, stream) }
+    })
+}
+
+/// As symmpool_dispatch of a new routing, and waits until it is known how many rows this rank receives; on CUDA they may
+/// still be on their way then, and what `stream` is given next finds them there. `expert_counts` gets how many rows each
+/// expert of this rank was sent, with those that had no room, and may be NULL. Errors are those of symmpool_dispatch and,
+/// on CUDA, of symmpool_comm_synchronize; INVALID_ARGUMENT also where `dispatch` has `known`, and INVALID_STATE while
+/// `stream` is captured. Nothing is written to `sizes` and `expert_counts` then.
+///
+/// # Safety
+///
+/// As symmpool_dispatch. `sizes` is NULL (an error) or can be written to, and `expert_counts` is NULL or has room for a
+/// number for each expert of this rank.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_dispatch_exact(
+    experts: symmpool_experts,
+    handle: *mut c_void,
+    dispatch: *const DispatchInfo,
+    sizes: *mut DispatchSizes,
+    expert_counts: *mut usize,
+    stream: *mut c_void,
+) -> Status {
+    let arguments = |_: &Buffer| {
+        // SAFETY: the caller's promise.
+        let dispatch = unsafe { read(dispatch, "dispatch") }?.parse()?;
+        // SAFETY: the caller's promise.
+        let sizes = unsafe { Out::new(sizes, "sizes") }?;
+        if !expert_counts.is_aligned() {
+            return Err(invalid(format!("expert_counts is {expert_counts:p}")));
+        }
+        Ok((dispatch, sizes))
+    };
+    call(experts, stream, arguments, |buffer, (dispatch, sizes), stream| {
+        // SAFETY: the caller's promise.
+        let found = unsafe { buffer.dispatch_exact_at(handle.cast(), &dispatch, stream) }?;
+        sizes.put(DispatchSizes { rows: found.rows, rows_by_expert: found.rows_by_expert });
+        if !expert_counts.is_null() {
+            let counts = &found.expert_counts;
+            // SAFETY: there is room for a number for each expert of this rank, which the caller promised.
+            unsafe { counts.as_ptr().copy_to_nonoverlapping(expert_counts, counts.len()) };
+        }
+        Ok(())
     })
 }
 
