@@ -95,7 +95,9 @@ impl Ring<'_> {
             let theirs =
                 self.data((self.before + self.pool.world() - 1) % self.pool.world(), round);
             self.expect(&format!("{what}, round {round}: what was got"), got == theirs);
+            // The next rank may still read the inbox, which the next round fills anew.
             self.comm.barrier(&self.stream)?;
+            self.comm.synchronize(&self.stream)?;
         }
         for _ in 0..self.options.few(200, 10) {
             graph.launch(self.pool, self.stream)?;
