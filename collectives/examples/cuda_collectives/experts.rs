@@ -11,7 +11,7 @@ use symmpool_collectives::{
     ExpertShape, Quantization, ReceivedSizes,
 };
 
-use self::model::{Routing, channel, encode};
+use self::model::{Routing, channel, encode, tokens_of};
 use crate::cuda::{download, stream, upload};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
@@ -141,9 +141,7 @@ impl Check<'_> {
     fn put(&self, routing: &Routing, shape: &ExpertShape, seed: u64) -> Result<DispatchAt> {
         let rank = self.pool.rank() as usize;
         let tokens = routing.ids[rank].len();
-        let all = (0..tokens)
-            .flat_map(|token| (0..shape.hidden).map(move |at| channel(seed, rank, token, at)));
-        upload(self.pool, self.input.address(), &encode(shape.dtype, all))?;
+        upload(self.pool, self.input.address(), &tokens_of(seed, rank, tokens, shape))?;
         let wide = random(seed, 3 + rank as u64).is_multiple_of(2);
         let ids = routing.ids[rank].iter().flatten();
         let ids: Vec<u8> = match wide {

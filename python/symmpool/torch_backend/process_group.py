@@ -270,7 +270,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return self._run("reduce_scatter", plan, opts)
 
     # What functional collectives, DTensor with them, and Megatron's data parallelism call. Most lists are of
-    # one tensor, for which looking at a list would take as long as the rest.
+    # one tensor, which need not be looked at twice.
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.AllreduceCoalescedOptions()

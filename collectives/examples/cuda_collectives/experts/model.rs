@@ -20,6 +20,13 @@ pub(crate) fn channel(seed: u64, rank: usize, token: usize, at: usize) -> f32 {
     (random(seed ^ 5, ((rank * 4096 + token) * 1024 + at % 1024) as u64) % 5) as f32 - 2.0
 }
 
+/// The first tokens of a rank, in a buffer of this shape.
+pub(crate) fn tokens_of(seed: u64, rank: usize, count: usize, shape: &ExpertShape) -> Vec<u8> {
+    let values = (0..count)
+        .flat_map(|token| (0..shape.hidden).map(move |at| channel(seed, rank, token, at)));
+    encode(shape.dtype, values)
+}
+
 impl Routing {
     /// Random tokens, the same for the same seed: none, all for one expert, few, or spread.
     pub(crate) fn random(seed: u64, world: u32, shape: &ExpertShape) -> Self {

@@ -10,7 +10,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::upload;
-use crate::experts::model::{Routing, channel, encode};
+use crate::experts::model::{Routing, encode, tokens_of};
 use crate::oracle::random;
 use crate::tools::Tools;
 
@@ -126,8 +126,6 @@ impl Routed {
         let routing = Routing::random(seed, world, shape);
         let own = rank as usize;
         let tokens = routing.ids[own].len();
-        let rows =
-            (0..tokens).flat_map(|token| (0..hidden).map(move |at| channel(seed, own, token, at)));
         // Every rank allocates the same.
         let put = |bytes: Vec<u8>, each: usize| {
             let block = pool.alloc::<u8>(shape.max_tokens * each)?;
@@ -143,7 +141,7 @@ impl Routed {
         let (row, top_k) = (hidden * DTYPE.size(), shape.top_k as usize);
         Ok(Self {
             tokens,
-            input: put(encode(DTYPE, rows), row)?,
+            input: put(tokens_of(seed, own, tokens, shape), row)?,
             ids: put(ids, 8 * top_k)?,
             weights: put(weights, 4 * top_k)?,
             wanted: put(wanted, row)?,
