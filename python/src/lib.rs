@@ -98,7 +98,10 @@ mod _symmpool {
     #[pymodule_export]
     use crate::mark::Mark;
     #[pymodule_export]
-    use crate::matmul::{begin_matmul, end_watching, pull, push_step, step};
+    use crate::matmul::{
+        begin_matmul, end_watching, has_tensor_kernels, matmul_memory, multiply_scatter, pull,
+        push_step, step,
+    };
     #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]

@@ -4,7 +4,7 @@
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
 use pyo3::prelude::*;
-use symmpool_collectives::{DType, MatmulKind, MatmulShape};
+use symmpool_collectives::{DType, MatmulKind, MatmulScatter, MatmulShape, Rows};
 
 use crate::communicator::Communicator;
 use crate::reading::Refusal;
@@ -110,6 +110,67 @@ pub(crate) fn step(
     })
 }
 
+/// Whether [`multiply_scatter`] has a kernel for the communicator's device.
+#[pyfunction]
+#[pyo3(name = "_has_tensor_kernels")]
+pub(crate) fn has_tensor_kernels(communicator: &Bound<'_, Communicator>) -> bool {
+    communicator.get().calls().comm.has_tensor_kernels()
+}
+
+/// Bytes of the memory of the pool through which parts of `rows` x `columns` elements travel, and of the other memory that
+/// calls need there.
+#[pyfunction]
+#[pyo3(name = "_matmul_memory")]
+pub(crate) fn matmul_memory(rows: usize, columns: usize, world: u32) -> (usize, usize) {
+    (MatmulScatter::parts_bytes(rows, columns, world), MatmulScatter::CONTROL_BYTES)
+}
+
+/// Multiplies matrices and adds up the parts of the product over all ranks, on the current stream. Matrices are an address
+/// and bytes from one row, or column, to the next; `sizes` are rows of a part, the inner dimension and columns; `memory` is
+/// the parts and what else is needed, at the same place of the pool on all ranks.
+#[pyfunction]
+#[pyo3(name = "_multiply_scatter")]
+#[expect(clippy::too_many_arguments, reason = "they are what a product has")]
+pub(crate) fn multiply_scatter(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    dtypes: (&str, &str),
+    left: (u64, u64),
+    right: (u64, u64, bool),
+    out: (u64, u64),
+    scales: (u64, u64),
+    sizes: (usize, usize, usize),
+    mean: bool,
+    memory: (u64, u64),
+    rest: u64,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let stream = calls.stream(py, None)?;
+    let found = dtype_named(dtypes.0).zip(dtype_named(dtypes.1)).ok_or_else(|| {
+        Refusal::Invalid(format!("a product of {} with a result of {}", dtypes.0, dtypes.1))
+    });
+    let (dtype, out_dtype) = calls.or_decline(py, stream, found)?;
+    let rows = |(begin, pitch)| Rows { begin, pitch };
+    let product = MatmulScatter {
+        dtype,
+        out_dtype,
+        left: rows(left),
+        right: rows((right.0, right.1)),
+        right_by_rows: right.2,
+        out: rows(out),
+        scales,
+        rows: sizes.0,
+        inner: sizes.1,
+        columns: sizes.2,
+        mean,
+        parts: memory.0,
+        control: memory.1,
+    };
+    // SAFETY: the package passes tensors of the communicator's device of these sizes, which it keeps alive, and memory of
+    // the group's pool that its calls alone use.
+    calls.run(py, move || unsafe { calls.comm.matmul_reduce_scatter_at(&product, rest, &stream) })
+}
+
 /// Ends the threads that watch streams' waits: the program is ending.
 #[pyfunction]
 #[pyo3(name = "_end_watching")]
@@ -118,7 +179,11 @@ pub(crate) fn end_watching() {
 }
 
 fn named(kind: &str, dtype: &str) -> Option<(MatmulKind, DType)> {
-    let dtype = match dtype {
+    Some((MatmulKind::named(kind)?, dtype_named(dtype)?))
+}
+
+fn dtype_named(dtype: &str) -> Option<DType> {
+    Some(match dtype {
         "float32" => DType::F32,
         "float64" => DType::F64,
         "float16" => DType::F16,
@@ -126,6 +191,5 @@ fn named(kind: &str, dtype: &str) -> Option<(MatmulKind, DType)> {
         "float8_e4m3fn" => DType::F8E4m3,
         "float8_e5m2" => DType::F8E5m2,
         _ => return None,
-    };
-    Some((MatmulKind::named(kind)?, dtype))
+    })
 }

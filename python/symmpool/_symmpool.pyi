@@ -393,6 +393,20 @@ def _all_reduce_norm(
 def _begin_matmul(
     communicator: Communicator, kind: str, dtype: str, sizes: tuple[int, int, int], rest: int
 ) -> None: ...
+def _has_tensor_kernels(communicator: Communicator) -> bool: ...
+def _matmul_memory(rows: int, columns: int, world: int) -> tuple[int, int]: ...
+def _multiply_scatter(
+    communicator: Communicator,
+    dtypes: tuple[str, str],
+    left: tuple[int, int],
+    right: tuple[int, int, bool],
+    out: tuple[int, int],
+    scales: tuple[int, int],
+    sizes: tuple[int, int, int],
+    mean: bool,
+    memory: tuple[int, int],
+    rest: int,
+) -> None: ...
 def _push_step(
     communicator: Communicator, ends: tuple[int, int, int], to: tuple[int, int | None], stream: int
 ) -> None: ...

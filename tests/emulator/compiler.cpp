@@ -71,7 +71,8 @@ int compile(Program& program, const std::vector<std::string>& options) {
     for (const auto& [name, text] : program.headers) {
         std::filesystem::create_directories(std::filesystem::path(at + name).parent_path());
         // The emulator has its own instructions of the device.
-        write(at + name, name == "symmpool/ptx.cuh" ? text_of(EMULATOR_FOLDER "/ptx.cuh") : text);
+        const bool is_own = name == "symmpool/ptx.cuh" || name == "symmpool/ptx_tensor.cuh";
+        write(at + name, is_own ? text_of(EMULATOR_FOLDER + name.substr(name.find('/'))) : text);
     }
     std::string source = "#include \"" EMULATOR_FOLDER "/device.h\"\n#line 1 \"" + program.name + "\"\n";
     source += program.source + "\n";
@@ -108,7 +109,7 @@ extern "C" {
 int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, OK; }
 const char* nvrtcGetErrorString(int code) { return code == COMPILATION ? "NVRTC_ERROR_COMPILATION" : "an error"; }
 int nvrtcGetNumSupportedArchs(int* count) { return *count = 1, OK; }
-int nvrtcGetSupportedArchs(int* archs) { return *archs = 80, OK; }
+int nvrtcGetSupportedArchs(int* archs) { return *archs = 90, OK; }
 
 int nvrtcCreateProgram(Program** program, const char* source, const char* name, int count,
                        const char* const* headers, const char* const* names) {

@@ -214,7 +214,7 @@ int cuDeviceGetAttribute(int* value, int which, int) {
         case 1: *value = 1024; break;         // MAX_THREADS_PER_BLOCK
         case 16: *value = processors; break;  // MULTIPROCESSOR_COUNT
         case 40: *value = 2; break;           // ASYNC_ENGINE_COUNT
-        case 75: *value = 8; break;           // COMPUTE_CAPABILITY_MAJOR
+        case 75: *value = 9; break;           // COMPUTE_CAPABILITY_MAJOR
         case 102:                             // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         case 103: *value = 1; break;          // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
         default: *value = 0; break;
@@ -462,6 +462,21 @@ int cuModuleGetFunction(Packer* function, Module* module, const char* name) {
     return *function == nullptr ? NOT_FOUND : OK;
 }
 int cuFuncSetAttribute(Packer, int, int) { return OK; }
+
+// A matrix of `rank` dimensions, of which the first is the inner one: what `TensorMap` in `ptx_tensor.cuh` holds.
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, char* begin, const uint64_t* sizes, const uint64_t* pitches,
+                           const unsigned* box, const unsigned*, int, int swizzle, int, int) {
+    struct {
+        char* begin;
+        uint64_t columns, rows, pitch;
+        unsigned box_columns, box_rows, element;
+    } const found = {begin, sizes[0], sizes[1], pitches[0], box[0], box[1], type == 0 ? 1u : 2u};
+    if (rank != 2 || swizzle != 3 || (reinterpret_cast<uint64_t>(begin) | pitches[0]) % 16 != 0) {
+        return INVALID;
+    }
+    memset(map, 0, 128);
+    return memcpy(map, &found, sizeof found), OK;
+}
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Packer, int threads, size_t) {
     const int fit = threads > PROCESSOR_THREADS ? 1 : PROCESSOR_THREADS / threads;
     return *blocks = fit < processor_blocks ? fit : processor_blocks, OK;

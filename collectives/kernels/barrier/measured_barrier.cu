@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncwarp();
     session.advance();
-    compare_handshakes(session, call);
+    compare_handshakes(session, call, threadIdx.x, blockDim.x);
     if (must_expire_flags(session)) {
         expire_old_flags(session, UsedBytes());
         expire_escape_marks(session);

@@ -192,7 +192,7 @@ __device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
     const Session& session = few.session;
     send_handshake_of(session, call, few.work, THREADS);
     session.advance();
-    compare_handshakes(session, call);
+    compare_handshakes(session, call, threadIdx.x, blockDim.x);
     if (must_expire_flags(session)) {
         expire_unused(session, few.work);
     }

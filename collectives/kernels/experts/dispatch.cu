@@ -177,7 +177,7 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
     }
     session.advance();
     const FewRows few(session, routing);
-    compare_handshakes(session, call);
+    compare_handshakes(session, call, threadIdx.x, blockDim.x);
     if (!know_rows(few, true)) {
         return;
     }

@@ -91,9 +91,10 @@ __device__ __forceinline__ void compare_handshake_word(const Session& session, c
     }
 }
 
-// Waits for the descriptions of all peers and compares them. Called by all threads of the leader block.
-__device__ __forceinline__ void compare_handshakes(const Session& session, const Call& call) {
-    for (u32 i = threadIdx.x; i < 4 * WORLD; i += blockDim.x) {
+// Waits for the descriptions of all peers and compares them. Called by `threads` threads, which are those of the leader
+// block in most kernels, of which `thread` is this one's number.
+__device__ __forceinline__ void compare_handshakes(const Session& session, const Call& call, u32 thread, u32 threads) {
+    for (u32 i = thread; i < 4 * WORLD; i += threads) {
         u32 peer = i / 4, word = i % 4;
         uint4 found;
         if (peer != session.comm.rank &&
@@ -161,7 +162,7 @@ template <bool RELEASE>
 __device__ __forceinline__ void exchange_handshakes(const Session& session, const Call& call) {
     send_handshake<RELEASE>(session, call, threadIdx.x, blockDim.x);
     session.advance();
-    compare_handshakes(session, call);
+    compare_handshakes(session, call, threadIdx.x, blockDim.x);
 }
 
 // All that the leader block does in most kernels. `used` says what the call's workers use.

@@ -8,8 +8,8 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::Communicator;
 use super::engine::Engine;
-use crate::MatmulShape;
 use crate::signal::channel::CHANNELS;
+use crate::{MatmulKind, MatmulScatter, MatmulShape};
 
 impl Communicator {
     /// How many steps a fused product may have: [`Self::push_step`].
@@ -74,6 +74,67 @@ impl Communicator {
         let channel = self.step("await_step", peer, step)?;
         let timeout = self.timeout();
         self.lock().engine.cuda()?.wait_by_memory((peer, channel), timeout, false, *stream)
+    }
+
+    /// Whether [`Self::matmul_reduce_scatter_at`] has a kernel for the device: for those of compute capability 9.0.
+    pub fn has_tensor_kernels(&self) -> bool {
+        matches!(&self.lock().engine, Engine::Cuda(cuda) if cuda.has_tensor_kernels())
+    }
+
+    /// Multiplies two matrices on a device, and adds up the products of all ranks: each rank gets the rows of the sum whose
+    /// part of the left matrix is its own. One kernel makes the product, parts for other ranks first, and copy engines carry
+    /// these while the next ones are made; sums are added in `f32`, and parts travel in the type of the result. `rest` is a
+    /// hash of what else must be equal on all ranks.
+    ///
+    /// The order in which partial sums are added follows from the ranks, so every run gives the same bits.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for what [`MatmulScatter::check`] refuses, and memory that is no window; `is_unsupported` in
+    /// host memory, and where [`Self::has_tensor_kernels`] is false; `is_diverged` if ranks pass different shapes; else as
+    /// all calls.
+    ///
+    /// # Safety
+    ///
+    /// The matrices and scales are readable, the result is writable, and so are [`MatmulScatter::parts_bytes`] and
+    /// [`MatmulScatter::CONTROL_BYTES`] bytes of the memory that is used on the way, on the device until `stream` is past
+    /// the call; nobody else touches them meanwhile, on any rank.
+    pub unsafe fn matmul_reduce_scatter_at(
+        &self,
+        product: &MatmulScatter,
+        rest: u64,
+        stream: &Stream,
+    ) -> Result<()> {
+        let world = self.world();
+        let bytes = MatmulScatter::parts_bytes(product.rows, product.columns, world) as u64;
+        let next = (self.rank() + 1) % world;
+        let name = MatmulKind::MatmulReduceScatter.name();
+        let mut windows = [(product.parts, bytes), (product.control, 4096)].into_iter();
+        let refused = windows.try_for_each(|(begin, bytes)| {
+            if world == 1 { Ok(()) } else { self.remote(name, begin, bytes, next).map(drop) }
+        });
+        if let Err(why) = refused {
+            return Err(self.decline(why, stream));
+        }
+        let shape = MatmulShape {
+            kind: MatmulKind::MatmulReduceScatter,
+            dtype: product.dtype,
+            rows: (product.rows * world as usize) as u64,
+            inner: 0,
+            columns: product.columns as u32,
+            rest,
+        };
+        let mut inner = self.begin(stream)?;
+        match &mut inner.engine {
+            Engine::Host(host) => Err(Error::unsupported(format!(
+                "{name} by tensor cores on rank {}: it is for devices",
+                host.rank()
+            ))),
+            // SAFETY: the caller's promise; the memory used on the way is a window.
+            Engine::Cuda(cuda) => unsafe {
+                cuda.matmul_scatter(shape.describe(), product, *stream)
+            },
+        }
     }
 
     /// The channel of a step.

@@ -381,7 +381,7 @@ impl Communicator {
     }
 
     /// Where `peer` has what this rank has in `bytes` bytes of windows from `address` on.
-    fn remote(&self, what: &str, address: u64, bytes: u64, peer: u32) -> Result<u64> {
+    pub(super) fn remote(&self, what: &str, address: u64, bytes: u64, peer: u32) -> Result<u64> {
         self.check_channel(what, peer, 0)?;
         if bytes == 0 {
             return Ok(address);

@@ -48,6 +48,9 @@ functions! {
     occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
     function_set = cuFuncSetAttribute(Handle, c_int, c_int);
     launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
+    tensor_map = cuTensorMapEncodeTiled(
+        *mut c_void, c_uint, c_uint, u64, *const u64, *const u64, *const u32, *const u32, c_uint, c_uint, c_uint, c_uint
+    );
     copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
     batch_mem_op = cuStreamBatchMemOp_v2(Handle, c_uint, *mut sys::CUstreamBatchMemOpParams, c_uint);
     host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);

@@ -14,6 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Error, Maker, Pool, Result, Stream};
@@ -65,9 +66,9 @@ pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
 /// Calls put kernels on a stream and return. What goes wrong on the device is found by the next
 /// call, or by [`CudaEngine::synchronize`]; then all later calls fail with the same cause.
 pub(crate) struct CudaEngine {
-    pool: Pool,
+    pub(super) pool: Pool,
     maker: Maker,
-    api: &'static Api,
+    pub(super) api: &'static Api,
     pub(super) control: Control,
     /// What was measured on devices of this kind.
     pub(super) measured: MeasuredTable,
@@ -118,6 +119,12 @@ impl CudaEngine {
     /// Bytes of a rank's slot of the heap. No block is longer.
     pub(super) fn pool_stride(&self) -> u64 {
         self.comm.stride
+    }
+
+    /// Whether blocks of a kernel can form clusters, which emulated devices' cannot.
+    pub(super) fn has_clusters(&self) -> Result<bool> {
+        let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH;
+        Ok(cuda(&self.pool)?.attribute(which as u32)? != 0)
     }
 
     /// The device's ordinal in this process.

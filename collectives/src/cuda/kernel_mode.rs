@@ -18,6 +18,18 @@ pub(super) enum KernelMode {
     PointToPoint(P2pMode),
     Norm(NormMode),
     Experts(ExpertsMode),
+    Matmul(MatmulMode),
+}
+
+/// How a product of tensor cores is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct MatmulMode {
+    /// Whether rows of the right matrix in memory are those of the inner dimension.
+    pub(super) right_by_rows: bool,
+    /// Whether the result is of 16-bit floats of the IEEE's kind.
+    pub(super) output_f16: bool,
+    /// Whether two blocks form a cluster, and load for each other.
+    pub(super) clusters: bool,
 }
 
 /// What dispatches and combines of a buffer do.
@@ -87,6 +99,14 @@ pub(super) enum P2pMode {
 }
 
 impl KernelMode {
+    /// Bytes of shared memory that a launch asks for.
+    pub(super) fn shared_bytes(self) -> u32 {
+        match self {
+            Self::Matmul(_) => super::matmul::SHARED_BYTES,
+            _ => 0,
+        }
+    }
+
     /// The macros of the kernel's file and their values.
     pub(super) fn defines(self) -> Vec<(&'static str, &'static str)> {
         let number = |yes: bool| if yes { "1" } else { "0" };
@@ -131,6 +151,11 @@ impl KernelMode {
                 ("BY_EXPERT", number(by_expert)),
                 ("QUANTIZES", number(quantizes)),
                 ("ONLY_FEW", number(only_few)),
+            ],
+            Self::Matmul(MatmulMode { right_by_rows, output_f16, clusters }) => vec![
+                ("RIGHT_BY_ROWS", number(right_by_rows)),
+                ("OUTPUT_F16", number(output_f16)),
+                ("CLUSTER", if clusters { "2" } else { "1" }),
             ],
         }
     }

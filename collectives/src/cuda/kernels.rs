@@ -16,6 +16,7 @@ use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
 use super::params::{CallParams, Comm, Traffic};
 use super::sm_budget::{BudgetMember, BudgetOptions, SmBudget};
+use crate::jit::Arch;
 
 /// The numbers of threads that blocks may have.
 pub(super) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
@@ -30,6 +31,8 @@ pub(super) struct LoadedKernel {
     pub(super) threads: u32,
     /// Processors of the device.
     pub(super) processors: u32,
+    /// Bytes of shared memory of a block, besides those that the kernel has by itself.
+    pub(super) shared_bytes: u32,
     /// What its communicator may occupy.
     pub(super) budget: SmBudget,
 }
@@ -41,7 +44,7 @@ impl LoadedKernel {
         threads: u32,
         processors: u32,
     ) -> Self {
-        Self { function, resident, threads, processors, budget: SmBudget::ALL }
+        Self { function, resident, threads, processors, shared_bytes: 0, budget: SmBudget::ALL }
     }
 
     /// How many blocks of so many threads the device runs at once, as the driver says: it takes registers, shared
@@ -114,6 +117,11 @@ impl Kernels {
     /// Later calls take no more SMs than that.
     pub(super) fn set_sm_budget(&mut self, most: Option<u32>) {
         self.member.set_most(most);
+    }
+
+    /// The device's compute capability.
+    pub(super) fn arch(&self) -> Arch {
+        self.modules.arch()
     }
 
     /// The most SMs that kernels of the call under way take.
@@ -237,7 +245,7 @@ impl Kernels {
             blockDimX: threads,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: 0,
+            sharedMemBytes: kernel.shared_bytes,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
             numAttrs: kernel.budget.early.into(),

@@ -257,6 +257,13 @@ impl MemoryOperations {
         shared.copy_word(to, shared.control + shared.flags.one(), stream)
     }
 
+    /// Makes the stream wait until a word of this rank's has a value, and sets it back to 0. Only work of this rank that is
+    /// sure to end may write the value: nobody ends this wait.
+    pub(super) fn await_own(&self, word: u64, value: u32, stream: Stream) -> Result<()> {
+        let steps = [Step::WaitEqual(word, value), Step::Write(word, 0)];
+        self.shared.on_device(|| put(self.shared.api, &steps, stream))
+    }
+
     /// Starts the thread that ends waits, when there is a first one.
     fn watch(&mut self) -> Result<()> {
         if self.thread.is_some() {

@@ -23,7 +23,7 @@ use super::fault::RECORD_BYTES;
 use super::kernel_spec::KernelSpec;
 use super::kernels::{LoadedKernel, SIZES};
 use super::made::{MadeKernel, MadeSource};
-use super::params::{CallParams, Comm, NormWork, PlanWork, Traffic};
+use super::params::{CallParams, Comm, MatmulWork, NormWork, PlanWork, Traffic};
 use crate::experts::ExpertsWork;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 
@@ -110,6 +110,11 @@ impl Modules {
         self.processors
     }
 
+    /// The device's compute capability.
+    pub(super) fn arch(&self) -> Arch {
+        self.arch
+    }
+
     /// The kernel, for communicators of so many ranks: compiled and loaded if it is not yet.
     pub(super) fn get(&self, world: u32, spec: KernelSpec) -> Result<LoadedKernel> {
         let key = (world, spec);
@@ -185,7 +190,7 @@ impl Modules {
             Kernel { name: &name, path: &path, entry: &entry, source: &source, variants: &[] };
         let made = cuda(&self.driver)?.with_context_unordered(|| {
             let (image, variant) = self.compile_as(&kernel, key.world, &key.spec())?;
-            self.load_image(&image, (kernel.entry, key.threads), &variant)
+            self.load_image(&image, (kernel.entry, key.threads, 0), &variant)
         })?;
         lock(&self.made).insert(key, made);
         Ok(made.0)
@@ -215,6 +220,7 @@ impl Modules {
             ("EXPERTS_WORK_BYTES", size_of::<ExpertsWork>() as u64),
             ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
             ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),
+            ("MATMUL_WORK_BYTES", size_of::<MatmulWork>() as u64),
         ]
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =
@@ -231,14 +237,16 @@ impl Modules {
     /// The context must be current.
     fn load(&self, world: u32, spec: KernelSpec) -> Result<(LoadedKernel, Handle)> {
         let (image, variant) = self.compile(world, spec)?;
-        self.load_image(&image, (Kernel::named(spec.kernel).entry, spec.threads), &variant)
+        let entry = Kernel::named(spec.kernel).entry;
+        self.load_image(&image, (entry, spec.threads, spec.mode.shared_bytes()), &variant)
     }
 
-    /// The context must be current. The kernel has that entry point, and at most so many threads.
+    /// The context must be current. The kernel has that entry point, at most so many threads, and so many bytes of shared
+    /// memory besides its own.
     fn load_image(
         &self,
         image: &Image,
-        (entry, threads): (&str, u32),
+        (entry, threads, shared): (&str, u32, u32),
         variant: &str,
     ) -> Result<(LoadedKernel, Handle)> {
         let mut module: Handle = 0;
@@ -246,7 +254,7 @@ impl Modules {
         // the driver copies it.
         let code = unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
         CudaDriver::check(code, || format!("loading the kernel {variant}"))?;
-        self.inspect(module, (entry, threads), variant)
+        self.inspect(module, (entry, threads, shared), variant)
             .map(|loaded| (loaded, module))
             .inspect_err(|_| self.unload(module))
     }
@@ -255,7 +263,7 @@ impl Modules {
     fn inspect(
         &self,
         module: Handle,
-        (entry, most): (&str, u32),
+        (entry, most, shared): (&str, u32, u32),
         variant: &str,
     ) -> Result<LoadedKernel> {
         let entry = CString::new(entry)
@@ -278,6 +286,13 @@ impl Modules {
         // SAFETY: the function is of a loaded module; the attribute is a number.
         let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
         CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
+        if shared > 0 {
+            let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: as above.
+            let code =
+                unsafe { (self.api.function_set)(function, which as c_int, shared as c_int) };
+            CudaDriver::check(code, || format!("asking for {shared} bytes of shared memory"))?;
+        }
         let mut resident = [0; SIZES.len()];
         for (blocks, threads) in resident.iter_mut().zip(SIZES) {
             if threads > most {
@@ -286,7 +301,8 @@ impl Modules {
             let mut found: c_int = 0;
             let threads = threads as c_int;
             // SAFETY: the function is of a loaded module; writes one int through a valid pointer.
-            let code = unsafe { (self.api.occupancy)(&raw mut found, function, threads, 0) };
+            let code =
+                unsafe { (self.api.occupancy)(&raw mut found, function, threads, shared as usize) };
             CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
             if found < 1 && threads == most as c_int {
                 return Err(Error::invalid_argument(format!(
@@ -296,7 +312,9 @@ impl Modules {
             }
             *blocks = u32::try_from(found).unwrap_or(0).max(1) * self.processors;
         }
-        Ok(LoadedKernel::new(function, resident, most, self.processors))
+        let mut loaded = LoadedKernel::new(function, resident, most, self.processors);
+        loaded.shared_bytes = shared;
+        Ok(loaded)
     }
 
     /// The context must be current, and nothing of the module may run.

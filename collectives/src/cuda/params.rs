@@ -112,6 +112,33 @@ pub(super) struct NormWork {
     pub(super) unused: u32,
 }
 
+/// How the driver describes a matrix for copies of tiles: `CUtensorMap`, of which the driver alone knows the members.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TensorMap(pub(super) [u64; 16]);
+
+/// What a product of tensor cores is given besides [`CallParams`]: `MatmulWork` in `fused/matmul.cuh`, which documents the
+/// fields.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MatmulWork {
+    pub(super) left: TensorMap,
+    pub(super) right: TensorMap,
+    pub(super) out: TensorMap,
+    pub(super) left_scale: u64,
+    pub(super) right_scale: u64,
+    pub(super) outgoing: u64,
+    pub(super) incoming: u64,
+    pub(super) part_bytes: u64,
+    pub(super) control: u64,
+    pub(super) rows: u32,
+    pub(super) inner_blocks: u32,
+    pub(super) tile_rows: u32,
+    pub(super) tile_columns: u32,
+    pub(super) chunk_tiles: u32,
+    pub(super) factor: f32,
+}
+
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.
 pub(super) const UNKNOWN: u64 = u64::MAX;
 
@@ -344,6 +371,9 @@ mod tests {
         let row = crate::jit::sources::NORM_ONE_SHOT.variants[0];
         let norm = row.iter().find(|(axis, _)| *axis == "NORM_WORK_BYTES").expect("the axis");
         assert_eq!(norm.1[0].parse(), Ok(size_of::<NormWork>()));
+        let row = crate::jit::sources::MATMUL_SCATTER.variants[0];
+        let matmul = row.iter().find(|(axis, _)| *axis == "MATMUL_WORK_BYTES").expect("the axis");
+        assert_eq!(matmul.1[0].parse(), Ok(size_of::<MatmulWork>()));
         // All fields before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 20 * 8);

@@ -33,6 +33,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/scratch_pipeline.cuh",
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
+    "fused/matmul.cuh",
     "fused/norm.cuh",
     "fused/row_sums.cuh",
     "experts/arrived.cuh",
@@ -60,6 +61,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/peer_blocks.cuh",
     "symmpool/plan.cuh",
     "symmpool/ptx.cuh",
+    "symmpool/ptx_tensor.cuh",
     "symmpool/reduce.cuh",
     "symmpool/span.cuh",
     "symmpool/types.cuh",
@@ -74,6 +76,7 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &BROADCAST_STAGES,
     &COMBINE,
     &COPY_COMPANION,
+    &MATMUL_SCATTER,
     &NORM_ONE_SHOT,
     &NORM_TWO_SHOT,
     &DISPATCH,
@@ -346,6 +349,53 @@ pub(crate) const NORM_ONE_SHOT: Kernel<'static> = norms!(
 
 /// All-reduce, residual and norm in two shots.
 pub(crate) const NORM_TWO_SHOT: Kernel<'static> = norms!("norm_two_shot");
+
+const MATMUL_THREADS: Axis = ("THREADS", &["384"]);
+const CLUSTER: Axis = ("CLUSTER", &["2"]);
+const MATMUL_WORK_BYTES: Axis = ("MATMUL_WORK_BYTES", &["512"]);
+const EITHER_OUTPUT: Axis = ("OUTPUT_F16", &["0", "1"]);
+
+/// A product of tensor cores and a reduce-scatter in one.
+pub(crate) const MATMUL_SCATTER: Kernel<'static> = collective!(
+    "fused" / "matmul_scatter",
+    [
+        WORLD,
+        BF16,
+        ("RIGHT_BY_ROWS", &["0", "1"]),
+        ("OUTPUT_F16", &["0"]),
+        MATMUL_THREADS,
+        CLUSTER,
+        MATMUL_WORK_BYTES
+    ],
+    [
+        FEW,
+        ("DTYPE", &["3"]),
+        ("RIGHT_BY_ROWS", &["0", "1"]),
+        ("OUTPUT_F16", &["1"]),
+        MATMUL_THREADS,
+        CLUSTER,
+        MATMUL_WORK_BYTES
+    ],
+    [
+        FEW_AND_MOST,
+        ("DTYPE", &["9"]),
+        ("RIGHT_BY_ROWS", &["0"]),
+        EITHER_OUTPUT,
+        MATMUL_THREADS,
+        CLUSTER,
+        MATMUL_WORK_BYTES
+    ],
+    // Blocks that are in no cluster, as on emulated devices.
+    [
+        FEW,
+        BF16,
+        ("RIGHT_BY_ROWS", &["1"]),
+        ("OUTPUT_F16", &["0"]),
+        MATMUL_THREADS,
+        ("CLUSTER", &["1"]),
+        MATMUL_WORK_BYTES
+    ],
+);
 
 /// Reduces arrays of one device, in the given order.
 pub(crate) const REDUCE_LOCAL: Kernel<'static> = Kernel {

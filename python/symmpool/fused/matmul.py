@@ -11,7 +11,7 @@ import torch
 
 from symmpool.communicators.cache import communicator_for
 from symmpool.errors import InvalidArgumentError
-from symmpool.fused import pipeline
+from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.products import (
     Product,
     check_left,
@@ -307,12 +307,19 @@ def _matmul_scatter(
     world = entry.comm.world
     whole = _product_shape(A, product, output_shape)
     dtype = product.dtype_for(A)
-    rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op)
-    sizes = (rows_of(whole), 0, whole[-1])
-    call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
+    is_last = scatter_dim == len(whole) - 1
     part = list(whole)
     part[scatter_dim] //= world
-    is_last = scatter_dim == len(whole) - 1
+    is_empty = math.prod(part) == 0
+    by_tensor_cores = (
+        world > 1
+        and not is_last
+        and not is_empty
+        and tensor_cores.serves(entry, A, scale, product, math.prod(part[:-1]), dtype)
+    )
+    rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores)
+    sizes = (rows_of(whole), 0, whole[-1])
+    call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
     left = A.reshape(*whole[:-1], A.shape[-1])
     scales = scale
     if scale is not None and scale.numel() != 1:
@@ -323,7 +330,9 @@ def _matmul_scatter(
     if not is_last:
         left = left.movedim(scatter_dim, 0)
     rows = left.reshape(-1, A.shape[-1])
-    if not _is_pipelined(rows, world) or math.prod(part) == 0:
+    if by_tensor_cores:
+        found = tensor_cores.multiply_scatter(call, rows, scales, product, dtype, reduce_op)
+    elif not _is_pipelined(rows, world) or is_empty:
         call.begin(0)
         made = product.make(rows, scales, None)
         if is_last:
@@ -375,14 +384,23 @@ def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: A
     world = entry.comm.world
     rows = A.reshape(-1, A.shape[-1])
     shape = (*A.shape[:-1], B.shape[1])
-    call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), fingerprint(shape, reduce_op))
+    product = Product(B)
+    divides = world > 1 and rows.shape[0] % world == 0
+    by_tensor_cores = divides and tensor_cores.serves(
+        entry, A, None, product, rows.shape[0] // world, A.dtype
+    )
+    rest = fingerprint(shape, reduce_op, by_tensor_cores)
+    call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
     if not _is_pipelined(rows, world) or rows.shape[0] % world or B.shape[1] == 0:
         call.begin(0)
         made = torch.mm(rows, B)
         entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)
         return made.view(shape)
-    parts = list(_parts(rows, None, Product(B), world, False))
-    share = pipeline.multiply_scatter(call, parts, A.dtype, reduce_op)
+    if by_tensor_cores:
+        share = tensor_cores.multiply_scatter(call, rows, None, product, A.dtype, reduce_op)
+    else:
+        parts = list(_parts(rows, None, product, world, False))
+        share = pipeline.multiply_scatter(call, parts, A.dtype, reduce_op)
     found = share.new_empty((world, *share.shape))
     sizes = (share.shape[0], share.shape[1], 0)
     gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))

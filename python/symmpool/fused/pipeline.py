@@ -62,6 +62,24 @@ class Call:
         """The other ranks: from the next one up (1), or down (-1)."""
         return [(self.rank + sign * step) % self.world for step in range(1, self.world)]
 
+    def reserve(self, bytes: int, control: int) -> torch.Tensor:
+        """Memory of so many bytes, and control memory, for a kernel that makes the handshake itself: another
+        one comes before it only where memory must be made."""
+        _end_watching_at_exit()
+        workspace.refuse_in_capture(self.name, self.entry, bytes, control)
+        if self.entry.pending is not None:
+            self.entry.join_pending()
+        if not workspace.is_enough(self.entry, bytes, control):
+            self._open()
+        return workspace.reserve(self.entry, bytes, control)
+
+    def _open(self) -> None:
+        try:
+            _begin_matmul(self.comm, *self.described)
+        except TimeoutError as error:
+            self.entry.explain(error)
+            raise
+
     def begin(self, bytes: int) -> torch.Tensor | None:
         """The handshake, and then memory of so many bytes that all ranks can access."""
         if self.device.type == "cuda":
@@ -69,11 +87,7 @@ class Call:
             workspace.refuse_in_capture(self.name, self.entry, bytes)
         if self.entry.pending is not None:
             self.entry.join_pending()
-        try:
-            _begin_matmul(self.comm, *self.described)
-        except TimeoutError as error:
-            self.entry.explain(error)
-            raise
+        self._open()
         if self.device.type != "cuda" or bytes == 0:
             return None
         return workspace.reserve(self.entry, bytes)

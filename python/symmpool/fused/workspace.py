@@ -21,29 +21,35 @@ class _Workspace:
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
         self.is_captured = False
+        #: What calls keep from one to the next; None before the first one that does.
+        self.control: torch.Tensor | None = None
         self.kept: list[torch.Tensor] = []
 
 
 _workspaces: weakref.WeakKeyDictionary[Any, _Workspace] = weakref.WeakKeyDictionary()
 
 
-def is_enough(entry: Any, bytes: int) -> bool:
+def is_enough(entry: Any, bytes: int, control: int = 0) -> bool:
+    """Whether a group has so many bytes, and control memory if that is needed."""
     found = _workspaces.get(entry)
+    if control and (found is None or found.control is None):
+        return False
     return bytes == 0 or (found is not None and found.memory is not None and found.memory.numel() >= bytes)
 
 
-def refuse_in_capture(name: str, entry: Any, bytes: int) -> None:
+def refuse_in_capture(name: str, entry: Any, bytes: int, control: int = 0) -> None:
     """Refuses a call that needs more memory than there is while a graph is captured."""
-    if not is_enough(entry, bytes) and torch.cuda.is_current_stream_capturing():
+    if not is_enough(entry, bytes, control) and torch.cuda.is_current_stream_capturing():
         raise InvalidStateError(
             f"{name}: it needs {bytes} bytes of the pool's memory, more than its group has yet, and none can "
             "be made while a graph is captured; make the same call once before the capture, on all ranks"
         )
 
 
-def reserve(entry: Any, bytes: int) -> torch.Tensor:
+def reserve(entry: Any, bytes: int, control: int = 0) -> torch.Tensor:
     """Bytes at one offset on all ranks, which have the same; collective where there are too few. Their
-    handshake has begun the call, so nobody uses what an earlier call left there."""
+    handshake has begun the call, so nobody uses what an earlier call left there. With `control`, there are
+    as many bytes afterwards that no other call uses, which were zeros at first."""
     workspace = _workspaces.get(entry)
     if workspace is None:
         workspace = _workspaces.setdefault(entry, _Workspace())
@@ -58,10 +64,22 @@ def reserve(entry: Any, bytes: int) -> torch.Tensor:
         grown = -(-(bytes + bytes // 2) // _GRAIN) * _GRAIN
         workspace.memory = pool.empty(grown, dtype=torch.uint8)
         pool.commit()
+    if control and workspace.control is None:
+        entry.comm.synchronize()
+        pool = entry._pool()
+        workspace.control = pool.empty(control, dtype=torch.uint8).zero_()
+        pool.commit()
     workspace.is_captured = workspace.is_captured or torch.cuda.is_current_stream_capturing()
     memory = workspace.memory
     assert memory is not None
     return memory
+
+
+def control_of(entry: Any) -> torch.Tensor:
+    """The bytes that `reserve` has made with `control`."""
+    control = _workspaces[entry].control
+    assert control is not None
+    return control
 
 
 def forget(entry: Any) -> None:

@@ -12,6 +12,7 @@ use super::super::made::{MadeKernel, MadeSource};
 use super::super::params::{CallParams, Comm, Traffic};
 use super::{CudaEngine, cuda};
 use crate::host::call::Call;
+use crate::jit::Arch;
 
 impl CudaEngine {
     pub(in super::super) fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
@@ -24,6 +25,11 @@ impl CudaEngine {
         source: impl FnOnce() -> MadeSource,
     ) -> Result<LoadedKernel> {
         self.kernels.get_made(key, source)
+    }
+
+    /// The device's compute capability.
+    pub(in super::super) fn arch(&self) -> Arch {
+        self.kernels.arch()
     }
 
     /// The most SMs that kernels of the call under way take.

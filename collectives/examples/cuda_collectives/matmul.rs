@@ -1,0 +1,323 @@
+//! Checks of products of tensor cores whose parts are added up over all ranks: every bit is compared with what the CPU
+//! computes, from numbers whose products and sums are exact until they are rounded.
+
+use half::{bf16, f16};
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{Communicator, DType, MatmulScatter, Rows};
+
+use crate::cuda::{Graph, download, stream, upload};
+use crate::oracle::random;
+use crate::{ORDINARY, Options, expect_error};
+
+/// Bytes of the result before a call.
+const POISON: u8 = 0xa5;
+/// The scales of 8-bit floats, which are exact.
+const SCALES: [f32; 2] = [0.5, 0.25];
+
+/// A product, and the types of its matrices.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    rows: usize,
+    inner: usize,
+    columns: usize,
+    dtype: DType,
+    out_dtype: DType,
+    right_by_rows: bool,
+    mean: bool,
+}
+
+/// The memory of a case.
+struct Memory {
+    left: Block<u8>,
+    right: Block<u8>,
+    out: Block<u8>,
+    scales: Block<u8>,
+    parts: Block<u8>,
+    control: Block<u8>,
+}
+
+struct Matmul<'a> {
+    pool: &'a Pool,
+    options: &'a Options,
+    comm: Communicator,
+    stream: Stream,
+    cases: u64,
+    wrong: u64,
+}
+
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let comm = Communicator::with_options(pool, &options.communicator())?;
+    let mut matmul = Matmul { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
+    if !matmul.comm.has_tensor_kernels() {
+        if pool.rank() == 0 {
+            println!("matmul: the device is of another kind than the kernel is for");
+        }
+        return matmul.refused_elsewhere();
+    }
+    // Less than a tile; tiles that are cut off on both sides, with more blocks of the inner dimension than stages; and, on
+    // devices, parts of several chunks.
+    let mut sizes: Vec<(usize, usize, usize)> = vec![(3, 8, 8), (130, 200, 264)];
+    if !options.quick {
+        sizes.extend([(384, 512, 1024), (1000, 328, 4104), (4096, 256, 2048)]);
+    }
+    for (nth, (rows, inner, columns)) in sizes.into_iter().enumerate() {
+        for (dtype, out_dtype, right_by_rows) in [
+            (DType::Bf16, DType::Bf16, true),
+            (DType::Bf16, DType::Bf16, false),
+            (DType::F16, DType::F16, true),
+            (DType::F8E4m3, DType::Bf16, false),
+            (DType::F8E4m3, DType::F16, false),
+        ] {
+            // Each way to lie in memory, and one of each pair of types.
+            let many = right_by_rows != (dtype == DType::F8E4m3) && out_dtype == DType::Bf16;
+            if options.quick && nth == 1 && !many {
+                continue;
+            }
+            // Rows of 8-bit floats begin at multiples of 16 elements.
+            let inner = if dtype == DType::F8E4m3 { inner.next_multiple_of(16) } else { inner };
+            let mean = out_dtype == DType::F16;
+            matmul.case(Case { rows, inner, columns, dtype, out_dtype, right_by_rows, mean })?;
+        }
+    }
+    matmul.refusals()?;
+    if pool.rank() == 0 {
+        println!("matmul: {} cases, {} wrong", matmul.cases, matmul.wrong);
+    }
+    Ok((matmul.cases, matmul.wrong))
+}
+
+/// A small number, as an element of each of the types.
+fn number(seed: u64, rank: u32, at: usize) -> f32 {
+    (random(seed ^ u64::from(rank) << 40, at as u64) % 5) as f32 - 2.0
+}
+
+fn bytes_of(value: f32, dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+        DType::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+        // Zeros, ones and twos of 8-bit floats.
+        _ => vec![[0, 0x38, 0x40][value.abs() as usize] | if value < 0.0 { 0x80 } else { 0 }],
+    }
+}
+
+fn rounded(value: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::Bf16 => bf16::from_f32(value).to_f32(),
+        _ => f16::from_f32(value).to_f32(),
+    }
+}
+
+impl Case {
+    fn size(&self) -> usize {
+        if self.dtype == DType::F8E4m3 { 1 } else { 2 }
+    }
+
+    /// Row by row, of all ranks' parts.
+    fn left(&self, seed: u64, rank: u32, world: u32) -> Vec<f32> {
+        let count = self.rows * world as usize * self.inner;
+        (0..count).map(|at| number(seed, rank, at)).collect()
+    }
+
+    /// Row by row of the inner dimension.
+    fn right(&self, seed: u64, rank: u32) -> Vec<f32> {
+        (0..self.inner * self.columns).map(|at| number(!seed, rank, at)).collect()
+    }
+
+    /// What the rank gets: each rank's sums are rounded, and then added up from this rank on.
+    fn wanted(&self, seed: u64, rank: u32, world: u32) -> Vec<u8> {
+        let mut sums = vec![0.0_f32; self.rows * self.columns];
+        for distance in 0..world {
+            let from = (rank + distance) % world;
+            let (left, right) = (self.left(seed, from, world), self.right(seed, from));
+            let factor = if self.size() == 1 { SCALES[0] * SCALES[1] } else { 1.0 };
+            for row in 0..self.rows {
+                let first = (rank as usize * self.rows + row) * self.inner;
+                let mut partial = vec![0.0_f32; self.columns];
+                for (inner, value) in left[first..first + self.inner].iter().enumerate() {
+                    let others = &right[inner * self.columns..][..self.columns];
+                    for (sum, other) in partial.iter_mut().zip(others) {
+                        *sum += value * other;
+                    }
+                }
+                let into = &mut sums[row * self.columns..][..self.columns];
+                for (sum, partial) in into.iter_mut().zip(partial) {
+                    let scaled = partial * factor;
+                    *sum += if distance == 0 { scaled } else { rounded(scaled, self.out_dtype) };
+                }
+            }
+        }
+        let factor = if self.mean { 1.0 / world as f32 } else { 1.0 };
+        sums.into_iter().flat_map(|sum| bytes_of(sum * factor, self.out_dtype)).collect()
+    }
+}
+
+impl Matmul<'_> {
+    fn memory(&self, case: &Case) -> Result<Memory> {
+        let (world, ordinary) = (self.pool.world(), self.pool.lane(ORDINARY)?);
+        let parts = MatmulScatter::parts_bytes(case.rows, case.columns, world).max(16);
+        let memory = Memory {
+            left: ordinary.alloc(case.rows * world as usize * case.inner * case.size())?,
+            right: ordinary.alloc(case.inner * case.columns * case.size())?,
+            out: ordinary.alloc(case.rows * case.columns * 2)?,
+            scales: ordinary.alloc(32)?,
+            parts: self.pool.alloc(parts)?,
+            control: self.pool.alloc(MatmulScatter::CONTROL_BYTES)?,
+        };
+        self.pool.commit()?;
+        upload(self.pool, memory.control.address(), &[0; MatmulScatter::CONTROL_BYTES])?;
+        let scales: Vec<u8> = SCALES
+            .iter()
+            .flat_map(|scale| {
+                let mut bytes = scale.to_le_bytes().to_vec();
+                bytes.resize(16, 0);
+                bytes
+            })
+            .collect();
+        upload(self.pool, memory.scales.address(), &scales)?;
+        Ok(memory)
+    }
+
+    fn product(case: &Case, memory: &Memory) -> MatmulScatter {
+        let rows =
+            |block: &Block<u8>, bytes: usize| Rows { begin: block.address(), pitch: bytes as u64 };
+        let (of_right, size) =
+            (if case.right_by_rows { case.columns } else { case.inner }, case.size());
+        let scales = memory.scales.address();
+        MatmulScatter {
+            dtype: case.dtype,
+            out_dtype: case.out_dtype,
+            left: rows(&memory.left, case.inner * size),
+            right: rows(&memory.right, of_right * size),
+            right_by_rows: case.right_by_rows,
+            out: rows(&memory.out, case.columns * 2),
+            scales: if size == 1 { (scales, scales + 16) } else { (0, 0) },
+            rows: case.rows,
+            inner: case.inner,
+            columns: case.columns,
+            mean: case.mean,
+            parts: memory.parts.address(),
+            control: memory.control.address(),
+        }
+    }
+
+    fn upload(&self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let encode = |values: Vec<f32>| -> Vec<u8> {
+            values.into_iter().flat_map(|value| bytes_of(value, case.dtype)).collect()
+        };
+        upload(self.pool, memory.left.address(), &encode(case.left(seed, rank, world)))?;
+        let mut right = case.right(seed, rank);
+        if !case.right_by_rows {
+            let by_rows = right;
+            let places = (0..case.columns)
+                .flat_map(|column| (0..case.inner).map(move |inner| inner * case.columns + column));
+            right = places.map(|place| by_rows[place]).collect();
+        }
+        upload(self.pool, memory.right.address(), &encode(right))?;
+        upload(self.pool, memory.out.address(), &vec![POISON; case.rows * case.columns * 2])
+    }
+
+    /// A case, eagerly and in a graph that is replayed with other numbers.
+    fn case(&mut self, case: Case) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let memory = self.memory(&case)?;
+        let product = Self::product(&case, &memory);
+        let call = |matmul: &Self| {
+            // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
+            unsafe { matmul.comm.matmul_reduce_scatter_at(&product, 0, &matmul.stream) }
+        };
+        let graph = Graph::capture(self.pool, self.stream, || call(self))?;
+        for round in 0..self.options.few(4, 2) {
+            let seed = random(self.options.seed, 700 + self.cases);
+            self.upload(&case, &memory, seed)?;
+            if round % 2 == 0 {
+                call(self)?;
+            } else {
+                graph.launch(self.pool, self.stream)?;
+            }
+            self.comm.synchronize(&self.stream)?;
+            let found = download(self.pool, memory.out.address(), case.rows * case.columns * 2)?;
+            let wanted = case.wanted(seed, rank, world);
+            let differs = found.chunks(2).zip(wanted.chunks(2)).position(|(a, b)| a != b);
+            self.expect(
+                &format!("{case:?}, round {round}: element {differs:?}"),
+                differs.is_none(),
+            );
+        }
+        for _ in 0..self.options.few(50, 1) {
+            graph.launch(self.pool, self.stream)?;
+        }
+        self.comm.synchronize(&self.stream)?;
+        graph.destroy(self.pool)
+    }
+
+    fn expect(&mut self, what: &str, right: bool) {
+        self.cases += 1;
+        if !right {
+            self.wrong += 1;
+            println!("rank {}: {what}", self.pool.rank());
+        }
+    }
+
+    fn small(&self) -> Result<(Case, Memory)> {
+        let (dtype, out_dtype) = (DType::Bf16, DType::Bf16);
+        let case = Case {
+            rows: 8,
+            inner: 8,
+            columns: 8,
+            dtype,
+            out_dtype,
+            right_by_rows: true,
+            mean: false,
+        };
+        let memory = self.memory(&case)?;
+        Ok((case, memory))
+    }
+
+    /// What is refused, on all ranks; and products that differ.
+    fn refusals(&mut self) -> Result<()> {
+        let (case, memory) = self.small()?;
+        let right = Self::product(&case, &memory);
+        for wrong in [
+            MatmulScatter { left: Rows { begin: right.left.begin + 2, ..right.left }, ..right },
+            MatmulScatter { dtype: DType::F32, ..right },
+            MatmulScatter { parts: right.out.begin, ..right },
+            MatmulScatter { control: 0, ..right },
+        ] {
+            if self.pool.world() == 1
+                && (wrong.parts, wrong.control) != (right.parts, right.control)
+            {
+                continue;
+            }
+            // SAFETY: it is refused before anything is touched.
+            let refused = unsafe { self.comm.matmul_reduce_scatter_at(&wrong, 0, &self.stream) };
+            let error = expect_error(refused, "a product that cannot be made")?;
+            self.expect(&format!("{error}"), error.is_invalid_argument());
+            self.comm.synchronize(&self.stream)?;
+        }
+        if self.pool.world() == 1 {
+            return Ok(());
+        }
+        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
+        let rest = u64::from(self.pool.rank());
+        // SAFETY: as in `case`.
+        let called = unsafe { comm.matmul_reduce_scatter_at(&right, rest, &self.stream) };
+        let ended = called.and_then(|()| comm.synchronize(&self.stream));
+        let error = expect_error(ended, "products that differ")?;
+        self.expect(&format!("{error}"), error.is_diverged());
+        Ok(())
+    }
+
+    /// Where there is no kernel, the call says so, and the communicator goes on.
+    fn refused_elsewhere(&mut self) -> Result<(u64, u64)> {
+        let (case, memory) = self.small()?;
+        let product = Self::product(&case, &memory);
+        // SAFETY: it is refused before anything is touched.
+        let refused = unsafe { self.comm.matmul_reduce_scatter_at(&product, 0, &self.stream) };
+        let error = expect_error(refused, "a product on another device")?;
+        self.expect(&format!("{error}"), error.is_unsupported());
+        self.comm.barrier(&self.stream)?;
+        self.comm.synchronize(&self.stream)?;
+        Ok((self.cases, self.wrong))
+    }
+}
