@@ -12,6 +12,8 @@ from test_torch_distributed import begin
 import symmpool
 from symmpool import fused
 from symmpool.errors import DivergedError, InvalidArgumentError
+from symmpool.fused import tensor_cores
+from symmpool.fused.products import Product
 
 
 def numbers(shape, seed, dtype=torch.float32):
@@ -259,3 +261,22 @@ def test_the_benchmark_compares_and_measures_products():
     assert ["all_gather", "64", "32", "64"] in [line[:4] for line in lines], output
     assert ["reduce_scatter", "64", "64", "32"] in [line[:4] for line in lines], output
     assert "wrong" not in output, output
+
+
+def test_matrices_that_the_kernel_cannot_address_are_copied():
+    wide = numbers((6, 40), 1, torch.bfloat16)
+    for matrix in (wide, wide[:, :24], wide[2:3], wide[1:, 8:17], wide[:1, :3]):
+        assert tensor_cores._aligned(matrix) is matrix
+        assert tensor_cores._pitch(matrix) % 16 == 0
+    odd = numbers((6, 35), 1, torch.bfloat16)
+    for matrix in (odd, wide[:, 1:20], wide.t(), odd[:1].t(), numbers((4, 3), 1, torch.float16)):
+        copied = tensor_cores._aligned(matrix)
+        assert copied is not matrix and torch.equal(copied, matrix)
+        assert copied.data_ptr() % 16 == 0 and tensor_cores._pitch(copied) % 16 == 0
+        assert tensor_cores._pitch(copied) >= copied.shape[1] * copied.itemsize
+        assert copied.stride(1) == 1
+
+
+def test_the_kernel_serves_devices_only():
+    left, right = numbers((1024, 64), 1, torch.bfloat16), numbers((64, 64), 2, torch.bfloat16)
+    assert not tensor_cores.serves(None, left, None, Product(right), 512, torch.bfloat16)

@@ -1,5 +1,5 @@
-//! What kernels have in place of `collectives/kernels/symmpool/ptx.cuh`: the same functions on a CPU, for a device of
-//! compute capability 8.0. A thread lets others run before it reads memory that they may write.
+//! What kernels have in place of `collectives/kernels/symmpool/ptx.cuh`: the same functions on a CPU. A thread
+//! lets others run before it reads memory that they may write.
 
 #pragma once
 

@@ -1,4 +1,5 @@
-//! Instructions of the device that C++ has no expression for, each as a function. No other file has PTX.
+//! Instructions of the device that C++ has no expression for, each as a function. No other file has PTX but
+//! `ptx_tensor.cuh`, which has those that move and multiply tiles of matrices.
 //!
 //! Addresses are of global memory, this device's or a peer's, and those of vectors are multiples of 16. *Relaxed*
 //! accesses are made exactly as often as written, and each half of eight bytes is atomic for every device and

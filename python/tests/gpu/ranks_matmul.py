@@ -7,6 +7,7 @@ in a graph that is replayed. With `--installed` the operators of torch are calle
 Exits with 1 if anything was wrong. `--device cpu` runs it on the CPU.
 """
 
+import itertools
 import sys
 
 import ranks_start
@@ -161,6 +162,32 @@ class Checks:
             self.judge(what, near(found, wanted, FP8))
         assert world > 0
 
+    def layouts(self, seed):
+        """Matrices that lie in memory in other ways, with another inner dimension on each rank, which rows of
+        memory do not divide."""
+        me, world = dist.get_rank(), dist.get_world_size()
+        inner = 70 + 3 * me
+        for dtype in (torch.bfloat16, torch.float16):
+            left = numbers((300 * world, inner), seed + me, dtype, self.device)
+            right = numbers((inner, 264), seed + 50 + me, dtype, self.device)
+            wide = numbers((300 * world, 2 * inner), seed + me, dtype, self.device)
+            shifted = numbers((300 * world * inner + 1,), seed + me, dtype, self.device)[1:].view(left.shape)
+            lefts = {
+                "rows": left,
+                "columns": left.t().contiguous().t(),
+                "part": wide[:, :inner],
+                "odd": shifted,
+            }
+            rights = {"rows": right, "columns": right.t().contiguous().t()}
+            for (how_left, a), (how_right, b) in itertools.product(lefts.items(), rights.items()):
+                wanted = summed(a.double() @ b.double(), 0, "avg")
+                found = self.operators.fused_matmul_reduce_scatter(a, b, "avg", 0, self.name)
+                self.judge(f"{dtype}, left by {how_left}, right by {how_right}", near(found, wanted, dtype))
+            total = left.double() @ right.double()
+            dist.all_reduce(total)
+            found = fused.matmul_all_reduce(left, right, "sum", self.name)
+            self.judge(f"all-reduce of {dtype} with unequal inner dimensions", near(found, total, dtype))
+
     def rest(self, seed):
         me, world = dist.get_rank(), dist.get_world_size()
         left = numbers((64 * world, 128), seed + me, torch.bfloat16, self.device)
@@ -210,6 +237,7 @@ def main():
                 for rowwise in (False, True):
                     checks.fp8(64 * world, 64, 128, rowwise, seed)
                     checks.fp8(512 * world, 1024, 2048, rowwise, seed)
+        checks.layouts(seed)
         checks.rest(seed)
     print(f"rank {dist.get_rank()}: {checks.cases} cases, {checks.wrong} wrong", flush=True)
     fused.uninstall()
