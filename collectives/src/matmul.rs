@@ -127,7 +127,8 @@ pub struct MatmulScatter {
     /// Memory at the same place of the pool on all ranks, through which partial sums travel:
     /// [`Self::parts_bytes`] bytes.
     pub parts: u64,
-    /// And [`Self::CONTROL_BYTES`] bytes for the calls' own use: zeros before the first one that is given them.
+    /// And [`Self::CONTROL_BYTES`] bytes for the calls' own use: zeros before a communicator's first call that is given
+    /// them, and of no other communicator from then on.
     pub control: u64,
 }
 

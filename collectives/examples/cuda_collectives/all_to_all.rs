@@ -143,6 +143,9 @@ impl<'a> Exchange<'a> {
 
     fn judge(&mut self, what: &str, got: &[u8], wanted: &[u8]) {
         self.cases += 1;
+        if got == wanted {
+            return;
+        }
         let differ = got.iter().zip(wanted).filter(|(got, wanted)| got != wanted).count();
         if differ == 0 && got.len() == wanted.len() {
             return;

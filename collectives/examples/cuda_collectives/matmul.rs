@@ -1,9 +1,11 @@
 //! Checks of products of tensor cores whose parts are added up over all ranks: every bit is compared with what the CPU
 //! computes, from numbers whose products and sums are exact until they are rounded.
 
+use std::time::{Duration, Instant};
+
 use half::{bf16, f16};
 use symmpool_allocator::{Block, Pool, Result, Stream};
-use symmpool_collectives::{Communicator, DType, MatmulScatter, Rows};
+use symmpool_collectives::{Communicator, CommunicatorOptions, DType, MatmulScatter, Rows};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::random;
@@ -11,6 +13,8 @@ use crate::{ORDINARY, Options, expect_error};
 
 /// Bytes of the result before a call.
 const POISON: u8 = 0xa5;
+/// How long a product waits for a rank that does not come. Emulated devices take their time.
+const SHORT: Duration = Duration::from_secs(3);
 /// The scales of 8-bit floats, which are exact.
 const SCALES: [f32; 2] = [0.5, 0.25];
 
@@ -305,7 +309,27 @@ impl Matmul<'_> {
         let ended = called.and_then(|()| comm.synchronize(&self.stream));
         let error = expect_error(ended, "products that differ")?;
         self.expect(&format!("{error}"), error.is_diverged());
-        Ok(())
+        self.missing(&right)
+    }
+
+    /// S5: a rank that does not come. The others are told which one, and their streams go on.
+    fn missing(&mut self, product: &MatmulScatter) -> Result<()> {
+        let (rank, last) = (self.pool.rank(), self.pool.world() - 1);
+        let options = CommunicatorOptions { timeout: SHORT, ..self.options.communicator() };
+        let comm = Communicator::with_options(self.pool, &options)?;
+        if rank != last {
+            let began = Instant::now();
+            // SAFETY: as in `case`.
+            let called = unsafe { comm.matmul_reduce_scatter_at(product, 0, &self.stream) };
+            let ended = called.and_then(|()| comm.synchronize(&self.stream));
+            let error = expect_error(ended, "a product without a rank")?;
+            // Whoever gives up first is a rank that others miss then.
+            let in_time = began.elapsed() < 3 * SHORT;
+            self.expect(&format!("{error}"), !error.ranks().is_empty() && in_time);
+        }
+        // Nobody makes a new communicator's calls before this one's have ended.
+        self.comm.barrier(&self.stream)?;
+        self.comm.synchronize(&self.stream)
     }
 
     /// Where there is no kernel, the call says so, and the communicator goes on.
