@@ -83,6 +83,18 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             matmul.case(Case { rows, inner, columns, dtype, out_dtype, right_by_rows, mean })?;
         }
     }
+    // Beside other communicators, of which this rank makes its own part apart.
+    matmul.comm = Communicator::with_options(
+        pool,
+        &CommunicatorOptions { concurrent: Some(2), ..options.communicator() },
+    )?;
+    let (dtype, out_dtype) = (DType::Bf16, DType::Bf16);
+    for (rows, inner, columns) in [(3, 8, 8), (300, 136, 520)] {
+        let case =
+            Case { rows, inner, columns, dtype, out_dtype, right_by_rows: true, mean: false };
+        matmul.case(case)?;
+    }
+    matmul.comm = Communicator::with_options(pool, &options.communicator())?;
     matmul.refusals()?;
     if pool.rank() == 0 {
         println!("matmul: {} cases, {} wrong", matmul.cases, matmul.wrong);

@@ -7,8 +7,7 @@
 
 #pragma once
 
-#include <symmpool/comm.cuh>
-#include <symmpool/ptx_tensor.cuh>
+#include <fused/matmul_work.cuh>
 
 namespace symmpool {
 
@@ -24,10 +23,6 @@ constexpr u32 PIECES = 4, PIECE_BYTES = 64 * 64 * 2, PIECE_COLUMNS = 64;
 constexpr u32 GROUPS = 2, GROUP_THREADS = 128;
 // What travels of a tile.
 constexpr u32 TILE_BYTES = GROUPS * PIECES * PIECE_BYTES;
-// Chunks that a part has at most: a copy engine sends each when it is whole.
-constexpr u32 MOST_CHUNKS = 8;
-// Streams that send chunks in turn.
-constexpr u32 SENDING_STREAMS = 2;
 // Rows of tiles that are made together, so that their blocks of the right matrix are in the cache.
 constexpr u32 ROWS_TOGETHER = 8;
 
@@ -36,34 +31,6 @@ constexpr u32 BARRIER_BYTES = 16;
 constexpr u32 PIECES_AT = STAGES * (LEFT_BYTES + RIGHT_BYTES);
 constexpr u32 BARRIERS_AT = PIECES_AT + TILE_BYTES;
 constexpr u32 SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 3 * GROUPS * PIECES) * BARRIER_BYTES;
-
-// What ranks write for each other, or for their own streams, in memory that is a window: zeros at first.
-struct MatmulControl {
-    u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back
-    u32 entered[SENDING_STREAMS];      // 1 when all ranks have begun the call; the streams set it back
-    u64 epoch;                         // of the call, which is copied behind each chunk
-    u64 arrived[WORLD][MOST_CHUNKS];   // the epoch in which a chunk of a rank has arrived
-};
-
-// What a call is given besides `Call`; the host has the same layout in `cuda/params.rs`.
-struct MatmulWork {
-    TensorMap left;   // of all ranks' parts
-    TensorMap right;
-    TensorMap out;    // of this rank's part
-    const float* left_scale;  // factors of the sums, on the device, or null
-    const float* right_scale;
-    char* outgoing;           // parts for the ranks after this one, the next one's first
-    const char* incoming;     // and parts of them, in the same order
-    u64 part_bytes;           // from one of these parts to the next
-    MatmulControl* control;
-    u32 rows;          // of a part
-    u32 inner_blocks;  // blocks of the inner dimension
-    u32 tile_rows;     // rows of a part's tiles, a multiple of CLUSTER
-    u32 tile_columns;
-    u32 chunk_tiles;   // tiles of a chunk, a multiple of CLUSTER
-    float factor;      // of the sum of all ranks
-};
-static_assert(sizeof(MatmulWork) == MATMUL_WORK_BYTES && sizeof(Comm) % 8 == 0, "layouts differ");
 
 // A tile, as a block of a cluster sees it.
 struct Tile {
@@ -78,17 +45,21 @@ class Tiles {
     const MatmulWork& work_;
     u32 block_, nth_, step_;
 
+    // How many times a cluster's tiles are in a part.
+    __device__ __forceinline__ u32 each() const { return work_.tile_rows / CLUSTER * work_.tile_columns; }
+
 public:
     __device__ __forceinline__ Tiles(const MatmulWork& work, u32 block)
-        : work_(work), block_(block), nth_(blockIdx.x / CLUSTER), step_(gridDim.x / CLUSTER) {}
+        : work_(work), block_(block), nth_(work.first_part * each() + blockIdx.x / CLUSTER),
+          step_(gridDim.x / CLUSTER) {}
 
     // The cluster's next tile; false if there is none.
     __device__ __forceinline__ bool next(Tile& tile) {
-        const u32 rows = work_.tile_rows / CLUSTER, each = rows * work_.tile_columns;
-        if (nth_ >= WORLD * each) {
+        const u32 rows = work_.tile_rows / CLUSTER, count = each();
+        if (nth_ >= work_.end_part * count) {
             return false;
         }
-        const u32 part = nth_ / each, nth = nth_ - part * each;
+        const u32 part = nth_ / count, nth = nth_ - part * count;
         nth_ += step_;
         const u32 before = nth / (ROWS_TOGETHER * work_.tile_columns) * ROWS_TOGETHER;
         const u32 together = rows - before < ROWS_TOGETHER ? rows - before : ROWS_TOGETHER;

@@ -5,8 +5,9 @@
 //! loads of the product by as long as they take. This rank's own tiles come last, and what other ranks have sent for them is
 //! added in float32 before they are stored, in the order of ranks from this one on.
 //!
-//! The handshake is made by a warp of the first block; only copies to peers wait for it. The product itself waits for
-//! nobody, so streams that wait for its chunks always go on. Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether
+//! The handshake is made by a warp of the first block; only copies to peers wait for it. Tiles for other ranks wait for
+//! nobody, so streams that wait for chunks always go on. Own tiles wait for chunks, on all SMs. Where kernels of other
+//! communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`. Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether
 //! rows of the right matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether the result is F16 (1) or BF16.
 
 #include <fused/matmul.cuh>
@@ -70,15 +71,6 @@ __device__ __forceinline__ void load(const Comm& comm, const MatmulWork& work, c
 
 // --- a warp for each group moves pieces
 
-// Waits until the chunk of a rank has arrived. After a failure it returns at once.
-__device__ __forceinline__ void await_chunk(const Session& session, const MatmulWork& work, u32 source, u32 chunk) {
-    Watch watch;
-    while (load_acquire(&work.control->arrived[source][chunk]) != session.epoch &&
-           !watch.expired(session, source, DATA)) {
-    }
-    fence_for_loads();
-}
-
 __device__ __forceinline__ void move_pieces(const Session& session, const MatmulWork& work, const SharedMemory& shared,
                                             u32 block, u32 group) {
     Tiles tiles(work, block);
@@ -92,6 +84,7 @@ __device__ __forceinline__ void move_pieces(const Session& session, const Matmul
 #pragma unroll 1
             for (u32 distance = 1; distance < WORLD; ++distance) {
                 await_chunk(session, work, session.comm.after(distance), tile.chunk);
+                fence_for_loads();
                 const char* from = work.incoming + (distance - 1) * work.part_bytes + half;
 #pragma unroll 1
                 for (u32 piece = 0; piece < PIECES; ++piece) {
@@ -308,9 +301,15 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     symmpool_matmul_scatter(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
                             const __grid_constant__ MatmulWork work) {
     begin_kernel(comm.early);
-    const Session session(comm);
-    session.advance();
-    if (blockIdx.x == 0 && must_expire_flags(session)) {
+    Session session(comm);
+    // A launch that makes this rank's own part alone belongs to the call of the one before.
+    const bool enters = work.first_part == 0;
+    if (enters) {
+        session.advance();
+    } else {
+        session.epoch = static_cast<u32>(work.control->epoch);
+    }
+    if (enters && blockIdx.x == 0 && must_expire_flags(session)) {
         expire_old_flags(session, UsedBytes());
         expire_escape_marks(session);
     }
@@ -330,7 +329,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
         load(comm, work, shared, block);
     } else if (threadIdx.x % 32 == 0 && warp <= GROUPS) {
         move_pieces(session, work, shared, block, warp - 1);
-    } else if (warp == 3 && blockIdx.x == 0) {
+    } else if (enters && warp == 3 && blockIdx.x == 0) {
         enter(session, call, work, threadIdx.x % 32);
     }
     // A block's shared memory stays until the other one of its cluster has arrived at it for the last time.

@@ -1,6 +1,11 @@
 //! Products of tensor cores whose parts are added up over all ranks: `fused/matmul_scatter.cu`, and the copies behind it.
 //!
-//! One kernel makes the whole product. Two streams of the engine's wait in turn, by memory operations, for chunks of it that
+//! One kernel makes the whole product, if the communicator has the device to itself; it waits at its end for what other
+//! ranks have made, on all SMs. Where kernels of other communicators may need SMs meanwhile, two launches make the product:
+//! the second one has this rank's own part, behind a kernel of one block that waits. Both give the same bits, and ranks may
+//! differ in it.
+//!
+//! Two streams of the engine's wait in turn, by memory operations, for chunks of it that
 //! are for other ranks, and copy them by copy engines; so one copy starts while the other one ends.
 
 #![allow(unsafe_code)] // driver calls on raw addresses
@@ -18,7 +23,7 @@ use super::modules::cuda;
 use super::params::{CallParams, MatmulWork, TensorMap};
 use crate::host::call::Call;
 use crate::jit::Arch;
-use crate::jit::sources::MATMUL_SCATTER;
+use crate::jit::sources::{MATMUL_SCATTER, MATMUL_WAIT};
 use crate::matmul::{CLUSTER, MOST_CHUNKS, TILE_BYTES};
 use crate::{DType, MatmulScatter, ReduceOp, Rows};
 
@@ -26,6 +31,8 @@ use crate::{DType, MatmulScatter, ReduceOp, Rows};
 pub(super) const SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 30 * 16 + 1024;
 /// Threads of a block.
 const THREADS: u32 = 384;
+/// And of the one that waits.
+const WAIT_THREADS: u32 = 32;
 /// Bytes of a row of a tile in shared memory.
 const BLOCK_BYTES: usize = 128;
 /// Streams that send in turn.
@@ -90,10 +97,15 @@ impl CudaEngine {
             Ok(maps) => maps,
             Err(why) => return Err(self.decline(why, stream)),
         };
-        let kernel = self.kernel(spec(product, self.has_clusters()?))?.alone();
+        let kernel = self.kernel(spec(product, self.has_clusters()?))?;
+        let apart = world > 1 && !kernel.budget.early;
+        let MatmulScatter { rows, inner, columns, .. } = *product;
+        tracing::debug!(rows, inner, columns, apart, "matmul_reduce_scatter by tensor cores");
+        // Loaded before anything is on streams: loading may wait for what runs.
+        let wait = if apart { Some(self.kernel(wait_spec())?) } else { None };
         let control = Control { begin: product.control, world: world.into() };
         let part = product.part_bytes() as u64;
-        let sent = u64::from(world - 1) * part;
+        let all_sent = u64::from(world - 1) * part;
         let (tile_rows, tile_columns) = product.tiles();
         let size = if product.dtype == DType::F8E4m3 { 1 } else { 2 };
         let work = MatmulWork {
@@ -103,7 +115,7 @@ impl CudaEngine {
             left_scale: product.scales.0,
             right_scale: product.scales.1,
             outgoing: product.parts,
-            incoming: product.parts + sent,
+            incoming: product.parts + all_sent,
             part_bytes: part,
             control: product.control,
             rows: product.rows as u32,
@@ -112,23 +124,36 @@ impl CudaEngine {
             tile_columns: tile_columns as u32,
             chunk_tiles: product.chunk_tiles() as u32,
             factor: if product.mean { 1.0 / world as f32 } else { 1.0 },
+            first_part: 0,
+            end_part: if apart { world - 1 } else { world },
         };
-        let tiles = world as usize * tile_rows * tile_columns;
+        let params = CallParams::of(&call);
         let most = kernel.processors as usize / CLUSTER * CLUSTER;
-        let grid = (tiles.min(most) as u32, THREADS);
+        let grid =
+            |parts: u32| ((parts as usize * tile_rows * tile_columns).min(most) as u32, THREADS);
         let sending = [self.copy_stream, self.result_stream];
         if world > 1 {
             // What peers wrote or read in an earlier call is over when this one begins, also for the copies.
             sending.iter().try_for_each(|&copies| self.fork(stream, copies))?;
         }
         // SAFETY: the caller's promise; maps and parts have the sizes that the product was checked for.
-        unsafe { self.launch_with_work(kernel, grid, &CallParams::of(&call), &work, stream) }?;
-        if world > 1 {
-            let done = self.send_chunks(product, &control, sending, stream);
-            // The other ranks wait for what was not sent.
-            self.or_close(done)?;
+        unsafe { self.launch_with_work(kernel, grid(work.end_part), &params, &work, stream) }?;
+        if world == 1 {
+            return Ok(());
         }
-        Ok(())
+        // The other ranks wait for what was not sent, and this one for what it has not made.
+        let sent = self.send_chunks(product, &control, sending).and_then(|()| {
+            if let Some(wait) = wait {
+                let own = MatmulWork { first_part: world - 1, end_part: world, ..work };
+                // SAFETY: as above.
+                unsafe {
+                    self.launch_with_work(wait, (1, WAIT_THREADS), &params, &own, stream)?;
+                    self.launch_with_work(kernel, grid(1), &params, &own, stream)?;
+                }
+            }
+            sending.iter().try_for_each(|&copies| self.fork(copies, stream))
+        });
+        self.or_close(sent)
     }
 
     /// Copies each chunk to its rank when the kernel has made it, and then the call's epoch.
@@ -137,7 +162,6 @@ impl CudaEngine {
         product: &MatmulScatter,
         control: &Control,
         sending: [Stream; SENDING_STREAMS],
-        stream: Stream,
     ) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let (part, each) = (product.part_bytes(), product.chunk_tiles());
@@ -167,7 +191,7 @@ impl CudaEngine {
                 unsafe { self.copy_outside_calls(arrived, control.epoch(), 8, copies) }?;
             }
         }
-        sending.iter().try_for_each(|&copies| self.fork(copies, stream))
+        Ok(())
     }
 
     /// How the driver describes the three matrices.
@@ -234,6 +258,10 @@ impl CudaEngine {
         })?;
         Ok(map)
     }
+}
+
+fn wait_spec() -> KernelSpec {
+    KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS)
 }
 
 fn spec(product: &MatmulScatter, clusters: bool) -> KernelSpec {

@@ -137,6 +137,8 @@ pub(super) struct MatmulWork {
     pub(super) tile_columns: u32,
     pub(super) chunk_tiles: u32,
     pub(super) factor: f32,
+    pub(super) first_part: u32,
+    pub(super) end_part: u32,
 }
 
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.

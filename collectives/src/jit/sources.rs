@@ -34,6 +34,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
     "fused/matmul.cuh",
+    "fused/matmul_work.cuh",
     "fused/norm.cuh",
     "fused/row_sums.cuh",
     "experts/arrived.cuh",
@@ -77,6 +78,7 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &COMBINE,
     &COPY_COMPANION,
     &MATMUL_SCATTER,
+    &MATMUL_WAIT,
     &NORM_ONE_SHOT,
     &NORM_TWO_SHOT,
     &DISPATCH,
@@ -395,6 +397,13 @@ pub(crate) const MATMUL_SCATTER: Kernel<'static> = collective!(
         ("CLUSTER", &["1"]),
         MATMUL_WORK_BYTES
     ],
+);
+
+/// The wait for what other ranks send for such a product, in one block.
+pub(crate) const MATMUL_WAIT: Kernel<'static> = collective!(
+    "fused" / "matmul_wait",
+    [FEW_AND_MOST, ("THREADS", &["32"]), MATMUL_WORK_BYTES],
+    [OTHERS, ("THREADS", &["32"]), MATMUL_WORK_BYTES],
 );
 
 /// Reduces arrays of one device, in the given order.

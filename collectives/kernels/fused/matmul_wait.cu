@@ -1,0 +1,19 @@
+//! Waits until all chunks of other ranks have arrived that a product's own tiles need: in one block, which leaves SMs to
+//! kernels for which other ranks may be waiting. Defines: WORLD, THREADS.
+
+#include <fused/matmul_work.cuh>
+
+using namespace symmpool;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_matmul_wait(const __grid_constant__ Comm comm, const __grid_constant__ Call,
+                         const __grid_constant__ MatmulWork work) {
+    begin_kernel(comm.early);
+    Session session(comm);
+    session.epoch = static_cast<u32>(work.control->epoch);
+    const u32 tiles = work.tile_rows * work.tile_columns;
+    const u32 chunks = (tiles + work.chunk_tiles - 1) / work.chunk_tiles;
+    for (u32 i = threadIdx.x; i < (WORLD - 1) * chunks; i += blockDim.x) {
+        await_chunk(session, work, comm.after(1 + i / chunks), i % chunks);
+    }
+}
