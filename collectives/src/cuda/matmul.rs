@@ -145,11 +145,11 @@ impl CudaEngine {
         let sent = self.send_chunks(product, &control, sending).and_then(|()| {
             if let Some(wait) = wait {
                 let own = MatmulWork { first_part: world - 1, end_part: world, ..work };
+                let one = (1, WAIT_THREADS);
                 // SAFETY: as above.
-                unsafe {
-                    self.launch_with_work(wait, (1, WAIT_THREADS), &params, &own, stream)?;
-                    self.launch_with_work(kernel, grid(1), &params, &own, stream)?;
-                }
+                unsafe { self.launch_with_work(wait, one, &params, &own, stream) }?;
+                // SAFETY: as above.
+                unsafe { self.launch_with_work(kernel, grid(1), &params, &own, stream) }?;
             }
             sending.iter().try_for_each(|&copies| self.fork(copies, stream))
         });
