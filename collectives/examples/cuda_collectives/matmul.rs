@@ -62,7 +62,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     // devices, parts of several chunks.
     let mut sizes: Vec<(usize, usize, usize)> = vec![(3, 8, 8), (130, 200, 264)];
     if !options.quick {
-        sizes.extend([(384, 512, 1024), (1000, 328, 4104), (4096, 256, 2048)]);
+        sizes.extend([(384, 512, 1024), (1000, 72, 1032), (2048, 64, 4096)]);
     }
     for (nth, (rows, inner, columns)) in sizes.into_iter().enumerate() {
         for (dtype, out_dtype, right_by_rows) in [
