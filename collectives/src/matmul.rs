@@ -170,7 +170,7 @@ impl MatmulScatter {
             DType::F8E4m3 => wide.contains(&self.out_dtype) && !self.right_by_rows,
             dtype => wide.contains(&dtype) && self.out_dtype == dtype && self.scales == (0, 0),
         };
-        let size = if self.dtype == DType::F8E4m3 { 1 } else { 2 };
+        let size = self.dtype.size();
         let matrices = [self.left, self.right, self.out];
         let aligned = matrices.iter().all(|rows| {
             (rows.begin | rows.pitch).is_multiple_of(ALIGNMENT as u64) && rows.pitch < 1 << 40

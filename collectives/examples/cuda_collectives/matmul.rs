@@ -83,7 +83,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             matmul.case(Case { rows, inner, columns, dtype, out_dtype, right_by_rows, mean })?;
         }
     }
-    // Beside other communicators, of which this rank makes its own part apart.
+    // Beside other communicators, where a rank's own part is a launch of its own.
     matmul.comm = Communicator::with_options(
         pool,
         &CommunicatorOptions { concurrent: Some(2), ..options.communicator() },
@@ -124,10 +124,6 @@ fn rounded(value: f32, dtype: DType) -> f32 {
 }
 
 impl Case {
-    fn size(&self) -> usize {
-        if self.dtype == DType::F8E4m3 { 1 } else { 2 }
-    }
-
     /// Row by row, of all ranks' parts.
     fn left(&self, seed: u64, rank: u32, world: u32) -> Vec<f32> {
         let count = self.rows * world as usize * self.inner;
@@ -145,7 +141,7 @@ impl Case {
         for distance in 0..world {
             let from = (rank + distance) % world;
             let (left, right) = (self.left(seed, from, world), self.right(seed, from));
-            let factor = if self.size() == 1 { SCALES[0] * SCALES[1] } else { 1.0 };
+            let factor = if self.dtype.size() == 1 { SCALES[0] * SCALES[1] } else { 1.0 };
             for row in 0..self.rows {
                 let first = (rank as usize * self.rows + row) * self.inner;
                 let mut partial = vec![0.0_f32; self.columns];
@@ -172,8 +168,8 @@ impl Matmul<'_> {
         let (world, ordinary) = (self.pool.world(), self.pool.lane(ORDINARY)?);
         let parts = MatmulScatter::parts_bytes(case.rows, case.columns, world).max(16);
         let memory = Memory {
-            left: ordinary.alloc(case.rows * world as usize * case.inner * case.size())?,
-            right: ordinary.alloc(case.inner * case.columns * case.size())?,
+            left: ordinary.alloc(case.rows * world as usize * case.inner * case.dtype.size())?,
+            right: ordinary.alloc(case.inner * case.columns * case.dtype.size())?,
             out: ordinary.alloc(case.rows * case.columns * 2)?,
             scales: ordinary.alloc(32)?,
             parts: self.pool.alloc(parts)?,
@@ -197,7 +193,7 @@ impl Matmul<'_> {
         let rows =
             |block: &Block<u8>, bytes: usize| Rows { begin: block.address(), pitch: bytes as u64 };
         let (of_right, size) =
-            (if case.right_by_rows { case.columns } else { case.inner }, case.size());
+            (if case.right_by_rows { case.columns } else { case.inner }, case.dtype.size());
         let scales = memory.scales.address();
         MatmulScatter {
             dtype: case.dtype,
@@ -324,7 +320,7 @@ impl Matmul<'_> {
         self.missing(&right)
     }
 
-    /// S5: a rank that does not come. The others are told which one, and their streams go on.
+    /// S5: a rank that does not come. The errors of the others name it, and their streams go on.
     fn missing(&mut self, product: &MatmulScatter) -> Result<()> {
         let (rank, last) = (self.pool.rank(), self.pool.world() - 1);
         let options = CommunicatorOptions { timeout: SHORT, ..self.options.communicator() };

@@ -1,4 +1,4 @@
-//! A product of matrices in tiles, whose parts are for different ranks: what the host and the warps of a block have in common.
+//! A product of matrices in tiles, whose parts are for different ranks: what the warps of a block have in common.
 //!
 //! A left matrix has a part of its rows for each rank. The product's parts are made in tiles of 128 x 256 elements, by
 //! clusters of CLUSTER blocks, which make tiles with the same columns at once and load the right matrix's for each other. Of
@@ -45,7 +45,7 @@ class Tiles {
     const MatmulWork& work_;
     u32 block_, nth_, step_;
 
-    // How many times a cluster's tiles are in a part.
+    // How often a cluster makes tiles in a part, if it makes all of them.
     __device__ __forceinline__ u32 each() const { return work_.tile_rows / CLUSTER * work_.tile_columns; }
 
 public:

@@ -7,8 +7,9 @@
 //!
 //! The handshake is made by a warp of the first block; only copies to peers wait for it. Tiles for other ranks wait for
 //! nobody, so streams that wait for chunks always go on. Own tiles wait for chunks, on all SMs. Where kernels of other
-//! communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`. Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether
-//! rows of the right matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether the result is F16 (1) or BF16.
+//! communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`. Defines: WORLD, THREADS,
+//! DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of the inner dimension (1);
+//! OUTPUT_F16: whether the result is F16 (1) or BF16.
 
 #include <fused/matmul.cuh>
 #include <symmpool/handshake.cuh>
@@ -18,18 +19,7 @@ using namespace symmpool;
 
 constexpr u32 TYPE = DTYPE == BF16 ? MULTIPLIES_BF16 : DTYPE == F16 ? MULTIPLIES_F16 : MULTIPLIES_E4M3;
 constexpr u32 BLOCK_ELEMENTS = TYPE == MULTIPLIES_E4M3 ? BLOCK_BYTES : BLOCK_BYTES / 2;
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    return OUTPUT_F16 ? f32_to_f16x2(low, high) : f32_to_bf16x2(low, high);
-}
-
-__device__ __forceinline__ float low_of(u32 pair) {
-    return OUTPUT_F16 ? f16_to_f32(static_cast<unsigned short>(pair)) : __uint_as_float(pair << 16);
-}
-
-__device__ __forceinline__ float high_of(u32 pair) {
-    return OUTPUT_F16 ? f16_to_f32(static_cast<unsigned short>(pair >> 16)) : __uint_as_float(pair & 0xffff0000u);
-}
+constexpr int OUTPUT = OUTPUT_F16 ? F16 : BF16;
 
 // The rank after so many others; this one after all of them.
 __device__ __forceinline__ u32 rank_after(const Comm& comm, u32 distance) {
@@ -192,12 +182,11 @@ class Group {
                 await_phase(shared_.is_loaded(group_, piece), loaded_);
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
-                    const uint4 vector = load_shared(vectors(piece) + i * 16 * GROUP_THREADS);
-                    const u32 pairs[4] = {vector.x, vector.y, vector.z, vector.w};
+                    float others[8];
+                    unpack<OUTPUT>(load_shared(vectors(piece) + i * 16 * GROUP_THREADS), others);
 #pragma unroll
-                    for (u32 pair = 0; pair < 4; ++pair) {
-                        sums_[32 * piece + 8 * i + 2 * pair] += low_of(pairs[pair]);
-                        sums_[32 * piece + 8 * i + 2 * pair + 1] += high_of(pairs[pair]);
+                    for (u32 nth = 0; nth < 8; ++nth) {
+                        sums_[32 * piece + 8 * i + nth] += others[nth];
                     }
                 }
                 // The last rank's pieces are written over by this group itself.
@@ -218,9 +207,12 @@ class Group {
         const u32 warp = thread_ / 32, lane = thread_ % 32, row = 16 * warp + lane % 16;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
-            const float* sums = sums_ + 32 * piece + 8 * i;
-            const uint4 vector = make_uint4(pack(sums[0], sums[1]), pack(sums[2], sums[3]), pack(sums[4], sums[5]),
-                                            pack(sums[6], sums[7]));
+            float sums[8];
+#pragma unroll
+            for (u32 nth = 0; nth < 8; ++nth) {
+                sums[nth] = sums_[32 * piece + 8 * i + nth];
+            }
+            const uint4 vector = pack<OUTPUT>(sums);
             if constexpr (IS_OWN) {
                 // Blocks of 8 x 8: rows 0 and 8, and the same 8 columns further on; 16-byte pieces of a row are exchanged.
                 const u32 columns = 2 * i + lane / 16;

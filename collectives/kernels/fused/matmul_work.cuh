@@ -11,6 +11,7 @@ namespace symmpool {
 constexpr u32 MOST_CHUNKS = 8;
 // Streams that send chunks in turn.
 constexpr u32 SENDING_STREAMS = 2;
+
 // What ranks write for each other, or for their own streams, in memory that is a window: zeros at first.
 struct MatmulControl {
     u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back

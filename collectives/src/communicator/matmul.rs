@@ -109,7 +109,8 @@ impl Communicator {
         let bytes = MatmulScatter::parts_bytes(product.rows, product.columns, world) as u64;
         let next = (self.rank() + 1) % world;
         let name = MatmulKind::MatmulReduceScatter.name();
-        let mut windows = [(product.parts, bytes), (product.control, 4096)].into_iter();
+        let control = MatmulScatter::CONTROL_BYTES as u64;
+        let mut windows = [(product.parts, bytes), (product.control, control)].into_iter();
         let refused = windows.try_for_each(|(begin, bytes)| {
             if world == 1 { Ok(()) } else { self.remote(name, begin, bytes, next).map(drop) }
         });

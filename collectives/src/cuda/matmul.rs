@@ -107,7 +107,7 @@ impl CudaEngine {
         let part = product.part_bytes() as u64;
         let all_sent = u64::from(world - 1) * part;
         let (tile_rows, tile_columns) = product.tiles();
-        let size = if product.dtype == DType::F8E4m3 { 1 } else { 2 };
+        let size = product.dtype.size();
         let work = MatmulWork {
             left,
             right,
@@ -197,7 +197,7 @@ impl CudaEngine {
     /// How the driver describes the three matrices.
     fn tensor_maps(&self, product: &MatmulScatter) -> Result<(TensorMap, TensorMap, TensorMap)> {
         let MatmulScatter { rows, inner, columns, .. } = *product;
-        let size = if product.dtype == DType::F8E4m3 { 1 } else { 2 };
+        let size = product.dtype.size();
         let across = BLOCK_BYTES / size;
         let left = self.tensor_map(
             product.left,
