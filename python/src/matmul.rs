@@ -4,7 +4,9 @@
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
 use pyo3::prelude::*;
-use symmpool_collectives::{DType, MatmulKind, MatmulScatter, MatmulShape, Rows};
+use symmpool_collectives::{
+    DType, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, RightMatrix, Rows,
+};
 
 use crate::communicator::Communicator;
 use crate::reading::Refusal;
@@ -110,7 +112,7 @@ pub(crate) fn step(
     })
 }
 
-/// Whether [`multiply_scatter`] has a kernel for the communicator's device.
+/// Whether [`multiply_scatter`] and [`gather_multiply`] have kernels for the communicator's device.
 #[pyfunction]
 #[pyo3(name = "_has_tensor_kernels")]
 pub(crate) fn has_tensor_kernels(communicator: &Bound<'_, Communicator>) -> bool {
@@ -146,10 +148,7 @@ pub(crate) fn multiply_scatter(
 ) -> PyResult<()> {
     let calls = communicator.get().calls();
     let stream = calls.stream(py, None)?;
-    let found = dtype_named(dtypes.0).zip(dtype_named(dtypes.1)).ok_or_else(|| {
-        Refusal::Invalid(format!("a product of {} with a result of {}", dtypes.0, dtypes.1))
-    });
-    let (dtype, out_dtype) = calls.or_decline(py, stream, found)?;
+    let (dtype, out_dtype) = calls.or_decline(py, stream, types_named(dtypes))?;
     let rows = |(begin, pitch)| Rows { begin, pitch };
     let product = MatmulScatter {
         dtype,
@@ -171,6 +170,74 @@ pub(crate) fn multiply_scatter(
     calls.run(py, move || unsafe { calls.comm.matmul_reduce_scatter_at(&product, rest, &stream) })
 }
 
+/// Bytes from row to row of a left matrix of so many columns, of the memory of the pool through which `rows` of them travel
+/// from each rank, and of the other memory that calls need there.
+#[pyfunction]
+#[pyo3(name = "_gather_memory")]
+pub(crate) fn gather_memory(
+    py: Python<'_>,
+    dtype: &str,
+    rows: usize,
+    inner: usize,
+    world: u32,
+) -> PyResult<(usize, usize, usize)> {
+    let (dtype, _) = types_named((dtype, dtype)).map_err(|why| why.raise(py))?;
+    let slots = MatmulGather::slots_bytes(dtype, rows, inner, world);
+    Ok((MatmulGather::pitch(dtype, inner), slots, MatmulGather::CONTROL_BYTES))
+}
+
+/// A right matrix: its address and bytes from one row, or column, to the next, and its columns; its product's address and
+/// bytes; and its scale.
+type Right = ((u64, u64), usize, (u64, u64), u64);
+
+/// Gathers the rows of all ranks and multiplies them, on the current stream. `left` is this rank's rows and their scale;
+/// `sizes` are rows of each rank and the inner dimension; `memory` is where gathered rows go or 0, and what rows travel through
+/// and what else is needed, at the same place of the pool on all ranks.
+#[pyfunction]
+#[pyo3(name = "_gather_multiply")]
+#[expect(clippy::too_many_arguments, reason = "they are what a product has")]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 makes lists of its own")]
+pub(crate) fn gather_multiply(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    dtypes: (&str, &str),
+    left: (u64, u64, u64),
+    rights: Vec<Right>,
+    right_by_rows: bool,
+    sizes: (usize, usize),
+    memory: (u64, u64, u64),
+    rest: u64,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let stream = calls.stream(py, None)?;
+    let (dtype, out_dtype) = calls.or_decline(py, stream, types_named(dtypes))?;
+    let rows = |(begin, pitch)| Rows { begin, pitch };
+    let rights: Vec<RightMatrix> = rights
+        .iter()
+        .map(|&(right, columns, out, scale)| RightMatrix {
+            right: rows(right),
+            columns,
+            out: rows(out),
+            scale,
+        })
+        .collect();
+    let product = MatmulGather {
+        dtype,
+        out_dtype,
+        left: rows((left.0, left.1)),
+        left_scale: left.2,
+        rights: &rights,
+        right_by_rows,
+        rows: sizes.0,
+        inner: sizes.1,
+        gathered: memory.0,
+        slots: memory.1,
+        control: memory.2,
+    };
+    // SAFETY: as in `multiply_scatter`.
+    calls.run(py, move || unsafe { calls.comm.all_gather_matmul_at(&product, rest, &stream) })
+}
+
 /// Ends the threads that watch streams' waits: the program is ending.
 #[pyfunction]
 #[pyo3(name = "_end_watching")]
@@ -180,6 +247,12 @@ pub(crate) fn end_watching() {
 
 fn named(kind: &str, dtype: &str) -> Option<(MatmulKind, DType)> {
     Some((MatmulKind::named(kind)?, dtype_named(dtype)?))
+}
+
+fn types_named((dtype, out): (&str, &str)) -> Result<(DType, DType), Refusal> {
+    dtype_named(dtype)
+        .zip(dtype_named(out))
+        .ok_or_else(|| Refusal::Invalid(format!("a product of {dtype} with a result of {out}")))
 }
 
 fn dtype_named(dtype: &str) -> Option<DType> {

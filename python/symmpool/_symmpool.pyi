@@ -395,6 +395,17 @@ def _begin_matmul(
 ) -> None: ...
 def _has_tensor_kernels(communicator: Communicator) -> bool: ...
 def _matmul_memory(rows: int, columns: int, world: int) -> tuple[int, int]: ...
+def _gather_memory(dtype: str, rows: int, inner: int, world: int) -> tuple[int, int, int]: ...
+def _gather_multiply(
+    communicator: Communicator,
+    dtypes: tuple[str, str],
+    left: tuple[int, int, int],
+    rights: list[tuple[tuple[int, int], int, tuple[int, int], int]],
+    right_by_rows: bool,
+    sizes: tuple[int, int],
+    memory: tuple[int, int, int],
+    rest: int,
+) -> None: ...
 def _multiply_scatter(
     communicator: Communicator,
     dtypes: tuple[str, str],

@@ -468,10 +468,12 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, char* begin, cons
                            const unsigned* box, const unsigned*, int, int swizzle, int, int) {
     struct {
         char* begin;
-        uint64_t columns, rows, pitch;
+        uint64_t columns, rows, parts, pitch, part_pitch;
         unsigned box_columns, box_rows, element;
-    } const found = {begin, sizes[0], sizes[1], pitches[0], box[0], box[1], type == 0 ? 1u : 2u};
-    if (rank != 2 || swizzle != 3 || (reinterpret_cast<uint64_t>(begin) | pitches[0]) % 16 != 0) {
+    } const found = {begin,      sizes[0],   sizes[1], sizes[2], pitches[0],
+                     pitches[1], box[0],     box[1],   type == 0 ? 1u : 2u};
+    const uint64_t places = reinterpret_cast<uint64_t>(begin) | pitches[0] | pitches[1];
+    if (rank != 3 || box[2] != 1 || swizzle != 3 || places % 16 != 0) {
         return INVALID;
     }
     memset(map, 0, 128);

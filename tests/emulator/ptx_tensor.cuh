@@ -10,12 +10,16 @@ namespace symmpool {
 // As `cuTensorMapEncodeTiled` in `driver.cpp` fills it.
 struct alignas(64) TensorMap {
     char* begin;
-    unsigned long long columns, rows, pitch;
-    unsigned box_columns, box_rows, element, unused[17];
+    unsigned long long columns, rows, parts, pitch, part_pitch;
+    unsigned box_columns, box_rows, element, unused[13];
 };
 static_assert(sizeof(TensorMap) == 128, "");
 
 using SharedAt = char*;
+
+struct TileAt {
+    unsigned column, row, part;
+};
 
 constexpr unsigned MULTIPLIES_BF16 = 0;
 constexpr unsigned MULTIPLIES_F16 = 1;
@@ -89,21 +93,22 @@ __attribute__((always_inline)) inline char* swizzled(char* tile, unsigned row, u
 }
 
 // Calls `work` with each element's place in the tile and in memory; null where it is outside of the matrix.
-template <typename Work> void for_tile(SharedAt tile, const TensorMap& map, unsigned x, unsigned y, Work&& work) {
+template <typename Work> void for_tile(SharedAt tile, const TensorMap& map, TileAt at, Work&& work) {
     if (reinterpret_cast<unsigned long long>(tile) % 1024 != 0 || map.box_columns * map.element != 128) {
         __builtin_trap();
     }
+    char* const part = map.begin + at.part * map.part_pitch;
     for (unsigned row = 0; row < map.box_rows; ++row) {
         for (unsigned column = 0; column < map.box_columns; ++column) {
-            const bool is_inside = y + row < map.rows && x + column < map.columns;
+            const bool is_inside = at.part < map.parts && at.row + row < map.rows && at.column + column < map.columns;
             work(swizzled(tile, row, column * map.element),
-                 is_inside ? map.begin + (y + row) * map.pitch + (x + column) * map.element : nullptr);
+                 is_inside ? part + (at.row + row) * map.pitch + (at.column + column) * map.element : nullptr);
         }
     }
 }
 
-inline void load_tile(SharedAt to, const TensorMap& map, unsigned x, unsigned y, SharedAt barrier) {
-    for_tile(to, map, x, y, [&](char* shared, const char* global) {
+inline void load_tile(SharedAt to, const TensorMap& map, TileAt at, SharedAt barrier) {
+    for_tile(to, map, at, [&](char* shared, const char* global) {
         for (unsigned i = 0; i < map.element; ++i) {
             shared[i] = global ? global[i] : 0;
         }
@@ -111,10 +116,10 @@ inline void load_tile(SharedAt to, const TensorMap& map, unsigned x, unsigned y,
     report_bytes(barrier, map.box_rows * 128);
 }
 
-inline void load_tile_for_both(SharedAt, const TensorMap&, unsigned, unsigned, SharedAt) { __builtin_trap(); }
+inline void load_tile_for_both(SharedAt, const TensorMap&, TileAt, SharedAt) { __builtin_trap(); }
 
-inline void store_tile(const TensorMap& map, SharedAt from, unsigned x, unsigned y) {
-    for_tile(from, map, x, y, [&](const char* shared, char* global) {
+inline void store_tile(const TensorMap& map, SharedAt from, TileAt at) {
+    for_tile(from, map, at, [&](const char* shared, char* global) {
         for (unsigned i = 0; i < map.element && global; ++i) {
             global[i] = shared[i];
         }

@@ -12,11 +12,11 @@ use crate::oracle::random;
 use crate::{ORDINARY, Options, expect_error};
 
 /// Bytes of the result before a call.
-const POISON: u8 = 0xa5;
+pub(crate) const POISON: u8 = 0xa5;
 /// How long a product waits for a rank that does not come. Emulated devices take their time.
-const SHORT: Duration = Duration::from_secs(3);
+pub(crate) const SHORT: Duration = Duration::from_secs(3);
 /// The scales of 8-bit floats, which are exact.
-const SCALES: [f32; 2] = [0.5, 0.25];
+pub(crate) const SCALES: [f32; 2] = [0.5, 0.25];
 
 /// A product, and the types of its matrices.
 #[derive(Clone, Copy, Debug)]
@@ -103,11 +103,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 }
 
 /// A small number, as an element of each of the types.
-fn number(seed: u64, rank: u32, at: usize) -> f32 {
+pub(crate) fn number(seed: u64, rank: u32, at: usize) -> f32 {
     (random(seed ^ u64::from(rank) << 40, at as u64) % 5) as f32 - 2.0
 }
 
-fn bytes_of(value: f32, dtype: DType) -> Vec<u8> {
+pub(crate) fn bytes_of(value: f32, dtype: DType) -> Vec<u8> {
     match dtype {
         DType::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
         DType::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
@@ -116,11 +116,26 @@ fn bytes_of(value: f32, dtype: DType) -> Vec<u8> {
     }
 }
 
-fn rounded(value: f32, dtype: DType) -> f32 {
+pub(crate) fn rounded(value: f32, dtype: DType) -> f32 {
     match dtype {
         DType::Bf16 => bf16::from_f32(value).to_f32(),
         _ => f16::from_f32(value).to_f32(),
     }
+}
+
+/// A matrix of so many columns, which lies row by row, column by column.
+pub(crate) fn by_columns(matrix: &[f32], columns: usize) -> Vec<f32> {
+    (0..columns).flat_map(|column| matrix.iter().skip(column).step_by(columns)).copied().collect()
+}
+
+/// The scales, each at a multiple of 16 bytes.
+pub(crate) fn bytes_of_scales() -> Vec<u8> {
+    let padded = |scale: f32| {
+        let mut bytes = scale.to_le_bytes().to_vec();
+        bytes.resize(16, 0);
+        bytes
+    };
+    SCALES.into_iter().flat_map(padded).collect()
 }
 
 impl Case {
@@ -177,15 +192,7 @@ impl Matmul<'_> {
         };
         self.pool.commit()?;
         upload(self.pool, memory.control.address(), &[0; MatmulScatter::CONTROL_BYTES])?;
-        let scales: Vec<u8> = SCALES
-            .iter()
-            .flat_map(|scale| {
-                let mut bytes = scale.to_le_bytes().to_vec();
-                bytes.resize(16, 0);
-                bytes
-            })
-            .collect();
-        upload(self.pool, memory.scales.address(), &scales)?;
+        upload(self.pool, memory.scales.address(), &bytes_of_scales())?;
         Ok(memory)
     }
 
@@ -220,10 +227,7 @@ impl Matmul<'_> {
         upload(self.pool, memory.left.address(), &encode(case.left(seed, rank, world)))?;
         let mut right = case.right(seed, rank);
         if !case.right_by_rows {
-            let by_rows = right;
-            let places = (0..case.columns)
-                .flat_map(|column| (0..case.inner).map(move |inner| inner * case.columns + column));
-            right = places.map(|place| by_rows[place]).collect();
+            right = by_columns(&right, case.columns);
         }
         upload(self.pool, memory.right.address(), &encode(right))?;
         upload(self.pool, memory.out.address(), &vec![POISON; case.rows * case.columns * 2])

@@ -1,15 +1,22 @@
-//! A product of matrices in tiles, whose parts are for different ranks: what the warps of a block have in common.
+//! A product of matrices in tiles, with parts for or of different ranks: what its kernels have in common.
 //!
-//! A left matrix has a part of its rows for each rank. The product's parts are made in tiles of 128 x 256 elements, by
-//! clusters of CLUSTER blocks, which make tiles with the same columns at once and load the right matrix's for each other. Of
-//! a block, one warp loads, two groups of four warps multiply, each a half of the tile's rows, and a warp for each group
-//! moves what becomes of the sums.
+//! A left matrix has a part of its rows for each rank, or of each. The parts' products are made in tiles of 128 x 256
+//! elements, by clusters of CLUSTER blocks, which make tiles with the same columns at once and load the right matrix's for
+//! each other. Of a block, one warp loads, two groups of four warps multiply, each a half of the tile's rows, and a warp for
+//! each group moves what becomes of the sums. Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
+//! matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether results are F16 (1) or BF16.
 
 #pragma once
 
 #include <fused/matmul_work.cuh>
+#include <symmpool/handshake.cuh>
+#include <symmpool/types.cuh>
 
 namespace symmpool {
+
+constexpr u32 TYPE = DTYPE == BF16 ? MULTIPLIES_BF16 : DTYPE == F16 ? MULTIPLIES_F16 : MULTIPLIES_E4M3;
+constexpr u32 BLOCK_ELEMENTS = TYPE == MULTIPLIES_E4M3 ? 128 : 64;
+constexpr int OUTPUT = OUTPUT_F16 ? F16 : BF16;
 
 constexpr u32 TILE_ROWS = 128, TILE_COLUMNS = 256;
 // Bytes of the inner dimension that are loaded at once, and multiplied at once.
@@ -34,13 +41,12 @@ constexpr u32 SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 3 * GROUPS * PIECES) * 
 
 // A tile, as a block of a cluster sees it.
 struct Tile {
-    u32 distance;  // of the rank that its part is for: after how many ranks it comes; WORLD for this one
+    u32 part;  // in the order of the kernel
     u32 row, column;
-    u32 number;    // in its part
-    u32 chunk;
+    u32 number;  // in its part
 };
 
-// The tiles that a cluster makes, in order: those for the next rank first, and this rank's own last.
+// The tiles that a cluster makes, part by part.
 class Tiles {
     const MatmulWork& work_;
     u32 block_, nth_, step_;
@@ -59,16 +65,15 @@ public:
         if (nth_ >= work_.end_part * count) {
             return false;
         }
-        const u32 part = nth_ / count, nth = nth_ - part * count;
+        tile.part = nth_ / count;
+        const u32 nth = nth_ - tile.part * count;
         nth_ += step_;
         const u32 before = nth / (ROWS_TOGETHER * work_.tile_columns) * ROWS_TOGETHER;
         const u32 together = rows - before < ROWS_TOGETHER ? rows - before : ROWS_TOGETHER;
         const u32 within = nth - before * work_.tile_columns;
-        tile.distance = part + 1;
         tile.column = within / together;
         tile.row = (before + within - tile.column * together) * CLUSTER + block_;
         tile.number = nth * CLUSTER + block_;
-        tile.chunk = tile.number / work_.chunk_tiles;
         return true;
     }
 };
@@ -127,4 +132,222 @@ public:
     }
 };
 
+// --- one warp loads blocks of both matrices
+
+// Loads what a tile is made of: rows from the place `left_at` of the left matrix on, and columns of the right one from
+// `column` on, for all of the inner dimension.
+__device__ __forceinline__ void load_tile_factors(const MatmulWork& work, const SharedMemory& shared, u32 block, Stage& stage,
+                                                  const TensorMap& left, TileAt left_at, const TensorMap& right,
+                                                  u32 column) {
+#pragma unroll 1
+    for (u32 nth = 0; nth < work.inner_blocks; ++nth, stage.advance()) {
+        const u32 inner = nth * BLOCK_ELEMENTS;
+        const SharedAt full = shared.is_full(stage.at);
+        await_phase(shared.is_empty(stage.at), stage.phase ^ 1);
+        arrive_expecting(full, LEFT_BYTES + RIGHT_BYTES);
+        load_tile(shared.left(stage.at), left, {inner, left_at.row, left_at.part}, full);
+        // Each block of a cluster loads its share of the right matrix's block, for both.
+        const u32 boxes = RIGHT_BY_ROWS ? TILE_COLUMNS / 64 : 2, share = boxes / CLUSTER;
+#pragma unroll
+        for (u32 i = 0; i < share; ++i) {
+            const u32 box = block * share + i, first = column + box * (TILE_COLUMNS / boxes);
+            const SharedAt to = shared.right(stage.at) + box * (RIGHT_BYTES / boxes);
+            const TileAt at = RIGHT_BY_ROWS ? TileAt{first, inner, 0} : TileAt{inner, first, 0};
+            if constexpr (CLUSTER > 1) {
+                load_tile_for_both(to, right, at, full);
+            } else {
+                load_tile(to, right, at, full);
+            }
+        }
+    }
+}
+
+// --- two groups of four warps multiply
+
+// What a group makes of its half of a tile.
+class TileProduct {
+    const MatmulWork& work_;
+    Stage stage_;
+
+    // One thread of the group for each block of the cluster says that the stage may be loaded again.
+    __device__ __forceinline__ void leave(u32 stage) const {
+        if constexpr (CLUSTER > 1) {
+            if (thread_ < CLUSTER) {
+                arrive_at_block(shared_.is_empty(stage), thread_);
+            }
+        } else if (thread_ == 0) {
+            arrive(shared_.is_empty(stage));
+        }
+    }
+
+    __device__ __forceinline__ uint4 packed(u32 piece, u32 nth) const {
+        float sums[8];
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            sums[i] = sums_[32 * piece + 8 * nth + i];
+        }
+        return pack<OUTPUT>(sums);
+    }
+
+    __device__ __forceinline__ void end_piece(u32 piece) const {
+        fence_for_stores();
+        wait_for_group();
+        if (thread_ == 0) {
+            arrive(shared_.is_written(group_, piece));
+        }
+    }
+
+protected:
+    const SharedMemory& shared_;
+    u32 group_, thread_;
+    float sums_[SUMS];
+
+    __device__ __forceinline__ TileProduct(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 thread)
+        : work_(work), shared_(shared), group_(group), thread_(thread) {}
+
+    __device__ __forceinline__ void wait_for_group() const { barrier_of_warps(1 + group_, GROUP_THREADS, false); }
+
+    __device__ __forceinline__ void multiply_tile() {
+        u32 before = 0;
+#pragma unroll
+        for (u32 i = 0; i < SUMS; ++i) {
+            sums_[i] = 0;
+        }
+#pragma unroll 1
+        for (u32 nth = 0; nth < work_.inner_blocks; ++nth) {
+            await_phase(shared_.is_full(stage_.at), stage_.phase);
+            const SharedAt left = shared_.left(stage_.at) + group_ * (LEFT_BYTES / GROUPS);
+            const SharedAt right = shared_.right(stage_.at);
+            begin_products();
+#pragma unroll
+            for (u32 step = 0; step < BLOCK_BYTES / STEP_BYTES; ++step) {
+                // A transposed block has 128 bytes for each of the inner dimension's rows.
+                const u32 further = RIGHT_BY_ROWS ? STEP_BYTES / 2 * BLOCK_BYTES : STEP_BYTES;
+                multiply<TYPE, RIGHT_BY_ROWS>(sums_, left + step * STEP_BYTES, right + step * further);
+            }
+            end_batch();
+            // The batch before has ended when only this one is left.
+            if (nth != 0) {
+                await_products<1>();
+                leave(before);
+            }
+            before = stage_.at;
+            stage_.advance();
+        }
+        await_products<0>();
+        leave(before);
+    }
+
+    __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+        for (u32 i = 0; i < SUMS; ++i) {
+            sums_[i] *= factor;
+        }
+    }
+
+    // Multiplies sums of 8-bit floats by the factors of both matrices.
+    __device__ __forceinline__ void scale(const float* left, const float* right) {
+        if constexpr (TYPE == MULTIPLIES_E4M3) {
+            scale((left ? *left : 1.0f) * (right ? *right : 1.0f));
+        }
+    }
+
+    // Where this thread's vectors of a piece lie, if they are in the order of threads.
+    __device__ __forceinline__ SharedAt vectors(u32 piece) const { return shared_.piece(group_, piece) + 16 * thread_; }
+
+    // Writes a piece of the sums as they lie in registers.
+    __device__ __forceinline__ void write_vectors(u32 piece) const {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            store_shared(vectors(piece) + i * 16 * GROUP_THREADS, packed(piece, i));
+        }
+        end_piece(piece);
+    }
+
+    // Writes a piece of the sums row by row.
+    __device__ __forceinline__ void write_rows(u32 piece) const {
+        const u32 warp = thread_ / 32, lane = thread_ % 32, row = 16 * warp + lane % 16;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            // Blocks of 8 x 8: rows 0 and 8, and the same 8 columns further on; 16-byte pieces of a row are exchanged.
+            const u32 columns = 2 * i + lane / 16;
+            store_blocks(shared_.piece(group_, piece) + BLOCK_BYTES * row + 16 * (columns ^ (row & 7)), packed(piece, i));
+        }
+        end_piece(piece);
+    }
+};
+
+// A warp stores a piece that is written row by row, if it has any rows of the part.
+__device__ __forceinline__ void store_rows(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 piece,
+                                           const TensorMap& out, const Tile& tile, u32 column, u32 part) {
+    const u32 row = tile.row * TILE_ROWS + group * (TILE_ROWS / GROUPS);
+    if (row < work.rows) {
+        store_tile(out, shared.piece(group, piece), {column + piece * PIECE_COLUMNS, row, part});
+    }
+}
+
+// --- the beginning and the end of a kernel
+
+// Begins a call; a launch that makes the rest of one belongs to the call of the launch before.
+__device__ __forceinline__ void begin_call(Session& session, const MatmulWork& work) {
+    if (work.first_part != 0) {
+        session.epoch = static_cast<u32>(work.control->epoch);
+        return;
+    }
+    session.advance();
+    if (blockIdx.x == 0 && must_expire_flags(session)) {
+        expire_old_flags(session, UsedBytes());
+        expire_escape_marks(session);
+    }
+}
+
+// The handshake, for which streams wait that send. Called by a warp of the first block.
+__device__ __forceinline__ void enter(const Session& session, const Call& call, const MatmulWork& work, u32 lane) {
+    if (!session.failed) {
+        send_handshake<true>(session, call, lane, 32);
+        compare_handshakes(session, call, lane, 32);
+    }
+    __syncwarp();
+    if (lane == 0) {
+        work.control->epoch = session.epoch;
+        fence();
+        for (u32 stream = 0; stream < SENDING_STREAMS; ++stream) {
+            atomicAdd(&work.control->entered[stream], 1u);
+        }
+    }
+}
+
+// Makes the barriers of a block, and returns its place in its cluster.
+__device__ __forceinline__ u32 begin_block(const SharedMemory& shared) {
+    if (threadIdx.x == 0) {
+        shared.make_barriers();
+    }
+    __syncthreads();
+    if constexpr (CLUSTER > 1) {
+        const u32 block = block_in_cluster();
+        cluster_barrier();
+        return block;
+    } else {
+        return 0;
+    }
+}
+
+// A block's shared memory stays until the other one of its cluster has arrived at it for the last time.
+__device__ __forceinline__ void end_block() {
+    if constexpr (CLUSTER > 1) {
+        __syncwarp();
+        cluster_barrier();
+    }
+}
+
+// Which warps do what.
+constexpr u32 LOADING_WARP = 0, MOVING_WARPS = 1, ENTERING_WARP = MOVING_WARPS + GROUPS;
+constexpr u32 FIRST_GROUP_THREAD = GROUP_THREADS;
+
 }  // namespace symmpool
+
+#if CLUSTER > 1 && __CUDA_ARCH__ >= 900
+#define SYMMPOOL_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define SYMMPOOL_CLUSTER
+#endif

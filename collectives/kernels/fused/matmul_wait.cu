@@ -1,4 +1,4 @@
-//! Waits until all chunks of other ranks have arrived that a product's own tiles need: in one block, which leaves SMs to
+//! Waits until all chunks of other ranks have arrived that a product's last tiles need: in one block, which leaves SMs to
 //! kernels for which other ranks may be waiting. Defines: WORLD, THREADS.
 
 #include <fused/matmul_work.cuh>
@@ -11,9 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     begin_kernel(comm.early);
     Session session(comm);
     session.epoch = static_cast<u32>(work.control->epoch);
-    const u32 tiles = work.tile_rows * work.tile_columns;
-    const u32 chunks = (tiles + work.chunk_tiles - 1) / work.chunk_tiles;
-    for (u32 i = threadIdx.x; i < (WORLD - 1) * chunks; i += blockDim.x) {
-        await_chunk(session, work, comm.after(1 + i / chunks), i % chunks);
+    for (u32 i = threadIdx.x; i < (WORLD - 1) * work.chunks; i += blockDim.x) {
+        await_chunk(session, work, comm.after(1 + i / work.chunks), i % work.chunks);
     }
 }

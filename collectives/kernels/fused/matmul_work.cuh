@@ -1,4 +1,4 @@
-//! What kernels of a product whose parts are for different ranks are given, and how they wait for parts of other ranks.
+//! What kernels of a product with parts of different ranks are given, and how they wait for what other ranks send.
 
 #pragma once
 
@@ -7,39 +7,53 @@
 
 namespace symmpool {
 
-// Chunks that a part has at most: a copy engine sends each when it is whole.
+// Chunks that a part has at most: a copy engine sends each one by itself.
 constexpr u32 MOST_CHUNKS = 8;
 // Streams that send chunks in turn.
 constexpr u32 SENDING_STREAMS = 2;
+// Right matrices that a launch multiplies at most.
+constexpr u32 MOST_PRODUCTS = 4;
 
 // What ranks write for each other, or for their own streams, in memory that is a window: zeros at first.
 struct MatmulControl {
-    u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back
-    u32 entered[SENDING_STREAMS];      // 1 when all ranks have begun the call; the streams set it back
     u64 epoch;                         // of the call, which is copied behind each chunk
     u64 arrived[WORLD][MOST_CHUNKS];   // the epoch in which a chunk of a rank has arrived
+    u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back
+    u32 received[WORLD];               // 1 when all rows of a rank have arrived, for streams that set it back
+    u32 entered[SENDING_STREAMS];      // 1 when all ranks have begun the call; the streams set it back
+};
+
+// A right matrix, and its product.
+struct MatmulProduct {
+    TensorMap right;
+    TensorMap out;
+    const float* right_scale;  // a factor of the sums, on the device, or null
+    u32 end_column;            // of its tiles, where all products' tiles lie side by side
+    u32 unused[13];
 };
 
 // What a call is given besides `Call`; the host has the same layout in `cuda/params.rs`.
 struct MatmulWork {
-    TensorMap left;   // of all ranks' parts
-    TensorMap right;
-    TensorMap out;    // of this rank's part
-    const float* left_scale;  // factors of the sums, on the device, or null
-    const float* right_scale;
-    char* outgoing;           // parts for the ranks after this one, the next one's first
-    const char* incoming;     // and parts of them, in the same order
-    u64 part_bytes;           // from one of these parts to the next
+    TensorMap left;  // all ranks' parts
+    TensorMap own;   // this rank's part, where it is sent to the others
+    MatmulProduct products[MOST_PRODUCTS];
+    const float* left_scale;  // as `right_scale`
+    char* outgoing;           // products for the ranks after this one, the next one's first
+    const char* incoming;     // and products of them, in the same order
+    u64 part_bytes;           // from one of these to the next
     MatmulControl* control;
     u32 rows;          // of a part
     u32 inner_blocks;  // blocks of the inner dimension
     u32 tile_rows;     // rows of a part's tiles, a multiple of CLUSTER
-    u32 tile_columns;
-    u32 chunk_tiles;   // tiles of a chunk, a multiple of CLUSTER
+    u32 tile_columns;  // columns of all products' tiles
+    // What a chunk has: tiles, where products are sent; rows of tiles, where rows are. A multiple of CLUSTER.
+    u32 chunk_tiles;
+    u32 chunks;        // of a part
     float factor;      // of the sum of all ranks
-    // The parts that a launch makes: 0 is that of the next rank, and WORLD - 1 this rank's own.
+    // The parts that a launch makes, in the order of the kernel.
     u32 first_part;
     u32 end_part;
+    u32 copies_rows;  // whether streams copy rows that have arrived
 };
 static_assert(sizeof(MatmulWork) == MATMUL_WORK_BYTES && sizeof(Comm) % 8 == 0, "layouts differ");
 

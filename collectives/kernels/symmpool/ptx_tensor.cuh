@@ -22,6 +22,11 @@ struct alignas(64) TensorMap {
 // A place in shared memory, to which bytes can be added.
 using SharedAt = unsigned;
 
+// Where a tile begins in a matrix that has several parts, each of as many rows: a column, and a row of a part.
+struct TileAt {
+    unsigned column, row, part;
+};
+
 // Types of the elements that are multiplied.
 constexpr unsigned MULTIPLIES_BF16 = 0;
 constexpr unsigned MULTIPLIES_F16 = 1;
@@ -105,24 +110,25 @@ __device__ __forceinline__ void await_phase(SharedAt barrier, unsigned parity) {
 
 // --- copies by a unit of the SM, asked by one thread
 
-// Begins to load a tile that begins at column x and row y; what is outside of the matrix becomes zeros.
-__device__ __forceinline__ void load_tile(SharedAt to, const TensorMap& map, unsigned x, unsigned y, SharedAt barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-                 :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y) : "memory");
+// Begins to load a tile; what is outside of the matrix, or of the part, becomes zeros.
+__device__ __forceinline__ void load_tile(SharedAt to, const TensorMap& map, TileAt at, SharedAt barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];"
+                 :: "r"(to), "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.part) : "memory");
 }
 
 // The same into this place of each block of a cluster of two, and to their barriers.
-__device__ __forceinline__ void load_tile_for_both(SharedAt to, const TensorMap& map, unsigned x, unsigned y,
-                                                   SharedAt barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4}], [%2], %5;"
-                 :: "r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(static_cast<unsigned short>(3)) : "memory");
+__device__ __forceinline__ void load_tile_for_both(SharedAt to, const TensorMap& map, TileAt at, SharedAt barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+                 :: "r"(to), "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.part),
+                    "h"(static_cast<unsigned short>(3)) : "memory");
 }
 
-// Begins to store a tile; what is outside of the matrix is left out. It is one of the thread's bulk stores.
-__device__ __forceinline__ void store_tile(const TensorMap& map, SharedAt from, unsigned x, unsigned y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
-                 :: "l"(&map), "r"(from), "r"(x), "r"(y) : "memory");
+// Begins to store a tile; what is outside of the matrix, or of the part, is left out. It is one of the thread's bulk stores.
+__device__ __forceinline__ void store_tile(const TensorMap& map, SharedAt from, TileAt at) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+                 :: "l"(&map), "r"(from), "r"(at.column), "r"(at.row), "r"(at.part) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
@@ -239,9 +245,9 @@ __device__ __forceinline__ void arrive(SharedAt) {}
 __device__ __forceinline__ void arrive_at_block(SharedAt, unsigned) {}
 __device__ __forceinline__ void arrive_expecting(SharedAt, unsigned) {}
 __device__ __forceinline__ void await_phase(SharedAt, unsigned) {}
-__device__ __forceinline__ void load_tile(SharedAt, const TensorMap&, unsigned, unsigned, SharedAt) {}
-__device__ __forceinline__ void load_tile_for_both(SharedAt, const TensorMap&, unsigned, unsigned, SharedAt) {}
-__device__ __forceinline__ void store_tile(const TensorMap&, SharedAt, unsigned, unsigned) {}
+__device__ __forceinline__ void load_tile(SharedAt, const TensorMap&, TileAt, SharedAt) {}
+__device__ __forceinline__ void load_tile_for_both(SharedAt, const TensorMap&, TileAt, SharedAt) {}
+__device__ __forceinline__ void store_tile(const TensorMap&, SharedAt, TileAt) {}
 __device__ __forceinline__ void load_bytes(SharedAt, const void*, unsigned, SharedAt) {}
 __device__ __forceinline__ void store_bytes(void*, SharedAt, unsigned) {}
 __device__ __forceinline__ void fence_for_stores() {}

@@ -9,7 +9,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::Communicator;
 use super::engine::Engine;
 use crate::signal::channel::CHANNELS;
-use crate::{MatmulKind, MatmulScatter, MatmulShape};
+use crate::{MatmulGather, MatmulKind, MatmulScatter, MatmulShape};
 
 impl Communicator {
     /// How many steps a fused product may have: [`Self::push_step`].
@@ -76,7 +76,8 @@ impl Communicator {
         self.lock().engine.cuda()?.wait_by_memory((peer, channel), timeout, false, *stream)
     }
 
-    /// Whether [`Self::matmul_reduce_scatter_at`] has a kernel for the device: for those of compute capability 9.0.
+    /// Whether [`Self::matmul_reduce_scatter_at`] and [`Self::all_gather_matmul_at`] have kernels for the device: for those of
+    /// compute capability 9.0.
     pub fn has_tensor_kernels(&self) -> bool {
         matches!(&self.lock().engine, Engine::Cuda(cuda) if cuda.has_tensor_kernels())
     }
@@ -106,19 +107,15 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let world = self.world();
-        let bytes = MatmulScatter::parts_bytes(product.rows, product.columns, world) as u64;
-        let next = (self.rank() + 1) % world;
-        let name = MatmulKind::MatmulReduceScatter.name();
-        let control = MatmulScatter::CONTROL_BYTES as u64;
-        let mut windows = [(product.parts, bytes), (product.control, control)].into_iter();
-        let refused = windows.try_for_each(|(begin, bytes)| {
-            if world == 1 { Ok(()) } else { self.remote(name, begin, bytes, next).map(drop) }
-        });
-        if let Err(why) = refused {
-            return Err(self.decline(why, stream));
-        }
+        let kind = MatmulKind::MatmulReduceScatter;
+        let bytes = MatmulScatter::parts_bytes(product.rows, product.columns, world);
+        self.check_windows(
+            kind,
+            [(product.parts, bytes), (product.control, MatmulScatter::CONTROL_BYTES)],
+            stream,
+        )?;
         let shape = MatmulShape {
-            kind: MatmulKind::MatmulReduceScatter,
+            kind,
             dtype: product.dtype,
             rows: (product.rows * world as usize) as u64,
             inner: 0,
@@ -127,15 +124,68 @@ impl Communicator {
         };
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
-            Engine::Host(host) => Err(Error::unsupported(format!(
-                "{name} by tensor cores on rank {}: it is for devices",
-                host.rank()
-            ))),
+            Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise; the memory used on the way is a window.
             Engine::Cuda(cuda) => unsafe {
                 cuda.matmul_scatter(shape.describe(), product, *stream)
             },
         }
+    }
+
+    /// Gathers the rows of all ranks' left matrices on a device, and multiplies them with right matrices of this rank. One
+    /// kernel makes the products, of this rank's own rows first, while copy engines bring the others. `rest` is a hash of what
+    /// else must be equal on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::matmul_reduce_scatter_at`], with [`MatmulGather::check`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::matmul_reduce_scatter_at`], with [`MatmulGather::slots_bytes`] and [`MatmulGather::CONTROL_BYTES`] bytes; and
+    /// [`MatmulGather::gathered`] is 0 or has as many bytes as the slots.
+    pub unsafe fn all_gather_matmul_at(
+        &self,
+        product: &MatmulGather<'_>,
+        rest: u64,
+        stream: &Stream,
+    ) -> Result<()> {
+        let world = self.world();
+        let kind = MatmulKind::AllGatherMatmul;
+        let MatmulGather { dtype, rows, inner, .. } = *product;
+        let bytes = MatmulGather::slots_bytes(dtype, rows, inner, world);
+        self.check_windows(
+            kind,
+            [(product.slots, bytes), (product.control, MatmulGather::CONTROL_BYTES)],
+            stream,
+        )?;
+        let shape =
+            MatmulShape { kind, dtype, rows: rows as u64, inner: inner as u32, columns: 0, rest };
+        let mut inner = self.begin(stream)?;
+        match &mut inner.engine {
+            Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
+            // SAFETY: the caller's promise; the memory used on the way is a window.
+            Engine::Cuda(cuda) => unsafe { cuda.matmul_gather(shape.describe(), product, *stream) },
+        }
+    }
+
+    /// Refuses memory that is used on the way and is no window, where there is another rank.
+    fn check_windows(
+        &self,
+        kind: MatmulKind,
+        memory: [(u64, usize); 2],
+        stream: &Stream,
+    ) -> Result<()> {
+        if self.world() == 1 {
+            return Ok(());
+        }
+        let next = (self.rank() + 1) % self.world();
+        let mut windows = memory.into_iter();
+        windows
+            .try_for_each(|(begin, bytes)| {
+                self.remote(kind.name(), begin, bytes as u64, next).map(drop)
+            })
+            .map_err(|why| self.decline(why, stream))
     }
 
     /// The channel of a step.
@@ -150,4 +200,8 @@ impl Communicator {
             Self::STEPS
         )))
     }
+}
+
+fn only_for_devices(kind: MatmulKind, rank: u32) -> Error {
+    Error::unsupported(format!("{} by tensor cores on rank {rank}: it is for devices", kind.name()))
 }

@@ -3,6 +3,7 @@
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::footprint::Footprint;
+use super::matmul::MOST_PRODUCTS;
 use super::memory_operations::MemoryFlags;
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
@@ -117,16 +118,41 @@ pub(super) struct NormWork {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorMap(pub(super) [u64; 16]);
 
-/// What a product of tensor cores is given besides [`CallParams`]: `MatmulWork` in `fused/matmul.cuh`, which documents the
-/// fields.
+impl TensorMap {
+    /// Of no matrix.
+    pub(super) const NONE: Self = Self([0; 16]);
+}
+
+/// A right matrix, and its product: `MatmulProduct` in `fused/matmul_work.cuh`.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MatmulProduct {
+    pub(super) right: TensorMap,
+    pub(super) out: TensorMap,
+    pub(super) right_scale: u64,
+    pub(super) end_column: u32,
+    pub(super) unused: [u32; 13],
+}
+
+impl MatmulProduct {
+    pub(super) const NONE: Self = Self {
+        right: TensorMap::NONE,
+        out: TensorMap::NONE,
+        right_scale: 0,
+        end_column: 0,
+        unused: [0; 13],
+    };
+}
+
+/// What a product of tensor cores is given besides [`CallParams`]: `MatmulWork` in `fused/matmul_work.cuh`, which documents
+/// the fields.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MatmulWork {
     pub(super) left: TensorMap,
-    pub(super) right: TensorMap,
-    pub(super) out: TensorMap,
+    pub(super) own: TensorMap,
+    pub(super) products: [MatmulProduct; MOST_PRODUCTS],
     pub(super) left_scale: u64,
-    pub(super) right_scale: u64,
     pub(super) outgoing: u64,
     pub(super) incoming: u64,
     pub(super) part_bytes: u64,
@@ -136,9 +162,11 @@ pub(super) struct MatmulWork {
     pub(super) tile_rows: u32,
     pub(super) tile_columns: u32,
     pub(super) chunk_tiles: u32,
+    pub(super) chunks: u32,
     pub(super) factor: f32,
     pub(super) first_part: u32,
     pub(super) end_part: u32,
+    pub(super) copies_rows: u32,
 }
 
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.

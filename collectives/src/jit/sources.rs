@@ -77,6 +77,7 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &BROADCAST_STAGES,
     &COMBINE,
     &COPY_COMPANION,
+    &MATMUL_GATHER,
     &MATMUL_SCATTER,
     &MATMUL_WAIT,
     &NORM_ONE_SHOT,
@@ -353,50 +354,42 @@ pub(crate) const NORM_ONE_SHOT: Kernel<'static> = norms!(
 pub(crate) const NORM_TWO_SHOT: Kernel<'static> = norms!("norm_two_shot");
 
 const MATMUL_THREADS: Axis = ("THREADS", &["384"]);
-const CLUSTER: Axis = ("CLUSTER", &["2"]);
-const MATMUL_WORK_BYTES: Axis = ("MATMUL_WORK_BYTES", &["512"]);
+const MATMUL_WORK_BYTES: Axis = ("MATMUL_WORK_BYTES", &["1664"]);
+const BY_ROWS: Axis = ("RIGHT_BY_ROWS", &["1"]);
+const BY_COLUMNS: Axis = ("RIGHT_BY_ROWS", &["0"]);
+const EITHER_LAYOUT: Axis = ("RIGHT_BY_ROWS", &["0", "1"]);
+const OUTPUT_BF16: Axis = ("OUTPUT_F16", &["0"]);
+const OUTPUT_F16: Axis = ("OUTPUT_F16", &["1"]);
 const EITHER_OUTPUT: Axis = ("OUTPUT_F16", &["0", "1"]);
+const F16: Axis = ("DTYPE", &["3"]);
+const E4M3: Axis = ("DTYPE", &["9"]);
+const PAIRS: Axis = ("CLUSTER", &["2"]);
+/// Blocks that are in no cluster, as on emulated devices.
+const SINGLES: Axis = ("CLUSTER", &["1"]);
+
+/// A kernel of a product of tensor cores.
+macro_rules! product {
+    ($name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
+        collective!("fused" / $name, $([$($axis,)+ MATMUL_THREADS, MATMUL_WORK_BYTES]),+)
+    };
+}
 
 /// A product of tensor cores and a reduce-scatter in one.
-pub(crate) const MATMUL_SCATTER: Kernel<'static> = collective!(
-    "fused" / "matmul_scatter",
-    [
-        WORLD,
-        BF16,
-        ("RIGHT_BY_ROWS", &["0", "1"]),
-        ("OUTPUT_F16", &["0"]),
-        MATMUL_THREADS,
-        CLUSTER,
-        MATMUL_WORK_BYTES
-    ],
-    [
-        FEW,
-        ("DTYPE", &["3"]),
-        ("RIGHT_BY_ROWS", &["0", "1"]),
-        ("OUTPUT_F16", &["1"]),
-        MATMUL_THREADS,
-        CLUSTER,
-        MATMUL_WORK_BYTES
-    ],
-    [
-        FEW_AND_MOST,
-        ("DTYPE", &["9"]),
-        ("RIGHT_BY_ROWS", &["0"]),
-        EITHER_OUTPUT,
-        MATMUL_THREADS,
-        CLUSTER,
-        MATMUL_WORK_BYTES
-    ],
-    // Blocks that are in no cluster, as on emulated devices.
-    [
-        FEW,
-        BF16,
-        ("RIGHT_BY_ROWS", &["1"]),
-        ("OUTPUT_F16", &["0"]),
-        MATMUL_THREADS,
-        ("CLUSTER", &["1"]),
-        MATMUL_WORK_BYTES
-    ],
+pub(crate) const MATMUL_SCATTER: Kernel<'static> = product!(
+    "matmul_scatter",
+    [WORLD, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
+    [FEW, F16, EITHER_LAYOUT, OUTPUT_F16, PAIRS],
+    [FEW_AND_MOST, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
+    [FEW, BF16, BY_ROWS, OUTPUT_BF16, SINGLES],
+);
+
+/// An all-gather and products of tensor cores in one.
+pub(crate) const MATMUL_GATHER: Kernel<'static> = product!(
+    "matmul_gather",
+    [FEW, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
+    [FEW_AND_MOST, F16, BY_ROWS, OUTPUT_F16, PAIRS],
+    [FEW, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
+    [FEW, BF16, BY_ROWS, OUTPUT_BF16, SINGLES],
 );
 
 /// The wait for what other ranks send for such a product, in one block.

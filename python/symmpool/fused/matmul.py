@@ -69,8 +69,8 @@ def fused_all_gather_matmul(
     with `Bs`, each of shape (K, N): `A @ B`. If `gather_dim` is the last dimension, `Bs` have `world` times
     K rows. The gathered tensor is None unless `return_A`.
 
-    On CUDA the first product is of this rank's own rows; meanwhile the others arrive by copy engines. No
-    copy is needed where `A_shard.movedim(gather_dim, 0)` is contiguous. The call is on the current stream;
+    On CUDA this rank's own rows are multiplied first; meanwhile the others arrive by copy engines. No copy is
+    needed where `A_shard.movedim(gather_dim, 0)` is contiguous. The call is on the current stream;
     on the CPU it returns when it is done, with the bits of separate operations. `group` is a group, its
     name or a pool.
 
@@ -137,7 +137,13 @@ def _gather_matmul(
     front = shard if is_last else shard.movedim(dim, 0)
     leading = list(front.shape[:-1])
     rows = front.reshape(-1, shard.shape[-1]).contiguous()
-    rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind)
+    by_tensor_cores = (
+        kind == "one"
+        and not is_last
+        and _is_pipelined(shard, world)
+        and tensor_cores.serves_all(entry, rows, scales, products)
+    )
+    rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind, by_tensor_cores)
     sizes = (rows.shape[0], rows.shape[1], 0)
     call = pipeline.Call(entry, "fused_all_gather_matmul", shard, sizes, rest)
     if is_last:
@@ -147,6 +153,9 @@ def _gather_matmul(
     def shaped(found: torch.Tensor) -> torch.Tensor:
         return found.view(*leading, found.shape[-1]).movedim(0, dim)
 
+    if by_tensor_cores:
+        whole, found = tensor_cores.gather_multiply(call, rows, scales, products, return_A)
+        return None if whole is None else shaped(whole), [shaped(out) for out in found]
     if not _is_pipelined(shard, world) or not products:
         call.begin(0)
         whole = _gathered(entry, rows)

@@ -1,29 +1,38 @@
-"""Products whose parts are added up over all ranks, by a kernel of our own on devices of compute capability
-9.0.
+"""Fused products of matrices by kernels of our own, on devices of compute capability 9.0: of the rows of all
+ranks, or added up over all ranks.
 
-The kernel makes the whole product, with the parts of other ranks first; copy engines carry these while the
-next ones are made. What decides whether it runs is what all ranks pass alike, so they decide alike.
+A kernel makes a whole product, and copy engines carry what other ranks need of it, or send for it, meanwhile.
+What decides whether it runs is what all ranks must pass alike, and they compare the decision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from symmpool._symmpool import _has_tensor_kernels, _matmul_memory, _multiply_scatter
+from symmpool._symmpool import (
+    _gather_memory,
+    _gather_multiply,
+    _has_tensor_kernels,
+    _matmul_memory,
+    _multiply_scatter,
+)
 from symmpool.errors import TimeoutError
 from symmpool.fused import workspace
 from symmpool.fused.pipeline import Call
 from symmpool.fused.products import DTYPES, Product
 
-__all__ = ["multiply_scatter", "serves"]
+__all__ = ["gather_multiply", "multiply_scatter", "serves", "serves_all"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Parts of fewer rows fill tiles of 128 rows, of which two are made at once, badly.
 _LEAST_ROWS = 256
 # Bytes by which matrices are addressed.
 _ALIGNMENT = 16
+# Right matrices that a kernel multiplies at most.
+_MOST_PRODUCTS = 4
 
 
 def serves(
@@ -37,7 +46,7 @@ def serves(
     """Whether the kernel makes products of this kind: with parts of `rows` rows and results of `dtype`."""
     if not left.is_cuda or rows < _LEAST_ROWS or dtype not in _HALVES or left.shape[-1] == 0:
         return False
-    if product.right.shape[1] * dtype.itemsize % _ALIGNMENT or product.right.shape[1] == 0:
+    if product.right.shape[1] == 0:
         return False
     if product.is_scaled:
         is_plain = product.bias is None and product.result_scale is None and product.use_fast_accum
@@ -50,6 +59,38 @@ def serves(
     return fits and _has_tensor_kernels(entry.comm)
 
 
+def serves_all(
+    entry: Any, left: torch.Tensor, scale: torch.Tensor | None, products: Sequence[Product]
+) -> bool:
+    """Whether one kernel makes all of these products, of rows of every rank's `left`."""
+    alike = {(product.dtype_for(left), _is_by_rows(product)) for product in products}
+    if not 1 <= len(products) <= _MOST_PRODUCTS or len(alike) != 1:
+        return False
+    return all(
+        serves(entry, left, scale, product, left.shape[0], product.dtype_for(left)) for product in products
+    )
+
+
+def _is_by_rows(product: Product) -> bool:
+    """Whether a row in memory is one of the right matrix, and not a column of it."""
+    return product.right.stride(1) == 1 and not product.is_scaled
+
+
+def _right(product: Product) -> torch.Tensor:
+    return _aligned(product.right if _is_by_rows(product) else product.right.t())
+
+
+def _whole(columns: int, itemsize: int) -> int:
+    """As many columns as rows have that begin at multiples of 16 bytes."""
+    return -(-columns * itemsize // _ALIGNMENT) * _ALIGNMENT // itemsize
+
+
+def _empty(rows: int, columns: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix whose rows begin at multiples of 16 bytes."""
+    whole = _whole(columns, dtype.itemsize)
+    return torch.empty((rows, whole), dtype=dtype, device=like.device)[:, :columns]
+
+
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix whose rows are contiguous, and begin at multiples of 16 bytes."""
     size = matrix.itemsize
@@ -57,16 +98,79 @@ def _aligned(matrix: torch.Tensor) -> torch.Tensor:
     begins = matrix.data_ptr() % _ALIGNMENT == 0 and (matrix.shape[0] == 1 or pitch % _ALIGNMENT == 0)
     if begins and (matrix.stride(1) == 1 or matrix.shape[1] == 1) and pitch >= matrix.shape[1] * size:
         return matrix
-    columns = -(-matrix.shape[1] * size // _ALIGNMENT) * _ALIGNMENT // size
-    padded = matrix.new_empty((matrix.shape[0], columns))
-    padded[:, : matrix.shape[1]].copy_(matrix)
-    return padded[:, : matrix.shape[1]]
+    return _empty(*matrix.shape, matrix, matrix.dtype).copy_(matrix)
 
 
 def _pitch(matrix: torch.Tensor) -> int:
     """Bytes from one row to the next, where a single row has any."""
-    least = -(-matrix.shape[1] * matrix.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return least if matrix.shape[0] == 1 else matrix.stride(0) * matrix.itemsize
+    if matrix.shape[0] == 1:
+        return _whole(matrix.shape[1], matrix.itemsize) * matrix.itemsize
+    return matrix.stride(0) * matrix.itemsize
+
+
+def _place(matrix: torch.Tensor) -> tuple[int, int]:
+    return matrix.data_ptr(), _pitch(matrix)
+
+
+class _Scales:
+    """Scales as the kernel reads them, which live as long as this: a number of another type, or on the CPU,
+    is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kept: list[torch.Tensor] = []
+
+    def address(self, scale: torch.Tensor | None) -> int:
+        if scale is None:
+            return 0
+        self.kept.append(scale.to(self.device, torch.float32))
+        return self.kept[-1].data_ptr()
+
+
+def gather_multiply(
+    call: Call,
+    rows: torch.Tensor,
+    scale: torch.Tensor | None,
+    products: Sequence[Product],
+    returns_rows: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """All ranks' rows, if they are wanted, and the products of them, on the current stream."""
+    entry, world = call.entry, call.world
+    count, inner = rows.shape
+    kind = DTYPES[rows.dtype]
+    pitch, slots_bytes, control_bytes = _gather_memory(kind, count, inner, world)
+    memory = call.reserve(slots_bytes, control_bytes)
+    left = rows
+    if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous() or pitch != inner * rows.itemsize:
+        left = _empty(count, inner, rows, rows.dtype).copy_(rows)
+    dtype = products[0].dtype_for(rows)
+    scales = _Scales(call.device)
+    rights = [_right(product) for product in products]
+    outs = [_empty(world * count, product.right.shape[1], rows, dtype) for product in products]
+    gathered = _empty(world * count, inner, rows, rows.dtype) if returns_rows else None
+    described = [
+        (_place(right), out.shape[1], _place(out), scales.address(product.right_scale))
+        for product, right, out in zip(products, rights, outs, strict=True)
+    ]
+    try:
+        _gather_multiply(
+            entry.comm,
+            (kind, DTYPES[dtype]),
+            (left.data_ptr(), pitch, scales.address(scale if products[0].is_scaled else None)),
+            described,
+            _is_by_rows(products[0]),
+            (count, inner),
+            (
+                0 if gathered is None else gathered.data_ptr(),
+                memory.data_ptr(),
+                workspace.control_of(entry).data_ptr(),
+            ),
+            call.described[3],
+        )
+    except TimeoutError as error:
+        entry.explain(error)
+        raise
+    return None if gathered is None else gathered.contiguous(), [out.contiguous() for out in outs]
 
 
 def multiply_scatter(
@@ -83,22 +187,18 @@ def multiply_scatter(
     rows, columns = left.shape[0] // world, product.right.shape[1]
     parts_bytes, control_bytes = _matmul_memory(rows, columns, world)
     memory = call.reserve(parts_bytes, control_bytes)
-    left = _aligned(left)
-    # A row in memory is one of the matrix, or a column of it.
-    by_rows = product.right.stride(1) == 1 and not product.is_scaled
-    right = _aligned(product.right if by_rows else product.right.t())
-    out = torch.empty((rows, columns), dtype=dtype, device=call.device)
+    left, right = _aligned(left), _right(product)
+    out = _empty(rows, columns, left, dtype)
     factors = (scale, product.right_scale) if product.is_scaled else (None, None)
-    # A number of another type, such as a scale on the CPU, becomes one that the kernel reads.
-    factors = tuple(each if each is None else each.to(call.device, torch.float32) for each in factors)
+    scales = _Scales(call.device)
     try:
         _multiply_scatter(
             entry.comm,
             (DTYPES[left.dtype], DTYPES[dtype]),
-            (left.data_ptr(), _pitch(left)),
-            (right.data_ptr(), _pitch(right), by_rows),
-            (out.data_ptr(), columns * dtype.itemsize),
-            tuple(0 if each is None else each.data_ptr() for each in factors),
+            _place(left),
+            (*_place(right), _is_by_rows(product)),
+            _place(out),
+            (scales.address(factors[0]), scales.address(factors[1])),
             (rows, left.shape[1], columns),
             reduce_op == "avg",
             (memory.data_ptr(), workspace.control_of(entry).data_ptr()),
@@ -107,4 +207,4 @@ def multiply_scatter(
     except TimeoutError as error:
         entry.explain(error)
         raise
-    return out
+    return out.contiguous()

@@ -162,6 +162,28 @@ class Checks:
             self.judge(what, near(found, wanted, FP8))
         assert world > 0
 
+    def gathered_layouts(self, seed):
+        """Right matrices that lie in memory in other ways, several at once, with other columns on each rank;
+        rows that are no multiple of what memory is addressed by."""
+        me, inner = dist.get_rank(), 70
+        for dtype in (torch.bfloat16, torch.float16):
+            x = numbers((300, inner), seed + me, dtype, self.device)
+            whole = gathered(x, 0)
+            rows = numbers((inner, 264 + 8 * me), seed + 90 + me, dtype, self.device)
+            odd = numbers((inner, 37), seed + 91 + me, dtype, self.device)
+            columns = numbers((520, inner), seed + 92 + me, dtype, self.device).t()
+            for how, rights in {
+                "rows": [rows, odd],
+                "columns": [columns, columns[:, 8:72], columns],
+                "both": [rows, columns],
+                "many": [rows, odd] * 3,
+            }.items():
+                A, found = self.operators.fused_all_gather_matmul(x, rights, 0, self.name)
+                self.judge(f"{dtype}, right by {how}: A", torch.equal(A.double(), whole))
+                for right, one in zip(rights, found, strict=True):
+                    fits = one.is_contiguous() and near(one, whole @ right.double(), dtype)
+                    self.judge(f"{dtype}, right by {how}", fits)
+
     def layouts(self, seed):
         """Matrices that lie in memory in other ways, with another inner dimension on each rank, which rows of
         memory do not divide."""
@@ -237,6 +259,7 @@ def main():
                 for rowwise in (False, True):
                     checks.fp8(64 * world, 64, 128, rowwise, seed)
                     checks.fp8(512 * world, 1024, 2048, rowwise, seed)
+        checks.gathered_layouts(seed)
         checks.layouts(seed)
         checks.rest(seed)
     print(f"rank {dist.get_rank()}: {checks.cases} cases, {checks.wrong} wrong", flush=True)

@@ -1,101 +1,18 @@
-//! What ranks compare before a fused product of matrices.
+//! Products whose parts are added up over all ranks.
 
 use symmpool_allocator::{Error, Result};
 
+use super::{
+    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, Rows, TILE, are_aligned, are_sizes, are_types, taken,
+    tile_columns, tile_rows,
+};
 use crate::DType;
-use crate::host::call::{Call, Operation};
 
-/// What a fused product of matrices communicates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-#[non_exhaustive]
-pub enum MatmulKind {
-    /// The rows of the left matrix are gathered from all ranks, and multiplied.
-    AllGatherMatmul = 1,
-    /// The rows of the product are added up over all ranks, each on the rank that gets it.
-    MatmulReduceScatter = 2,
-    /// The product is added up over all ranks.
-    MatmulAllReduce = 3,
-    /// A tensor is gathered by copy engines, without a product.
-    AllGather = 4,
-    /// A tensor is exchanged by copy engines and added up, without a product.
-    ReduceScatter = 5,
-}
-
-impl MatmulKind {
-    const ALL: [Self; 5] = [
-        Self::AllGatherMatmul,
-        Self::MatmulReduceScatter,
-        Self::MatmulAllReduce,
-        Self::AllGather,
-        Self::ReduceScatter,
-    ];
-
-    /// The operator's name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::AllGatherMatmul => "fused_all_gather_matmul",
-            Self::MatmulReduceScatter => "fused_matmul_reduce_scatter",
-            Self::MatmulAllReduce => "matmul_all_reduce",
-            Self::AllGather => "_low_contention_all_gather",
-            Self::ReduceScatter => "_low_contention_reduce_scatter",
-        }
-    }
-
-    /// The kind of an operator's name.
-    pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
-    pub(crate) fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| *kind as u8 == code)
-    }
-}
-
-/// A fused product of matrices, as ranks compare it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MatmulShape {
-    /// What is communicated.
-    pub kind: MatmulKind,
-    /// The type of the left matrix.
-    pub dtype: DType,
-    /// Rows of what this rank contributes; below 2^48.
-    pub rows: u64,
-    /// Columns of a shard that is gathered; 0 where sums are scattered, as ranks may have different ones.
-    pub inner: u32,
-    /// Columns of a product that is added up; 0 where shards are gathered, as ranks may have different ones.
-    pub columns: u32,
-    /// A hash of what else must be equal on all ranks.
-    pub rest: u64,
-}
-
-impl MatmulShape {
-    pub(crate) fn describe(&self) -> Call {
-        Call::new(Operation::FusedMatmul).matmul(self)
-    }
-}
-
-/// Rows and columns of a tile of a product that is made by tensor cores: `TILE_ROWS` and its neighbours in
-/// `fused/matmul.cuh`.
-const TILE: (usize, usize) = (128, 256);
 /// Bytes of a tile on its way to another rank.
 pub(crate) const TILE_BYTES: usize = 2 * TILE.0 * TILE.1;
-/// Chunks of a part at most.
-pub(crate) const MOST_CHUNKS: usize = 8;
 /// About how many bytes a chunk has: copies of fewer take longer for each byte, and what follows the last one waits for all of
 /// it. About what 132 SMs finish at once.
 const CHUNK_BYTES: usize = 8 << 20;
-/// Bytes of the inner dimension that are multiplied at once: the matrices are addressed by as many.
-const ALIGNMENT: usize = 16;
-
-/// A matrix in memory: rows of elements that lie one after the other, at a distance in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
-    /// The address of the first element, a multiple of 16.
-    pub begin: u64,
-    /// Bytes from one row to the next, a multiple of 16.
-    pub pitch: u64,
-}
 
 /// The operands of [`Communicator::matmul_reduce_scatter_at`](crate::Communicator::matmul_reduce_scatter_at): the product
 /// of a left matrix, of `world` times `rows` rows and `inner` columns, and a right one of `inner` rows and `columns` columns.
@@ -134,7 +51,7 @@ pub struct MatmulScatter {
 
 impl MatmulScatter {
     /// Bytes of [`Self::control`].
-    pub const CONTROL_BYTES: usize = 4096;
+    pub const CONTROL_BYTES: usize = CONTROL_BYTES;
 
     /// Bytes of [`Self::parts`], for `world` ranks.
     #[must_use]
@@ -142,8 +59,9 @@ impl MatmulScatter {
         2 * (world as usize).saturating_sub(1) * part_bytes(rows, columns)
     }
 
+    /// Rows and columns of a part's tiles.
     pub(crate) fn tiles(&self) -> (usize, usize) {
-        tiles(self.rows, self.columns)
+        (tile_rows(self.rows), tile_columns(self.columns))
     }
 
     /// Bytes of one rank's part on its way.
@@ -158,6 +76,11 @@ impl MatmulScatter {
         all.div_ceil(wanted.clamp(1, MOST_CHUNKS)).next_multiple_of(CLUSTER)
     }
 
+    /// Chunks of a part.
+    pub(crate) fn chunks(&self) -> usize {
+        (self.part_bytes() / TILE_BYTES).div_ceil(self.chunk_tiles())
+    }
+
     /// Refuses what tensor cores cannot be given. A product that passes here can be made on any device of compute
     /// capability 9.0.
     ///
@@ -165,47 +88,21 @@ impl MatmulScatter {
     ///
     /// `is_invalid_argument`, with what is wrong.
     pub fn check(&self) -> Result<()> {
-        let wide = [DType::F16, DType::Bf16];
-        let types = match self.dtype {
-            DType::F8E4m3 => wide.contains(&self.out_dtype) && !self.right_by_rows,
-            dtype => wide.contains(&dtype) && self.out_dtype == dtype && self.scales == (0, 0),
-        };
-        let size = self.dtype.size();
-        let matrices = [self.left, self.right, self.out];
-        let aligned = matrices.iter().all(|rows| {
-            (rows.begin | rows.pitch).is_multiple_of(ALIGNMENT as u64) && rows.pitch < 1 << 40
-        });
-        let (right_columns, right_size) =
-            if self.right_by_rows { (self.columns, 2) } else { (self.inner, size) };
-        let long = self.left.pitch >= (self.inner * size) as u64
-            && self.right.pitch >= (right_columns * right_size) as u64
-            && self.out.pitch >= (2 * self.columns) as u64;
-        // The driver counts rows and columns, and the kernel tiles, in 32 bits.
-        let most = 1 << 28;
-        let sizes =
-            [self.rows, self.inner, self.columns].iter().all(|size| (1..most).contains(size));
-        if types && aligned && long && sizes {
+        let Self { dtype, inner, columns, .. } = *self;
+        let right = (self.right, self.right_by_rows);
+        if are_types(dtype, self.out_dtype, self.right_by_rows, self.scales != (0, 0))
+            && are_sizes(&[self.rows, inner, columns])
+            && self.left.fits(inner * dtype.size())
+            && are_aligned(dtype, right, self.out, (inner, columns))
+        {
             return Ok(());
         }
-        Err(Error::invalid_argument(format!(
-            "a product of tensor cores: {self:?}; it takes f16, bf16, or f8e4m3 with the right matrix by columns, matrices \
-             whose addresses and pitches are multiples of {ALIGNMENT}, and sizes from 1 to {}",
-            most - 1
-        )))
+        Err(Error::invalid_argument(format!("a product of tensor cores: {self:?}; {}", taken())))
     }
 }
 
-/// Blocks that make tiles together.
-pub(crate) const CLUSTER: usize = 2;
-
-/// Rows and columns of a part's tiles.
-fn tiles(rows: usize, columns: usize) -> (usize, usize) {
-    (rows.div_ceil(TILE.0).next_multiple_of(CLUSTER), columns.div_ceil(TILE.1))
-}
-
 fn part_bytes(rows: usize, columns: usize) -> usize {
-    let (tile_rows, tile_columns) = tiles(rows, columns);
-    tile_rows * tile_columns * TILE_BYTES
+    tile_rows(rows) * tile_columns(columns) * TILE_BYTES
 }
 
 #[cfg(test)]

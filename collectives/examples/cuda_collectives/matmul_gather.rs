@@ -1,0 +1,325 @@
+//! Checks of products of the rows of all ranks, as those of `matmul.rs`.
+
+use std::time::Instant;
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{
+    Communicator, CommunicatorOptions, DType, MatmulGather, RightMatrix, Rows,
+};
+
+use crate::cuda::{Graph, download, stream, upload};
+use crate::matmul::{POISON, SCALES, SHORT, by_columns, bytes_of, bytes_of_scales, number};
+use crate::oracle::random;
+use crate::{ORDINARY, Options, expect_error};
+
+/// Products, and the types of their matrices.
+#[derive(Clone, Debug)]
+struct Case {
+    rows: usize,
+    inner: usize,
+    /// Of each right matrix.
+    columns: Vec<usize>,
+    dtype: DType,
+    out_dtype: DType,
+    right_by_rows: bool,
+    /// Whether the gathered rows are wanted.
+    gathers: bool,
+}
+
+/// The memory of a case.
+struct Memory {
+    left: Block<u8>,
+    /// Each right matrix, with its product.
+    rights: Vec<(Block<u8>, Block<u8>)>,
+    gathered: Block<u8>,
+    scales: Block<u8>,
+    slots: Block<u8>,
+    control: Block<u8>,
+}
+
+struct Gather<'a> {
+    pool: &'a Pool,
+    options: &'a Options,
+    comm: Communicator,
+    stream: Stream,
+    cases: u64,
+    wrong: u64,
+}
+
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let comm = Communicator::with_options(pool, &options.communicator())?;
+    let mut gather = Gather { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
+    if !gather.comm.has_tensor_kernels() {
+        if pool.rank() == 0 {
+            println!("matmul: the device is of another kind than the kernel is for");
+        }
+        return Ok((0, 0));
+    }
+    let case = Case {
+        rows: 3,
+        inner: 8,
+        columns: vec![8],
+        dtype: DType::Bf16,
+        out_dtype: DType::Bf16,
+        right_by_rows: true,
+        gathers: true,
+    };
+    gather.case(&case)?;
+    // Rows that fill no tile, before those of the next rank; and tiles of several right matrices, side by side.
+    let several = Case { rows: 130, inner: 200, columns: vec![8, 264, 72, 512], ..case.clone() };
+    gather.case(&several)?;
+    let by_columns = Case { right_by_rows: false, gathers: false, ..several.clone() };
+    let fp8 =
+        Case { dtype: DType::F8E4m3, inner: 208, columns: vec![264, 40], ..by_columns.clone() };
+    gather.case(&fp8)?;
+    if !options.quick {
+        gather.case(&by_columns)?;
+        gather.case(&Case { dtype: DType::F16, out_dtype: DType::F16, ..several.clone() })?;
+        gather.case(&Case { out_dtype: DType::F16, gathers: true, ..fp8.clone() })?;
+        // Rows that lie further from each other than they are long.
+        gather.case(&Case { inner: 201, ..several.clone() })?;
+        // Several chunks, of which the last has fewer rows.
+        for gathers in [false, true] {
+            let long =
+                Case { rows: 2300, inner: 4096, columns: vec![264], gathers, ..case.clone() };
+            gather.case(&long)?;
+        }
+    }
+    // Beside other communicators, where other ranks' parts are a launch of their own.
+    gather.comm = Communicator::with_options(
+        pool,
+        &CommunicatorOptions { concurrent: Some(2), ..options.communicator() },
+    )?;
+    gather.case(&case)?;
+    gather.case(&Case { rows: 300, inner: 72, columns: vec![520], ..case.clone() })?;
+    gather.comm = Communicator::with_options(pool, &options.communicator())?;
+    gather.refusals(&case)?;
+    if pool.rank() == 0 {
+        println!("matmul_gather: {} cases, {} wrong", gather.cases, gather.wrong);
+    }
+    Ok((gather.cases, gather.wrong))
+}
+
+impl Case {
+    fn pitch(&self) -> usize {
+        MatmulGather::pitch(self.dtype, self.inner)
+    }
+
+    fn left(&self, seed: u64, rank: u32) -> Vec<f32> {
+        (0..self.rows * self.inner).map(|at| number(seed, rank, at)).collect()
+    }
+
+    /// Row by row; each rank has other ones.
+    fn right(&self, seed: u64, rank: u32, nth: usize) -> Vec<f32> {
+        let seed = !seed ^ (nth as u64) << 20;
+        (0..self.inner * self.columns[nth]).map(|at| number(seed, rank, at)).collect()
+    }
+
+    /// The bytes of a rank's rows, with zeros between them.
+    fn left_bytes(&self, seed: u64, rank: u32) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.rows * self.pitch());
+        for row in self.left(seed, rank).chunks(self.inner) {
+            bytes.extend(row.iter().flat_map(|value| bytes_of(*value, self.dtype)));
+            bytes.resize(bytes.len().next_multiple_of(16), 0);
+        }
+        bytes
+    }
+
+    fn wanted(&self, seed: u64, (rank, world): (u32, u32), nth: usize) -> Vec<u8> {
+        let (right, columns) = (self.right(seed, rank, nth), self.columns[nth]);
+        let factor = if self.dtype.size() == 1 { SCALES[0] * SCALES[1] } else { 1.0 };
+        let mut bytes = Vec::new();
+        for source in 0..world {
+            for row in self.left(seed, source).chunks(self.inner) {
+                let mut sums = vec![0.0_f32; columns];
+                for (value, others) in row.iter().zip(right.chunks(columns)) {
+                    for (sum, other) in sums.iter_mut().zip(others) {
+                        *sum += value * other;
+                    }
+                }
+                bytes.extend(sums.iter().flat_map(|sum| bytes_of(sum * factor, self.out_dtype)));
+            }
+        }
+        bytes
+    }
+}
+
+impl Gather<'_> {
+    fn memory(&self, case: &Case) -> Result<Memory> {
+        let (world, ordinary) = (self.pool.world() as usize, self.pool.lane(ORDINARY)?);
+        let size = case.dtype.size();
+        let rights = case.columns.iter().map(|&columns| {
+            let right = ordinary.alloc(case.inner * columns.next_multiple_of(8) * size)?;
+            Ok((right, ordinary.alloc(world * case.rows * columns * 2)?))
+        });
+        let slots = MatmulGather::slots_bytes(case.dtype, case.rows, case.inner, world as u32);
+        let memory = Memory {
+            left: ordinary.alloc(case.rows * case.pitch())?,
+            rights: rights.collect::<Result<_>>()?,
+            gathered: ordinary.alloc(world * case.rows * case.pitch())?,
+            scales: ordinary.alloc(32)?,
+            slots: self.pool.alloc(slots)?,
+            control: self.pool.alloc(MatmulGather::CONTROL_BYTES)?,
+        };
+        self.pool.commit()?;
+        upload(self.pool, memory.control.address(), &[0; MatmulGather::CONTROL_BYTES])?;
+        upload(self.pool, memory.scales.address(), &bytes_of_scales())?;
+        Ok(memory)
+    }
+
+    fn rights(case: &Case, memory: &Memory) -> Vec<RightMatrix> {
+        let size = case.dtype.size();
+        let scale = if size == 1 { memory.scales.address() + 16 } else { 0 };
+        let found = case.columns.iter().zip(&memory.rights).map(|(&columns, (right, out))| {
+            let across = if case.right_by_rows { columns } else { case.inner };
+            RightMatrix {
+                right: Rows { begin: right.address(), pitch: (across * size) as u64 },
+                columns,
+                out: Rows { begin: out.address(), pitch: 2 * columns as u64 },
+                scale,
+            }
+        });
+        found.collect()
+    }
+
+    fn product<'a>(case: &Case, memory: &Memory, rights: &'a [RightMatrix]) -> MatmulGather<'a> {
+        MatmulGather {
+            dtype: case.dtype,
+            out_dtype: case.out_dtype,
+            left: Rows { begin: memory.left.address(), pitch: case.pitch() as u64 },
+            left_scale: if case.dtype.size() == 1 { memory.scales.address() } else { 0 },
+            rights,
+            right_by_rows: case.right_by_rows,
+            rows: case.rows,
+            inner: case.inner,
+            gathered: if case.gathers { memory.gathered.address() } else { 0 },
+            slots: memory.slots.address(),
+            control: memory.control.address(),
+        }
+    }
+
+    fn upload(&self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world() as usize);
+        upload(self.pool, memory.left.address(), &case.left_bytes(seed, rank))?;
+        let poison = vec![POISON; world * case.rows * case.pitch()];
+        upload(self.pool, memory.gathered.address(), &poison)?;
+        for (nth, (right, out)) in memory.rights.iter().enumerate() {
+            let columns = case.columns[nth];
+            let mut values = case.right(seed, rank, nth);
+            if !case.right_by_rows {
+                values = by_columns(&values, columns);
+            }
+            let bytes: Vec<u8> =
+                values.into_iter().flat_map(|value| bytes_of(value, case.dtype)).collect();
+            upload(self.pool, right.address(), &bytes)?;
+            upload(self.pool, out.address(), &vec![POISON; world * case.rows * columns * 2])?;
+        }
+        Ok(())
+    }
+
+    /// A case, eagerly and in a graph that is replayed with other numbers.
+    fn case(&mut self, case: &Case) -> Result<()> {
+        let memory = self.memory(case)?;
+        let rights = Self::rights(case, &memory);
+        let product = Self::product(case, &memory, &rights);
+        let call = |gather: &Self| {
+            // SAFETY: the blocks are as long as the products need, and nothing else uses them.
+            unsafe { gather.comm.all_gather_matmul_at(&product, 0, &gather.stream) }
+        };
+        let graph = Graph::capture(self.pool, self.stream, || call(self))?;
+        for round in 0..self.options.few(4, 2) {
+            let seed = random(self.options.seed, 900 + self.cases);
+            self.upload(case, &memory, seed)?;
+            if round % 2 == 0 {
+                call(self)?;
+            } else {
+                graph.launch(self.pool, self.stream)?;
+            }
+            self.comm.synchronize(&self.stream)?;
+            self.compare(case, &memory, seed)?;
+        }
+        for _ in 0..self.options.few(50, 1) {
+            graph.launch(self.pool, self.stream)?;
+        }
+        self.comm.synchronize(&self.stream)?;
+        graph.destroy(self.pool)
+    }
+
+    fn compare(&mut self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        for (nth, (_, out)) in memory.rights.iter().enumerate() {
+            let wanted = case.wanted(seed, (rank, world), nth);
+            let found = download(self.pool, out.address(), wanted.len())?;
+            let differs = found.chunks(2).zip(wanted.chunks(2)).position(|(a, b)| a != b);
+            self.expect(
+                &format!("{case:?}: product {nth}, element {differs:?}"),
+                differs.is_none(),
+            );
+        }
+        if case.gathers {
+            let wanted: Vec<u8> =
+                (0..world).flat_map(|source| case.left_bytes(seed, source)).collect();
+            let found = download(self.pool, memory.gathered.address(), wanted.len())?;
+            self.expect(&format!("{case:?}: the gathered rows"), found == wanted);
+        }
+        Ok(())
+    }
+
+    fn expect(&mut self, what: &str, right: bool) {
+        self.cases += 1;
+        if !right {
+            self.wrong += 1;
+            println!("rank {}: {what}", self.pool.rank());
+        }
+    }
+
+    /// What is refused, on all ranks; products that differ; and a rank that does not come.
+    fn refusals(&mut self, case: &Case) -> Result<()> {
+        let memory = self.memory(case)?;
+        let rights = Self::rights(case, &memory);
+        let right = Self::product(case, &memory, &rights);
+        let many = [rights[0]; MatmulGather::MOST_PRODUCTS + 1];
+        let is_alone = self.pool.world() == 1;
+        for (wrong, is_wrong_alone) in [
+            (MatmulGather { rights: &[], ..right }, true),
+            (MatmulGather { rights: &many, ..right }, true),
+            (MatmulGather { left: Rows { pitch: 32, ..right.left }, ..right }, true),
+            (MatmulGather { slots: right.left.begin, ..right }, false),
+            (MatmulGather { control: 0, ..right }, false),
+        ] {
+            if is_alone && !is_wrong_alone {
+                continue;
+            }
+            // SAFETY: it is refused before anything is touched.
+            let refused = unsafe { self.comm.all_gather_matmul_at(&wrong, 0, &self.stream) };
+            let error = expect_error(refused, "products that cannot be made")?;
+            self.expect(&format!("{error}"), error.is_invalid_argument());
+            self.comm.synchronize(&self.stream)?;
+        }
+        if is_alone {
+            return Ok(());
+        }
+        let (rank, last) = (self.pool.rank(), self.pool.world() - 1);
+        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
+        // SAFETY: as in `case`.
+        let called = unsafe { comm.all_gather_matmul_at(&right, rank.into(), &self.stream) };
+        let ended = called.and_then(|()| comm.synchronize(&self.stream));
+        let error = expect_error(ended, "products that differ")?;
+        self.expect(&format!("{error}"), error.is_diverged());
+        let options = CommunicatorOptions { timeout: SHORT, ..self.options.communicator() };
+        let comm = Communicator::with_options(self.pool, &options)?;
+        if rank != last {
+            let began = Instant::now();
+            // SAFETY: as in `case`.
+            let called = unsafe { comm.all_gather_matmul_at(&right, 0, &self.stream) };
+            let ended = called.and_then(|()| comm.synchronize(&self.stream));
+            let error = expect_error(ended, "products without a rank")?;
+            // Whoever gives up first is a rank that others miss then.
+            let in_time = began.elapsed() < 3 * SHORT;
+            self.expect(&format!("{error}"), !error.ranks().is_empty() && in_time);
+        }
+        // Nobody makes a new communicator's calls before this one's have ended.
+        self.comm.barrier(&self.stream)?;
+        self.comm.synchronize(&self.stream)
+    }
+}

@@ -1,0 +1,139 @@
+//! Products of the rows of all ranks, which copy engines bring meanwhile: an all-gather and matmuls in one.
+//!
+//! Streams send this rank's rows to all others in chunks, and the call's epoch behind each, once the handshake has been made,
+//! by a warp of the first block. Tiles of this rank's own rows come first and wait for nobody; those of another rank's rows
+//! wait for their chunk: the nearest rank before this one first, which sends to this one first. They wait on all SMs. Where
+//! kernels of other communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`.
+//!
+//! The tiles of all right matrices lie side by side, so that a part's are made one after the other. Defines: those of
+//! `fused/matmul.cuh`.
+
+#include <fused/matmul.cuh>
+
+using namespace symmpool;
+
+static_assert(WORLD * MOST_CHUNKS <= 64, "chunks that have arrived are bits of a word");
+
+// Part 0 is this rank's own, and part 1 that of the rank before it.
+__device__ __forceinline__ u32 rank_of(const Comm& comm, u32 part) {
+    return part == 0 ? comm.rank : comm.after(WORLD - part);
+}
+
+// A right matrix, and the column of it where a tile begins.
+struct Place {
+    const MatmulProduct& product;
+    u32 column;
+
+    __device__ __forceinline__ Place(const MatmulWork& work, const Tile& tile) : Place(work, tile, find(work, tile)) {}
+
+private:
+    static __device__ __forceinline__ u32 find(const MatmulWork& work, const Tile& tile) {
+        u32 nth = 0;
+        while (tile.column >= work.products[nth].end_column) {
+            ++nth;
+        }
+        return nth;
+    }
+
+    __device__ __forceinline__ Place(const MatmulWork& work, const Tile& tile, u32 nth)
+        : product(work.products[nth]),
+          column((tile.column - (nth == 0 ? 0 : work.products[nth - 1].end_column)) * TILE_COLUMNS) {}
+};
+
+__device__ __forceinline__ void load(const Session& session, const MatmulWork& work, const SharedMemory& shared, u32 block) {
+    Tiles tiles(work, block);
+    Tile tile;
+    Stage stage;
+    u64 arrived = 0;
+    while (tiles.next(tile)) {
+        const u32 row = tile.row * TILE_ROWS, chunk = tile.row / work.chunk_tiles;
+        const u32 rank = rank_of(session.comm, tile.part);
+        const u64 bit = 1ull << (tile.part * MOST_CHUNKS + chunk);
+        // Behind a part's last rows there may be tiles of the cluster's other blocks.
+        if (tile.part != 0 && (arrived & bit) == 0 && row < work.rows) {
+            await_chunk(session, work, rank, chunk);
+            fence_for_loads();
+            arrived |= bit;
+        }
+        const Place place(work, tile);
+        const TileAt at = {0, row, tile.part == 0 ? 0 : rank};
+        load_tile_factors(work, shared, block, stage, tile.part == 0 ? work.own : work.left, at, place.product.right,
+                          place.column);
+    }
+}
+
+// A warp for each group stores pieces.
+__device__ __forceinline__ void store_pieces(const Comm& comm, const MatmulWork& work, const SharedMemory& shared, u32 block,
+                                             u32 group) {
+    Tiles tiles(work, block);
+    Tile tile;
+    for (u32 nth = 0; tiles.next(tile); ++nth) {
+        const Place place(work, tile);
+#pragma unroll 1
+        for (u32 piece = 0; piece < PIECES; ++piece) {
+            await_phase(shared.is_written(group, piece), nth);
+            store_rows(work, shared, group, piece, place.product.out, tile, place.column, rank_of(comm, tile.part));
+            await_bulk_reads<0>();
+            arrive(shared.is_free(group, piece));
+        }
+    }
+    await_bulk_stores<0>();
+}
+
+class Group : TileProduct {
+public:
+    __device__ __forceinline__ Group(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 thread)
+        : TileProduct(work, shared, group, thread) {}
+
+    __device__ __forceinline__ void run(const MatmulWork& work, u32 block) {
+        Tiles tiles(work, block);
+        Tile tile;
+#pragma unroll 1
+        for (u32 nth = 0; tiles.next(tile); ++nth) {
+            multiply_tile();
+            scale(work.left_scale, Place(work, tile).product.right_scale);
+#pragma unroll
+            for (u32 piece = 0; piece < PIECES; ++piece) {
+                // In the first tile pieces are free from the beginning.
+                await_phase(shared_.is_free(group_, piece), nth + 1);
+                write_rows(piece);
+            }
+        }
+    }
+};
+
+// Lets this rank's streams copy a rank's rows when all of them have arrived.
+__device__ __forceinline__ void release_copies(const Session& session, const MatmulWork& work) {
+    for (u32 part = 1; part < WORLD; ++part) {
+        const u32 rank = rank_of(session.comm, part);
+        for (u32 chunk = 0; chunk < work.chunks; ++chunk) {
+            await_chunk(session, work, rank, chunk);
+        }
+        fence();
+        atomicAdd(&work.control->received[rank], 1u);
+    }
+}
+
+extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_matmul_gather(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+                           const __grid_constant__ MatmulWork work) {
+    begin_kernel(comm.early);
+    Session session(comm);
+    begin_call(session, work);
+    const SharedMemory shared;
+    const u32 block = begin_block(shared), warp = threadIdx.x / 32;
+    if (threadIdx.x >= FIRST_GROUP_THREAD) {
+        const u32 group = threadIdx.x / GROUP_THREADS - 1;
+        Group(work, shared, group, threadIdx.x % GROUP_THREADS).run(work, block);
+    } else if (threadIdx.x == 32 * LOADING_WARP) {
+        load(session, work, shared, block);
+    } else if (threadIdx.x % 32 == 0 && warp >= MOVING_WARPS && warp < ENTERING_WARP) {
+        store_pieces(comm, work, shared, block, warp - MOVING_WARPS);
+    } else if (warp == ENTERING_WARP && blockIdx.x == 0 && work.first_part == 0) {
+        enter(session, call, work, threadIdx.x % 32);
+        if (work.copies_rows && threadIdx.x % 32 == 0) {
+            release_copies(session, work);
+        }
+    }
+    end_block();
+}

@@ -1,0 +1,136 @@
+//! Products of the rows of all ranks.
+//!
+//! Streams copy this rank's rows to the others when all ranks have begun the call, and then, if anyone wants them, what has
+//! arrived of the others to where it is wanted.
+
+#![allow(unsafe_code)] // passes on addresses, about which callers promise
+
+use symmpool_allocator::{Result, Stream};
+
+use super::super::engine::CudaEngine;
+use super::super::params::{MatmulProduct, MatmulWork};
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS};
+use crate::host::call::Call;
+use crate::jit::sources::MATMUL_GATHER;
+use crate::{MatmulGather, Rows};
+
+impl CudaEngine {
+    /// Gathers the rows of all ranks, and multiplies them.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are readable or writable on the device until the stream has done the call, and nothing else touches them
+    /// meanwhile; `slots` and `control` are windows, at the same place on all ranks.
+    pub(crate) unsafe fn matmul_gather(
+        &mut self,
+        call: Call,
+        gather: &MatmulGather<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        self.begin(stream)?;
+        let checked = gather.check().and_then(|()| self.check_tensor_kernels());
+        let work = match checked.and_then(|()| self.gather_work(gather)) {
+            Ok(work) => work,
+            Err(why) => return Err(self.decline(why, stream)),
+        };
+        let product = Product {
+            kernel: &MATMUL_GATHER,
+            dtype: gather.dtype,
+            mode: self.matmul_mode(gather.right_by_rows, gather.out_dtype)?,
+            call: &call,
+            first_parts: 1,
+        };
+        let send = |engine: &mut Self, sending| engine.send_rows(gather, sending);
+        // SAFETY: the caller's promise; maps and slots have the sizes that the products were checked for.
+        unsafe { self.multiply(&product, work, stream, send) }?;
+        if self.world() > 1 || gather.gathered == 0 {
+            return Ok(());
+        }
+        let bytes = gather.part_bytes() as u64;
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_outside_calls(gather.gathered, gather.left.begin, bytes, stream) }
+    }
+
+    fn gather_work(&self, gather: &MatmulGather<'_>) -> Result<MatmulWork> {
+        let MatmulGather { dtype, rows, inner, .. } = *gather;
+        let world = self.world();
+        let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
+        for (nth, (product, each)) in products.iter_mut().zip(gather.rights).enumerate() {
+            let right = (each.right, gather.right_by_rows);
+            *product = MatmulProduct {
+                right: self.right_map(dtype, right, (inner, each.columns))?,
+                out: self.out_map(each.out, (world as usize, rows, each.columns))?,
+                right_scale: each.scale,
+                end_column: MatmulGather::tile_columns(&gather.rights[..=nth]) as u32,
+                unused: [0; 13],
+            };
+        }
+        let slots = Rows { begin: gather.slots, pitch: gather.left.pitch };
+        let own = self.left_map(dtype, gather.left, (1, rows, inner))?;
+        Ok(MatmulWork {
+            // A single rank has no slots, and nothing is loaded from them.
+            left: if world == 1 {
+                own
+            } else {
+                self.left_map(dtype, slots, (world as usize, rows, inner))?
+            },
+            own,
+            products,
+            left_scale: gather.left_scale,
+            outgoing: 0,
+            incoming: 0,
+            part_bytes: 0,
+            control: gather.control,
+            rows: rows as u32,
+            inner_blocks: (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32,
+            tile_rows: gather.tile_rows() as u32,
+            tile_columns: MatmulGather::tile_columns(gather.rights) as u32,
+            chunk_tiles: gather.chunk_tiles() as u32,
+            chunks: gather.chunks() as u32,
+            factor: 1.0,
+            first_part: 0,
+            end_part: world,
+            copies_rows: (gather.gathered != 0).into(),
+        })
+    }
+
+    /// Copies this rank's rows to all others, the next one first, and then all rows to where they are wanted.
+    fn send_rows(
+        &mut self,
+        gather: &MatmulGather<'_>,
+        sending: [Stream; SENDING_STREAMS],
+    ) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        let control = Control { begin: gather.control, world: world.into() };
+        let part = gather.part_bytes() as u64;
+        let slot = |of: u32| gather.slots + u64::from(of) * part;
+        let mut streams = sending.into_iter().cycle();
+        self.await_entered(&control, sending)?;
+        for distance in 1..world {
+            let peer = (rank + distance) % world;
+            for chunk in 0..gather.chunks() {
+                let Some(copies) = streams.next() else { break };
+                let (begin, end) = gather.chunk(chunk);
+                let ends = (gather.left.begin + begin, slot(rank) + begin);
+                // SAFETY: the rows are the caller's, and slots and the control memory are windows, as it promised.
+                unsafe { self.send_chunk(&control, ends, end - begin, (peer, chunk), copies) }?;
+            }
+        }
+        if gather.gathered == 0 {
+            return Ok(());
+        }
+        for (distance, copies) in (0..world).zip(streams) {
+            let source = (rank + world - distance) % world;
+            let from = if distance == 0 {
+                gather.left.begin
+            } else {
+                self.memory_operations.await_own(control.received(source), 1, copies)?;
+                slot(source)
+            };
+            let to = gather.gathered + u64::from(source) * part;
+            // SAFETY: as above; what is wanted has room for all ranks' rows.
+            unsafe { self.copy_outside_calls(to, from, part, copies) }?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,277 @@
+//! Products of tensor cores with parts for or of different ranks: kernels of `fused/`, and the copies beside them.
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | `scatter` | products that are added up over all ranks: `fused/matmul_scatter.cu` |
+//! | `gather` | products of the rows of all ranks: `fused/matmul_gather.cu` |
+//!
+//! One kernel makes the whole product, if the communicator has the device to itself; it waits at its end for what other
+//! ranks send, on all SMs. Where kernels of other communicators may need SMs meanwhile, two launches make the product: the
+//! second one has the parts that wait, behind a kernel of one block that waits for them. Both give the same bits, and ranks
+//! may differ in it.
+//!
+//! Two streams of the engine's send in turn, by copy engines; so one copy starts while the other one ends.
+
+#![allow(unsafe_code)] // driver calls on raw addresses
+
+mod gather;
+mod scatter;
+
+use std::ffi::c_uint;
+
+use cudarc::driver::sys;
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::engine::CudaEngine;
+use super::kernel_mode::{KernelMode, MatmulMode};
+use super::kernel_spec::KernelSpec;
+use super::modules::cuda;
+use super::params::{CallParams, MatmulWork, TensorMap};
+use crate::host::call::Call;
+use crate::jit::sources::MATMUL_WAIT;
+use crate::jit::{Arch, Kernel};
+use crate::matmul::{CLUSTER, MOST_CHUNKS};
+use crate::{DType, ReduceOp, Rows};
+
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul.cuh`.
+pub(super) const SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 30 * 16 + 1024;
+/// Threads of a block.
+const THREADS: u32 = 384;
+/// And of the one that waits.
+const WAIT_THREADS: u32 = 32;
+/// Bytes of a row of a tile in shared memory.
+const BLOCK_BYTES: usize = 128;
+/// Streams that send in turn.
+const SENDING_STREAMS: usize = 2;
+/// Right matrices of a call at most.
+pub(super) const MOST_PRODUCTS: usize = crate::MatmulGather::MOST_PRODUCTS;
+
+/// Where words lie in the control memory: `MatmulControl` in `fused/matmul_work.cuh`.
+struct Control {
+    begin: u64,
+    world: u64,
+}
+
+impl Control {
+    fn epoch(&self) -> u64 {
+        self.begin
+    }
+
+    fn arrived(&self, rank: u32, chunk: usize) -> u64 {
+        self.begin + 8 + 8 * Self::of(rank, chunk)
+    }
+
+    fn finished(&self, rank: u32, chunk: usize) -> u64 {
+        self.arrived(self.world as u32, 0) + 4 * Self::of(rank, chunk)
+    }
+
+    fn received(&self, rank: u32) -> u64 {
+        self.finished(self.world as u32, 0) + 4 * u64::from(rank)
+    }
+
+    fn entered(&self, stream: usize) -> u64 {
+        self.received(self.world as u32) + 4 * stream as u64
+    }
+
+    fn of(rank: u32, chunk: usize) -> u64 {
+        u64::from(rank) * MOST_CHUNKS as u64 + chunk as u64
+    }
+}
+
+/// What decides which kernel makes a product, and how it is launched.
+struct Product<'a> {
+    kernel: &'static Kernel<'static>,
+    dtype: DType,
+    mode: MatmulMode,
+    call: &'a Call,
+    /// Parts that wait for nobody, which a launch can make by itself.
+    first_parts: u32,
+}
+
+impl CudaEngine {
+    /// Whether the device multiplies by the instructions that the kernels have.
+    pub(crate) fn has_tensor_kernels(&self) -> bool {
+        Arch::new(9, 0).is_ok_and(|hopper| self.arch() == hopper)
+    }
+
+    fn check_tensor_kernels(&self) -> Result<()> {
+        if self.has_tensor_kernels() {
+            return Ok(());
+        }
+        Err(Error::unsupported(format!(
+            "a product of tensor cores on rank {}: its kernel is for devices of compute capability 9.0, and this one is of {}",
+            self.rank(),
+            self.arch()
+        )))
+    }
+
+    /// How a kernel is compiled for these products.
+    fn matmul_mode(&self, right_by_rows: bool, out_dtype: DType) -> Result<MatmulMode> {
+        let output_f16 = out_dtype == DType::F16;
+        Ok(MatmulMode { right_by_rows, output_f16, clusters: self.has_clusters()? })
+    }
+
+    /// Makes all parts of a product on `stream`, and sends meanwhile by what `send` puts on the streams for that.
+    ///
+    /// # Safety
+    ///
+    /// `work` is what the kernel takes, with all of its memory valid until the stream has done the call.
+    unsafe fn multiply(
+        &mut self,
+        product: &Product<'_>,
+        work: MatmulWork,
+        stream: Stream,
+        send: impl FnOnce(&mut Self, [Stream; SENDING_STREAMS]) -> Result<()>,
+    ) -> Result<()> {
+        let world = self.world();
+        let kernel = self.kernel(KernelSpec {
+            mode: KernelMode::Matmul(product.mode),
+            threads: THREADS,
+            ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
+        })?;
+        let apart = world > 1 && !kernel.budget.early;
+        tracing::debug!(kernel = product.kernel.name, apart, "a product by tensor cores");
+        // Loaded before anything is on streams: loading may wait for what runs.
+        let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
+        let wait = if apart { Some(self.kernel(wait)?) } else { None };
+        let params = CallParams::of(product.call);
+        let most = kernel.processors as usize / CLUSTER * CLUSTER;
+        let tiles = work.tile_rows as usize * work.tile_columns as usize;
+        let grid = |parts: u32| ((parts as usize * tiles).min(most) as u32, THREADS);
+        let first_parts = if apart { product.first_parts } else { world };
+        let sending = [self.copy_stream, self.result_stream];
+        if world > 1 {
+            // What peers wrote or read in an earlier call is over when this one begins, also for the copies.
+            sending.iter().try_for_each(|&copies| self.fork(stream, copies))?;
+        }
+        let first = MatmulWork { first_part: 0, end_part: first_parts, ..work };
+        let rest = MatmulWork { first_part: first_parts, end_part: world, ..work };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with_work(kernel, grid(first_parts), &params, &first, stream) }?;
+        if world == 1 {
+            return Ok(());
+        }
+        // The other ranks wait for what was not sent, and this one for what it has not made.
+        let sent = send(self, sending).and_then(|()| {
+            if let Some(wait) = wait {
+                let one = (1, WAIT_THREADS);
+                // SAFETY: as above.
+                unsafe { self.launch_with_work(wait, one, &params, &rest, stream) }?;
+                let grid = grid(world - first_parts);
+                // SAFETY: as above.
+                unsafe { self.launch_with_work(kernel, grid, &params, &rest, stream) }?;
+            }
+            sending.iter().try_for_each(|&copies| self.fork(copies, stream))
+        });
+        self.or_close(sent)
+    }
+
+    /// Lets the streams that send wait for the handshake.
+    fn await_entered(&self, control: &Control, sending: [Stream; SENDING_STREAMS]) -> Result<()> {
+        let mut streams = sending.into_iter().enumerate();
+        streams.try_for_each(|(nth, copies)| {
+            self.memory_operations.await_own(control.entered(nth), 1, copies)
+        })
+    }
+
+    /// Copies a chunk to a peer, and the call's epoch behind it.
+    ///
+    /// # Safety
+    ///
+    /// `from` has so many bytes, and `to`, an address of this rank's, is in a window, as is the control memory.
+    unsafe fn send_chunk(
+        &self,
+        control: &Control,
+        (from, to): (u64, u64),
+        bytes: u64,
+        (peer, chunk): (u32, usize),
+        copies: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_outside_calls(self.at_peer(to, peer), from, bytes, copies) }?;
+        let arrived = self.at_peer(control.arrived(self.rank(), chunk), peer);
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_outside_calls(arrived, control.epoch(), 8, copies) }
+    }
+
+    /// Describes a right matrix.
+    fn right_map(
+        &self,
+        dtype: DType,
+        (right, by_rows): (Rows, bool),
+        (inner, columns): (usize, usize),
+    ) -> Result<TensorMap> {
+        let size = dtype.size();
+        let across = BLOCK_BYTES / size;
+        if by_rows {
+            self.tensor_map(right, (1, inner, columns), (64, across, size))
+        } else {
+            self.tensor_map(right, (1, columns, inner), (128, across, size))
+        }
+    }
+
+    /// Describes a left matrix of so many parts, rows of each and columns.
+    fn left_map(
+        &self,
+        dtype: DType,
+        left: Rows,
+        sizes: (usize, usize, usize),
+    ) -> Result<TensorMap> {
+        let size = dtype.size();
+        self.tensor_map(left, sizes, (128, BLOCK_BYTES / size, size))
+    }
+
+    /// Describes a result of so many parts, rows of each and columns.
+    fn out_map(&self, out: Rows, sizes: (usize, usize, usize)) -> Result<TensorMap> {
+        self.tensor_map(out, sizes, (64, 64, 2))
+    }
+
+    /// Describes a matrix of `parts` times so many rows, and so many columns, which is copied in boxes of `box_rows` rows and
+    /// `box_columns` columns of elements of `size` bytes. No box has rows of two parts.
+    fn tensor_map(
+        &self,
+        matrix: Rows,
+        (parts, rows, columns): (usize, usize, usize),
+        (box_rows, box_columns, size): (usize, usize, usize),
+    ) -> Result<TensorMap> {
+        use sys::CUtensorMapDataType as Type;
+        let mut map = TensorMap([0; 16]);
+        // The type decides only what is added where copies reduce, which none does here.
+        let kind = if size == 1 {
+            Type::CU_TENSOR_MAP_DATA_TYPE_UINT8
+        } else {
+            Type::CU_TENSOR_MAP_DATA_TYPE_UINT16
+        };
+        let sizes = [columns as u64, rows as u64, parts as u64];
+        let pitches = [matrix.pitch, rows as u64 * matrix.pitch];
+        let (boxes, steps) = ([box_columns as u32, box_rows as u32, 1], [1_u32; 3]);
+        let swizzle = sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B as c_uint;
+        let promotion = sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B as c_uint;
+        let api = self.api;
+        cuda(self.pool.driver())?.with_context(|| {
+            // SAFETY: the map is 128 bytes at a multiple of 64, and the arrays have three members each, of which the pitches
+            // need two; the matrix's address is only noted.
+            let code = unsafe {
+                (api.tensor_map)(
+                    (&raw mut map).cast(),
+                    kind as c_uint,
+                    3,
+                    matrix.begin,
+                    sizes.as_ptr(),
+                    pitches.as_ptr(),
+                    boxes.as_ptr(),
+                    steps.as_ptr(),
+                    0,
+                    swizzle,
+                    promotion,
+                    0,
+                )
+            };
+            CudaDriver::check(code, || {
+                format!("describing {matrix:?} of {parts} x {rows} x {columns} elements")
+            })
+        })?;
+        Ok(map)
+    }
+}

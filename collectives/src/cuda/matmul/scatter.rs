@@ -1,0 +1,118 @@
+//! Products whose parts are added up over all ranks.
+//!
+//! Streams wait, by memory operations, for chunks of the product that are for other ranks, and copy them.
+
+#![allow(unsafe_code)] // passes on addresses, about which callers promise
+
+use symmpool_allocator::{Result, Stream};
+
+use super::super::engine::CudaEngine;
+use super::super::params::{MatmulProduct, MatmulWork, TensorMap};
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS};
+use crate::MatmulScatter;
+use crate::host::call::Call;
+use crate::jit::sources::MATMUL_SCATTER;
+use crate::matmul::TILE_BYTES;
+
+impl CudaEngine {
+    /// Makes a product, and adds up each rank's part of it over all ranks.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are readable or writable on the device until the stream has done the call, and nothing else touches them
+    /// meanwhile; `parts` and `control` are windows, at the same place on all ranks.
+    pub(crate) unsafe fn matmul_scatter(
+        &mut self,
+        call: Call,
+        scatter: &MatmulScatter,
+        stream: Stream,
+    ) -> Result<()> {
+        self.begin(stream)?;
+        let checked = scatter.check().and_then(|()| self.check_tensor_kernels());
+        let work = match checked.and_then(|()| self.scatter_work(scatter)) {
+            Ok(work) => work,
+            Err(why) => return Err(self.decline(why, stream)),
+        };
+        let product = Product {
+            kernel: &MATMUL_SCATTER,
+            dtype: scatter.dtype,
+            mode: self.matmul_mode(scatter.right_by_rows, scatter.out_dtype)?,
+            call: &call,
+            first_parts: self.world() - 1,
+        };
+        let send = |engine: &mut Self, sending| engine.send_products(scatter, sending);
+        // SAFETY: the caller's promise; maps and parts have the sizes that the product was checked for.
+        unsafe { self.multiply(&product, work, stream, send) }
+    }
+
+    fn scatter_work(&self, scatter: &MatmulScatter) -> Result<MatmulWork> {
+        let MatmulScatter { dtype, rows, inner, columns, .. } = *scatter;
+        let (world, part) = (self.world(), scatter.part_bytes() as u64);
+        let (tile_rows, tile_columns) = scatter.tiles();
+        let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
+        products[0] = MatmulProduct {
+            right: self.right_map(
+                dtype,
+                (scatter.right, scatter.right_by_rows),
+                (inner, columns),
+            )?,
+            out: self.out_map(scatter.out, (1, rows, columns))?,
+            right_scale: scatter.scales.1,
+            end_column: tile_columns as u32,
+            unused: [0; 13],
+        };
+        Ok(MatmulWork {
+            left: self.left_map(dtype, scatter.left, (world as usize, rows, inner))?,
+            own: TensorMap::NONE,
+            products,
+            left_scale: scatter.scales.0,
+            outgoing: scatter.parts,
+            incoming: scatter.parts + u64::from(world - 1) * part,
+            part_bytes: part,
+            control: scatter.control,
+            rows: rows as u32,
+            inner_blocks: (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32,
+            tile_rows: tile_rows as u32,
+            tile_columns: tile_columns as u32,
+            chunk_tiles: scatter.chunk_tiles() as u32,
+            chunks: scatter.chunks() as u32,
+            factor: if scatter.mean { 1.0 / world as f32 } else { 1.0 },
+            first_part: 0,
+            end_part: world,
+            copies_rows: 0,
+        })
+    }
+
+    /// Copies each chunk to its rank when the kernel has made it.
+    fn send_products(
+        &mut self,
+        scatter: &MatmulScatter,
+        sending: [Stream; SENDING_STREAMS],
+    ) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        let control = Control { begin: scatter.control, world: world.into() };
+        let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles());
+        let all = part / TILE_BYTES;
+        self.await_entered(&control, sending)?;
+        let mut streams = sending.into_iter().cycle();
+        for distance in 1..world {
+            let peer = (rank + distance) % world;
+            for chunk in 0..scatter.chunks() {
+                let Some(copies) = streams.next() else { break };
+                let tiles = each.min(all - chunk * each);
+                // Both halves of every tile.
+                let halves = 2 * tiles as u32;
+                self.memory_operations.await_own(control.finished(peer, chunk), halves, copies)?;
+                let within = (chunk * each * TILE_BYTES) as u64;
+                let from = scatter.parts + u64::from(distance - 1) * part as u64 + within;
+                // The peer counts from itself on too.
+                let theirs = u64::from(world - 1) + u64::from(world - distance - 1);
+                let to = scatter.parts + theirs * part as u64 + within;
+                let bytes = (tiles * TILE_BYTES) as u64;
+                // SAFETY: both are within the parts, which the caller promised are windows, as is the control memory.
+                unsafe { self.send_chunk(&control, (from, to), bytes, (peer, chunk), copies) }?;
+            }
+        }
+        Ok(())
+    }
+}

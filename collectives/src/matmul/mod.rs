@@ -1,0 +1,156 @@
+//! Fused products of matrices: what ranks compare before one, and the operands of those that tensor cores make.
+
+mod gather;
+mod scatter;
+
+pub use gather::{MatmulGather, RightMatrix};
+pub use scatter::MatmulScatter;
+pub(crate) use scatter::TILE_BYTES;
+
+use crate::DType;
+use crate::host::call::{Call, Operation};
+
+/// What a fused product of matrices communicates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum MatmulKind {
+    /// The rows of the left matrix are gathered from all ranks, and multiplied.
+    AllGatherMatmul = 1,
+    /// The rows of the product are added up over all ranks, each on the rank that gets it.
+    MatmulReduceScatter = 2,
+    /// The product is added up over all ranks.
+    MatmulAllReduce = 3,
+    /// A tensor is gathered by copy engines, without a product.
+    AllGather = 4,
+    /// A tensor is exchanged by copy engines and added up, without a product.
+    ReduceScatter = 5,
+}
+
+impl MatmulKind {
+    const ALL: [Self; 5] = [
+        Self::AllGatherMatmul,
+        Self::MatmulReduceScatter,
+        Self::MatmulAllReduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+    ];
+
+    /// The operator's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AllGatherMatmul => "fused_all_gather_matmul",
+            Self::MatmulReduceScatter => "fused_matmul_reduce_scatter",
+            Self::MatmulAllReduce => "matmul_all_reduce",
+            Self::AllGather => "_low_contention_all_gather",
+            Self::ReduceScatter => "_low_contention_reduce_scatter",
+        }
+    }
+
+    /// The kind of an operator's name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| *kind as u8 == code)
+    }
+}
+
+/// A fused product of matrices, as ranks compare it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatmulShape {
+    /// What is communicated.
+    pub kind: MatmulKind,
+    /// The type of the left matrix.
+    pub dtype: DType,
+    /// Rows of what this rank contributes; below 2^48.
+    pub rows: u64,
+    /// Columns of a shard that is gathered; 0 where sums are scattered, as ranks may have different ones.
+    pub inner: u32,
+    /// Columns of a product that is added up; 0 where shards are gathered, as ranks may have different ones.
+    pub columns: u32,
+    /// A hash of what else must be equal on all ranks.
+    pub rest: u64,
+}
+
+impl MatmulShape {
+    pub(crate) fn describe(&self) -> Call {
+        Call::new(Operation::FusedMatmul).matmul(self)
+    }
+}
+
+/// Rows and columns of a tile of a product that is made by tensor cores: `TILE_ROWS` and its neighbours in
+/// `fused/matmul.cuh`.
+const TILE: (usize, usize) = (128, 256);
+/// Blocks that make tiles together.
+pub(crate) const CLUSTER: usize = 2;
+/// Chunks of a part at most: `MOST_CHUNKS` in `fused/matmul_work.cuh`.
+pub(crate) const MOST_CHUNKS: usize = 8;
+/// Bytes of the memory that calls keep their flags in.
+const CONTROL_BYTES: usize = 4096;
+/// Matrices, and their rows, begin at multiples of so many bytes.
+const ALIGNMENT: usize = 16;
+/// The driver counts rows and columns in 32 bits, and the kernel tiles.
+const MOST_ELEMENTS: usize = 1 << 28;
+
+/// A matrix in memory: rows of elements that lie one after the other, at a distance in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    /// The address of the first element, a multiple of 16.
+    pub begin: u64,
+    /// Bytes from one row to the next, a multiple of 16.
+    pub pitch: u64,
+}
+
+impl Rows {
+    /// Whether the matrix is where it can be addressed, with so many bytes in a row.
+    fn fits(self, bytes: usize) -> bool {
+        (self.begin | self.pitch).is_multiple_of(ALIGNMENT as u64)
+            && self.pitch < 1 << 40
+            && self.pitch >= bytes as u64
+    }
+}
+
+/// Whether tensor cores multiply matrices of these types.
+fn are_types(dtype: DType, out_dtype: DType, right_by_rows: bool, scaled: bool) -> bool {
+    let wide = [DType::F16, DType::Bf16];
+    match dtype {
+        DType::F8E4m3 => wide.contains(&out_dtype) && !right_by_rows,
+        dtype => wide.contains(&dtype) && out_dtype == dtype && !scaled,
+    }
+}
+
+/// Whether a right matrix of `inner` rows and `columns` columns, and its product, are where they can be addressed.
+fn are_aligned(
+    dtype: DType,
+    (right, by_rows): (Rows, bool),
+    out: Rows,
+    (inner, columns): (usize, usize),
+) -> bool {
+    let across = if by_rows { columns } else { inner };
+    right.fits(across * dtype.size()) && out.fits(2 * columns)
+}
+
+fn are_sizes(sizes: &[usize]) -> bool {
+    sizes.iter().all(|size| (1..MOST_ELEMENTS).contains(size))
+}
+
+/// What tensor cores take, for errors.
+fn taken() -> String {
+    format!(
+        "it takes f16, bf16, or f8e4m3 with right matrices by columns, matrices whose addresses and pitches are multiples of \
+         {ALIGNMENT}, and sizes from 1 to {}",
+        MOST_ELEMENTS - 1
+    )
+}
+
+/// Rows of a part's tiles.
+fn tile_rows(rows: usize) -> usize {
+    rows.div_ceil(TILE.0).next_multiple_of(CLUSTER)
+}
+
+/// Columns of a product's tiles.
+fn tile_columns(columns: usize) -> usize {
+    columns.div_ceil(TILE.1)
+}
