@@ -119,17 +119,18 @@ pub(crate) fn has_tensor_kernels(communicator: &Bound<'_, Communicator>) -> bool
     communicator.get().calls().comm.has_tensor_kernels()
 }
 
-/// Bytes of the memory of the pool through which parts of `rows` x `columns` elements travel, and of the other memory that
-/// calls need there.
+/// Bytes of the memory of the pool through which parts of `rows` x `columns` elements travel, of memory for the kernel's own
+/// sums, and of the memory of the pool in which calls keep their flags.
 #[pyfunction]
 #[pyo3(name = "_matmul_memory")]
-pub(crate) fn matmul_memory(rows: usize, columns: usize, world: u32) -> (usize, usize) {
-    (MatmulScatter::parts_bytes(rows, columns, world), MatmulScatter::CONTROL_BYTES)
+pub(crate) fn matmul_memory(rows: usize, columns: usize, world: u32) -> (usize, usize, usize) {
+    let parts = MatmulScatter::parts_bytes(rows, columns, world);
+    (parts, MatmulScatter::SCRATCH_BYTES, MatmulScatter::CONTROL_BYTES)
 }
 
 /// Multiplies matrices and adds up the parts of the product over all ranks, on the current stream. Matrices are an address
 /// and bytes from one row, or column, to the next; `sizes` are rows of a part, the inner dimension and columns; `memory` is
-/// the parts and what else is needed, at the same place of the pool on all ranks.
+/// the parts and the flags, at the same place of the pool on all ranks; `scratch` the memory for sums and its bytes.
 #[pyfunction]
 #[pyo3(name = "_multiply_scatter")]
 #[expect(clippy::too_many_arguments, reason = "they are what a product has")]
@@ -144,6 +145,7 @@ pub(crate) fn multiply_scatter(
     sizes: (usize, usize, usize),
     mean: bool,
     memory: (u64, u64),
+    scratch: (u64, usize),
     rest: u64,
 ) -> PyResult<()> {
     let calls = communicator.get().calls();
@@ -164,6 +166,7 @@ pub(crate) fn multiply_scatter(
         mean,
         parts: memory.0,
         control: memory.1,
+        scratch,
     };
     // SAFETY: the package passes tensors of the communicator's device of these sizes, which it keeps alive, and memory of
     // the group's pool that its calls alone use.
@@ -171,7 +174,7 @@ pub(crate) fn multiply_scatter(
 }
 
 /// Bytes from row to row of a left matrix of so many columns, of the memory of the pool through which `rows` of them travel
-/// from each rank, and of the other memory that calls need there.
+/// from each rank, and of the other memory, as [`matmul_memory`].
 #[pyfunction]
 #[pyo3(name = "_gather_memory")]
 pub(crate) fn gather_memory(
@@ -180,10 +183,11 @@ pub(crate) fn gather_memory(
     rows: usize,
     inner: usize,
     world: u32,
-) -> PyResult<(usize, usize, usize)> {
+) -> PyResult<(usize, usize, usize, usize)> {
     let (dtype, _) = types_named((dtype, dtype)).map_err(|why| why.raise(py))?;
     let slots = MatmulGather::slots_bytes(dtype, rows, inner, world);
-    Ok((MatmulGather::pitch(dtype, inner), slots, MatmulGather::CONTROL_BYTES))
+    let pitch = MatmulGather::pitch(dtype, inner);
+    Ok((pitch, slots, MatmulGather::SCRATCH_BYTES, MatmulGather::CONTROL_BYTES))
 }
 
 /// A right matrix: its address and bytes from one row, or column, to the next, and its columns; its product's address and
@@ -192,7 +196,7 @@ type Right = ((u64, u64), usize, (u64, u64), u64);
 
 /// Gathers the rows of all ranks and multiplies them, on the current stream. `left` is this rank's rows and their scale;
 /// `sizes` are rows of each rank and the inner dimension; `memory` is where gathered rows go or 0, and what rows travel through
-/// and what else is needed, at the same place of the pool on all ranks.
+/// and the flags, at the same place of the pool on all ranks; `scratch` is as there.
 #[pyfunction]
 #[pyo3(name = "_gather_multiply")]
 #[expect(clippy::too_many_arguments, reason = "they are what a product has")]
@@ -206,6 +210,7 @@ pub(crate) fn gather_multiply(
     right_by_rows: bool,
     sizes: (usize, usize),
     memory: (u64, u64, u64),
+    scratch: (u64, usize),
     rest: u64,
 ) -> PyResult<()> {
     let calls = communicator.get().calls();
@@ -233,6 +238,7 @@ pub(crate) fn gather_multiply(
         gathered: memory.0,
         slots: memory.1,
         control: memory.2,
+        scratch,
     };
     // SAFETY: as in `multiply_scatter`.
     calls.run(py, move || unsafe { calls.comm.all_gather_matmul_at(&product, rest, &stream) })

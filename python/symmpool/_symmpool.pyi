@@ -394,8 +394,8 @@ def _begin_matmul(
     communicator: Communicator, kind: str, dtype: str, sizes: tuple[int, int, int], rest: int
 ) -> None: ...
 def _has_tensor_kernels(communicator: Communicator) -> bool: ...
-def _matmul_memory(rows: int, columns: int, world: int) -> tuple[int, int]: ...
-def _gather_memory(dtype: str, rows: int, inner: int, world: int) -> tuple[int, int, int]: ...
+def _matmul_memory(rows: int, columns: int, world: int) -> tuple[int, int, int]: ...
+def _gather_memory(dtype: str, rows: int, inner: int, world: int) -> tuple[int, int, int, int]: ...
 def _gather_multiply(
     communicator: Communicator,
     dtypes: tuple[str, str],
@@ -404,6 +404,7 @@ def _gather_multiply(
     right_by_rows: bool,
     sizes: tuple[int, int],
     memory: tuple[int, int, int],
+    scratch: tuple[int, int],
     rest: int,
 ) -> None: ...
 def _multiply_scatter(
@@ -416,6 +417,7 @@ def _multiply_scatter(
     sizes: tuple[int, int, int],
     mean: bool,
     memory: tuple[int, int],
+    scratch: tuple[int, int],
     rest: int,
 ) -> None: ...
 def _push_step(

@@ -166,6 +166,8 @@ inline void end_batch() {}
 // A group of four warps multiplies as one: a product has ended when it has for all of them.
 template <unsigned LEFT> void await_products() { emulated::emulated_group(8 + threadIdx.x / 128, 128, 0); }
 
+inline void await_sums(float (&)[SUMS]) { await_products<0>(); }
+
 // An element of 32 bytes of a row of a factor, from a place within the first row of a tile on.
 template <unsigned TYPE> __attribute__((always_inline)) inline float element_of(SharedAt at, unsigned row, unsigned nth) {
     const unsigned long long place = reinterpret_cast<unsigned long long>(at);

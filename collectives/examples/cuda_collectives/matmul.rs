@@ -38,6 +38,7 @@ struct Memory {
     scales: Block<u8>,
     parts: Block<u8>,
     control: Block<u8>,
+    scratch: Block<u8>,
 }
 
 struct Matmul<'a> {
@@ -83,12 +84,28 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             matmul.case(Case { rows, inner, columns, dtype, out_dtype, right_by_rows, mean })?;
         }
     }
+    // An inner dimension that is so long that blocks share the last tiles.
+    let (dtype, out_dtype) = (DType::Bf16, DType::Bf16);
+    let shared = Case {
+        rows: 130,
+        inner: 1544,
+        columns: 264,
+        dtype,
+        out_dtype,
+        right_by_rows: false,
+        mean: true,
+    };
+    matmul.case(shared)?;
+    if !options.quick {
+        for columns in [8704, 14_336, 20_000] {
+            matmul.case(Case { rows: 8, columns, right_by_rows: true, ..shared })?;
+        }
+    }
     // Beside other communicators, where a rank's own part is a launch of its own.
     matmul.comm = Communicator::with_options(
         pool,
         &CommunicatorOptions { concurrent: Some(2), ..options.communicator() },
     )?;
-    let (dtype, out_dtype) = (DType::Bf16, DType::Bf16);
     for (rows, inner, columns) in [(3, 8, 8), (300, 136, 520)] {
         let case =
             Case { rows, inner, columns, dtype, out_dtype, right_by_rows: true, mean: false };
@@ -189,6 +206,7 @@ impl Matmul<'_> {
             scales: ordinary.alloc(32)?,
             parts: self.pool.alloc(parts)?,
             control: self.pool.alloc(MatmulScatter::CONTROL_BYTES)?,
+            scratch: ordinary.alloc(MatmulScatter::SCRATCH_BYTES)?,
         };
         self.pool.commit()?;
         upload(self.pool, memory.control.address(), &[0; MatmulScatter::CONTROL_BYTES])?;
@@ -216,6 +234,7 @@ impl Matmul<'_> {
             mean: case.mean,
             parts: memory.parts.address(),
             control: memory.control.address(),
+            scratch: (memory.scratch.address(), memory.scratch.len()),
         }
     }
 

@@ -35,6 +35,7 @@ struct Memory {
     scales: Block<u8>,
     slots: Block<u8>,
     control: Block<u8>,
+    scratch: Block<u8>,
 }
 
 struct Gather<'a> {
@@ -72,12 +73,18 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let fp8 =
         Case { dtype: DType::F8E4m3, inner: 208, columns: vec![264, 40], ..by_columns.clone() };
     gather.case(&fp8)?;
+    // An inner dimension that is so long that blocks share the last tiles.
+    let shared = Case { inner: 1544, columns: vec![264, 8], gathers: false, ..several.clone() };
+    gather.case(&shared)?;
     if !options.quick {
         gather.case(&by_columns)?;
         gather.case(&Case { dtype: DType::F16, out_dtype: DType::F16, ..several.clone() })?;
         gather.case(&Case { out_dtype: DType::F16, gathers: true, ..fp8.clone() })?;
         // Rows that lie further from each other than they are long.
         gather.case(&Case { inner: 201, ..several.clone() })?;
+        for columns in [8704, 14_336, 20_000] {
+            gather.case(&Case { rows: 8, columns: vec![columns], ..shared.clone() })?;
+        }
         // Several chunks, of which the last has fewer rows.
         for gathers in [false, true] {
             let long =
@@ -160,6 +167,7 @@ impl Gather<'_> {
             scales: ordinary.alloc(32)?,
             slots: self.pool.alloc(slots)?,
             control: self.pool.alloc(MatmulGather::CONTROL_BYTES)?,
+            scratch: ordinary.alloc(MatmulGather::SCRATCH_BYTES)?,
         };
         self.pool.commit()?;
         upload(self.pool, memory.control.address(), &[0; MatmulGather::CONTROL_BYTES])?;
@@ -195,6 +203,7 @@ impl Gather<'_> {
             gathered: if case.gathers { memory.gathered.address() } else { 0 },
             slots: memory.slots.address(),
             control: memory.control.address(),
+            scratch: (memory.scratch.address(), memory.scratch.len()),
         }
     }
 

@@ -3,7 +3,8 @@
 //! A left matrix has a part of its rows for each rank, or of each. The parts' products are made in tiles of 128 x 256
 //! elements, by clusters of CLUSTER blocks, which make tiles with the same columns at once and load the right matrix's for
 //! each other. Of a block, one warp loads, two groups of four warps multiply, each a half of the tile's rows, and a warp for
-//! each group moves what becomes of the sums. Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
+//! each group moves what becomes of the sums. If tiles fill no whole wave of clusters, several clusters make the last ones,
+//! each a part of the inner dimension (`Split`). Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
 //! matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether results are F16 (1) or BF16.
 
 #pragma once
@@ -27,7 +28,7 @@ constexpr u32 LEFT_BYTES = TILE_ROWS * BLOCK_BYTES, RIGHT_BYTES = TILE_COLUMNS *
 // A group's half of a tile leaves in pieces of 64 rows and columns. Pieces for other ranks are in the order of threads: each
 // thread has four vectors, 128 of which lie one after the other.
 constexpr u32 PIECES = 4, PIECE_BYTES = 64 * 64 * 2, PIECE_COLUMNS = 64;
-constexpr u32 GROUPS = 2, GROUP_THREADS = 128;
+constexpr u32 GROUP_THREADS = 128;
 // What travels of a tile.
 constexpr u32 TILE_BYTES = GROUPS * PIECES * PIECE_BYTES;
 // Rows of tiles that are made together, so that their blocks of the right matrix are in the cache.
@@ -43,37 +44,78 @@ constexpr u32 SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 3 * GROUPS * PIECES) * 
 struct Tile {
     u32 part;  // in the order of the kernel
     u32 row, column;
-    u32 number;  // in its part
+    u32 number;      // in its part
+    u32 begin, end;  // the blocks of the inner dimension that this cluster makes
+    // Whether others add what this cluster makes; the sums are the partial ones of this number, or of those from this number
+    // on that this cluster adds.
+    bool helps;
+    u32 partial, partials;
 };
 
 // The tiles that a cluster makes, part by part.
 class Tiles {
     const MatmulWork& work_;
-    u32 block_, nth_, step_;
+    u32 block_, nth_;
+    // What a helper has made after its whole tiles; for others, whether they have made their last tile.
+    u32 rest_ = 0;
 
     // How often a cluster makes tiles in a part, if it makes all of them.
     __device__ __forceinline__ u32 each() const { return work_.tile_rows / CLUSTER * work_.tile_columns; }
 
-public:
-    __device__ __forceinline__ Tiles(const MatmulWork& work, u32 block)
-        : work_(work), block_(block), nth_(work.first_part * each() + blockIdx.x / CLUSTER),
-          step_(gridDim.x / CLUSTER) {}
-
-    // The cluster's next tile; false if there is none.
-    __device__ __forceinline__ bool next(Tile& tile) {
+    __device__ __forceinline__ void place(Tile& tile, u32 of_all) const {
         const u32 rows = work_.tile_rows / CLUSTER, count = each();
-        if (nth_ >= work_.end_part * count) {
-            return false;
-        }
-        tile.part = nth_ / count;
-        const u32 nth = nth_ - tile.part * count;
-        nth_ += step_;
+        tile.part = of_all / count;
+        const u32 nth = of_all - tile.part * count;
         const u32 before = nth / (ROWS_TOGETHER * work_.tile_columns) * ROWS_TOGETHER;
         const u32 together = rows - before < ROWS_TOGETHER ? rows - before : ROWS_TOGETHER;
         const u32 within = nth - before * work_.tile_columns;
         tile.column = within / together;
         tile.row = (before + within - tile.column * together) * CLUSTER + block_;
         tile.number = nth * CLUSTER + block_;
+    }
+
+    // A tile that several clusters make.
+    __device__ __forceinline__ bool next_of_rest(Tile& tile) {
+        const Split& split = work_.split;
+        const u32 all = work_.end_part * each(), rest = all > split.whole ? all - split.whole : 0;
+        const u32 cluster = blockIdx.x / CLUSTER;
+        tile.helps = cluster < split.helpers;
+        const u32 item = tile.helps ? cluster * split.per_helper + rest_ : cluster - split.helpers;
+        const u32 nth = tile.helps ? item / split.per_tile : item;
+        if (nth >= rest || rest_ == (tile.helps ? split.per_helper : 1)) {
+            return false;
+        }
+        ++rest_;
+        place(tile, split.whole + nth);
+        if (tile.helps) {
+            tile.begin = item % split.per_tile * split.helper_blocks;
+            tile.end = tile.begin + split.helper_blocks;
+            tile.partial = item;
+        } else {
+            tile.begin = split.per_tile * split.helper_blocks;
+            tile.end = work_.inner_blocks;
+            tile.partial = nth * split.per_tile;
+            tile.partials = split.per_tile;
+        }
+        return true;
+    }
+
+public:
+    __device__ __forceinline__ Tiles(const MatmulWork& work, u32 block)
+        : work_(work), block_(block), nth_(work.first_part * each() + blockIdx.x / CLUSTER) {}
+
+    // The cluster's next tile; false if there is none.
+    __device__ __forceinline__ bool next(Tile& tile) {
+        const u32 all = work_.end_part * each();
+        if (nth_ >= (work_.split.whole < all ? work_.split.whole : all)) {
+            return next_of_rest(tile);
+        }
+        place(tile, nth_);
+        nth_ += gridDim.x / CLUSTER;
+        tile.begin = 0;
+        tile.end = work_.inner_blocks;
+        tile.helps = false;
+        tile.partials = 0;
         return true;
     }
 };
@@ -135,12 +177,12 @@ public:
 // --- one warp loads blocks of both matrices
 
 // Loads what a tile is made of: rows from the place `left_at` of the left matrix on, and columns of the right one from
-// `column` on, for all of the inner dimension.
-__device__ __forceinline__ void load_tile_factors(const MatmulWork& work, const SharedMemory& shared, u32 block, Stage& stage,
+// `column` on.
+__device__ __forceinline__ void load_tile_factors(const Tile& tile, const SharedMemory& shared, u32 block, Stage& stage,
                                                   const TensorMap& left, TileAt left_at, const TensorMap& right,
                                                   u32 column) {
 #pragma unroll 1
-    for (u32 nth = 0; nth < work.inner_blocks; ++nth, stage.advance()) {
+    for (u32 nth = tile.begin; nth < tile.end; ++nth, stage.advance()) {
         const u32 inner = nth * BLOCK_ELEMENTS;
         const SharedAt full = shared.is_full(stage.at);
         await_phase(shared.is_empty(stage.at), stage.phase ^ 1);
@@ -180,6 +222,11 @@ class TileProduct {
         }
     }
 
+    // Where this thread's sums of a tile lie that a helper has left.
+    __device__ __forceinline__ uint4* partial(u32 nth) const {
+        return reinterpret_cast<uint4*>(work_.partials) + (nth * GROUPS + group_) * (SUMS / 4 * GROUP_THREADS) + thread_;
+    }
+
     __device__ __forceinline__ uint4 packed(u32 piece, u32 nth) const {
         float sums[8];
 #pragma unroll
@@ -199,22 +246,23 @@ class TileProduct {
 
 protected:
     const SharedMemory& shared_;
-    u32 group_, thread_;
+    u32 block_, group_, thread_;
     float sums_[SUMS];
 
-    __device__ __forceinline__ TileProduct(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 thread)
-        : work_(work), shared_(shared), group_(group), thread_(thread) {}
+    __device__ __forceinline__ TileProduct(const MatmulWork& work, const SharedMemory& shared, u32 block, u32 group,
+                                           u32 thread)
+        : work_(work), shared_(shared), block_(block), group_(group), thread_(thread) {}
 
     __device__ __forceinline__ void wait_for_group() const { barrier_of_warps(1 + group_, GROUP_THREADS, false); }
 
-    __device__ __forceinline__ void multiply_tile() {
+    __device__ __forceinline__ void multiply_tile(const Tile& tile) {
         u32 before = 0;
 #pragma unroll
         for (u32 i = 0; i < SUMS; ++i) {
             sums_[i] = 0;
         }
 #pragma unroll 1
-        for (u32 nth = 0; nth < work_.inner_blocks; ++nth) {
+        for (u32 nth = tile.begin; nth < tile.end; ++nth) {
             await_phase(shared_.is_full(stage_.at), stage_.phase);
             const SharedAt left = shared_.left(stage_.at) + group_ * (LEFT_BYTES / GROUPS);
             const SharedAt right = shared_.right(stage_.at);
@@ -227,15 +275,57 @@ protected:
             }
             end_batch();
             // The batch before has ended when only this one is left.
-            if (nth != 0) {
+            if (nth != tile.begin) {
                 await_products<1>();
                 leave(before);
             }
             before = stage_.at;
             stage_.advance();
         }
-        await_products<0>();
+        await_sums(sums_);
         leave(before);
+    }
+
+    // Leaves the sums in memory for the cluster that makes the rest of the tile.
+    __device__ __forceinline__ void leave_partial(const Tile& tile) const {
+        const u32 nth = tile.partial * CLUSTER + block_;
+        uint4* to = partial(nth);
+#pragma unroll
+        for (u32 i = 0; i < SUMS / 4; ++i) {
+            const float* four = sums_ + 4 * i;
+            store_relaxed(to + i * GROUP_THREADS, make_uint4(__float_as_uint(four[0]), __float_as_uint(four[1]),
+                                                             __float_as_uint(four[2]), __float_as_uint(four[3])));
+        }
+        fence();
+        wait_for_group();
+        if (thread_ == 0) {
+            store_release(&work_.control->partial[nth][group_], 1);
+        }
+    }
+
+    // Adds the sums that helpers have left. They come before this cluster in the grid, so they run already, and they wait
+    // for nobody that waits for this one.
+    __device__ __forceinline__ void add_partials(const Tile& tile) {
+#pragma unroll 1
+        for (u32 each = 0; each < tile.partials; ++each) {
+            const u32 nth = (tile.partial + each) * CLUSTER + block_;
+            u64* made = &work_.control->partial[nth][group_];
+            if (thread_ == 0) {
+                while (load_acquire(made) == 0) {
+                }
+                *made = 0;
+            }
+            wait_for_group();
+            const uint4* from = partial(nth);
+#pragma unroll
+            for (u32 i = 0; i < SUMS / 4; ++i) {
+                const uint4 found = load_relaxed(from + i * GROUP_THREADS);
+                sums_[4 * i] += __uint_as_float(found.x);
+                sums_[4 * i + 1] += __uint_as_float(found.y);
+                sums_[4 * i + 2] += __uint_as_float(found.z);
+                sums_[4 * i + 3] += __uint_as_float(found.w);
+            }
+        }
     }
 
     __device__ __forceinline__ void scale(float factor) {

@@ -57,7 +57,7 @@ __device__ __forceinline__ void load(const Session& session, const MatmulWork& w
         }
         const Place place(work, tile);
         const TileAt at = {0, row, tile.part == 0 ? 0 : rank};
-        load_tile_factors(work, shared, block, stage, tile.part == 0 ? work.own : work.left, at, place.product.right,
+        load_tile_factors(tile, shared, block, stage, tile.part == 0 ? work.own : work.left, at, place.product.right,
                           place.column);
     }
 }
@@ -67,7 +67,8 @@ __device__ __forceinline__ void store_pieces(const Comm& comm, const MatmulWork&
                                              u32 group) {
     Tiles tiles(work, block);
     Tile tile;
-    for (u32 nth = 0; tiles.next(tile); ++nth) {
+    // Tiles of which this cluster makes a part for others come last.
+    for (u32 nth = 0; tiles.next(tile) && !tile.helps; ++nth) {
         const Place place(work, tile);
 #pragma unroll 1
         for (u32 piece = 0; piece < PIECES; ++piece) {
@@ -82,15 +83,20 @@ __device__ __forceinline__ void store_pieces(const Comm& comm, const MatmulWork&
 
 class Group : TileProduct {
 public:
-    __device__ __forceinline__ Group(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 thread)
-        : TileProduct(work, shared, group, thread) {}
+    __device__ __forceinline__ Group(const MatmulWork& work, const SharedMemory& shared, u32 block, u32 group, u32 thread)
+        : TileProduct(work, shared, block, group, thread) {}
 
-    __device__ __forceinline__ void run(const MatmulWork& work, u32 block) {
-        Tiles tiles(work, block);
+    __device__ __forceinline__ void run(const MatmulWork& work) {
+        Tiles tiles(work, block_);
         Tile tile;
 #pragma unroll 1
         for (u32 nth = 0; tiles.next(tile); ++nth) {
-            multiply_tile();
+            multiply_tile(tile);
+            if (tile.helps) {
+                leave_partial(tile);
+                continue;
+            }
+            add_partials(tile);
             scale(work.left_scale, Place(work, tile).product.right_scale);
 #pragma unroll
             for (u32 piece = 0; piece < PIECES; ++piece) {
@@ -124,7 +130,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     const u32 block = begin_block(shared), warp = threadIdx.x / 32;
     if (threadIdx.x >= FIRST_GROUP_THREAD) {
         const u32 group = threadIdx.x / GROUP_THREADS - 1;
-        Group(work, shared, group, threadIdx.x % GROUP_THREADS).run(work, block);
+        Group(work, shared, block, group, threadIdx.x % GROUP_THREADS).run(work);
     } else if (threadIdx.x == 32 * LOADING_WARP) {
         load(session, work, shared, block);
     } else if (threadIdx.x % 32 == 0 && warp >= MOVING_WARPS && warp < ENTERING_WARP) {

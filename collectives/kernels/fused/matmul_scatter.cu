@@ -26,7 +26,7 @@ __device__ __forceinline__ void load(const Comm& comm, const MatmulWork& work, c
     Tile tile;
     Stage stage;
     while (tiles.next(tile)) {
-        load_tile_factors(work, shared, block, stage, work.left, {0, tile.row * TILE_ROWS, rank_of(comm, tile)},
+        load_tile_factors(tile, shared, block, stage, work.left, {0, tile.row * TILE_ROWS, rank_of(comm, tile)},
                           work.products[0].right, tile.column * TILE_COLUMNS);
     }
 }
@@ -39,7 +39,8 @@ __device__ __forceinline__ void move_pieces(const Session& session, const Matmul
     Tile tile;
     // How often each piece has become free in all tiles before this one.
     u32 freed = 0;
-    for (u32 nth = 0; tiles.next(tile); ++nth, ++freed) {
+    // Tiles of which this cluster makes a part for others come last.
+    for (u32 nth = 0; tiles.next(tile) && !tile.helps; ++nth, ++freed) {
         const u32 chunk = tile.number / work.chunk_tiles;
         const u64 half = tile.number * static_cast<u64>(TILE_BYTES) + group * (PIECES * PIECE_BYTES);
         if (is_own(tile)) {
@@ -115,15 +116,20 @@ class Group : TileProduct {
     }
 
 public:
-    __device__ __forceinline__ Group(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 thread)
-        : TileProduct(work, shared, group, thread) {}
+    __device__ __forceinline__ Group(const MatmulWork& work, const SharedMemory& shared, u32 block, u32 group, u32 thread)
+        : TileProduct(work, shared, block, group, thread) {}
 
-    __device__ __forceinline__ void run(const MatmulWork& work, u32 block) {
-        Tiles tiles(work, block);
+    __device__ __forceinline__ void run(const MatmulWork& work) {
+        Tiles tiles(work, block_);
         Tile tile;
 #pragma unroll 1
         for (; tiles.next(tile); ++freed_) {
-            multiply_tile();
+            multiply_tile(tile);
+            if (tile.helps) {
+                leave_partial(tile);
+                continue;
+            }
+            add_partials(tile);
             scale(work.left_scale, work.products[0].right_scale);
             if (is_own(tile)) {
                 if (WORLD > 1) {
@@ -158,7 +164,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     const u32 block = begin_block(shared), warp = threadIdx.x / 32;
     if (threadIdx.x >= FIRST_GROUP_THREAD) {
         const u32 group = threadIdx.x / GROUP_THREADS - 1;
-        Group(work, shared, group, threadIdx.x % GROUP_THREADS).run(work, block);
+        Group(work, shared, block, group, threadIdx.x % GROUP_THREADS).run(work);
     } else if (threadIdx.x == 32 * LOADING_WARP) {
         load(comm, work, shared, block);
     } else if (threadIdx.x % 32 == 0 && warp >= MOVING_WARPS && warp < ENTERING_WARP) {

@@ -11,6 +11,10 @@ namespace symmpool {
 constexpr u32 MOST_CHUNKS = 8;
 // Streams that send chunks in turn.
 constexpr u32 SENDING_STREAMS = 2;
+// Tiles whose sums blocks may leave in memory for others.
+constexpr u32 MOST_PARTIAL_TILES = 144;
+// Groups of warps of a block that multiply, each a half of a tile's rows.
+constexpr u32 GROUPS = 2;
 // Right matrices that a launch multiplies at most.
 constexpr u32 MOST_PRODUCTS = 4;
 
@@ -18,6 +22,7 @@ constexpr u32 MOST_PRODUCTS = 4;
 struct MatmulControl {
     u64 epoch;                         // of the call, which is copied behind each chunk
     u64 arrived[WORLD][MOST_CHUNKS];   // the epoch in which a chunk of a rank has arrived
+    u64 partial[MOST_PARTIAL_TILES][GROUPS];  // 1 when a group's sums are in memory; who adds them sets it back
     u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back
     u32 received[WORLD];               // 1 when all rows of a rank have arrived, for streams that set it back
     u32 entered[SENDING_STREAMS];      // 1 when all ranks have begun the call; the streams set it back
@@ -32,6 +37,14 @@ struct MatmulProduct {
     u32 unused[13];
 };
 
+// How clusters divide tiles; `cuda/matmul/split.rs` says how these are chosen. Here a cluster's tiles of one place count once.
+struct Split {
+    u32 whole;    // tiles that are made whole, from the first one on
+    u32 helpers;  // clusters that help with the others, from the first one on; each of the others makes one
+    u32 per_tile, per_helper;  // helpers of a tile, or tiles of a helper: one of them is 1
+    u32 helper_blocks;  // blocks of the inner dimension that a helper makes of a tile
+};
+
 // What a call is given besides `Call`; the host has the same layout in `cuda/params.rs`.
 struct MatmulWork {
     TensorMap left;  // all ranks' parts
@@ -42,6 +55,7 @@ struct MatmulWork {
     const char* incoming;     // and products of them, in the same order
     u64 part_bytes;           // from one of these to the next
     MatmulControl* control;
+    float* partials;          // sums of tiles that blocks leave for others
     u32 rows;          // of a part
     u32 inner_blocks;  // blocks of the inner dimension
     u32 tile_rows;     // rows of a part's tiles, a multiple of CLUSTER
@@ -54,6 +68,7 @@ struct MatmulWork {
     u32 first_part;
     u32 end_part;
     u32 copies_rows;  // whether streams copy rows that have arrived
+    Split split;
 };
 static_assert(sizeof(MatmulWork) == MATMUL_WORK_BYTES && sizeof(Comm) % 8 == 0, "layouts differ");
 

@@ -212,6 +212,11 @@ __device__ __forceinline__ unsigned long long factor(SharedAt at, bool transpose
                  ";" \
                  : SYMMPOOL_ALL_SUMS : "l"(left), "l"(right))
 
+// Waits until all batches have ended: only behind this the sums may be read.
+__device__ __forceinline__ void await_sums(float (&sums)[SUMS]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_ALL_SUMS :: "memory");
+}
+
 // Begins to multiply 64 rows of 32 bytes by 256 columns of as many, and adds the products to the sums.
 template <unsigned TYPE, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt left_at, SharedAt right_at) {
@@ -258,6 +263,7 @@ __device__ __forceinline__ void store_blocks(SharedAt, uint4) {}
 __device__ __forceinline__ void begin_products() {}
 __device__ __forceinline__ void end_batch() {}
 template <unsigned LEFT> __device__ __forceinline__ void await_products() {}
+__device__ __forceinline__ void await_sums(float (&)[SUMS]) {}
 template <unsigned TYPE, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt, SharedAt) {
     for (unsigned i = 0; i < SUMS; ++i) {

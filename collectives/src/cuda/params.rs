@@ -3,7 +3,7 @@
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::footprint::Footprint;
-use super::matmul::MOST_PRODUCTS;
+use super::matmul::{MOST_PRODUCTS, Split};
 use super::memory_operations::MemoryFlags;
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
@@ -157,6 +157,7 @@ pub(super) struct MatmulWork {
     pub(super) incoming: u64,
     pub(super) part_bytes: u64,
     pub(super) control: u64,
+    pub(super) partials: u64,
     pub(super) rows: u32,
     pub(super) inner_blocks: u32,
     pub(super) tile_rows: u32,
@@ -167,6 +168,7 @@ pub(super) struct MatmulWork {
     pub(super) first_part: u32,
     pub(super) end_part: u32,
     pub(super) copies_rows: u32,
+    pub(super) split: Split,
 }
 
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.

@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, Rows, TILE, are_aligned, are_sizes, are_types, taken,
-    tile_columns, tile_rows,
+    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, Rows, SCRATCH_BYTES, TILE, are_aligned, are_sizes,
+    are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
 
@@ -51,11 +51,16 @@ pub struct MatmulGather<'a> {
     pub slots: u64,
     /// As [`MatmulScatter::control`](crate::MatmulScatter::control), and the same memory may serve both.
     pub control: u64,
+    /// Memory of the device, any of it, and its bytes, for sums of tiles that blocks make together where there are too few
+    /// tiles for all blocks: [`Self::SCRATCH_BYTES`] are enough, and with less, or none, tiles are not divided.
+    pub scratch: (u64, usize),
 }
 
 impl MatmulGather<'_> {
     /// Bytes of [`Self::control`].
     pub const CONTROL_BYTES: usize = CONTROL_BYTES;
+    /// Bytes of [`Self::scratch`] that are enough on every device.
+    pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Right matrices of a call at most.
     pub const MOST_PRODUCTS: usize = 4;
 
@@ -159,6 +164,7 @@ mod tests {
             gathered: 0,
             slots: 0,
             control: 0,
+            scratch: (0, 0),
         }
     }
 

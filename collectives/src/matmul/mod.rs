@@ -89,6 +89,8 @@ pub(crate) const CLUSTER: usize = 2;
 pub(crate) const MOST_CHUNKS: usize = 8;
 /// Bytes of the memory that calls keep their flags in.
 const CONTROL_BYTES: usize = 4096;
+/// Bytes of the sums of a tile for each SM of a device of compute capability 9.0, which has 132 of them, with some to spare.
+const SCRATCH_BYTES: usize = 144 * 4 * TILE.0 * TILE.1;
 /// Matrices, and their rows, begin at multiples of so many bytes.
 const ALIGNMENT: usize = 16;
 /// The driver counts rows and columns in 32 bits, and the kernel tiles.

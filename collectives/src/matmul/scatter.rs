@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, Rows, TILE, are_aligned, are_sizes, are_types, taken,
-    tile_columns, tile_rows,
+    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, Rows, SCRATCH_BYTES, TILE, are_aligned, are_sizes,
+    are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
 
@@ -47,11 +47,16 @@ pub struct MatmulScatter {
     /// And [`Self::CONTROL_BYTES`] bytes for the calls' own use: zeros before a communicator's first call that is given
     /// them, and of no other communicator from then on.
     pub control: u64,
+    /// Memory of the device, any of it, and its bytes, for sums of tiles that blocks make together where there are too few
+    /// tiles for all blocks: [`Self::SCRATCH_BYTES`] are enough, and with less, or none, tiles are not divided.
+    pub scratch: (u64, usize),
 }
 
 impl MatmulScatter {
     /// Bytes of [`Self::control`].
     pub const CONTROL_BYTES: usize = CONTROL_BYTES;
+    /// Bytes of [`Self::scratch`] that are enough on every device.
+    pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
 
     /// Bytes of [`Self::parts`], for `world` ranks.
     #[must_use]
@@ -125,6 +130,7 @@ mod tests {
             mean: false,
             parts: 0,
             control: 0,
+            scratch: (0, 0),
         }
     }
 

@@ -112,6 +112,17 @@ def _place(matrix: torch.Tensor) -> tuple[int, int]:
     return matrix.data_ptr(), _pitch(matrix)
 
 
+class _Memory:
+    """Memory of a call: what data travels through and what flags are in, both at one place of the pool on all
+    ranks, and for sums of the kernel."""
+
+    def __init__(self, call: Call, bytes: int, scratch: int, control: int) -> None:
+        begin = -(-bytes // _ALIGNMENT) * _ALIGNMENT
+        address = call.reserve(begin + scratch, control).data_ptr()
+        self.places = (address, workspace.control_of(call.entry).data_ptr())
+        self.scratch = (address + begin, scratch)
+
+
 class _Scales:
     """Scales as the kernel reads them, which live as long as this: a number of another type, or on the CPU,
     is copied."""
@@ -138,8 +149,8 @@ def gather_multiply(
     entry, world = call.entry, call.world
     count, inner = rows.shape
     kind = DTYPES[rows.dtype]
-    pitch, slots_bytes, control_bytes = _gather_memory(kind, count, inner, world)
-    memory = call.reserve(slots_bytes, control_bytes)
+    pitch, slots_bytes, scratch_bytes, control_bytes = _gather_memory(kind, count, inner, world)
+    memory = _Memory(call, slots_bytes, scratch_bytes, control_bytes)
     left = rows
     if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous() or pitch != inner * rows.itemsize:
         left = _empty(count, inner, rows, rows.dtype).copy_(rows)
@@ -160,11 +171,8 @@ def gather_multiply(
             described,
             _is_by_rows(products[0]),
             (count, inner),
-            (
-                0 if gathered is None else gathered.data_ptr(),
-                memory.data_ptr(),
-                workspace.control_of(entry).data_ptr(),
-            ),
+            (0 if gathered is None else gathered.data_ptr(), *memory.places),
+            memory.scratch,
             call.described[3],
         )
     except TimeoutError as error:
@@ -185,8 +193,7 @@ def multiply_scatter(
     It runs on the current stream."""
     entry, world = call.entry, call.world
     rows, columns = left.shape[0] // world, product.right.shape[1]
-    parts_bytes, control_bytes = _matmul_memory(rows, columns, world)
-    memory = call.reserve(parts_bytes, control_bytes)
+    memory = _Memory(call, *_matmul_memory(rows, columns, world))
     left, right = _aligned(left), _right(product)
     out = _empty(rows, columns, left, dtype)
     factors = (scale, product.right_scale) if product.is_scaled else (None, None)
@@ -201,7 +208,8 @@ def multiply_scatter(
             (scales.address(factors[0]), scales.address(factors[1])),
             (rows, left.shape[1], columns),
             reduce_op == "avg",
-            (memory.data_ptr(), workspace.control_of(entry).data_ptr()),
+            memory.places,
+            memory.scratch,
             call.described[3],
         )
     except TimeoutError as error:

@@ -9,7 +9,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::super::engine::CudaEngine;
 use super::super::params::{MatmulProduct, MatmulWork};
-use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS};
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS, Split};
 use crate::host::call::Call;
 use crate::jit::sources::MATMUL_GATHER;
 use crate::{MatmulGather, Rows};
@@ -39,6 +39,7 @@ impl CudaEngine {
             mode: self.matmul_mode(gather.right_by_rows, gather.out_dtype)?,
             call: &call,
             first_parts: 1,
+            scratch: gather.scratch,
         };
         let send = |engine: &mut Self, sending| engine.send_rows(gather, sending);
         // SAFETY: the caller's promise; maps and slots have the sizes that the products were checked for.
@@ -81,6 +82,7 @@ impl CudaEngine {
             incoming: 0,
             part_bytes: 0,
             control: gather.control,
+            partials: 0,
             rows: rows as u32,
             inner_blocks: (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32,
             tile_rows: gather.tile_rows() as u32,
@@ -91,6 +93,7 @@ impl CudaEngine {
             first_part: 0,
             end_part: world,
             copies_rows: (gather.gathered != 0).into(),
+            split: Split::none(0),
         })
     }
 

@@ -4,11 +4,12 @@
 //! | --- | --- |
 //! | `scatter` | products that are added up over all ranks: `fused/matmul_scatter.cu` |
 //! | `gather` | products of the rows of all ranks: `fused/matmul_gather.cu` |
+//! | `split` | how tiles that fill no whole wave are divided among the blocks |
 //!
 //! One kernel makes the whole product, if the communicator has the device to itself; it waits at its end for what other
 //! ranks send, on all SMs. Where kernels of other communicators may need SMs meanwhile, two launches make the product: the
-//! second one has the parts that wait, behind a kernel of one block that waits for them. Both give the same bits, and ranks
-//! may differ in it.
+//! second one has the parts that wait, behind a kernel of one block that waits for them. Ranks may differ in it. Tiles are
+//! divided only in a single launch, so sums of the two forms may differ in their last bits.
 //!
 //! Two streams of the engine's send in turn, by copy engines; so one copy starts while the other one ends.
 
@@ -16,6 +17,7 @@
 
 mod gather;
 mod scatter;
+mod split;
 
 use std::ffi::c_uint;
 
@@ -33,6 +35,7 @@ use crate::jit::sources::MATMUL_WAIT;
 use crate::jit::{Arch, Kernel};
 use crate::matmul::{CLUSTER, MOST_CHUNKS};
 use crate::{DType, ReduceOp, Rows};
+pub(super) use split::Split;
 
 /// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul.cuh`.
 pub(super) const SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 30 * 16 + 1024;
@@ -44,6 +47,10 @@ const WAIT_THREADS: u32 = 32;
 const BLOCK_BYTES: usize = 128;
 /// Streams that send in turn.
 const SENDING_STREAMS: usize = 2;
+/// Bytes of the sums of a tile.
+const TILE_SUMS_BYTES: u64 = 4 * 128 * 256;
+/// Tiles whose sums helpers may leave in memory: `MOST_PARTIAL_TILES` in `fused/matmul_work.cuh`.
+const MOST_PARTIAL_TILES: u32 = 144;
 /// Right matrices of a call at most.
 pub(super) const MOST_PRODUCTS: usize = crate::MatmulGather::MOST_PRODUCTS;
 
@@ -63,7 +70,8 @@ impl Control {
     }
 
     fn finished(&self, rank: u32, chunk: usize) -> u64 {
-        self.arrived(self.world as u32, 0) + 4 * Self::of(rank, chunk)
+        let partial = 8 * 2 * u64::from(MOST_PARTIAL_TILES);
+        self.arrived(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
     }
 
     fn received(&self, rank: u32) -> u64 {
@@ -87,6 +95,21 @@ struct Product<'a> {
     call: &'a Call,
     /// Parts that wait for nobody, which a launch can make by itself.
     first_parts: u32,
+    /// Memory for the sums of helpers.
+    scratch: (u64, usize),
+}
+
+impl Product<'_> {
+    /// How so many tiles are divided among so many blocks, if there is the memory for it.
+    fn split(&self, work: &MatmulWork, (tiles, blocks): (u32, u32), cluster: u32) -> Split {
+        let split = Split::of(tiles / cluster, blocks / cluster, work.inner_blocks);
+        let partial = split.partial_tiles() * cluster;
+        let bytes = u64::from(partial) * TILE_SUMS_BYTES;
+        if partial > MOST_PARTIAL_TILES || bytes > self.scratch.1 as u64 {
+            return Split::none(tiles / cluster);
+        }
+        split
+    }
 }
 
 impl CudaEngine {
@@ -136,10 +159,17 @@ impl CudaEngine {
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
         let wait = if apart { Some(self.kernel(wait)?) } else { None };
         let params = CallParams::of(product.call);
-        let most = kernel.processors as usize / CLUSTER * CLUSTER;
-        let tiles = work.tile_rows as usize * work.tile_columns as usize;
-        let grid = |parts: u32| ((parts as usize * tiles).min(most) as u32, THREADS);
+        let cluster = if product.mode.clusters { CLUSTER as u32 } else { 1 };
+        let most = kernel.processors / cluster * cluster;
+        let tiles = work.tile_rows * work.tile_columns;
+        let grid = |parts: u32| ((parts * tiles).min(most), THREADS);
         let first_parts = if apart { product.first_parts } else { world };
+        let split = if apart {
+            Split::none(world * tiles / cluster)
+        } else {
+            product.split(&work, (world * tiles, grid(world).0), cluster)
+        };
+        let work = MatmulWork { partials: product.scratch.0, split, ..work };
         let sending = [self.copy_stream, self.result_stream];
         if world > 1 {
             // What peers wrote or read in an earlier call is over when this one begins, also for the copies.

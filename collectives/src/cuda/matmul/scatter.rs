@@ -8,7 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::super::engine::CudaEngine;
 use super::super::params::{MatmulProduct, MatmulWork, TensorMap};
-use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS};
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS, Split};
 use crate::MatmulScatter;
 use crate::host::call::Call;
 use crate::jit::sources::MATMUL_SCATTER;
@@ -39,6 +39,7 @@ impl CudaEngine {
             mode: self.matmul_mode(scatter.right_by_rows, scatter.out_dtype)?,
             call: &call,
             first_parts: self.world() - 1,
+            scratch: scatter.scratch,
         };
         let send = |engine: &mut Self, sending| engine.send_products(scatter, sending);
         // SAFETY: the caller's promise; maps and parts have the sizes that the product was checked for.
@@ -70,6 +71,7 @@ impl CudaEngine {
             incoming: scatter.parts + u64::from(world - 1) * part,
             part_bytes: part,
             control: scatter.control,
+            partials: 0,
             rows: rows as u32,
             inner_blocks: (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32,
             tile_rows: tile_rows as u32,
@@ -80,6 +82,7 @@ impl CudaEngine {
             first_part: 0,
             end_part: world,
             copies_rows: 0,
+            split: Split::none(0),
         })
     }
 

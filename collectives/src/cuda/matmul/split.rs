@@ -1,0 +1,133 @@
+//! How the tiles are divided that fill no whole wave: along the inner dimension, as stream-K decompositions do (Osama et al.,
+//! "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU", 2023).
+//!
+//! A wave is as many tiles as there are clusters of blocks. If the last one has few, the other clusters help: each makes the
+//! products of a part of the inner dimension, for one of these tiles or several, and leaves the sums in memory for the cluster
+//! that makes the rest of it.
+
+/// Blocks of the inner dimension that the last wave must save: what helpers leave in memory takes a few microseconds.
+const LEAST_SAVED: u32 = 8;
+
+/// What clusters make of a product: `Split` in `fused/matmul_work.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) struct Split {
+    /// Tiles that are made whole, from the first one on, as a cluster counts them.
+    pub(super) whole: u32,
+    /// Clusters that help with the others, from the first one on; each of the others makes one.
+    pub(super) helpers: u32,
+    /// Helpers of a tile, or else tiles of a helper: one of them is 1.
+    pub(super) per_tile: u32,
+    pub(super) per_helper: u32,
+    /// Blocks of the inner dimension that a helper makes of a tile.
+    pub(super) helper_blocks: u32,
+}
+
+impl Split {
+    /// All of `tiles` tiles are made whole.
+    pub(super) fn none(tiles: u32) -> Self {
+        Self { whole: tiles, helpers: 0, per_tile: 1, per_helper: 1, helper_blocks: 0 }
+    }
+
+    /// For so many tiles with so many blocks of the inner dimension, by so many clusters.
+    pub(super) fn of(tiles: u32, clusters: u32, inner_blocks: u32) -> Self {
+        let rest = tiles % clusters;
+        let helpers = clusters - rest;
+        // With less than a wave nobody is sure to be free before the others.
+        if rest == 0 || tiles < clusters {
+            return Self::none(tiles);
+        }
+        let (per_tile, per_helper) = (helpers / rest, rest.div_ceil(helpers));
+        let helper_blocks = inner_blocks / (per_tile.max(per_helper) + 1);
+        let split = Self {
+            whole: tiles - rest,
+            helpers,
+            per_tile: per_tile.max(1),
+            per_helper,
+            helper_blocks,
+        };
+        if split.saved() < LEAST_SAVED { Self::none(tiles) } else { split }
+    }
+
+    /// Blocks of the inner dimension by which the last wave is shorter.
+    fn saved(&self) -> u32 {
+        self.per_tile * self.helper_blocks
+    }
+
+    /// Sums of tiles that helpers leave in memory.
+    pub(super) fn partial_tiles(&self) -> u32 {
+        self.helpers * self.per_helper
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Who makes which blocks of which tile, as the kernel has it (`Tiles` in `fused/matmul.cuh`).
+    fn made(split: &Split, tiles: u32, clusters: u32, inner: u32) -> Vec<(u32, u32, u32, u32)> {
+        let rest = tiles - split.whole;
+        let mut found = Vec::new();
+        for cluster in 0..clusters {
+            let mut tile = cluster;
+            while tile < split.whole {
+                found.push((cluster, tile, 0, inner));
+                tile += clusters;
+            }
+            if cluster >= split.helpers {
+                if cluster - split.helpers < rest {
+                    let begin = split.per_tile * split.helper_blocks;
+                    found.push((cluster, split.whole + cluster - split.helpers, begin, inner));
+                }
+                continue;
+            }
+            for item in cluster * split.per_helper..(cluster + 1) * split.per_helper {
+                let (tile, nth) = (item / split.per_tile, item % split.per_tile);
+                if tile < rest {
+                    let begin = nth * split.helper_blocks;
+                    found.push((cluster, split.whole + tile, begin, begin + split.helper_blocks));
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn every_block_of_every_tile_is_made_once_and_no_cluster_makes_much_more_than_its_share() {
+        for clusters in [1, 2, 3, 7, 66] {
+            for tiles in 1..5 * clusters {
+                for inner in [1, 8, 30, 64, 128] {
+                    let split = Split::of(tiles, clusters, inner);
+                    let made = made(&split, tiles, clusters, inner);
+                    let mut blocks = vec![0; (tiles * inner) as usize];
+                    let mut work = vec![0; clusters as usize];
+                    for (cluster, tile, begin, end) in made {
+                        work[cluster as usize] += end - begin;
+                        (begin..end).for_each(|block| blocks[(tile * inner + block) as usize] += 1);
+                    }
+                    assert!(blocks.iter().all(|&count| count == 1), "{tiles} by {clusters}");
+                    let most = work.into_iter().max().unwrap_or(0);
+                    let undivided = tiles.div_ceil(clusters) * inner;
+                    assert!(most <= undivided, "{split:?}");
+                    if split != Split::none(tiles) {
+                        assert!(most + LEAST_SAVED <= undivided, "{split:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_wave_is_as_long_as_its_tiles_divide() {
+        // 28 tiles for 66 clusters: each by two. 47: by 19 helpers, of which each takes a quarter of three.
+        let half = Split::of(160, 66, 64);
+        assert_eq!((half.whole, half.helpers, half.per_tile, half.helper_blocks), (132, 38, 1, 32));
+        let quarter = Split::of(640, 66, 64);
+        assert_eq!((quarter.helpers, quarter.per_helper, quarter.helper_blocks), (20, 3, 16));
+        let several = Split::of(1792, 66, 64);
+        assert_eq!((several.helpers, several.per_tile, several.helper_blocks), (56, 5, 10));
+        // Too short to be worth it, and less than a wave.
+        assert_eq!(Split::of(160, 66, 12), Split::none(160));
+        assert_eq!(Split::of(60, 66, 64), Split::none(60));
+    }
+}
