@@ -34,11 +34,15 @@ constexpr u32 TILE_BYTES = GROUPS * PIECES * PIECE_BYTES;
 // Rows of tiles that are made together, so that their blocks of the right matrix are in the cache.
 constexpr u32 ROWS_TOGETHER = 8;
 
-// Where barriers lie behind blocks and pieces, and how many bytes there are.
+// Buffers through which a warp copies.
+constexpr u32 BUFFERS = 2, BUFFER_BYTES = 8192;
+
+// Where buffers and barriers lie behind blocks and pieces, and how many bytes there are.
 constexpr u32 BARRIER_BYTES = 16;
 constexpr u32 PIECES_AT = STAGES * (LEFT_BYTES + RIGHT_BYTES);
-constexpr u32 BARRIERS_AT = PIECES_AT + TILE_BYTES;
-constexpr u32 SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 3 * GROUPS * PIECES) * BARRIER_BYTES;
+constexpr u32 BUFFERS_AT = PIECES_AT + TILE_BYTES;
+constexpr u32 BARRIERS_AT = BUFFERS_AT + BUFFERS * BUFFER_BYTES;
+constexpr u32 SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 3 * GROUPS * PIECES + BUFFERS) * BARRIER_BYTES;
 
 // A tile, as a block of a cluster sees it.
 struct Tile {
@@ -77,16 +81,16 @@ class Tiles {
     // A tile that several clusters make.
     __device__ __forceinline__ bool next_of_rest(Tile& tile) {
         const Split& split = work_.split;
-        const u32 all = work_.end_part * each(), rest = all > split.whole ? all - split.whole : 0;
-        const u32 cluster = blockIdx.x / CLUSTER;
+        const u32 begin = work_.first_part * each(), cluster = blockIdx.x / CLUSTER;
         tile.helps = cluster < split.helpers;
         const u32 item = tile.helps ? cluster * split.per_helper + rest_ : cluster - split.helpers;
         const u32 nth = tile.helps ? item / split.per_tile : item;
-        if (nth >= rest || rest_ == (tile.helps ? split.per_helper : 1)) {
+        const u32 of_all = (begin < split.whole ? split.whole : begin) + nth;
+        if (of_all >= work_.end_part * each() || rest_ == (tile.helps ? split.per_helper : 1)) {
             return false;
         }
         ++rest_;
-        place(tile, split.whole + nth);
+        place(tile, of_all);
         if (tile.helps) {
             tile.begin = item % split.per_tile * split.helper_blocks;
             tile.end = tile.begin + split.helper_blocks;
@@ -148,6 +152,7 @@ public:
     __device__ __forceinline__ SharedAt piece(u32 group, u32 nth) const {
         return begin_ + PIECES_AT + (group * PIECES + nth) * PIECE_BYTES;
     }
+    __device__ __forceinline__ SharedAt buffer(u32 nth) const { return begin_ + BUFFERS_AT + nth * BUFFER_BYTES; }
     // A stage's blocks are there; and all groups of the cluster have multiplied them.
     __device__ __forceinline__ SharedAt is_full(u32 stage) const { return barrier(stage); }
     __device__ __forceinline__ SharedAt is_empty(u32 stage) const { return barrier(STAGES + stage); }
@@ -162,12 +167,17 @@ public:
         return barrier(2 * STAGES + (2 * GROUPS + group) * PIECES + nth);
     }
 
+    // A buffer was loaded.
+    __device__ __forceinline__ SharedAt is_filled(u32 nth) const {
+        return barrier(2 * STAGES + 3 * GROUPS * PIECES + nth);
+    }
+
     __device__ __forceinline__ void make_barriers() const {
         for (u32 stage = 0; stage < STAGES; ++stage) {
             make_barrier(is_full(stage), 1);
             make_barrier(is_empty(stage), GROUPS * CLUSTER);
         }
-        for (u32 nth = 0; nth < 3 * GROUPS * PIECES; ++nth) {
+        for (u32 nth = 0; nth < 3 * GROUPS * PIECES + BUFFERS; ++nth) {
             make_barrier(barrier(2 * STAGES + nth), 1);
         }
         publish_barriers();
@@ -335,13 +345,6 @@ protected:
         }
     }
 
-    // Multiplies sums of 8-bit floats by the factors of both matrices.
-    __device__ __forceinline__ void scale(const float* left, const float* right) {
-        if constexpr (TYPE == MULTIPLIES_E4M3) {
-            scale((left ? *left : 1.0f) * (right ? *right : 1.0f));
-        }
-    }
-
     // Where this thread's vectors of a piece lie, if they are in the order of threads.
     __device__ __forceinline__ SharedAt vectors(u32 piece) const { return shared_.piece(group_, piece) + 16 * thread_; }
 
@@ -366,6 +369,14 @@ protected:
         end_piece(piece);
     }
 };
+
+// The factor of a product's sums. To be read before they are made, as loads take a while.
+__device__ __forceinline__ float scale_of(const MatmulWork& work, const MatmulProduct& product) {
+    if constexpr (TYPE != MULTIPLIES_E4M3) {
+        return 1;
+    }
+    return (work.left_scale ? *work.left_scale : 1.0f) * (product.right_scale ? *product.right_scale : 1.0f);
+}
 
 // A warp stores a piece that is written row by row, if it has any rows of the part.
 __device__ __forceinline__ void store_rows(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 piece,

@@ -91,13 +91,16 @@ public:
         Tile tile;
 #pragma unroll 1
         for (u32 nth = 0; tiles.next(tile); ++nth) {
+            const float factor = scale_of(work, Place(work, tile).product);
             multiply_tile(tile);
             if (tile.helps) {
                 leave_partial(tile);
                 continue;
             }
             add_partials(tile);
-            scale(work.left_scale, Place(work, tile).product.right_scale);
+            if (TYPE == MULTIPLIES_E4M3) {
+                scale(factor);
+            }
 #pragma unroll
             for (u32 piece = 0; piece < PIECES; ++piece) {
                 // In the first tile pieces are free from the beginning.
@@ -108,16 +111,38 @@ public:
     }
 };
 
-// Lets this rank's streams copy a rank's rows when all of them have arrived.
-__device__ __forceinline__ void release_copies(const Session& session, const MatmulWork& work) {
-    for (u32 part = 1; part < WORLD; ++part) {
+// Copies rows, as they arrive, to where they are wanted: each block's share of them, by one thread. A copy within the device
+// that a stream makes would be a kernel, which finds no room beside this one.
+__device__ __forceinline__ void copy_rows(const Session& session, const MatmulWork& work, const SharedMemory& shared) {
+    const u64 chunk_bytes = work.chunk_tiles * TILE_ROWS * (work.part_bytes / work.rows);
+    u32 nth = 0;
+#pragma unroll 1
+    for (u32 part = work.first_part; part < work.end_part; ++part) {
         const u32 rank = rank_of(session.comm, part);
+        const char* from = part == 0 ? work.outgoing : work.incoming + rank * work.part_bytes;
+        char* to = work.gathered + rank * work.part_bytes;
+#pragma unroll 1
         for (u32 chunk = 0; chunk < work.chunks; ++chunk) {
-            await_chunk(session, work, rank, chunk);
+            if (part != 0) {
+                await_chunk(session, work, rank, chunk);
+                fence_for_loads();
+            }
+            const u64 begin = chunk * chunk_bytes;
+            const u64 end = work.part_bytes - begin < chunk_bytes ? work.part_bytes : begin + chunk_bytes;
+#pragma unroll 1
+            for (u64 at = begin + blockIdx.x * BUFFER_BYTES; at < end; at += gridDim.x * BUFFER_BYTES, ++nth) {
+                const u32 bytes = end - at < BUFFER_BYTES ? static_cast<u32>(end - at) : BUFFER_BYTES;
+                const u32 buffer = nth % BUFFERS;
+                // What the buffer held before has left it.
+                await_bulk_reads<BUFFERS - 1>();
+                arrive_expecting(shared.is_filled(buffer), bytes);
+                load_bytes(shared.buffer(buffer), from + at, bytes, shared.is_filled(buffer));
+                await_phase(shared.is_filled(buffer), nth / BUFFERS);
+                store_bytes(to + at, shared.buffer(buffer), bytes);
+            }
         }
-        fence();
-        atomicAdd(&work.control->received[rank], 1u);
     }
+    await_bulk_stores<0>();
 }
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
@@ -135,10 +160,12 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
         load(session, work, shared, block);
     } else if (threadIdx.x % 32 == 0 && warp >= MOVING_WARPS && warp < ENTERING_WARP) {
         store_pieces(comm, work, shared, block, warp - MOVING_WARPS);
-    } else if (warp == ENTERING_WARP && blockIdx.x == 0 && work.first_part == 0) {
-        enter(session, call, work, threadIdx.x % 32);
-        if (work.copies_rows && threadIdx.x % 32 == 0) {
-            release_copies(session, work);
+    } else if (warp == ENTERING_WARP) {
+        if (blockIdx.x == 0 && work.first_part == 0) {
+            enter(session, call, work, threadIdx.x % 32);
+        }
+        if (work.gathered != nullptr && threadIdx.x % 32 == 0) {
+            copy_rows(session, work, shared);
         }
     }
     end_block();

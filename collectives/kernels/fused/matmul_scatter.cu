@@ -122,6 +122,7 @@ public:
     __device__ __forceinline__ void run(const MatmulWork& work) {
         Tiles tiles(work, block_);
         Tile tile;
+        const float factor = scale_of(work, work.products[0]);
 #pragma unroll 1
         for (; tiles.next(tile); ++freed_) {
             multiply_tile(tile);
@@ -130,7 +131,9 @@ public:
                 continue;
             }
             add_partials(tile);
-            scale(work.left_scale, work.products[0].right_scale);
+            if (TYPE == MULTIPLIES_E4M3) {
+                scale(factor);
+            }
             if (is_own(tile)) {
                 if (WORLD > 1) {
                     add_others();

@@ -24,7 +24,6 @@ struct MatmulControl {
     u64 arrived[WORLD][MOST_CHUNKS];   // the epoch in which a chunk of a rank has arrived
     u64 partial[MOST_PARTIAL_TILES][GROUPS];  // 1 when a group's sums are in memory; who adds them sets it back
     u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back
-    u32 received[WORLD];               // 1 when all rows of a rank have arrived, for streams that set it back
     u32 entered[SENDING_STREAMS];      // 1 when all ranks have begun the call; the streams set it back
 };
 
@@ -51,9 +50,12 @@ struct MatmulWork {
     TensorMap own;   // this rank's part, where it is sent to the others
     MatmulProduct products[MOST_PRODUCTS];
     const float* left_scale;  // as `right_scale`
-    char* outgoing;           // products for the ranks after this one, the next one's first
-    const char* incoming;     // and products of them, in the same order
-    u64 part_bytes;           // from one of these to the next
+    // What other ranks get and what they send, in parts: products for the ranks after this one, the next one's first, and of
+    // them, in the same order; or this rank's rows, and all ranks' rows.
+    char* outgoing;
+    const char* incoming;
+    u64 part_bytes;           // from one of these parts to the next
+    char* gathered;           // where all ranks' rows are copied to, or null
     MatmulControl* control;
     float* partials;          // sums of tiles that blocks leave for others
     u32 rows;          // of a part
@@ -67,7 +69,6 @@ struct MatmulWork {
     // The parts that a launch makes, in the order of the kernel.
     u32 first_part;
     u32 end_part;
-    u32 copies_rows;  // whether streams copy rows that have arrived
     Split split;
 };
 static_assert(sizeof(MatmulWork) == MATMUL_WORK_BYTES && sizeof(Comm) % 8 == 0, "layouts differ");

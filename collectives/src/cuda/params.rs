@@ -156,6 +156,7 @@ pub(super) struct MatmulWork {
     pub(super) outgoing: u64,
     pub(super) incoming: u64,
     pub(super) part_bytes: u64,
+    pub(super) gathered: u64,
     pub(super) control: u64,
     pub(super) partials: u64,
     pub(super) rows: u32,
@@ -167,7 +168,6 @@ pub(super) struct MatmulWork {
     pub(super) factor: f32,
     pub(super) first_part: u32,
     pub(super) end_part: u32,
-    pub(super) copies_rows: u32,
     pub(super) split: Split,
 }
 

@@ -255,6 +255,10 @@ def main():
                 checks.gather((rows, inner), 0, torch.bfloat16, (columns,), seed)
                 checks.scatter((rows * world, inner), 0, torch.bfloat16, columns, "sum", seed)
                 checks.scatter((rows * world, inner), 0, torch.bfloat16, columns, "avg", seed)
+            # Blocks that share the last tiles: one helps with two of them, or with one.
+            for rows, inner, columns in ((256, 8192, 14080), (256, 4096, 20224)):
+                checks.gather((rows, inner), 0, torch.bfloat16, (columns,), seed)
+                checks.scatter((rows * world, inner), 0, torch.bfloat16, columns, "sum", seed)
             if torch.cuda.get_device_capability() >= (8, 9):
                 for rowwise in (False, True):
                     checks.fp8(64 * world, 64, 128, rowwise, seed)

@@ -1,7 +1,6 @@
 //! Products of the rows of all ranks.
 //!
-//! Streams copy this rank's rows to the others when all ranks have begun the call, and then, if anyone wants them, what has
-//! arrived of the others to where it is wanted.
+//! Streams copy this rank's rows to the others when all ranks have begun the call.
 
 #![allow(unsafe_code)] // passes on addresses, about which callers promise
 
@@ -43,13 +42,7 @@ impl CudaEngine {
         };
         let send = |engine: &mut Self, sending| engine.send_rows(gather, sending);
         // SAFETY: the caller's promise; maps and slots have the sizes that the products were checked for.
-        unsafe { self.multiply(&product, work, stream, send) }?;
-        if self.world() > 1 || gather.gathered == 0 {
-            return Ok(());
-        }
-        let bytes = gather.part_bytes() as u64;
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_outside_calls(gather.gathered, gather.left.begin, bytes, stream) }
+        unsafe { self.multiply(&product, work, stream, send) }
     }
 
     fn gather_work(&self, gather: &MatmulGather<'_>) -> Result<MatmulWork> {
@@ -78,9 +71,10 @@ impl CudaEngine {
             own,
             products,
             left_scale: gather.left_scale,
-            outgoing: 0,
-            incoming: 0,
-            part_bytes: 0,
+            outgoing: gather.left.begin,
+            incoming: gather.slots,
+            part_bytes: gather.part_bytes() as u64,
+            gathered: gather.gathered,
             control: gather.control,
             partials: 0,
             rows: rows as u32,
@@ -92,12 +86,11 @@ impl CudaEngine {
             factor: 1.0,
             first_part: 0,
             end_part: world,
-            copies_rows: (gather.gathered != 0).into(),
             split: Split::none(0),
         })
     }
 
-    /// Copies this rank's rows to all others, the next one first, and then all rows to where they are wanted.
+    /// Copies this rank's rows to all others, the next one first.
     fn send_rows(
         &mut self,
         gather: &MatmulGather<'_>,
@@ -118,21 +111,6 @@ impl CudaEngine {
                 // SAFETY: the rows are the caller's, and slots and the control memory are windows, as it promised.
                 unsafe { self.send_chunk(&control, ends, end - begin, (peer, chunk), copies) }?;
             }
-        }
-        if gather.gathered == 0 {
-            return Ok(());
-        }
-        for (distance, copies) in (0..world).zip(streams) {
-            let source = (rank + world - distance) % world;
-            let from = if distance == 0 {
-                gather.left.begin
-            } else {
-                self.memory_operations.await_own(control.received(source), 1, copies)?;
-                slot(source)
-            };
-            let to = gather.gathered + u64::from(source) * part;
-            // SAFETY: as above; what is wanted has room for all ranks' rows.
-            unsafe { self.copy_outside_calls(to, from, part, copies) }?;
         }
         Ok(())
     }

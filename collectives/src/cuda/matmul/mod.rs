@@ -8,8 +8,8 @@
 //!
 //! One kernel makes the whole product, if the communicator has the device to itself; it waits at its end for what other
 //! ranks send, on all SMs. Where kernels of other communicators may need SMs meanwhile, two launches make the product: the
-//! second one has the parts that wait, behind a kernel of one block that waits for them. Ranks may differ in it. Tiles are
-//! divided only in a single launch, so sums of the two forms may differ in their last bits.
+//! second one has the parts that wait, behind a kernel of one block that waits for them. Both give the same bits, and ranks
+//! may differ in it.
 //!
 //! Two streams of the engine's send in turn, by copy engines; so one copy starts while the other one ends.
 
@@ -38,7 +38,7 @@ use crate::{DType, ReduceOp, Rows};
 pub(super) use split::Split;
 
 /// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul.cuh`.
-pub(super) const SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 30 * 16 + 1024;
+pub(super) const SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 2 * 8192 + 32 * 16 + 1024;
 /// Threads of a block.
 const THREADS: u32 = 384;
 /// And of the one that waits.
@@ -74,12 +74,8 @@ impl Control {
         self.arrived(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
     }
 
-    fn received(&self, rank: u32) -> u64 {
-        self.finished(self.world as u32, 0) + 4 * u64::from(rank)
-    }
-
     fn entered(&self, stream: usize) -> u64 {
-        self.received(self.world as u32) + 4 * stream as u64
+        self.finished(self.world as u32, 0) + 4 * stream as u64
     }
 
     fn of(rank: u32, chunk: usize) -> u64 {
@@ -162,13 +158,10 @@ impl CudaEngine {
         let cluster = if product.mode.clusters { CLUSTER as u32 } else { 1 };
         let most = kernel.processors / cluster * cluster;
         let tiles = work.tile_rows * work.tile_columns;
-        let grid = |parts: u32| ((parts * tiles).min(most), THREADS);
+        // All blocks, also of a launch that has fewer tiles: what each of them helps with must not depend on it.
+        let grid = ((world * tiles).min(most), THREADS);
         let first_parts = if apart { product.first_parts } else { world };
-        let split = if apart {
-            Split::none(world * tiles / cluster)
-        } else {
-            product.split(&work, (world * tiles, grid(world).0), cluster)
-        };
+        let split = product.split(&work, (world * tiles, grid.0), cluster);
         let work = MatmulWork { partials: product.scratch.0, split, ..work };
         let sending = [self.copy_stream, self.result_stream];
         if world > 1 {
@@ -178,7 +171,7 @@ impl CudaEngine {
         let first = MatmulWork { first_part: 0, end_part: first_parts, ..work };
         let rest = MatmulWork { first_part: first_parts, end_part: world, ..work };
         // SAFETY: the caller's promise.
-        unsafe { self.launch_with_work(kernel, grid(first_parts), &params, &first, stream) }?;
+        unsafe { self.launch_with_work(kernel, grid, &params, &first, stream) }?;
         if world == 1 {
             return Ok(());
         }
@@ -188,7 +181,6 @@ impl CudaEngine {
                 let one = (1, WAIT_THREADS);
                 // SAFETY: as above.
                 unsafe { self.launch_with_work(wait, one, &params, &rest, stream) }?;
-                let grid = grid(world - first_parts);
                 // SAFETY: as above.
                 unsafe { self.launch_with_work(kernel, grid, &params, &rest, stream) }?;
             }

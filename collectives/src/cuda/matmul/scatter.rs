@@ -70,6 +70,7 @@ impl CudaEngine {
             outgoing: scatter.parts,
             incoming: scatter.parts + u64::from(world - 1) * part,
             part_bytes: part,
+            gathered: 0,
             control: scatter.control,
             partials: 0,
             rows: rows as u32,
@@ -81,7 +82,6 @@ impl CudaEngine {
             factor: if scatter.mean { 1.0 / world as f32 } else { 1.0 },
             first_part: 0,
             end_part: world,
-            copies_rows: 0,
             split: Split::none(0),
         })
     }
