@@ -402,7 +402,24 @@ __device__ __forceinline__ void begin_call(Session& session, const MatmulWork& w
     }
 }
 
-// The handshake, for which streams wait that send. Called by a warp of the first block.
+// Tells all other ranks which chunks they have got, as streams send them. Called by one thread. Copying a word behind each
+// chunk would keep the copy engine from the next one for as long as 3 MB take.
+__device__ __forceinline__ void announce_chunks(const Session& session, const MatmulWork& work) {
+#pragma unroll 1
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 peer = session.comm.after(distance);
+#pragma unroll 1
+        for (u32 chunk = 0; chunk < work.chunks; ++chunk) {
+            u64* sent = &work.control->sent[peer][chunk];
+            while (load_acquire(sent) == 0) {
+            }
+            *sent = 0;
+            store_release(session.comm.at_peer(&work.control->arrived[session.comm.rank][chunk], peer), session.epoch);
+        }
+    }
+}
+
+// The handshake, for which streams wait that send, and what follows what they send. Called by a warp of the first block.
 __device__ __forceinline__ void enter(const Session& session, const Call& call, const MatmulWork& work, u32 lane) {
     if (!session.failed) {
         send_handshake<true>(session, call, lane, 32);
@@ -415,6 +432,7 @@ __device__ __forceinline__ void enter(const Session& session, const Call& call, 
         for (u32 stream = 0; stream < SENDING_STREAMS; ++stream) {
             atomicAdd(&work.control->entered[stream], 1u);
         }
+        announce_chunks(session, work);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Products of the rows of all ranks, which copy engines bring meanwhile: an all-gather and matmuls in one.
 //!
-//! Streams send this rank's rows to all others in chunks, and the call's epoch behind each, once the handshake has been made,
-//! by a warp of the first block. Tiles of this rank's own rows come first and wait for nobody; those of another rank's rows
+//! Streams send this rank's rows to all others in chunks, once the handshake has been made, by a warp of the first block; then
+//! the warp tells the others what has been sent. Tiles of this rank's own rows come first and wait for nobody; those of another rank's rows
 //! wait for their chunk: the nearest rank before this one first, which sends to this one first. They wait on all SMs. Where
 //! kernels of other communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`.
 //!
@@ -111,9 +111,10 @@ public:
     }
 };
 
-// Copies rows, as they arrive, to where they are wanted: each block's share of them, by one thread. A copy within the device
-// that a stream makes would be a kernel, which finds no room beside this one.
-__device__ __forceinline__ void copy_rows(const Session& session, const MatmulWork& work, const SharedMemory& shared) {
+// Copies rows, as they arrive, to where they are wanted: a share of them, by one thread of each block that is not busy with
+// other ranks. A copy within the device that a stream makes would be a kernel, which finds no room beside this one.
+__device__ __forceinline__ void copy_rows(const Session& session, const MatmulWork& work, const SharedMemory& shared,
+                                          u32 share, u32 shares) {
     const u64 chunk_bytes = work.chunk_tiles * TILE_ROWS * (work.part_bytes / work.rows);
     u32 nth = 0;
 #pragma unroll 1
@@ -130,7 +131,7 @@ __device__ __forceinline__ void copy_rows(const Session& session, const MatmulWo
             const u64 begin = chunk * chunk_bytes;
             const u64 end = work.part_bytes - begin < chunk_bytes ? work.part_bytes : begin + chunk_bytes;
 #pragma unroll 1
-            for (u64 at = begin + blockIdx.x * BUFFER_BYTES; at < end; at += gridDim.x * BUFFER_BYTES, ++nth) {
+            for (u64 at = begin + share * BUFFER_BYTES; at < end; at += shares * BUFFER_BYTES, ++nth) {
                 const u32 bytes = end - at < BUFFER_BYTES ? static_cast<u32>(end - at) : BUFFER_BYTES;
                 const u32 buffer = nth % BUFFERS;
                 // What the buffer held before has left it.
@@ -161,11 +162,12 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     } else if (threadIdx.x % 32 == 0 && warp >= MOVING_WARPS && warp < ENTERING_WARP) {
         store_pieces(comm, work, shared, block, warp - MOVING_WARPS);
     } else if (warp == ENTERING_WARP) {
+        const u32 busy = gridDim.x > 1 ? 1 : 0;
         if (blockIdx.x == 0 && work.first_part == 0) {
             enter(session, call, work, threadIdx.x % 32);
         }
-        if (work.gathered != nullptr && threadIdx.x % 32 == 0) {
-            copy_rows(session, work, shared);
+        if (work.gathered != nullptr && threadIdx.x % 32 == 0 && blockIdx.x >= busy) {
+            copy_rows(session, work, shared, blockIdx.x - busy, gridDim.x - busy);
         }
     }
     end_block();

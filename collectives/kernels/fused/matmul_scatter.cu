@@ -1,11 +1,12 @@
 //! A product of matrices of which every rank gets a part, added up over all ranks: a matmul and a reduce-scatter in one.
 //!
 //! Tiles for other ranks come first and go to this rank's memory. When a chunk of them is whole, a stream that has waited for
-//! that copies it to its rank by a copy engine, and the call's epoch behind it: stores of SMs over NVLink would delay the
-//! loads of the product by as long as they take. This rank's own tiles come last, and what other ranks have sent for them is
+//! that copies it to its rank by a copy engine: stores of SMs over NVLink would delay the loads of the product by as long as
+//! they take. This rank's own tiles come last, and what other ranks have sent for them is
 //! added in float32 before they are stored, in the order of ranks from this one on.
 //!
-//! The handshake is made by a warp of the first block; only copies to peers wait for it. Tiles for other ranks wait for
+//! The handshake is made by a warp of the first block, which then tells the others what has been sent; only copies to peers wait
+//! for it. Tiles for other ranks wait for
 //! nobody, so streams that wait for chunks always go on. Own tiles wait for chunks, on all SMs. Where kernels of other
 //! communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`. Defines: those of
 //! `fused/matmul.cuh`.

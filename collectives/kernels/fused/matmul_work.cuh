@@ -20,8 +20,9 @@ constexpr u32 MOST_PRODUCTS = 4;
 
 // What ranks write for each other, or for their own streams, in memory that is a window: zeros at first.
 struct MatmulControl {
-    u64 epoch;                         // of the call, which is copied behind each chunk
+    u64 epoch;                         // of the call
     u64 arrived[WORLD][MOST_CHUNKS];   // the epoch in which a chunk of a rank has arrived
+    u64 sent[WORLD][MOST_CHUNKS];      // 1 when a chunk was copied to a rank; the kernel sets it back
     u64 partial[MOST_PARTIAL_TILES][GROUPS];  // 1 when a group's sums are in memory; who adds them sets it back
     u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back
     u32 entered[SENDING_STREAMS];      // 1 when all ranks have begun the call; the streams set it back

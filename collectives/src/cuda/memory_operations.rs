@@ -264,6 +264,11 @@ impl MemoryOperations {
         self.shared.on_device(|| put(self.shared.api, &steps, stream))
     }
 
+    /// Writes a word of this rank's when the stream has done what it was given before.
+    pub(super) fn write_own(&self, word: u64, value: u32, stream: Stream) -> Result<()> {
+        self.shared.on_device(|| put(self.shared.api, &[Step::Write(word, value)], stream))
+    }
+
     /// Starts the thread that ends waits, when there is a first one.
     fn watch(&mut self) -> Result<()> {
         if self.thread.is_some() {

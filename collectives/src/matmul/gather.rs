@@ -9,7 +9,7 @@ use super::{
 use crate::DType;
 
 /// About how many bytes a chunk has: copies of fewer take longer for each byte, and tiles wait for all of one.
-const CHUNK_BYTES: usize = 4 << 20;
+const CHUNK_BYTES: usize = 16 << 20;
 
 /// A right matrix of [`MatmulGather`], and its product.
 #[derive(Clone, Copy, Debug)]

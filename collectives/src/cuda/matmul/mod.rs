@@ -61,17 +61,17 @@ struct Control {
 }
 
 impl Control {
-    fn epoch(&self) -> u64 {
-        self.begin
-    }
-
     fn arrived(&self, rank: u32, chunk: usize) -> u64 {
         self.begin + 8 + 8 * Self::of(rank, chunk)
     }
 
+    fn sent(&self, rank: u32, chunk: usize) -> u64 {
+        self.arrived(self.world as u32, 0) + 8 * Self::of(rank, chunk)
+    }
+
     fn finished(&self, rank: u32, chunk: usize) -> u64 {
         let partial = 8 * 2 * u64::from(MOST_PARTIAL_TILES);
-        self.arrived(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
+        self.sent(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
     }
 
     fn entered(&self, stream: usize) -> u64 {
@@ -197,7 +197,7 @@ impl CudaEngine {
         })
     }
 
-    /// Copies a chunk to a peer, and the call's epoch behind it.
+    /// Copies a chunk to a peer, and lets the kernel tell it so.
     ///
     /// # Safety
     ///
@@ -212,9 +212,7 @@ impl CudaEngine {
     ) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.copy_outside_calls(self.at_peer(to, peer), from, bytes, copies) }?;
-        let arrived = self.at_peer(control.arrived(self.rank(), chunk), peer);
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_outside_calls(arrived, control.epoch(), 8, copies) }
+        self.memory_operations.write_own(control.sent(peer, chunk), 1, copies)
     }
 
     /// Describes a right matrix.
