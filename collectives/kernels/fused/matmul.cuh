@@ -402,7 +402,7 @@ __device__ __forceinline__ void begin_call(Session& session, const MatmulWork& w
     }
 }
 
-// Tells all other ranks which chunks they have got, as streams send them. Called by one thread. Copying a word behind each
+// Tells all other ranks which chunks they have got, as the stream sends them. Called by one thread. Copying a word behind each
 // chunk would keep the copy engine from the next one for as long as 3 MB take.
 __device__ __forceinline__ void announce_chunks(const Session& session, const MatmulWork& work) {
 #pragma unroll 1
@@ -419,7 +419,7 @@ __device__ __forceinline__ void announce_chunks(const Session& session, const Ma
     }
 }
 
-// The handshake, for which streams wait that send, and what follows what they send. Called by a warp of the first block.
+// The handshake, for which the stream waits that sends, and what follows what it sends. Called by a warp of the first block.
 __device__ __forceinline__ void enter(const Session& session, const Call& call, const MatmulWork& work, u32 lane) {
     if (!session.failed) {
         send_handshake<true>(session, call, lane, 32);
@@ -429,9 +429,7 @@ __device__ __forceinline__ void enter(const Session& session, const Call& call, 
     if (lane == 0) {
         work.control->epoch = session.epoch;
         fence();
-        for (u32 stream = 0; stream < SENDING_STREAMS; ++stream) {
-            atomicAdd(&work.control->entered[stream], 1u);
-        }
+        atomicAdd(&work.control->entered, 1u);
         announce_chunks(session, work);
     }
 }

@@ -1,6 +1,6 @@
 //! Products of the rows of all ranks, which copy engines bring meanwhile: an all-gather and matmuls in one.
 //!
-//! Streams send this rank's rows to all others in chunks, once the handshake has been made, by a warp of the first block; then
+//! A stream sends this rank's rows to all others in chunks, once the handshake has been made, by a warp of the first block; then
 //! the warp tells the others what has been sent. Tiles of this rank's own rows come first and wait for nobody; those of another rank's rows
 //! wait for their chunk: the nearest rank before this one first, which sends to this one first. They wait on all SMs. Where
 //! kernels of other communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`.

@@ -7,7 +7,7 @@
 //!
 //! The handshake is made by a warp of the first block, which then tells the others what has been sent; only copies to peers wait
 //! for it. Tiles for other ranks wait for
-//! nobody, so streams that wait for chunks always go on. Own tiles wait for chunks, on all SMs. Where kernels of other
+//! nobody, so the stream that waits for chunks always goes on. Own tiles wait for chunks, on all SMs. Where kernels of other
 //! communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`. Defines: those of
 //! `fused/matmul.cuh`.
 

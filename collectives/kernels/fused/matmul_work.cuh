@@ -9,8 +9,6 @@ namespace symmpool {
 
 // Chunks that a part has at most: a copy engine sends each one by itself.
 constexpr u32 MOST_CHUNKS = 8;
-// Streams that send chunks in turn.
-constexpr u32 SENDING_STREAMS = 2;
 // Tiles whose sums blocks may leave in memory for others.
 constexpr u32 MOST_PARTIAL_TILES = 144;
 // Groups of warps of a block that multiply, each a half of a tile's rows.
@@ -25,7 +23,7 @@ struct MatmulControl {
     u64 sent[WORLD][MOST_CHUNKS];      // 1 when a chunk was copied to a rank; the kernel sets it back
     u64 partial[MOST_PARTIAL_TILES][GROUPS];  // 1 when a group's sums are in memory; who adds them sets it back
     u32 finished[WORLD][MOST_CHUNKS];  // halves of tiles of a chunk for a rank; its stream sets it back
-    u32 entered[SENDING_STREAMS];      // 1 when all ranks have begun the call; the streams set it back
+    u32 entered;                       // 1 when all ranks have begun the call; the stream that sends sets it back
 };
 
 // A right matrix, and its product.

@@ -1,6 +1,6 @@
 //! Products of the rows of all ranks.
 //!
-//! Streams copy this rank's rows to the others when all ranks have begun the call.
+//! A stream copies this rank's rows to the others when all ranks have begun the call.
 
 #![allow(unsafe_code)] // passes on addresses, about which callers promise
 
@@ -8,7 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::super::engine::CudaEngine;
 use super::super::params::{MatmulProduct, MatmulWork};
-use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS, Split};
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, Split};
 use crate::host::call::Call;
 use crate::jit::sources::MATMUL_GATHER;
 use crate::{MatmulGather, Rows};
@@ -40,7 +40,7 @@ impl CudaEngine {
             first_parts: 1,
             scratch: gather.scratch,
         };
-        let send = |engine: &mut Self, sending| engine.send_rows(gather, sending);
+        let send = |engine: &mut Self, copies| engine.send_rows(gather, copies);
         // SAFETY: the caller's promise; maps and slots have the sizes that the products were checked for.
         unsafe { self.multiply(&product, work, stream, send) }
     }
@@ -91,21 +91,15 @@ impl CudaEngine {
     }
 
     /// Copies this rank's rows to all others, the next one first.
-    fn send_rows(
-        &mut self,
-        gather: &MatmulGather<'_>,
-        sending: [Stream; SENDING_STREAMS],
-    ) -> Result<()> {
+    fn send_rows(&mut self, gather: &MatmulGather<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = Control { begin: gather.control, world: world.into() };
         let part = gather.part_bytes() as u64;
         let slot = |of: u32| gather.slots + u64::from(of) * part;
-        let mut streams = sending.into_iter().cycle();
-        self.await_entered(&control, sending)?;
+        self.memory_operations.await_own(control.entered(), 1, copies)?;
         for distance in 1..world {
             let peer = (rank + distance) % world;
             for chunk in 0..gather.chunks() {
-                let Some(copies) = streams.next() else { break };
                 let (begin, end) = gather.chunk(chunk);
                 let ends = (gather.left.begin + begin, slot(rank) + begin);
                 // SAFETY: the rows are the caller's, and slots and the control memory are windows, as it promised.

@@ -11,7 +11,8 @@
 //! second one has the parts that wait, behind a kernel of one block that waits for them. Both give the same bits, and ranks
 //! may differ in it.
 //!
-//! Two streams of the engine's send in turn, by copy engines; so one copy starts while the other one ends.
+//! A stream of the engine's sends, by copy engines: one copy at a time, as several share the links, and the first one would
+//! arrive with the last.
 
 #![allow(unsafe_code)] // driver calls on raw addresses
 
@@ -45,8 +46,6 @@ const THREADS: u32 = 384;
 const WAIT_THREADS: u32 = 32;
 /// Bytes of a row of a tile in shared memory.
 const BLOCK_BYTES: usize = 128;
-/// Streams that send in turn.
-const SENDING_STREAMS: usize = 2;
 /// Bytes of the sums of a tile.
 const TILE_SUMS_BYTES: u64 = 4 * 128 * 256;
 /// Tiles whose sums helpers may leave in memory: `MOST_PARTIAL_TILES` in `fused/matmul_work.cuh`.
@@ -74,8 +73,8 @@ impl Control {
         self.sent(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
     }
 
-    fn entered(&self, stream: usize) -> u64 {
-        self.finished(self.world as u32, 0) + 4 * stream as u64
+    fn entered(&self) -> u64 {
+        self.finished(self.world as u32, 0)
     }
 
     fn of(rank: u32, chunk: usize) -> u64 {
@@ -131,7 +130,7 @@ impl CudaEngine {
         Ok(MatmulMode { right_by_rows, output_f16, clusters: self.has_clusters()? })
     }
 
-    /// Makes all parts of a product on `stream`, and sends meanwhile by what `send` puts on the streams for that.
+    /// Makes all parts of a product on `stream`, and sends meanwhile by what `send` puts on the stream for that.
     ///
     /// # Safety
     ///
@@ -141,7 +140,7 @@ impl CudaEngine {
         product: &Product<'_>,
         work: MatmulWork,
         stream: Stream,
-        send: impl FnOnce(&mut Self, [Stream; SENDING_STREAMS]) -> Result<()>,
+        send: impl FnOnce(&mut Self, Stream) -> Result<()>,
     ) -> Result<()> {
         let world = self.world();
         let kernel = self.kernel(KernelSpec {
@@ -163,10 +162,10 @@ impl CudaEngine {
         let first_parts = if apart { product.first_parts } else { world };
         let split = product.split(&work, (world * tiles, grid.0), cluster);
         let work = MatmulWork { partials: product.scratch.0, split, ..work };
-        let sending = [self.copy_stream, self.result_stream];
+        let copies = self.copy_stream;
         if world > 1 {
             // What peers wrote or read in an earlier call is over when this one begins, also for the copies.
-            sending.iter().try_for_each(|&copies| self.fork(stream, copies))?;
+            self.fork(stream, copies)?;
         }
         let first = MatmulWork { first_part: 0, end_part: first_parts, ..work };
         let rest = MatmulWork { first_part: first_parts, end_part: world, ..work };
@@ -176,7 +175,7 @@ impl CudaEngine {
             return Ok(());
         }
         // The other ranks wait for what was not sent, and this one for what it has not made.
-        let sent = send(self, sending).and_then(|()| {
+        let sent = send(self, copies).and_then(|()| {
             if let Some(wait) = wait {
                 let one = (1, WAIT_THREADS);
                 // SAFETY: as above.
@@ -184,17 +183,9 @@ impl CudaEngine {
                 // SAFETY: as above.
                 unsafe { self.launch_with_work(kernel, grid, &params, &rest, stream) }?;
             }
-            sending.iter().try_for_each(|&copies| self.fork(copies, stream))
+            self.fork(copies, stream)
         });
         self.or_close(sent)
-    }
-
-    /// Lets the streams that send wait for the handshake.
-    fn await_entered(&self, control: &Control, sending: [Stream; SENDING_STREAMS]) -> Result<()> {
-        let mut streams = sending.into_iter().enumerate();
-        streams.try_for_each(|(nth, copies)| {
-            self.memory_operations.await_own(control.entered(nth), 1, copies)
-        })
     }
 
     /// Copies a chunk to a peer, and lets the kernel tell it so.

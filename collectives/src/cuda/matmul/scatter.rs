@@ -1,6 +1,6 @@
 //! Products whose parts are added up over all ranks.
 //!
-//! Streams wait, by memory operations, for chunks of the product that are for other ranks, and copy them.
+//! A stream waits, by memory operations, for chunks of the product that are for other ranks, and copies them.
 
 #![allow(unsafe_code)] // passes on addresses, about which callers promise
 
@@ -8,7 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::super::engine::CudaEngine;
 use super::super::params::{MatmulProduct, MatmulWork, TensorMap};
-use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, SENDING_STREAMS, Split};
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, Split};
 use crate::MatmulScatter;
 use crate::host::call::Call;
 use crate::jit::sources::MATMUL_SCATTER;
@@ -41,7 +41,7 @@ impl CudaEngine {
             first_parts: self.world() - 1,
             scratch: scatter.scratch,
         };
-        let send = |engine: &mut Self, sending| engine.send_products(scatter, sending);
+        let send = |engine: &mut Self, copies| engine.send_products(scatter, copies);
         // SAFETY: the caller's promise; maps and parts have the sizes that the product was checked for.
         unsafe { self.multiply(&product, work, stream, send) }
     }
@@ -87,21 +87,15 @@ impl CudaEngine {
     }
 
     /// Copies each chunk to its rank when the kernel has made it.
-    fn send_products(
-        &mut self,
-        scatter: &MatmulScatter,
-        sending: [Stream; SENDING_STREAMS],
-    ) -> Result<()> {
+    fn send_products(&mut self, scatter: &MatmulScatter, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = Control { begin: scatter.control, world: world.into() };
         let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles());
         let all = part / TILE_BYTES;
-        self.await_entered(&control, sending)?;
-        let mut streams = sending.into_iter().cycle();
+        self.memory_operations.await_own(control.entered(), 1, copies)?;
         for distance in 1..world {
             let peer = (rank + distance) % world;
             for chunk in 0..scatter.chunks() {
-                let Some(copies) = streams.next() else { break };
                 let tiles = each.min(all - chunk * each);
                 // Both halves of every tile.
                 let halves = 2 * tiles as u32;
