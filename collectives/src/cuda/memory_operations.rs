@@ -257,16 +257,20 @@ impl MemoryOperations {
         shared.copy_word(to, shared.control + shared.flags.one(), stream)
     }
 
-    /// Makes the stream wait until a word of this rank's has a value, and sets it back to 0. Only work of this rank that is
-    /// sure to end may write the value: nobody ends this wait.
-    pub(super) fn await_own(&self, word: u64, value: u32, stream: Stream) -> Result<()> {
-        let steps = [Step::WaitEqual(word, value), Step::Write(word, 0)];
+    /// Makes the stream write 1 to a word of this rank's, and then wait until another has a value, and set it back to 0. Only
+    /// work of this rank that is sure to end may write the value: nobody ends this wait. In one batch, as each delays what
+    /// comes behind it by microseconds.
+    pub(super) fn write_and_await_own(
+        &self,
+        written: Option<u64>,
+        awaited: Option<(u64, u32)>,
+        stream: Stream,
+    ) -> Result<()> {
+        let write = written.map(|word| Step::Write(word, 1));
+        let wait =
+            awaited.map(|(word, value)| [Step::WaitEqual(word, value), Step::Write(word, 0)]);
+        let steps: Vec<Step> = write.into_iter().chain(wait.into_iter().flatten()).collect();
         self.shared.on_device(|| put(self.shared.api, &steps, stream))
-    }
-
-    /// Writes a word of this rank's when the stream has done what it was given before.
-    pub(super) fn write_own(&self, word: u64, value: u32, stream: Stream) -> Result<()> {
-        self.shared.on_device(|| put(self.shared.api, &[Step::Write(word, value)], stream))
     }
 
     /// Starts the thread that ends waits, when there is a first one.

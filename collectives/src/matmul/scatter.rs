@@ -75,15 +75,17 @@ impl MatmulScatter {
     }
 
     /// Tiles of a chunk, an even number.
-    pub(crate) fn chunk_tiles(&self) -> usize {
+    pub(crate) fn chunk_tiles(&self, world: u32) -> usize {
         let all = self.part_bytes() / TILE_BYTES;
-        let wanted = (self.part_bytes() + CHUNK_BYTES / 2) / CHUNK_BYTES;
+        // With several peers links are busy nearly all the time, and every copy leaves them idle for some microseconds.
+        let bytes = if world > 2 { 2 * CHUNK_BYTES } else { CHUNK_BYTES };
+        let wanted = (self.part_bytes() + bytes / 2) / bytes;
         all.div_ceil(wanted.clamp(1, MOST_CHUNKS)).next_multiple_of(CLUSTER)
     }
 
     /// Chunks of a part.
-    pub(crate) fn chunks(&self) -> usize {
-        (self.part_bytes() / TILE_BYTES).div_ceil(self.chunk_tiles())
+    pub(crate) fn chunks(&self, world: u32) -> usize {
+        (self.part_bytes() / TILE_BYTES).div_ceil(self.chunk_tiles(world))
     }
 
     /// Refuses what tensor cores cannot be given. A product that passes here can be made on any device of compute
@@ -164,7 +166,7 @@ mod tests {
         {
             let product = MatmulScatter { rows, columns, ..product() };
             let all = product.part_bytes() / TILE_BYTES;
-            let each = product.chunk_tiles();
+            let each = product.chunk_tiles(2);
             assert!(each.is_multiple_of(CLUSTER) && all.is_multiple_of(CLUSTER));
             assert!(
                 (1..=MOST_CHUNKS).contains(&all.div_ceil(each)),

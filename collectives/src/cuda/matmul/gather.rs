@@ -96,14 +96,17 @@ impl CudaEngine {
         let control = Control { begin: gather.control, world: world.into() };
         let part = gather.part_bytes() as u64;
         let slot = |of: u32| gather.slots + u64::from(of) * part;
-        self.memory_operations.await_own(control.entered(), 1, copies)?;
+        self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;
         for distance in 1..world {
             let peer = (rank + distance) % world;
             for chunk in 0..gather.chunks() {
                 let (begin, end) = gather.chunk(chunk);
-                let ends = (gather.left.begin + begin, slot(rank) + begin);
-                // SAFETY: the rows are the caller's, and slots and the control memory are windows, as it promised.
-                unsafe { self.send_chunk(&control, ends, end - begin, (peer, chunk), copies) }?;
+                let (from, to) =
+                    (gather.left.begin + begin, self.at_peer(slot(rank) + begin, peer));
+                // SAFETY: the rows are the caller's, and the slots are windows, as it promised.
+                unsafe { self.copy_outside_calls(to, from, end - begin, copies) }?;
+                let sent = control.sent(peer, chunk);
+                self.memory_operations.write_and_await_own(Some(sent), None, copies)?;
             }
         }
         Ok(())

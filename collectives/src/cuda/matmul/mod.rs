@@ -60,12 +60,9 @@ struct Control {
 }
 
 impl Control {
-    fn arrived(&self, rank: u32, chunk: usize) -> u64 {
-        self.begin + 8 + 8 * Self::of(rank, chunk)
-    }
-
     fn sent(&self, rank: u32, chunk: usize) -> u64 {
-        self.arrived(self.world as u32, 0) + 8 * Self::of(rank, chunk)
+        let arrived = 8 * self.world * MOST_CHUNKS as u64;
+        self.begin + 8 + arrived + 8 * Self::of(rank, chunk)
     }
 
     fn finished(&self, rank: u32, chunk: usize) -> u64 {
@@ -186,24 +183,6 @@ impl CudaEngine {
             self.fork(copies, stream)
         });
         self.or_close(sent)
-    }
-
-    /// Copies a chunk to a peer, and lets the kernel tell it so.
-    ///
-    /// # Safety
-    ///
-    /// `from` has so many bytes, and `to`, an address of this rank's, is in a window, as is the control memory.
-    unsafe fn send_chunk(
-        &self,
-        control: &Control,
-        (from, to): (u64, u64),
-        bytes: u64,
-        (peer, chunk): (u32, usize),
-        copies: Stream,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_outside_calls(self.at_peer(to, peer), from, bytes, copies) }?;
-        self.memory_operations.write_own(control.sent(peer, chunk), 1, copies)
     }
 
     /// Describes a right matrix.

@@ -77,8 +77,8 @@ impl CudaEngine {
             inner_blocks: (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32,
             tile_rows: tile_rows as u32,
             tile_columns: tile_columns as u32,
-            chunk_tiles: scatter.chunk_tiles() as u32,
-            chunks: scatter.chunks() as u32,
+            chunk_tiles: scatter.chunk_tiles(world) as u32,
+            chunks: scatter.chunks(world) as u32,
             factor: if scatter.mean { 1.0 / world as f32 } else { 1.0 },
             first_part: 0,
             end_part: world,
@@ -90,26 +90,29 @@ impl CudaEngine {
     fn send_products(&mut self, scatter: &MatmulScatter, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = Control { begin: scatter.control, world: world.into() };
-        let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles());
+        let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles(world));
         let all = part / TILE_BYTES;
-        self.memory_operations.await_own(control.entered(), 1, copies)?;
+        self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;
+        let mut sent = None;
         for distance in 1..world {
             let peer = (rank + distance) % world;
-            for chunk in 0..scatter.chunks() {
+            for chunk in 0..scatter.chunks(world) {
                 let tiles = each.min(all - chunk * each);
                 // Both halves of every tile.
                 let halves = 2 * tiles as u32;
-                self.memory_operations.await_own(control.finished(peer, chunk), halves, copies)?;
+                let finished = (control.finished(peer, chunk), halves);
+                self.memory_operations.write_and_await_own(sent, Some(finished), copies)?;
                 let within = (chunk * each * TILE_BYTES) as u64;
                 let from = scatter.parts + u64::from(distance - 1) * part as u64 + within;
                 // The peer counts from itself on too.
                 let theirs = u64::from(world - 1) + u64::from(world - distance - 1);
                 let to = scatter.parts + theirs * part as u64 + within;
                 let bytes = (tiles * TILE_BYTES) as u64;
-                // SAFETY: both are within the parts, which the caller promised are windows, as is the control memory.
-                unsafe { self.send_chunk(&control, (from, to), bytes, (peer, chunk), copies) }?;
+                // SAFETY: both are within the parts, which the caller promised are windows.
+                unsafe { self.copy_outside_calls(self.at_peer(to, peer), from, bytes, copies) }?;
+                sent = Some(control.sent(peer, chunk));
             }
         }
-        Ok(())
+        self.memory_operations.write_and_await_own(sent, None, copies)
     }
 }
