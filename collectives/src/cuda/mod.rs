@@ -13,7 +13,7 @@
 //! | `all_to_all_copy` | all-to-alls and all-gathers carried by copy engines |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `experts` | dispatch to experts, and combine |
-//! | `matmul` | products of tensor cores whose parts are added up over all ranks |
+//! | `matmul` | products of tensor cores: of gathered rows, or added up over all ranks |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `memory_operations` | signals and waits that take no SM, and the thread that ends such waits |
 //! | `p2p` | send and recv between two ranks |

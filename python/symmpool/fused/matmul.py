@@ -34,8 +34,8 @@ __all__ = [
 # With more than two ranks copies of parts that are no larger take longer, one after the other, than a
 # reduce-scatter by a kernel that uses all links at once: measured on four H100s and H200s.
 _SHORT_PART = 4 << 20
-# A product of so many bytes is added up sooner as a whole.
-_SHORT_SUM = 8 << 20
+# A product of no more bytes is added up as a whole: copies, signals and a second handshake would take longer.
+_SHORT_SUM = 4 << 20
 
 
 def _entry(name: str, tensor: Any, group: Any, check: Any) -> Any:
@@ -409,9 +409,7 @@ def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: A
     rest = fingerprint(shape, reduce_op, by_tensor_cores)
     call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
     if not _is_pipelined(rows, world) or not divides:
-        # On CUDA the all-reduce compares all that matters by itself, and another handshake would take as long.
-        if not rows.is_cuda:
-            call.begin(0)
+        call.begin(0)
         made = torch.mm(rows, B)
         entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)
         return made.view(shape)
