@@ -34,6 +34,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
     "fused/matmul.cuh",
+    "fused/matmul_tiles.cuh",
     "fused/matmul_work.cuh",
     "fused/norm.cuh",
     "fused/row_sums.cuh",

@@ -81,7 +81,7 @@ impl MatmulShape {
 }
 
 /// Rows and columns of a tile of a product that is made by tensor cores: `TILE_ROWS` and its neighbours in
-/// `fused/matmul.cuh`.
+/// `fused/matmul_tiles.cuh`.
 const TILE: (usize, usize) = (128, 256);
 /// Blocks that make tiles together.
 pub(crate) const CLUSTER: usize = 2;

@@ -38,7 +38,7 @@ use crate::matmul::{CLUSTER, MOST_CHUNKS};
 use crate::{DType, ReduceOp, Rows};
 pub(super) use split::Split;
 
-/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul.cuh`.
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_tiles.cuh`.
 pub(super) const SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 2 * 8192 + 32 * 16 + 1024;
 /// Threads of a block.
 const THREADS: u32 = 384;

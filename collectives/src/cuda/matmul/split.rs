@@ -68,7 +68,7 @@ impl Split {
 mod tests {
     use super::*;
 
-    /// Who makes which blocks of which tile, as the kernel has it (`Tiles` in `fused/matmul.cuh`).
+    /// Who makes which blocks of which tile, as the kernel has it (`Tiles` in `fused/matmul_tiles.cuh`).
     fn made(split: &Split, tiles: u32, clusters: u32, inner: u32) -> Vec<(u32, u32, u32, u32)> {
         let rest = tiles - split.whole;
         let mut found = Vec::new();
