@@ -139,7 +139,10 @@ public:
                 if (WORLD > 1) {
                     add_others();
                 }
-                scale(work.factor);
+                // Of several ways to say this, it is the one whose registers suffice, with any number of ranks.
+                if (WORLD == 2 || work.factor != 1) {
+                    scale(work.factor);
+                }
 #pragma unroll
                 for (u32 piece = 0; piece < PIECES; ++piece) {
                     if (WORLD == 1) {
