@@ -151,14 +151,13 @@ pub(crate) fn multiply_scatter(
     let calls = communicator.get().calls();
     let stream = calls.stream(py, None)?;
     let (dtype, out_dtype) = calls.or_decline(py, stream, types_named(dtypes))?;
-    let rows = |(begin, pitch)| Rows { begin, pitch };
     let product = MatmulScatter {
         dtype,
         out_dtype,
-        left: rows(left),
-        right: rows((right.0, right.1)),
+        left: rows_at(left),
+        right: rows_at((right.0, right.1)),
         right_by_rows: right.2,
-        out: rows(out),
+        out: rows_at(out),
         scales,
         rows: sizes.0,
         inner: sizes.1,
@@ -173,8 +172,7 @@ pub(crate) fn multiply_scatter(
     calls.run(py, move || unsafe { calls.comm.matmul_reduce_scatter_at(&product, rest, &stream) })
 }
 
-/// Bytes from row to row of a left matrix of so many columns, of the memory of the pool through which `rows` of them travel
-/// from each rank, and of the other memory, as [`matmul_memory`].
+/// As [`matmul_memory`], for `rows` rows of `inner` columns that are gathered from each rank.
 #[pyfunction]
 #[pyo3(name = "_gather_memory")]
 pub(crate) fn gather_memory(
@@ -183,11 +181,10 @@ pub(crate) fn gather_memory(
     rows: usize,
     inner: usize,
     world: u32,
-) -> PyResult<(usize, usize, usize, usize)> {
+) -> PyResult<(usize, usize, usize)> {
     let (dtype, _) = types_named((dtype, dtype)).map_err(|why| why.raise(py))?;
     let slots = MatmulGather::slots_bytes(dtype, rows, inner, world);
-    let pitch = MatmulGather::pitch(dtype, inner);
-    Ok((pitch, slots, MatmulGather::SCRATCH_BYTES, MatmulGather::CONTROL_BYTES))
+    Ok((slots, MatmulGather::SCRATCH_BYTES, MatmulGather::CONTROL_BYTES))
 }
 
 /// A right matrix: its address and bytes from one row, or column, to the next, and its columns; its product's address and
@@ -216,20 +213,19 @@ pub(crate) fn gather_multiply(
     let calls = communicator.get().calls();
     let stream = calls.stream(py, None)?;
     let (dtype, out_dtype) = calls.or_decline(py, stream, types_named(dtypes))?;
-    let rows = |(begin, pitch)| Rows { begin, pitch };
     let rights: Vec<RightMatrix> = rights
         .iter()
         .map(|&(right, columns, out, scale)| RightMatrix {
-            right: rows(right),
+            right: rows_at(right),
             columns,
-            out: rows(out),
+            out: rows_at(out),
             scale,
         })
         .collect();
     let product = MatmulGather {
         dtype,
         out_dtype,
-        left: rows((left.0, left.1)),
+        left: rows_at((left.0, left.1)),
         left_scale: left.2,
         rights: &rights,
         right_by_rows,
@@ -253,6 +249,11 @@ pub(crate) fn end_watching() {
 
 fn named(kind: &str, dtype: &str) -> Option<(MatmulKind, DType)> {
     Some((MatmulKind::named(kind)?, dtype_named(dtype)?))
+}
+
+/// A matrix by its address and bytes from one row to the next.
+fn rows_at((begin, pitch): (u64, u64)) -> Rows {
+    Rows { begin, pitch }
 }
 
 fn types_named((dtype, out): (&str, &str)) -> Result<(DType, DType), Refusal> {

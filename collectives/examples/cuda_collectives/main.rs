@@ -44,6 +44,7 @@ mod repeats;
 mod slow;
 mod soak;
 mod streams;
+mod tally;
 mod tools;
 mod tune;
 

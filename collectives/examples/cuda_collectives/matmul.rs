@@ -9,12 +9,13 @@ use symmpool_collectives::{Communicator, CommunicatorOptions, DType, MatmulScatt
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::random;
+use crate::tally::Tally;
 use crate::{ORDINARY, Options, expect_error};
 
 /// Bytes of the result before a call.
 pub(crate) const POISON: u8 = 0xa5;
 /// How long a product waits for a rank that does not come. Emulated devices take their time.
-pub(crate) const SHORT: Duration = Duration::from_secs(3);
+const SHORT: Duration = Duration::from_secs(3);
 /// The scales of 8-bit floats, which are exact.
 pub(crate) const SCALES: [f32; 2] = [0.5, 0.25];
 
@@ -41,18 +42,17 @@ struct Memory {
     scratch: Block<u8>,
 }
 
-struct Matmul<'a> {
-    pool: &'a Pool,
-    options: &'a Options,
-    comm: Communicator,
-    stream: Stream,
-    cases: u64,
-    wrong: u64,
+/// What checks of products have in common.
+pub(crate) struct Matmul<'a> {
+    pub(crate) pool: &'a Pool,
+    pub(crate) options: &'a Options,
+    pub(crate) comm: Communicator,
+    pub(crate) stream: Stream,
+    pub(crate) tally: Tally,
 }
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let comm = Communicator::with_options(pool, &options.communicator())?;
-    let mut matmul = Matmul { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
+    let mut matmul = Matmul::new(pool, options)?;
     if !matmul.comm.has_tensor_kernels() {
         if pool.rank() == 0 {
             println!("matmul: the device is of another kind than the kernel is for");
@@ -101,22 +101,107 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             matmul.case(Case { rows: 8, columns, right_by_rows: true, ..shared })?;
         }
     }
-    // Beside other communicators, where a rank's own part is a launch of its own.
-    matmul.comm = Communicator::with_options(
-        pool,
-        &CommunicatorOptions { concurrent: Some(2), ..options.communicator() },
-    )?;
+    // With concurrent communicators, where a second launch makes a rank's own part.
+    matmul.renew(&CommunicatorOptions { concurrent: Some(2), ..options.communicator() })?;
     for (rows, inner, columns) in [(3, 8, 8), (300, 136, 520)] {
         let case =
             Case { rows, inner, columns, dtype, out_dtype, right_by_rows: true, mean: false };
         matmul.case(case)?;
     }
-    matmul.comm = Communicator::with_options(pool, &options.communicator())?;
+    matmul.renew(&options.communicator())?;
     matmul.refusals()?;
-    if pool.rank() == 0 {
-        println!("matmul: {} cases, {} wrong", matmul.cases, matmul.wrong);
+    Ok(matmul.end("matmul"))
+}
+
+impl<'a> Matmul<'a> {
+    pub(crate) fn new(pool: &'a Pool, options: &'a Options) -> Result<Self> {
+        let comm = Communicator::with_options(pool, &options.communicator())?;
+        Ok(Self { pool, options, comm, stream: stream(pool)?, tally: Tally::new(pool) })
     }
-    Ok((matmul.cases, matmul.wrong))
+
+    /// Goes on with a new communicator.
+    pub(crate) fn renew(&mut self, options: &CommunicatorOptions) -> Result<()> {
+        self.comm = Communicator::with_options(self.pool, options)?;
+        Ok(())
+    }
+
+    pub(crate) fn end(&self, name: &str) -> (u64, u64) {
+        let (cases, wrong) = self.tally.counts();
+        if self.pool.rank() == 0 {
+            println!("{name}: {cases} cases, {wrong} wrong");
+        }
+        (cases, wrong)
+    }
+
+    /// Makes a call eagerly, and in a graph that is replayed, each time with other numbers.
+    pub(crate) fn repeat(
+        &mut self,
+        salt: u64,
+        call: impl Fn(&Self) -> Result<()>,
+        upload: impl Fn(&Self, u64) -> Result<()>,
+        compare: impl Fn(&mut Self, u64) -> Result<()>,
+    ) -> Result<()> {
+        let graph = Graph::capture(self.pool, self.stream, || call(self))?;
+        for round in 0..self.options.few(4, 2) {
+            let seed = random(self.options.seed, salt + self.tally.cases);
+            upload(self, seed)?;
+            if round % 2 == 0 {
+                call(self)?;
+            } else {
+                graph.launch(self.pool, self.stream)?;
+            }
+            self.comm.synchronize(&self.stream)?;
+            compare(self, seed)?;
+        }
+        for _ in 0..self.options.few(50, 1) {
+            graph.launch(self.pool, self.stream)?;
+        }
+        self.comm.synchronize(&self.stream)?;
+        graph.destroy(self.pool)
+    }
+
+    /// Compares elements of a result.
+    pub(crate) fn compare(&mut self, what: &str, out: &Block<u8>, wanted: &[u8]) -> Result<()> {
+        let found = download(self.pool, out.address(), wanted.len())?;
+        let differs = found.chunks(2).zip(wanted.chunks(2)).position(|(a, b)| a != b);
+        self.tally.expect(&format!("{what}, element {differs:?}"), differs.is_none());
+        Ok(())
+    }
+
+    /// A call that is refused on every rank, after which the communicator goes on.
+    pub(crate) fn refused(&mut self, called: Result<()>) -> Result<()> {
+        let error = expect_error(called, "a product that cannot be made")?;
+        self.tally.expect(&format!("{error}"), error.is_invalid_argument());
+        self.comm.synchronize(&self.stream)
+    }
+
+    /// Ranks that differ in `rest`, which `call` passes; and S5, a rank that does not come: the errors of the others name it,
+    /// and their streams go on.
+    pub(crate) fn diverged_and_missing(
+        &mut self,
+        call: impl Fn(&Communicator, u64, &Stream) -> Result<()>,
+    ) -> Result<()> {
+        let (rank, last) = (self.pool.rank(), self.pool.world() - 1);
+        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
+        let called = call(&comm, rank.into(), &self.stream);
+        let ended = called.and_then(|()| comm.synchronize(&self.stream));
+        let error = expect_error(ended, "products that differ")?;
+        self.tally.expect(&format!("{error}"), error.is_diverged());
+        let options = CommunicatorOptions { timeout: SHORT, ..self.options.communicator() };
+        let comm = Communicator::with_options(self.pool, &options)?;
+        if rank != last {
+            let began = Instant::now();
+            let called = call(&comm, 0, &self.stream);
+            let ended = called.and_then(|()| comm.synchronize(&self.stream));
+            let error = expect_error(ended, "a product without a rank")?;
+            // Whoever gives up first is a rank that others miss then.
+            let in_time = began.elapsed() < 3 * SHORT;
+            self.tally.expect(&format!("{error}"), !error.ranks().is_empty() && in_time);
+        }
+        // Nobody makes a new communicator's calls before this one's have ended.
+        self.comm.barrier(&self.stream)?;
+        self.comm.synchronize(&self.stream)
+    }
 }
 
 /// A small number, as an element of each of the types.
@@ -137,7 +222,7 @@ pub(crate) fn bytes_of(values: impl IntoIterator<Item = f32>, dtype: DType) -> V
     }
 }
 
-pub(crate) fn rounded(value: f32, dtype: DType) -> f32 {
+fn rounded(value: f32, dtype: DType) -> f32 {
     match dtype {
         DType::Bf16 => bf16::from_f32(value).to_f32(),
         _ => f16::from_f32(value).to_f32(),
@@ -254,46 +339,19 @@ impl Matmul<'_> {
         upload(self.pool, memory.out.address(), &vec![POISON; case.rows * case.columns * 2])
     }
 
-    /// A case, eagerly and in a graph that is replayed with other numbers.
     fn case(&mut self, case: Case) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let memory = self.memory(&case)?;
         let product = Self::product(&case, &memory);
-        let call = |matmul: &Self| {
+        self.repeat(
+            700,
             // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
-            unsafe { matmul.comm.matmul_reduce_scatter_at(&product, 0, &matmul.stream) }
-        };
-        let graph = Graph::capture(self.pool, self.stream, || call(self))?;
-        for round in 0..self.options.few(4, 2) {
-            let seed = random(self.options.seed, 700 + self.cases);
-            self.upload(&case, &memory, seed)?;
-            if round % 2 == 0 {
-                call(self)?;
-            } else {
-                graph.launch(self.pool, self.stream)?;
-            }
-            self.comm.synchronize(&self.stream)?;
-            let found = download(self.pool, memory.out.address(), case.rows * case.columns * 2)?;
-            let wanted = case.wanted(seed, rank, world);
-            let differs = found.chunks(2).zip(wanted.chunks(2)).position(|(a, b)| a != b);
-            self.expect(
-                &format!("{case:?}, round {round}: element {differs:?}"),
-                differs.is_none(),
-            );
-        }
-        for _ in 0..self.options.few(50, 1) {
-            graph.launch(self.pool, self.stream)?;
-        }
-        self.comm.synchronize(&self.stream)?;
-        graph.destroy(self.pool)
-    }
-
-    fn expect(&mut self, what: &str, right: bool) {
-        self.cases += 1;
-        if !right {
-            self.wrong += 1;
-            println!("rank {}: {what}", self.pool.rank());
-        }
+            |matmul| unsafe { matmul.comm.matmul_reduce_scatter_at(&product, 0, &matmul.stream) },
+            |matmul, seed| matmul.upload(&case, &memory, seed),
+            |matmul, seed| {
+                matmul.compare(&format!("{case:?}"), &memory.out, &case.wanted(seed, rank, world))
+            },
+        )
     }
 
     fn small(&self) -> Result<(Case, Memory)> {
@@ -327,42 +385,16 @@ impl Matmul<'_> {
                 continue;
             }
             // SAFETY: it is refused before anything is touched.
-            let refused = unsafe { self.comm.matmul_reduce_scatter_at(&wrong, 0, &self.stream) };
-            let error = expect_error(refused, "a product that cannot be made")?;
-            self.expect(&format!("{error}"), error.is_invalid_argument());
-            self.comm.synchronize(&self.stream)?;
+            let called = unsafe { self.comm.matmul_reduce_scatter_at(&wrong, 0, &self.stream) };
+            self.refused(called)?;
         }
         if self.pool.world() == 1 {
             return Ok(());
         }
-        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
-        let rest = u64::from(self.pool.rank());
         // SAFETY: as in `case`.
-        let called = unsafe { comm.matmul_reduce_scatter_at(&right, rest, &self.stream) };
-        let ended = called.and_then(|()| comm.synchronize(&self.stream));
-        let error = expect_error(ended, "products that differ")?;
-        self.expect(&format!("{error}"), error.is_diverged());
-        self.missing(&right)
-    }
-
-    /// S5: a rank that does not come. The errors of the others name it, and their streams go on.
-    fn missing(&mut self, product: &MatmulScatter) -> Result<()> {
-        let (rank, last) = (self.pool.rank(), self.pool.world() - 1);
-        let options = CommunicatorOptions { timeout: SHORT, ..self.options.communicator() };
-        let comm = Communicator::with_options(self.pool, &options)?;
-        if rank != last {
-            let began = Instant::now();
-            // SAFETY: as in `case`.
-            let called = unsafe { comm.matmul_reduce_scatter_at(product, 0, &self.stream) };
-            let ended = called.and_then(|()| comm.synchronize(&self.stream));
-            let error = expect_error(ended, "a product without a rank")?;
-            // Whoever gives up first is a rank that others miss then.
-            let in_time = began.elapsed() < 3 * SHORT;
-            self.expect(&format!("{error}"), !error.ranks().is_empty() && in_time);
-        }
-        // Nobody makes a new communicator's calls before this one's have ended.
-        self.comm.barrier(&self.stream)?;
-        self.comm.synchronize(&self.stream)
+        self.diverged_and_missing(|comm, rest, stream| unsafe {
+            comm.matmul_reduce_scatter_at(&right, rest, stream)
+        })
     }
 
     /// Where there is no kernel, the call says so, and the communicator goes on.
@@ -372,9 +404,9 @@ impl Matmul<'_> {
         // SAFETY: it is refused before anything is touched.
         let refused = unsafe { self.comm.matmul_reduce_scatter_at(&product, 0, &self.stream) };
         let error = expect_error(refused, "a product on another device")?;
-        self.expect(&format!("{error}"), error.is_unsupported());
+        self.tally.expect(&format!("{error}"), error.is_unsupported());
         self.comm.barrier(&self.stream)?;
         self.comm.synchronize(&self.stream)?;
-        Ok((self.cases, self.wrong))
+        Ok(self.tally.counts())
     }
 }

@@ -1,16 +1,11 @@
 //! Checks of products of the rows of all ranks, as those of `matmul.rs`.
 
-use std::time::Instant;
+use symmpool_allocator::{Block, Pool, Result};
+use symmpool_collectives::{CommunicatorOptions, DType, MatmulGather, RightMatrix, Rows};
 
-use symmpool_allocator::{Block, Pool, Result, Stream};
-use symmpool_collectives::{
-    Communicator, CommunicatorOptions, DType, MatmulGather, RightMatrix, Rows,
-};
-
-use crate::cuda::{Graph, download, stream, upload};
-use crate::matmul::{POISON, SCALES, SHORT, by_columns, bytes_of, bytes_of_scales, number};
-use crate::oracle::random;
-use crate::{ORDINARY, Options, expect_error};
+use crate::cuda::{download, upload};
+use crate::matmul::{Matmul, POISON, SCALES, by_columns, bytes_of, bytes_of_scales, number};
+use crate::{ORDINARY, Options};
 
 /// Products, and the types of their matrices.
 #[derive(Clone, Debug)]
@@ -38,23 +33,11 @@ struct Memory {
     scratch: Block<u8>,
 }
 
-struct Gather<'a> {
-    pool: &'a Pool,
-    options: &'a Options,
-    comm: Communicator,
-    stream: Stream,
-    cases: u64,
-    wrong: u64,
-}
-
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let comm = Communicator::with_options(pool, &options.communicator())?;
-    let mut gather = Gather { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
+    let mut gather = Matmul::new(pool, options)?;
     if !gather.comm.has_tensor_kernels() {
-        if pool.rank() == 0 {
-            println!("matmul: the device is of another kind than the kernel is for");
-        }
-        return Ok((0, 0));
+        // `matmul.rs` says so, and what a call does then.
+        return Ok(gather.tally.counts());
     }
     let case = Case {
         rows: 3,
@@ -65,46 +48,44 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         right_by_rows: true,
         gathers: true,
     };
-    gather.case(&case)?;
+    gather.gather_case(&case)?;
     // Rows that fill no tile, before those of the next rank; and tiles of several right matrices, side by side.
     let several = Case { rows: 130, inner: 200, columns: vec![8, 264, 72, 512], ..case.clone() };
-    gather.case(&several)?;
+    gather.gather_case(&several)?;
     let by_columns = Case { right_by_rows: false, gathers: false, ..several.clone() };
     let fp8 =
         Case { dtype: DType::F8E4m3, inner: 208, columns: vec![264, 40], ..by_columns.clone() };
-    gather.case(&fp8)?;
+    gather.gather_case(&fp8)?;
     // An inner dimension that is so long that blocks share the last tiles, which have rows.
     let shared = Case { inner: 1544, columns: vec![8], gathers: false, ..several.clone() };
-    gather.case(&shared)?;
+    gather.gather_case(&shared)?;
     if !options.quick {
-        gather.case(&by_columns)?;
-        gather.case(&Case { dtype: DType::F16, out_dtype: DType::F16, ..several.clone() })?;
-        gather.case(&Case { out_dtype: DType::F16, gathers: true, ..fp8.clone() })?;
+        gather.gather_case(&by_columns)?;
+        gather.gather_case(&Case {
+            dtype: DType::F16,
+            out_dtype: DType::F16,
+            ..several.clone()
+        })?;
+        gather.gather_case(&Case { out_dtype: DType::F16, gathers: true, ..fp8.clone() })?;
         // Rows that lie further from each other than they are long.
-        gather.case(&Case { inner: 201, ..several.clone() })?;
+        gather.gather_case(&Case { inner: 201, ..several.clone() })?;
         for columns in [8704, 20_000] {
-            gather.case(&Case { rows: 8, columns: vec![columns], ..shared.clone() })?;
+            gather.gather_case(&Case { rows: 8, columns: vec![columns], ..shared.clone() })?;
         }
         // Several chunks, of which the last has fewer rows.
         for gathers in [false, true] {
             let long =
                 Case { rows: 2300, inner: 4096, columns: vec![264], gathers, ..case.clone() };
-            gather.case(&long)?;
+            gather.gather_case(&long)?;
         }
     }
-    // Beside other communicators, where other ranks' parts are a launch of their own.
-    gather.comm = Communicator::with_options(
-        pool,
-        &CommunicatorOptions { concurrent: Some(2), ..options.communicator() },
-    )?;
-    gather.case(&case)?;
-    gather.case(&shared)?;
-    gather.comm = Communicator::with_options(pool, &options.communicator())?;
-    gather.refusals(&case)?;
-    if pool.rank() == 0 {
-        println!("matmul_gather: {} cases, {} wrong", gather.cases, gather.wrong);
-    }
-    Ok((gather.cases, gather.wrong))
+    // With concurrent communicators, where a second launch makes other ranks' parts.
+    gather.renew(&CommunicatorOptions { concurrent: Some(2), ..options.communicator() })?;
+    gather.gather_case(&case)?;
+    gather.gather_case(&shared)?;
+    gather.renew(&options.communicator())?;
+    gather.gather_refusals(&case)?;
+    Ok(gather.end("matmul_gather"))
 }
 
 impl Case {
@@ -151,8 +132,8 @@ impl Case {
     }
 }
 
-impl Gather<'_> {
-    fn memory(&self, case: &Case) -> Result<Memory> {
+impl Matmul<'_> {
+    fn gather_memory(&self, case: &Case) -> Result<Memory> {
         let (world, ordinary) = (self.pool.world() as usize, self.pool.lane(ORDINARY)?);
         let size = case.dtype.size();
         let rights = case.columns.iter().map(|&columns| {
@@ -175,7 +156,7 @@ impl Gather<'_> {
         Ok(memory)
     }
 
-    fn rights(case: &Case, memory: &Memory) -> Vec<RightMatrix> {
+    fn gather_rights(case: &Case, memory: &Memory) -> Vec<RightMatrix> {
         let size = case.dtype.size();
         let scale = if size == 1 { memory.scales.address() + 16 } else { 0 };
         let found = case.columns.iter().zip(&memory.rights).map(|(&columns, (right, out))| {
@@ -190,7 +171,11 @@ impl Gather<'_> {
         found.collect()
     }
 
-    fn product<'a>(case: &Case, memory: &Memory, rights: &'a [RightMatrix]) -> MatmulGather<'a> {
+    fn gather_product<'a>(
+        case: &Case,
+        memory: &Memory,
+        rights: &'a [RightMatrix],
+    ) -> MatmulGather<'a> {
         MatmulGather {
             dtype: case.dtype,
             out_dtype: case.out_dtype,
@@ -207,7 +192,7 @@ impl Gather<'_> {
         }
     }
 
-    fn upload(&self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
+    fn gather_upload(&self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world() as usize);
         upload(self.pool, memory.left.address(), &case.left_bytes(seed, rank))?;
         let poison = vec![POISON; world * case.rows * case.pitch()];
@@ -224,67 +209,39 @@ impl Gather<'_> {
         Ok(())
     }
 
-    /// A case, eagerly and in a graph that is replayed with other numbers.
-    fn case(&mut self, case: &Case) -> Result<()> {
-        let memory = self.memory(case)?;
-        let rights = Self::rights(case, &memory);
-        let product = Self::product(case, &memory, &rights);
-        let call = |gather: &Self| {
+    fn gather_case(&mut self, case: &Case) -> Result<()> {
+        let memory = self.gather_memory(case)?;
+        let rights = Self::gather_rights(case, &memory);
+        let product = Self::gather_product(case, &memory, &rights);
+        self.repeat(
+            900,
             // SAFETY: the blocks are as long as the products need, and nothing else uses them.
-            unsafe { gather.comm.all_gather_matmul_at(&product, 0, &gather.stream) }
-        };
-        let graph = Graph::capture(self.pool, self.stream, || call(self))?;
-        for round in 0..self.options.few(4, 2) {
-            let seed = random(self.options.seed, 900 + self.cases);
-            self.upload(case, &memory, seed)?;
-            if round % 2 == 0 {
-                call(self)?;
-            } else {
-                graph.launch(self.pool, self.stream)?;
-            }
-            self.comm.synchronize(&self.stream)?;
-            self.compare(case, &memory, seed)?;
-        }
-        for _ in 0..self.options.few(50, 1) {
-            graph.launch(self.pool, self.stream)?;
-        }
-        self.comm.synchronize(&self.stream)?;
-        graph.destroy(self.pool)
+            |gather| unsafe { gather.comm.all_gather_matmul_at(&product, 0, &gather.stream) },
+            |gather, seed| gather.gather_upload(case, &memory, seed),
+            |gather, seed| gather.compare_all(case, &memory, seed),
+        )
     }
 
-    fn compare(&mut self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
+    fn compare_all(&mut self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         for (nth, (_, out)) in memory.rights.iter().enumerate() {
             let wanted = case.wanted(seed, (rank, world), nth);
-            let found = download(self.pool, out.address(), wanted.len())?;
-            let differs = found.chunks(2).zip(wanted.chunks(2)).position(|(a, b)| a != b);
-            self.expect(
-                &format!("{case:?}: product {nth}, element {differs:?}"),
-                differs.is_none(),
-            );
+            self.compare(&format!("{case:?}: product {nth}"), out, &wanted)?;
         }
         if case.gathers {
             let wanted: Vec<u8> =
                 (0..world).flat_map(|source| case.left_bytes(seed, source)).collect();
             let found = download(self.pool, memory.gathered.address(), wanted.len())?;
-            self.expect(&format!("{case:?}: the gathered rows"), found == wanted);
+            self.tally.expect(&format!("{case:?}: the gathered rows"), found == wanted);
         }
         Ok(())
     }
 
-    fn expect(&mut self, what: &str, right: bool) {
-        self.cases += 1;
-        if !right {
-            self.wrong += 1;
-            println!("rank {}: {what}", self.pool.rank());
-        }
-    }
-
     /// What is refused, on all ranks; products that differ; and a rank that does not come.
-    fn refusals(&mut self, case: &Case) -> Result<()> {
-        let memory = self.memory(case)?;
-        let rights = Self::rights(case, &memory);
-        let right = Self::product(case, &memory, &rights);
+    fn gather_refusals(&mut self, case: &Case) -> Result<()> {
+        let memory = self.gather_memory(case)?;
+        let rights = Self::gather_rights(case, &memory);
+        let right = Self::gather_product(case, &memory, &rights);
         let many = [rights[0]; MatmulGather::MOST_PRODUCTS + 1];
         let is_alone = self.pool.world() == 1;
         for (wrong, is_wrong_alone) in [
@@ -298,35 +255,15 @@ impl Gather<'_> {
                 continue;
             }
             // SAFETY: it is refused before anything is touched.
-            let refused = unsafe { self.comm.all_gather_matmul_at(&wrong, 0, &self.stream) };
-            let error = expect_error(refused, "products that cannot be made")?;
-            self.expect(&format!("{error}"), error.is_invalid_argument());
-            self.comm.synchronize(&self.stream)?;
+            let called = unsafe { self.comm.all_gather_matmul_at(&wrong, 0, &self.stream) };
+            self.refused(called)?;
         }
         if is_alone {
             return Ok(());
         }
-        let (rank, last) = (self.pool.rank(), self.pool.world() - 1);
-        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
-        // SAFETY: as in `case`.
-        let called = unsafe { comm.all_gather_matmul_at(&right, rank.into(), &self.stream) };
-        let ended = called.and_then(|()| comm.synchronize(&self.stream));
-        let error = expect_error(ended, "products that differ")?;
-        self.expect(&format!("{error}"), error.is_diverged());
-        let options = CommunicatorOptions { timeout: SHORT, ..self.options.communicator() };
-        let comm = Communicator::with_options(self.pool, &options)?;
-        if rank != last {
-            let began = Instant::now();
-            // SAFETY: as in `case`.
-            let called = unsafe { comm.all_gather_matmul_at(&right, 0, &self.stream) };
-            let ended = called.and_then(|()| comm.synchronize(&self.stream));
-            let error = expect_error(ended, "products without a rank")?;
-            // Whoever gives up first is a rank that others miss then.
-            let in_time = began.elapsed() < 3 * SHORT;
-            self.expect(&format!("{error}"), !error.ranks().is_empty() && in_time);
-        }
-        // Nobody makes a new communicator's calls before this one's have ended.
-        self.comm.barrier(&self.stream)?;
-        self.comm.synchronize(&self.stream)
+        // SAFETY: as in `gather_case`.
+        self.diverged_and_missing(|comm, rest, stream| unsafe {
+            comm.all_gather_matmul_at(&right, rest, stream)
+        })
     }
 }

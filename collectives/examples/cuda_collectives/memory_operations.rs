@@ -9,6 +9,7 @@ use symmpool_collectives::{Communicator, DType, MatmulKind, MatmulShape};
 use crate::cuda::{Graph, download, stream, upload};
 use crate::expect_error;
 use crate::oracle::{input, random};
+use crate::tally::Tally;
 use crate::{ORDINARY, Options};
 
 /// The timeout of waits that must not succeed.
@@ -30,8 +31,7 @@ struct Ring<'a> {
     /// Memory outside windows.
     source: Block<u8>,
     got: Block<u8>,
-    cases: u64,
-    wrong: u64,
+    tally: Tally,
 }
 
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.
@@ -48,30 +48,21 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         inbox: pool.alloc(BYTES)?,
         source: ordinary.alloc(BYTES)?,
         got: ordinary.alloc(BYTES)?,
-        cases: 0,
-        wrong: 0,
+        tally: Tally::new(pool),
     };
     pool.commit()?;
     ring.rings()?;
     ring.products()?;
     ring.late()?;
     if rank == 0 {
-        println!("memory operations: {} cases, {} wrong", ring.cases, ring.wrong);
+        println!("memory operations: {} cases, {} wrong", ring.tally.cases, ring.tally.wrong);
     }
-    Ok((ring.cases, ring.wrong))
+    Ok(ring.tally.counts())
 }
 
 impl Ring<'_> {
     fn data(&self, rank: u32, round: u64) -> Vec<u8> {
         input(random(self.options.seed, 900 + round), rank, DType::U8, BYTES)
-    }
-
-    fn expect(&mut self, what: &str, right: bool) {
-        self.cases += 1;
-        if !right {
-            self.wrong += 1;
-            println!("rank {}: {what}", self.pool.rank());
-        }
     }
 
     /// Runs `around` eagerly and in graphs, with new data each time, and compares what has arrived.
@@ -90,11 +81,11 @@ impl Ring<'_> {
             self.comm.synchronize(&self.stream)?;
             let wanted = self.data(self.before, round);
             let arrived = download(self.pool, self.inbox.address(), BYTES)?;
-            self.expect(&format!("{what}, round {round}: what arrived"), arrived == wanted);
+            self.tally.expect(&format!("{what}, round {round}: what arrived"), arrived == wanted);
             let got = download(self.pool, self.got.address(), BYTES)?;
             let theirs =
                 self.data((self.before + self.pool.world() - 1) % self.pool.world(), round);
-            self.expect(&format!("{what}, round {round}: what was got"), got == theirs);
+            self.tally.expect(&format!("{what}, round {round}: what was got"), got == theirs);
             // The next rank may still read the inbox, which the next round fills anew.
             self.comm.barrier(&self.stream)?;
             self.comm.synchronize(&self.stream)?;
@@ -104,7 +95,7 @@ impl Ring<'_> {
         }
         self.comm.synchronize(&self.stream)?;
         let failed = self.comm.failure().is_some();
-        self.expect(&format!("{what}: replays in a row"), !failed);
+        self.tally.expect(&format!("{what}: replays in a row"), !failed);
         self.comm.barrier(&self.stream)?;
         self.comm.synchronize(&self.stream)?;
         graph.destroy(self.pool)
@@ -159,7 +150,7 @@ impl Ring<'_> {
             self.comm.await_step((self.before, Communicator::STEPS), &self.stream),
             "a step that there is not",
         )?;
-        self.expect(&format!("{error}"), error.is_invalid_argument());
+        self.tally.expect(&format!("{error}"), error.is_invalid_argument());
         let comm = Communicator::new(self.pool)?;
         let other = MatmulShape { rows: 128 + u64::from(self.pool.rank()), ..shape };
         let result = comm.begin_matmul(&other, &self.stream);
@@ -169,7 +160,7 @@ impl Ring<'_> {
         let text = error.to_string();
         let own = format!("a shard of {} x 64 bf16", other.rows);
         let named = text.contains(&own) && text.matches("a shard of").count() == 2;
-        self.expect(&format!("{error}"), error.is_diverged() && named);
+        self.tally.expect(&format!("{error}"), error.is_diverged() && named);
         Ok(())
     }
 
@@ -197,12 +188,12 @@ impl Ring<'_> {
             };
             let named = error.ranks() == [peer] && error.to_string().contains(&what);
             let in_time = took + Duration::from_millis(10) >= SHORT && took < 3 * SHORT;
-            self.expect(
+            self.tally.expect(
                 &format!("after {took:?}: {error}"),
                 error.is_timeout() && named && in_time,
             );
             let again = expect_error(comm.signal_by_memory(next, 5, &stream), "a later signal")?;
-            self.expect(&format!("after a failure: {again}"), again.is_timeout());
+            self.tally.expect(&format!("after a failure: {again}"), again.is_timeout());
         }
         self.comm.barrier(&stream)?;
         self.comm.synchronize(&stream)

@@ -8,6 +8,7 @@ use symmpool_collectives::{Communicator, DType};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{input, random};
+use crate::tally::Tally;
 use crate::{MOST_LATE, ORDINARY, Options, expect_error};
 
 /// The timeout of waits that must not succeed.
@@ -35,8 +36,7 @@ struct Sided<'a> {
     source: Block<u8>,
     got: Block<u8>,
     seed: u64,
-    cases: u64,
-    wrong: u64,
+    tally: Tally,
 }
 
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.
@@ -55,8 +55,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         source: ordinary.alloc(ROOM)?,
         got: ordinary.alloc(ROOM)?,
         seed: options.seed,
-        cases: 0,
-        wrong: 0,
+        tally: Tally::new(pool),
     };
     pool.commit()?;
     sided.ring()?;
@@ -66,9 +65,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         sided.late()?;
     }
     if rank == 0 {
-        println!("one-sided: {} cases, {} wrong", sided.cases, sided.wrong);
+        println!("one-sided: {} cases, {} wrong", sided.tally.cases, sided.tally.wrong);
     }
-    Ok((sided.cases, sided.wrong))
+    Ok(sided.tally.counts())
 }
 
 impl Sided<'_> {
@@ -82,23 +81,15 @@ impl Sided<'_> {
     }
 
     fn judge(&mut self, what: &str, got: &[u8], wanted: &[u8]) {
-        self.cases += 1;
+        self.tally.cases += 1;
         if let Some(at) = got.iter().zip(wanted).position(|(got, wanted)| got != wanted) {
-            self.wrong += 1;
+            self.tally.wrong += 1;
             println!(
                 "rank {}: {what}: byte {at} is {} and should be {}",
                 self.pool.rank(),
                 got[at],
                 wanted[at]
             );
-        }
-    }
-
-    fn expect(&mut self, what: &str, right: bool) {
-        self.cases += 1;
-        if !right {
-            self.wrong += 1;
-            println!("rank {}: {what}", self.pool.rank());
         }
     }
 
@@ -171,7 +162,7 @@ impl Sided<'_> {
         self.comm.signal(next, 3, &other)?;
         self.comm.synchronize(&self.stream)?;
         self.comm.synchronize(&other)?;
-        self.expect("signals of two streams", self.comm.failure().is_none());
+        self.tally.expect("signals of two streams", self.comm.failure().is_none());
         Ok(())
     }
 
@@ -213,7 +204,7 @@ impl Sided<'_> {
         }
         around()?;
         comm.synchronize(&stream)?;
-        self.expect(&format!("{replays} replays in a row"), comm.failure().is_none());
+        self.tally.expect(&format!("{replays} replays in a row"), comm.failure().is_none());
         comm.barrier(&stream)?;
         comm.synchronize(&stream)?;
         graph.destroy(self.pool)
@@ -240,10 +231,10 @@ impl Sided<'_> {
             let step = Duration::from_millis(10);
             let in_time = took + step >= timeout && took < timeout + MOST_LATE;
             let what = format!("a late signal: after {took:?}: {error}");
-            self.expect(&what, error.is_timeout() && named && in_time);
+            self.tally.expect(&what, error.is_timeout() && named && in_time);
             // No call succeeds after it.
             let again = expect_error(comm.signal(self.next, channel, &stream), "a later signal")?;
-            self.expect(&format!("after a failure: {again}"), again.is_timeout());
+            self.tally.expect(&format!("after a failure: {again}"), again.is_timeout());
             if self.pool.rank() == 0 && !timeout.is_zero() {
                 println!("{error}");
             }
@@ -257,7 +248,7 @@ impl Sided<'_> {
         ];
         for outcome in refused {
             let error = expect_error(outcome, "nonsense")?;
-            self.expect(&format!("{error}"), error.is_invalid_argument());
+            self.tally.expect(&format!("{error}"), error.is_invalid_argument());
         }
         self.comm.barrier(&stream)?;
         self.comm.synchronize(&stream)

@@ -8,6 +8,7 @@ use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::random;
+use crate::tally::Tally;
 use crate::{ORDINARY, Options};
 
 const LENGTHS: [usize; 12] =
@@ -31,8 +32,7 @@ struct Messages<'a> {
     from: Vec<Block<u8>>,
     to: Vec<Block<u8>>,
     seed: u64,
-    cases: u64,
-    wrong: u64,
+    tally: Tally,
 }
 
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.
@@ -55,8 +55,17 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         let (from, to) = (blocks(scratch.is_some())?, blocks(scratch.is_none())?);
         let (sends, receives) = (stream(pool)?, stream(pool)?);
         let seed = options.seed ^ scratch.unwrap_or(0);
-        let mut messages =
-            Messages { pool, options, comm, sends, receives, from, to, seed, cases: 0, wrong: 0 };
+        let mut messages = Messages {
+            pool,
+            options,
+            comm,
+            sends,
+            receives,
+            from,
+            to,
+            seed,
+            tally: Tally::new(pool),
+        };
         messages.all_at_once()?;
         messages.ahead()?;
         messages.streams()?;
@@ -65,8 +74,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         messages.before_collectives()?;
         messages.comm.barrier(&messages.sends)?;
         messages.comm.synchronize(&messages.sends)?;
-        cases += messages.cases;
-        wrong += messages.wrong;
+        cases += messages.tally.cases;
+        wrong += messages.tally.wrong;
     }
     if pool.rank() == 0 {
         println!("p2p: {cases} cases, {wrong} wrong");
@@ -162,9 +171,9 @@ impl Messages<'_> {
         let got = download(self.pool, self.to[peer as usize].address(), length)?;
         let mut wanted = vec![BEFORE; length];
         wanted[to..to + bytes].copy_from_slice(&self.data(message));
-        self.cases += 1;
+        self.tally.cases += 1;
         if let Some(at) = got.iter().zip(&wanted).position(|(got, wanted)| got != wanted) {
-            self.wrong += 1;
+            self.tally.wrong += 1;
             println!(
                 "rank {}: {what}: {bytes} bytes of rank {peer}: byte {} is {} and should be {}",
                 self.pool.rank(),
@@ -245,21 +254,13 @@ impl Messages<'_> {
                 let message = self.short(nth, before);
                 let mut wanted = self.data(&message);
                 wanted.resize(2048, BEFORE);
-                self.expect(
+                self.tally.expect(
                     &format!("message {nth} ahead"),
                     got[place(nth) as usize..][..2048] == wanted,
                 );
             }
         }
         Ok(())
-    }
-
-    fn expect(&mut self, what: &str, right: bool) {
-        self.cases += 1;
-        if !right {
-            self.wrong += 1;
-            println!("rank {}: {what}", self.pool.rank());
-        }
     }
 
     /// Messages in one direction keep the order of the calls, whatever streams they are on.
@@ -286,7 +287,7 @@ impl Messages<'_> {
             let message = self.short(100 + nth, before);
             let at = self.to[before as usize].address() + place(nth);
             let got = download(self.pool, at, message.bytes)?;
-            self.expect(&format!("message {nth} of two streams"), got == self.data(&message));
+            self.tally.expect(&format!("message {nth} of two streams"), got == self.data(&message));
         }
         Ok(())
     }
@@ -368,11 +369,11 @@ impl Messages<'_> {
             _ => self.comm.barrier(&self.sends)?,
         }
         let outcome = self.synchronize();
-        self.expect(&format!("a receive between collectives: {outcome:?}"), outcome.is_ok());
+        self.tally.expect(&format!("a receive between collectives: {outcome:?}"), outcome.is_ok());
         if rank == 0 {
             let at = self.to[1].address() + message.to;
             let got = download(self.pool, at, message.bytes)?;
-            self.expect("what came between collectives", got == data);
+            self.tally.expect("what came between collectives", got == data);
         }
         self.comm = usual;
         Ok(())
@@ -409,7 +410,7 @@ impl Messages<'_> {
             }
             let sums = download(self.pool, reduced.address(), 4 * COUNT)?;
             let right = (self.pool.world() as f32).to_le_bytes().repeat(COUNT) == sums;
-            self.expect("a collective during messages", right);
+            self.tally.expect("a collective during messages", right);
         }
         Ok(())
     }

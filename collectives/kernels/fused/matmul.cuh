@@ -232,7 +232,7 @@ __device__ __forceinline__ void begin_call(Session& session, const MatmulWork& w
     }
 }
 
-// Tells all other ranks which chunks they have got, as the stream sends them. Called by one thread. Copying a word behind each
+// Sets all other ranks' flags for the chunks that they have got, as the stream sends them. Called by one thread. Copying a word behind each
 // chunk would keep the copy engine from the next one for as long as 3 MB take.
 __device__ __forceinline__ void announce_chunks(const Session& session, const MatmulWork& work) {
 #pragma unroll 1

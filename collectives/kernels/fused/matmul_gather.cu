@@ -1,9 +1,9 @@
 //! Products of the rows of all ranks, which copy engines bring meanwhile: an all-gather and matmuls in one.
 //!
-//! A stream sends this rank's rows to all others in chunks, once the handshake has been made, by a warp of the first block; then
-//! the warp tells the others what has been sent. Tiles of this rank's own rows come first and wait for nobody; those of another rank's rows
-//! wait for their chunk: the nearest rank before this one first, which sends to this one first. They wait on all SMs. Where
-//! kernels of other communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`.
+//! A stream sends this rank's rows to all others in chunks, once a warp of the first block has made the handshake; the warp then
+//! sets the others' flags for what has been sent. Tiles of this rank's own rows come first and wait for nobody. Those of another
+//! rank's rows wait for their chunk, on all SMs: the nearest rank before this one first, which sends to this one first. Where
+//! kernels of other communicators may need SMs meanwhile, a second launch makes them, behind `matmul_wait.cu`.
 //!
 //! The tiles of all right matrices lie side by side, so that a part's are made one after the other. Defines: those of
 //! `fused/matmul.cuh`.
@@ -112,7 +112,7 @@ public:
 };
 
 // Copies rows, as they arrive, to where they are wanted: a share of them, by one thread of each block that is not busy with
-// other ranks. A copy within the device that a stream makes would be a kernel, which finds no room beside this one.
+// other ranks. A copy within the device that a stream makes would be a kernel, and this one leaves no registers for another.
 __device__ __forceinline__ void copy_rows(const Session& session, const MatmulWork& work, const SharedMemory& shared,
                                           u32 share, u32 shares) {
     const u64 chunk_bytes = work.chunk_tiles * TILE_ROWS * (work.part_bytes / work.rows);

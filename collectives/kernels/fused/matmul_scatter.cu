@@ -5,8 +5,8 @@
 //! they take. This rank's own tiles come last, and what other ranks have sent for them is
 //! added in float32 before they are stored, in the order of ranks from this one on.
 //!
-//! The handshake is made by a warp of the first block, which then tells the others what has been sent; only copies to peers wait
-//! for it. Tiles for other ranks wait for
+//! The handshake is made by a warp of the first block, which then sets the others' flags for what has been sent; only copies to
+//! peers wait for it. Tiles for other ranks wait for
 //! nobody, so the stream that waits for chunks always goes on. Own tiles wait for chunks, on all SMs. Where kernels of other
 //! communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`. Defines: those of
 //! `fused/matmul.cuh`.
@@ -139,7 +139,7 @@ public:
                 if (WORLD > 1) {
                     add_others();
                 }
-                // Of several ways to say this, it is the one whose registers suffice, with any number of ranks.
+                // Without the branch NVRTC spills registers with four ranks and more, and with it where there are two.
                 if (WORLD == 2 || work.factor != 1) {
                     scale(work.factor);
                 }

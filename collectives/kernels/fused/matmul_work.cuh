@@ -32,7 +32,6 @@ struct MatmulProduct {
     TensorMap out;
     const float* right_scale;  // a factor of the sums, on the device, or null
     u32 end_column;            // of its tiles, where all products' tiles lie side by side
-    u32 unused[13];
 };
 
 // How clusters divide tiles; `cuda/matmul/split.rs` says how these are chosen. Here a cluster's tiles of one place count once.

@@ -131,17 +131,11 @@ pub(super) struct MatmulProduct {
     pub(super) out: TensorMap,
     pub(super) right_scale: u64,
     pub(super) end_column: u32,
-    pub(super) unused: [u32; 13],
 }
 
 impl MatmulProduct {
-    pub(super) const NONE: Self = Self {
-        right: TensorMap::NONE,
-        out: TensorMap::NONE,
-        right_scale: 0,
-        end_column: 0,
-        unused: [0; 13],
-    };
+    pub(super) const NONE: Self =
+        Self { right: TensorMap::NONE, out: TensorMap::NONE, right_scale: 0, end_column: 0 };
 }
 
 /// What a product of tensor cores is given besides [`CallParams`]: `MatmulWork` in `fused/matmul_work.cuh`, which documents

@@ -402,13 +402,13 @@ def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: A
     shape = (*A.shape[:-1], B.shape[1])
     product = Product(B)
     is_short = rows.shape[0] * B.shape[1] * A.itemsize <= _SHORT_SUM
-    divides = world > 1 and rows.shape[0] % world == 0 and not is_short
-    by_tensor_cores = divides and tensor_cores.serves(
+    by_parts = world > 1 and rows.shape[0] % world == 0 and not is_short
+    by_tensor_cores = by_parts and tensor_cores.serves(
         entry, A, None, product, rows.shape[0] // world, A.dtype
     )
     rest = fingerprint(shape, reduce_op, by_tensor_cores)
     call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
-    if not _is_pipelined(rows, world) or not divides:
+    if not _is_pipelined(rows, world) or not by_parts:
         call.begin(0)
         made = torch.mm(rows, B)
         entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)

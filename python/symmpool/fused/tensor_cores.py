@@ -44,6 +44,12 @@ def serves(
     dtype: torch.dtype,
 ) -> bool:
     """Whether the kernel makes products of this kind: with parts of `rows` rows and results of `dtype`."""
+    return _fits(left, scale, product, rows, dtype) and _has_tensor_kernels(entry.comm)
+
+
+def _fits(
+    left: torch.Tensor, scale: torch.Tensor | None, product: Product, rows: int, dtype: torch.dtype
+) -> bool:
     if not left.is_cuda or rows < _LEAST_ROWS or dtype not in _HALVES or left.shape[-1] == 0:
         return False
     if product.right.shape[1] == 0:
@@ -53,10 +59,8 @@ def serves(
         factors = (scale, product.right_scale)
         single = all(each is not None and each.numel() == 1 for each in factors)
         e4m3 = left.dtype == product.right.dtype == torch.float8_e4m3fn
-        fits = is_plain and single and e4m3
-    else:
-        fits = left.dtype == product.right.dtype == dtype
-    return fits and _has_tensor_kernels(entry.comm)
+        return is_plain and single and e4m3
+    return left.dtype == product.right.dtype == dtype
 
 
 def serves_all(
@@ -71,9 +75,8 @@ def serves_all(
     world = entry.comm.world
     if world > 2 and left.shape[0] < _LEAST_ROWS * world:
         return False
-    return all(
-        serves(entry, left, scale, product, left.shape[0], product.dtype_for(left)) for product in products
-    )
+    fit = (_fits(left, scale, product, left.shape[0], product.dtype_for(left)) for product in products)
+    return all(fit) and _has_tensor_kernels(entry.comm)
 
 
 def _is_by_rows(product: Product) -> bool:
@@ -122,7 +125,7 @@ class _Memory:
     ranks, and for sums of the kernel."""
 
     def __init__(self, call: Call, bytes: int, scratch: int, control: int) -> None:
-        begin = -(-bytes // _ALIGNMENT) * _ALIGNMENT
+        begin = _whole(bytes, 1)
         address = call.reserve(begin + scratch, control).data_ptr()
         self.places = (address, workspace.control_of(call.entry).data_ptr())
         self.scratch = (address + begin, scratch)
@@ -150,15 +153,13 @@ def gather_multiply(
     products: Sequence[Product],
     returns_rows: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """All ranks' rows, if they are wanted, and the products of them, on the current stream."""
+    """All ranks' rows, if they are wanted, and the products of them, on the current stream. `rows` are
+    contiguous."""
     entry, world = call.entry, call.world
     count, inner = rows.shape
     kind = DTYPES[rows.dtype]
-    pitch, slots_bytes, scratch_bytes, control_bytes = _gather_memory(kind, count, inner, world)
-    memory = _Memory(call, slots_bytes, scratch_bytes, control_bytes)
-    left = rows
-    if rows.data_ptr() % _ALIGNMENT or not rows.is_contiguous() or pitch != inner * rows.itemsize:
-        left = _empty(count, inner, rows, rows.dtype).copy_(rows)
+    memory = _Memory(call, *_gather_memory(kind, count, inner, world))
+    left = _aligned(rows)
     dtype = products[0].dtype_for(rows)
     scales = _Scales(call.device)
     rights = [_right(product) for product in products]
@@ -172,7 +173,7 @@ def gather_multiply(
         _gather_multiply(
             entry.comm,
             (kind, DTYPES[dtype]),
-            (left.data_ptr(), pitch, scales.address(scale if products[0].is_scaled else None)),
+            (*_place(left), scales.address(scale)),
             described,
             _is_by_rows(products[0]),
             (count, inner),
@@ -201,7 +202,6 @@ def multiply_scatter(
     memory = _Memory(call, *_matmul_memory(rows, columns, world))
     left, right = _aligned(left), _right(product)
     out = _empty(rows, columns, left, dtype)
-    factors = (scale, product.right_scale) if product.is_scaled else (None, None)
     scales = _Scales(call.device)
     try:
         _multiply_scatter(
@@ -210,7 +210,7 @@ def multiply_scatter(
             _place(left),
             (*_place(right), _is_by_rows(product)),
             _place(out),
-            (scales.address(factors[0]), scales.address(factors[1])),
+            (scales.address(scale), scales.address(product.right_scale)),
             (rows, left.shape[1], columns),
             reduce_op == "avg",
             memory.places,

@@ -56,7 +56,6 @@ impl CudaEngine {
                 out: self.out_map(each.out, (world as usize, rows, each.columns))?,
                 right_scale: each.scale,
                 end_column: MatmulGather::tile_columns(&gather.rights[..=nth]) as u32,
-                unused: [0; 13],
             };
         }
         let slots = Rows { begin: gather.slots, pitch: gather.left.pitch };

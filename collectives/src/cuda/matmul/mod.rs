@@ -1,4 +1,4 @@
-//! Products of tensor cores with parts for or of different ranks: kernels of `fused/`, and the copies beside them.
+//! Products of tensor cores with parts for or of different ranks: kernels of `fused/`, and the copies that run meanwhile.
 //!
 //! | file | what is in it |
 //! | --- | --- |
@@ -34,7 +34,7 @@ use super::params::{CallParams, MatmulWork, TensorMap};
 use crate::host::call::Call;
 use crate::jit::sources::MATMUL_WAIT;
 use crate::jit::{Arch, Kernel};
-use crate::matmul::{CLUSTER, MOST_CHUNKS};
+use crate::matmul::{CLUSTER, MOST_CHUNKS, MOST_PARTIAL_TILES, SUMS_BYTES};
 use crate::{DType, ReduceOp, Rows};
 pub(super) use split::Split;
 
@@ -46,10 +46,6 @@ const THREADS: u32 = 384;
 const WAIT_THREADS: u32 = 32;
 /// Bytes of a row of a tile in shared memory.
 const BLOCK_BYTES: usize = 128;
-/// Bytes of the sums of a tile.
-const TILE_SUMS_BYTES: u64 = 4 * 128 * 256;
-/// Tiles whose sums helpers may leave in memory: `MOST_PARTIAL_TILES` in `fused/matmul_work.cuh`.
-const MOST_PARTIAL_TILES: u32 = 144;
 /// Right matrices of a call at most.
 pub(super) const MOST_PRODUCTS: usize = crate::MatmulGather::MOST_PRODUCTS;
 
@@ -66,7 +62,7 @@ impl Control {
     }
 
     fn finished(&self, rank: u32, chunk: usize) -> u64 {
-        let partial = 8 * 2 * u64::from(MOST_PARTIAL_TILES);
+        let partial = 8 * 2 * MOST_PARTIAL_TILES as u64;
         self.sent(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
     }
 
@@ -95,9 +91,8 @@ impl Product<'_> {
     /// How so many tiles are divided among so many blocks, if there is the memory for it.
     fn split(&self, work: &MatmulWork, (tiles, blocks): (u32, u32), cluster: u32) -> Split {
         let split = Split::of(tiles / cluster, blocks / cluster, work.inner_blocks);
-        let partial = split.partial_tiles() * cluster;
-        let bytes = u64::from(partial) * TILE_SUMS_BYTES;
-        if partial > MOST_PARTIAL_TILES || bytes > self.scratch.1 as u64 {
+        let partial = (split.partial_tiles() * cluster) as usize;
+        if partial > MOST_PARTIAL_TILES || partial * SUMS_BYTES > self.scratch.1 {
             return Split::none(tiles / cluster);
         }
         split
@@ -145,18 +140,18 @@ impl CudaEngine {
             threads: THREADS,
             ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
         })?;
-        let apart = world > 1 && !kernel.budget.early;
-        tracing::debug!(kernel = product.kernel.name, apart, "a product by tensor cores");
+        let in_two = world > 1 && !kernel.budget.early;
+        tracing::debug!(kernel = product.kernel.name, in_two, "a product by tensor cores");
         // Loaded before anything is on streams: loading may wait for what runs.
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
-        let wait = if apart { Some(self.kernel(wait)?) } else { None };
+        let wait = if in_two { Some(self.kernel(wait)?) } else { None };
         let params = CallParams::of(product.call);
         let cluster = if product.mode.clusters { CLUSTER as u32 } else { 1 };
         let most = kernel.processors / cluster * cluster;
         let tiles = work.tile_rows * work.tile_columns;
         // All blocks, also of a launch that has fewer tiles: what each of them helps with must not depend on it.
         let grid = ((world * tiles).min(most), THREADS);
-        let first_parts = if apart { product.first_parts } else { world };
+        let first_parts = if in_two { product.first_parts } else { world };
         let split = product.split(&work, (world * tiles, grid.0), cluster);
         let work = MatmulWork { partials: product.scratch.0, split, ..work };
         let copies = self.copy_stream;

@@ -60,7 +60,6 @@ impl CudaEngine {
             out: self.out_map(scatter.out, (1, rows, columns))?,
             right_scale: scatter.scales.1,
             end_column: tile_columns as u32,
-            unused: [0; 13],
         };
         Ok(MatmulWork {
             left: self.left_map(dtype, scatter.left, (world as usize, rows, inner))?,
