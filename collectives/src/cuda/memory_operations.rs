@@ -1,10 +1,11 @@
-//! Signals and waits that take no SM: stream memory operations, and copy engines that write flags.
+//! Signals and waits that take no SM: stream memory operations.
 //!
 //! A stream that waits for a value in memory occupies no SM, so products of matrices beside it lose none. Flags lie in the
 //! control blocks: for each peer and channel a word that says whether the peer has signalled, and one that says whether the
-//! peer still has to take this rank's last signal. A signal is a copy of the word 1 into the peer's memory, by a copy
-//! engine: it comes behind all copies that the stream made before. A wait resets its flag when it has found it, so graphs
-//! replay. A channel holds one signal, therefore: the next one waits until the last one was taken.
+//! peer still has to take this rank's last signal. A signal is a write into the peer's memory. The driver puts a memory
+//! fence before it, so it comes behind all that the stream has written. (A copy of a word by a copy engine would come behind
+//! what other streams have given that engine too.) A wait resets its flag when it has found it, so graphs replay. A channel
+//! holds one signal, therefore: the next one waits until the last one was taken.
 //!
 //! The driver's waits have no end, so a thread watches them (rule S5). A stream writes to a word in pinned memory before
 //! it waits, and clears it afterwards. The thread looks at these words 20 times a second. When a wait has taken longer than
@@ -72,7 +73,7 @@ pub(super) enum Flag {
 /// Where flags of memory operations lie in a control block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MemoryFlags {
-    /// Where they begin: the words 1 and 0, and then two flags for each rank and channel.
+    /// Where they begin: two flags for each rank and channel.
     begin: u64,
 }
 
@@ -83,22 +84,13 @@ impl MemoryFlags {
 
     /// Bytes that they take for so many ranks.
     pub(super) const fn bytes(world: u32) -> u64 {
-        16 + 8 * world as u64 * MEMORY_CHANNELS as u64
-    }
-
-    /// The word that is always 1.
-    pub(super) fn one(self) -> u64 {
-        self.begin
-    }
-
-    fn zero(self) -> u64 {
-        self.begin + 4
+        8 * world as u64 * MEMORY_CHANNELS as u64
     }
 
     /// The flag that a rank has for `peer`.
     fn at(self, peer: u32, channel: u32, flag: Flag) -> u64 {
         let pair = u64::from(peer) * u64::from(MEMORY_CHANNELS) + u64::from(channel);
-        self.begin + 16 + 8 * pair + 4 * u64::from(flag == Flag::Untaken)
+        self.begin + 8 * pair + 4 * u64::from(flag == Flag::Untaken)
     }
 }
 
@@ -223,13 +215,7 @@ impl MemoryOperations {
             stream,
         )?;
         if acknowledge {
-            let rank = shared.pool.rank();
-            let from = shared.control + shared.flags.zero();
-            shared.copy_word(
-                shared.of(peer, shared.flags.at(rank, channel, Flag::Untaken)),
-                from,
-                stream,
-            )?;
+            shared.put(&[shared.write_at((peer, channel, Flag::Untaken), 0)], stream)?;
         }
         Ok(())
     }
@@ -252,9 +238,7 @@ impl MemoryOperations {
             let steps = [Step::WaitEqual(untaken, 0), Step::Write(untaken, 1)];
             shared.put_wait((peer, channel, Flag::Untaken), &steps, timeout, stream)?;
         }
-        let rank = shared.pool.rank();
-        let to = shared.of(peer, shared.flags.at(rank, channel, Flag::Arrived));
-        shared.copy_word(to, shared.control + shared.flags.one(), stream)
+        shared.put(&[shared.write_at((peer, channel, Flag::Arrived), 1)], stream)
     }
 
     /// Makes the stream write 1 to a word of this rank's, and then wait until another has a value, and set it back to 0. Only
@@ -270,7 +254,7 @@ impl MemoryOperations {
         let wait =
             awaited.map(|(word, value)| [Step::WaitEqual(word, value), Step::Write(word, 0)]);
         let steps: Vec<Step> = write.into_iter().chain(wait.into_iter().flatten()).collect();
-        self.shared.on_device(|| put(self.shared.api, &steps, stream))
+        self.shared.put(&steps, stream)
     }
 
     /// Starts the thread that ends waits, when there is a first one.
@@ -319,10 +303,16 @@ impl Shared {
         self.control + self.flags.at(peer, channel, flag)
     }
 
-    /// This rank's address of what lies so far into a peer's control block.
-    fn of(&self, peer: u32, offset: u64) -> u64 {
+    /// A write to the flag that a peer has for this rank.
+    fn write_at(&self, (peer, channel, flag): (u32, u32, Flag), value: u32) -> Step {
         let layout = self.pool.layout();
-        layout.address(peer, self.control - layout.address(layout.rank, 0) + offset)
+        let control = self.control - layout.address(layout.rank, 0);
+        let at = control + self.flags.at(layout.rank, channel, flag);
+        Step::Write(layout.address(peer, at), value)
+    }
+
+    fn put(&self, steps: &[Step], stream: Stream) -> Result<()> {
+        modules::cuda(self.pool.driver())?.with_context(|| put(self.api, steps, stream))
     }
 
     fn put_wait(
@@ -336,20 +326,7 @@ impl Shared {
         self.timeouts[nth].store(timeout.min(u64::MAX - 1), Ordering::Relaxed);
         let word = self.words.address(nth);
         let all = [Step::Write(word, WAITS), steps[0], steps[1], Step::Write(word, IDLE)];
-        self.on_device(|| put(self.api, &all, stream))
-    }
-
-    /// Copies a word by a copy engine.
-    fn copy_word(&self, to: u64, from: u64, stream: Stream) -> Result<()> {
-        self.on_device(|| {
-            // SAFETY: both are words of control blocks, which are windows; the stream is live.
-            let code = unsafe { (self.api.copy)(to, from, 4, stream.raw() as Handle) };
-            CudaDriver::check(code, || format!("copying a flag to {to:#x}"))
-        })
-    }
-
-    fn on_device<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        modules::cuda(self.pool.driver())?.with_context(work)
+        self.put(&all, stream)
     }
 
     fn look_until_the_end(&self) {
@@ -434,7 +411,7 @@ mod tests {
     #[test]
     fn flags_do_not_overlap_and_fit() {
         let flags = MemoryFlags::new(64);
-        let mut seen = vec![flags.one(), flags.zero()];
+        let mut seen = Vec::new();
         for peer in 0..8 {
             for channel in 0..MEMORY_CHANNELS {
                 seen.extend(

@@ -54,7 +54,6 @@ impl CudaEngine {
         };
         fill(driver, block.address(), 0, control.escaped)?;
         fill(driver, block.address(), last_epoch, 4)?;
-        fill(driver, block.address() + control.memory_flags(pool.world()).one(), 1, 4)?;
         fill(driver, block.address() + control.escaped, ESCAPED_PATTERN, control.escaped_bytes)?;
         fill(driver, block.address() + control.lamport, LAMPORT_PATTERN, control.lamport_bytes)?;
         fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
