@@ -61,7 +61,9 @@ impl CudaEngine {
         tracing::debug!(part, pieces = ranges.len(), algorithm = "copy", %call);
         let (copies, local) = (self.copy_stream, self.companion_stream);
         let (rank, peers): (_, Vec<u32>) = (self.rank(), self.peers_in_rotated_order().collect());
-        self.begin_pieces(call, stream)?;
+        let others: Vec<Stream> =
+            std::iter::once(local).chain(self.stream_of_waits(ranges.len())).collect();
+        self.begin_pieces(call, stream, &others)?;
         let own = to + u64::from(rank) * part;
         if own != from {
             self.copy_by_engine(own, from, part, local)?;
@@ -86,6 +88,6 @@ impl CudaEngine {
                 self.signal_copied(&peers, emptied(nth), local)?;
             }
         }
-        self.end_pieces(call, stream)
+        self.end_pieces(call, stream, &others)
     }
 }

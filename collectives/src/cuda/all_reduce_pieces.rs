@@ -44,7 +44,9 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     pub(super) unsafe fn two_shot_copy_in_pieces(&mut self, work: &Work) -> Result<()> {
-        let call = self.begin_reduction(work, SLOTS_OF_BOTH, LONGEST)?;
+        let call = self.plan_reduction(work, SLOTS_OF_BOTH, LONGEST)?;
+        let others = [self.companion_stream, self.result_stream];
+        self.begin_pieces(call.work.call, work.stream, &others)?;
         let count = call.ranges.len();
         for nth in 0..count {
             if let Some(before) = nth.checked_sub(SLOTS) {
@@ -59,7 +61,7 @@ impl CudaEngine {
         for left in count.saturating_sub(LAG)..count {
             self.exchange_results(&call, left)?;
         }
-        self.end_pieces(call.work.call, work.stream)
+        self.end_pieces(call.work.call, work.stream, &others)
     }
 
     /// Copies this rank's results of a piece into all peers' scratch, and takes theirs.

@@ -147,25 +147,38 @@ impl CudaEngine {
     }
 
     /// Begins a call in pieces on the caller's stream. Copies to peers may begin at once, as scratch is empty between calls;
-    /// the other streams come behind the handshake, which names a rank that does not come.
-    pub(super) fn begin_pieces(&mut self, call: Call, stream: Stream) -> Result<()> {
+    /// the other streams that the call uses come behind the handshake, which names a rank that does not come.
+    pub(super) fn begin_pieces(
+        &mut self,
+        call: Call,
+        stream: Stream,
+        others: &[Stream],
+    ) -> Result<()> {
         self.switch_to(stream)?;
         self.fork(stream, self.copy_stream)?;
         self.handshake_before_copies(call, stream)?;
-        self.fork(stream, self.companion_stream)?;
-        self.fork(stream, self.result_stream)
+        others.iter().try_for_each(|other| self.fork(stream, *other))
     }
 
     /// Ends a call in pieces: the caller's stream goes on behind all others, of all ranks.
-    pub(super) fn end_pieces(&mut self, call: Call, stream: Stream) -> Result<()> {
-        for other in [self.signal_stream, self.companion_stream, self.result_stream] {
-            self.fork(other, stream)?;
-        }
+    pub(super) fn end_pieces(
+        &mut self,
+        call: Call,
+        stream: Stream,
+        others: &[Stream],
+    ) -> Result<()> {
+        self.fork(self.signal_stream, stream)?;
+        others.iter().try_for_each(|other| self.fork(*other, stream))?;
         self.handshake_after_copies(call, stream)
     }
 
-    /// Begins a reduction in pieces, with so many slots for each peer.
-    pub(super) fn begin_reduction(
+    /// The stream on which copies of so many pieces wait for slots, if there are more pieces than slots.
+    pub(super) fn stream_of_waits(&self, pieces: usize) -> Option<Stream> {
+        (pieces > SLOTS).then_some(self.result_stream)
+    }
+
+    /// What a reduction in pieces needs, with so many slots for each peer.
+    pub(super) fn plan_reduction(
         &mut self,
         work: &Work,
         slots: usize,
@@ -177,7 +190,6 @@ impl CudaEngine {
         let ranges = pieces(work.share(0, self.world()).1, room, longest);
         // Ranks on which the same algorithm is not in pieces differ in this.
         let call = work.call.peer_blocks(ranges.len() as u32);
-        self.begin_pieces(call, work.stream)?;
         let peers = self.peers_in_rotated_order().collect();
         Ok(Reduction { kernel, work: Work { call, root: 1, ..*work }, ranges, room, peers })
     }

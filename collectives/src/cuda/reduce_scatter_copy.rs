@@ -117,7 +117,9 @@ impl CudaEngine {
 
     fn scatter_in_pieces(&mut self, work: &Work) -> Result<()> {
         let work = &Work { call: work.call.algorithm(COPY), ..*work };
-        let call = self.begin_reduction(work, SLOTS, LONGEST)?;
+        let call = self.plan_reduction(work, SLOTS, LONGEST)?;
+        let others = Vec::from_iter(self.stream_of_waits(call.ranges.len()));
+        self.begin_pieces(call.work.call, work.stream, &others)?;
         for nth in 0..call.ranges.len() {
             if let Some(before) = nth.checked_sub(SLOTS) {
                 self.await_emptied(&call.peers, before)?;
@@ -127,7 +129,7 @@ impl CudaEngine {
                 self.signal_copied(&call.peers, emptied(nth), work.stream)?;
             }
         }
-        self.end_pieces(call.work.call, work.stream)
+        self.end_pieces(call.work.call, work.stream, &others)
     }
 }
 

@@ -20,7 +20,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::api::{Api, Handle};
 
 /// Makes a stream wait for what another one has been given, in graphs too.
-pub(super) fn fork(driver: &dyn MemoryDriver, from: Stream, to: Stream) -> Result<()> {
+fn fork(driver: &dyn MemoryDriver, from: Stream, to: Stream) -> Result<()> {
     let event = driver.record_event(from)?;
     let waited = driver.wait_event(to, &event);
     driver.release_event(event);
@@ -163,6 +163,8 @@ impl StreamOrder {
 #[derive(Debug, Default)]
 pub(super) struct CallEvents {
     made: Vec<Handle>,
+    /// The event of [`fork`](Self::fork). A stream waits for what it was last recorded behind, so one is enough.
+    between: Option<Handle>,
 }
 
 impl CallEvents {
@@ -195,9 +197,28 @@ impl CallEvents {
         driver.with_context(|| wait(api, driver, event, stream, what))
     }
 
+    /// Makes a stream wait for what another one has been given within a call. Both belong to the same capture, or to none.
+    pub(super) fn fork(
+        &mut self,
+        api: &Api,
+        driver: &CudaDriver,
+        from: Stream,
+        to: Stream,
+    ) -> Result<()> {
+        let what = "ordering streams within a call";
+        driver.with_context(|| {
+            let event = match self.between {
+                Some(event) => event,
+                None => *self.between.insert(api.event()?),
+            };
+            record(api, driver, event, from, what)?;
+            wait(api, driver, event, to, what)
+        })
+    }
+
     /// Destroys the events. The device's context must be current, and no call can follow.
     pub(super) fn end(&mut self, api: &Api) {
-        self.made.drain(..).for_each(|event| destroy(api, event));
+        self.made.drain(..).chain(self.between.take()).for_each(|event| destroy(api, event));
     }
 }
 

@@ -4,7 +4,6 @@ use symmpool_allocator::{Result, Stream};
 
 use super::super::kernels::LoadedKernel;
 use super::super::params::ChannelEnd;
-use super::super::stream_order::fork;
 use super::{CudaEngine, cuda};
 
 impl CudaEngine {
@@ -71,8 +70,8 @@ impl CudaEngine {
         cuda(&self.pool)?.stream_handle(stream).map(drop)
     }
 
-    /// Makes a stream wait for what another one has been given, in graphs too.
-    pub(in super::super) fn fork(&self, from: Stream, to: Stream) -> Result<()> {
-        fork(&**self.pool.driver(), from, to)
+    /// Makes a stream wait for what another one has been given within a call, in graphs too.
+    pub(in super::super) fn fork(&mut self, from: Stream, to: Stream) -> Result<()> {
+        self.events.fork(self.api, cuda(&self.pool)?, from, to)
     }
 }
