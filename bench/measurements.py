@@ -101,7 +101,7 @@ def measurements():
         it("collectives", "every collective, compared with NCCL, on windows and on torch's memory", 60, 240,
            lambda w: w.bench("collectives", "--eager", "--sizes",
                              w.pick("64K,1M,4M,16M,64M,256M", "64K,16M"))),
-        it("training", "FSDP2, DDP, tensor parallelism and decoding of a Llama, compared with NCCL", 300, 580,
+        it("training", "FSDP2, DDP, tensor parallelism and decoding of a Llama, compared with NCCL", 380, 590,
            lambda w: w.bench("training", *w.pick([], ["--rounds", "1", "--steps", "5"]))),
         it("overlap_backend", "collectives of the backend during matrix products", 60, 240,
            lambda w: w.bench("overlap", "--backend", "--eager", "--sizes",

@@ -7,7 +7,7 @@ import pytest
 from test_torch import torchrun
 
 from symmpool.bench import cli
-from symmpool.bench.training import command, rows
+from symmpool.bench.training import command, rows, turns
 
 TINY = ["--device", "cpu", "--model", "own", "--layers", "1", "--width", "32", "--hidden", "48"]
 TINY += ["--heads", "4", "--shared-heads", "2", "--vocabulary", "64", "--length", "8"]
@@ -59,6 +59,31 @@ def test_a_contender_without_rounds_has_no_figures():
     assert found["missing"] == {"NCCL": "why"} and set(found["figures"]) == {"ours"}
     assert found["figures"]["ours"]["ratio"] is None and found["figures"]["ours"]["apart"] is None
     assert rows.cells([row], ["NCCL", "ours"], "NCCL")[1][0][2:6] == ["-"] * 4
+
+
+def test_a_kind_that_fails_in_one_round_has_no_figure():
+    row = rows.Row("ddp", "NCCL")
+    row.add("ours", round_of(10, [1.0]), None)
+    row.add("ours", None, "rank 1: RuntimeError")
+    assert row.missing == {"ours": "rank 1: RuntimeError"} and row.rounds == {}
+
+
+def test_what_a_turn_found_is_read_again_with_what_it_did_not_come_to(tmp_path):
+    found, file = turns.Found({"world": 2}), tmp_path / "found.json"
+    found.add("fsdp", {"numbers": [[1.0]]}, None)
+    found.add("ddp", None, "rank 0: ValueError")
+    found.write(file)
+    again = turns.Found.read(file)
+    assert again.facts == {"world": 2} and again.of("fsdp") == ({"numbers": [[1.0]]}, None)
+    assert again.of("ddp") == (None, "rank 0: ValueError")
+    assert again.of("tp") == (None, "its turn did not come to it")
+    assert turns.Found.read(tmp_path / "none.json").facts == {}
+
+
+def test_a_turn_whose_process_fails_says_so(capfd):
+    found = turns.take(["training", "--steps", "0"], (0, "ours"), ["fsdp"])
+    assert found.of("fsdp") == (None, "the process of its turn ended with status 2")
+    assert "--steps" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("argument", ["--kinds=pp", "--kinds=,", "--steps=0", "--dtype=i8", "--heads=-1"])

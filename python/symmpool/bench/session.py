@@ -109,9 +109,9 @@ def require_writable(path):
         raise SystemExit(f"{path} cannot be written to")
 
 
-def find_device(options, example):
-    """torch, and this process's device, which becomes the current one. Raises SystemExit if there is none,
-    and outside of torchrun, for which `example` has arguments."""
+def find_torch(options, example):
+    """torch, and whether the benchmark runs on GPUs, none of which is used yet. Raises SystemExit if there is
+    none, and outside of torchrun, for which `example` has arguments."""
     try:
         import torch
         import torch.distributed
@@ -120,10 +120,16 @@ def find_device(options, example):
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise SystemExit(f"the benchmark runs under torchrun: torchrun {example}")
     on_cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    if on_cuda and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch sees no CUDA device")
+    return torch, on_cuda
+
+
+def find_device(options, example):
+    """torch, and this process's device, which becomes the current one. Raises SystemExit as `find_torch`."""
+    torch, on_cuda = find_torch(options, example)
     if not on_cuda:
         return torch, torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise SystemExit("--device cuda: torch sees no CUDA device")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return torch, device

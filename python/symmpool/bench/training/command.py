@@ -1,9 +1,9 @@
 """`bench training`: training steps and decoding with each library in turn, in one run.
 
-In each round each library has a default process group and a model of the same weights, runs it, and destroys
-both (`symmpool.bench.training.meeting` says why). Each round begins with another library. What counts is the
-median of a contender's rounds, of the slowest rank. Losses and decoded tokens are compared with those of the
-peer's first round.
+In each round each library has its turn, in processes of its own (`symmpool.bench.training.turns` says why):
+for each kind it makes a default process group and a model of the same weights, runs it, and destroys both.
+Each round begins with another library. What counts is the median of a contender's rounds, of the slowest
+rank. Losses and decoded tokens are compared with those of the peer's first round.
 """
 
 import argparse
@@ -19,11 +19,12 @@ from pathlib import Path
 from symmpool.bench import session, table, timing
 from symmpool.bench.arguments import comma_separated, positive, seconds
 from symmpool.bench.training import rows as results
-from symmpool.bench.training import trace
+from symmpool.bench.training import trace, turns
 from symmpool.bench.training.meeting import Meeting
 
 TRAINED, DECODED = ("fsdp", "ddp", "tp"), ("decode", "decode_graph")
 OURS, ORDINARY = results.OURS, "ours ordinary"
+EXAMPLE = "--nproc-per-node 2 -m symmpool bench training"
 
 #: Sizes: those of Llama 3 8B with 8 layers on a GPU, and such that take seconds on the CPU.
 DEFAULTS = {
@@ -66,6 +67,8 @@ def add_options(commands):
     it.add_argument("--profile", type=Path, metavar="DIR",
                     help="write a trace of each contender's last round, and where time is lost")  # fmt: skip
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    # For processes of a turn: the round's number, the contender, and the file for what is found.
+    it.add_argument("--turn", nargs=3, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     it.set_defaults(plot=None)
 
 
@@ -185,7 +188,7 @@ def read_trace(path):
 
 
 class Profiles:
-    """Traces of one run, and what they say."""
+    """Traces of contenders' last rounds, and what they say."""
 
     def __init__(self, folder):
         self.folder, self.summaries, self.texts = folder, {}, []
@@ -210,78 +213,94 @@ class Profiles:
         (self.folder / "summary.json").write_text(json.dumps(self.summaries, indent=1) + "\n")
 
 
-def measure(meeting, options, kind, backends, peer, profiles, report_progress):
-    """All rounds of one kind."""
+def row_of(kind, options, on_cuda, backends, peer):
+    """The row of a kind, with those contenders that it cannot have."""
     row = results.Row(kind, peer)
     if kind in DECODED and options.model == "own":
         row.missing = dict.fromkeys(backends, "needs transformers")
-    elif kind == "decode_graph" and not meeting.on_cuda:
+    elif kind == "decode_graph" and not on_cuda:
         row.missing = dict.fromkeys(backends, "needs a GPU")
     elif kind != "fsdp" and ORDINARY in backends:
         row.missing[ORDINARY] = "differs from ours in fsdp alone"
-    for number in range(options.rounds):
-        for name in timing.order([each for each in backends if each not in row.missing], number):
-            last = number == options.rounds - 1
-            where = profiles.path(kind, name) if profiles is not None and last else None
-            with meeting.group(backends[name]):
-                found, why = meeting.attempt(
-                    lambda name=name, where=where: run_round(kind, name, meeting, options, where)
-                )
-            if why is not None:
-                row.missing[name] = why
-                row.rounds.pop(name, None)
-            else:
-                row.rounds.setdefault(name, []).append(found)
-                report_progress(
-                    f"{kind}, round {number + 1}: {name} {found['tokens_a_second']:,.0f} tokens/s"
-                )
     return row
 
 
-def connect(options):
-    """The ranks of this run, before any of its process groups."""
-    torch, device = session.find_device(options, "--nproc-per-node 2 -m symmpool bench training")
-    complete(options, device.type == "cuda")
-    # Known to torch by itself where the package is installed; here it may lie beside the program.
-    import symmpool.backend  # noqa: F401
-
-    return Meeting(torch, device, options.timeout)
-
-
-def run(options, arguments):
-    meeting = connect(options)
-    fit(options, meeting.world)
+def choose_model(options):
     from symmpool.bench.training import models
 
     if options.model == "auto":
         options.model = "hf" if models.has_transformers() else "own"
     elif options.model == "hf" and not models.has_transformers():
         raise SystemExit("--model hf: there is no transformers here; --model own needs none")
-    peer, backends = contenders(options, meeting.on_cuda)
+
+
+def run(options, arguments):
+    _, on_cuda = session.find_torch(options, EXAMPLE)
+    complete(options, on_cuda)
+    fit(options, int(os.environ["WORLD_SIZE"]))
+    choose_model(options)
+    return (take_turn if hasattr(options, "turn") else run_turns)(options, arguments, on_cuda)
+
+
+def take_turn(options, arguments, on_cuda):
+    """What the processes of a turn do: run each kind once. The first rank writes what was found."""
+    number, name, file = options.turn
+    torch, device = session.find_device(options, EXAMPLE)
+    # Known to torch by itself where the package is installed; here it may lie beside the program.
+    import symmpool.backend  # noqa: F401
+
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        meeting.torch.use_deterministic_algorithms(True, warn_only=True)
-    profiles = None
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    meeting = Meeting(torch, device, options.timeout, f"{number}/{name}")
+    _, backends = contenders(options, on_cuda)
+    first, is_last = meeting.rank == 0, int(number) == options.rounds - 1
+    found = turns.Found(describe(meeting, options, arguments, backends) if first else {})
+    for kind in options.kinds:
+        is_profiled = options.profile is not None and is_last
+        where = Profiles(options.profile).path(kind, name) if is_profiled else None
+        with meeting.group(backends[name]):
+            report, why = meeting.attempt(
+                lambda kind=kind, where=where: run_round(kind, name, meeting, options, where)
+            )
+        found.add(kind, report, why)
+        if first:
+            found.write(Path(file))
+            rate = "nothing" if why is not None else f"{report['tokens_a_second']:,.0f} tokens/s"
+            print(f"  round {int(number) + 1}, {name}, {kind}: {rate}", file=sys.stderr, flush=True)
+    meeting.meet()
+    return 0
+
+
+def run_turns(options, arguments, on_cuda):
+    """What the processes of the benchmark do: have each contender take its turns, and report."""
+    peer, backends = contenders(options, on_cuda)
+    names, is_first = list(backends), int(os.environ["RANK"]) == 0
     if options.profile is not None:
         options.profile.mkdir(parents=True, exist_ok=True)
-        profiles = Profiles(options.profile)
-    facts = describe(meeting, options, arguments, backends)
-    first, rows = meeting.rank == 0, []
-
-    def report_progress(what):
-        if first:
-            print(f"  {what}", file=sys.stderr, flush=True)
-
-    for kind in options.kinds:
-        rows.append(measure(meeting, options, kind, backends, peer, profiles, report_progress))
-        if first:
-            # After each kind, so that what comes later takes nothing away.
+    rows = [row_of(kind, options, on_cuda, backends, peer) for kind in options.kinds]
+    facts = {"missing": {}}
+    for number in range(options.rounds):
+        for name in timing.order(names, number):
+            kinds = [row.kind for row in rows if name not in row.missing]
+            if not kinds:
+                continue
+            found = turns.take(arguments, (number, name), kinds)
+            if not is_first:
+                continue
+            facts = found.facts or facts
+            for row in rows:
+                if row.kind in kinds:
+                    row.add(name, *found.of(row.kind))
+            # After each turn, so that what comes later takes nothing away.
             session.write(options, facts, rows)
-            if profiles is not None:
-                profiles.add(kind, list(backends))
-    if first:
-        report(facts, options, rows, list(backends), peer)
-    meeting.meet()
+    if not is_first:
+        return 0
+    if options.profile is not None:
+        profiles = Profiles(options.profile)
+        for row in rows:
+            profiles.add(row.kind, names)
+    report(facts, options, rows, names, peer)
     return 1 if any(OURS in row.missing and row.rounds for row in rows) else 0
 
 

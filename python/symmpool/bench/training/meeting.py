@@ -1,10 +1,5 @@
-"""The ranks of a run, and the contenders' process groups: each is the default group, as in a program.
-
-Groups of both libraries side by side would not be fair: each keeps memory of the device for itself, and ours
-leaves processors to NCCL's kernels where a process has several of NCCL's groups. So every round of a
-contender makes its default group and destroys it, and between rounds the ranks talk by the store that they
-met in.
-"""
+"""The ranks of a contender's turn, and its process groups: each is the default group, as in a program. Every
+kind has a group of its own, and between them the ranks talk by the store that they met in."""
 
 from __future__ import annotations
 
@@ -19,14 +14,15 @@ __all__ = ["Meeting"]
 
 
 class Meeting:
-    """The ranks of a run, for as long as it lasts."""
+    """The ranks of a turn, for as long as it lasts. Its keys in the store have the turn's name."""
 
-    def __init__(self, torch: Any, device: Any, timeout: float):
+    def __init__(self, torch: Any, device: Any, timeout: float, turn: str = "0"):
         from torch.distributed.rendezvous import rendezvous
 
         self.torch, self.dist, self.device = torch, torch.distributed, device
         self.timeout = timedelta(seconds=timeout)
-        self.store, self.rank, self.world = next(rendezvous("env://", timeout=self.timeout))
+        store, self.rank, self.world = next(rendezvous("env://", timeout=self.timeout))
+        self.store = torch.distributed.PrefixStore(f"turn/{turn}", store)
         self.store.set_timeout(self.timeout)
         self._gathers = self._groups = 0
 

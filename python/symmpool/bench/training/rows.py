@@ -25,6 +25,14 @@ class Row:
         #: Why a contender has no figure.
         self.missing: dict[str, str] = {}
 
+    def add(self, name: str, found: dict[str, Any] | None, why: str | None) -> None:
+        """What a contender's next round has found, or why it has no figure any more."""
+        if found is None:
+            self.missing[name] = why or "nothing was found"
+            self.rounds.pop(name, None)
+        else:
+            self.rounds.setdefault(name, []).append(found)
+
     def rate(self, name: str) -> float | None:
         """Tokens a second, the median of rounds; None where there is none."""
         rounds = self.rounds.get(name)
