@@ -12,6 +12,8 @@ CARGO_TEST := cargo test --workspace --all-features
 CARGO_EXAMPLES := cargo build --workspace --all-features --examples
 PROGRAMS := $(TARGET)/debug/examples
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
+# The test that compiles every variant of every kernel, for many minutes.
+VARIANTS := every_variant_compiles_spills_nothing_and_fits
 # Seconds that a check on emulated devices may take: beside other tests it shares two processors with them.
 PATIENCE := --limit 1500
 # A file a suite: when its last run began in which everything passed.
@@ -33,7 +35,7 @@ EMULATED_CHECKS := one_shot_ll,one_shot_ll128,one_shot_lamport,one_shot_pull,two
 TORCH ?= torch==2.11.0
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check test-tidy lint-and-build build test-rust test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
+.PHONY: demo test check test-tidy lint-and-build build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
@@ -42,12 +44,13 @@ demo:
 ## Every test there is. What needs no other's results is made at once, then run at once: much of it waits.
 test:
 	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-and-build torch
-	@+$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust test-emulated test-python
+	@+$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-emulated test-python test-rust test-variants
 
 ## The same in a tree that ran them before, but for those of whose sources nothing changed since they passed.
 check:
 	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-and-build torch
-	@+$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-tidy $(PASSED)/rust $(PASSED)/emulated $(PASSED)/python
+	@+$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-tidy \
+		$(addprefix $(PASSED)/,emulated python rust variants)
 
 lint-and-build: $(VENV)/ready
 	@+$(MAKE) --no-print-directory lint
@@ -67,14 +70,20 @@ build: $(EMULATOR)/libnvrtc.so.13
 	@+$(MAKE) --no-print-directory test-extension
 
 # Tests that need a device say "skipped: ..." where there is none; --nocapture lets it be seen.
-# What kernels take of a device is printed.
-test-rust: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)
+test-rust test-variants: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)
 test-rust: $(VENV)/ready
 	$(call begin,rust)
-	$(CARGO_TEST)
-	$(CARGO_TEST) --lib jit::tests -- --nocapture
+	$(CARGO_TEST) -- --skip $(VARIANTS)
+	$(CARGO_TEST) --lib jit::tests -- --nocapture --skip $(VARIANTS)
 	$(CARGO_TEST) --test devices -- --nocapture
 	$(call passed,rust)
+
+# What kernels take of a device is printed. Nothing waits for this but the processors, which have it to do where
+# other tests wait for something.
+test-variants: $(VENV)/ready
+	$(call begin,variants)
+	nice -n 19 $(CARGO_TEST) --lib $(VARIANTS) -- --nocapture
+	$(call passed,variants)
 
 # What documents and sources promise, whichever of them changed.
 test-tidy:
@@ -143,6 +152,8 @@ torch: $(VENV)/ready
 ENGINE := Cargo.toml Cargo.lock Makefile allocator collectives tests/emulator
 $(PASSED)/emulated: $(call files,$(ENGINE))
 	@+$(MAKE) --no-print-directory test-emulated
+$(PASSED)/variants: $(call files,$(ENGINE))
+	@+$(MAKE) --no-print-directory test-variants
 $(PASSED)/rust: $(call files,$(ENGINE) ffi python/src tests)
 	@+$(MAKE) --no-print-directory test-rust
 $(PASSED)/python: $(call files,$(ENGINE) ffi python bench docs examples README.md)
