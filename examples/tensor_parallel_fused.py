@@ -21,7 +21,6 @@ import json
 import os
 import sys
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -285,12 +284,6 @@ def main():
     on_cuda, dtype = device.type == "cuda", getattr(torch, options.dtype)
     pool = symmpool.Pool(device=str(device))
     fused.install()
-    with warnings.catch_warnings():
-        # What lets Inductor choose the fused products; our own kernels need nothing of it.
-        warnings.simplefilter("ignore", FutureWarning)
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        enable_symm_mem_for_group(dist.group.WORLD.group_name)
     ways = [make(device, pool) for make in (Distributed, Symmpool, Fused)]
     model = Llama(options, device, dtype)
     stream = torch.cuda.Stream() if on_cuda else None

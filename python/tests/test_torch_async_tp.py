@@ -1,7 +1,5 @@
 """Cases of torch's tests of asynchronous tensor parallelism, with our operators in place of torch's."""
 
-import warnings
-
 import torch
 import torch.distributed as dist
 from async_tp import Cases
@@ -11,13 +9,6 @@ from test_torch_distributed import begin
 
 import symmpool
 from symmpool import fused
-
-
-def enabled(group):
-    """What lets Inductor look for fused products of a group."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.distributed._symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
 def started(group, folder):
@@ -60,7 +51,6 @@ def test_operators_are_as_exact_as_separate_ones(tmp_path):
 
 def programs(group, folder):
     pool = started(group, folder)
-    enabled(dist.group.WORLD)
     cases = Programs(torch.device("cpu"), by_the_pass, has_scaled())
     cases.gathers()
     cases.scatters()
@@ -87,7 +77,6 @@ def two_groups(group, folder):
     )
     pool = symmpool.Pool(of_products, device="cpu")
     fused.install()
-    enabled(of_products)
     cases = Programs(torch.device("cpu"), by_the_pass, False)
     cases.other_groups(of_products, other)
     assert pool.world == 2

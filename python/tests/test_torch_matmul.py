@@ -165,7 +165,10 @@ def installed(group, folder):
             said.append(torch.equal(A, wanted) and torch.equal(found, wanted @ right))
         reports = [str(each.message) for each in caught if "has no pool" in str(each.message)]
         said.append(len(reports) == 1)
+        enabled = torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group
+        said.append(not enabled(name) and not enabled("no group"))
         pool = symmpool.Pool(device="cpu")
+        said.append(enabled(name))
         A, (found,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [right], 0, name)
         said.append(torch.equal(A, wanted) and torch.equal(found, wanted @ right))
         # Only ours refuses this by its name.
@@ -174,6 +177,7 @@ def installed(group, folder):
         except InvalidArgumentError as error:
             said.append("reduce_op: 'max'" in str(error) and pool.world == 2)
     fused.uninstall()
+    said.append(not torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group(name))
     try:
         torch.ops.symm_mem.fused_all_gather_matmul(x, [right], 0, name)
     except NotImplementedError:
@@ -184,7 +188,7 @@ def installed(group, folder):
 
 
 def test_operators_of_torch_are_ours_where_there_is_a_pool(tmp_path):
-    assert values(2, installed, str(tmp_path)) == [[True] * 6] * 2
+    assert values(2, installed, str(tmp_path)) == [[True] * 9] * 2
 
 
 def refused(group, folder):

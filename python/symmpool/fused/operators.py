@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from symmpool import ops
 from symmpool.communicators.devices import name_of, number_of_tensor
-from symmpool.errors import InvalidStateError
+from symmpool.errors import InvalidArgumentError, InvalidStateError
 from symmpool.fused import low_contention, matmul
 from symmpool.groups import pool_registry, process_groups
 from symmpool.groups.names import group_of
@@ -229,15 +230,18 @@ for _name, _signature in _SIGNATURES.items():
 
 _lock = threading.Lock()
 _installed: list[torch.library.Library] = []
+# torch's own function, while ours is in its place.
+_torchs_enabled: list[Any] = []
 _reported: set[str] = set()
 
 
 def install() -> None:
     """Has torch's operators `torch.ops.symm_mem.fused_*` and `_low_contention_*` be ours on groups that
     have a pool on the tensor's device, or symmpool for a backend: so programs, and Inductor's
-    micro-pipelining, use ours as they are. On other groups torch's own kernels run, which a RuntimeWarning
-    says once for each. Such operators come to exist on the CPU as well. All ranks of a group install them,
-    or none. Again does nothing."""
+    micro-pipelining, use ours as they are; it looks for them on such groups without torch's
+    `enable_symm_mem_for_group`. On other groups torch's own kernels run, which a RuntimeWarning says once
+    for each. Such operators come to exist on the CPU as well. All ranks of a group install them, or none.
+    Again does nothing."""
     with _lock:
         if _installed:
             return
@@ -252,6 +256,7 @@ def install() -> None:
                 for key in ("CPU", "CUDA"):
                     library.impl(name, _chosen(name, theirs), key, allow_override=True)
         _installed.append(library)
+        _enable_for_inductor(theirs)
 
 
 def uninstall() -> None:
@@ -259,6 +264,35 @@ def uninstall() -> None:
     with _lock:
         while _installed:
             _installed.pop()._destroy()
+        if _torchs_enabled:
+            _module_of_torch().is_symm_mem_enabled_for_group = _torchs_enabled.pop()
+
+
+def _enable_for_inductor(theirs: Any) -> None:
+    """Has Inductor, which asks torch whether a group has symmetric memory, look for products on groups of
+    ours too."""
+    of_torch = getattr(theirs, "is_symm_mem_enabled_for_group", None)
+    if of_torch is None:
+        return
+
+    @functools.wraps(of_torch)
+    def enabled(group_name: str) -> bool:
+        if of_torch(group_name):
+            return True
+        return not getattr(theirs, "_is_test_mode", False) and _has_ours(group_name)
+
+    _torchs_enabled.append(of_torch)
+    theirs.is_symm_mem_enabled_for_group = enabled
+
+
+def _has_ours(name: str) -> bool:
+    """Whether there is a group of this name that has symmpool for a backend, or a pool, on any kind of
+    device."""
+    try:
+        group = group_of(name)
+    except InvalidArgumentError:
+        return False
+    return "symmpool" in process_groups.backends_of(group).values() or bool(pool_registry.pools_of(group))
 
 
 def _module_of_torch() -> Any:

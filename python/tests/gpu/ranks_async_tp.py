@@ -9,7 +9,6 @@ too. Exits with 1 if anything was wrong.
 
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import ranks_start
@@ -24,14 +23,6 @@ import symmpool
 from symmpool import fused
 
 
-def enabled(group):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        enable_symm_mem_for_group(group.group_name)
-
-
 def main():
     options = ranks_start.parser(__doc__, 1, "rounds").parse_args()
     device = ranks_start.device_of(options.device)
@@ -42,7 +33,6 @@ def main():
     world, began = dist.get_world_size(), time.monotonic()
     pool = symmpool.Pool(device=str(device))
     fused.install()
-    enabled(dist.group.WORLD)
     # gloo, which takes NCCL's place where ranks share a device, gathers no 8-bit floats.
     has_scaled = on_cuda and not ranks_start.SHARED and torch.cuda.get_device_capability() >= (8, 9)
     count, wrong = 0, []
@@ -63,7 +53,6 @@ def main():
             mesh = dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=("tp", "other"))
             of_products, other = mesh.get_group("tp"), mesh.get_group("other")
             pools = symmpool.Pool(of_products, device=str(device))
-            enabled(of_products)
             programs.other_groups(of_products, other)
             assert pools.world == 2
         count += cases.count + programs.count
