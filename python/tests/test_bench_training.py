@@ -65,6 +65,8 @@ def test_a_kind_that_fails_in_one_round_has_no_figure():
     row = rows.Row("ddp", "NCCL")
     row.add("ours", round_of(10, [1.0]), None)
     row.add("ours", None, "rank 1: RuntimeError")
+    row.add("ours", round_of(10, [1.0]), None)
+    row.add("ours", None, "rank 0: ValueError")
     assert row.missing == {"ours": "rank 1: RuntimeError"} and row.rounds == {}
 
 

@@ -279,19 +279,17 @@ def run_turns(options, arguments, on_cuda):
     if options.profile is not None:
         options.profile.mkdir(parents=True, exist_ok=True)
     rows = [row_of(kind, options, on_cuda, backends, peer) for kind in options.kinds]
+    # What fails in one round is run in the others too: only the first rank knows of it.
+    runs = {name: [row for row in rows if name not in row.missing] for name in names}
     facts = {"missing": {}}
     for number in range(options.rounds):
-        for name in timing.order(names, number):
-            kinds = [row.kind for row in rows if name not in row.missing]
-            if not kinds:
-                continue
-            found = turns.take(arguments, (number, name), kinds)
+        for name in timing.order([name for name in names if runs[name]], number):
+            found = turns.take(arguments, (number, name), [row.kind for row in runs[name]])
             if not is_first:
                 continue
             facts = found.facts or facts
-            for row in rows:
-                if row.kind in kinds:
-                    row.add(name, *found.of(row.kind))
+            for row in runs[name]:
+                row.add(name, *found.of(row.kind))
             # After each turn, so that what comes later takes nothing away.
             session.write(options, facts, rows)
     if not is_first:

@@ -26,11 +26,11 @@ class Row:
         self.missing: dict[str, str] = {}
 
     def add(self, name: str, found: dict[str, Any] | None, why: str | None) -> None:
-        """What a contender's next round has found, or why it has no figure any more."""
+        """What a contender's next round has found, or why it has no figure, whatever other rounds find."""
         if found is None:
-            self.missing[name] = why or "nothing was found"
+            self.missing.setdefault(name, why or "nothing was found")
             self.rounds.pop(name, None)
-        else:
+        elif name not in self.missing:
             self.rounds.setdefault(name, []).append(found)
 
     def rate(self, name: str) -> float | None:
