@@ -12,7 +12,7 @@ CARGO_TEST := cargo test --workspace --all-features
 CARGO_EXAMPLES := cargo build --workspace --all-features --examples
 PROGRAMS := $(TARGET)/debug/examples
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
-# The test that compiles every variant of every kernel, for many minutes.
+# The test that compiles every variant of every kernel, which takes minutes.
 VARIANTS := every_variant_compiles_spills_nothing_and_fits
 # Seconds that a check on emulated devices may take: beside other tests it shares two processors with them.
 PATIENCE := --limit 1500
@@ -78,8 +78,8 @@ test-rust: $(VENV)/ready
 	$(CARGO_TEST) --test devices -- --nocapture
 	$(call passed,rust)
 
-# What kernels take of a device is printed. Nothing waits for this but the processors, which have it to do where
-# other tests wait for something.
+# What kernels take of a device is printed. Nothing in it waits, so it runs when the other tests leave processors
+# idle.
 test-variants: $(VENV)/ready
 	$(call begin,variants)
 	nice -n 19 $(CARGO_TEST) --lib $(VARIANTS) -- --nocapture

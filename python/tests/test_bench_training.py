@@ -123,6 +123,8 @@ def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(t
     found = json.loads(report.read_text())
     assert found["benchmark"] == "training" and found["contenders"] == ["gloo", "ours"]
     assert found["options"]["layers"] == 1 and found["world"] == 2
+    # That of the run, and not of a turn.
+    assert "--rounds" in found["command"] and not {"--turn", "--kinds"} & set(found["command"])
     kinds = {each["kind"]: each for each in found["results"]}
     assert list(kinds) == ["fsdp", "ddp", "tp", "decode", "decode_graph"]
     for kind in ("fsdp", "ddp", "tp"):

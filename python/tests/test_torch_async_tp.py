@@ -13,8 +13,6 @@ from symmpool import fused
 
 def started(group, folder):
     begin(group, folder)
-    import torch.distributed._symmetric_memory  # noqa: F401
-
     pool = symmpool.Pool(device="cpu")
     fused.install()
     return pool
@@ -68,8 +66,6 @@ def test_compiled_programs_have_fused_products(tmp_path):
 
 def two_groups(group, folder):
     me, _ = begin(group, folder)
-    import torch.distributed._symmetric_memory
-
     pairs = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     of_products, other = (
         next(each for each, ranks in [(dist.new_group(ranks), ranks) for ranks in pair] if me in ranks)

@@ -239,14 +239,16 @@ def run(options, arguments):
     complete(options, on_cuda)
     fit(options, int(os.environ["WORLD_SIZE"]))
     choose_model(options)
-    return (take_turn if hasattr(options, "turn") else run_turns)(options, arguments, on_cuda)
+    if hasattr(options, "turn"):
+        return take_turn(options, on_cuda)
+    return run_turns(options, arguments, on_cuda)
 
 
-def take_turn(options, arguments, on_cuda):
+def take_turn(options, on_cuda):
     """What the processes of a turn do: run each kind once. The first rank writes what was found."""
     number, name, file = options.turn
     torch, device = session.find_device(options, EXAMPLE)
-    # Known to torch by itself where the package is installed; here it may lie beside the program.
+    # torch finds the backend by itself only where the package is installed.
     import symmpool.backend  # noqa: F401
 
     if options.deterministic:
@@ -255,7 +257,7 @@ def take_turn(options, arguments, on_cuda):
     meeting = Meeting(torch, device, options.timeout, f"{number}/{name}")
     _, backends = contenders(options, on_cuda)
     first, is_last = meeting.rank == 0, int(number) == options.rounds - 1
-    found = turns.Found(describe(meeting, options, arguments, backends) if first else {})
+    found = turns.Found(describe(meeting, options, backends) if first else {})
     for kind in options.kinds:
         is_profiled = options.profile is not None and is_last
         where = Profiles(options.profile).path(kind, name) if is_profiled else None
@@ -281,13 +283,14 @@ def run_turns(options, arguments, on_cuda):
     rows = [row_of(kind, options, on_cuda, backends, peer) for kind in options.kinds]
     # What fails in one round is run in the others too: only the first rank knows of it.
     runs = {name: [row for row in rows if name not in row.missing] for name in names}
+    command = ["python", "-m", "symmpool", "bench", *map(session.without_folders, arguments)]
     facts = {"missing": {}}
     for number in range(options.rounds):
         for name in timing.order([name for name in names if runs[name]], number):
             found = turns.take(arguments, (number, name), [row.kind for row in runs[name]])
             if not is_first:
                 continue
-            facts = found.facts or facts
+            facts = {**facts, **found.facts, "command": command}
             for row in runs[name]:
                 row.add(name, *found.of(row.kind))
             # After each turn, so that what comes later takes nothing away.
@@ -302,10 +305,9 @@ def run_turns(options, arguments, on_cuda):
     return 1 if any(OURS in row.missing and row.rounds for row in rows) else 0
 
 
-def describe(meeting, options, arguments, backends):
-    """The facts of the run."""
-    command = ["python", "-m", "symmpool", "bench", *map(session.without_folders, arguments)]
-    facts = session.facts(meeting.torch, "training", command, meeting.world, meeting.on_cuda)
+def describe(meeting, options, backends):
+    """The facts of the run, but for its command: the one of a turn is another."""
+    facts = session.facts(meeting.torch, "training", [], meeting.world, meeting.on_cuda)
     version = None
     if options.model == "hf":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -16,7 +16,7 @@ __all__ = ["Meeting"]
 class Meeting:
     """The ranks of a turn, for as long as it lasts. Its keys in the store have the turn's name."""
 
-    def __init__(self, torch: Any, device: Any, timeout: float, turn: str = "0"):
+    def __init__(self, torch: Any, device: Any, timeout: float, turn: str):
         from torch.distributed.rendezvous import rendezvous
 
         self.torch, self.dist, self.device = torch, torch.distributed, device
