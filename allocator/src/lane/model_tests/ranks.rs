@@ -147,9 +147,10 @@ proptest! {
     ) {
         let config = || (LaneConfig::symmetric("test"), 16 << 30, 2 * MIB);
         let (mut good, mut bad) = (Rank::new(1, config()), Rank::new(2, config()));
-        // Make every stream known first, so that another stream has another ordinal.
+        // Make every stream known last, so that another stream has another ordinal: those that the lane
+        // has forgotten are new to it, and the first new one has the same ordinal whichever it is.
         let streams = (0..STREAMS).map(|stream| Op::Alloc { bytes: KIB, align: 1, stream });
-        for op in streams.chain(before) {
+        for op in before.into_iter().chain(streams) {
             prop_assert_eq!(good.call(op), bad.call(op));
         }
         let op = Op::Alloc { bytes, align: 1, stream: 0 };
