@@ -133,9 +133,8 @@ class Fused(Distributed):
     def options_for(self, program):
         # Graphs from the compiler's cache pass no pass, so nothing would be counted.
         options = {"post_grad_custom_post_pass": self.found, "fx_graph_cache": False}
-        if program == "decode":
-            return {"post_grad_custom_pre_pass": fused.inductor_pass(), **options}
-        return {"_micro_pipeline_tp": True, **options}
+        options["post_grad_custom_pre_pass"] = fused.inductor_pass()
+        return options if program == "decode" else {"_micro_pipeline_tp": True, **options}
 
     def reduce_norm(self, left, weight, residual, norm):
         if torch.compiler.is_compiling():
@@ -169,7 +168,7 @@ class Found(CustomGraphPass):
     def __call__(self, graph):
         # Not their names alone: the nodes of results have names made of them.
         targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-        ours = ("symmpool.all_reduce_rms_norm", "symm_mem.fused_")
+        ours = ("symmpool.all_reduce_rms_norm", "symmpool.fused_", "symm_mem.fused_")
         self.calls += sum(target.startswith(ours) for target in targets)
 
 

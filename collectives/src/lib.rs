@@ -49,5 +49,7 @@ pub use float8::{F8E4m3, F8E5m2};
 pub use fused::{FusedAlgorithm, NormBuffers, NormOutput, NormShape};
 pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler};
-pub use matmul::{MatmulGather, MatmulKind, MatmulScatter, MatmulShape, RightMatrix, Rows};
+pub use matmul::{
+    MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm, RightMatrix, Rows,
+};
 pub use reduce_op::ReduceOp;

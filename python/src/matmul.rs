@@ -5,7 +5,7 @@
 
 use pyo3::prelude::*;
 use symmpool_collectives::{
-    DType, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, RightMatrix, Rows,
+    DType, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm, RightMatrix, Rows,
 };
 
 use crate::communicator::Communicator;
@@ -128,18 +128,23 @@ pub(crate) fn matmul_memory(rows: usize, columns: usize, world: u32) -> (usize, 
     (parts, MatmulScatter::SCRATCH_BYTES, MatmulScatter::CONTROL_BYTES)
 }
 
-/// Multiplies matrices and adds up the parts of the product over all ranks, on the current stream. Matrices are an address
-/// and bytes from one row, or column, to the next; `sizes` are rows of a part, the inner dimension and columns; `memory` is
-/// the parts and the flags, at the same place of the pool on all ranks; `scratch` the memory for sums and its bytes.
+/// A product that is added up: its left matrix, an address and bytes from one row and from one batch to the next; its right
+/// matrix, an address and bytes from one row, or column, to the next; and the inner dimension.
+type Term = ((u64, u64, u64), (u64, u64), usize);
+
+/// Multiplies matrices and adds up the parts of the products over all ranks, on the current stream. `out` is an address and
+/// bytes from one row to the next; `sizes` are rows of a part, batches and columns; `memory` is the parts and the flags, at
+/// the same place of the pool on all ranks; `scratch` the memory for sums and its bytes.
 #[pyfunction]
 #[pyo3(name = "_multiply_scatter")]
 #[expect(clippy::too_many_arguments, reason = "they are what a product has")]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 makes lists of its own")]
 pub(crate) fn multiply_scatter(
     py: Python<'_>,
     communicator: &Bound<'_, Communicator>,
     dtypes: (&str, &str),
-    left: (u64, u64),
-    right: (u64, u64, bool),
+    terms: Vec<Term>,
+    right_by_rows: bool,
     out: (u64, u64),
     scales: (u64, u64),
     sizes: (usize, usize, usize),
@@ -151,16 +156,24 @@ pub(crate) fn multiply_scatter(
     let calls = communicator.get().calls();
     let stream = calls.stream(py, None)?;
     let (dtype, out_dtype) = calls.or_decline(py, stream, types_named(dtypes))?;
+    let terms: Vec<MatmulTerm> = terms
+        .iter()
+        .map(|&(left, right, inner)| MatmulTerm {
+            left: rows_at((left.0, left.1)),
+            batch_pitch: left.2,
+            right: rows_at(right),
+            inner,
+        })
+        .collect();
     let product = MatmulScatter {
         dtype,
         out_dtype,
-        left: rows_at(left),
-        right: rows_at((right.0, right.1)),
-        right_by_rows: right.2,
+        terms: &terms,
+        right_by_rows,
         out: rows_at(out),
         scales,
         rows: sizes.0,
-        inner: sizes.1,
+        batches: sizes.1,
         columns: sizes.2,
         mean,
         parts: memory.0,

@@ -96,6 +96,20 @@ def scatters(group, folder):
                             wrong.append((str(dtype), shape, dim, op))
                     if dim == 0 and not torch.equal(found, wanted):
                         wrong.append((str(dtype), shape, dim, op, "bits"))
+                    # A sum of products, whose inner dimensions differ.
+                    lefts = [numbers((*shape[:-1], 5 + nth), me + nth, dtype) for nth in range(3)]
+                    rights = [numbers((5 + nth, 18), me + 7 + nth, dtype) for nth in range(3)]
+                    each = [(a.reshape(-1, a.shape[-1]) @ b) for a, b in zip(lefts, rights, strict=True)]
+                    wanted = summed(((each[0] + each[1]) + each[2]).view(*shape[:-1], 18), dim, op)
+                    for way in (
+                        fused.fused_matmuls_reduce_scatter,
+                        torch.ops.symmpool.fused_matmuls_reduce_scatter,
+                    ):
+                        found = way(lefts, rights, op, dim, name)
+                        if not (torch.allclose(found, wanted, 1e-2, 1e-2) and found.is_contiguous()):
+                            wrong.append((str(dtype), shape, dim, op, "a sum"))
+                    if dim == 0 and not torch.equal(found, wanted):
+                        wrong.append((str(dtype), shape, dim, op, "bits of a sum"))
     left, right = numbers((3, 4, 5), me), numbers((5, 6), me + 7)
     total = (left.reshape(-1, 5) @ right).view(3, 4, 6)
     symmpool.all_reduce(total)
@@ -140,6 +154,11 @@ def compiled(group, folder):
     arguments = (numbers((4, 2 * world, 8), 1), back, "sum", 1, name)
     torch.library.opcheck(
         torch.ops.symmpool.fused_matmul_reduce_scatter.default, arguments, test_utils="test_faketensor"
+    )
+    left = numbers((4, 2 * world, 8), 1)
+    arguments = ([left, left + 1], [back, back], "avg", 1, name)
+    torch.library.opcheck(
+        torch.ops.symmpool.fused_matmuls_reduce_scatter.default, arguments, test_utils="test_faketensor"
     )
     dist.destroy_process_group()
     return same
@@ -197,7 +216,7 @@ def refused(group, folder):
     x, right = torch.ones(4, 6), torch.ones(6, 8)
     symmpool.all_reduce(torch.ones(1))
     gather, scatter = fused.fused_all_gather_matmul, fused.fused_matmul_reduce_scatter
-    scaled = fused.fused_all_gather_scaled_matmul
+    scaled, sums = fused.fused_all_gather_scaled_matmul, fused.fused_matmuls_reduce_scatter
     one = torch.ones(())
     texts = []
     for nth, (call, arguments) in enumerate(
@@ -212,6 +231,11 @@ def refused(group, folder):
             (scatter, (x[:3], right, "sum", 0, name)),
             (scatter, (x, right.unsqueeze(0), "sum", 0, name)),
             (scaled, (x, [right], torch.ones(3), [one], 0, name, [None], [None], [None], [False])),
+            (sums, ([x, x[:2]], [right, right], "sum", 0, name)),
+            (sums, ([x, x], [right, right[:, :4]], "sum", 0, name)),
+            (sums, ([x, x.half()], [right, right.half()], "sum", 0, name)),
+            (sums, ([x, x], [right, right[:5]], "sum", 0, name)),
+            (sums, ([x, None], [right, right], "sum", 0, name)),
         )
     ):
         # One of the ranks is wrong, in turn, and the other one learns of it.
@@ -230,6 +254,9 @@ def refused(group, folder):
         gather(torch.ones(4 + me, 6), [right], 0, name)
     with pytest.raises(DivergedError, match="fused_matmul_reduce_scatter of a product of 4 x 8 f32"):
         scatter(x, right, "avg" if me else "sum", 0, name)
+    for As, Bs in (([x], []), ([], []), (x, right)):
+        with pytest.raises(InvalidArgumentError, match="As and .* Bs"):
+            sums(As, Bs, "sum", 0, name)
     # The communicator is still there, and ranks may have products of their own.
     A, found = gather(x, [right[:, : me + 1]], 0, name)
     texts.append([tuple(A.shape), tuple(found[0].shape)] == [(8, 6), (8, me + 1)])
@@ -249,6 +276,11 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "not for 2 ranks",
         "B: (1, 6, 8)",
         "A_scale: shape (3,)",
+        "As[1]: ((2,), torch.float32), and ((4,), torch.float32) in the first product",
+        "Bs[1]: 4, and 8 in the first product",
+        "As[1]: ((4,), torch.float16)",
+        "Bs[1]: (5, 8)",
+        "As[1]: None",
     ]
     for me, texts in enumerate(values(2, refused, str(tmp_path))):
         for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):
@@ -281,6 +313,17 @@ def test_matrices_that_the_kernel_cannot_address_are_copied():
         assert copied.stride(1) == 1
 
 
+def test_batches_are_copied_only_where_they_must():
+    whole = numbers((3, 4, 16), 1, torch.bfloat16)
+    for batches in (whole, whole[:, 1:], whole[:, :, :8], whole.transpose(0, 1), whole[:1, :, 8:]):
+        assert tensor_cores._aligned_batches(batches) is batches
+    odd = numbers((3, 4, 15), 1, torch.bfloat16)
+    for batches in (odd, whole[:, :, 1:], whole.transpose(1, 2), odd.transpose(0, 1), odd[:, :1]):
+        copied = tensor_cores._aligned_batches(batches)
+        assert torch.equal(copied, batches) and copied.stride(2) == 1
+        assert copied.stride(0) * 2 % 16 == 0 and tensor_cores._pitch(copied[0]) % 16 == 0
+
+
 def test_the_kernel_serves_devices_only():
     left, right = numbers((1024, 64), 1, torch.bfloat16), numbers((64, 64), 2, torch.bfloat16)
-    assert not tensor_cores.serves(None, left, None, Product(right), 512, torch.bfloat16)
+    assert not tensor_cores.serves_sum(None, [left], None, [Product(right)], 512, torch.bfloat16)

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use symmpool_allocator::{Block, Pool, Result, Stream};
-use symmpool_collectives::{Communicator, CommunicatorOptions, DType, MatmulScatter, Rows};
+use symmpool_collectives::{
+    Communicator, CommunicatorOptions, DType, MatmulScatter, MatmulTerm, Rows,
+};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::random;
@@ -19,11 +21,15 @@ const SHORT: Duration = Duration::from_secs(3);
 /// The scales of 8-bit floats, which are exact.
 pub(crate) const SCALES: [f32; 2] = [0.5, 0.25];
 
-/// A product, and the types of its matrices.
+/// A sum of products, and the types of its matrices.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     rows: usize,
-    inner: usize,
+    batches: usize,
+    /// Whether rows of the same number in all batches of a left matrix lie together in memory, and not those of a batch.
+    batches_inside: bool,
+    /// The inner dimensions of the products.
+    inner: &'static [usize],
     columns: usize,
     dtype: DType,
     out_dtype: DType,
@@ -31,10 +37,9 @@ struct Case {
     mean: bool,
 }
 
-/// The memory of a case.
+/// The memory of a case: of each product its left and its right matrix.
 struct Memory {
-    left: Block<u8>,
-    right: Block<u8>,
+    factors: Vec<(Block<u8>, Block<u8>)>,
     out: Block<u8>,
     scales: Block<u8>,
     parts: Block<u8>,
@@ -60,10 +65,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         return matmul.refused_elsewhere();
     }
     // Less than a tile; tiles that are cut off on both sides, with more blocks of the inner dimension than stages; and, on
-    // devices, parts of several chunks.
-    let mut sizes: Vec<(usize, usize, usize)> = vec![(3, 8, 8), (130, 200, 264)];
+    // devices, parts of several chunks. Rows of 8-bit floats begin at multiples of 16 elements.
+    let mut sizes: Vec<(usize, &'static [usize], usize)> = vec![(3, &[16], 8), (130, &[208], 264)];
     if !options.quick {
-        sizes.extend([(384, 512, 1024), (1000, 72, 1032), (2048, 64, 4096)]);
+        sizes.extend([(384, &[512_usize][..], 1024), (1000, &[80], 1032), (2048, &[64], 4096)]);
     }
     for (nth, (rows, inner, columns)) in sizes.into_iter().enumerate() {
         for (dtype, out_dtype, right_by_rows) in [
@@ -78,36 +83,36 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             if options.quick && nth == 1 && !many {
                 continue;
             }
-            // Rows of 8-bit floats begin at multiples of 16 elements.
-            let inner = if dtype == DType::F8E4m3 { inner.next_multiple_of(16) } else { inner };
             let mean = out_dtype == DType::F16;
-            matmul.case(Case { rows, inner, columns, dtype, out_dtype, right_by_rows, mean })?;
+            let of_types = Case { dtype, out_dtype, right_by_rows, mean, ..Case::SMALL };
+            matmul.case(Case { rows, inner, columns, ..of_types })?;
         }
     }
     // An inner dimension that is so long that blocks share the last tiles, which have rows.
-    let (dtype, out_dtype) = (DType::Bf16, DType::Bf16);
-    let shared = Case {
-        rows: 130,
-        inner: 1544,
-        columns: 8,
-        dtype,
-        out_dtype,
-        right_by_rows: false,
-        mean: true,
-    };
+    let shared =
+        Case { rows: 130, inner: &[1544], right_by_rows: false, mean: true, ..Case::SMALL };
     matmul.case(shared)?;
+    // Sums of products: of which blocks share tiles; of several batches of rows; and of as many as there may be.
+    let by_rows = Case { right_by_rows: true, ..shared };
+    matmul.case(Case { inner: &[72, 1000, 8], ..by_rows })?;
+    let batches = Case { rows: 256, batches: 2, inner: &[8, 136], columns: 264, ..by_rows };
+    matmul.case(batches)?;
     if !options.quick {
         for columns in [8704, 20_000] {
-            matmul.case(Case { rows: 8, columns, right_by_rows: true, ..shared })?;
+            matmul.case(Case { rows: 8, columns, ..by_rows })?;
         }
+        let four = &[264, 8, 64, 1032];
+        matmul.case(Case { batches_inside: true, ..batches })?;
+        matmul.case(Case { rows: 384, batches: 3, inner: four, columns: 520, ..shared })?;
+        matmul.case(Case { rows: 1024, batches: 4, inner: four, columns: 4096, ..by_rows })?;
+        let fp8 = Case { dtype: DType::F8E4m3, inner: &[272, 16], ..shared };
+        matmul.case(Case { rows: 256, batches: 1, columns: 512, ..fp8 })?;
     }
     // With concurrent communicators, where a second launch makes a rank's own part.
     matmul.renew(&CommunicatorOptions { concurrent: Some(2), ..options.communicator() })?;
-    for (rows, inner, columns) in [(3, 8, 8), (300, 136, 520)] {
-        let case =
-            Case { rows, inner, columns, dtype, out_dtype, right_by_rows: true, mean: false };
-        matmul.case(case)?;
-    }
+    matmul.case(Case { rows: 3, ..Case::SMALL })?;
+    matmul.case(Case { rows: 300, inner: &[72, 64], columns: 520, ..Case::SMALL })?;
+    matmul.case(Case { batches_inside: true, right_by_rows: false, ..batches })?;
     matmul.renew(&options.communicator())?;
     matmul.refusals()?;
     Ok(matmul.end("matmul"))
@@ -245,38 +250,66 @@ pub(crate) fn bytes_of_scales() -> Vec<u8> {
 }
 
 impl Case {
-    /// Row by row, of all ranks' parts.
-    fn left(&self, seed: u64, rank: u32, world: u32) -> Vec<f32> {
-        let count = self.rows * world as usize * self.inner;
-        (0..count).map(|at| number(seed, rank, at)).collect()
+    const SMALL: Self = Self {
+        rows: 8,
+        batches: 1,
+        batches_inside: false,
+        inner: &[8],
+        columns: 8,
+        dtype: DType::Bf16,
+        out_dtype: DType::Bf16,
+        right_by_rows: true,
+        mean: false,
+    };
+
+    /// A left matrix row by row, as they lie in memory.
+    fn left(&self, seed: u64, rank: u32, (world, nth): (u32, usize)) -> Vec<f32> {
+        let count = self.rows * world as usize * self.inner[nth];
+        (0..count).map(|at| number(seed + nth as u64, rank, at)).collect()
     }
 
-    /// Row by row of the inner dimension.
-    fn right(&self, seed: u64, rank: u32) -> Vec<f32> {
-        (0..self.inner * self.columns).map(|at| number(!seed, rank, at)).collect()
+    /// A right matrix row by row of the inner dimension.
+    fn right(&self, seed: u64, rank: u32, nth: usize) -> Vec<f32> {
+        let count = self.inner[nth] * self.columns;
+        (0..count).map(|at| number(!(seed + nth as u64), rank, at)).collect()
+    }
+
+    /// The row in memory of a left matrix that is a row of a rank's part.
+    fn row(&self, (rank, row): (u32, usize), world: u32) -> usize {
+        let of_part = self.rows / self.batches;
+        let (batch, in_batch) = (row / of_part, rank as usize * of_part + row % of_part);
+        match self.batches_inside {
+            true => in_batch * self.batches + batch,
+            false => batch * world as usize * of_part + in_batch,
+        }
+    }
+
+    /// What a rank adds to the part of another one, row by row.
+    fn partial(&self, seed: u64, from: u32, (to, world): (u32, u32)) -> Vec<f32> {
+        let mut sums = vec![0.0_f32; self.rows * self.columns];
+        for (nth, &inner) in self.inner.iter().enumerate() {
+            let (left, right) = (self.left(seed, from, (world, nth)), self.right(seed, from, nth));
+            for (row, sums) in sums.chunks_mut(self.columns).enumerate() {
+                let first = self.row((to, row), world) * inner;
+                for (value, others) in left[first..][..inner].iter().zip(right.chunks(self.columns))
+                {
+                    for (sum, other) in sums.iter_mut().zip(others) {
+                        *sum += value * other;
+                    }
+                }
+            }
+        }
+        let factor = if self.dtype.size() == 1 { SCALES[0] * SCALES[1] } else { 1.0 };
+        sums.into_iter().map(|sum| sum * factor).collect()
     }
 
     /// What the rank gets: each rank's sums are rounded, and then added up from this rank on.
     fn wanted(&self, seed: u64, rank: u32, world: u32) -> Vec<u8> {
-        let mut sums = vec![0.0_f32; self.rows * self.columns];
-        for distance in 0..world {
-            let from = (rank + distance) % world;
-            let (left, right) = (self.left(seed, from, world), self.right(seed, from));
-            let factor = if self.dtype.size() == 1 { SCALES[0] * SCALES[1] } else { 1.0 };
-            for row in 0..self.rows {
-                let first = (rank as usize * self.rows + row) * self.inner;
-                let mut partial = vec![0.0_f32; self.columns];
-                for (inner, value) in left[first..first + self.inner].iter().enumerate() {
-                    let others = &right[inner * self.columns..][..self.columns];
-                    for (sum, other) in partial.iter_mut().zip(others) {
-                        *sum += value * other;
-                    }
-                }
-                let into = &mut sums[row * self.columns..][..self.columns];
-                for (sum, partial) in into.iter_mut().zip(partial) {
-                    let scaled = partial * factor;
-                    *sum += if distance == 0 { scaled } else { rounded(scaled, self.out_dtype) };
-                }
+        let mut sums = self.partial(seed, rank, (rank, world));
+        for distance in 1..world {
+            let partial = self.partial(seed, (rank + distance) % world, (rank, world));
+            for (sum, partial) in sums.iter_mut().zip(partial) {
+                *sum += rounded(partial, self.out_dtype);
             }
         }
         let factor = if self.mean { 1.0 / world as f32 } else { 1.0 };
@@ -288,9 +321,12 @@ impl Matmul<'_> {
     fn memory(&self, case: &Case) -> Result<Memory> {
         let (world, ordinary) = (self.pool.world(), self.pool.lane(ORDINARY)?);
         let parts = MatmulScatter::parts_bytes(case.rows, case.columns, world).max(16);
+        let factors = |&inner: &usize| {
+            let left = ordinary.alloc(case.rows * world as usize * inner * case.dtype.size())?;
+            Ok((left, ordinary.alloc(inner * case.columns * case.dtype.size())?))
+        };
         let memory = Memory {
-            left: ordinary.alloc(case.rows * world as usize * case.inner * case.dtype.size())?,
-            right: ordinary.alloc(case.inner * case.columns * case.dtype.size())?,
+            factors: case.inner.iter().map(factors).collect::<Result<_>>()?,
             out: ordinary.alloc(case.rows * case.columns * 2)?,
             scales: ordinary.alloc(32)?,
             parts: self.pool.alloc(parts)?,
@@ -303,22 +339,37 @@ impl Matmul<'_> {
         Ok(memory)
     }
 
-    fn product(case: &Case, memory: &Memory) -> MatmulScatter {
-        let rows =
-            |block: &Block<u8>, bytes: usize| Rows { begin: block.address(), pitch: bytes as u64 };
-        let (of_right, size) =
-            (if case.right_by_rows { case.columns } else { case.inner }, case.dtype.size());
+    fn terms(&self, case: &Case, memory: &Memory) -> Vec<MatmulTerm> {
+        let size = case.dtype.size();
+        let term = |((left, right), &inner): (&(Block<u8>, Block<u8>), &usize)| {
+            let row = (inner * size) as u64;
+            let batch = (case.rows / case.batches * self.pool.world() as usize) as u64 * row;
+            let (pitch, batch_pitch) = match case.batches_inside {
+                true => (case.batches as u64 * row, row),
+                false => (row, batch),
+            };
+            let of_right = if case.right_by_rows { case.columns } else { inner };
+            MatmulTerm {
+                left: Rows { begin: left.address(), pitch },
+                batch_pitch,
+                right: Rows { begin: right.address(), pitch: (of_right * size) as u64 },
+                inner,
+            }
+        };
+        memory.factors.iter().zip(case.inner).map(term).collect()
+    }
+
+    fn product<'a>(case: &Case, memory: &Memory, terms: &'a [MatmulTerm]) -> MatmulScatter<'a> {
         let scales = memory.scales.address();
         MatmulScatter {
             dtype: case.dtype,
             out_dtype: case.out_dtype,
-            left: rows(&memory.left, case.inner * size),
-            right: rows(&memory.right, of_right * size),
+            terms,
             right_by_rows: case.right_by_rows,
-            out: rows(&memory.out, case.columns * 2),
-            scales: if size == 1 { (scales, scales + 16) } else { (0, 0) },
+            out: Rows { begin: memory.out.address(), pitch: case.columns as u64 * 2 },
+            scales: if case.dtype.size() == 1 { (scales, scales + 16) } else { (0, 0) },
             rows: case.rows,
-            inner: case.inner,
+            batches: case.batches,
             columns: case.columns,
             mean: case.mean,
             parts: memory.parts.address(),
@@ -330,19 +381,22 @@ impl Matmul<'_> {
     fn upload(&self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let encode = |values: Vec<f32>| bytes_of(values, case.dtype);
-        upload(self.pool, memory.left.address(), &encode(case.left(seed, rank, world)))?;
-        let mut right = case.right(seed, rank);
-        if !case.right_by_rows {
-            right = by_columns(&right, case.columns);
+        for (nth, (left, right)) in memory.factors.iter().enumerate() {
+            upload(self.pool, left.address(), &encode(case.left(seed, rank, (world, nth))))?;
+            let mut values = case.right(seed, rank, nth);
+            if !case.right_by_rows {
+                values = by_columns(&values, case.columns);
+            }
+            upload(self.pool, right.address(), &encode(values))?;
         }
-        upload(self.pool, memory.right.address(), &encode(right))?;
         upload(self.pool, memory.out.address(), &vec![POISON; case.rows * case.columns * 2])
     }
 
     fn case(&mut self, case: Case) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let memory = self.memory(&case)?;
-        let product = Self::product(&case, &memory);
+        let terms = self.terms(&case, &memory);
+        let product = Self::product(&case, &memory, &terms);
         self.repeat(
             700,
             // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
@@ -354,27 +408,17 @@ impl Matmul<'_> {
         )
     }
 
-    fn small(&self) -> Result<(Case, Memory)> {
-        let (dtype, out_dtype) = (DType::Bf16, DType::Bf16);
-        let case = Case {
-            rows: 8,
-            inner: 8,
-            columns: 8,
-            dtype,
-            out_dtype,
-            right_by_rows: true,
-            mean: false,
-        };
-        let memory = self.memory(&case)?;
-        Ok((case, memory))
-    }
-
     /// What is refused, on all ranks; and products that differ.
     fn refusals(&mut self) -> Result<()> {
-        let (case, memory) = self.small()?;
-        let right = Self::product(&case, &memory);
+        let memory = self.memory(&Case::SMALL)?;
+        let terms = self.terms(&Case::SMALL, &memory);
+        let right = Self::product(&Case::SMALL, &memory, &terms);
+        let left = terms[0].left;
+        let moved = MatmulTerm { left: Rows { begin: left.begin + 2, ..left }, ..terms[0] };
         for wrong in [
-            MatmulScatter { left: Rows { begin: right.left.begin + 2, ..right.left }, ..right },
+            MatmulScatter { terms: &[terms[0], moved], ..right },
+            MatmulScatter { terms: &[], ..right },
+            MatmulScatter { batches: 2, ..right },
             MatmulScatter { dtype: DType::F32, ..right },
             MatmulScatter { parts: right.out.begin, ..right },
             MatmulScatter { control: 0, ..right },
@@ -399,8 +443,9 @@ impl Matmul<'_> {
 
     /// Where there is no kernel, the call says so, and the communicator goes on.
     fn refused_elsewhere(&mut self) -> Result<(u64, u64)> {
-        let (case, memory) = self.small()?;
-        let product = Self::product(&case, &memory);
+        let memory = self.memory(&Case::SMALL)?;
+        let terms = self.terms(&Case::SMALL, &memory);
+        let product = Self::product(&Case::SMALL, &memory, &terms);
         // SAFETY: it is refused before anything is touched.
         let refused = unsafe { self.comm.matmul_reduce_scatter_at(&product, 0, &self.stream) };
         let error = expect_error(refused, "a product on another device")?;

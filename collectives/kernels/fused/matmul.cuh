@@ -16,13 +16,18 @@ namespace symmpool {
 
 // --- one warp loads blocks of both matrices
 
-// Loads what a tile is made of: rows from the place `left_at` of the left matrix on, and columns of the right one from
-// `column` on.
-__device__ __forceinline__ void load_tile_factors(const Tile& tile, const SharedMemory& shared, u32 block, Stage& stage,
+// Blocks of the inner dimension.
+struct Blocks {
+    u32 begin, end;
+};
+
+// Loads blocks of what a tile is made of: rows from the place `left_at` of the left matrix on, and columns of the right one
+// from `column` on.
+__device__ __forceinline__ void load_tile_factors(Blocks blocks, const SharedMemory& shared, u32 block, Stage& stage,
                                                   const TensorMap& left, TileAt left_at, const TensorMap& right,
                                                   u32 column) {
 #pragma unroll 1
-    for (u32 nth = tile.begin; nth < tile.end; ++nth, stage.advance()) {
+    for (u32 nth = blocks.begin; nth < blocks.end; ++nth, stage.advance()) {
         const u32 inner = nth * BLOCK_ELEMENTS;
         const SharedAt full = shared.is_full(stage.at);
         await_phase(shared.is_empty(stage.at), stage.phase ^ 1);

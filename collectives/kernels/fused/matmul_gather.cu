@@ -57,8 +57,8 @@ __device__ __forceinline__ void load(const Session& session, const MatmulWork& w
         }
         const Place place(work, tile);
         const TileAt at = {0, row, tile.part == 0 ? 0 : rank};
-        load_tile_factors(tile, shared, block, stage, tile.part == 0 ? work.own : work.left, at, place.product.right,
-                          place.column);
+        load_tile_factors({tile.begin, tile.end}, shared, block, stage,
+                          tile.part == 0 ? work.own : place.product.left, at, place.product.right, place.column);
     }
 }
 

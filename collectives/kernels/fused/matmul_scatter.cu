@@ -1,4 +1,5 @@
-//! A product of matrices of which every rank gets a part, added up over all ranks: a matmul and a reduce-scatter in one.
+//! A product of matrices of which every rank gets a part, added up over all ranks: a matmul and a reduce-scatter in one. It may
+//! be a sum of products of this rank.
 //!
 //! Tiles for other ranks come first and go to this rank's memory. When a chunk of them is whole, a stream that has waited for
 //! that copies it to its rank by a copy engine: stores of SMs over NVLink would delay the loads of the product by as long as
@@ -22,13 +23,30 @@ __device__ __forceinline__ u32 rank_of(const Comm& comm, const Tile& tile) {
     return is_own(tile) ? comm.rank : comm.after(tile.part + 1);
 }
 
+// Where a tile of a rank's part begins in a left matrix, whose batches have the rows of all ranks, one rank's after the
+// other's. Behind a part's last row a tile has rows of another rank, or zeros: they become rows that nobody stores.
+__device__ __forceinline__ TileAt left_at(const MatmulWork& work, u32 rank, u32 row) {
+    const u32 batch = row / work.batch_rows;
+    return {0, rank * work.batch_rows + row - batch * work.batch_rows, batch};
+}
+
 __device__ __forceinline__ void load(const Comm& comm, const MatmulWork& work, const SharedMemory& shared, u32 block) {
     Tiles tiles(work, block);
     Tile tile;
     Stage stage;
     while (tiles.next(tile)) {
-        load_tile_factors(tile, shared, block, stage, work.left, {0, tile.row * TILE_ROWS, rank_of(comm, tile)},
-                          work.products[0].right, tile.column * TILE_COLUMNS);
+        const TileAt at = left_at(work, rank_of(comm, tile), tile.row * TILE_ROWS);
+        // Products that are added up are as one whose inner dimension has the blocks of all.
+        for (u32 nth = 0, first = 0; first < tile.end; ++nth) {
+            const MatmulProduct& product = work.products[nth];
+            const u32 begin = tile.begin > first ? tile.begin : first;
+            const u32 end = tile.end < product.end_block ? tile.end : product.end_block;
+            if (begin < end) {
+                load_tile_factors({begin - first, end - first}, shared, block, stage, product.left, at, product.right,
+                                  tile.column * TILE_COLUMNS);
+            }
+            first = product.end_block;
+        }
     }
 }
 

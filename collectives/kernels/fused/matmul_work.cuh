@@ -13,7 +13,7 @@ constexpr u32 MOST_CHUNKS = 8;
 constexpr u32 MOST_PARTIAL_TILES = 144;
 // Groups of warps of a block that multiply, each a half of a tile's rows.
 constexpr u32 GROUPS = 2;
-// Right matrices that a launch multiplies at most.
+// Products that a launch makes at most.
 constexpr u32 MOST_PRODUCTS = 4;
 
 // What ranks write for each other, or for their own streams, in memory that is a window: zeros at first.
@@ -26,12 +26,16 @@ struct MatmulControl {
     u32 entered;                       // 1 when all ranks have begun the call; the stream that sends sets it back
 };
 
-// A right matrix, and its product.
+// A product of a launch. With gathered rows all have the same left matrix and inner dimension, and their tiles lie side by
+// side. Where products are added up, the blocks of their inner dimensions lie one after the other, and `out` and the factor
+// of the sum are those of the first one.
 struct MatmulProduct {
+    TensorMap left;  // all ranks' rows: by ranks where they are gathered, else by batches
     TensorMap right;
     TensorMap out;
     const float* right_scale;  // a factor of the sums, on the device, or null
-    u32 end_column;            // of its tiles, where all products' tiles lie side by side
+    u32 end_column;            // of its tiles
+    u32 end_block;             // of its inner dimension
 };
 
 // How clusters divide tiles; `cuda/matmul/split.rs` says how these are chosen. Here a cluster's tiles of one place count once.
@@ -44,8 +48,7 @@ struct Split {
 
 // What a call is given besides `Call`; the host has the same layout in `cuda/params.rs`.
 struct MatmulWork {
-    TensorMap left;  // all ranks' parts
-    TensorMap own;   // this rank's part, where it is sent to the others
+    TensorMap own;  // this rank's part of the left matrix, where it is sent to the others
     MatmulProduct products[MOST_PRODUCTS];
     const float* left_scale;  // as `right_scale`
     // What other ranks get and what they send, in parts: products for the ranks after this one, the next one's first, and of
@@ -57,7 +60,8 @@ struct MatmulWork {
     MatmulControl* control;
     float* partials;          // sums of tiles that blocks leave for others
     u32 rows;          // of a part
-    u32 inner_blocks;  // blocks of the inner dimension
+    u32 batch_rows;    // rows of a part in each batch: all, or a multiple of a tile's
+    u32 inner_blocks;  // blocks of the inner dimension, or of all of them
     u32 tile_rows;     // rows of a part's tiles, a multiple of CLUSTER
     u32 tile_columns;  // columns of all products' tiles
     // What a chunk has: tiles, where products are sent; rows of tiles, where rows are. A multiple of CLUSTER.

@@ -82,10 +82,10 @@ impl Communicator {
         matches!(&self.lock().engine, Engine::Cuda(cuda) if cuda.has_tensor_kernels())
     }
 
-    /// Multiplies two matrices on a device, and adds up the products of all ranks: each rank gets the rows of the sum whose
-    /// part of the left matrix is its own. One kernel makes the product, parts for other ranks first, and copy engines carry
-    /// these while the next ones are made; sums are added in `f32`, and parts travel in the type of the result. `rest` is a
-    /// hash of what else must be equal on all ranks.
+    /// Multiplies matrices on a device, and adds up the products of all ranks: each rank gets the rows of the sum whose
+    /// part of the left matrices is its own. One kernel makes a rank's products, parts for other ranks first, and copy engines
+    /// carry these while the next ones are made; sums are added in `f32`, and parts travel in the type of the result. `rest`
+    /// is a hash of what else must be equal on all ranks.
     ///
     /// The order in which partial sums are added follows from the ranks, so every run gives the same bits.
     ///
@@ -102,7 +102,7 @@ impl Communicator {
     /// the call; nobody else touches them meanwhile, on any rank.
     pub unsafe fn matmul_reduce_scatter_at(
         &self,
-        product: &MatmulScatter,
+        product: &MatmulScatter<'_>,
         rest: u64,
         stream: &Stream,
     ) -> Result<()> {

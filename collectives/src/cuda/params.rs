@@ -123,19 +123,27 @@ impl TensorMap {
     pub(super) const NONE: Self = Self([0; 16]);
 }
 
-/// A right matrix, and its product: `MatmulProduct` in `fused/matmul_work.cuh`.
+/// A product of a launch: `MatmulProduct` in `fused/matmul_work.cuh`.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MatmulProduct {
+    pub(super) left: TensorMap,
     pub(super) right: TensorMap,
     pub(super) out: TensorMap,
     pub(super) right_scale: u64,
     pub(super) end_column: u32,
+    pub(super) end_block: u32,
 }
 
 impl MatmulProduct {
-    pub(super) const NONE: Self =
-        Self { right: TensorMap::NONE, out: TensorMap::NONE, right_scale: 0, end_column: 0 };
+    pub(super) const NONE: Self = Self {
+        left: TensorMap::NONE,
+        right: TensorMap::NONE,
+        out: TensorMap::NONE,
+        right_scale: 0,
+        end_column: 0,
+        end_block: 0,
+    };
 }
 
 /// What a product of tensor cores is given besides [`CallParams`]: `MatmulWork` in `fused/matmul_work.cuh`, which documents
@@ -143,7 +151,6 @@ impl MatmulProduct {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MatmulWork {
-    pub(super) left: TensorMap,
     pub(super) own: TensorMap,
     pub(super) products: [MatmulProduct; MOST_PRODUCTS],
     pub(super) left_scale: u64,
@@ -154,6 +161,7 @@ pub(super) struct MatmulWork {
     pub(super) control: u64,
     pub(super) partials: u64,
     pub(super) rows: u32,
+    pub(super) batch_rows: u32,
     pub(super) inner_blocks: u32,
     pub(super) tile_rows: u32,
     pub(super) tile_columns: u32,

@@ -355,7 +355,7 @@ pub(crate) const NORM_ONE_SHOT: Kernel<'static> = norms!(
 pub(crate) const NORM_TWO_SHOT: Kernel<'static> = norms!("norm_two_shot");
 
 const MATMUL_THREADS: Axis = ("THREADS", &["384"]);
-const MATMUL_WORK_BYTES: Axis = ("MATMUL_WORK_BYTES", &["1664"]);
+const MATMUL_WORK_BYTES: Axis = ("MATMUL_WORK_BYTES", &["2048"]);
 const BY_ROWS: Axis = ("RIGHT_BY_ROWS", &["1"]);
 const BY_COLUMNS: Axis = ("RIGHT_BY_ROWS", &["0"]);
 const EITHER_LAYOUT: Axis = ("RIGHT_BY_ROWS", &["0", "1"]);

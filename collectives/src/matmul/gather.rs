@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, Rows, SCRATCH_BYTES, TILE, are_aligned, are_sizes,
-    are_types, taken, tile_columns, tile_rows,
+    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE, are_aligned,
+    are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
 
@@ -62,7 +62,7 @@ impl MatmulGather<'_> {
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Right matrices of a call at most.
-    pub const MOST_PRODUCTS: usize = 4;
+    pub const MOST_PRODUCTS: usize = MOST_PRODUCTS;
 
     /// Bytes of a row of the left matrix, with those up to the next row.
     #[must_use]

@@ -4,8 +4,8 @@ mod gather;
 mod scatter;
 
 pub use gather::{MatmulGather, RightMatrix};
-pub use scatter::MatmulScatter;
 pub(crate) use scatter::TILE_BYTES;
+pub use scatter::{MatmulScatter, MatmulTerm};
 
 use crate::DType;
 use crate::host::call::{Call, Operation};
@@ -87,6 +87,8 @@ const TILE: (usize, usize) = (128, 256);
 pub(crate) const CLUSTER: usize = 2;
 /// Chunks of a part at most: `MOST_CHUNKS` in `fused/matmul_work.cuh`.
 pub(crate) const MOST_CHUNKS: usize = 8;
+/// Products of a call at most: `MOST_PRODUCTS` in `fused/matmul_work.cuh`.
+pub(crate) const MOST_PRODUCTS: usize = 4;
 /// Bytes of the memory that calls keep their flags in.
 const CONTROL_BYTES: usize = 4096;
 /// Bytes of the sums of a tile.

@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, Rows, SCRATCH_BYTES, TILE, are_aligned, are_sizes,
-    are_types, taken, tile_columns, tile_rows,
+    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE, are_aligned,
+    are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
 
@@ -14,29 +14,43 @@ pub(crate) const TILE_BYTES: usize = 2 * TILE.0 * TILE.1;
 /// it. About what 132 SMs finish at once.
 const CHUNK_BYTES: usize = 8 << 20;
 
-/// The operands of [`Communicator::matmul_reduce_scatter_at`](crate::Communicator::matmul_reduce_scatter_at): the product
-/// of a left matrix, of `world` times `rows` rows and `inner` columns, and a right one of `inner` rows and `columns` columns.
+/// A product of [`MatmulScatter`]: of a left matrix, of `world` times [`MatmulScatter::rows`] rows and `inner` columns, and
+/// a right one of `inner` rows and [`MatmulScatter::columns`] columns.
 #[derive(Clone, Copy, Debug)]
-pub struct MatmulScatter {
-    /// The type of both matrices: [`DType::F16`], [`DType::Bf16`] or [`DType::F8E4m3`].
+pub struct MatmulTerm {
+    /// The left matrix: a row in memory is one of it.
+    pub left: Rows,
+    /// Bytes from one of several [`MatmulScatter::batches`] of the left matrix to the next, a multiple of 16.
+    pub batch_pitch: u64,
+    /// The right matrix.
+    pub right: Rows,
+    /// Columns of the left matrix.
+    pub inner: usize,
+}
+
+/// The operands of [`Communicator::matmul_reduce_scatter_at`](crate::Communicator::matmul_reduce_scatter_at): a product of
+/// matrices, or a sum of products, whose rows are parts for the ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct MatmulScatter<'a> {
+    /// The type of all matrices that are multiplied: [`DType::F16`], [`DType::Bf16`] or [`DType::F8E4m3`].
     pub dtype: DType,
     /// The type of the result, and of partial sums on their way: that of the matrices, or one of the first two for 8-bit
     /// floats.
     pub out_dtype: DType,
-    /// The left matrix: a row in memory is one of it.
-    pub left: Rows,
-    /// The right matrix.
-    pub right: Rows,
-    /// Whether a row of the right matrix in memory is one of it, which 8-bit floats cannot be; else it is a column.
+    /// The products that are added up, in `f32`; at most [`Self::MOST_TERMS`]. Ranks may have different ones.
+    pub terms: &'a [MatmulTerm],
+    /// Whether rows of the right matrices in memory are theirs, which 8-bit floats cannot be; else they are columns.
     pub right_by_rows: bool,
     /// The result: `rows` rows.
     pub out: Rows,
-    /// Factors of the products, `f32` on the device; 0 where there is none. For 8-bit floats only.
+    /// Factors of the sum of the products, `f32` on the device; 0 where there is none. For 8-bit floats only.
     pub scales: (u64, u64),
     /// Rows of the result on each rank.
     pub rows: usize,
-    /// Columns of the left matrix. Ranks may have different ones.
-    pub inner: usize,
+    /// A left matrix has so many batches of rows, each with rows of all ranks, one rank's after the other's: 1, where the rows
+    /// of a rank's part lie together. A tensor of shape (batches, rows, columns) that is scattered along its rows has more;
+    /// of a part each of them then has a multiple of [`Self::BATCH_ROWS`] rows.
+    pub batches: usize,
     /// Columns of the result.
     pub columns: usize,
     /// Whether the sum is divided by the number of ranks.
@@ -52,11 +66,15 @@ pub struct MatmulScatter {
     pub scratch: (u64, usize),
 }
 
-impl MatmulScatter {
+impl MatmulScatter<'_> {
     /// Bytes of [`Self::control`].
     pub const CONTROL_BYTES: usize = CONTROL_BYTES;
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
+    /// Products of a call at most.
+    pub const MOST_TERMS: usize = MOST_PRODUCTS;
+    /// Of a part, each of several batches has a multiple of so many rows: those of a tile.
+    pub const BATCH_ROWS: usize = TILE.0;
 
     /// Bytes of [`Self::parts`], for `world` ranks.
     #[must_use]
@@ -95,16 +113,30 @@ impl MatmulScatter {
     ///
     /// `is_invalid_argument`, with what is wrong.
     pub fn check(&self) -> Result<()> {
-        let Self { dtype, inner, columns, .. } = *self;
-        let right = (self.right, self.right_by_rows);
-        if are_types(dtype, self.out_dtype, self.right_by_rows, self.scales != (0, 0))
-            && are_sizes(&[self.rows, inner, columns])
-            && self.left.fits(inner * dtype.size())
-            && are_aligned(dtype, right, self.out, (inner, columns))
+        let Self { dtype, rows, batches, columns, .. } = *self;
+        let are_terms = self.terms.iter().all(|&MatmulTerm { left, batch_pitch, right, inner }| {
+            are_sizes(&[inner])
+                && left.fits(inner * dtype.size())
+                && (batches == 1 || Rows { pitch: batch_pitch, ..left }.fits(0))
+                && are_aligned(dtype, (right, self.right_by_rows), self.out, (inner, columns))
+        });
+        let are_batches = batches == 1
+            || (batches != 0 && rows.is_multiple_of(batches.saturating_mul(Self::BATCH_ROWS)));
+        if (1..=Self::MOST_TERMS).contains(&self.terms.len())
+            && are_types(dtype, self.out_dtype, self.right_by_rows, self.scales != (0, 0))
+            && are_sizes(&[rows, columns])
+            && are_batches
+            && are_terms
         {
             return Ok(());
         }
-        Err(Error::invalid_argument(format!("a product of tensor cores: {self:?}; {}", taken())))
+        Err(Error::invalid_argument(format!(
+            "a product of tensor cores: {self:?}; {}, 1 to {} products, and of a part a multiple of {} rows in each of \
+             several batches",
+            taken(),
+            Self::MOST_TERMS,
+            Self::BATCH_ROWS
+        )))
     }
 }
 
@@ -116,18 +148,23 @@ fn part_bytes(rows: usize, columns: usize) -> usize {
 mod tests {
     use super::*;
 
-    fn product() -> MatmulScatter {
-        let rows = |begin: u64| Rows { begin: 0x1000 * begin, pitch: 512 };
+    const TERM: MatmulTerm = MatmulTerm {
+        left: Rows { begin: 0x1000, pitch: 512 },
+        batch_pitch: 48,
+        right: Rows { begin: 0x2000, pitch: 512 },
+        inner: 200,
+    };
+
+    fn product(terms: &[MatmulTerm]) -> MatmulScatter<'_> {
         MatmulScatter {
             dtype: DType::Bf16,
             out_dtype: DType::Bf16,
-            left: rows(1),
-            right: rows(2),
+            terms,
             right_by_rows: true,
-            out: rows(3),
+            out: Rows { begin: 0x3000, pitch: 512 },
             scales: (0, 0),
             rows: 100,
-            inner: 200,
+            batches: 1,
             columns: 250,
             mean: false,
             parts: 0,
@@ -138,21 +175,44 @@ mod tests {
 
     #[test]
     fn what_tensor_cores_cannot_be_given_is_refused() {
-        product().check().expect("it fits");
-        let fp8 = MatmulScatter { dtype: DType::F8E4m3, right_by_rows: false, ..product() };
+        let four = [TERM, MatmulTerm { inner: 8, ..TERM }, TERM, TERM];
+        let right = product(&four);
+        right.check().expect("it fits");
+        product(&four[..1]).check().expect("one fits");
+        let fp8 = MatmulScatter { dtype: DType::F8E4m3, right_by_rows: false, ..right };
         fp8.check().expect("it fits");
         MatmulScatter { scales: (16, 0), out_dtype: DType::F16, ..fp8 }.check().expect("it fits");
+        MatmulScatter { rows: 768, batches: 3, ..right }.check().expect("it fits");
         for wrong in [
-            MatmulScatter { dtype: DType::F32, out_dtype: DType::F32, ..product() },
-            MatmulScatter { out_dtype: DType::F16, ..product() },
-            MatmulScatter { scales: (16, 0), ..product() },
+            MatmulScatter { dtype: DType::F32, out_dtype: DType::F32, ..right },
+            MatmulScatter { out_dtype: DType::F16, ..right },
+            MatmulScatter { scales: (16, 0), ..right },
             MatmulScatter { right_by_rows: true, ..fp8 },
-            MatmulScatter { left: Rows { begin: 8, pitch: 512 }, ..product() },
-            MatmulScatter { right: Rows { begin: 16, pitch: 500 }, ..product() },
-            MatmulScatter { out: Rows { begin: 16, pitch: 496 }, ..product() },
-            MatmulScatter { inner: 257, ..product() },
-            MatmulScatter { rows: 0, ..product() },
-            MatmulScatter { rows: 1 << 28, ..product() },
+            MatmulScatter { terms: &[], ..right },
+            MatmulScatter { terms: &[TERM; 5], ..right },
+            MatmulScatter {
+                terms: &[TERM, MatmulTerm { left: Rows { begin: 8, pitch: 512 }, ..TERM }],
+                ..right
+            },
+            MatmulScatter {
+                terms: &[MatmulTerm { right: Rows { begin: 16, pitch: 500 }, ..TERM }],
+                ..right
+            },
+            MatmulScatter { terms: &[TERM, MatmulTerm { inner: 257, ..TERM }], ..right },
+            MatmulScatter { terms: &[MatmulTerm { inner: 0, ..TERM }], ..right },
+            MatmulScatter { out: Rows { begin: 16, pitch: 496 }, ..right },
+            MatmulScatter { rows: 0, ..right },
+            MatmulScatter { rows: 1 << 28, ..right },
+            MatmulScatter { batches: 0, ..right },
+            MatmulScatter { batches: 2, ..right },
+            MatmulScatter { rows: 768, batches: 4, ..right },
+            MatmulScatter { batches: usize::MAX, ..right },
+            MatmulScatter {
+                rows: 768,
+                batches: 3,
+                terms: &[MatmulTerm { batch_pitch: 8, ..TERM }],
+                ..right
+            },
         ] {
             let error = wrong.check().expect_err("it does not fit");
             assert!(error.is_invalid_argument(), "{error}");
@@ -164,7 +224,7 @@ mod tests {
         for (rows, columns) in
             [(1, 1), (128, 256), (512, 4096), (1024, 4096), (8192, 8192), (70_000, 300)]
         {
-            let product = MatmulScatter { rows, columns, ..product() };
+            let product = MatmulScatter { rows, columns, ..product(&[TERM]) };
             let all = product.part_bytes() / TILE_BYTES;
             let each = product.chunk_tiles(2);
             assert!(each.is_multiple_of(CLUSTER) && all.is_multiple_of(CLUSTER));

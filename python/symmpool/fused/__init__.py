@@ -15,6 +15,7 @@ from symmpool.fused.matmul import (
     fused_all_gather_matmul,
     fused_all_gather_scaled_matmul,
     fused_matmul_reduce_scatter,
+    fused_matmuls_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
     matmul_all_reduce,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
     "fused_matmul_reduce_scatter",
+    "fused_matmuls_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
     "install",
     "low_contention_all_gather",

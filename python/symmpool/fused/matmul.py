@@ -26,6 +26,7 @@ __all__ = [
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
     "fused_matmul_reduce_scatter",
+    "fused_matmuls_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
     "matmul_all_reduce",
 ]
@@ -258,7 +259,28 @@ def fused_matmul_reduce_scatter(
     On CUDA other ranks' parts are made first, and this rank's own while theirs arrive by copy engines; sums
     are added in float32. The rest is as in `fused_all_gather_matmul`."""
     name = "fused_matmul_reduce_scatter"
-    return _matmul_scatter(name, A, Product(B), None, reduce_op, scatter_dim, scatter_dim, None, group)
+    return _matmul_scatter(name, [A], [Product(B)], None, reduce_op, scatter_dim, scatter_dim, None, group)
+
+
+def fused_matmuls_reduce_scatter(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: int, group: Any
+) -> torch.Tensor:
+    """As `fused_matmul_reduce_scatter`, of the sum of products `As[0] @ Bs[0] + As[1] @ Bs[1] + ...`, as the
+    backward pass has it where several layers have one input. The `As` have the shapes (..., K) and the `Bs`
+    (K, N), with a K for each product; the products have one shape.
+
+    On devices of compute capability 9.0 one kernel makes the sums of up to 4 products, in float32; elsewhere,
+    and on the CPU, each product is rounded, and they are added in their order. Ranks may pass different
+    numbers of products up to 4."""
+    name = "fused_matmuls_reduce_scatter"
+    if isinstance(As, torch.Tensor) or isinstance(Bs, torch.Tensor) or not len(As) == len(Bs) > 0:
+        raise InvalidArgumentError(f"{name}: {_count(As)} As and {_count(Bs)} Bs; it takes as many of both")
+    products = [Product(B) for B in Bs]
+    return _matmul_scatter(name, As, products, None, reduce_op, scatter_dim, scatter_dim, None, group)
+
+
+def _count(given: Any) -> str:
+    return "one tensor for" if isinstance(given, torch.Tensor) else str(len(given))
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -283,13 +305,13 @@ def fused_scaled_matmul_reduce_scatter(
     name = "fused_scaled_matmul_reduce_scatter"
     product = Product(B, B_scale, bias, result_scale, out_dtype, use_fast_accum)
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
-    return _matmul_scatter(name, A, product, A_scale, reduce_op, *dims, output_shape, group)
+    return _matmul_scatter(name, [A], [product], A_scale, reduce_op, *dims, output_shape, group)
 
 
 def _matmul_scatter(
     name: str,
-    A: torch.Tensor,
-    product: Product,
+    As: Sequence[torch.Tensor],
+    products: Sequence[Product],
     scale: torch.Tensor | None,
     reduce_op: str,
     scatter_dim: int,
@@ -297,10 +319,15 @@ def _matmul_scatter(
     output_shape: Sequence[int] | None,
     group: Any,
 ) -> torch.Tensor:
+    A, product = As[0], products[0]
+
     def check(world: int) -> None:
         check_reduce(name, reduce_op)
-        check_left(name, "A", A, dim_of_A, "scatter_dim")
-        check_right(name, "B", product, A, A.shape[-1])
+        for nth, (left, right) in enumerate(zip(As, products, strict=True)):
+            which = ("A", "B") if len(As) == 1 else (f"As[{nth}]", f"Bs[{nth}]")
+            check_left(name, which[0], left, dim_of_A, "scatter_dim")
+            check_right(name, which[1], right, left, left.shape[-1])
+            _check_alike(name, which, (left, right), (A, product))
         whole = _product_shape(A, product, output_shape)
         if rows_of(whole) != rows_of(A.shape) or whole[-1] != product.right.shape[1]:
             raise InvalidArgumentError(
@@ -331,38 +358,67 @@ def _matmul_scatter(
         world > 1
         and not is_last
         and not is_short
-        and tensor_cores.serves(entry, A, scale, product, math.prod(part[:-1]), dtype)
+        and tensor_cores.serves_sum(entry, As, scale, products, math.prod(part[:-1]), dtype)
     )
     rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores)
     sizes = (rows_of(whole), 0, whole[-1])
     call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
-    left = A.reshape(*whole[:-1], A.shape[-1])
     scales = scale
     if scale is not None and scale.numel() != 1:
         scales = scale.reshape(*whole[:-1], 1)
         scales = (scales if is_last else scales.movedim(scatter_dim, 0)).reshape(-1, 1)
     elif scale is not None:
         scales = scale.reshape(())
-    if not is_last:
-        left = left.movedim(scatter_dim, 0)
-    rows = left.reshape(-1, A.shape[-1])
+    lefts = [left.reshape(*whole[:-1], left.shape[-1]) for left in As]
     if by_tensor_cores:
-        found = tensor_cores.multiply_scatter(call, rows, scales, product, dtype, reduce_op)
-    elif not _is_pipelined(rows, world) or is_short:
+        batches = math.prod(whole[:scatter_dim])
+        in_batch = math.prod(part[scatter_dim:-1])
+        if batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0:
+            lefts = [left.reshape(batches, in_batch * world, left.shape[-1]) for left in lefts]
+            return tensor_cores.multiply_scatter(call, lefts, scales, products, dtype, reduce_op).view(part)
+    if not is_last:
+        lefts = [left.movedim(scatter_dim, 0) for left in lefts]
+    lefts = [left.reshape(-1, left.shape[-1]) for left in lefts]
+    if by_tensor_cores:
+        one_batch = [left[None] for left in lefts]
+        found = tensor_cores.multiply_scatter(call, one_batch, scales, products, dtype, reduce_op)
+    elif not _is_pipelined(A, world) or is_short or len(As) > 1:
         call.begin(0)
-        made = product.make(rows, scales, None)
+        made = product.make(lefts[0], scales, None)
+        for left, right in zip(lefts[1:], products[1:], strict=True):
+            made += right.make(left, None, None)
         if is_last:
-            made = made.view(rows.shape[0], world, made.shape[1] // world).movedim(1, 0)
+            made = made.view(made.shape[0], world, made.shape[1] // world).movedim(1, 0)
         found = made.new_empty((made.numel() // world,))
         given = made.reshape(-1).contiguous()
         entry.run(entry.comm.reduce_scatter_tensor, (found, given, reduce_op), [], False)
     else:
-        parts = list(_parts(rows, scales, product, world, is_last))
+        parts = list(_parts(lefts[0], scales, product, world, is_last))
         found = pipeline.multiply_scatter(call, parts, dtype, reduce_op)
     if is_last:
         return found.view(part)
     front = [part[scatter_dim], *part[:scatter_dim], *part[scatter_dim + 1 :]]
     return found.view(front).movedim(0, scatter_dim).contiguous()
+
+
+def _check_alike(
+    name: str,
+    which: tuple[str, str],
+    given: tuple[torch.Tensor, Product],
+    first: tuple[torch.Tensor, Product],
+) -> None:
+    """Refuses a product that cannot be added to the first one."""
+    (left, product), (first_left, first_product) = given, first
+    for what, found, wanted in (
+        (which[0], (tuple(left.shape[:-1]), left.dtype), (tuple(first_left.shape[:-1]), first_left.dtype)),
+        (which[0], left.device, first_left.device),
+        (which[1], product.right.shape[1], first_product.right.shape[1]),
+    ):
+        if found != wanted:
+            raise InvalidArgumentError(
+                f"{name}: {what}: {found}, and {wanted} in the first product; products that are added up "
+                "have one shape and type"
+            )
 
 
 def _product_shape(A: torch.Tensor, product: Product, output_shape: Sequence[int] | None) -> list[int]:
@@ -408,11 +464,11 @@ def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: A
         made = torch.mm(rows, B)
         entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)
         return made.view(shape)
-    by_tensor_cores = tensor_cores.serves(entry, A, None, product, rows.shape[0] // world, A.dtype)
+    by_tensor_cores = tensor_cores.serves_sum(entry, [A], None, [product], rows.shape[0] // world, A.dtype)
     rest = fingerprint(shape, reduce_op, by_tensor_cores)
     call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
     if by_tensor_cores:
-        share = tensor_cores.multiply_scatter(call, rows, None, product, A.dtype, reduce_op)
+        share = tensor_cores.multiply_scatter(call, [rows[None]], None, [product], A.dtype, reduce_op)
     else:
         parts = list(_parts(rows, None, product, world, False))
         share = pipeline.multiply_scatter(call, parts, A.dtype, reduce_op)

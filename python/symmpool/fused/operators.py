@@ -17,7 +17,7 @@ from symmpool.fused import low_contention, matmul
 from symmpool.groups import pool_registry, process_groups
 from symmpool.groups.names import group_of
 
-__all__ = ["install", "uninstall"]
+__all__ = ["has_ours", "install", "uninstall"]
 
 _SIGNATURES = {
     "fused_all_gather_matmul": "Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
@@ -33,6 +33,8 @@ _SIGNATURES = {
     "bool use_fast_accum = False) -> Tensor",
     "_low_contention_all_gather": "Tensor tensor, str group_name) -> Tensor",
     "_low_contention_reduce_scatter": "Tensor tensor, str reduce_op, str group_name) -> Tensor",
+    "fused_matmuls_reduce_scatter": "Tensor[] As, Tensor[] Bs, str reduce_op, int scatter_dim, "
+    "str group_name) -> Tensor",
     "matmul_all_reduce": "Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor",
 }
 # Types by the numbers that operators are given for elements of lists.
@@ -79,6 +81,10 @@ def _matmul_reduce_scatter(A: Any, B: Any, reduce_op: str, scatter_dim: int, gro
     return matmul.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_of(group_name))
 
 
+def _matmuls_reduce_scatter(As: Any, Bs: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+    return matmul.fused_matmuls_reduce_scatter(As, Bs, reduce_op, scatter_dim, group_of(group_name))
+
+
 def _scaled_matmul_reduce_scatter(
     A: Any,
     B: Any,
@@ -116,6 +122,7 @@ _IMPLEMENTATIONS = {
     "fused_all_gather_matmul": _all_gather_matmul,
     "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul,
     "fused_matmul_reduce_scatter": _matmul_reduce_scatter,
+    "fused_matmuls_reduce_scatter": _matmuls_reduce_scatter,
     "fused_scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter,
     "_low_contention_all_gather": _all_gather,
     "_low_contention_reduce_scatter": _reduce_scatter,
@@ -177,6 +184,10 @@ def _matmul_reduce_scatter_fake(A: Any, B: Any, reduce_op: str, scatter_dim: int
     return _scattered_fake(A, (*A.shape[:-1], B.shape[1]), scatter_dim, group_name, B.dtype)
 
 
+def _matmuls_reduce_scatter_fake(As: Any, Bs: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+    return _matmul_reduce_scatter_fake(As[0], Bs[0], reduce_op, scatter_dim, group_name)
+
+
 def _scaled_matmul_reduce_scatter_fake(
     A: Any,
     B: Any,
@@ -212,6 +223,7 @@ _FAKES = {
     "fused_all_gather_matmul": _all_gather_matmul_fake,
     "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul_fake,
     "fused_matmul_reduce_scatter": _matmul_reduce_scatter_fake,
+    "fused_matmuls_reduce_scatter": _matmuls_reduce_scatter_fake,
     "fused_scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter_fake,
     "_low_contention_all_gather": _all_gather_fake,
     "_low_contention_reduce_scatter": _reduce_scatter_fake,
@@ -279,13 +291,13 @@ def _enable_for_inductor(theirs: Any) -> None:
     def enabled(group_name: str) -> bool:
         if of_torch(group_name):
             return True
-        return not getattr(theirs, "_is_test_mode", False) and _has_ours(group_name)
+        return not getattr(theirs, "_is_test_mode", False) and has_ours(group_name)
 
     _torchs_enabled.append(of_torch)
     theirs.is_symm_mem_enabled_for_group = enabled
 
 
-def _has_ours(name: str) -> bool:
+def has_ours(name: str) -> bool:
     """Whether there is a group of this name that has symmpool for a backend, or a pool, on any kind of
     device."""
     try:

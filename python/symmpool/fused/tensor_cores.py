@@ -24,33 +24,49 @@ from symmpool.fused import workspace
 from symmpool.fused.pipeline import Call
 from symmpool.fused.products import DTYPES, Product
 
-__all__ = ["gather_multiply", "multiply_scatter", "serves", "serves_all"]
+__all__ = [
+    "BATCH_ROWS",
+    "LEAST_ROWS",
+    "MOST_PRODUCTS",
+    "gather_multiply",
+    "multiply_scatter",
+    "serves_all",
+    "serves_sum",
+]
 
 _HALVES = (torch.float16, torch.bfloat16)
-# Parts of fewer rows fill tiles of 128 rows, of which two are made at once, badly.
-_LEAST_ROWS = 256
+#: Parts of fewer rows fill tiles of 128 rows, of which two are made at once, badly.
+LEAST_ROWS = 256
 # Bytes by which matrices are addressed.
 _ALIGNMENT = 16
-# Right matrices that a kernel multiplies at most.
-_MOST_PRODUCTS = 4
+#: Products that a kernel makes at most.
+MOST_PRODUCTS = 4
+#: Of a part that is scattered, each of several batches has a multiple of so many rows.
+BATCH_ROWS = 128
 
 
-def serves(
+def serves_sum(
     entry: Any,
-    left: torch.Tensor,
+    lefts: Sequence[torch.Tensor],
     scale: torch.Tensor | None,
-    product: Product,
+    products: Sequence[Product],
     rows: int,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether the kernel makes products of this kind: with parts of `rows` rows and results of `dtype`."""
-    return _fits(left, scale, product, rows, dtype) and _has_tensor_kernels(entry.comm)
+    """Whether one kernel makes the sum of these products, with parts of `rows` rows and results of
+    `dtype`."""
+    if len(products) > 1 and any(product.is_scaled for product in products):
+        return False
+    if not 1 <= len(products) <= MOST_PRODUCTS or len({_is_by_rows(product) for product in products}) != 1:
+        return False
+    fit = (_fits(left, scale, product, rows, dtype) for left, product in zip(lefts, products, strict=True))
+    return all(fit) and _has_tensor_kernels(entry.comm)
 
 
 def _fits(
     left: torch.Tensor, scale: torch.Tensor | None, product: Product, rows: int, dtype: torch.dtype
 ) -> bool:
-    if not left.is_cuda or rows < _LEAST_ROWS or dtype not in _HALVES or left.shape[-1] == 0:
+    if not left.is_cuda or rows < LEAST_ROWS or dtype not in _HALVES or left.shape[-1] == 0:
         return False
     if product.right.shape[1] == 0:
         return False
@@ -68,12 +84,12 @@ def serves_all(
 ) -> bool:
     """Whether one kernel makes all of these products, of rows of every rank's `left`."""
     alike = {(product.dtype_for(left), _is_by_rows(product)) for product in products}
-    if not 1 <= len(products) <= _MOST_PRODUCTS or len(alike) != 1:
+    if not 1 <= len(products) <= MOST_PRODUCTS or len(alike) != 1:
         return False
     # Parts arrive one after the other. The tiles of a short one leave most SMs idle, and take as long as any,
     # so those of the last part would end late: measured on four H100s, with 512 rows of each rank.
     world = entry.comm.world
-    if world > 2 and left.shape[0] < _LEAST_ROWS * world:
+    if world > 2 and left.shape[0] < LEAST_ROWS * world:
         return False
     fit = (_fits(left, scale, product, left.shape[0], product.dtype_for(left)) for product in products)
     return all(fit) and _has_tensor_kernels(entry.comm)
@@ -99,14 +115,27 @@ def _empty(rows: int, columns: int, like: torch.Tensor, dtype: torch.dtype) -> t
     return torch.empty((rows, whole), dtype=dtype, device=like.device)[:, :columns]
 
 
-def _aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix whose rows are contiguous, and begin at multiples of 16 bytes."""
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    """Whether a matrix's rows are contiguous, and begin at multiples of 16 bytes."""
     size = matrix.itemsize
     pitch = matrix.stride(0) * size
     begins = matrix.data_ptr() % _ALIGNMENT == 0 and (matrix.shape[0] == 1 or pitch % _ALIGNMENT == 0)
-    if begins and (matrix.stride(1) == 1 or matrix.shape[1] == 1) and pitch >= matrix.shape[1] * size:
+    return begins and (matrix.stride(1) == 1 or matrix.shape[1] == 1) and pitch >= matrix.shape[1] * size
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix that is aligned: itself, or a copy."""
+    if _is_aligned(matrix):
         return matrix
     return _empty(*matrix.shape, matrix, matrix.dtype).copy_(matrix)
+
+
+def _aligned_batches(left: torch.Tensor) -> torch.Tensor:
+    """Batches of rows, of each of which the matrix is aligned: itself, or a copy."""
+    batches, rows, columns = left.shape
+    if _is_aligned(left[0]) and (batches == 1 or left.stride(0) * left.itemsize % _ALIGNMENT == 0):
+        return left
+    return _aligned(left.reshape(batches * rows, columns)).unflatten(0, (batches, rows))
 
 
 def _pitch(matrix: torch.Tensor) -> int:
@@ -189,29 +218,37 @@ def gather_multiply(
 
 def multiply_scatter(
     call: Call,
-    left: torch.Tensor,
+    lefts: Sequence[torch.Tensor],
     scale: torch.Tensor | None,
-    product: Product,
+    products: Sequence[Product],
     dtype: torch.dtype,
     reduce_op: str,
 ) -> torch.Tensor:
-    """This rank's part of the sum, or with "avg" the mean, of all ranks' products; parts are ranges of rows.
-    It runs on the current stream."""
+    """This rank's rows of the sum, or with "avg" the mean, of all ranks' sums of products, on the current
+    stream. Left matrices have the shape (batches, rows of all ranks, columns), and the result has the rows of
+    one batch after the other. Where there are several batches, each rank has a multiple of `BATCH_ROWS` rows
+    of each."""
     entry, world = call.entry, call.world
-    rows, columns = left.shape[0] // world, product.right.shape[1]
+    batches, in_batch = lefts[0].shape[:2]
+    rows, columns = batches * in_batch // world, products[0].right.shape[1]
     memory = _Memory(call, *_matmul_memory(rows, columns, world))
-    left, right = _aligned(left), _right(product)
-    out = _empty(rows, columns, left, dtype)
+    lefts = [_aligned_batches(left) for left in lefts]
+    rights = [_right(product) for product in products]
+    out = _empty(rows, columns, lefts[0], dtype)
     scales = _Scales(call.device)
+    terms = [
+        ((*_place(left[0]), left.stride(0) * left.itemsize), _place(right), left.shape[2])
+        for left, right in zip(lefts, rights, strict=True)
+    ]
     try:
         _multiply_scatter(
             entry.comm,
-            (DTYPES[left.dtype], DTYPES[dtype]),
-            _place(left),
-            (*_place(right), _is_by_rows(product)),
+            (DTYPES[lefts[0].dtype], DTYPES[dtype]),
+            terms,
+            _is_by_rows(products[0]),
             _place(out),
-            (scales.address(scale), scales.address(product.right_scale)),
-            (rows, left.shape[1], columns),
+            (scales.address(scale), scales.address(products[0].right_scale)),
+            (rows, batches, columns),
             reduce_op == "avg",
             memory.places,
             memory.scratch,

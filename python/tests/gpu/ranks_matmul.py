@@ -118,6 +118,24 @@ class Checks:
             first = found if first is None else first
             self.judge(f"{what}: other bits", torch.equal(found, first))
 
+    def sums(self, shape, dim, dtype, inner, columns, seed):
+        """A sum of products, with as many inner dimensions, of left matrices that lie as they are, or with
+        the dimension that is scattered in front."""
+        me = dist.get_rank()
+        lefts = [numbers((*shape, k), seed + me + 7 * nth, dtype, self.device) for nth, k in enumerate(inner)]
+        rights = [numbers((k, columns), seed + 50 + me, dtype, self.device) for k in inner]
+        total = sum(a.double() @ b.double() for a, b in zip(lefts, rights, strict=True))
+        wanted, first = summed(total, dim, "avg"), None
+        moved = [left.movedim(dim, 0).contiguous().movedim(0, dim) for left in lefts]
+        for lies, given in (("as it is", lefts), ("moved", moved)):
+            for how, found in self.variants(
+                lambda given=given: fused.fused_matmuls_reduce_scatter(given, rights, "avg", dim, self.name)
+            ):
+                what = f"sum of {dtype} {shape} x {inner} x {columns} along {dim}, {lies}, {how}"
+                self.judge(what, near(found, wanted, dtype) and found.is_contiguous())
+                first = found if first is None else first
+                self.judge(f"{what}: other bits", torch.equal(found, first))
+
     def fp8(self, rows, inner, columns, rowwise, seed):
         world, me = dist.get_world_size(), dist.get_rank()
         x = numbers((rows, inner), seed + me, torch.float32, self.device).to(FP8)
@@ -255,6 +273,13 @@ def main():
                 checks.gather((rows, inner), 0, torch.bfloat16, (columns,), seed)
                 checks.scatter((rows * world, inner), 0, torch.bfloat16, columns, "sum", seed)
                 checks.scatter((rows * world, inner), 0, torch.bfloat16, columns, "avg", seed)
+            # Parts of a tensor of several batches, each of which has whole tiles of rows, or has not.
+            for dtype in (torch.bfloat16, torch.float16):
+                checks.sums((2, 256 * world), 1, dtype, (72, 1000, 8), 264, seed)
+                checks.sums((3, 100 * world), 1, dtype, (72, 64), 264, seed)
+                checks.sums((2, 128 * world, 3), 1, dtype, (64,), 512, seed)
+                checks.sums((1024 * world,), 0, dtype, (512, 128, 128, 40), 4096, seed)
+                checks.sums((256 * world,), 0, dtype, (64,) * 5, 512, seed)
             # Blocks that share the last tiles: one helps with two of them, or with one.
             for rows, inner, columns in ((256, 8192, 14080), (256, 4096, 20224)):
                 checks.gather((rows, inner), 0, torch.bfloat16, (columns,), seed)
@@ -263,6 +288,7 @@ def main():
                 for rowwise in (False, True):
                     checks.fp8(64 * world, 64, 128, rowwise, seed)
                     checks.fp8(512 * world, 1024, 2048, rowwise, seed)
+        checks.sums((2, 4 * world), 1, torch.float32, (16, 8), 48, seed)
         checks.gathered_layouts(seed)
         checks.layouts(seed)
         checks.rest(seed)

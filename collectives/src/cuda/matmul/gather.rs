@@ -48,25 +48,28 @@ impl CudaEngine {
     fn gather_work(&self, gather: &MatmulGather<'_>) -> Result<MatmulWork> {
         let MatmulGather { dtype, rows, inner, .. } = *gather;
         let world = self.world();
+        let slots = Rows { begin: gather.slots, pitch: gather.left.pitch };
+        let own = self.left_map(dtype, (gather.left, None), (1, rows, inner))?;
+        // A single rank has no slots, and nothing is loaded from them.
+        let left = if world == 1 {
+            own
+        } else {
+            self.left_map(dtype, (slots, None), (world as usize, rows, inner))?
+        };
+        let inner_blocks = (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32;
         let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
         for (nth, (product, each)) in products.iter_mut().zip(gather.rights).enumerate() {
             let right = (each.right, gather.right_by_rows);
             *product = MatmulProduct {
+                left,
                 right: self.right_map(dtype, right, (inner, each.columns))?,
                 out: self.out_map(each.out, (world as usize, rows, each.columns))?,
                 right_scale: each.scale,
                 end_column: MatmulGather::tile_columns(&gather.rights[..=nth]) as u32,
+                end_block: inner_blocks,
             };
         }
-        let slots = Rows { begin: gather.slots, pitch: gather.left.pitch };
-        let own = self.left_map(dtype, gather.left, (1, rows, inner))?;
         Ok(MatmulWork {
-            // A single rank has no slots, and nothing is loaded from them.
-            left: if world == 1 {
-                own
-            } else {
-                self.left_map(dtype, slots, (world as usize, rows, inner))?
-            },
             own,
             products,
             left_scale: gather.left_scale,
@@ -77,7 +80,8 @@ impl CudaEngine {
             control: gather.control,
             partials: 0,
             rows: rows as u32,
-            inner_blocks: (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32,
+            batch_rows: rows as u32,
+            inner_blocks,
             tile_rows: gather.tile_rows() as u32,
             tile_columns: MatmulGather::tile_columns(gather.rights) as u32,
             chunk_tiles: gather.chunk_tiles() as u32,

@@ -46,8 +46,8 @@ const THREADS: u32 = 384;
 const WAIT_THREADS: u32 = 32;
 /// Bytes of a row of a tile in shared memory.
 const BLOCK_BYTES: usize = 128;
-/// Right matrices of a call at most.
-pub(super) const MOST_PRODUCTS: usize = crate::MatmulGather::MOST_PRODUCTS;
+/// Products of a call at most.
+pub(super) const MOST_PRODUCTS: usize = crate::matmul::MOST_PRODUCTS;
 
 /// Where words lie in the control memory: `MatmulControl` in `fused/matmul_work.cuh`.
 struct Control {
@@ -189,6 +189,8 @@ impl CudaEngine {
     ) -> Result<TensorMap> {
         let size = dtype.size();
         let across = BLOCK_BYTES / size;
+        // There is one part.
+        let right = (right, right.pitch);
         if by_rows {
             self.tensor_map(right, (1, inner, columns), (64, across, size))
         } else {
@@ -196,27 +198,30 @@ impl CudaEngine {
         }
     }
 
-    /// Describes a left matrix of so many parts, rows of each and columns.
+    /// Describes a left matrix of so many parts, rows of each, and columns. The parts lie one after the other, or at a distance
+    /// in bytes.
     fn left_map(
         &self,
         dtype: DType,
-        left: Rows,
+        (left, part_pitch): (Rows, Option<u64>),
         sizes: (usize, usize, usize),
     ) -> Result<TensorMap> {
         let size = dtype.size();
-        self.tensor_map(left, sizes, (128, BLOCK_BYTES / size, size))
+        let part_pitch = part_pitch.unwrap_or(sizes.1 as u64 * left.pitch);
+        self.tensor_map((left, part_pitch), sizes, (128, BLOCK_BYTES / size, size))
     }
 
     /// Describes a result of so many parts, rows of each and columns.
     fn out_map(&self, out: Rows, sizes: (usize, usize, usize)) -> Result<TensorMap> {
-        self.tensor_map(out, sizes, (64, 64, 2))
+        self.tensor_map((out, sizes.1 as u64 * out.pitch), sizes, (64, 64, 2))
     }
 
     /// Describes a matrix of `parts` times so many rows, and so many columns, which is copied in boxes of `box_rows` rows and
-    /// `box_columns` columns of elements of `size` bytes. No box has rows of two parts.
+    /// `box_columns` columns of elements of `size` bytes. Parts begin at a distance of `part_pitch` bytes, and no box has rows
+    /// of two of them.
     fn tensor_map(
         &self,
-        matrix: Rows,
+        (matrix, part_pitch): (Rows, u64),
         (parts, rows, columns): (usize, usize, usize),
         (box_rows, box_columns, size): (usize, usize, usize),
     ) -> Result<TensorMap> {
@@ -229,7 +234,7 @@ impl CudaEngine {
             Type::CU_TENSOR_MAP_DATA_TYPE_UINT16
         };
         let sizes = [columns as u64, rows as u64, parts as u64];
-        let pitches = [matrix.pitch, rows as u64 * matrix.pitch];
+        let pitches = [matrix.pitch, part_pitch];
         let (boxes, steps) = ([box_columns as u32, box_rows as u32, 1], [1_u32; 3]);
         let swizzle = sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B as c_uint;
         let promotion = sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B as c_uint;

@@ -24,7 +24,7 @@ impl CudaEngine {
     pub(crate) unsafe fn matmul_scatter(
         &mut self,
         call: Call,
-        scatter: &MatmulScatter,
+        scatter: &MatmulScatter<'_>,
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
@@ -46,23 +46,28 @@ impl CudaEngine {
         unsafe { self.multiply(&product, work, stream, send) }
     }
 
-    fn scatter_work(&self, scatter: &MatmulScatter) -> Result<MatmulWork> {
-        let MatmulScatter { dtype, rows, inner, columns, .. } = *scatter;
+    fn scatter_work(&self, scatter: &MatmulScatter<'_>) -> Result<MatmulWork> {
+        let MatmulScatter { dtype, rows, columns, batches, .. } = *scatter;
         let (world, part) = (self.world(), scatter.part_bytes() as u64);
         let (tile_rows, tile_columns) = scatter.tiles();
         let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
-        products[0] = MatmulProduct {
-            right: self.right_map(
-                dtype,
-                (scatter.right, scatter.right_by_rows),
-                (inner, columns),
-            )?,
-            out: self.out_map(scatter.out, (1, rows, columns))?,
-            right_scale: scatter.scales.1,
-            end_column: tile_columns as u32,
-        };
+        let mut inner_blocks = 0;
+        for (product, term) in products.iter_mut().zip(scatter.terms) {
+            let inner = term.inner;
+            inner_blocks += (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32;
+            let left = (term.left, (batches > 1).then_some(term.batch_pitch));
+            let right = (term.right, scatter.right_by_rows);
+            let batch_rows = world as usize * rows / batches;
+            *product = MatmulProduct {
+                left: self.left_map(dtype, left, (batches, batch_rows, inner))?,
+                right: self.right_map(dtype, right, (inner, columns))?,
+                end_block: inner_blocks,
+                ..MatmulProduct::NONE
+            };
+        }
+        products[0].out = self.out_map(scatter.out, (1, rows, columns))?;
+        products[0].right_scale = scatter.scales.1;
         Ok(MatmulWork {
-            left: self.left_map(dtype, scatter.left, (world as usize, rows, inner))?,
             own: TensorMap::NONE,
             products,
             left_scale: scatter.scales.0,
@@ -73,7 +78,8 @@ impl CudaEngine {
             control: scatter.control,
             partials: 0,
             rows: rows as u32,
-            inner_blocks: (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32,
+            batch_rows: (rows / batches) as u32,
+            inner_blocks,
             tile_rows: tile_rows as u32,
             tile_columns: tile_columns as u32,
             chunk_tiles: scatter.chunk_tiles(world) as u32,
@@ -86,7 +92,7 @@ impl CudaEngine {
     }
 
     /// Copies each chunk to its rank when the kernel has made it.
-    fn send_products(&mut self, scatter: &MatmulScatter, copies: Stream) -> Result<()> {
+    fn send_products(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = Control { begin: scatter.control, world: world.into() };
         let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles(world));

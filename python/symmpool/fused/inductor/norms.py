@@ -1,4 +1,7 @@
-"""A pass of torch's compiler that makes one call of an all-reduce, a residual and a norm."""
+"""One call of an all-reduce, a residual and a norm, in place of those of a graph.
+
+All-reduces are those of functional collectives, which DTensor and compiled `torch.distributed` calls become,
+of sums; norms are `torch.nn.functional.rms_norm` and the form that models of Hugging Face write out."""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-__all__ = ["NormFusion", "inductor_pass"]
+from symmpool.fused.inductor.graphs import VIEWS, c10d, made, remove
 
-_aten, _prims, _c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
+__all__ = ["fuse_norms"]
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
 _ADDS = (_aten.add.Tensor, _aten.add.Scalar)
-_VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,51 +29,18 @@ class _Norm(NamedTuple):
     result: Node
 
 
-class NormFusion(CustomGraphPass):
-    """Replaces `norm(all_reduce(x) + residual) * weight`, and the same without a residual, by
-    `torch.ops.symmpool.all_reduce_rms_norm`. All-reduces are those of functional collectives, which
-    DTensor and compiled `torch.distributed` calls become, of sums; norms are
-    `torch.nn.functional.rms_norm` and the form that models of Hugging Face write out. `replaced` counts
-    what was replaced so far, without graphs that come from the compiler's cache, where they lie as this
-    pass has made them."""
-
-    def __init__(self) -> None:
-        self.replaced = 0
-
-    def uuid(self) -> Any:
-        """Identifies the pass in the compiler's cache of graphs."""
-        return get_hash_for_files((__file__,))
-
-    def __call__(self, graph: Graph) -> None:
-        """Replaces what it finds in a graph."""
-        order = {node: number for number, node in enumerate(graph.nodes)}
-        waits = [node for node in graph.nodes if node.target == _c10d.wait_tensor.default]
-        replaced = [wait for wait in waits if _fuse(graph, wait, order)]
-        graph.eliminate_dead_code()
-        # Collectives count as needed, so they are taken away by hand, the last one first.
-        left = set(graph.nodes)
-        for each in (node for wait in replaced for node in (wait, *wait.args)):
-            if each in left and not each.users:
-                graph.erase_node(each)
-        self.replaced += len(replaced)
-
-
-def inductor_pass() -> NormFusion:
-    """A pass that fuses all-reduces with the residual and the norm behind them, for
-    `torch.compile(model, options={"post_grad_custom_pre_pass": fused.inductor_pass()})`, or for
-    `torch._inductor.config.post_grad_custom_pre_pass`.
-
-    Every rank has to use it. Their group then has a communicator, whatever its backend is; it is made by the
-    first call, so that must not be captured. Results differ from separate kernels by roundings: norms are
-    rounded once, and all ranks have the same bits. Graphs whose norms keep something for a gradient stay as
-    they are."""
-    return NormFusion()
+def fuse_norms(graph: Graph) -> int:
+    """Makes one call of each all-reduce, the residual and the norm behind it, and returns how many there
+    are."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    waits = [node for node in graph.nodes if node.target == c10d.wait_tensor.default]
+    return remove(graph, [wait for wait in waits if _fuse(graph, wait, order)])
 
 
 def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
     """Replaces what follows an all-reduce, if it is what the call does; says whether it did."""
     reduced = wait.args[0]
-    if not isinstance(reduced, Node) or reduced.target != _c10d.all_reduce.default:
+    if not isinstance(reduced, Node) or reduced.target != c10d.all_reduce.default:
         return False
     x, op, group = reduced.args
     if op != "sum" or len(reduced.users) != 1 or not isinstance(group, str) or not isinstance(x, Node):
@@ -86,13 +56,13 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
         with graph.inserting_before(total):
             given = x
             if whole is not wait:
-                given = _made(graph, whole.target, (x, whole.args[1]), whole.meta["val"])
+                given = made(graph, whole.target, (x, whole.args[1]), whole.meta["val"])
             rest = (None, norm.eps, 0.0, "none", None, "row", False, "auto", group)
             arguments = (given, residual, norm.weight, *rest)
             empty = total.meta["val"].new_empty(0)
             values = (norm.result.meta["val"], total.meta["val"], empty.float())
-            call = _made(graph, torch.ops.symmpool.all_reduce_rms_norm.default, arguments, values)
-            out, sums = (_made(graph, operator.getitem, (call, nth), values[nth]) for nth in range(2))
+            call = made(graph, torch.ops.symmpool.all_reduce_rms_norm.default, arguments, values)
+            out, sums = (made(graph, operator.getitem, (call, nth), values[nth]) for nth in range(2))
         # They stand where the sum was, for calls of which they are the residual.
         order[out] = order[sums] = order[total]
         norm.result.replace_all_uses_with(out)
@@ -101,16 +71,10 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
     return False
 
 
-def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
-    node = graph.call_function(target, arguments)
-    node.meta["val"] = value
-    return node
-
-
 def _reshaped(wait: Node) -> Node:
     """What is computed with: the result of an all-reduce, or the one view of it."""
     users = list(wait.users)
-    return users[0] if len(users) == 1 and users[0].target in _VIEWS else wait
+    return users[0] if len(users) == 1 and users[0].target in VIEWS else wait
 
 
 def _sums(reduced: Node) -> Iterator[tuple[Node, Node | None]]:

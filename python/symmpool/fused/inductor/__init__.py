@@ -1,0 +1,55 @@
+"""A pass of torch's compiler that finds what is fused here in the graphs of compiled programs.
+
+| module | what it finds |
+| --- | --- |
+| `norms` | all-reduces with the residual and the norm behind them |
+| `scatters` | reduce-scatters of products of matrices and of sums of them |
+| `graphs` | what passes over graphs have in common |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph
+
+from symmpool.fused.inductor import graphs, norms, scatters
+
+__all__ = ["FusionPass", "inductor_pass"]
+
+
+class FusionPass(CustomGraphPass):
+    """Replaces what `inductor_pass` says. `replaced` counts what was replaced so far, without graphs that
+    come from the compiler's cache, where they lie as this pass has made them."""
+
+    def __init__(self) -> None:
+        self.replaced = 0
+
+    def uuid(self) -> Any:
+        """Identifies the pass in the compiler's cache of graphs."""
+        return get_hash_for_files((__file__, norms.__file__, scatters.__file__, graphs.__file__))
+
+    def __call__(self, graph: Graph) -> None:
+        """Replaces what it finds in a graph."""
+        # What nobody needs would count as using what it takes.
+        graph.eliminate_dead_code()
+        self.replaced += norms.fuse_norms(graph) + scatters.fuse_scatters(graph)
+
+
+def inductor_pass() -> FusionPass:
+    """A pass for `torch.compile(model, options={"post_grad_custom_pre_pass": fused.inductor_pass()})`, or for
+    `torch._inductor.config.post_grad_custom_pre_pass`, which replaces calls of functional collectives, as
+    DTensor and compiled `torch.distributed` calls become:
+
+    - `norm(all_reduce(x) + residual) * weight`, and the same without a residual, by
+      `torch.ops.symmpool.all_reduce_rms_norm`, where the norm keeps nothing for a gradient;
+    - `reduce_scatter(A @ B)` and `reduce_scatter(A @ B + C @ D + ...)` of float16 or bfloat16, along any
+      dimension but the last one and with at least 256 rows for each rank, by
+      `torch.ops.symmpool.fused_matmuls_reduce_scatter`, on groups that have a pool, or symmpool for a
+      backend, when the program is compiled.
+
+    Every rank has to use it. A group of all-reduces then has a communicator, whatever its backend is; it is
+    made by the first call, so that must not be captured. Results differ from separate operations by
+    roundings: norms and sums of products are rounded once. All ranks have the same bits."""
+    return FusionPass()

@@ -1,0 +1,191 @@
+"""The compiler pass that fuses products of matrices, their sum and a reduce-scatter, on ranks of the CPU."""
+
+import torch
+import torch.distributed as dist
+from ranks import values
+from test_torch_distributed import begin
+from test_torch_fused_inductor import graphs_through
+from torch import nn
+from torch.distributed._functional_collectives import reduce_scatter_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import symmpool
+from symmpool import fused
+
+
+def numbers(shape, seed, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) / 4).to(dtype)
+
+
+def compiled(program, *arguments, inductor=False):
+    """What a compiled program gives, and the pass, which counts what it replaced."""
+    found = fused.inductor_pass()
+    torch._dynamo.reset()
+    options = {"post_grad_custom_pre_pass": found, "fx_graph_cache": False}
+    how = {"options": options} if inductor else {"backend": graphs_through(found)}
+    return torch.compile(program, **how)(*arguments), found
+
+
+def near(one, other):
+    return one.dtype == other.dtype and torch.allclose(one.float(), other.float(), rtol=0.05, atol=0.05)
+
+
+def started(group, folder):
+    me, world = begin(group, folder)
+    return me, world, symmpool.Pool(device="cpu")
+
+
+def sums(group, folder):
+    me, world, pool = started(group, folder)
+    wrong = []
+    for shape in ((512 * world,), (2, 256 * world), (2, 64 * world, 2 * world)):
+        for dim in range(len(shape)):
+            lefts = [numbers((*shape, 8 + nth), nth + me) for nth in range(3)]
+            rights = [numbers((8 + nth, 16), 9 + nth + me) for nth in range(3)]
+
+            def program(a, b, c, dim=dim, rights=rights):
+                total = a @ rights[0] + (b @ rights[1] + c @ rights[2])
+                return reduce_scatter_tensor(total, "avg", dim, dist.group.WORLD)
+
+            def one(a, b, c, dim=dim, rights=rights):
+                return reduce_scatter_tensor(a @ rights[0], "sum", dim, dist.group.WORLD) + c.sum()
+
+            for each in (program, one):
+                wanted = each(*lefts)
+                # Inductor generates code that is slow to compile, so only once.
+                made, found = compiled(each, *lefts, inductor=shape[1:] == (256 * world,) and dim == 1)
+                is_same = near(made, wanted) and made.is_contiguous()
+                if found.replaced != 1 or not is_same:
+                    wrong.append((shape, dim, each.__name__, found.replaced))
+    wrong += [] if pool.world == world else ["pool"]
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_sums_of_products_become_one_call(tmp_path):
+    assert values(2, sums, str(tmp_path), limit=240) == [[]] * 2
+
+
+class Attention(nn.Module):
+    """A layer of which three products have one input, as in a transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, size, bias=False) for size in (16, 8, 8))
+        self.out = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        return self.out(self.q(x) * torch.cat([self.k(x), self.v(x)], -1).sigmoid())
+
+
+def trained(group, folder):
+    me, world, pool = started(group, folder)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(3)
+    layer = Attention().bfloat16()
+    plan = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v")}
+    plan["out"] = RowwiseParallel(output_layouts=Shard(1))
+    shard = numbers((2, 256, 16), 5 + me).requires_grad_()
+    whole = torch.cat([numbers((2, 256, 16), 5 + rank) for rank in range(world)], 1).requires_grad_()
+    layer(whole).float().pow(2).sum().backward()
+    wanted = whole.grad.chunk(world, 1)[me]
+    layer = parallelize_module(layer, mesh, plan)
+    # The gather of the input is made once for all three, and its gradient is the sum.
+    for each in (layer.q, layer.k, layer.v):
+        each._forward_pre_hooks.clear()
+
+    def gathered(_, given):
+        return DTensor.from_local(given[0], mesh, [Shard(1)]).redistribute(mesh, [Replicate()])
+
+    layer.register_forward_pre_hook(gathered)
+    # Hooks of a part of what is compiled are compiled too.
+    made, found = compiled(nn.Sequential(layer), shard)
+    made.float().pow(2).sum().backward()
+    right = near(shard.grad, wanted) and pool.world == world
+    dist.destroy_process_group()
+    return found.replaced, right
+
+
+def test_gradients_of_layers_that_share_an_input_are_one_call(tmp_path):
+    assert values(2, trained, str(tmp_path), limit=240) == [(2, True)] * 2
+
+
+def leaves(group, folder):
+    me, world, pool = started(group, folder)
+    rows, everyone = 256 * world, dist.group.WORLD
+    x, y = numbers((rows, 8), me), numbers((rows, 8), me + 2)
+    a, b = numbers((8, 16), me + 4), numbers((8, 16), me + 6)
+
+    def scattered(whole, dim=0, of=everyone, op="sum"):
+        return reduce_scatter_tensor(whole, op, dim, of)
+
+    def used_elsewhere(x, y):
+        total = x @ a + y @ b
+        return scattered(total), total
+
+    def a_product_used_elsewhere(x, y):
+        product = x @ a
+        return scattered(product + y @ b), product
+
+    def added_to_something_else(x, y):
+        return scattered(x @ a + y.repeat(1, 2))
+
+    def scaled(x, y):
+        return scattered(torch.add(x @ a, y @ b, alpha=2))
+
+    def broadcast(x, y):
+        return scattered(x @ a + y[:1] @ b)
+
+    def along_columns(x, y):
+        return scattered(x @ a + y @ b, 1)
+
+    def of_few_rows(x, y):
+        return scattered(x[: rows // 2] @ a + y[: rows // 2] @ b)
+
+    def wide(x, y):
+        return scattered(x.float() @ a.float() + y.float() @ b.float())
+
+    def reshaped(x, y):
+        return scattered((x @ a).view(2 * rows, 8) + (y @ b).view(2 * rows, 8))
+
+    def of_five(x, y):
+        return scattered(((x @ a + y @ b) + (x @ b + y @ a)) + (x + y) @ a)
+
+    def maximum(x, y):
+        return scattered(x @ a + y @ b, op="max")
+
+    alone = dist.new_group(list(range(world)))
+
+    def of_a_group_without_a_pool(x, y):
+        return scattered(x @ a + y @ b, of=alone)
+
+    wrong = []
+    for program in (
+        used_elsewhere,
+        a_product_used_elsewhere,
+        added_to_something_else,
+        scaled,
+        broadcast,
+        along_columns,
+        of_few_rows,
+        wide,
+        reshaped,
+        of_five,
+        maximum,
+        of_a_group_without_a_pool,
+    ):
+        made, found = compiled(program, x, y)
+        wanted = program(x, y)
+        pairs = zip(made, wanted, strict=True) if isinstance(made, tuple) else [(made, wanted)]
+        if found.replaced or not all(near(one, other) for one, other in pairs):
+            wrong.append((program.__name__, found.replaced))
+    wrong += [] if pool.world == world else ["pool"]
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_what_only_resembles_a_sum_of_products_stays_as_it_is(tmp_path):
+    assert values(2, leaves, str(tmp_path), limit=240) == [[]] * 2
