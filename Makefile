@@ -35,39 +35,48 @@ EMULATED_CHECKS := one_shot_ll,one_shot_ll128,one_shot_lamport,one_shot_pull,two
 TORCH ?= torch==2.11.0
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check test-tidy lint-and-build build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
+.PHONY: demo test check ready test-tidy rust lint-rust lint-python build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
 	cargo run --release -p symmpool-collectives --example demo
 
 ## Every test there is. What needs no other's results is made at once, then run at once: much of it waits.
-test:
-	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-and-build torch
+test: ready
 	@+$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-emulated test-python test-rust test-variants
 
 ## The same in a tree that ran them before, but for those of whose sources nothing changed since they passed.
-check:
-	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-and-build torch
+check: ready
 	@+$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-tidy \
 		$(addprefix $(PASSED)/,emulated python rust variants)
 
-lint-and-build: $(VENV)/ready
-	@+$(MAKE) --no-print-directory lint
-	@+$(MAKE) --no-print-directory build
+# What is built and checked before tests. Rust needs nothing of what pip fetches, which takes minutes, so both are done at
+# once.
+ready:
+	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target rust torch
+	@+$(MAKE) --no-print-directory lint-python test-extension
 
-lint: $(VENV)/ready
+rust:
+	@+$(MAKE) --no-print-directory lint-rust
+	@+$(MAKE) --no-print-directory build-rust
+
+lint: lint-python lint-rust
+
+lint-python: $(VENV)/ready
 	$(VENV)/bin/ruff check . bench/record_gpu
 	$(VENV)/bin/ruff format --check . bench/record_gpu
+
+lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --all-features --no-deps --document-private-items
 
+build: build-rust test-extension
+
 # Tests and the programs that they start are built once: with one set of features, in one profile.
-build: $(EMULATOR)/libnvrtc.so.13
+build-rust: $(EMULATOR)/libnvrtc.so.13
 	$(CARGO_TEST) --no-run
 	$(CARGO_EXAMPLES)
-	@+$(MAKE) --no-print-directory test-extension
 
 # Tests that need a device say "skipped: ..." where there is none; --nocapture lets it be seen.
 test-rust test-variants: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)
