@@ -205,7 +205,7 @@ pub(crate) fn gather_memory(
 type Right = ((u64, u64), usize, (u64, u64), u64);
 
 /// Gathers the rows of all ranks and multiplies them, on the current stream. `left` is this rank's rows and their scale;
-/// `sizes` are rows of each rank and the inner dimension; `memory` is where gathered rows go or 0, and what rows travel through
+/// `sizes` are rows of each rank, batches and the inner dimension; `memory` is where gathered rows go or 0, and what rows travel through
 /// and the flags, at the same place of the pool on all ranks; `scratch` is as there.
 #[pyfunction]
 #[pyo3(name = "_gather_multiply")]
@@ -218,7 +218,7 @@ pub(crate) fn gather_multiply(
     left: (u64, u64, u64),
     rights: Vec<Right>,
     right_by_rows: bool,
-    sizes: (usize, usize),
+    sizes: (usize, usize, usize),
     memory: (u64, u64, u64),
     scratch: (u64, usize),
     rest: u64,
@@ -243,7 +243,8 @@ pub(crate) fn gather_multiply(
         rights: &rights,
         right_by_rows,
         rows: sizes.0,
-        inner: sizes.1,
+        batches: sizes.1,
+        inner: sizes.2,
         gathered: memory.0,
         slots: memory.1,
         control: memory.2,

@@ -11,6 +11,7 @@ use crate::{ORDINARY, Options};
 #[derive(Clone, Debug)]
 struct Case {
     rows: usize,
+    batches: usize,
     inner: usize,
     /// Of each right matrix.
     columns: Vec<usize>,
@@ -41,6 +42,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     }
     let case = Case {
         rows: 3,
+        batches: 1,
         inner: 8,
         columns: vec![8],
         dtype: DType::Bf16,
@@ -59,7 +61,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     // An inner dimension that is so long that blocks share the last tiles, which have rows.
     let shared = Case { inner: 1544, columns: vec![8], gathers: false, ..several.clone() };
     gather.gather_case(&shared)?;
+    // Several batches, whose rows are no multiple of what is copied at once.
+    let batches = Case { rows: 256, batches: 2, inner: 72, columns: vec![8, 264], ..case.clone() };
+    gather.gather_case(&batches)?;
     if !options.quick {
+        let rows = Case { rows: 2304, batches: 3, inner: 4096, columns: vec![264], ..case.clone() };
+        gather.gather_case(&rows)?;
+        gather.gather_case(&Case { rows: 384, batches: 3, inner: 8, ..batches.clone() })?;
         gather.gather_case(&by_columns)?;
         gather.gather_case(&Case {
             dtype: DType::F16,
@@ -83,6 +91,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     gather.renew(&CommunicatorOptions { concurrent: Some(2), ..options.communicator() })?;
     gather.gather_case(&case)?;
     gather.gather_case(&shared)?;
+    gather.gather_case(&Case { right_by_rows: false, ..batches })?;
     gather.renew(&options.communicator())?;
     gather.gather_refusals(&case)?;
     Ok(gather.end("matmul_gather"))
@@ -113,11 +122,22 @@ impl Case {
         bytes
     }
 
+    /// What is gathered of all ranks, of each of which `of_rank` gives as many bytes for each row: batch by batch.
+    fn gathered(&self, world: u32, row_bytes: usize, of_rank: impl Fn(u32) -> Vec<u8>) -> Vec<u8> {
+        let batch = self.rows / self.batches * row_bytes;
+        let ranks: Vec<_> = (0..world).map(of_rank).collect();
+        let batches = 0..self.batches;
+        batches
+            .flat_map(|nth| ranks.iter().flat_map(move |rank| &rank[nth * batch..][..batch]))
+            .copied()
+            .collect()
+    }
+
     fn wanted(&self, seed: u64, (rank, world): (u32, u32), nth: usize) -> Vec<u8> {
         let (right, columns) = (self.right(seed, rank, nth), self.columns[nth]);
         let factor = if self.dtype.size() == 1 { SCALES[0] * SCALES[1] } else { 1.0 };
-        let mut bytes = Vec::new();
-        for source in 0..world {
+        self.gathered(world, 2 * columns, |source| {
+            let mut bytes = Vec::new();
             for row in self.left(seed, source).chunks(self.inner) {
                 let mut sums = vec![0.0_f32; columns];
                 for (value, others) in row.iter().zip(right.chunks(columns)) {
@@ -127,8 +147,8 @@ impl Case {
                 }
                 bytes.extend(bytes_of(sums.iter().map(|sum| sum * factor), self.out_dtype));
             }
-        }
-        bytes
+            bytes
+        })
     }
 }
 
@@ -184,6 +204,7 @@ impl Matmul<'_> {
             rights,
             right_by_rows: case.right_by_rows,
             rows: case.rows,
+            batches: case.batches,
             inner: case.inner,
             gathered: if case.gathers { memory.gathered.address() } else { 0 },
             slots: memory.slots.address(),
@@ -229,8 +250,8 @@ impl Matmul<'_> {
             self.compare(&format!("{case:?}: product {nth}"), out, &wanted)?;
         }
         if case.gathers {
-            let wanted: Vec<u8> =
-                (0..world).flat_map(|source| case.left_bytes(seed, source)).collect();
+            let of_rank = |source| case.left_bytes(seed, source);
+            let wanted = case.gathered(world, case.pitch(), of_rank);
             let found = download(self.pool, memory.gathered.address(), wanted.len())?;
             self.tally.expect(&format!("{case:?}: the gathered rows"), found == wanted);
         }
@@ -246,6 +267,7 @@ impl Matmul<'_> {
         let is_alone = self.pool.world() == 1;
         for (wrong, is_wrong_alone) in [
             (MatmulGather { rights: &[], ..right }, true),
+            (MatmulGather { batches: 3, ..right }, true),
             (MatmulGather { rights: &many, ..right }, true),
             (MatmulGather { left: Rows { pitch: 32, ..right.left }, ..right }, true),
             (MatmulGather { slots: right.left.begin, ..right }, false),

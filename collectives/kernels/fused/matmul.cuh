@@ -213,12 +213,15 @@ __device__ __forceinline__ float scale_of(const MatmulWork& work, const MatmulPr
     return (work.left_scale ? *work.left_scale : 1.0f) * (product.right_scale ? *product.right_scale : 1.0f);
 }
 
-// A warp stores a piece that is written row by row, if it has any rows of the part.
+// A warp stores a piece that is written row by row, if it has any rows of the part. A result has rows of each of `ranks`
+// ranks in every batch, and the part is that of one of them.
 __device__ __forceinline__ void store_rows(const MatmulWork& work, const SharedMemory& shared, u32 group, u32 piece,
-                                           const TensorMap& out, const Tile& tile, u32 column, u32 part) {
+                                           const TensorMap& out, const Tile& tile, u32 column, u32 ranks, u32 rank) {
     const u32 row = tile.row * TILE_ROWS + group * (TILE_ROWS / GROUPS);
     if (row < work.rows) {
-        store_tile(out, shared.piece(group, piece), {column + piece * PIECE_COLUMNS, row, part});
+        const u32 batch = row / work.batch_rows;
+        store_tile(out, shared.piece(group, piece),
+                   {column + piece * PIECE_COLUMNS, row - batch * work.batch_rows, batch * ranks + rank});
     }
 }
 

@@ -73,7 +73,8 @@ __device__ __forceinline__ void store_pieces(const Comm& comm, const MatmulWork&
 #pragma unroll 1
         for (u32 piece = 0; piece < PIECES; ++piece) {
             await_phase(shared.is_written(group, piece), nth);
-            store_rows(work, shared, group, piece, place.product.out, tile, place.column, rank_of(comm, tile.part));
+            store_rows(work, shared, group, piece, place.product.out, tile, place.column, WORLD,
+                       rank_of(comm, tile.part));
             await_bulk_reads<0>();
             arrive(shared.is_free(group, piece));
         }
@@ -111,6 +112,23 @@ public:
     }
 };
 
+// Stores bytes of a rank's rows, from the place `at` among them on, to where they are wanted, batch by batch.
+__device__ __forceinline__ void store_gathered(const MatmulWork& work, u32 rank, u64 at, SharedAt from, u32 bytes) {
+    if (work.batch_rows == work.rows) {
+        store_bytes(work.gathered + rank * work.part_bytes + at, from, bytes);
+        return;
+    }
+    const u64 batch_bytes = work.part_bytes / work.rows * work.batch_rows;
+#pragma unroll 1
+    for (u32 done = 0; done < bytes;) {
+        const u64 batch = (at + done) / batch_bytes, within = at + done - batch * batch_bytes;
+        const u64 left = batch_bytes - within;
+        const u32 now = left < bytes - done ? static_cast<u32>(left) : bytes - done;
+        store_bytes(work.gathered + (batch * WORLD + rank) * batch_bytes + within, from + done, now);
+        done += now;
+    }
+}
+
 // Copies rows, as they arrive, to where they are wanted: a share of them, by one thread of each block that is not busy with
 // other ranks. A copy within the device that a stream makes would be a kernel, and this one leaves no registers for another.
 __device__ __forceinline__ void copy_rows(const Session& session, const MatmulWork& work, const SharedMemory& shared,
@@ -121,7 +139,6 @@ __device__ __forceinline__ void copy_rows(const Session& session, const MatmulWo
     for (u32 part = work.first_part; part < work.end_part; ++part) {
         const u32 rank = rank_of(session.comm, part);
         const char* from = part == 0 ? work.outgoing : work.incoming + rank * work.part_bytes;
-        char* to = work.gathered + rank * work.part_bytes;
 #pragma unroll 1
         for (u32 chunk = 0; chunk < work.chunks; ++chunk) {
             if (part != 0) {
@@ -134,12 +151,12 @@ __device__ __forceinline__ void copy_rows(const Session& session, const MatmulWo
             for (u64 at = begin + share * BUFFER_BYTES; at < end; at += shares * BUFFER_BYTES, ++nth) {
                 const u32 bytes = end - at < BUFFER_BYTES ? static_cast<u32>(end - at) : BUFFER_BYTES;
                 const u32 buffer = nth % BUFFERS;
-                // What the buffer held before has left it.
+                // What the buffer held before has left it: it was stored before what the other one holds.
                 await_bulk_reads<BUFFERS - 1>();
                 arrive_expecting(shared.is_filled(buffer), bytes);
                 load_bytes(shared.buffer(buffer), from + at, bytes, shared.is_filled(buffer));
                 await_phase(shared.is_filled(buffer), nth / BUFFERS);
-                store_bytes(to + at, shared.buffer(buffer), bytes);
+                store_gathered(work, rank, at, shared.buffer(buffer), bytes);
             }
         }
     }

@@ -83,7 +83,8 @@ __device__ __forceinline__ void move_pieces(const Session& session, const Matmul
         for (u32 piece = 0; piece < PIECES; ++piece) {
             await_phase(shared.is_written(group, piece), nth);
             if (is_own(tile)) {
-                store_rows(work, shared, group, piece, work.products[0].out, tile, tile.column * TILE_COLUMNS, 0);
+                store_rows(work, shared, group, piece, work.products[0].out, tile, tile.column * TILE_COLUMNS, 1,
+                           0);
             } else {
                 store_bytes(to + piece * PIECE_BYTES, shared.piece(group, piece), PIECE_BYTES);
             }

@@ -32,7 +32,7 @@ struct MatmulControl {
 struct MatmulProduct {
     TensorMap left;  // all ranks' rows: by ranks where they are gathered, else by batches
     TensorMap right;
-    TensorMap out;
+    TensorMap out;   // the rows that a part has in each batch, once for each rank that has some there
     const float* right_scale;  // a factor of the sums, on the device, or null
     u32 end_column;            // of its tiles
     u32 end_block;             // of its inner dimension
@@ -56,7 +56,7 @@ struct MatmulWork {
     char* outgoing;
     const char* incoming;
     u64 part_bytes;           // from one of these parts to the next
-    char* gathered;           // where all ranks' rows are copied to, or null
+    char* gathered;           // where all ranks' rows are copied to, as they are in results, or null
     MatmulControl* control;
     float* partials;          // sums of tiles that blocks leave for others
     u32 rows;          // of a part

@@ -120,7 +120,7 @@ impl Communicator {
             rows: (product.rows * world as usize) as u64,
             inner: 0,
             columns: product.columns as u32,
-            rest,
+            rest: with_batches(rest, product.batches),
         };
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
@@ -159,8 +159,14 @@ impl Communicator {
             [(product.slots, bytes), (product.control, MatmulGather::CONTROL_BYTES)],
             stream,
         )?;
-        let shape =
-            MatmulShape { kind, dtype, rows: rows as u64, inner: inner as u32, columns: 0, rest };
+        let shape = MatmulShape {
+            kind,
+            dtype,
+            rows: rows as u64,
+            inner: inner as u32,
+            columns: 0,
+            rest: with_batches(rest, product.batches),
+        };
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
             Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
@@ -200,6 +206,12 @@ impl Communicator {
             Self::STEPS
         )))
     }
+}
+
+/// A hash of the rest and the batches, by which ranks must divide rows alike.
+fn with_batches(rest: u64, batches: usize) -> u64 {
+    // The fractional bits of the golden ratio; odd, so that no two numbers of batches give the same.
+    rest ^ (batches as u64).wrapping_sub(1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 fn only_for_devices(kind: MatmulKind, rank: u32) -> Error {

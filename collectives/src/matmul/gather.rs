@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE, are_aligned,
-    are_sizes, are_types, taken, tile_columns, tile_rows,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
+    are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
 
@@ -43,6 +43,10 @@ pub struct MatmulGather<'a> {
     pub right_by_rows: bool,
     /// Rows of each rank.
     pub rows: usize,
+    /// The products, and the gathered rows, have so many batches of rows, each with as many rows of every rank, one rank's
+    /// after the other's: 1, where all rows of a rank lie together. A tensor of shape (batches, rows, columns) that is
+    /// gathered along its rows has more; each then has a multiple of [`Self::BATCH_ROWS`] rows of every rank.
+    pub batches: usize,
     /// Columns of the left matrix.
     pub inner: usize,
     /// Where all ranks' rows are copied to, with the left matrix's pitch; 0 where nobody wants them.
@@ -63,6 +67,8 @@ impl MatmulGather<'_> {
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Right matrices of a call at most.
     pub const MOST_PRODUCTS: usize = MOST_PRODUCTS;
+    /// Of a rank's rows, each of several batches has a multiple of so many: those of a tile.
+    pub const BATCH_ROWS: usize = BATCH_ROWS;
 
     /// Bytes of a row of the left matrix, with those up to the next row.
     #[must_use]
@@ -126,6 +132,7 @@ impl MatmulGather<'_> {
         if (1..=Self::MOST_PRODUCTS).contains(&self.rights.len())
             && are_types(dtype, self.out_dtype, right_by_rows, scaled)
             && are_sizes(&[self.rows, inner])
+            && are_batches(self.rows, self.batches)
             && self.left.fits(inner * dtype.size())
             && self.left.pitch == pitch
             && are_rights
@@ -133,9 +140,11 @@ impl MatmulGather<'_> {
             return Ok(());
         }
         Err(Error::invalid_argument(format!(
-            "products of tensor cores: {self:?}; {}, a left matrix of {pitch} bytes from row to row, and 1 to {} right ones",
+            "products of tensor cores: {self:?}; {}, a left matrix of {pitch} bytes from row to row, 1 to {} right ones, and \
+             a multiple of {} rows in each of several batches",
             taken(),
-            Self::MOST_PRODUCTS
+            Self::MOST_PRODUCTS,
+            Self::BATCH_ROWS
         )))
     }
 }
@@ -160,6 +169,7 @@ mod tests {
             rights,
             right_by_rows: true,
             rows: 100,
+            batches: 1,
             inner: 200,
             gathered: 0,
             slots: 0,
@@ -174,6 +184,7 @@ mod tests {
         let right = product(&fine);
         right.check().expect("it fits");
         product(&fine[..1]).check().expect("one fits");
+        MatmulGather { rows: 768, batches: 3, ..right }.check().expect("it fits");
         let fp8 = MatmulGather {
             dtype: DType::F8E4m3,
             right_by_rows: false,
@@ -193,6 +204,9 @@ mod tests {
             MatmulGather { left: Rows { begin: 0x1000, pitch: 416 }, ..right },
             MatmulGather { left: Rows { begin: 0x1008, pitch: 400 }, ..right },
             MatmulGather { rows: 0, ..right },
+            MatmulGather { batches: 0, ..right },
+            MatmulGather { batches: 2, ..right },
+            MatmulGather { rows: 768, batches: 4, ..right },
             MatmulGather { right_by_rows: true, ..fp8 },
         ] {
             let error = wrong.check().expect_err("it does not fit");

@@ -83,6 +83,8 @@ impl MatmulShape {
 /// Rows and columns of a tile of a product that is made by tensor cores: `TILE_ROWS` and its neighbours in
 /// `fused/matmul_tiles.cuh`.
 const TILE: (usize, usize) = (128, 256);
+/// A batch of a part's rows begins with a tile.
+const BATCH_ROWS: usize = TILE.0;
 /// Blocks that make tiles together.
 pub(crate) const CLUSTER: usize = 2;
 /// Chunks of a part at most: `MOST_CHUNKS` in `fused/matmul_work.cuh`.
@@ -142,6 +144,11 @@ fn are_aligned(
 
 fn are_sizes(sizes: &[usize]) -> bool {
     sizes.iter().all(|size| (1..MOST_ELEMENTS).contains(size))
+}
+
+/// Whether so many rows of a part are in so many batches.
+fn are_batches(rows: usize, batches: usize) -> bool {
+    batches == 1 || (batches != 0 && rows.is_multiple_of(batches.saturating_mul(BATCH_ROWS)))
 }
 
 /// What tensor cores take, for errors.

@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE, are_aligned,
-    are_sizes, are_types, taken, tile_columns, tile_rows,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
+    are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
 
@@ -74,7 +74,7 @@ impl MatmulScatter<'_> {
     /// Products of a call at most.
     pub const MOST_TERMS: usize = MOST_PRODUCTS;
     /// Of a part, each of several batches has a multiple of so many rows: those of a tile.
-    pub const BATCH_ROWS: usize = TILE.0;
+    pub const BATCH_ROWS: usize = BATCH_ROWS;
 
     /// Bytes of [`Self::parts`], for `world` ranks.
     #[must_use]
@@ -120,12 +120,10 @@ impl MatmulScatter<'_> {
                 && (batches == 1 || Rows { pitch: batch_pitch, ..left }.fits(0))
                 && are_aligned(dtype, (right, self.right_by_rows), self.out, (inner, columns))
         });
-        let are_batches = batches == 1
-            || (batches != 0 && rows.is_multiple_of(batches.saturating_mul(Self::BATCH_ROWS)));
         if (1..=Self::MOST_TERMS).contains(&self.terms.len())
             && are_types(dtype, self.out_dtype, self.right_by_rows, self.scales != (0, 0))
             && are_sizes(&[rows, columns])
-            && are_batches
+            && are_batches(rows, batches)
             && are_terms
         {
             return Ok(());

@@ -71,16 +71,26 @@ def _gathered(entry: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def fused_all_gather_matmul(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group: Any, *, return_A: bool = True
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    gather_dim: int,
+    group: Any,
+    *,
+    return_A: bool = True,
+    in_front: bool = False,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Every rank's `A_shard` of shape (..., K), one after the other along `gather_dim`, and its products
     with `Bs`, each of shape (K, N): `A @ B`. If `gather_dim` is the last dimension, `Bs` have `world` times
     K rows. The gathered tensor is None unless `return_A`.
 
-    On CUDA this rank's own rows are multiplied first; meanwhile the others arrive by copy engines. No copy is
-    needed where `A_shard.movedim(gather_dim, 0)` is contiguous. The call is on the current stream;
-    on the CPU it returns when it is done, with the bits of separate operations. `group` is a group, its
-    name or a pool.
+    Results are contiguous; or with `in_front` they lie in memory as torch's operators give them, so that
+    `result.movedim(gather_dim, 0)` is contiguous.
+
+    On CUDA this rank's own rows are multiplied first; meanwhile the others arrive by copy engines. On devices
+    of compute capability 9.0 a shard that is contiguous is not copied if the dimension is the first one, or
+    if the dimensions from it to the last one have a multiple of 128 rows; with `in_front`, and
+    elsewhere, one that lies as `in_front` says. The call is on the current stream; on the CPU it returns when
+    it is done, with the bits of separate operations. `group` is a group, its name or a pool.
 
     Raises InvalidArgumentError for tensors that do not fit or require grad, and then DivergedError on the
     other ranks; DivergedError where ranks pass shards of different shapes or types, or another dimension;
@@ -88,8 +98,7 @@ def fused_all_gather_matmul(
     where a rank does not come."""
     products = [Product(right) for right in Bs]
     name = "fused_all_gather_matmul"
-    A, found = _gather_matmul(name, A_shard, products, None, gather_dim, group, return_A)
-    return A, found
+    return _gather_matmul(name, A_shard, products, None, gather_dim, group, return_A, in_front)
 
 
 def fused_all_gather_scaled_matmul(
@@ -103,6 +112,8 @@ def fused_all_gather_scaled_matmul(
     result_scales: Sequence[torch.Tensor | None],
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
+    *,
+    in_front: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """As `fused_all_gather_matmul`, for 8-bit floats with scales. `A_scale` is one number, or has one for
     each row of the shard, (..., 1), or one for each row of the gathered tensor."""
@@ -118,7 +129,7 @@ def fused_all_gather_scaled_matmul(
             raise InvalidArgumentError(f"{name}: {what}: {len(given)} for {len(Bs)} matrices")
     rest = zip(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum, strict=True)
     products = [Product(*each) for each in rest]
-    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, True)
+    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, True, in_front)
     assert A is not None
     return A, found
 
@@ -131,6 +142,7 @@ def _gather_matmul(
     dim: int,
     group: Any,
     return_A: bool,
+    in_front: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     def check(world: int) -> None:
         check_left(name, "A_shard", shard, dim, "gather_dim")
@@ -142,27 +154,35 @@ def _gather_matmul(
     entry = _entry(name, shard, group, check)
     world, is_last = entry.comm.world, dim == shard.dim() - 1
     kind, scales = scales_of_rows(name, scale, shard.shape, dim, world)
-    front = shard if is_last else shard.movedim(dim, 0)
-    leading = list(front.shape[:-1])
-    rows = front.reshape(-1, shard.shape[-1]).contiguous()
     by_tensor_cores = (
         kind == "one"
         and not is_last
         and _is_pipelined(shard, world)
-        and tensor_cores.serves_all(entry, rows, scales, products)
+        and tensor_cores.serves_all(entry, shard, scales, products, rows_of(shard.shape))
     )
     rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind, by_tensor_cores)
-    sizes = (rows.shape[0], rows.shape[1], 0)
+    sizes = (rows_of(shard.shape), shard.shape[-1], 0)
     call = pipeline.Call(entry, "fused_all_gather_matmul", shard, sizes, rest)
+    batches, in_batch = math.prod(shard.shape[:dim]), math.prod(shard.shape[dim:-1])
+    if by_tensor_cores and not in_front and (batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0):
+        leading = [*shard.shape[:dim], world * shard.shape[dim], *shard.shape[dim + 1 : -1]]
+        rows = shard.reshape(-1, shard.shape[-1]).contiguous()
+        whole, found = tensor_cores.gather_multiply(call, rows, batches, scales, products, return_A)
+        shaped_rows = None if whole is None else whole.view(*leading, whole.shape[-1])
+        return shaped_rows, [out.view(*leading, out.shape[-1]) for out in found]
+    front = shard if is_last else shard.movedim(dim, 0)
+    leading = list(front.shape[:-1])
+    rows = front.reshape(-1, shard.shape[-1]).contiguous()
     if is_last:
         return _gather_columns(call, rows, leading, products, (kind, scales), return_A)
     leading[0] *= world
 
     def shaped(found: torch.Tensor) -> torch.Tensor:
-        return found.view(*leading, found.shape[-1]).movedim(0, dim)
+        found = found.view(*leading, found.shape[-1]).movedim(0, dim)
+        return found if in_front else found.contiguous()
 
     if by_tensor_cores:
-        whole, found = tensor_cores.gather_multiply(call, rows, scales, products, return_A)
+        whole, found = tensor_cores.gather_multiply(call, rows, 1, scales, products, return_A)
         return None if whole is None else shaped(whole), [shaped(out) for out in found]
     if not _is_pipelined(shard, world) or not products:
         call.begin(0)

@@ -55,8 +55,11 @@ def _dtype(given: Any) -> Any:
 # What operators do.
 
 
-def _all_gather_matmul(A: Any, Bs: Any, gather_dim: int, group_name: str, *, return_A: bool = True) -> Any:
-    return matmul.fused_all_gather_matmul(A, Bs, gather_dim, group_of(group_name), return_A=return_A)
+def _all_gather_matmul(
+    A: Any, Bs: Any, gather_dim: int, group_name: str, *, return_A: bool = True, in_front: bool = False
+) -> Any:
+    how = {"return_A": return_A, "in_front": in_front}
+    return matmul.fused_all_gather_matmul(A, Bs, gather_dim, group_of(group_name), **how)
 
 
 def _all_gather_scaled_matmul(
@@ -70,11 +73,13 @@ def _all_gather_scaled_matmul(
     result_scales: Any,
     out_dtypes: Any,
     use_fast_accum: Any,
+    *,
+    in_front: bool = False,
 ) -> Any:
     types = [_dtype(each) for each in out_dtypes]
     group = group_of(group_name)
-    rest = (biases, result_scales, types, use_fast_accum)
-    return matmul.fused_all_gather_scaled_matmul(A, Bs, A_scale, B_scales, gather_dim, group, *rest)
+    given = (A, Bs, A_scale, B_scales, gather_dim, group, biases, result_scales, types, use_fast_accum)
+    return matmul.fused_all_gather_scaled_matmul(*given, in_front=in_front)
 
 
 def _matmul_reduce_scatter(A: Any, B: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
@@ -130,26 +135,26 @@ _IMPLEMENTATIONS = {
 }
 
 
+# What is in the place of torch's operators, whose results lie in memory in another way.
+_AS_TORCH = {
+    **_IMPLEMENTATIONS,
+    "fused_all_gather_matmul": functools.partial(_all_gather_matmul, in_front=True),
+    "fused_all_gather_scaled_matmul": functools.partial(_all_gather_scaled_matmul, in_front=True),
+}
+
+
 # Their shapes, for compiled code.
 
 
 def _gathered_fake(A: Any, rights: Any, types: Any, dim: int, group_name: str) -> Any:
-    world = ops.world_of(group_name)
-    if dim == A.dim() - 1:
-        whole = A.new_empty((*A.shape[:-1], world * A.shape[-1]))
-        found = [
-            A.new_empty((*A.shape[:-1], right.shape[1]), dtype=dtype)
-            for right, dtype in zip(rights, types, strict=True)
-        ]
-        return whole, found
-    leading = list(A.movedim(dim, 0).shape[:-1])
-    leading[0] *= world
-    whole = A.new_empty((*leading, A.shape[-1])).movedim(0, dim)
+    whole = list(A.shape)
+    whole[dim] *= ops.world_of(group_name)
+    leading = A.shape[:-1] if dim == A.dim() - 1 else whole[:-1]
     found = [
-        A.new_empty((*leading, right.shape[1]), dtype=dtype).movedim(0, dim)
+        A.new_empty((*leading, right.shape[1]), dtype=dtype)
         for right, dtype in zip(rights, types, strict=True)
     ]
-    return whole, found
+    return A.new_empty(whole), found
 
 
 def _all_gather_matmul_fake(
@@ -319,7 +324,7 @@ def _module_of_torch() -> Any:
 
 def _chosen(name: str, theirs: Any) -> Any:
     """An operator that is ours or torch's, by its group."""
-    ours = _IMPLEMENTATIONS[name]
+    ours = _AS_TORCH[name]
     place = _SIGNATURES[name].split(")")[0].split(", ").index("str group_name")
 
     def call(*given: Any, **named: Any) -> Any:

@@ -41,7 +41,7 @@ LEAST_ROWS = 256
 _ALIGNMENT = 16
 #: Products that a kernel makes at most.
 MOST_PRODUCTS = 4
-#: Of a part that is scattered, each of several batches has a multiple of so many rows.
+#: Of a rank's rows, each of several batches has a multiple of so many.
 BATCH_ROWS = 128
 
 
@@ -80,18 +80,18 @@ def _fits(
 
 
 def serves_all(
-    entry: Any, left: torch.Tensor, scale: torch.Tensor | None, products: Sequence[Product]
+    entry: Any, left: torch.Tensor, scale: torch.Tensor | None, products: Sequence[Product], rows: int
 ) -> bool:
-    """Whether one kernel makes all of these products, of rows of every rank's `left`."""
+    """Whether one kernel makes all of these products, of so many rows of every rank's `left`."""
     alike = {(product.dtype_for(left), _is_by_rows(product)) for product in products}
     if not 1 <= len(products) <= MOST_PRODUCTS or len(alike) != 1:
         return False
     # Parts arrive one after the other. The tiles of a short one leave most SMs idle, and take as long as any,
     # so those of the last part would end late: measured on four H100s, with 512 rows of each rank.
     world = entry.comm.world
-    if world > 2 and left.shape[0] < LEAST_ROWS * world:
+    if world > 2 and rows < LEAST_ROWS * world:
         return False
-    fit = (_fits(left, scale, product, left.shape[0], product.dtype_for(left)) for product in products)
+    fit = (_fits(left, scale, product, rows, product.dtype_for(left)) for product in products)
     return all(fit) and _has_tensor_kernels(entry.comm)
 
 
@@ -178,12 +178,14 @@ class _Scales:
 def gather_multiply(
     call: Call,
     rows: torch.Tensor,
+    batches: int,
     scale: torch.Tensor | None,
     products: Sequence[Product],
     returns_rows: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """All ranks' rows, if they are wanted, and the products of them, on the current stream. `rows` are
-    contiguous."""
+    contiguous. They have so many batches, of each of which results have the rows of all ranks; several
+    batches have a multiple of `BATCH_ROWS` rows of each rank."""
     entry, world = call.entry, call.world
     count, inner = rows.shape
     kind = DTYPES[rows.dtype]
@@ -205,7 +207,7 @@ def gather_multiply(
             (*_place(left), scales.address(scale)),
             described,
             _is_by_rows(products[0]),
-            (count, inner),
+            (count, batches, inner),
             (0 if gathered is None else gathered.data_ptr(), *memory.places),
             memory.scratch,
             call.described[3],

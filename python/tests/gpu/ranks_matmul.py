@@ -280,6 +280,8 @@ def main():
                 checks.sums((2, 128 * world, 3), 1, dtype, (64,), 512, seed)
                 checks.sums((1024 * world,), 0, dtype, (512, 128, 128, 40), 4096, seed)
                 checks.sums((256 * world,), 0, dtype, (64,) * 5, 512, seed)
+                for shape in ((2, 256, 512), (3, 100, 64), (2, 128, 3, 72), (4, 1024, 1000)):
+                    checks.gather(shape, 1, dtype, (264, 512), seed)
             # Blocks that share the last tiles: one helps with two of them, or with one.
             for rows, inner, columns in ((256, 8192, 14080), (256, 4096, 20224)):
                 checks.gather((rows, inner), 0, torch.bfloat16, (columns,), seed)

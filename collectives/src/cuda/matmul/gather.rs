@@ -46,7 +46,7 @@ impl CudaEngine {
     }
 
     fn gather_work(&self, gather: &MatmulGather<'_>) -> Result<MatmulWork> {
-        let MatmulGather { dtype, rows, inner, .. } = *gather;
+        let MatmulGather { dtype, rows, batches, inner, .. } = *gather;
         let world = self.world();
         let slots = Rows { begin: gather.slots, pitch: gather.left.pitch };
         let own = self.left_map(dtype, (gather.left, None), (1, rows, inner))?;
@@ -63,7 +63,8 @@ impl CudaEngine {
             *product = MatmulProduct {
                 left,
                 right: self.right_map(dtype, right, (inner, each.columns))?,
-                out: self.out_map(each.out, (world as usize, rows, each.columns))?,
+                out: self
+                    .out_map(each.out, (world as usize * batches, rows / batches, each.columns))?,
                 right_scale: each.scale,
                 end_column: MatmulGather::tile_columns(&gather.rights[..=nth]) as u32,
                 end_block: inner_blocks,
@@ -80,7 +81,7 @@ impl CudaEngine {
             control: gather.control,
             partials: 0,
             rows: rows as u32,
-            batch_rows: rows as u32,
+            batch_rows: (rows / batches) as u32,
             inner_blocks,
             tile_rows: gather.tile_rows() as u32,
             tile_columns: MatmulGather::tile_columns(gather.rights) as u32,

@@ -65,7 +65,7 @@ impl CudaEngine {
                 ..MatmulProduct::NONE
             };
         }
-        products[0].out = self.out_map(scatter.out, (1, rows, columns))?;
+        products[0].out = self.out_map(scatter.out, (batches, rows / batches, columns))?;
         products[0].right_scale = scatter.scales.1;
         Ok(MatmulWork {
             own: TensorMap::NONE,

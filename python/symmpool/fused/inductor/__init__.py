@@ -3,6 +3,7 @@
 | module | what it finds |
 | --- | --- |
 | `norms` | all-reduces with the residual and the norm behind them |
+| `gathers` | all-gathers with the products of what they gather |
 | `scatters` | reduce-scatters of products of matrices and of sums of them |
 | `graphs` | what passes over graphs have in common |
 """
@@ -14,7 +15,7 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from symmpool.fused.inductor import graphs, norms, scatters
+from symmpool.fused.inductor import gathers, graphs, norms, scatters
 
 __all__ = ["FusionPass", "inductor_pass"]
 
@@ -28,13 +29,15 @@ class FusionPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Identifies the pass in the compiler's cache of graphs."""
-        return get_hash_for_files((__file__, norms.__file__, scatters.__file__, graphs.__file__))
+        modules = (norms, gathers, scatters, graphs)
+        return get_hash_for_files((__file__, *(module.__file__ for module in modules)))
 
     def __call__(self, graph: Graph) -> None:
         """Replaces what it finds in a graph."""
         # What nobody needs would count as using what it takes.
         graph.eliminate_dead_code()
-        self.replaced += norms.fuse_norms(graph) + scatters.fuse_scatters(graph)
+        for find in (norms.fuse_norms, gathers.fuse_gathers, scatters.fuse_scatters):
+            self.replaced += find(graph)
 
 
 def inductor_pass() -> FusionPass:
@@ -44,10 +47,11 @@ def inductor_pass() -> FusionPass:
 
     - `norm(all_reduce(x) + residual) * weight`, and the same without a residual, by
       `torch.ops.symmpool.all_reduce_rms_norm`, where the norm keeps nothing for a gradient;
-    - `reduce_scatter(A @ B)` and `reduce_scatter(A @ B + C @ D + ...)` of float16 or bfloat16, along any
-      dimension but the last one and with at least 256 rows for each rank, by
-      `torch.ops.symmpool.fused_matmuls_reduce_scatter`, on groups that have a pool, or symmpool for a
-      backend, when the program is compiled.
+    - `A = all_gather(shard)` and up to four of the products `A @ B` by
+      `torch.ops.symmpool.fused_all_gather_matmul`, and `reduce_scatter(A @ B)` and
+      `reduce_scatter(A @ B + C @ D + ...)` by `torch.ops.symmpool.fused_matmuls_reduce_scatter`: of float16
+      or bfloat16, along any dimension but the last one, with at least 256 rows of or for each rank, and
+      on groups that have a pool, or symmpool for a backend, when the program is compiled.
 
     Every rank has to use it. A group of all-reduces then has a communicator, whatever its backend is; it is
     made by the first call, so that must not be captured. Results differ from separate operations by

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["VIEWS", "c10d", "made", "remove"]
+from symmpool.fused.tensor_cores import LEAST_ROWS
+
+__all__ = ["VIEWS", "c10d", "has_rows", "is_static", "made", "remove"]
 
 _aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+#: Calls that give the same elements another shape.
 VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
 
 
@@ -19,6 +22,21 @@ def made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> N
     node = graph.call_function(target, arguments)
     node.meta["val"] = value
     return node
+
+
+def is_static(*values: torch.Tensor) -> bool:
+    """Whether products of matrices of these shapes are of types for tensor cores, with sizes that are known
+    when the program is compiled."""
+    types = (torch.float16, torch.bfloat16)
+    return all(
+        value.dtype in types and all(isinstance(size, int) and size > 0 for size in value.shape)
+        for value in values
+    )
+
+
+def has_rows(part: torch.Tensor) -> bool:
+    """Whether one rank's part has so many rows that a fused call is faster than separate ones."""
+    return part.numel() // part.shape[-1] >= LEAST_ROWS
 
 
 def remove(graph: Graph, waits: Sequence[Node]) -> int:

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.inductor.graphs import VIEWS, c10d, made, remove
+from symmpool.fused.inductor.graphs import VIEWS, c10d, has_rows, is_static, made, remove
 from symmpool.fused.operators import has_ours
-from symmpool.fused.tensor_cores import LEAST_ROWS, MOST_PRODUCTS
+from symmpool.fused.tensor_cores import MOST_PRODUCTS
 
 __all__ = ["fuse_scatters"]
 
 _aten = torch.ops.aten
-_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class _Scatter(NamedTuple):
@@ -41,7 +40,7 @@ def fuse_scatters(graph: Graph) -> int:
 def _fuse(graph: Graph, wait: Node) -> bool:
     """Replaces a reduce-scatter and what it scatters, if that is a sum of products; says whether it did."""
     found = _scatter_of(wait)
-    if found is None or not _fits(found) or not has_ours(found.group):
+    if found is None or not _fits(wait, found) or not has_ours(found.group):
         return False
     products = _products(found.whole)
     if products is None or not 1 <= len(products) <= MOST_PRODUCTS:
@@ -92,14 +91,12 @@ def _split(given: Any, world: int) -> tuple[Any, int]:
     return (whole, dim % value.dim()) if is_only else (given, 0)
 
 
-def _fits(found: _Scatter) -> bool:
+def _fits(wait: Node, found: _Scatter) -> bool:
     """Whether the call takes such a tensor, and is faster than separate ones."""
-    value = found.whole.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES or found.dim >= value.dim() - 1:
+    value, part = found.whole.meta.get("val"), wait.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(part, torch.Tensor):
         return False
-    if not all(isinstance(size, int) for size in value.shape) or value.shape[found.dim] % found.world:
-        return False
-    return value.shape[-1] > 0 and value.numel() // value.shape[-1] // found.world >= LEAST_ROWS
+    return is_static(value, part) and found.dim < value.dim() - 1 and has_rows(part)
 
 
 def _products(node: Any) -> list[Node] | None:
@@ -111,8 +108,7 @@ def _products(node: Any) -> list[Node] | None:
     if not isinstance(value, torch.Tensor):
         return None
     if node.target == _aten.mm.default:
-        sizes = [*node.args[0].meta["val"].shape, *value.shape]
-        return [node] if all(isinstance(size, int) for size in sizes) else None
+        return [node] if is_static(node.args[0].meta["val"], value) else None
     if node.target in VIEWS:
         # Rows stay rows.
         viewed = node.args[0].meta.get("val")

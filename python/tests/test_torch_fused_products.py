@@ -1,4 +1,5 @@
-"""The compiler pass that fuses products of matrices, their sum and a reduce-scatter, on ranks of the CPU."""
+"""The compiler pass that fuses products of matrices with all-gathers and reduce-scatters, on ranks of the
+CPU."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +7,7 @@ from ranks import values
 from test_torch_distributed import begin
 from test_torch_fused_inductor import graphs_through
 from torch import nn
-from torch.distributed._functional_collectives import reduce_scatter_tensor
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -69,6 +70,56 @@ def test_sums_of_products_become_one_call(tmp_path):
     assert values(2, sums, str(tmp_path), limit=240) == [[]] * 2
 
 
+def gathered(shard, dim, group):
+    """What all ranks have along a dimension, as DTensor asks for it: torch 2.11 does not compile its own
+    `all_gather_tensor` along others than the first one."""
+    whole = all_gather_tensor(shard, 0, group)
+    return torch.cat(whole.chunk(group.size()), dim) if dim else whole
+
+
+def gathers(group, folder):
+    me, world, pool = started(group, folder)
+    everyone, wrong = dist.group.WORLD, []
+    for shape in ((512, 8), (2, 256, 8), (2, 64, 4, 8)):
+        for dim in range(len(shape) - 1):
+            shard = numbers(shape, me)
+            rights = [numbers((8, size), size) for size in (8, 16, 24)]
+            weights = [numbers((size, 8), size) for size in (16, 8)]
+
+            def products(shard, rights, dim=dim):
+                whole = gathered(shard * 2, dim, everyone)
+                return [whole @ right for right in rights]
+
+            def layers(shard, weights, dim=dim):
+                whole = gathered(shard, dim, everyone)
+                hidden = [nn.functional.linear(whole, weight) for weight in weights]
+                return [whole, hidden[0] * 2, whole.sum() + hidden[1]]
+
+            def one_after_the_other(shard, rights, dim=dim):
+                whole = gathered(shard, dim, everyone)
+                part = (whole @ rights[0]).chunk(world, dim)[me].contiguous()
+                return [gathered(part, dim, everyone) @ rights[1]]
+
+            for program, matrices, count in (
+                (products, rights, 1),
+                (layers, weights, 1),
+                (one_after_the_other, rights, 2),
+            ):
+                wanted = program(shard, matrices)
+                by_inductor = shape == (2, 256, 8) and dim == 1 and program is layers
+                made, found = compiled(program, shard, matrices, inductor=by_inductor)
+                is_same = all(map(near, made, wanted)) and all(one.is_contiguous() for one in made)
+                if found.replaced != count or not is_same:
+                    wrong.append((shape, dim, program.__name__, found.replaced))
+    wrong += [] if pool.world == world else ["pool"]
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_gathers_and_their_products_become_one_call(tmp_path):
+    assert values(2, gathers, str(tmp_path), limit=240) == [[]] * 2
+
+
 class Attention(nn.Module):
     """A layer of which three products have one input, as in a transformer."""
 
@@ -93,14 +144,14 @@ def trained(group, folder):
     layer(whole).float().pow(2).sum().backward()
     wanted = whole.grad.chunk(world, 1)[me]
     layer = parallelize_module(layer, mesh, plan)
-    # The gather of the input is made once for all three, and its gradient is the sum.
+    # The gather of the input is made once for all three, and the gradient of it is the sum.
     for each in (layer.q, layer.k, layer.v):
         each._forward_pre_hooks.clear()
 
-    def gathered(_, given):
+    def enter(_, given):
         return DTensor.from_local(given[0], mesh, [Shard(1)]).redistribute(mesh, [Replicate()])
 
-    layer.register_forward_pre_hook(gathered)
+    layer.register_forward_pre_hook(enter)
     # Hooks of a part of what is compiled are compiled too.
     made, found = compiled(nn.Sequential(layer), shard)
     made.float().pow(2).sum().backward()
@@ -109,8 +160,8 @@ def trained(group, folder):
     return found.replaced, right
 
 
-def test_gradients_of_layers_that_share_an_input_are_one_call(tmp_path):
-    assert values(2, trained, str(tmp_path), limit=240) == [(2, True)] * 2
+def test_layers_that_share_an_input_have_one_call_for_each_collective(tmp_path):
+    assert values(2, trained, str(tmp_path), limit=240) == [(4, True)] * 2
 
 
 def leaves(group, folder):
@@ -154,6 +205,26 @@ def leaves(group, folder):
     def of_five(x, y):
         return scattered(((x @ a + y @ b) + (x @ b + y @ a)) + (x + y) @ a)
 
+    def gathered_columns(x, y):
+        return gathered(x, 1, everyone) @ torch.cat([a] * world)
+
+    def gathered_few_rows(x, y):
+        return gathered(x[:64], 0, everyone) @ a
+
+    def gathered_wide(x, y):
+        return gathered(x.float(), 0, everyone) @ a.float()
+
+    def multiplied_by_itself(x, y):
+        whole = gathered(x, 0, everyone)
+        return whole.t() @ whole
+
+    def multiplied_by_what_comes_later(x, y):
+        whole = gathered(x, 0, everyone)
+        return whole @ (whole.sum() * a)
+
+    def gathered_by_a_group_without_a_pool(x, y):
+        return gathered(x, 0, alone) @ a
+
     def maximum(x, y):
         return scattered(x @ a + y @ b, op="max")
 
@@ -176,6 +247,12 @@ def leaves(group, folder):
         of_five,
         maximum,
         of_a_group_without_a_pool,
+        gathered_columns,
+        gathered_few_rows,
+        gathered_wide,
+        multiplied_by_itself,
+        multiplied_by_what_comes_later,
+        gathered_by_a_group_without_a_pool,
     ):
         made, found = compiled(program, x, y)
         wanted = program(x, y)
@@ -187,5 +264,5 @@ def leaves(group, folder):
     return wrong
 
 
-def test_what_only_resembles_a_sum_of_products_stays_as_it_is(tmp_path):
+def test_what_only_resembles_fused_products_stays_as_it_is(tmp_path):
     assert values(2, leaves, str(tmp_path), limit=240) == [[]] * 2
