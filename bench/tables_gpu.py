@@ -437,6 +437,7 @@ def more():
         *everywhere(tables_models.norms),
         *everywhere(tables_models.matmuls),
         *everywhere(tables_models.training),
+        *everywhere(tables_models.training_compiled),
         *everywhere(overlap_backend),
         overlap,
         host,

@@ -141,6 +141,7 @@ TRAINED = {
     "fsdp": "FSDP2",
     "ddp": "DDP",
     "tp": "tensor and sequence parallelism",
+    "tp_compiled": "the same, layers compiled",
     "decode": "decoding, tensor parallel",
     "decode_graph": "the same in a CUDA graph",
 }
@@ -152,23 +153,44 @@ def training(places):
     place, report = recorded("training", places)
     if report is None:
         return None
-
-    def rounds(found):
-        return " ".join(f"{each:,.0f}" for each in found["rounds"]) if found else "-"
-
-    def difference(value):
-        return "-" if value is None else f"{value:.1e}" if value else "0"
-
     rows = []
     for entry in report["results"]:
         ours, theirs = (entry["figures"].get(name) for name in ("ours", entry["peer"]))
         times = ours["ratio"] if ours else None
         bar, kind = figure(TRAINING_BARS.get(entry["kind"])), TRAINED[entry["kind"]]
-        both = [rounds(ours), rounds(theirs), exact(times), bar if place in TWO else "-"]
-        rows.append([kind, *both, *(difference(each and each["apart"]) for each in (ours, theirs))])
+        both = [each_round(ours), each_round(theirs), exact(times), bar if place in TWO else "-"]
+        rows.append([kind, *both, *(difference(each) for each in (ours, theirs))])
     head = ["program", "symmpool tokens/s", "NCCL tokens/s", "symmpool / NCCL", "bar"]
     head += ["loss difference", "NCCL's own"]
+    return trained(report), place, report, head, rows
+
+
+def training_compiled(places):
+    """Tensor parallelism with compiled layers, in which products may hide communication."""
+    place, report = recorded("training_compiled", places)
+    if report is None:
+        return None
+    rows = []
+    for entry in report["results"]:
+        for name, found in entry["figures"].items():
+            bar = figure(TRAINING_BARS["tp"]) if name == "ours fused" and place in TWO else "-"
+            rows.append([name, each_round(found), exact(found["ratio"]), bar, difference(found)])
+    head = ["compiled layers", "tokens/s", "of NCCL", "bar", "loss difference"]
+    return f"Tensor and sequence parallelism. {trained(report)}", place, report, head, rows
+
+
+def trained(report):
+    """What programs of `bench training` are, and what their tables show."""
     given = report["options"]
     whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
     title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference of losses"
-    return f"{title} and tokens from those of NCCL's first round", place, report, head, rows
+    return f"{title} and tokens from those of NCCL's first round"
+
+
+def each_round(found):
+    return " ".join(f"{each:,.0f}" for each in found["rounds"]) if found else "-"
+
+
+def difference(found):
+    apart = found and found["apart"]
+    return "-" if apart is None else f"{apart:.1e}" if apart else "0"

@@ -214,6 +214,8 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         {"kind": "decode_graph", "peer": "NCCL", "figures": {"NCCL": theirs}},
     ]
     recorded("training", 2, options=given, results=programs)
+    compiled = {"kind": "tp_compiled", "peer": "NCCL", "figures": {"NCCL": theirs, "ours fused": ours}}
+    recorded("training_compiled", 2, options=given, results=[compiled])
     scopes = {"with pool": 3.5, "torch.cuda.use_mem_pool": 3.0}
     recorded("host", 2, bytes=4096, host_us={"symmpool.all_reduce": 4.0}, scope_us=scopes)
     milliseconds = {"ours: commit of 64 MiB": [3.0, 1.0, 2.0], "other": [7.0]}
@@ -251,6 +253,7 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| all_gather | 1 MiB | 90.00 | 95.00 | 97.50 | 1.03 |",
         "Hugging Face's Llama of 8 layers",
         "| FSDP2 | 1,100 1,150 | 1,000 | 1.12 | 1.03 | 0 | 1.0e-05 |",
+        "| ours fused | 1,100 1,150 | 1.12 | 1.08 | 0 |",
         "| the same in a CUDA graph | - | 1,000 | - | 1.15 | - | 1.0e-05 |",
         "| `symmpool.all_reduce` | 4.00 | 5 |",
         "| all-reduce from Rust | 2.50 | 3 |",

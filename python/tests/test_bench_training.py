@@ -126,7 +126,7 @@ def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(t
     # That of the run, and not of a turn.
     assert "--rounds" in found["command"] and not {"--turn", "--kinds"} & set(found["command"])
     kinds = {each["kind"]: each for each in found["results"]}
-    assert list(kinds) == ["fsdp", "ddp", "tp", "decode", "decode_graph"]
+    assert list(kinds) == ["fsdp", "ddp", "tp", "tp_compiled", "decode", "decode_graph"]
     for kind in ("fsdp", "ddp", "tp"):
         figures = kinds[kind]["figures"]
         assert kinds[kind]["missing"] == {} and set(figures) == {"gloo", "ours"}
@@ -141,6 +141,7 @@ def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(t
         assert first == pytest.approx(kinds["fsdp"]["figures"]["gloo"]["numbers"][0], rel=1e-5)
         assert first == pytest.approx(math.log(64), rel=0.1)
     assert kinds["decode"]["missing"]["ours"] == "needs transformers"
+    assert kinds["tp_compiled"]["missing"]["ours"] == "needs a GPU"
     assert "needs a GPU" in kinds["decode_graph"]["missing"]["ours"] or "needs" in output
     # Without a device there is nothing to sum up, and the traces are there.
     assert (traces / "tp_ours.json.gz").exists()
@@ -154,4 +155,4 @@ def test_fsdp_with_buffers_in_torchs_memory_is_a_contender_of_fsdp_alone(tmp_pat
     assert status == 0, output + errors
     found = {each["kind"]: each for each in json.loads(report.read_text())["results"]}
     assert found["fsdp"]["figures"]["ours ordinary"]["apart"] == 0
-    assert found["ddp"]["missing"] == {"ours ordinary": "differs from ours in fsdp alone"}
+    assert found["ddp"]["missing"] == {"ours ordinary": "differs from others in fsdp alone"}

@@ -56,8 +56,8 @@ def sums(group, folder):
 
             for each in (program, one):
                 wanted = each(*lefts)
-                # Inductor generates code that is slow to compile, so only once.
-                made, found = compiled(each, *lefts, inductor=shape[1:] == (256 * world,) and dim == 1)
+                by_inductor = shape[1:] == (256 * world,) and dim == 1 and each is program
+                made, found = compiled(each, *lefts, inductor=by_inductor)
                 is_same = near(made, wanted) and made.is_contiguous()
                 if found.replaced != 1 or not is_same:
                     wrong.append((shape, dim, each.__name__, found.replaced))
@@ -106,7 +106,8 @@ def gathers(group, folder):
                 (one_after_the_other, rights, 2),
             ):
                 wanted = program(shard, matrices)
-                by_inductor = shape == (2, 256, 8) and dim == 1 and program is layers
+                # Code that Inductor generates is slow to compile.
+                by_inductor = shape == (2, 256, 8) and dim == 1 and program is products
                 made, found = compiled(program, shard, matrices, inductor=by_inductor)
                 is_same = all(map(near, made, wanted)) and all(one.is_contiguous() for one in made)
                 if found.replaced != count or not is_same:
@@ -262,6 +263,35 @@ def leaves(group, folder):
     wrong += [] if pool.world == world else ["pool"]
     dist.destroy_process_group()
     return wrong
+
+
+def dynamic(group, folder):
+    me, world = begin(group, folder)
+    everyone, found = dist.group.WORLD, fused.inductor_pass()
+    without_pool = found.uuid()
+    pool = symmpool.Pool(device="cpu")
+    right, wrong = numbers((8, 16), 3), []
+
+    def program(x):
+        whole = torch.cat(all_gather_tensor(x, 0, everyone).chunk(world), 1)
+        return reduce_scatter_tensor(whole @ right, "sum", 1, everyone)
+
+    torch._dynamo.reset()
+    made = torch.compile(program, backend=graphs_through(found))
+    for length in (256, 512, 384):
+        x = numbers((2, length, 8), me)
+        if not near(made(x), program(x)):
+            wrong.append(length)
+    # Only the first length was known when the program was compiled.
+    wrong += [] if found.replaced == 1 and pool.world == world else [found.replaced]
+    # What is compiled for a group with a pool is none of what is compiled for one without.
+    wrong += [] if found.uuid() != without_pool else ["uuid"]
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_sizes_that_are_not_known_change_nothing(tmp_path):
+    assert values(2, dynamic, str(tmp_path), limit=240) == [[]] * 2
 
 
 def test_what_only_resembles_fused_products_stays_as_it_is(tmp_path):

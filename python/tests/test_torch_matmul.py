@@ -236,6 +236,9 @@ def refused(group, folder):
             (sums, ([x, x.half()], [right, right.half()], "sum", 0, name)),
             (sums, ([x, x], [right, right[:5]], "sum", 0, name)),
             (sums, ([x, None], [right, right], "sum", 0, name)),
+            (sums, ([x], [], "sum", 0, name)),
+            (sums, ([x, x], [right], "sum", 0, name)),
+            (scaled, (x, [right], one, [], 0, name, [None], [None], [None], [False])),
         )
     ):
         # One of the ranks is wrong, in turn, and the other one learns of it.
@@ -254,8 +257,8 @@ def refused(group, folder):
         gather(torch.ones(4 + me, 6), [right], 0, name)
     with pytest.raises(DivergedError, match="fused_matmul_reduce_scatter of a product of 4 x 8 f32"):
         scatter(x, right, "avg" if me else "sum", 0, name)
-    for As, Bs in (([x], []), ([], []), (x, right)):
-        with pytest.raises(InvalidArgumentError, match="As and .* Bs"):
+    for As, Bs, what in (([], [], "As: "), (x, [right], "As: tensor"), ([x], right, "Bs: tensor")):
+        with pytest.raises(InvalidArgumentError, match=what):
             sums(As, Bs, "sum", 0, name)
     # The communicator is still there, and ranks may have products of their own.
     A, found = gather(x, [right[:, : me + 1]], 0, name)
@@ -281,6 +284,9 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "As[1]: ((4,), torch.float16)",
         "Bs[1]: (5, 8)",
         "As[1]: None",
+        "1 As and 0 Bs",
+        "2 As and 1 Bs",
+        "B_scales: 0 for 1 matrices",
     ]
     for me, texts in enumerate(values(2, refused, str(tmp_path))):
         for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):
@@ -318,10 +324,23 @@ def test_batches_are_copied_only_where_they_must():
     for batches in (whole, whole[:, 1:], whole[:, :, :8], whole.transpose(0, 1), whole[:1, :, 8:]):
         assert tensor_cores._aligned_batches(batches) is batches
     odd = numbers((3, 4, 15), 1, torch.bfloat16)
-    for batches in (odd, whole[:, :, 1:], whole.transpose(1, 2), odd.transpose(0, 1), odd[:, :1]):
+    expanded = whole[:1].expand(3, 4, 16)
+    for batches in (odd, whole[:, :, 1:], whole.transpose(1, 2), odd.transpose(0, 1), odd[:, :1], expanded):
         copied = tensor_cores._aligned_batches(batches)
         assert torch.equal(copied, batches) and copied.stride(2) == 1
         assert copied.stride(0) * 2 % 16 == 0 and tensor_cores._pitch(copied[0]) % 16 == 0
+
+
+def test_what_has_no_elements_is_filled_with_zeros():
+    left, right = numbers((1, 4, 6), 1, torch.bfloat16), numbers((6, 8), 2, torch.bfloat16)
+    same, product = tensor_cores._filled(Product(right), left)
+    assert same is left and product.right is right
+    for given in (right[:, :0], right.t().contiguous().t()[:, :0]):
+        same, product = tensor_cores._filled(Product(given), left)
+        assert same is left and product.right.shape == (6, 16) and not product.right.any()
+        assert tensor_cores._is_by_rows(product) == tensor_cores._is_by_rows(Product(given))
+    filled, product = tensor_cores._filled(Product(right[:0]), left[:, :, :0])
+    assert filled.shape == (1, 4, 16) and not filled.any() and product.right.shape == (16, 8)
 
 
 def test_the_kernel_serves_devices_only():

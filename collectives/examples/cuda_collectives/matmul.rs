@@ -94,15 +94,15 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     matmul.case(shared)?;
     // Sums of products: of which blocks share tiles; of several batches of rows; and of as many as there may be.
     let by_rows = Case { right_by_rows: true, ..shared };
-    matmul.case(Case { inner: &[72, 1000, 8], ..by_rows })?;
-    let batches = Case { rows: 256, batches: 2, inner: &[8, 136], columns: 264, ..by_rows };
+    matmul.case(Case { inner: &[72, 680, 8], ..by_rows })?;
+    let batches = Case { rows: 256, batches: 2, inner: &[8, 72], ..by_rows };
     matmul.case(batches)?;
     if !options.quick {
         for columns in [8704, 20_000] {
             matmul.case(Case { rows: 8, columns, ..by_rows })?;
         }
         let four = &[264, 8, 64, 1032];
-        matmul.case(Case { batches_inside: true, ..batches })?;
+        matmul.case(Case { columns: 264, inner: &[8, 136], batches_inside: true, ..batches })?;
         matmul.case(Case { rows: 384, batches: 3, inner: four, columns: 520, ..shared })?;
         matmul.case(Case { rows: 1024, batches: 4, inner: four, columns: 4096, ..by_rows })?;
         let fp8 = Case { dtype: DType::F8E4m3, inner: &[272, 16], ..shared };

@@ -62,12 +62,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let shared = Case { inner: 1544, columns: vec![8], gathers: false, ..several.clone() };
     gather.gather_case(&shared)?;
     // Several batches, whose rows are no multiple of what is copied at once.
-    let batches = Case { rows: 256, batches: 2, inner: 72, columns: vec![8, 264], ..case.clone() };
+    let batches = Case { rows: 256, batches: 2, inner: 24, columns: vec![8], ..case.clone() };
     gather.gather_case(&batches)?;
     if !options.quick {
         let rows = Case { rows: 2304, batches: 3, inner: 4096, columns: vec![264], ..case.clone() };
         gather.gather_case(&rows)?;
-        gather.gather_case(&Case { rows: 384, batches: 3, inner: 8, ..batches.clone() })?;
+        let wide = Case { inner: 72, columns: vec![8, 264], ..batches.clone() };
+        gather.gather_case(&Case { rows: 384, batches: 3, ..wide })?;
         gather.gather_case(&by_columns)?;
         gather.gather_case(&Case {
             dtype: DType::F16,

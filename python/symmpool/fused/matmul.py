@@ -118,18 +118,21 @@ def fused_all_gather_scaled_matmul(
     """As `fused_all_gather_matmul`, for 8-bit floats with scales. `A_scale` is one number, or has one for
     each row of the shard, (..., 1), or one for each row of the gathered tensor."""
     name = "fused_all_gather_scaled_matmul"
-    for what, given in (
-        ("B_scales", B_scales),
-        ("biases", biases),
-        ("result_scales", result_scales),
-        ("out_dtypes", out_dtypes),
-        ("use_fast_accum", use_fast_accum),
-    ):
-        if len(given) != len(Bs):
-            raise InvalidArgumentError(f"{name}: {what}: {len(given)} for {len(Bs)} matrices")
-    rest = zip(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum, strict=True)
-    products = [Product(*each) for each in rest]
-    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, True, in_front)
+    of_each = {
+        "B_scales": B_scales,
+        "biases": biases,
+        "result_scales": result_scales,
+        "out_dtypes": out_dtypes,
+        "use_fast_accum": use_fast_accum,
+    }
+    counts = [
+        f"{what}: {len(given)} for {len(Bs)} matrices"
+        for what, given in of_each.items()
+        if len(given) != len(Bs)
+    ]
+    products = [Product(*each) for each in zip(Bs, *of_each.values(), strict=False)]
+    how = (True, in_front, *counts[:1])
+    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, *how)
     assert A is not None
     return A, found
 
@@ -143,8 +146,11 @@ def _gather_matmul(
     group: Any,
     return_A: bool,
     in_front: bool,
+    wrong: str | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     def check(world: int) -> None:
+        if wrong is not None:
+            raise InvalidArgumentError(f"{name}: {wrong}")
         check_left(name, "A_shard", shard, dim, "gather_dim")
         inner = shard.shape[-1] * (world if dim == shard.dim() - 1 else 1)
         for nth, product in enumerate(products):
@@ -289,18 +295,17 @@ def fused_matmuls_reduce_scatter(
     backward pass has it where several layers have one input. The `As` have the shapes (..., K) and the `Bs`
     (K, N), with a K for each product; the products have one shape.
 
-    On devices of compute capability 9.0 one kernel makes the sums of up to 4 products, in float32; elsewhere,
-    and on the CPU, each product is rounded, and they are added in their order. Ranks may pass different
-    numbers of products up to 4."""
+    On devices of compute capability 9.0 one kernel makes the sums of up to 4 products of float16 or bfloat16,
+    in float32, if the `Bs` lie in memory alike, each rank gets 256 rows or more and, of more than two ranks,
+    more than 4 MiB. Ranks may then pass different numbers of products. Elsewhere each product is
+    rounded, and they are added in their order; ranks with one product and ranks with several get a
+    DivergedError then, on CUDA."""
     name = "fused_matmuls_reduce_scatter"
-    if isinstance(As, torch.Tensor) or isinstance(Bs, torch.Tensor) or not len(As) == len(Bs) > 0:
-        raise InvalidArgumentError(f"{name}: {_count(As)} As and {_count(Bs)} Bs; it takes as many of both")
+    for what, given in (("As", As), ("Bs", Bs)):
+        if not isinstance(given, Sequence) or (what == "As" and not given):
+            raise InvalidArgumentError(f"{name}: {what}: {given!r}; it must be a list of tensors")
     products = [Product(B) for B in Bs]
     return _matmul_scatter(name, As, products, None, reduce_op, scatter_dim, scatter_dim, None, group)
-
-
-def _count(given: Any) -> str:
-    return "one tensor for" if isinstance(given, torch.Tensor) else str(len(given))
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -339,15 +344,18 @@ def _matmul_scatter(
     output_shape: Sequence[int] | None,
     group: Any,
 ) -> torch.Tensor:
-    A, product = As[0], products[0]
-
     def check(world: int) -> None:
         check_reduce(name, reduce_op)
+        if len(As) != len(products):
+            raise InvalidArgumentError(
+                f"{name}: {len(As)} As and {len(products)} Bs; it takes as many of both"
+            )
         for nth, (left, right) in enumerate(zip(As, products, strict=True)):
             which = ("A", "B") if len(As) == 1 else (f"As[{nth}]", f"Bs[{nth}]")
             check_left(name, which[0], left, dim_of_A, "scatter_dim")
             check_right(name, which[1], right, left, left.shape[-1])
-            _check_alike(name, which, (left, right), (A, product))
+            _check_alike(name, which, (left, right), (As[0], products[0]))
+        A, product = As[0], products[0]
         whole = _product_shape(A, product, output_shape)
         if rows_of(whole) != rows_of(A.shape) or whole[-1] != product.right.shape[1]:
             raise InvalidArgumentError(
@@ -366,7 +374,8 @@ def _matmul_scatter(
                 f"{(*A.shape[:-1], 1)}"
             )
 
-    entry = _entry(name, A, group, check)
+    entry = _entry(name, As[0], group, check)
+    A, product = As[0], products[0]
     world = entry.comm.world
     whole = _product_shape(A, product, output_shape)
     dtype = product.dtype_for(A)
@@ -380,7 +389,8 @@ def _matmul_scatter(
         and not is_short
         and tensor_cores.serves_sum(entry, As, scale, products, math.prod(part[:-1]), dtype)
     )
-    rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores)
+    by_parts = A.is_cuda and world > 1 and not is_short and len(As) == 1 and not by_tensor_cores
+    rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores, by_parts)
     sizes = (rows_of(whole), 0, whole[-1])
     call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
     scales = scale
@@ -402,7 +412,10 @@ def _matmul_scatter(
     if by_tensor_cores:
         one_batch = [left[None] for left in lefts]
         found = tensor_cores.multiply_scatter(call, one_batch, scales, products, dtype, reduce_op)
-    elif not _is_pipelined(A, world) or is_short or len(As) > 1:
+    elif by_parts:
+        parts = list(_parts(lefts[0], scales, product, world, is_last))
+        found = pipeline.multiply_scatter(call, parts, dtype, reduce_op)
+    else:
         call.begin(0)
         made = product.make(lefts[0], scales, None)
         for left, right in zip(lefts[1:], products[1:], strict=True):
@@ -412,9 +425,6 @@ def _matmul_scatter(
         found = made.new_empty((made.numel() // world,))
         given = made.reshape(-1).contiguous()
         entry.run(entry.comm.reduce_scatter_tensor, (found, given, reduce_op), [], False)
-    else:
-        parts = list(_parts(lefts[0], scales, product, world, is_last))
-        found = pipeline.multiply_scatter(call, parts, dtype, reduce_op)
     if is_last:
         return found.view(part)
     front = [part[scatter_dim], *part[:scatter_dim], *part[scatter_dim + 1 :]]

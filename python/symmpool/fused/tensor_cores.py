@@ -7,6 +7,7 @@ What decides whether it runs is what all ranks must pass alike, and they compare
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 _HALVES = (torch.float16, torch.bfloat16)
+# Elements of a dimension that has none: rows of any type then begin at multiples of 16 bytes.
+_FILLED = 16
 #: Parts of fewer rows fill tiles of 128 rows, of which two are made at once, badly.
 LEAST_ROWS = 256
 # Bytes by which matrices are addressed.
@@ -66,9 +69,9 @@ def serves_sum(
 def _fits(
     left: torch.Tensor, scale: torch.Tensor | None, product: Product, rows: int, dtype: torch.dtype
 ) -> bool:
-    if not left.is_cuda or rows < LEAST_ROWS or dtype not in _HALVES or left.shape[-1] == 0:
-        return False
-    if product.right.shape[1] == 0:
+    # Neither columns of a right matrix nor those of a left one that is not gathered decide, which ranks may
+    # have in other numbers, also none.
+    if not left.is_cuda or rows < LEAST_ROWS or dtype not in _HALVES:
         return False
     if product.is_scaled:
         is_plain = product.bias is None and product.result_scale is None and product.use_fast_accum
@@ -104,6 +107,19 @@ def _right(product: Product) -> torch.Tensor:
     return _aligned(product.right if _is_by_rows(product) else product.right.t())
 
 
+def _filled(product: Product, left: torch.Tensor) -> tuple[torch.Tensor, Product]:
+    """A product with zeros in place of a dimension that has no elements on this rank. Others may have some,
+    and kernels need them."""
+    (inner, columns), by_rows = product.right.shape, _is_by_rows(product)
+    if inner > 0 and columns > 0:
+        return left, product
+    shape = (inner or _FILLED, columns or _FILLED)
+    right = product.right.new_zeros(shape if by_rows else shape[::-1])
+    if inner == 0:
+        left = left.new_zeros((*left.shape[:-1], _FILLED))
+    return left, dataclasses.replace(product, right=right if by_rows else right.t())
+
+
 def _whole(columns: int, itemsize: int) -> int:
     """As many columns as rows have that begin at multiples of 16 bytes."""
     return -(-columns * itemsize // _ALIGNMENT) * _ALIGNMENT // itemsize
@@ -133,7 +149,9 @@ def _aligned(matrix: torch.Tensor) -> torch.Tensor:
 def _aligned_batches(left: torch.Tensor) -> torch.Tensor:
     """Batches of rows, of each of which the matrix is aligned: itself, or a copy."""
     batches, rows, columns = left.shape
-    if _is_aligned(left[0]) and (batches == 1 or left.stride(0) * left.itemsize % _ALIGNMENT == 0):
+    pitch = left.stride(0) * left.itemsize
+    # Batches that are one in memory, as those of an expanded tensor, are no rows for tensor maps.
+    if _is_aligned(left[0]) and (batches == 1 or (pitch > 0 and pitch % _ALIGNMENT == 0)):
         return left
     return _aligned(left.reshape(batches * rows, columns)).unflatten(0, (batches, rows))
 
@@ -193,6 +211,8 @@ def gather_multiply(
     left = _aligned(rows)
     dtype = products[0].dtype_for(rows)
     scales = _Scales(call.device)
+    columns = [product.right.shape[1] for product in products]
+    products = [_filled(product, left)[1] for product in products]
     rights = [_right(product) for product in products]
     outs = [_empty(world * count, product.right.shape[1], rows, dtype) for product in products]
     gathered = _empty(world * count, inner, rows, rows.dtype) if returns_rows else None
@@ -215,7 +235,8 @@ def gather_multiply(
     except TimeoutError as error:
         entry.explain(error)
         raise
-    return None if gathered is None else gathered.contiguous(), [out.contiguous() for out in outs]
+    found = [out[:, :wanted].contiguous() for out, wanted in zip(outs, columns, strict=True)]
+    return None if gathered is None else gathered.contiguous(), found
 
 
 def multiply_scatter(
@@ -234,8 +255,9 @@ def multiply_scatter(
     batches, in_batch = lefts[0].shape[:2]
     rows, columns = batches * in_batch // world, products[0].right.shape[1]
     memory = _Memory(call, *_matmul_memory(rows, columns, world))
-    lefts = [_aligned_batches(left) for left in lefts]
-    rights = [_right(product) for product in products]
+    filled = [_filled(product, left) for product, left in zip(products, lefts, strict=True)]
+    lefts = [_aligned_batches(left) for left, _ in filled]
+    rights = [_right(product) for _, product in filled]
     out = _empty(rows, columns, lefts[0], dtype)
     scales = _Scales(call.device)
     terms = [

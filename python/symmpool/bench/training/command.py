@@ -22,8 +22,10 @@ from symmpool.bench.training import rows as results
 from symmpool.bench.training import trace, turns
 from symmpool.bench.training.meeting import Meeting
 
-TRAINED, DECODED = ("fsdp", "ddp", "tp"), ("decode", "decode_graph")
-OURS, ORDINARY = results.OURS, "ours ordinary"
+TRAINED, DECODED = ("fsdp", "ddp", "tp", "tp_compiled"), ("decode", "decode_graph")
+OURS, ORDINARY, FUSED = results.OURS, "ours ordinary", "ours fused"
+#: Contenders that only one kind has, and that kind.
+OF_ONE_KIND = {ORDINARY: "fsdp", FUSED: "tp_compiled", "NCCL fused": "tp_compiled"}
 EXAMPLE = "--nproc-per-node 2 -m symmpool bench training"
 
 #: Sizes: those of Llama 3 8B with 8 layers on a GPU, and such that take seconds on the CPU.
@@ -54,8 +56,10 @@ def add_options(commands):
     it.add_argument("--model", choices=["auto", "hf", "own"], default="auto",
                     help="Hugging Face's Llama, or one in plain torch (default: as installed)")  # fmt: skip
     it.add_argument(
-        "--contenders", type=comma_separated, help=f"also: {ORDINARY} (FSDP's buffers in no windows)"
-    )
+        "--contenders", type=comma_separated,
+        help=f"also: {ORDINARY} (FSDP's buffers in no windows), {FUSED} and NCCL fused (products that hide "
+             "communication, ours and torch's, in tp_compiled)",
+    )  # fmt: skip
     it.add_argument("--dtype", choices=["f32", "bf16"], help="default bf16, on the CPU f32")
     for name, (on_cuda, on_cpu) in DEFAULTS.items():
         shown = name.replace("_", "-")
@@ -100,7 +104,10 @@ def contenders(options, on_cuda):
     """Backends by the contender's name, the peer first."""
     peer = "NCCL" if on_cuda else "gloo"
     ours = "cuda:symmpool,cpu:gloo" if on_cuda else "symmpool"
-    known = {peer: "cuda:nccl,cpu:gloo" if on_cuda else "gloo", OURS: ours, ORDINARY: ours}
+    theirs = "cuda:nccl,cpu:gloo" if on_cuda else "gloo"
+    known = {peer: theirs, OURS: ours, ORDINARY: ours, FUSED: ours}
+    if on_cuda:
+        known["NCCL fused"] = theirs
     asked = options.contenders or [peer, OURS]
     if unknown := [name for name in asked if name not in known]:
         raise ValueError(f"--contenders {unknown[0]}: there are {', '.join(known)}")
@@ -115,8 +122,9 @@ def make(kind, name, meeting, options):
         return Decoding(kind, meeting, options)
     from symmpool.bench.training.steps import Training
 
-    training = Training(kind, meeting, options)
-    if name == ORDINARY and kind == "fsdp":
+    products = {FUSED: "ours", "NCCL fused": "torch"}.get(name)
+    training = Training(kind, meeting, options, products)
+    if name == ORDINARY:
         training.without_windows()
     return training
 
@@ -218,10 +226,11 @@ def row_of(kind, options, on_cuda, backends, peer):
     row = results.Row(kind, peer)
     if kind in DECODED and options.model == "own":
         row.missing = dict.fromkeys(backends, "needs transformers")
-    elif kind == "decode_graph" and not on_cuda:
+    elif kind in ("decode_graph", "tp_compiled") and not on_cuda:
         row.missing = dict.fromkeys(backends, "needs a GPU")
-    elif kind != "fsdp" and ORDINARY in backends:
-        row.missing[ORDINARY] = "differs from ours in fsdp alone"
+    for name, only in OF_ONE_KIND.items():
+        if name in backends and kind != only:
+            row.missing.setdefault(name, f"differs from others in {only} alone")
     return row
 
 

@@ -1,4 +1,5 @@
-"""Training steps: the same model under FSDP2, DDP, and tensor with sequence parallelism."""
+"""Training steps: the same model under FSDP2, DDP, and tensor with sequence parallelism, as it is or with
+compiled layers."""
 
 from __future__ import annotations
 
@@ -85,22 +86,46 @@ def _first(model: Any, layout: Any) -> tuple[Any, ...]:
     return (layout, None) if isinstance(model, Llama) else (layout,)
 
 
+def compile_layers(model: Any, products: str | None) -> None:
+    """Has torch compile each layer by itself; the graph between them would be cut anyway. With `products` of
+    "ours" or "torch", products of matrices hide their communication by operators of ours or of torch's."""
+    options: dict[str, Any] = {}
+    if products == "ours":
+        from symmpool import fused
+
+        options["post_grad_custom_pre_pass"] = fused.inductor_pass()
+    elif products == "torch":
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
+        options["_micro_pipeline_tp"] = True
+    torch._dynamo.reset()
+    layers = model.model.layers
+    # All layers have one code, which is compiled for each of them.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
+    for layer in layers:
+        layer.compile(dynamic=False, options=options)
+
+
 #: How a model is made parallel, by the kind's name, and whether all ranks have the same tokens.
 KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
     "fsdp": (fully_sharded, False),
     "ddp": (data_parallel, False),
     "tp": (tensor_parallel, True),
+    "tp_compiled": (tensor_parallel, True),
 }
 
 
 class Training:
-    """A model, its optimizer and its data, for one round."""
+    """A model, its optimizer and its data, for one round. `products` is as for `compile_layers`."""
 
-    def __init__(self, kind: str, meeting: Any, options: Any):
+    def __init__(self, kind: str, meeting: Any, options: Any, products: str | None = None):
         wrap, self.same_tokens = KINDS[kind]
         self.meeting, self.options = meeting, options
         model = models.made(options, meeting.device)
         self.model = wrap(model, meeting, options)
+        if kind == "tp_compiled":
+            compile_layers(self.model, products)
         fused = True if meeting.on_cuda else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate, fused=fused)
         drawn = torch.Generator().manual_seed(1 + (0 if self.same_tokens else meeting.rank))
@@ -109,7 +134,7 @@ class Training:
         self.tokens = [each.to(meeting.device) for each in tokens]
         # Once for both libraries; `loss_parallel` sums over parts of the vocabulary.
         self.losses_in = contextlib.nullcontext
-        if kind == "tp":
+        if kind in ("tp", "tp_compiled"):
             from torch.distributed.tensor.parallel import loss_parallel
 
             self.losses_in = loss_parallel

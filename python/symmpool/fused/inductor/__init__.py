@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from symmpool.fused import operators, tensor_cores
 from symmpool.fused.inductor import gathers, graphs, norms, scatters
 
 __all__ = ["FusionPass", "inductor_pass"]
@@ -28,9 +30,10 @@ class FusionPass(CustomGraphPass):
         self.replaced = 0
 
     def uuid(self) -> Any:
-        """Identifies the pass in the compiler's cache of graphs."""
-        modules = (norms, gathers, scatters, graphs)
-        return get_hash_for_files((__file__, *(module.__file__ for module in modules)))
+        """Identifies the pass, and the groups that it fuses calls of, in the compiler's cache of graphs."""
+        modules = (norms, gathers, scatters, graphs, operators, tensor_cores)
+        files = (__file__, *(module.__file__ for module in modules))
+        return get_hash_for_files(files, extra=" ".join(_groups_of_ours()))
 
     def __call__(self, graph: Graph) -> None:
         """Replaces what it finds in a graph."""
@@ -38,6 +41,14 @@ class FusionPass(CustomGraphPass):
         graph.eliminate_dead_code()
         for find in (norms.fuse_norms, gathers.fuse_gathers, scatters.fuse_scatters):
             self.replaced += find(graph)
+
+
+def _groups_of_ours() -> list[str]:
+    """The names of torch's groups that have a pool, or symmpool for a backend."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    names = torch.distributed.distributed_c10d._world.pg_names.values()
+    return sorted(name for name in names if operators.has_ours(name))
 
 
 def inductor_pass() -> FusionPass:
@@ -51,9 +62,11 @@ def inductor_pass() -> FusionPass:
       `torch.ops.symmpool.fused_all_gather_matmul`, and `reduce_scatter(A @ B)` and
       `reduce_scatter(A @ B + C @ D + ...)` by `torch.ops.symmpool.fused_matmuls_reduce_scatter`: of float16
       or bfloat16, along any dimension but the last one, with at least 256 rows of or for each rank, and
-      on groups that have a pool, or symmpool for a backend, when the program is compiled.
+      on groups that have a pool, or symmpool for a backend, when the program is compiled. Sums of more than
+      four products stay as they are.
 
     Every rank has to use it. A group of all-reduces then has a communicator, whatever its backend is; it is
     made by the first call, so that must not be captured. Results differ from separate operations by
-    roundings: norms and sums of products are rounded once. All ranks have the same bits."""
+    roundings: norms are rounded once, and so are sums of products where one kernel makes them. All ranks have
+    the same bits."""
     return FusionPass()

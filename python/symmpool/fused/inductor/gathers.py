@@ -36,7 +36,13 @@ def fuse_gathers(graph: Graph) -> int:
     are."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     waits = [node for node in graph.nodes if node.target == c10d.wait_tensor.default]
-    return remove(graph, [wait for wait in waits if _fuse(graph, wait, order)])
+    fused = []
+    for wait in waits:
+        if _fuse(graph, wait, order):
+            fused.append(wait)
+            # What nobody needs any more would count as a user of what later gathers bring.
+            graph.eliminate_dead_code()
+    return remove(graph, fused)
 
 
 def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:

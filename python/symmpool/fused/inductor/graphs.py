@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,18 +26,17 @@ def made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> N
 
 
 def is_static(*values: torch.Tensor) -> bool:
-    """Whether products of matrices of these shapes are of types for tensor cores, with sizes that are known
-    when the program is compiled."""
+    """Whether matrices are of types for tensor cores, with sizes that are known when the program is compiled.
+    Sizes that differ between ranks decide nothing, as all ranks must make the same calls."""
     types = (torch.float16, torch.bfloat16)
     return all(
-        value.dtype in types and all(isinstance(size, int) and size > 0 for size in value.shape)
-        for value in values
+        value.dtype in types and all(isinstance(size, int) for size in value.shape) for value in values
     )
 
 
 def has_rows(part: torch.Tensor) -> bool:
     """Whether one rank's part has so many rows that a fused call is faster than separate ones."""
-    return part.numel() // part.shape[-1] >= LEAST_ROWS
+    return math.prod(part.shape[:-1]) >= LEAST_ROWS and part.shape[-1] > 0
 
 
 def remove(graph: Graph, waits: Sequence[Node]) -> int:

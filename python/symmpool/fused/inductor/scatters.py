@@ -85,7 +85,8 @@ def _split(given: Any, world: int) -> tuple[Any, int]:
         return given, 0
     whole, size, dim = split.args
     value = whole.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.shape[dim] != size * world:
+    # Where sizes are not known, that of a part is a node.
+    if not isinstance(size, int) or not isinstance(value, torch.Tensor) or value.shape[dim] != size * world:
         return given, 0
     is_only = len(given.users) == 1 and len(split.users) == world and all(len(p.users) == 1 for p in parts)
     return (whole, dim % value.dim()) if is_only else (given, 0)
