@@ -42,25 +42,25 @@ def started(group, folder):
 def sums(group, folder):
     me, world, pool = started(group, folder)
     wrong = []
-    for shape in ((512 * world,), (2, 256 * world), (2, 64 * world, 2 * world)):
-        for dim in range(len(shape)):
-            lefts = [numbers((*shape, 8 + nth), nth + me) for nth in range(3)]
-            rights = [numbers((8 + nth, 16), 9 + nth + me) for nth in range(3)]
+    whole = (2, 64 * world, 2 * world)
+    for shape, dim in (((512 * world,), 0), ((2, 256 * world), 1), (whole, 1), (whole, 2)):
+        lefts = [numbers((*shape, 8 + nth), nth + me) for nth in range(3)]
+        rights = [numbers((8 + nth, 16), 9 + nth + me) for nth in range(3)]
 
-            def program(a, b, c, dim=dim, rights=rights):
-                total = a @ rights[0] + (b @ rights[1] + c @ rights[2])
-                return reduce_scatter_tensor(total, "avg", dim, dist.group.WORLD)
+        def program(a, b, c, dim=dim, rights=rights):
+            total = a @ rights[0] + (b @ rights[1] + c @ rights[2])
+            return reduce_scatter_tensor(total, "avg", dim, dist.group.WORLD)
 
-            def one(a, b, c, dim=dim, rights=rights):
-                return reduce_scatter_tensor(a @ rights[0], "sum", dim, dist.group.WORLD) + c.sum()
+        def one(a, b, c, dim=dim, rights=rights):
+            return reduce_scatter_tensor(a @ rights[0], "sum", dim, dist.group.WORLD) + c.sum()
 
-            for each in (program, one):
-                wanted = each(*lefts)
-                by_inductor = shape[1:] == (256 * world,) and dim == 1 and each is program
-                made, found = compiled(each, *lefts, inductor=by_inductor)
-                is_same = near(made, wanted) and made.is_contiguous()
-                if found.replaced != 1 or not is_same:
-                    wrong.append((shape, dim, each.__name__, found.replaced))
+        for each in (program, one) if len(shape) == 2 else (program,):
+            wanted = each(*lefts)
+            by_inductor = shape[1:] == (256 * world,) and dim == 1 and each is program
+            made, found = compiled(each, *lefts, inductor=by_inductor)
+            is_same = near(made, wanted) and made.is_contiguous()
+            if found.replaced != 1 or not is_same:
+                wrong.append((shape, dim, each.__name__, found.replaced))
     wrong += [] if pool.world == world else ["pool"]
     dist.destroy_process_group()
     return wrong
@@ -80,38 +80,37 @@ def gathered(shard, dim, group):
 def gathers(group, folder):
     me, world, pool = started(group, folder)
     everyone, wrong = dist.group.WORLD, []
-    for shape in ((512, 8), (2, 256, 8), (2, 64, 4, 8)):
-        for dim in range(len(shape) - 1):
-            shard = numbers(shape, me)
-            rights = [numbers((8, size), size) for size in (8, 16, 24)]
-            weights = [numbers((size, 8), size) for size in (16, 8)]
+    for shape, dim in (((512, 8), 0), ((2, 256, 8), 1), ((2, 64, 4, 8), 1)):
+        shard = numbers(shape, me)
+        rights = [numbers((8, size), size) for size in (8, 16, 24)]
+        weights = [numbers((size, 8), size) for size in (16, 8)]
 
-            def products(shard, rights, dim=dim):
-                whole = gathered(shard * 2, dim, everyone)
-                return [whole @ right for right in rights]
+        def products(shard, rights, dim=dim):
+            whole = gathered(shard * 2, dim, everyone)
+            return [whole @ right for right in rights]
 
-            def layers(shard, weights, dim=dim):
-                whole = gathered(shard, dim, everyone)
-                hidden = [nn.functional.linear(whole, weight) for weight in weights]
-                return [whole, hidden[0] * 2, whole.sum() + hidden[1]]
+        def layers(shard, weights, dim=dim):
+            whole = gathered(shard, dim, everyone)
+            hidden = [nn.functional.linear(whole, weight) for weight in weights]
+            return [whole, hidden[0] * 2, whole.sum() + hidden[1]]
 
-            def one_after_the_other(shard, rights, dim=dim):
-                whole = gathered(shard, dim, everyone)
-                part = (whole @ rights[0]).chunk(world, dim)[me].contiguous()
-                return [gathered(part, dim, everyone) @ rights[1]]
+        def one_after_the_other(shard, rights, dim=dim):
+            whole = gathered(shard, dim, everyone)
+            part = (whole @ rights[0]).chunk(world, dim)[me].contiguous()
+            return [gathered(part, dim, everyone) @ rights[1]]
 
-            for program, matrices, count in (
-                (products, rights, 1),
-                (layers, weights, 1),
-                (one_after_the_other, rights, 2),
-            ):
-                wanted = program(shard, matrices)
-                # Code that Inductor generates is slow to compile.
-                by_inductor = shape == (2, 256, 8) and dim == 1 and program is products
-                made, found = compiled(program, shard, matrices, inductor=by_inductor)
-                is_same = all(map(near, made, wanted)) and all(one.is_contiguous() for one in made)
-                if found.replaced != count or not is_same:
-                    wrong.append((shape, dim, program.__name__, found.replaced))
+        for program, matrices, count in (
+            (products, rights, 1),
+            (layers, weights, 1),
+            (one_after_the_other, rights, 2),
+        ):
+            wanted = program(shard, matrices)
+            # Code that Inductor generates is slow to compile.
+            by_inductor = shape == (2, 256, 8) and dim == 1 and program is products
+            made, found = compiled(program, shard, matrices, inductor=by_inductor)
+            is_same = all(map(near, made, wanted)) and all(one.is_contiguous() for one in made)
+            if found.replaced != count or not is_same:
+                wrong.append((shape, dim, program.__name__, found.replaced))
     wrong += [] if pool.world == world else ["pool"]
     dist.destroy_process_group()
     return wrong
