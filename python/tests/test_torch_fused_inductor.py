@@ -37,18 +37,22 @@ def graphs_through(found):
     return aot_autograd(fw_compiler=passed, bw_compiler=passed, decompositions=select_decomp_table())
 
 
-def compiled(program, *arguments, inductor=False):
-    """What a compiled program gives, and how often the pass found its call in it. Without `inductor` the pass
-    gets the graph that Inductor would get, which then runs as it is: C++ takes long to compile."""
+def with_the_pass(program, inductor=False):
+    """A compiled program, and the pass, which counts what it replaced. Without `inductor` the pass gets the
+    graphs that Inductor would get, which then run as they are: C++ takes long to compile."""
     found = fused.inductor_pass()
     torch._dynamo.reset()
-
     # Graphs from the compiler's cache do not pass the pass.
     options = {"post_grad_custom_pre_pass": found, "fx_graph_cache": False}
     how = {"options": options} if inductor else {"backend": graphs_through(found)}
+    return torch.compile(program, **how), found
+
+
+def compiled(program, *arguments, inductor=False):
+    """What a compiled program gives, and how often the pass found its call in it."""
+    made, found = with_the_pass(program, inductor)
     with torch.no_grad():
-        made = torch.compile(program, **how)(*arguments)
-    return made, found.replaced
+        return made(*arguments), found.replaced
 
 
 def programs(me, group, dtype, form, all_of_them):
@@ -173,13 +177,12 @@ def leaves(name, folder):
             wrong.append((program.__name__, times))
     # Gradients flow as before.
     x.requires_grad_()
-    found = fused.inductor_pass()
-    torch._dynamo.reset()
 
     def trained(x, residual):
         return norm(funcol.all_reduce(x * 1, "sum", group).detach() * x + residual).sum()
 
-    torch.compile(trained, backend=graphs_through(found))(x, residual).backward()
+    made, found = with_the_pass(trained)
+    made(x, residual).backward()
     if x.grad is None or found.replaced:
         wrong.append("gradient")
     dist.destroy_process_group()

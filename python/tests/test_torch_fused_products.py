@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import values
 from test_torch_distributed import begin
-from test_torch_fused_inductor import graphs_through
+from test_torch_fused_inductor import with_the_pass
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,11 +23,8 @@ def numbers(shape, seed, dtype=torch.bfloat16):
 
 def compiled(program, *arguments, inductor=False):
     """What a compiled program gives, and the pass, which counts what it replaced."""
-    found = fused.inductor_pass()
-    torch._dynamo.reset()
-    options = {"post_grad_custom_pre_pass": found, "fx_graph_cache": False}
-    how = {"options": options} if inductor else {"backend": graphs_through(found)}
-    return torch.compile(program, **how)(*arguments), found
+    made, found = with_the_pass(program, inductor)
+    return made(*arguments), found
 
 
 def near(one, other):
@@ -266,8 +263,7 @@ def leaves(group, folder):
 
 def dynamic(group, folder):
     me, world = begin(group, folder)
-    everyone, found = dist.group.WORLD, fused.inductor_pass()
-    without_pool = found.uuid()
+    everyone, without_pool = dist.group.WORLD, fused.inductor_pass().uuid()
     pool = symmpool.Pool(device="cpu")
     right, wrong = numbers((8, 16), 3), []
 
@@ -275,8 +271,7 @@ def dynamic(group, folder):
         whole = torch.cat(all_gather_tensor(x, 0, everyone).chunk(world), 1)
         return reduce_scatter_tensor(whole @ right, "sum", 1, everyone)
 
-    torch._dynamo.reset()
-    made = torch.compile(program, backend=graphs_through(found))
+    made, found = with_the_pass(program)
     for length in (256, 512, 384):
         x = numbers((2, length, 8), me)
         if not near(made(x), program(x)):

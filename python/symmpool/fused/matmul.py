@@ -14,6 +14,7 @@ from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.products import (
     Product,
+    check_alike,
     check_left,
     check_reduce,
     check_right,
@@ -354,7 +355,7 @@ def _matmul_scatter(
             which = ("A", "B") if len(As) == 1 else (f"As[{nth}]", f"Bs[{nth}]")
             check_left(name, which[0], left, dim_of_A, "scatter_dim")
             check_right(name, which[1], right, left, left.shape[-1])
-            _check_alike(name, which, (left, right), (As[0], products[0]))
+            check_alike(name, which, (left, right), (As[0], products[0]))
         A, product = As[0], products[0]
         whole = _product_shape(A, product, output_shape)
         if rows_of(whole) != rows_of(A.shape) or whole[-1] != product.right.shape[1]:
@@ -429,26 +430,6 @@ def _matmul_scatter(
         return found.view(part)
     front = [part[scatter_dim], *part[:scatter_dim], *part[scatter_dim + 1 :]]
     return found.view(front).movedim(0, scatter_dim).contiguous()
-
-
-def _check_alike(
-    name: str,
-    which: tuple[str, str],
-    given: tuple[torch.Tensor, Product],
-    first: tuple[torch.Tensor, Product],
-) -> None:
-    """Refuses a product that cannot be added to the first one."""
-    (left, product), (first_left, first_product) = given, first
-    for what, found, wanted in (
-        (which[0], (tuple(left.shape[:-1]), left.dtype), (tuple(first_left.shape[:-1]), first_left.dtype)),
-        (which[0], left.device, first_left.device),
-        (which[1], product.right.shape[1], first_product.right.shape[1]),
-    ):
-        if found != wanted:
-            raise InvalidArgumentError(
-                f"{name}: {what}: {found}, and {wanted} in the first product; products that are added up "
-                "have one shape and type"
-            )
 
 
 def _product_shape(A: torch.Tensor, product: Product, output_shape: Sequence[int] | None) -> list[int]:

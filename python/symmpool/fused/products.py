@@ -12,7 +12,15 @@ import torch
 
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["Product", "check_left", "check_reduce", "check_right", "fingerprint", "scales_of_rows"]
+__all__ = [
+    "Product",
+    "check_alike",
+    "check_left",
+    "check_reduce",
+    "check_right",
+    "fingerprint",
+    "scales_of_rows",
+]
 
 #: Types of left matrices.
 DTYPES = {
@@ -123,6 +131,26 @@ def check_right(name: str, which: str, product: Product, left: torch.Tensor, inn
             f"{name}: bias of {which}: shape {tuple(bias.shape)}; it must be {(right.shape[1],)}"
         )
     refuse_gradients(name, **{which: right, "bias": bias})
+
+
+def check_alike(
+    name: str,
+    which: tuple[str, str],
+    given: tuple[torch.Tensor, Product],
+    first: tuple[torch.Tensor, Product],
+) -> None:
+    """Refuses a product that cannot be added to the first one."""
+    (left, product), (first_left, first_product) = given, first
+    for what, found, wanted in (
+        (which[0], (tuple(left.shape[:-1]), left.dtype), (tuple(first_left.shape[:-1]), first_left.dtype)),
+        (which[0], left.device, first_left.device),
+        (which[1], product.right.shape[1], first_product.right.shape[1]),
+    ):
+        if found != wanted:
+            raise InvalidArgumentError(
+                f"{name}: {what}: {found}, and {wanted} in the first product; products that are added up "
+                "have one shape and type"
+            )
 
 
 def check_reduce(name: str, reduce_op: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.inductor.graphs import VIEWS, c10d, has_rows, is_static, made, remove
+from symmpool.fused.inductor.graphs import VIEWS, c10d, fits, is_static, keeps_rows, made, remove, waits_of
 from symmpool.fused.operators import has_ours
 from symmpool.fused.tensor_cores import MOST_PRODUCTS
 
@@ -35,9 +35,8 @@ def fuse_gathers(graph: Graph) -> int:
     """Makes one call of each all-gather and the products of what it gathers, and returns how many there
     are."""
     order = {node: number for number, node in enumerate(graph.nodes)}
-    waits = [node for node in graph.nodes if node.target == c10d.wait_tensor.default]
     fused = []
-    for wait in waits:
+    for wait in waits_of(graph):
         if _fuse(graph, wait, order):
             fused.append(wait)
             # What nobody needs any more would count as a user of what later gathers bring.
@@ -48,7 +47,7 @@ def fuse_gathers(graph: Graph) -> int:
 def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
     """Replaces an all-gather, if there are products of what it gathers; says whether it did."""
     found = _gather_of(wait)
-    if found is None or not _fits(found) or not has_ours(found.group):
+    if found is None or not fits(found.whole, found.shard, found.dim) or not has_ours(found.group):
         return False
     here = order[wait]
     products = [each for each in _products(found.whole) if _is_there(each.args[1], order, here)]
@@ -109,33 +108,21 @@ def _concatenated(wait: Node, world: int) -> tuple[Node, int]:
     return whole, whole.args[1] % wait.meta["val"].dim()
 
 
-def _fits(found: _Gather) -> bool:
-    """Whether the call takes such a tensor, and is faster than separate ones."""
-    value, shard = found.whole.meta.get("val"), found.shard.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(shard, torch.Tensor):
-        return False
-    return is_static(value, shard) and found.dim < value.dim() - 1 and has_rows(shard)
-
-
 def _products(node: Node) -> list[Node]:
     """The products whose left matrix has the rows of a node."""
     found = []
     for user in node.users:
         if user.target == _aten.mm.default and user.args[0] is node and is_static(user.args[1].meta["val"]):
             found.append(user)
-        elif _keeps_rows(user):
+        elif keeps_rows(user):
             found += _products(user)
     return found
-
-
-def _keeps_rows(node: Node) -> bool:
-    return node.target in VIEWS and node.meta["val"].shape[-1] == node.args[0].meta["val"].shape[-1]
 
 
 def _is_used_by_others(node: Node, products: list[Node]) -> bool:
     """Whether anything but these products needs the rows of a node."""
     return any(
-        _is_used_by_others(user, products) if _keeps_rows(user) else user not in products
+        _is_used_by_others(user, products) if keeps_rows(user) else user not in products
         for user in node.users
     )
 

@@ -11,11 +11,16 @@ from torch.fx import Graph, Node
 
 from symmpool.fused.tensor_cores import LEAST_ROWS
 
-__all__ = ["VIEWS", "c10d", "has_rows", "is_static", "made", "remove"]
+__all__ = ["VIEWS", "c10d", "fits", "is_static", "keeps_rows", "made", "remove", "waits_of"]
 
 _aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 #: Calls that give the same elements another shape.
 VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+
+
+def waits_of(graph: Graph) -> list[Node]:
+    """What waits for collectives, in order."""
+    return [node for node in graph.nodes if node.target == c10d.wait_tensor.default]
 
 
 def made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
@@ -34,14 +39,31 @@ def is_static(*values: torch.Tensor) -> bool:
     )
 
 
-def has_rows(part: torch.Tensor) -> bool:
-    """Whether one rank's part has so many rows that a fused call is faster than separate ones."""
-    return math.prod(part.shape[:-1]) >= LEAST_ROWS and part.shape[-1] > 0
+def fits(whole: Node, part: Node, dim: int) -> bool:
+    """Whether a fused call takes a tensor of which each rank has, or gets, a part along a dimension, and is
+    faster than separate calls: with so many rows in a part."""
+    value, of_rank = whole.meta.get("val"), part.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(of_rank, torch.Tensor):
+        return False
+    if not is_static(value, of_rank) or dim >= value.dim() - 1:
+        return False
+    return math.prod(of_rank.shape[:-1]) >= LEAST_ROWS and of_rank.shape[-1] > 0
+
+
+def keeps_rows(node: Node) -> bool:
+    """Whether a node is a view of another one in which rows are rows."""
+    if node.target not in VIEWS:
+        return False
+    value, viewed = node.meta.get("val"), node.args[0].meta.get("val")
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(viewed, torch.Tensor)
+    return are_tensors and value.shape[-1:] == viewed.shape[-1:]
 
 
 def remove(graph: Graph, waits: Sequence[Node]) -> int:
     """Takes away the waits whose results nobody uses any more, with their collectives and what led to these.
     Returns how many there were."""
+    if not waits:
+        return 0
     graph.eliminate_dead_code()
     # Collectives count as needed, so they are taken away by hand, the last one first.
     for wait in reversed(waits):

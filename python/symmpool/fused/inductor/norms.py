@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.inductor.graphs import VIEWS, c10d, made, remove
+from symmpool.fused.inductor.graphs import VIEWS, c10d, made, remove, waits_of
 
 __all__ = ["fuse_norms"]
 
@@ -33,8 +33,7 @@ def fuse_norms(graph: Graph) -> int:
     """Makes one call of each all-reduce, the residual and the norm behind it, and returns how many there
     are."""
     order = {node: number for number, node in enumerate(graph.nodes)}
-    waits = [node for node in graph.nodes if node.target == c10d.wait_tensor.default]
-    return remove(graph, [wait for wait in waits if _fuse(graph, wait, order)])
+    return remove(graph, [wait for wait in waits_of(graph) if _fuse(graph, wait, order)])
 
 
 def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.inductor.graphs import VIEWS, c10d, has_rows, is_static, made, remove
+from symmpool.fused.inductor.graphs import c10d, fits, is_static, keeps_rows, made, remove, waits_of
 from symmpool.fused.operators import has_ours
 from symmpool.fused.tensor_cores import MOST_PRODUCTS
 
@@ -33,14 +33,13 @@ class _Scatter(NamedTuple):
 def fuse_scatters(graph: Graph) -> int:
     """Makes one call of each reduce-scatter and the products that it adds up, and returns how many there
     are."""
-    waits = [node for node in graph.nodes if node.target == c10d.wait_tensor.default]
-    return remove(graph, [wait for wait in waits if _fuse(graph, wait)])
+    return remove(graph, [wait for wait in waits_of(graph) if _fuse(graph, wait)])
 
 
 def _fuse(graph: Graph, wait: Node) -> bool:
     """Replaces a reduce-scatter and what it scatters, if that is a sum of products; says whether it did."""
     found = _scatter_of(wait)
-    if found is None or not _fits(wait, found) or not has_ours(found.group):
+    if found is None or not fits(found.whole, wait, found.dim) or not has_ours(found.group):
         return False
     products = _products(found.whole)
     if products is None or not 1 <= len(products) <= MOST_PRODUCTS:
@@ -92,14 +91,6 @@ def _split(given: Any, world: int) -> tuple[Any, int]:
     return (whole, dim % value.dim()) if is_only else (given, 0)
 
 
-def _fits(wait: Node, found: _Scatter) -> bool:
-    """Whether the call takes such a tensor, and is faster than separate ones."""
-    value, part = found.whole.meta.get("val"), wait.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(part, torch.Tensor):
-        return False
-    return is_static(value, part) and found.dim < value.dim() - 1 and has_rows(part)
-
-
 def _products(node: Any) -> list[Node] | None:
     """The products whose sum a node is, in the order in which they are added. None if it is no such sum, or
     somebody else needs it or a part of it."""
@@ -110,11 +101,8 @@ def _products(node: Any) -> list[Node] | None:
         return None
     if node.target == _aten.mm.default:
         return [node] if is_static(node.args[0].meta["val"], value) else None
-    if node.target in VIEWS:
-        # Rows stay rows.
-        viewed = node.args[0].meta.get("val")
-        is_same = isinstance(viewed, torch.Tensor) and viewed.shape[-1:] == value.shape[-1:]
-        return _products(node.args[0]) if is_same else None
+    if keeps_rows(node):
+        return _products(node.args[0])
     if node.target != _aten.add.Tensor or node.kwargs:
         return None
     found: list[Node] = []
