@@ -109,7 +109,8 @@ def torchrun(world, *arguments, benchmark="allreduce"):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
         try:
-            output, errors = process.communicate(timeout=120)
+            # On two processors that four suites share, a benchmark takes several times as long as alone.
+            output, errors = process.communicate(timeout=400)
         except subprocess.TimeoutExpired:
             process.terminate()
             output, errors = process.communicate(timeout=60)

@@ -25,7 +25,8 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __forceinline__ inline __attribute__((always_inline))
+// Where the compiler inlines what it likes, it takes half the time.
+#define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __shared__ static thread_local
 

@@ -299,6 +299,10 @@ int cuMemsetD32_v2(uint64_t to, unsigned value, size_t words) {
                    const size_t bytes = words * 4 / PAGE * PAGE;
                    done = madvise(reinterpret_cast<void*>(to), bytes, MADV_REMOVE) == 0 ? bytes / 4 : 0;
                }
+               if (value == (value & 0xff) * 0x01010101) {
+                   memset(reinterpret_cast<unsigned*>(to) + done, value & 0xff, (words - done) * 4);
+                   return;
+               }
                for (size_t i = done; i < words; ++i) {
                    reinterpret_cast<unsigned*>(to)[i] = value;
                }

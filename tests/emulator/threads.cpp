@@ -7,7 +7,6 @@
 #include "threads.h"
 
 #include <sched.h>
-#include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -24,6 +23,8 @@ namespace emulated {
 namespace {
 
 constexpr size_t STACK_BYTES = 128 << 10;
+// Stacks begin at different places of their pages, as those of all threads would share a few lines of the caches.
+constexpr size_t STACK_SHIFT = 320, STACK_SHIFTS = 100;
 constexpr unsigned WARP = 32;
 // How many line accesses a thread of a group may be ahead of another.
 constexpr unsigned AHEAD = 64;
@@ -31,6 +32,12 @@ constexpr unsigned AHEAD = 64;
 constexpr unsigned PATIENCE = 8;
 constexpr long NAP = 50000;
 constexpr long LONGEST_NAP = 1000000;
+
+// Where a fiber, or their scheduler, goes on. C's functions for that would look through signals and clean-up handlers each
+// time, which takes longer than most fibers run; these may not be in one function that others are inlined into.
+using Context = void* [5];
+#define LEAVE_AT(context) __builtin_setjmp(context)
+[[noreturn]] __attribute__((noinline)) void go_on(Context& context) { __builtin_longjmp(context, 1); }
 
 struct Line {
     unsigned long long nth = 0;  // the number of this access in its group, from 1 on
@@ -66,7 +73,7 @@ struct Fiber {
     State state = READY;
     unsigned barrier = 0;  // which one it is at
     bool begun = false;
-    jmp_buf here;
+    Context here;
     void* stack = nullptr;
     unsigned long long loads = 0, stores = 0;
 };
@@ -76,7 +83,7 @@ struct Block {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     std::vector<std::unique_ptr<LineGroup>> groups;  // made when one first accesses a line: each takes 20 KB
-    jmp_buf scheduler;
+    Context scheduler;
     unsigned live = 0, waiting = 0;
     int predicate = 0, answer = 0;
     GroupBarrier barriers[BARRIERS];
@@ -127,9 +134,9 @@ unsigned long long drawn(Block& block) {
     return block.luck * 0x2545f4914f6cdd1dull;
 }
 
-void back_to_scheduler() {
-    if (_setjmp(fiber_here->here) == 0) {
-        _longjmp(block_here->scheduler, 1);
+__attribute__((noinline)) void back_to_scheduler() {
+    if (LEAVE_AT(fiber_here->here) == 0) {
+        go_on(block_here->scheduler);
     }
 }
 
@@ -186,24 +193,24 @@ void ended() {
 void enter() {
     block_here->call->run(block_here->call->arguments);
     ended();
-    _longjmp(block_here->scheduler, 1);
+    go_on(block_here->scheduler);
 }
 
-void resume(Block& block, Fiber& fiber) {
+__attribute__((noinline)) void resume(Block& block, Fiber& fiber) {
     fiber_here = &fiber;
     emulated_place = &fiber.place;
-    if (_setjmp(block.scheduler) != 0) {
+    if (LEAVE_AT(block.scheduler) != 0) {
         return;
     }
     if (fiber.begun) {
-        _longjmp(fiber.here, 1);
+        go_on(fiber.here);
     }
     fiber.begun = true;
     ucontext_t context;
     getcontext(&context);
     fiber.stack = take_stack();
     context.uc_stack.ss_sp = fiber.stack;
-    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_stack.ss_size = STACK_BYTES - fiber.place.thread.x % STACK_SHIFTS * STACK_SHIFT;
     context.uc_link = nullptr;
     makecontext(&context, enter, 0);
     setcontext(&context);
