@@ -37,7 +37,7 @@ class Outcome:
     error: str | None = None
 
 
-def run(world, function, *arguments, limit=60, silent=(), environment=None):
+def run(world, function, *arguments, limit=120, silent=(), environment=None):
     """Runs the ranks. Ranks in `silent` do not end by themselves: they are killed when the others
     have ended. If another rank has not ended after `limit` seconds, all are killed and this fails."""
     with tempfile.TemporaryDirectory(prefix="symmpool-test-") as folder:

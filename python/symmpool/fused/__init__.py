@@ -11,9 +11,8 @@ Importing this module also registers `torch.ops.symmpool.all_reduce_rms_norm`, `
 from typing import Any
 
 from symmpool.fused.low_contention import low_contention_all_gather, low_contention_reduce_scatter
-from symmpool.fused.matmul import (
-    fused_all_gather_matmul,
-    fused_all_gather_scaled_matmul,
+from symmpool.fused.matmul_gather import fused_all_gather_matmul, fused_all_gather_scaled_matmul
+from symmpool.fused.matmul_scatter import (
     fused_matmul_reduce_scatter,
     fused_matmuls_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,

@@ -8,7 +8,7 @@ import torch
 
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline
-from symmpool.fused.matmul import _entry, _gathered, _is_pipelined
+from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
 from symmpool.fused.products import DTYPES, check_reduce, fingerprint
 
 __all__ = ["low_contention_all_gather", "low_contention_reduce_scatter"]
@@ -37,12 +37,12 @@ def low_contention_all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Every rank's `tensor`, one after the other along the first dimension, carried by copy engines on the
     current stream. SMs only copy the tensor into the pool's memory."""
     name = "_low_contention_all_gather"
-    entry = _entry(name, tensor, group, lambda world: _check(name, tensor, world))
+    entry = entry_for(name, tensor, group, lambda world: _check(name, tensor, world))
     world = entry.comm.world
     call = _call(entry, name, tensor)
-    if not _is_pipelined(tensor, world):
+    if not is_pipelined(tensor, world):
         call.begin(0)
-        return _gathered(entry, tensor)
+        return gathered_rows(entry, tensor)
     found = tensor.new_empty((world, *tensor.shape))
     pipeline.pull_all(call, [tensor] * world, found)
     return found.flatten(0, 1)
@@ -57,11 +57,11 @@ def low_contention_reduce_scatter(tensor: torch.Tensor, reduce_op: str, group: A
         check_reduce(name, reduce_op)
         _check(name, tensor, world)
 
-    entry = _entry(name, tensor, group, check)
+    entry = entry_for(name, tensor, group, check)
     world = entry.comm.world
     call = _call(entry, name, tensor, reduce_op)
     shape = (tensor.shape[0] // world, *tensor.shape[1:])
-    if not _is_pipelined(tensor, world):
+    if not is_pipelined(tensor, world):
         call.begin(0)
         found = tensor.new_empty(shape)
         entry.run(entry.comm.reduce_scatter_tensor, (found, tensor, reduce_op), [], False)

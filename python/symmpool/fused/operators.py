@@ -13,7 +13,7 @@ import torch
 from symmpool import ops
 from symmpool.communicators.devices import name_of, number_of_tensor
 from symmpool.errors import InvalidArgumentError, InvalidStateError
-from symmpool.fused import low_contention, matmul
+from symmpool.fused import low_contention, matmul_gather, matmul_scatter
 from symmpool.groups import pool_registry, process_groups
 from symmpool.groups.names import group_of
 
@@ -59,7 +59,7 @@ def _all_gather_matmul(
     A: Any, Bs: Any, gather_dim: int, group_name: str, *, return_A: bool = True, in_front: bool = False
 ) -> Any:
     how = {"return_A": return_A, "in_front": in_front}
-    return matmul.fused_all_gather_matmul(A, Bs, gather_dim, group_of(group_name), **how)
+    return matmul_gather.fused_all_gather_matmul(A, Bs, gather_dim, group_of(group_name), **how)
 
 
 def _all_gather_scaled_matmul(
@@ -79,15 +79,15 @@ def _all_gather_scaled_matmul(
     types = [_dtype(each) for each in out_dtypes]
     group = group_of(group_name)
     given = (A, Bs, A_scale, B_scales, gather_dim, group, biases, result_scales, types, use_fast_accum)
-    return matmul.fused_all_gather_scaled_matmul(*given, in_front=in_front)
+    return matmul_gather.fused_all_gather_scaled_matmul(*given, in_front=in_front)
 
 
 def _matmul_reduce_scatter(A: Any, B: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
-    return matmul.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_of(group_name))
+    return matmul_scatter.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_of(group_name))
 
 
 def _matmuls_reduce_scatter(As: Any, Bs: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
-    return matmul.fused_matmuls_reduce_scatter(As, Bs, reduce_op, scatter_dim, group_of(group_name))
+    return matmul_scatter.fused_matmuls_reduce_scatter(As, Bs, reduce_op, scatter_dim, group_of(group_name))
 
 
 def _scaled_matmul_reduce_scatter(
@@ -107,7 +107,7 @@ def _scaled_matmul_reduce_scatter(
 ) -> Any:
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     more = (output_shape, bias, result_scale, _dtype(out_dtype), use_fast_accum)
-    call = matmul.fused_scaled_matmul_reduce_scatter
+    call = matmul_scatter.fused_scaled_matmul_reduce_scatter
     return call(A, B, A_scale, B_scale, reduce_op, *dims, group_of(group_name), *more)
 
 
@@ -120,7 +120,7 @@ def _reduce_scatter(tensor: Any, reduce_op: str, group_name: str) -> Any:
 
 
 def _all_reduce(A: Any, B: Any, reduce_op: str, group_name: str) -> Any:
-    return matmul.matmul_all_reduce(A, B, reduce_op, group_of(group_name))
+    return matmul_scatter.matmul_all_reduce(A, B, reduce_op, group_of(group_name))
 
 
 _IMPLEMENTATIONS = {

@@ -14,11 +14,13 @@ from symmpool.errors import InvalidArgumentError
 
 __all__ = [
     "Product",
+    "aligned",
     "check_alike",
     "check_left",
     "check_reduce",
     "check_right",
     "fingerprint",
+    "rows_of",
     "scales_of_rows",
 ]
 
@@ -189,3 +191,8 @@ def fingerprint(*what: Any) -> int:
 
 def rows_of(shape: Any) -> int:
     return math.prod(shape[:-1])
+
+
+def aligned(scales: torch.Tensor) -> torch.Tensor:
+    """Scales at an address that products of 8-bit floats take."""
+    return scales if scales.data_ptr() % 16 == 0 and scales.is_contiguous() else scales.clone()

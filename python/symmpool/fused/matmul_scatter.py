@@ -1,5 +1,4 @@
-"""Tensor-parallel products of matrices that hide their communication, with the names, arguments and meaning
-that torch.ops.symm_mem gives them."""
+"""Products that are added up over all ranks, and whose sums leave while the rest is made."""
 
 from __future__ import annotations
 
@@ -9,23 +8,21 @@ from typing import Any
 
 import torch
 
-from symmpool.communicators.cache import communicator_for
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
+from symmpool.fused.entry import entry_for, is_pipelined
 from symmpool.fused.products import (
     Product,
+    aligned,
     check_alike,
     check_left,
     check_reduce,
     check_right,
     fingerprint,
     rows_of,
-    scales_of_rows,
 )
 
 __all__ = [
-    "fused_all_gather_matmul",
-    "fused_all_gather_scaled_matmul",
     "fused_matmul_reduce_scatter",
     "fused_matmuls_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
@@ -38,243 +35,6 @@ __all__ = [
 _SHORT_PART = 4 << 20
 # A product of no more bytes is added up as a whole, which is faster than in parts: measured on two H200s.
 _SHORT_SUM = 16 << 20
-
-
-def _entry(name: str, tensor: Any, group: Any, check: Any) -> Any:
-    """What serves a call, whose arguments `check(world)` refuses where they are wrong."""
-
-    def first(rank: int, world: int) -> Any:
-        check(world)
-        return ("barrier", ())
-
-    if not isinstance(tensor, torch.Tensor):
-        check(1)
-    entry = communicator_for(tensor, group, first)
-    if entry is None:
-        raise InvalidArgumentError(f"{name}: this process is no rank of the group")
-    try:
-        check(entry.comm.world)
-    except InvalidArgumentError as why:
-        entry.refuse(str(why))
-        raise
-    return entry
-
-
-def _is_pipelined(tensor: torch.Tensor, world: int) -> bool:
-    return tensor.is_cuda and world > 1 and tensor.numel() > 0
-
-
-def _gathered(entry: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Every rank's rows, one after the other."""
-    whole = rows.new_empty((entry.comm.world * rows.shape[0], *rows.shape[1:]))
-    entry.run(entry.comm.all_gather_into_tensor, (whole, rows.contiguous()), [], False)
-    return whole
-
-
-def fused_all_gather_matmul(
-    A_shard: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    gather_dim: int,
-    group: Any,
-    *,
-    return_A: bool = True,
-    in_front: bool = False,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Every rank's `A_shard` of shape (..., K), one after the other along `gather_dim`, and its products
-    with `Bs`, each of shape (K, N): `A @ B`. If `gather_dim` is the last dimension, `Bs` have `world` times
-    K rows. The gathered tensor is None unless `return_A`.
-
-    Results are contiguous; or with `in_front` they lie in memory as torch's operators give them, so that
-    `result.movedim(gather_dim, 0)` is contiguous.
-
-    On CUDA this rank's own rows are multiplied first; meanwhile the others arrive by copy engines. On devices
-    of compute capability 9.0 a shard that is contiguous is not copied if the dimension is the first one, or
-    if the dimensions from it to the last one have a multiple of 128 rows; with `in_front`, and
-    elsewhere, one that lies as `in_front` says. The call is on the current stream; on the CPU it returns when
-    it is done, with the bits of separate operations. `group` is a group, its name or a pool.
-
-    Raises InvalidArgumentError for tensors that do not fit or require grad, and then DivergedError on the
-    other ranks; DivergedError where ranks pass shards of different shapes or types, or another dimension;
-    InvalidStateError where a capture would need new memory of the pool; TimeoutError and PeerLostError
-    where a rank does not come."""
-    products = [Product(right) for right in Bs]
-    name = "fused_all_gather_matmul"
-    return _gather_matmul(name, A_shard, products, None, gather_dim, group, return_A, in_front)
-
-
-def fused_all_gather_scaled_matmul(
-    A_shard: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    A_scale: torch.Tensor,
-    B_scales: Sequence[torch.Tensor],
-    gather_dim: int,
-    group: Any,
-    biases: Sequence[torch.Tensor | None],
-    result_scales: Sequence[torch.Tensor | None],
-    out_dtypes: Sequence[torch.dtype | None],
-    use_fast_accum: Sequence[bool],
-    *,
-    in_front: bool = False,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """As `fused_all_gather_matmul`, for 8-bit floats with scales. `A_scale` is one number, or has one for
-    each row of the shard, (..., 1), or one for each row of the gathered tensor."""
-    name = "fused_all_gather_scaled_matmul"
-    of_each = {
-        "B_scales": B_scales,
-        "biases": biases,
-        "result_scales": result_scales,
-        "out_dtypes": out_dtypes,
-        "use_fast_accum": use_fast_accum,
-    }
-    counts = [
-        f"{what}: {len(given)} for {len(Bs)} matrices"
-        for what, given in of_each.items()
-        if len(given) != len(Bs)
-    ]
-    products = [Product(*each) for each in zip(Bs, *of_each.values(), strict=False)]
-    how = (True, in_front, *counts[:1])
-    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, *how)
-    assert A is not None
-    return A, found
-
-
-def _gather_matmul(
-    name: str,
-    shard: torch.Tensor,
-    products: list[Product],
-    scale: torch.Tensor | None,
-    dim: int,
-    group: Any,
-    return_A: bool,
-    in_front: bool,
-    wrong: str | None = None,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    def check(world: int) -> None:
-        if wrong is not None:
-            raise InvalidArgumentError(f"{name}: {wrong}")
-        check_left(name, "A_shard", shard, dim, "gather_dim")
-        inner = shard.shape[-1] * (world if dim == shard.dim() - 1 else 1)
-        for nth, product in enumerate(products):
-            check_right(name, f"Bs[{nth}]", product, shard, inner)
-        scales_of_rows(name, scale, shard.shape, dim, world)
-
-    entry = _entry(name, shard, group, check)
-    world, is_last = entry.comm.world, dim == shard.dim() - 1
-    kind, scales = scales_of_rows(name, scale, shard.shape, dim, world)
-    by_tensor_cores = (
-        kind == "one"
-        and not is_last
-        and _is_pipelined(shard, world)
-        and tensor_cores.serves_all(entry, shard, scales, products, rows_of(shard.shape))
-    )
-    rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind, by_tensor_cores)
-    sizes = (rows_of(shard.shape), shard.shape[-1], 0)
-    call = pipeline.Call(entry, "fused_all_gather_matmul", shard, sizes, rest)
-    batches, in_batch = math.prod(shard.shape[:dim]), math.prod(shard.shape[dim:-1])
-    if by_tensor_cores and not in_front and (batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0):
-        leading = [*shard.shape[:dim], world * shard.shape[dim], *shard.shape[dim + 1 : -1]]
-        rows = shard.reshape(-1, shard.shape[-1]).contiguous()
-        whole, found = tensor_cores.gather_multiply(call, rows, batches, scales, products, return_A)
-        shaped_rows = None if whole is None else whole.view(*leading, whole.shape[-1])
-        return shaped_rows, [out.view(*leading, out.shape[-1]) for out in found]
-    front = shard if is_last else shard.movedim(dim, 0)
-    leading = list(front.shape[:-1])
-    rows = front.reshape(-1, shard.shape[-1]).contiguous()
-    if is_last:
-        return _gather_columns(call, rows, leading, products, (kind, scales), return_A)
-    leading[0] *= world
-
-    def shaped(found: torch.Tensor) -> torch.Tensor:
-        found = found.view(*leading, found.shape[-1]).movedim(0, dim)
-        return found if in_front else found.contiguous()
-
-    if by_tensor_cores:
-        whole, found = tensor_cores.gather_multiply(call, rows, 1, scales, products, return_A)
-        return None if whole is None else shaped(whole), [shaped(out) for out in found]
-    if not _is_pipelined(shard, world) or not products:
-        call.begin(0)
-        whole = _gathered(entry, rows)
-        if kind == "shard":
-            scales = _gathered(entry, scales.contiguous())
-        found = [shaped(product.make(whole, scales, None)) for product in products]
-        return shaped(whole) if return_A else None, found
-    outs = [
-        rows.new_empty((world, rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(shard))
-        for product in products
-    ]
-    gathered = rows.new_empty((world, *rows.shape)) if return_A else None
-    sent = scales.contiguous() if kind == "shard" else None
-    of_rank = _scales_of_ranks(kind, scales, world)
-
-    def multiply(given: torch.Tensor, received: torch.Tensor | None, rank: int) -> None:
-        for product, out in zip(products, outs, strict=True):
-            product.make(given, received if kind == "shard" else of_rank[rank], out[rank])
-
-    pipeline.gather_multiply(call, rows, sent, multiply, gathered)
-    found = [shaped(out.flatten(0, 1)) for out in outs]
-    return None if gathered is None else shaped(gathered.flatten(0, 1)), found
-
-
-def _scales_of_ranks(kind: str, scales: torch.Tensor | None, world: int) -> list[torch.Tensor | None]:
-    """The scales of each rank's rows, where they are on every rank."""
-    if kind != "whole":
-        return [scales] * world
-    return [aligned(part) for part in scales.chunk(world)]
-
-
-def aligned(scales: torch.Tensor) -> torch.Tensor:
-    """Scales at an address that products of 8-bit floats take."""
-    return scales if scales.data_ptr() % 16 == 0 and scales.is_contiguous() else scales.clone()
-
-
-def _gather_columns(
-    call: pipeline.Call,
-    rows: torch.Tensor,
-    leading: list[int],
-    products: list[Product],
-    scaling: tuple[str, torch.Tensor | None],
-    return_A: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Shards are columns: the product is the sum of those of all shards."""
-    (kind, scales), world = scaling, call.world
-
-    def shaped(found: torch.Tensor) -> torch.Tensor:
-        return found.view(*leading, found.shape[-1])
-
-    is_sum = _is_pipelined(rows, world) and not any(product.is_scaled for product in products) and products
-    if not is_sum:
-        call.begin(0)
-        count = rows.shape[0]
-        whole = _gathered(call.entry, rows).view(world, *rows.shape)
-        whole = whole.movedim(0, 1).reshape(count, world * rows.shape[1])
-        if scales is not None and kind == "shard" and scales.numel() > 1:
-            scales = scales.contiguous()
-        found = [shaped(product.make(whole, scales, None)) for product in products]
-        return shaped(whole) if return_A else None, found
-    outs = [
-        rows.new_empty((rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(rows))
-        for product in products
-    ]
-    rights = [product.right.chunk(world) for product in products]
-    gathered = rows.new_empty((world, *rows.shape)) if return_A else None
-    done: list[Any] = []
-
-    def multiply(given: torch.Tensor, _: Any, rank: int) -> None:
-        # Sums grow in one tensor, so each product waits for the last one.
-        for event in done:
-            torch.cuda.current_stream(rows.device).wait_event(event)
-        for out, parts in zip(outs, rights, strict=True):
-            if done:
-                out.addmm_(given, parts[rank])
-            else:
-                torch.mm(given, parts[rank], out=out)
-        done.append(torch.cuda.current_stream(rows.device).record_event())
-
-    pipeline.gather_multiply(call, rows, None, multiply, gathered)
-    whole = None
-    if gathered is not None:
-        whole = shaped(gathered.movedim(0, 1).reshape(rows.shape[0], world * rows.shape[1]))
-    return whole, [shaped(out) for out in outs]
 
 
 def fused_matmul_reduce_scatter(
@@ -375,7 +135,7 @@ def _matmul_scatter(
                 f"{(*A.shape[:-1], 1)}"
             )
 
-    entry = _entry(name, As[0], group, check)
+    entry = entry_for(name, As[0], group, check)
     A, product = As[0], products[0]
     world = entry.comm.world
     whole = _product_shape(A, product, output_shape)
@@ -464,13 +224,13 @@ def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: A
         check_left(name, "A", A, 0, "A")
         check_right(name, "B", Product(B), A, A.shape[-1])
 
-    entry = _entry(name, A, group, check)
+    entry = entry_for(name, A, group, check)
     world = entry.comm.world
     rows = A.reshape(-1, A.shape[-1])
     shape = (*A.shape[:-1], B.shape[1])
     product = Product(B)
     is_short = rows.shape[0] * B.shape[1] * A.itemsize <= _SHORT_SUM
-    if not _is_pipelined(rows, world) or rows.shape[0] % world != 0 or is_short:
+    if not is_pipelined(rows, world) or rows.shape[0] % world != 0 or is_short:
         # Ranks compare sizes and types in the all-reduce: a handshake of its own would cost as much as a sum.
         made = torch.mm(rows, B)
         entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)

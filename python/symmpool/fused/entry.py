@@ -1,0 +1,44 @@
+"""What serves a fused product or a copy of copy engines, found with its arguments checked on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool.communicators.cache import communicator_for
+from symmpool.errors import InvalidArgumentError
+
+__all__ = ["entry_for", "gathered_rows", "is_pipelined"]
+
+
+def entry_for(name: str, tensor: Any, group: Any, check: Any) -> Any:
+    """What serves a call, whose arguments `check(world)` refuses where they are wrong."""
+
+    def first(rank: int, world: int) -> Any:
+        check(world)
+        return ("barrier", ())
+
+    if not isinstance(tensor, torch.Tensor):
+        check(1)
+    entry = communicator_for(tensor, group, first)
+    if entry is None:
+        raise InvalidArgumentError(f"{name}: this process is no rank of the group")
+    try:
+        check(entry.comm.world)
+    except InvalidArgumentError as why:
+        entry.refuse(str(why))
+        raise
+    return entry
+
+
+def is_pipelined(tensor: torch.Tensor, world: int) -> bool:
+    """Whether there is something to carry by copy engines."""
+    return tensor.is_cuda and world > 1 and tensor.numel() > 0
+
+
+def gathered_rows(entry: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Every rank's rows, one after the other."""
+    whole = rows.new_empty((entry.comm.world * rows.shape[0], *rows.shape[1:]))
+    entry.run(entry.comm.all_gather_into_tensor, (whole, rows.contiguous()), [], False)
+    return whole
