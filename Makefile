@@ -12,7 +12,7 @@ CARGO_TEST := cargo test --workspace --all-features
 CARGO_EXAMPLES := cargo build --workspace --all-features --examples
 PROGRAMS := $(TARGET)/debug/examples
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
-# The test that compiles every variant of every kernel, which takes minutes.
+# The test that compiles every variant of every kernel that changed, which takes up to some minutes.
 VARIANTS := every_variant_compiles_spills_nothing_and_fits
 # Seconds that a check on emulated devices may take: beside other tests it shares two processors with them.
 PATIENCE := --limit 1500

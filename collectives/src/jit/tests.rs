@@ -3,6 +3,7 @@
 
 mod device_api;
 mod plans;
+mod recorded;
 mod variants;
 
 use std::collections::BTreeSet;

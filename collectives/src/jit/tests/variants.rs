@@ -5,14 +5,20 @@
 //! each pair of a compiler and an architecture for every variant would take ten times as long, and find little that
 //! these do not. The kernels have few lines for single architectures, all variants of one mode have them alike, and
 //! [`super::device_api`] compiles the public headers for each architecture with each compiler.
+//!
+//! What a kernel's variants need is recorded ([`super::recorded`]). A kernel is compiled if anything that it is made from is
+//! another than when it was recorded, and so is one of the others in each run, another one each time.
 
 use std::cmp::Reverse;
 use std::sync::atomic::AtomicUsize;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::Table;
 
 use super::super::sources::{ALL_TO_ALL, KERNELS};
+use super::recorded::{Needs, Recorded};
 use super::*;
+use crate::jit;
 
 /// Architectures that have nearly the same instructions, and need nearly the same registers.
 const OLDER: [(u32, u32); 3] = [(8, 0), (8, 6), (8, 9)];
@@ -41,6 +47,25 @@ impl Job {
     fn variant(&self) -> Variant<'_> {
         Variant { kernel: self.kernel, defines: &self.defines }
     }
+
+    /// The device, the compiler's version and the variant.
+    fn describe(&self, jits: &[Jit]) -> String {
+        let ((major, minor), version) = (self.arch, version(&jits[self.compiler]));
+        format!("{major}.{minor} by {}.{}: {}", version.0, version.1, self.variant())
+    }
+
+    /// The key of all that its image depends on.
+    fn key(&self, jits: &[Jit]) -> String {
+        let nvrtc = jits[self.compiler].nvrtc().expect("the compiler");
+        let target = arch(self.arch.0, self.arch.1).target(&nvrtc.archs).expect("a device");
+        let options = jit::options(&self.variant(), &target);
+        let headers = headers_of(self.kernel.source);
+        format!("{:?}", jit::key(nvrtc.version, &self.variant(), &headers, &options))
+    }
+}
+
+fn version(jit: &Jit) -> (u32, u32) {
+    jit.nvrtc().expect("the compiler").version
 }
 
 /// What a job's machine code needs; `None` for intermediate code.
@@ -54,8 +79,8 @@ fn jits() -> Vec<Jit> {
     jits
 }
 
-/// Compiles on all processors, and prints what is needed of a device. Each failure is an error.
-fn compile<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
+/// Compiles on all processors. Each failure is an error.
+fn compile<'a>(jits: &[Jit], jobs: &[&'a Job]) -> Vec<Done<'a>> {
     let next = AtomicUsize::new(0);
     let done = Mutex::new(Vec::new());
     let failed = Mutex::new(Vec::new());
@@ -67,7 +92,7 @@ fn compile<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
                         .compile(&job.variant(), arch(job.arch.0, job.arch.1))
                         .and_then(|image| look(&image, job.kernel));
                     match image {
-                        Ok(used) => lock(&done).push((job, used)),
+                        Ok(used) => lock(&done).push((*job, used)),
                         Err(error) => lock(&failed).push(format!("{}: {error}", job.variant())),
                     }
                 }
@@ -78,6 +103,11 @@ fn compile<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
     assert!(failed.is_empty(), "{}", failed.join("\n"));
     let done = done.into_inner().expect("no panic");
     assert_eq!(done.len(), jobs.len());
+    done
+}
+
+/// Prints what is needed of a device.
+fn print(jits: &[Jit], done: &[Done<'_>]) {
     for (compiler, jit) in jits.iter().enumerate() {
         let nvrtc = jit.nvrtc().expect("the compiler");
         println!(
@@ -88,6 +118,67 @@ fn compile<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
             jit.compiled(),
             table(done.iter().filter(|(job, _)| job.compiler == compiler))
         );
+    }
+}
+
+/// The hash of all that a kernel's variants are made from.
+fn hash_of(jits: &[Jit], jobs: &[&Job]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for job in jobs {
+        hasher.update(job.describe(jits).as_bytes());
+        hasher.update(job.key(jits).as_bytes());
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+/// What the variants of all kernels need: as recorded, or compiled now. Says which kernels are not recorded, and records
+/// them if SYMMPOOL_BLESS is set.
+fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
+    let blesses = env::var_os("SYMMPOOL_BLESS").is_some();
+    // What is recorded was compiled for that, and not recorded before.
+    let recorded = if blesses { Recorded::default() } else { Recorded::read() };
+    let mut by_kernel: BTreeMap<&str, Vec<&Job>> = BTreeMap::new();
+    for job in jobs {
+        by_kernel.entry(job.kernel.name).or_default().push(job);
+    }
+    let hashes: BTreeMap<&str, String> =
+        by_kernel.iter().map(|(name, jobs)| (*name, hash_of(jits, jobs))).collect();
+    let unchanged: Vec<&str> =
+        hashes.keys().copied().filter(|name| recorded.of(name, &hashes[name]).is_some()).collect();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time");
+    let checked = unchanged.get(now.subsec_nanos() as usize % unchanged.len().max(1)).copied();
+    let is_recorded =
+        |job: &Job| unchanged.contains(&job.kernel.name) && checked != Some(job.kernel.name);
+    println!(
+        "as recorded: {} of {} kernels; compiled again: {checked:?}",
+        unchanged.len(),
+        hashes.len()
+    );
+    let wanted: Vec<&Job> = jobs.iter().filter(|job| !is_recorded(job)).collect();
+    let mut done = compile(jits, &wanted);
+    for (name, jobs) in &by_kernel {
+        let Some(needs) = recorded.of(name, &hashes[name]) else { continue };
+        let as_recorded = jobs.iter().map(|job| (*job, needs[&job.describe(jits)]));
+        if checked == Some(name) {
+            for (job, used) in as_recorded {
+                let found = done.iter().find(|(of, _)| std::ptr::eq(*of, job)).expect("compiled");
+                assert_eq!(found.1, used, "{} is recorded otherwise", job.describe(jits));
+            }
+        } else {
+            done.extend(as_recorded);
+        }
+    }
+    let mut found: BTreeMap<String, (String, Needs)> = BTreeMap::new();
+    for (job, used) in &done {
+        let name = job.kernel.name;
+        let entry = found.entry(name.to_owned());
+        let (_, needs) = entry.or_insert_with(|| (hashes[name].clone(), Needs::new()));
+        needs.insert(job.describe(jits), *used);
+    }
+    if blesses {
+        Recorded(found).write();
+    } else if unchanged.len() < hashes.len() {
+        println!("SYMMPOOL_BLESS=1 make test-variants records the others");
     }
     done
 }
@@ -215,7 +306,8 @@ fn every_variant_compiles_spills_nothing_and_fits() {
     }
     // The longest first, so that no processor is idle at the end.
     jobs.sort_by_key(|job| Reverse(job.kernel.source.len()));
-    let done = compile(&jits, &jobs);
+    let done = needs(&jits, &jobs);
+    print(&jits, &done);
     let flaws: Vec<String> = done.iter().flat_map(flaws).collect();
     assert!(flaws.is_empty(), "{}", flaws.join("\n"));
     for kernel in KERNELS {

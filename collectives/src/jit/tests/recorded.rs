@@ -1,0 +1,100 @@
+//! What the variants of kernels need of a device, in a file: `needs.txt`. The compilers are deterministic, so a kernel all of
+//! whose variants would be made from what they were made from when they were recorded needs what it needed then, and is
+//! not compiled again. Reviewers see in the file which registers a change costs.
+
+use std::fmt::Write as _;
+
+use super::*;
+
+/// What a variant's machine code needs; `None` for intermediate code. By the device, the compiler and the variant.
+pub(super) type Needs = BTreeMap<String, Option<Usage>>;
+
+const HEAD: &str = "\
+# What each variant of a kernel needs: registers of a thread, bytes of its stack, and bytes of shared memory of a block; or
+# PTX, which the driver compiles. Behind a kernel's name is the hash of all that its variants are made from: sources, macros,
+# options, and the versions of the compilers. SYMMPOOL_BLESS=1 make test-variants writes this file.
+";
+
+/// A kernel's hash, and what its variants need, by the kernel's name.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Recorded(pub(super) BTreeMap<String, (String, Needs)>);
+
+impl Recorded {
+    fn path() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("src/jit/tests/needs.txt")
+    }
+
+    pub(super) fn read() -> Self {
+        Self::parse(&fs::read_to_string(Self::path()).expect("the file"))
+    }
+
+    pub(super) fn write(&self) {
+        fs::write(Self::path(), self.text()).expect("the file");
+    }
+
+    /// What was recorded of a kernel that is made from the same.
+    pub(super) fn of(&self, kernel: &str, hash: &str) -> Option<&Needs> {
+        self.0.get(kernel).filter(|(of, _)| of == hash).map(|(_, needs)| needs)
+    }
+
+    fn text(&self) -> String {
+        let mut text = HEAD.to_owned();
+        for (kernel, (hash, needs)) in &self.0 {
+            let _ = write!(text, "\n{kernel} {hash}\n");
+            for (variant, need) in needs {
+                let _ = match need {
+                    Some(Usage { registers, stack_bytes, shared_bytes }) => {
+                        writeln!(text, "{registers} {stack_bytes} {shared_bytes} : {variant}")
+                    }
+                    None => writeln!(text, "PTX : {variant}"),
+                };
+            }
+        }
+        text
+    }
+
+    fn parse(text: &str) -> Self {
+        let mut kernels = BTreeMap::new();
+        let of_kernels = text.split("\n\n").skip(1);
+        for lines in of_kernels {
+            let mut lines = lines.lines();
+            let (kernel, hash) =
+                lines.next().and_then(|line| line.split_once(' ')).expect("a kernel");
+            let needs = lines.map(|line| {
+                let (need, variant) = line.split_once(" : ").expect("a variant");
+                (variant.to_owned(), Self::parse_need(need))
+            });
+            kernels.insert(kernel.to_owned(), (hash.to_owned(), needs.collect()));
+        }
+        Self(kernels)
+    }
+
+    fn parse_need(need: &str) -> Option<Usage> {
+        if need == "PTX" {
+            return None;
+        }
+        let numbers: Vec<u64> =
+            need.split(' ').map(|number| number.parse().expect("a number")).collect();
+        let [registers, stack_bytes, shared_bytes] = numbers[..] else { panic!("{need:?}") };
+        let small = |number| u32::try_from(number).expect("a small number");
+        Some(Usage { registers: small(registers), stack_bytes: small(stack_bytes), shared_bytes })
+    }
+}
+
+#[test]
+fn what_is_recorded_is_read_again() {
+    let usage = Usage { registers: 128, stack_bytes: 24, shared_bytes: 1 << 40 };
+    let needs = Needs::from([
+        ("9.0 by 13.0: copy (WORLD=2)".to_owned(), Some(usage)),
+        ("10.0 by 12.4: copy (WORLD=2)".to_owned(), None),
+    ]);
+    let other = Needs::from([("9.0 by 13.0: barrier".to_owned(), Some(usage))]);
+    let recorded = Recorded(BTreeMap::from([
+        ("copy".to_owned(), ("abc".to_owned(), needs.clone())),
+        ("barrier".to_owned(), ("def".to_owned(), other)),
+    ]));
+    assert_eq!(Recorded::parse(&recorded.text()), recorded);
+    assert_eq!(recorded.of("copy", "abc"), Some(&needs));
+    assert!(recorded.of("copy", "def").is_none() && recorded.of("pull", "abc").is_none());
+    assert_eq!(Recorded::parse(HEAD), Recorded::default());
+}
