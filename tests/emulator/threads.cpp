@@ -33,10 +33,10 @@ constexpr unsigned PATIENCE = 8;
 constexpr long NAP = 50000;
 constexpr long LONGEST_NAP = 1000000;
 
-// Where a fiber, or their scheduler, goes on. C's functions for that would look through signals and clean-up handlers each
-// time, which takes longer than most fibers run; these may not be in one function that others are inlined into.
+// Where a fiber, or the scheduler, goes on, for the compiler's own setjmp and longjmp. Those of the C library look through
+// clean-up handlers each time, which takes longer than most fibers run. As a function may not both set a context and go on
+// there, those that do either are not inlined.
 using Context = void* [5];
-#define LEAVE_AT(context) __builtin_setjmp(context)
 [[noreturn]] __attribute__((noinline)) void go_on(Context& context) { __builtin_longjmp(context, 1); }
 
 struct Line {
@@ -135,7 +135,7 @@ unsigned long long drawn(Block& block) {
 }
 
 __attribute__((noinline)) void back_to_scheduler() {
-    if (LEAVE_AT(fiber_here->here) == 0) {
+    if (__builtin_setjmp(fiber_here->here) == 0) {
         go_on(block_here->scheduler);
     }
 }
@@ -199,7 +199,7 @@ void enter() {
 __attribute__((noinline)) void resume(Block& block, Fiber& fiber) {
     fiber_here = &fiber;
     emulated_place = &fiber.place;
-    if (LEAVE_AT(block.scheduler) != 0) {
+    if (__builtin_setjmp(block.scheduler) != 0) {
         return;
     }
     if (fiber.begun) {

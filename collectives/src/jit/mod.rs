@@ -152,6 +152,21 @@ pub(crate) struct Jit {
     compiled: AtomicU64,
 }
 
+/// A variant, and all that it is compiled with for a device.
+struct Compilation<'a> {
+    nvrtc: &'a Nvrtc,
+    variant: Variant<'a>,
+    headers: Vec<Header>,
+    target: Target,
+    options: Vec<String>,
+}
+
+impl Compilation<'_> {
+    fn key(&self) -> Key {
+        key(self.nvrtc.version, &self.variant, &self.headers, &self.options)
+    }
+}
+
 /// What images in memory are found by: a hash of name, source and macros; the device.
 type Wanted = (Key, Arch);
 
@@ -196,35 +211,29 @@ impl Jit {
     }
 
     fn load_or_compile(&self, variant: &Variant<'_>, arch: Arch) -> Result<Image> {
-        let nvrtc = self.nvrtc()?;
-        let target = arch.target(&nvrtc.archs)?;
-        let kind = match target {
+        let compilation = self.compilation(variant, arch)?;
+        let kind = match compilation.target {
             Target::Cubin(_) => ImageKind::Cubin,
             Target::Ptx(_) => ImageKind::Ptx,
         };
-        let options = options(variant, &target);
-        let headers = headers_of(variant.kernel.source);
-        let make = || {
-            let bytes = self.run(nvrtc, variant, &headers, &target, &options)?;
-            Ok(Entry { kind: kind as u8, bytes })
-        };
+        let make = || Ok(Entry { kind: kind as u8, bytes: self.run(&compilation)? });
         let entry = match self.cache() {
-            Some(cache) => {
-                cache.get_or_make(key(nvrtc.version, variant, &headers, &options), make)?
-            }
+            Some(cache) => cache.get_or_make(compilation.key(), make)?,
             None => make()?,
         };
         Ok(Image { bytes: entry.bytes.into(), kind })
     }
 
-    fn run(
-        &self,
-        nvrtc: &Nvrtc,
-        variant: &Variant<'_>,
-        headers: &[Header],
-        target: &Target,
-        options: &[String],
-    ) -> Result<Vec<u8>> {
+    fn compilation<'a>(&'a self, variant: &Variant<'a>, arch: Arch) -> Result<Compilation<'a>> {
+        let nvrtc = self.nvrtc()?;
+        let target = arch.target(&nvrtc.archs)?;
+        let options = options(variant, &target);
+        let headers = headers_of(variant.kernel.source);
+        Ok(Compilation { nvrtc, variant: *variant, headers, target, options })
+    }
+
+    fn run(&self, compilation: &Compilation<'_>) -> Result<Vec<u8>> {
+        let Compilation { nvrtc, variant, headers, target, options } = compilation;
         self.compiled.fetch_add(1, Ordering::Relaxed);
         let program = Program {
             name: variant.kernel.path,

@@ -1,4 +1,5 @@
-"""Products of the rows, or of the columns, of all ranks, which arrive while they are made."""
+"""Products of the rows, or of the columns, of all ranks, which arrive while they are made. Names, arguments
+and meaning are those of torch.ops.symm_mem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Products that are added up over all ranks, and whose sums leave while the rest is made."""
+"""Products that are added up over all ranks, and whose sums leave while the rest is made. Names, arguments
+and meaning are those of torch.ops.symm_mem, where it has them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ use comfy_table::Table;
 use super::super::sources::{ALL_TO_ALL, KERNELS};
 use super::recorded::{Needs, Recorded};
 use super::*;
-use crate::jit;
 
 /// Architectures that have nearly the same instructions, and need nearly the same registers.
 const OLDER: [(u32, u32); 3] = [(8, 0), (8, 6), (8, 9)];
@@ -56,11 +55,9 @@ impl Job {
 
     /// The key of all that its image depends on.
     fn key(&self, jits: &[Jit]) -> String {
-        let nvrtc = jits[self.compiler].nvrtc().expect("the compiler");
-        let target = arch(self.arch.0, self.arch.1).target(&nvrtc.archs).expect("a device");
-        let options = jit::options(&self.variant(), &target);
-        let headers = headers_of(self.kernel.source);
-        format!("{:?}", jit::key(nvrtc.version, &self.variant(), &headers, &options))
+        let (variant, jit) = (self.variant(), &jits[self.compiler]);
+        let compilation = jit.compilation(&variant, arch(self.arch.0, self.arch.1));
+        format!("{:?}", compilation.expect("a device that it makes code for").key())
     }
 }
 
@@ -75,7 +72,7 @@ type Done<'a> = (&'a Job, Option<Usage>);
 fn jits() -> Vec<Jit> {
     let mut jits: Vec<Jit> =
         compilers().into_iter().map(|nvrtc| Jit::new(options(nvrtc, Some(&kept())))).collect();
-    jits.sort_by_key(|jit| jit.nvrtc().expect("the compiler").version);
+    jits.sort_by_key(version);
     jits
 }
 
@@ -131,8 +128,8 @@ fn hash_of(jits: &[Jit], jobs: &[&Job]) -> String {
     hasher.finalize().to_hex().to_string()
 }
 
-/// What the variants of all kernels need: as recorded, or compiled now. Says which kernels are not recorded, and records
-/// them if SYMMPOOL_BLESS is set.
+/// What the variants of all kernels need: as recorded, or compiled now. Says whether some are not recorded, and records all
+/// if SYMMPOOL_BLESS is set.
 fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
     let blesses = env::var_os("SYMMPOOL_BLESS").is_some();
     // What is recorded was compiled for that, and not recorded before.
@@ -143,44 +140,47 @@ fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
     }
     let hashes: BTreeMap<&str, String> =
         by_kernel.iter().map(|(name, jobs)| (*name, hash_of(jits, jobs))).collect();
-    let unchanged: Vec<&str> =
-        hashes.keys().copied().filter(|name| recorded.of(name, &hashes[name]).is_some()).collect();
+    let mut unchanged: BTreeMap<&str, &Needs> =
+        hashes.iter().filter_map(|(name, hash)| Some((*name, recorded.of(name, hash)?))).collect();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time");
-    let checked = unchanged.get(now.subsec_nanos() as usize % unchanged.len().max(1)).copied();
-    let is_recorded =
-        |job: &Job| unchanged.contains(&job.kernel.name) && checked != Some(job.kernel.name);
+    let checked =
+        unchanged.keys().nth(now.subsec_nanos() as usize % unchanged.len().max(1)).copied();
     println!(
         "as recorded: {} of {} kernels; compiled again: {checked:?}",
         unchanged.len(),
         hashes.len()
     );
-    let wanted: Vec<&Job> = jobs.iter().filter(|job| !is_recorded(job)).collect();
-    let mut done = compile(jits, &wanted);
-    for (name, jobs) in &by_kernel {
-        let Some(needs) = recorded.of(name, &hashes[name]) else { continue };
-        let as_recorded = jobs.iter().map(|job| (*job, needs[&job.describe(jits)]));
-        if checked == Some(name) {
-            for (job, used) in as_recorded {
-                let found = done.iter().find(|(of, _)| std::ptr::eq(*of, job)).expect("compiled");
-                assert_eq!(found.1, used, "{} is recorded otherwise", job.describe(jits));
-            }
-        } else {
-            done.extend(as_recorded);
-        }
-    }
-    let mut found: BTreeMap<String, (String, Needs)> = BTreeMap::new();
-    for (job, used) in &done {
-        let name = job.kernel.name;
-        let entry = found.entry(name.to_owned());
-        let (_, needs) = entry.or_insert_with(|| (hashes[name].clone(), Needs::new()));
-        needs.insert(job.describe(jits), *used);
-    }
-    if blesses {
-        Recorded(found).write();
-    } else if unchanged.len() < hashes.len() {
+    if !blesses && unchanged.len() < hashes.len() {
         println!("SYMMPOOL_BLESS=1 make test-variants records the others");
     }
+    let checked = checked.and_then(|name| unchanged.remove_entry(name));
+    let (as_recorded, wanted): (Vec<&Job>, Vec<&Job>) =
+        jobs.iter().partition(|job| unchanged.contains_key(job.kernel.name));
+    let mut done = compile(jits, &wanted);
+    if let Some((name, needs)) = checked {
+        for (job, used) in done.iter().filter(|(job, _)| job.kernel.name == name) {
+            let what = job.describe(jits);
+            assert_eq!(*used, needs[&what], "{what} is recorded otherwise");
+        }
+    }
+    done.extend(as_recorded.into_iter().map(|job| {
+        let needs = unchanged[job.kernel.name];
+        (job, needs[&job.describe(jits)])
+    }));
+    if blesses {
+        record(jits, hashes, &done);
+    }
     done
+}
+
+/// Records what all variants need, and the hashes of their kernels.
+fn record(jits: &[Jit], hashes: BTreeMap<&str, String>, done: &[Done<'_>]) {
+    let of = |kernel: &str| {
+        let of_kernel = done.iter().filter(|(job, _)| job.kernel.name == kernel);
+        of_kernel.map(|(job, used)| (job.describe(jits), *used)).collect()
+    };
+    let kernels = hashes.into_iter().map(|(name, hash)| (name.to_owned(), (hash, of(name))));
+    Recorded(kernels.collect()).write();
 }
 
 fn table<'a>(done: impl Iterator<Item = &'a Done<'a>>) -> Table {
@@ -319,7 +319,7 @@ fn every_variant_compiles_spills_nothing_and_fits() {
     for (job, used) in &done {
         assert!(used.is_some() || job.arch > (9, 0), "every compiler makes machine code for 9.0");
         // With its newest supported version, machine code is made for every architecture.
-        let all = jits[job.compiler].nvrtc().expect("the compiler").version >= (13, 0);
+        let all = version(&jits[job.compiler]) >= (13, 0);
         assert!(used.is_some() || !all, "{} on {:?}", job.variant(), job.arch);
     }
 }
