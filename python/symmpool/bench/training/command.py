@@ -8,6 +8,7 @@ rank. Losses and decoded tokens are compared with those of the peer's first roun
 
 import argparse
 import contextlib
+import gc
 import gzip
 import importlib.metadata
 import json
@@ -139,6 +140,10 @@ def run_round(kind, name, meeting, options, where):
     count = options.steps if kind in TRAINED else options.tokens
     try:
         found = [program.step(number) for number in range(options.warmup)]
+        # What compilers and imports have left are millions of objects. A collection that looks through them
+        # takes a third of a second, and falls into some contenders' steps and not into others'.
+        gc.collect()
+        gc.freeze()
         meeting.meet()
         begin = time.perf_counter()
         found += [program.step(number) for number in range(options.warmup, options.warmup + count)]
@@ -158,6 +163,7 @@ def run_round(kind, name, meeting, options, where):
         if where is not None:
             profile(program, kind, meeting, where)
     finally:
+        gc.unfreeze()
         program.close()
     return report
 
@@ -179,8 +185,8 @@ def profile(program, kind, meeting, where):
     with profiler(activities=kinds, schedule=plan, on_trace_ready=ready) as made:
         for number in range(count + 1):
             program.step(number)
-            if number == count:
-                # What the last step has queued belongs to it.
+            if number in (0, count):
+                # What the last step has queued belongs to it, and what the warm-up has queued to none.
                 meeting.synchronize()
             made.step()
 
