@@ -35,6 +35,7 @@ TORCH ?= torch==2.11.0
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: demo test check ready test-tidy rust lint-rust lint-python build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
+.PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
@@ -42,11 +43,11 @@ demo:
 
 ## Every test there is. What needs no other's results is made at once, then run at once: much of it waits.
 test: ready
-	@+$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-emulated test-python test-rust test-variants
+	@+$(MAKE) --no-print-directory --jobs 6 --output-sync=target test-emulated test-python test-rust test-variants
 
 ## The same in a tree that ran them before, but for those of whose sources nothing changed since they passed.
 check: ready
-	@+$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-tidy \
+	@+$(MAKE) --no-print-directory --jobs 6 --output-sync=target test-tidy \
 		$(addprefix $(PASSED)/,emulated python rust variants)
 
 # What is built and checked before tests. Rust needs nothing of what pip fetches, which takes minutes, so both are done at
@@ -101,18 +102,27 @@ test-tidy:
 test-loom:
 	$(CARGO_TEST) --lib loom
 
-# The CUDA driver's calls and every kernel, with no device: see tests/emulator.
+# The CUDA driver's calls and every kernel, with no device: see tests/emulator. In three parts that may run at once, as the
+# last one hardly does anything but wait.
 ifneq ($(shell command -v c++),)
-test-emulated: $(EMULATOR)/libnvrtc.so.13
+test-emulated: emulated-algorithms emulated-settings emulated-faults
+	$(call passed,emulated)
+
+emulated-begun: $(EMULATOR)/libnvrtc.so.13
 	$(call begin,emulated)
 	$(CARGO_EXAMPLES)
-	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture
-	$(EMULATED) $(PROGRAMS)/cuda_check --ranks 3
-	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms first_calls
+
+emulated-algorithms: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 \
 		--algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,p2p
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push,two_shot_stages
+
+# Other numbers of processors, several communicators, beside compute, and what is no algorithm.
+emulated-settings: emulated-begun
+	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture
+	$(EMULATED) $(PROGRAMS)/cuda_check --ranks 3
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms first_calls
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --concurrent 2,1,5 \
 		--algorithms one_shot_pull,two_shot_pull,two_shot_push,two_shot_stages,plans
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --beside-compute \
@@ -123,9 +133,10 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed
 	$(EMULATED) EMULATED_PROCESSORS=96 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms p2p
 	$(EMULATED) $(COLLECTIVES) soak $(PATIENCE) --ranks 2 --calls 200
-	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 4 \
+
+emulated-faults: emulated-begun
+	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 8 \
 		--algorithms one_shot_ll,two_shot_push,p2p,plans,native,late,outside
-	$(call passed,emulated)
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
