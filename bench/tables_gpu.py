@@ -438,6 +438,7 @@ def more():
         *everywhere(tables_models.matmuls),
         *everywhere(tables_models.training),
         *everywhere(tables_models.training_compiled),
+        *everywhere(tables_models.decoding_compiled),
         *everywhere(overlap_backend),
         overlap,
         host,

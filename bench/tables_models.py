@@ -141,9 +141,13 @@ TRAINED = {
     "fsdp": "FSDP2",
     "ddp": "DDP",
     "tp": "tensor and sequence parallelism",
-    "tp_compiled": "the same, layers compiled",
     "decode": "decoding, tensor parallel",
     "decode_graph": "the same in a CUDA graph",
+}
+#: Programs of compiled models, in which calls may be fused: the kind with the same goal, and the title.
+COMPILED = {
+    "training_compiled": ("tp", "Tensor and sequence parallelism, layers compiled"),
+    "decoding_compiled": ("decode_graph", "Decoding, tensor parallel, compiled and in a CUDA graph"),
 }
 #: Goals: at least so many times NCCL's tokens a second, on 2 GPUs.
 TRAINING_BARS = {"fsdp": 1.03, "ddp": 1.03, "tp": 1.08, "decode": 1.05, "decode_graph": 1.15}
@@ -166,17 +170,25 @@ def training(places):
 
 
 def training_compiled(places):
-    """Tensor parallelism with compiled layers, in which products may hide communication."""
-    place, report = recorded("training_compiled", places)
+    return compiled("training_compiled", places)
+
+
+def decoding_compiled(places):
+    return compiled("decoding_compiled", places)
+
+
+def compiled(name, places):
+    place, report = recorded(name, places)
     if report is None:
         return None
+    kind, title = COMPILED[name]
     rows = []
     for entry in report["results"]:
-        for name, found in entry["figures"].items():
-            bar = figure(TRAINING_BARS["tp"]) if name == "ours fused" and place in TWO else "-"
-            rows.append([name, each_round(found), exact(found["ratio"]), bar, difference(found)])
-    head = ["compiled layers", "tokens/s", "of NCCL", "bar", "loss difference"]
-    return f"Tensor and sequence parallelism. {trained(report)}", place, report, head, rows
+        for with_, found in entry["figures"].items():
+            bar = figure(TRAINING_BARS[kind]) if with_ == "ours fused" and place in TWO else "-"
+            rows.append([with_, each_round(found), exact(found["ratio"]), bar, difference(found)])
+    head = ["with", "tokens/s", "of NCCL", "bar", "loss difference"]
+    return f"{title}. {trained(report)}", place, report, head, rows
 
 
 def trained(report):

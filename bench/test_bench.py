@@ -216,6 +216,7 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     recorded("training", 2, options=given, results=programs)
     compiled = {"kind": "tp_compiled", "peer": "NCCL", "figures": {"NCCL": theirs, "ours fused": ours}}
     recorded("training_compiled", 2, options=given, results=[compiled])
+    recorded("decoding_compiled", 2, options=given, results=[{**compiled, "kind": "decode_compiled"}])
     scopes = {"with pool": 3.5, "torch.cuda.use_mem_pool": 3.0}
     recorded("host", 2, bytes=4096, host_us={"symmpool.all_reduce": 4.0}, scope_us=scopes)
     milliseconds = {"ours: commit of 64 MiB": [3.0, 1.0, 2.0], "other": [7.0]}
@@ -254,6 +255,8 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "Hugging Face's Llama of 8 layers",
         "| FSDP2 | 1,100 1,150 | 1,000 | 1.12 | 1.03 | 0 | 1.0e-05 |",
         "| ours fused | 1,100 1,150 | 1.12 | 1.08 | 0 |",
+        "Decoding, tensor parallel, compiled and in a CUDA graph. Hugging Face's Llama of 8 layers",
+        "| ours fused | 1,100 1,150 | 1.12 | 1.15 | 0 |",
         "| the same in a CUDA graph | - | 1,000 | - | 1.15 | - | 1.0e-05 |",
         "| `symmpool.all_reduce` | 4.00 | 5 |",
         "| all-reduce from Rust | 2.50 | 3 |",

@@ -155,7 +155,7 @@ def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(t
     # That of the run, and not of a turn.
     assert "--rounds" in found["command"] and not {"--turn", "--kinds"} & set(found["command"])
     kinds = {each["kind"]: each for each in found["results"]}
-    assert list(kinds) == ["fsdp", "ddp", "tp", "tp_compiled", "decode", "decode_graph"]
+    assert list(kinds) == ["fsdp", "ddp", "tp", "tp_compiled", "decode", "decode_graph", "decode_compiled"]
     for kind in ("fsdp", "ddp", "tp"):
         figures = kinds[kind]["figures"]
         # Buffers of FSDP in torch's memory make no difference elsewhere.

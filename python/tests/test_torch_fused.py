@@ -199,6 +199,7 @@ def refused(group, folder):
             ((x, None, weight), {"out": x.view(-1)[:0].view(0, 64)}),
             ((x, None, weight, float("nan")), {}),
             ((x, None, weight), {"residual_out": x, "out": x}),
+            ((3, None, weight), {}),
         )
     ):
         # One of the ranks is wrong, in turn, and the other one learns of it.
@@ -238,6 +239,7 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "out: ",
         "epsilon",
         "overlaps",
+        "x: <class 'int'>",
     ]
     for me, texts in enumerate(values(2, refused, str(tmp_path))):
         for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):

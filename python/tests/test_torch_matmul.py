@@ -239,6 +239,8 @@ def refused(group, folder):
             (sums, ([x], [], "sum", 0, name)),
             (sums, ([x, x], [right], "sum", 0, name)),
             (scaled, (x, [right], one, [], 0, name, [None], [None], [None], [False])),
+            (gather, ("x", [right], 0, name)),
+            (scatter, (None, right, "sum", 0, name)),
         )
     ):
         # One of the ranks is wrong, in turn, and the other one learns of it.
@@ -287,6 +289,8 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "1 As and 0 Bs",
         "2 As and 1 Bs",
         "B_scales: 0 for 1 matrices",
+        "A_shard: 'x'",
+        "A: None",
     ]
     for me, texts in enumerate(values(2, refused, str(tmp_path))):
         for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):

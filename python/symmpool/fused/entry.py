@@ -1,4 +1,4 @@
-"""What serves a fused product or a copy of copy engines, found with its arguments checked on every rank."""
+"""What serves a fused call or a copy of copy engines, found with its arguments checked on every rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ __all__ = ["entry_for", "gathered_rows", "is_pipelined"]
 
 
 def entry_for(name: str, tensor: Any, group: Any, check: Any) -> Any:
-    """What serves a call, whose arguments `check(world)` refuses where they are wrong."""
+    """What serves a call, whose arguments `check(world)` refuses where they are wrong; calls of other ranks
+    on that kind of device fail then, too."""
 
     def first(rank: int, world: int) -> Any:
         check(world)
         return ("barrier", ())
 
-    if not isinstance(tensor, torch.Tensor):
-        check(1)
     entry = communicator_for(tensor, group, first)
     if entry is None:
         raise InvalidArgumentError(f"{name}: this process is no rank of the group")

@@ -9,8 +9,8 @@ import torch
 from symmpool import ops
 from symmpool._symmpool import _all_reduce_norm
 from symmpool.communicators import torch_state
-from symmpool.communicators.cache import communicator_for
 from symmpool.errors import InvalidArgumentError, TimeoutError
+from symmpool.fused.entry import entry_for
 from symmpool.fused.quantization import FP8, Fused, Quantization, check, new_scales
 from symmpool.groups.names import group_of
 
@@ -73,21 +73,11 @@ def _make(
     group: Any,
     algorithm: str,
 ) -> Fused:
-    x = given[0]
-
-    def first(rank: int, world: int) -> Any:
-        _check(given, quant)
-        return ("barrier", ())
-
-    entry = communicator_for(x, group, first)
-    if entry is None:
-        raise InvalidArgumentError("all_reduce_rms_norm: this process is no rank of the group")
-    try:
-        tokens, hidden = _check(given, quant)
-    except InvalidArgumentError as why:
-        entry.refuse(str(why))
-        raise
-    _, residual, weight, bias, out, residual_out, norm_out = given
+    x: Any
+    x, residual, weight, bias, out, residual_out, norm_out = given
+    entry = entry_for("all_reduce_rms_norm", x, group, lambda _: _check(given, quant))
+    hidden = x.shape[-1]
+    tokens = x.numel() // hidden
     if residual_out is None:
         residual_out = torch.empty_like(x)
     scale, strides, made = None, (0, 0), "sum"
@@ -122,8 +112,8 @@ def _make(
     return Fused(out, residual_out, None if quant is None or quant.kind == "fp8_static" else scale)
 
 
-def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> tuple[int, int]:
-    """Refuses tensors that do not fit. Returns the numbers of tokens and of elements of a row."""
+def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
+    """Refuses tensors that do not fit."""
     x, residual, weight, bias, out, residual_out, norm_out = given
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or x.dtype not in _DTYPES:
         what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
@@ -170,7 +160,6 @@ def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> tuple[int, int
             )
     if quant is not None and quant.scale is not None and quant.scale.device != x.device:
         raise InvalidArgumentError(f"quant: a scale on {quant.scale.device}; it must be on {x.device}")
-    return tokens, hidden
 
 
 # As operators of torch.

@@ -23,10 +23,15 @@ from symmpool.bench.training import rows as results
 from symmpool.bench.training import trace, turns
 from symmpool.bench.training.meeting import Meeting
 
-TRAINED, DECODED = ("fsdp", "ddp", "tp", "tp_compiled"), ("decode", "decode_graph")
+TRAINED = ("fsdp", "ddp", "tp", "tp_compiled")
+DECODED = ("decode", "decode_graph", "decode_compiled")
 OURS, ORDINARY, FUSED = results.OURS, "ours ordinary", "ours fused"
-#: Contenders that only one kind has, and that kind.
-OF_ONE_KIND = {ORDINARY: "fsdp", FUSED: "tp_compiled", "NCCL fused": "tp_compiled"}
+#: The kinds in which some contenders differ from the others.
+DIFFERS_IN = {
+    ORDINARY: ["fsdp"],
+    FUSED: ["tp_compiled", "decode_compiled"],
+    "NCCL fused": ["tp_compiled"],
+}
 EXAMPLE = "--nproc-per-node 2 -m symmpool bench training"
 
 #: Sizes: those of Llama 3 8B with 8 layers on a GPU, and such that take seconds on the CPU.
@@ -58,8 +63,8 @@ def add_options(commands):
                     help="Hugging Face's Llama, or one in plain torch (default: as installed)")  # fmt: skip
     it.add_argument(
         "--contenders", type=comma_separated,
-        help=f"also: {ORDINARY} (FSDP's buffers in no windows), {FUSED} and NCCL fused (products that hide "
-             "communication, ours and torch's, in tp_compiled)",
+        help=f"also: {ORDINARY} (FSDP's buffers in no windows), {FUSED} (products that hide communication in "
+             "tp_compiled, norms with all-reduces in decode_compiled) and NCCL fused (torch's products)",
     )  # fmt: skip
     it.add_argument("--dtype", choices=["f32", "bf16"], help="default bf16, on the CPU f32")
     for name, (on_cuda, on_cpu) in DEFAULTS.items():
@@ -117,14 +122,14 @@ def contenders(options, on_cuda):
 
 def make(kind, name, meeting, options):
     """The program that a contender runs in a round."""
+    fused = {FUSED: "ours", "NCCL fused": "torch"}.get(name)
     if kind in DECODED:
         from symmpool.bench.training.decode import Decoding
 
-        return Decoding(kind, meeting, options)
+        return Decoding(kind, meeting, options, fused)
     from symmpool.bench.training.steps import Training
 
-    products = {FUSED: "ours", "NCCL fused": "torch"}.get(name)
-    training = Training(kind, meeting, options, products)
+    training = Training(kind, meeting, options, fused)
     if name == ORDINARY:
         training.without_windows()
     return training
@@ -232,11 +237,11 @@ def row_of(kind, options, on_cuda, backends, peer):
     row = results.Row(kind, peer)
     if kind in DECODED and options.model == "own":
         row.missing = dict.fromkeys(backends, "needs transformers")
-    elif kind in ("decode_graph", "tp_compiled") and not on_cuda:
+    elif kind in ("decode_graph", "decode_compiled", "tp_compiled") and not on_cuda:
         row.missing = dict.fromkeys(backends, "needs a GPU")
-    for name, only in OF_ONE_KIND.items():
-        if name in backends and kind != only:
-            row.missing.setdefault(name, f"differs from others in {only} alone")
+    for name, where in DIFFERS_IN.items():
+        if name in backends and kind not in where:
+            row.missing.setdefault(name, f"differs from others in {' and '.join(where)} alone")
     return row
 
 

@@ -1,4 +1,5 @@
-"""Decoding with Hugging Face's tensor parallelism: a token at a time, eagerly or in a CUDA graph."""
+"""Decoding with Hugging Face's tensor parallelism: a token at a time, eagerly, in a CUDA graph, or compiled
+and in one."""
 
 from __future__ import annotations
 
@@ -10,19 +11,21 @@ from symmpool.bench.training import models
 
 __all__ = ["MODES", "Decoding"]
 
-#: The kinds, and whether a step is captured in a graph.
-MODES = {"decode": False, "decode_graph": True}
+#: The kinds, and whether a step is captured in a graph, and the model compiled before that.
+MODES = {"decode": (False, False), "decode_graph": (True, False), "decode_compiled": (True, True)}
 
 
 class Decoding:
-    """A model with the tensor parallelism of its own plan, a prompt that it has read, and a static cache."""
+    """A model with the tensor parallelism of its own plan, a prompt that it has read, and a static cache.
+    `fused` is as for `compile_options`."""
 
-    def __init__(self, kind: str, meeting: Any, options: Any):
+    def __init__(self, kind: str, meeting: Any, options: Any, fused: str | None = None):
         from torch.distributed.device_mesh import init_device_mesh
         from transformers import LlamaForCausalLM, StaticCache
         from transformers.distributed import DistributedConfig
 
-        self.meeting, self.options, self.captured = meeting, options, MODES[kind]
+        self.meeting, self.options = meeting, options
+        self.captured, compiled = MODES[kind]
         mesh = init_device_mesh(meeting.device.type, (meeting.world,))
         model = models.made(options, meeting.device).eval()
         config = DistributedConfig(tp_size=meeting.world, tp_plan="auto")
@@ -40,6 +43,10 @@ class Decoding:
             )
             self.place = torch.zeros(1, dtype=torch.int64, device=meeting.device)
         self.logits = None
+        if compiled:
+            # Only now, as the prompt has another length than what follows.
+            torch._dynamo.reset()
+            self.model.model.compile(dynamic=False, options=models.compile_options(fused))
 
     @property
     def tokens_a_step(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["has_transformers", "logits_of", "made"]
+__all__ = ["compile_options", "has_transformers", "logits_of", "made"]
 
 SEED = 2026
 
@@ -45,6 +45,21 @@ def made(options: Any, device: Any) -> Any:
             attn_implementation="sdpa",
         )
         return LlamaForCausalLM(config)
+
+
+def compile_options(fused: str | None) -> dict[str, Any]:
+    """Options of `torch.compile`. With `fused` of "ours" or "torch" its graphs have fused calls of ours or of
+    torch's in the place of collectives and what is next to them."""
+    if fused == "ours":
+        from symmpool.fused import inductor_pass
+
+        return {"post_grad_custom_pre_pass": inductor_pass()}
+    if fused == "torch":
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
+        return {"_micro_pipeline_tp": True}
+    return {}
 
 
 def logits_of(output: Any) -> Any:

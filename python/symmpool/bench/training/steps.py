@@ -86,19 +86,10 @@ def _first(model: Any, layout: Any) -> tuple[Any, ...]:
     return (layout, None) if isinstance(model, Llama) else (layout,)
 
 
-def compile_layers(model: Any, products: str | None) -> None:
-    """Has torch compile each layer by itself; the graph between them would be cut anyway. With `products` of
-    "ours" or "torch", products of matrices hide their communication by operators of ours or of torch's."""
-    options: dict[str, Any] = {}
-    if products == "ours":
-        from symmpool import fused
-
-        options["post_grad_custom_pre_pass"] = fused.inductor_pass()
-    elif products == "torch":
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
-        options["_micro_pipeline_tp"] = True
+def compile_layers(model: Any, fused: str | None) -> None:
+    """Has torch compile each layer by itself; the graph between them would be cut anyway. `fused` is as for
+    `compile_options`."""
+    options = models.compile_options(fused)
     torch._dynamo.reset()
     layers = model.model.layers
     # All layers have one code, which is compiled for each of them.
@@ -117,17 +108,17 @@ KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 class Training:
-    """A model, its optimizer and its data, for one round. `products` is as for `compile_layers`."""
+    """A model, its optimizer and its data, for one round. `fused` is as for `compile_options`."""
 
-    def __init__(self, kind: str, meeting: Any, options: Any, products: str | None = None):
+    def __init__(self, kind: str, meeting: Any, options: Any, fused: str | None = None):
         wrap, self.same_tokens = KINDS[kind]
         self.meeting, self.options = meeting, options
         model = models.made(options, meeting.device)
         self.model = wrap(model, meeting, options)
         if kind == "tp_compiled":
-            compile_layers(self.model, products)
-        fused = True if meeting.on_cuda else None
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate, fused=fused)
+            compile_layers(self.model, fused)
+        in_one_kernel = True if meeting.on_cuda else None
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate, fused=in_one_kernel)
         drawn = torch.Generator().manual_seed(1 + (0 if self.same_tokens else meeting.rank))
         shape = (options.batch, options.length + 1)
         tokens = [torch.randint(options.vocabulary, shape, generator=drawn) for _ in range(4)]
