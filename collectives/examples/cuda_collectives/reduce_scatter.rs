@@ -105,7 +105,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         let scatter =
             |each: &&Algorithm| each.collective() == StandardCollective::ReduceScatter.name();
         let names = algorithms.iter().filter(scatter).map(|each| Some(each.name()));
-        for (nth, name) in names.chain([None]).enumerate() {
+        // Whatever is drawn, copies between two ranks are from inputs in windows to outputs elsewhere once.
+        let names = names.flat_map(|name| {
+            let twice = if name == Some("copy") { 2 } else { 1 };
+            (0..twice).map(move |time| (name, time == 1))
+        });
+        for (nth, (name, from_windows)) in names.chain([(None, false)]).enumerate() {
             for &part in &parts {
                 for (which, (dtype, op)) in KINDS.into_iter().enumerate() {
                     let long = part > 1 << 20;
@@ -120,9 +125,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let number =
                         random(options.seed ^ ((nth * 8 + which) as u64) << 32, part as u64);
                     let shift = |by: u32| (number >> by) % 4 * dtype.size() as u64;
-                    let in_place = number & 1 == 1;
+                    let in_place = number & 1 == 1 && !from_windows;
                     // Ranks can read inputs directly only in windows.
-                    let window = name == Some("direct") || number >> 1 & 1 == 1;
+                    let window = name == Some("direct") || from_windows || number >> 1 & 1 == 1;
                     let count = part / dtype.size();
                     let case = |buffers: &Buffers| {
                         let from = buffers.inputs[usize::from(window)].address() + shift(8);

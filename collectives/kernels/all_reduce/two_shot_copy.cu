@@ -1,16 +1,23 @@
 //! Reduces a part of this rank's share of an all-reduce, or of its part of a reduce-scatter, whose data copy engines carry:
 //! `bytes` of `input` into `output`. What the peers copied lies `stride` bytes after the beginning of their parts of the
-//! scratch. Defines: WORLD, DTYPE, OP, THREADS.
+//! scratch, or in `output`. Defines: WORLD, DTYPE, OP, THREADS.
 //!
-//! It runs after this rank's copies into its peers' scratch, within a call whose handshake another kernel has
-//! done. If the stream itself has waited for the peers' copies, by memory operations, the call's root is 1. Else the
-//! kernel has a barrier of its own, whose passages all ranks count in device memory, independently of the epoch. A rank
-//! that arrives there says to every peer that its copies have arrived, that it does not need any more what it reduced
-//! before, and that it does not need the old contents of where this part's results will be.
+//! It runs within a call whose handshake another kernel has done, and behind this rank's copies into its peers' scratch.
+//! Its stream may have waited for the peers' copies already. Else the kernel has a barrier of its own, whose passages all
+//! ranks count in device memory, independently of the epoch. A rank that arrives there says to every peer that its copies
+//! have arrived, that it does not need any more what it reduced before, and that it does not need the old contents of
+//! where this part's results will be.
 
 #include "all_reduce/reduce_share.cuh"
 
 using namespace symmpool;
+
+// Where peers' data is, and what has to be waited for: the call's root, and `Copied` in cuda/all_reduce_copy.rs.
+enum Copied : u32 {
+    AWAITS_BARRIER,  // in scratch, when all ranks have come to the barrier
+    IN_SCRATCH,
+    IN_OUTPUT,  // that of the only peer, which this rank has copied there itself
+};
 
 // It lies behind the counts of the channels.
 struct CopyBarrier {
@@ -51,11 +58,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_copy(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     // Its epoch is used only for the record of a failure.
     const Session session(comm);
-    if (session.failed || (call.root == 0 && !pass_copy_barrier(session))) {
+    if (session.failed || (call.root == AWAITS_BARRIER && !pass_copy_barrier(session))) {
         return;
     }
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
     const Split split(input.vectors(), gridDim.x);
-    reduce_share<false>(comm, input, output, output, split[blockIdx.x], call.stride);
+    const Range range = split[blockIdx.x];
+    if (WORLD == 2 && call.root == IN_OUTPUT) {
+        const Source theirs(call.output, call.bytes);
+        reduce_share<false>(
+            comm, input, output, range, [&](u32, u64 at) { return theirs.load(at); }, [](u64, uint4) {});
+    } else {
+        reduce_share<false>(comm, input, output, output, range, call.stride);
+    }
 }

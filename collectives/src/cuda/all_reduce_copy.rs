@@ -27,6 +27,17 @@ use super::params::CallParams;
 use super::reductions::{THREADS, Work};
 use crate::jit::sources::TWO_SHOT_COPY;
 
+/// Where the data of peers is that a kernel reduces, and what it waits for: `Copied` in `all_reduce/two_shot_copy.cu`.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Copied {
+    /// In scratch, so many bytes after the beginning of each peer's part, when all ranks have come to the kernel's barrier.
+    AwaitsBarrier(u64),
+    /// The same, and the stream has waited for it.
+    InScratch(u64),
+    /// That of the only peer, which this rank has copied to its output.
+    InOutput,
+}
+
 /// A range of bytes of every share. Shares may end before or inside it.
 type ByteRange = Range<u64>;
 
@@ -84,7 +95,7 @@ impl CudaEngine {
             if first.start > 0 {
                 // When all ranks have run this, no rank reads what is in the scratch any more.
                 self.fork(copies, kernels)?;
-                self.reduce_copied(reduce, work, 0..0, 0)?;
+                self.reduce_copied(reduce, work, 0..0, Copied::AwaitsBarrier(0))?;
                 self.fork(kernels, copies)?;
             }
             for peer in all_but_last {
@@ -92,13 +103,13 @@ impl CudaEngine {
             }
             self.copy_input(work, last, first.clone(), 0)?;
             self.fork(copies, kernels)?;
-            self.reduce_copied(reduce, work, first.clone(), 0)?;
+            self.reduce_copied(reduce, work, first.clone(), Copied::AwaitsBarrier(0))?;
             let offset = second.start - first.start;
             self.copy_input(work, last, second.clone(), offset)?;
             self.fork(copies, kernels)?;
             // The results of the first half are sent while the second half is reduced.
             self.fork(kernels, copies)?;
-            self.reduce_copied(reduce, work, second, offset)?;
+            self.reduce_copied(reduce, work, second, Copied::AwaitsBarrier(offset))?;
             self.copy_result(work, peers[0], sent..first.end)?;
             sent = first.end;
         }
@@ -131,20 +142,24 @@ impl CudaEngine {
         self.scratch_of(owner) + u64::from(slot) * self.control.scratch_room(self.world())
     }
 
-    /// Reduces a range of this rank's share on the call's stream: when what peers copied has arrived, as the kernel finds
-    /// out unless `work.root` is 1.
+    /// Reduces a range of this rank's share on the call's stream.
     pub(super) fn reduce_copied(
         &self,
         kernel: LoadedKernel,
         work: &Work,
         range: ByteRange,
-        offset: u64,
+        copied: Copied,
     ) -> Result<()> {
         let (from, bytes) = within(work.share(self.rank(), self.world()), range.clone());
         // A reduce-scatter has an output for this share alone.
         let to = if work.stride > 0 { range.start } else { from };
         let (input, output) = (work.input + from, work.output + to);
-        let params = CallParams { input, output, bytes, stride: offset, ..work.params() };
+        let (root, stride) = match copied {
+            Copied::AwaitsBarrier(offset) => (0, offset),
+            Copied::InScratch(offset) => (1, offset),
+            Copied::InOutput => (2, 0),
+        };
+        let params = CallParams { input, output, bytes, stride, root, ..work.params() };
         let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
         // SAFETY: a range of what the caller of `two_shot_copy` promised, from which nothing is copied until
         // the kernel has run.

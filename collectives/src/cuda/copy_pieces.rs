@@ -14,6 +14,7 @@ use std::ops::Range;
 
 use symmpool_allocator::{Result, Stream};
 
+use super::all_reduce_copy::Copied;
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
@@ -191,7 +192,8 @@ impl CudaEngine {
         // Ranks on which the same algorithm is not in pieces differ in this.
         let call = work.call.peer_blocks(ranges.len() as u32);
         let peers = self.peers_in_rotated_order().collect();
-        Ok(Reduction { kernel, work: Work { call, root: 1, ..*work }, ranges, room, peers })
+        let work = Work { call, ..*work };
+        Ok(Reduction { kernel, work, ranges, room, peers })
     }
 
     /// Sends a piece of this rank's input to all peers, and reduces theirs when they have arrived.
@@ -203,7 +205,7 @@ impl CudaEngine {
         }
         self.signal_behind_copies(peers, filled(nth))?;
         self.await_copied(peers, filled(nth), work.stream)?;
-        self.reduce_copied(*kernel, work, range.clone(), slot)
+        self.reduce_copied(*kernel, work, range.clone(), Copied::InScratch(slot))
     }
 }
 

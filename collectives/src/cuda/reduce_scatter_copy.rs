@@ -8,9 +8,14 @@
 //! order, it says as well that all have reduced the piece before. So a rank sends piece `n` behind its own kernel of piece
 //! `n - 2`, when all have reduced piece `n - 3`, whose slot it uses.
 //!
-//! Beside compute they go in pieces (`copy_pieces`). A rank sends piece `n` when all peers have said that they have reduced
-//! piece `n - 4`, whose slot it uses. They say it behind the reduction, which is behind their wait for the piece itself; so
-//! whoever signals has taken the signal before on either channel, and so has its peer.
+//! Beside compute, two ranks whose inputs are windows need no scratch: each one's copy engine takes its part of the peer's
+//! input to its output, in pieces each half as long as the one before, and a kernel adds its own input to each. The ranks
+//! meet before the first copy and behind the last reduction, and nowhere between. Kernels wait for this rank's copies alone;
+//! and a call needs few calls of the driver, where signals of pieces through scratch would need hundreds.
+//!
+//! Others go in pieces through scratch there (`copy_pieces`). A rank sends piece `n` when all peers have said that they have
+//! reduced piece `n - 4`, whose slot it uses. They say it behind the reduction, which is behind their wait for the piece
+//! itself; so whoever signals has taken the signal before on either channel, and so has its peer.
 
 #![allow(unsafe_code)] // passes on the caller's promises
 
@@ -18,6 +23,7 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
+use super::all_reduce_copy::Copied;
 use super::copy_pieces::{SLOTS, emptied, equal_pieces};
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
@@ -73,7 +79,12 @@ impl CudaEngine {
     /// As [`CudaEngine::reduce_scatter`].
     pub(super) unsafe fn scatter_by_copies(&mut self, work: &Work) -> Result<()> {
         let done = if self.goes_in_pieces() {
-            self.scatter_in_pieces(work)
+            let from_windows = work.call.has_input_window() && !work.call.is_in_place();
+            if from_windows && self.world() == 2 {
+                self.scatter_from_windows(work)
+            } else {
+                self.scatter_in_pieces(work)
+            }
         } else {
             self.scatter_behind_barriers(work)
         };
@@ -108,10 +119,33 @@ impl CudaEngine {
                 self.copy_input(work, *peer, range.clone(), offset)?;
             }
             self.fork(copies, kernels)?;
-            self.reduce_copied(reduce, work, range, offset)?;
+            self.reduce_copied(reduce, work, range, Copied::AwaitsBarrier(offset))?;
             self.record(nth % SLOTS_IN_TURN, kernels)?;
         }
         // What is in this rank's scratch was reduced when it takes part in this handshake.
+        self.handshake_after_copies(call, kernels)
+    }
+
+    fn scatter_from_windows(&mut self, work: &Work) -> Result<()> {
+        let ranges = halved(0..work.bytes);
+        // Ranks on which the same algorithm is not in such pieces differ in this.
+        let call = work.call.algorithm(COPY).peer_blocks(ranges.len() as u32);
+        tracing::debug!(part = work.bytes, pieces = ranges.len(), from = "windows", %call);
+        let work = &Work { call, ..*work };
+        let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
+        let kernel = self.kernel(reduction)?.without_waits().after_copies();
+        let (copies, kernels) = (self.copy_stream, work.stream);
+        self.switch_to(kernels)?;
+        self.handshake_before_copies(call, kernels)?;
+        self.fork(kernels, copies)?;
+        let theirs =
+            self.at_peer(work.input, 1 - self.rank()) + u64::from(self.rank()) * work.stride;
+        for range in ranges {
+            let (from, to) = (theirs + range.start, work.output + range.start);
+            self.copy_by_engine(to, from, range.end - range.start, copies)?;
+            self.fork(copies, kernels)?;
+            self.reduce_copied(kernel, work, range, Copied::InOutput)?;
+        }
         self.handshake_after_copies(call, kernels)
     }
 

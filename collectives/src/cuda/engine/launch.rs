@@ -156,7 +156,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers' scratch or outputs,
-        // which are windows at the same place.
+        // which are windows at the same place, or from peers' inputs, which are such windows, to this rank's output.
         let copied = unsafe { self.copy_outside_calls(to, from, bytes, stream) };
         copied.map_err(|error| self.decline(error, stream))
     }

@@ -1,0 +1,183 @@
+//! The errors of ranks that made different calls.
+
+use std::cmp::Reverse;
+
+use symmpool_allocator::Error;
+
+use super::{Call, Operation, PEER_BLOCKS_SHIFT};
+
+/// The error for ranks that made different calls. It says which ranks made which call; every rank makes the same
+/// error from the same calls.
+pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
+    let mut groups: Vec<(Call, Vec<u32>)> = Vec::new();
+    for (rank, call) in (0u32..).zip(calls) {
+        match groups.iter_mut().find(|(seen, _)| seen == call) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((*call, vec![rank])),
+        }
+    }
+    if groups.len() == 1 {
+        return Error::mismatch(format!(
+            "ranks made the same call ({}) as call {number}, but through communicators with \
+             different options, or of different versions of symmpool; build them with the same \
+             options of the same version on every rank",
+            calls[0]
+        ));
+    }
+    let mut message = format!("ranks entered different collectives as call {number}:");
+    for (call, ranks) in &groups {
+        message.push_str(&format!("\n  {}: {call}", rank_list(ranks)));
+    }
+    message.push_str(
+        "\nNothing was written and the communicator stays usable; every rank must make the same \
+         call with the same arguments.",
+    );
+    Error::mismatch(message).naming(ranks_at_fault(&groups))
+}
+
+/// The ranks to blame: those that refused the call, if there are such, else those that are not in the largest group.
+/// Of equally large groups, the one with the lowest rank counts as the largest.
+fn ranks_at_fault(groups: &[(Call, Vec<u32>)]) -> Vec<u32> {
+    let refused = |(call, _): &&(Call, Vec<u32>)| call.operation() == Some(Operation::Declined);
+    if let Some((_, ranks)) = groups.iter().find(refused) {
+        return ranks.clone();
+    }
+    let usual = groups.iter().max_by_key(|(_, ranks)| (ranks.len(), Reverse(ranks[0])));
+    groups
+        .iter()
+        .filter(|group| Some(*group) != usual)
+        .flat_map(|(_, ranks)| ranks.clone())
+        .collect()
+}
+
+/// The error of a rank on a device, which has compared its call with that of one peer only.
+pub(crate) fn mismatch_of_two(
+    number: u64,
+    rank: u32,
+    ours: &Call,
+    peer: u32,
+    theirs: &Call,
+) -> Error {
+    let mut both = [(rank, ours), (peer, theirs)];
+    both.sort_by_key(|(rank, _)| *rank);
+    if ours.peer_blocks(0) == theirs.peer_blocks(0) {
+        let [(low, mine), (high, other)] =
+            both.map(|(rank, call)| (rank, call.words[3] >> PEER_BLOCKS_SHIFT));
+        if mine == 0 || other == 0 {
+            let cut = if mine == 0 { high } else { low };
+            return Error::mismatch(format!(
+                "ranks made the same call ({ours}) as call {number}, but on rank {cut} alone it goes by copy engines in \
+                 pieces. All ranks need the same CUDA_DEVICE_MAX_CONNECTIONS, the same option beside_compute of the \
+                 communicator, and buffers in the same kind of memory. The communicator is closed."
+            ))
+            .naming([rank, peer]);
+        }
+        return Error::mismatch(format!(
+            "ranks made the same call ({ours}) as call {number}, but the device of rank {low} divides it \
+             among {mine} blocks and that of rank {high} among {other}. All ranks need devices with the same \
+             number of SMs, the same share of them left to the process (MPS), and kernels compiled by the \
+             same NVRTC; for native kernels also the same SM budget, or a grid that all have room for. The \
+             communicator is closed."
+        ))
+        .naming([rank, peer]);
+    }
+    let mut message = format!("ranks entered different collectives as call {number}:");
+    for (rank, call) in both {
+        message.push_str(&format!("\n  rank {rank}: {call}"));
+    }
+    let alike = ours.without_parts().operation() == theirs.without_parts().operation();
+    if alike && (ours.is_copied() || theirs.is_copied()) {
+        message.push_str(
+            "\nCopy engines write large equal parts into outputs that are windows, and these must lie at the \
+             same offset on all ranks: allocate outputs in the same order on every rank, as with \
+             pool.empty, or choose another algorithm for all-to-alls (all_to_all=\"direct\" of the \
+             communicator, or SYMMPOOL_ALL_TO_ALL=direct).",
+        );
+    }
+    message.push_str(
+        "\nWhat that call should have written is undefined. The communicator is closed: make a new \
+         one; every rank must make the same call with the same arguments.",
+    );
+    let refused = both.iter().filter(|(_, call)| call.operation() == Some(Operation::Declined));
+    let refused: Vec<u32> = refused.map(|(rank, _)| *rank).collect();
+    // It is not known what the other ranks called.
+    Error::mismatch(message).naming(refused).naming([rank, peer])
+}
+
+/// `rank 3`, or `ranks 0-2, 5`.
+pub(crate) fn rank_list(ranks: &[u32]) -> String {
+    let mut parts: Vec<String> = Vec::new();
+    for run in ranks.chunk_by(|a, b| a + 1 == *b) {
+        match run {
+            [one] => parts.push(one.to_string()),
+            [first, .., last] => parts.push(format!("{first}-{last}")),
+            [] => {}
+        }
+    }
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, parts.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::*;
+    use super::*;
+    use crate::{AllToAllAlgorithm, DType, ReduceOp};
+
+    #[test]
+    fn mismatches_group_ranks_by_what_they_called() {
+        let a = Call::new(Operation::Barrier);
+        let b = Call::new(Operation::Broadcast).elements(DType::U8, 3).root(2);
+        let text = mismatch(7, &[a, a, b, a]).to_string();
+        assert!(text.contains("ranks 0-1, 3: barrier"), "{text}");
+        assert!(text.contains("rank 2: broadcast of 3 u8 from rank 2"), "{text}");
+        assert_eq!(mismatch(7, &[a, a, b, a]).ranks(), [2]);
+        assert_eq!(
+            mismatch(7, &[a, b]).ranks(),
+            [1],
+            "of two groups of one rank, the one with the lower rank counts as the larger"
+        );
+        let refused = Call::new(Operation::Declined);
+        assert_eq!(mismatch(7, &[refused, refused, a]).ranks(), [0, 1]);
+        assert_eq!(mismatch_of_two(7, 3, &a, 1, &b).ranks(), [1, 3]);
+        assert_eq!(mismatch_of_two(7, 3, &refused, 1, &b).ranks(), [3]);
+        assert!(mismatch(7, &[a, a]).to_string().contains("different options"));
+    }
+
+    #[test]
+    fn different_grids_give_another_error_than_different_calls() {
+        let call = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let call = call.output(Place::Window(0x40));
+        let (few, more) = (call.peer_blocks(17), call.peer_blocks(133));
+        assert_eq!((few.to_string(), few.peer_blocks(0)), (call.to_string(), call));
+        let text = mismatch_of_two(7, 3, &few, 1, &more).to_string();
+        assert!(
+            text.contains("rank 1 divides it among 133 blocks and that of rank 3 among 17"),
+            "{text}"
+        );
+        let other = more.root(1);
+        let text = mismatch_of_two(7, 3, &few, 1, &other).to_string();
+        assert!(text.contains("different collectives"), "{text}");
+    }
+
+    #[test]
+    fn outputs_that_copy_engines_cannot_reach_are_named_with_what_to_do() {
+        let copied = |offset| {
+            let call = Call::new(Operation::AllToAll).elements(DType::F32, 8);
+            call.output(Place::Window(offset)).algorithm(AllToAllAlgorithm::Copy as u8)
+        };
+        let pushed = Call::new(Operation::AllToAllV).elements(DType::F32, 1);
+        for (other, words) in
+            [(copied(0x80), "window offset 0x80, by copy"), (pushed, "rows of 1 f32\n")]
+        {
+            let text = mismatch_of_two(7, 0, &copied(0x40), 1, &other).to_string();
+            assert!(text.contains("rank 0: all_to_all of 8 f32 to window offset 0x40, by copy"));
+            assert!(text.contains(words) && text.contains("pool.empty"), "{text}");
+            assert!(text.contains("all_to_all=\"direct\""), "{text}");
+        }
+        let (barrier, other) = (Call::new(Operation::Barrier), pushed.elements(DType::F32, 2));
+        for (one, another) in [(pushed, barrier), (pushed, other), (copied(0x40), barrier)] {
+            let text = mismatch_of_two(7, 0, &one, 1, &another).to_string();
+            assert!(!text.contains("pool.empty"), "{text}");
+        }
+    }
+}

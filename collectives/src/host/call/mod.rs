@@ -1,0 +1,315 @@
+//! The call description: what a rank calls, in the four words that travel with its handshake signal, and their
+//! digest, which ranks compare (rule S6).
+
+mod mismatch;
+mod text;
+
+pub(crate) use super::operation::Operation;
+use super::place::Place;
+use crate::experts::{ExpertMode, ExpertShape};
+use crate::signal::DESCRIPTION_WORDS;
+use crate::{DType, MatmulShape, ReduceOp};
+pub(crate) use mismatch::{mismatch, mismatch_of_two, rank_list};
+
+const INPUT_WINDOW: u64 = 1 << 32;
+const OUTPUT_WINDOW: u64 = 1 << 33;
+const IN_PLACE: u64 = 1 << 34;
+/// The bit of the output's word at which the number of peer blocks begins. Offsets are smaller.
+const PEER_BLOCKS_SHIFT: u32 = 48;
+const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
+/// The number of a registered algorithm, whose hash is in the highest bits of the count and of the input's offset.
+const REGISTERED: u8 = 255;
+
+/// What ranks compare of a fused all-reduce besides its type and number of elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct NormFields {
+    pub(crate) hidden: u32,
+    pub(crate) epsilon: f32,
+    pub(crate) weight_bias: f32,
+    /// The number of a [`NormOutput`].
+    pub(crate) output: u8,
+    pub(crate) residual: bool,
+    pub(crate) bias: bool,
+    pub(crate) powers_of_two: bool,
+    pub(crate) algorithm: u8,
+}
+
+/// Everything that ranks must agree on before data is accessed, packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Call {
+    words: [u64; DESCRIPTION_WORDS],
+}
+
+impl Call {
+    #[inline]
+    pub(crate) fn new(operation: Operation) -> Self {
+        Self { words: [operation as u64, 0, 0, 0] }
+    }
+
+    /// Describes `count` elements of a type; for operations with one count for each rank, the elements of one rank.
+    #[inline]
+    pub(crate) fn elements(mut self, dtype: DType, count: usize) -> Self {
+        self.words[0] |= (dtype as u64) << 8;
+        self.words[1] = count as u64;
+        self
+    }
+
+    #[inline]
+    pub(crate) fn reduce(mut self, op: ReduceOp) -> Self {
+        self.words[0] |= (op as u64) << 16;
+        self
+    }
+
+    /// Describes a fused all-reduce of `count` elements.
+    pub(crate) fn norm((dtype, count): (DType, usize), fields: NormFields) -> Self {
+        let NormFields { hidden, epsilon, weight_bias, output, .. } = fields;
+        let flags = [fields.residual, fields.bias, fields.powers_of_two].map(u32::from);
+        let root = u32::from(output) | flags[0] << 8 | flags[1] << 9 | flags[2] << 10;
+        let call = Self::new(Operation::AllReduceNorm).elements(dtype, count).root(root);
+        let mut call = call.algorithm(fields.algorithm);
+        call.words[2] = u64::from(hidden) | u64::from(weight_bias.to_bits()) << 32;
+        call.words[3] = u64::from(epsilon.to_bits());
+        call
+    }
+
+    /// The fields of a fused all-reduce.
+    fn norm_fields(&self) -> NormFields {
+        let [head, _, row, epsilon] = self.words;
+        let flag = |bit: u32| head >> (40 + bit) & 1 != 0;
+        NormFields {
+            hidden: row as u32,
+            epsilon: f32::from_bits(epsilon as u32),
+            weight_bias: f32::from_bits((row >> 32) as u32),
+            output: (head >> 40) as u8,
+            residual: flag(8),
+            bias: flag(9),
+            powers_of_two: flag(10),
+            algorithm: (head >> 24) as u8,
+        }
+    }
+
+    /// Describes a fused product of matrices.
+    pub(crate) fn matmul(mut self, shape: &MatmulShape) -> Self {
+        self.words[0] |= (shape.dtype as u64) << 8 | (shape.kind as u64) << 40;
+        self.words[1] = shape.rows & OFFSET;
+        self.words[2] = u64::from(shape.inner) | u64::from(shape.columns) << 32;
+        self.words[3] = shape.rest;
+        self
+    }
+
+    /// Describes the requested algorithm by its number, which is the operation's own; 0 is the automatic choice.
+    #[inline]
+    pub(crate) fn algorithm(mut self, code: u8) -> Self {
+        self.words[0] |= u64::from(code) << 24;
+        self
+    }
+
+    /// Describes a registered algorithm by its hash. To be called last, and for counts below 2^48.
+    #[inline]
+    pub(crate) fn registered(self, hash: u64) -> Self {
+        let mut call = self.algorithm(REGISTERED);
+        call.words[1] |= hash << PEER_BLOCKS_SHIFT;
+        call.words[2] |= hash >> 16 << PEER_BLOCKS_SHIFT;
+        call
+    }
+
+    /// The 32 bits of a registered algorithm's hash that are described.
+    fn registered_hash(&self) -> Option<u64> {
+        let parts = (self.words[1] >> PEER_BLOCKS_SHIFT, self.words[2] >> PEER_BLOCKS_SHIFT);
+        ((self.words[0] >> 24) as u8 == REGISTERED).then_some(parts.1 << 16 | parts.0)
+    }
+
+    #[inline]
+    pub(crate) fn root(mut self, root: u32) -> Self {
+        self.words[0] |= u64::from(root) << 40;
+        self
+    }
+
+    /// Whether the call has no elements. Ranks may then have different places: an empty view of a tensor on one
+    /// rank, and a tensor without memory on another.
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.words[1] == 0
+    }
+
+    /// Describes where the input lies, unless there are no elements. To be called after [`Self::elements`].
+    #[inline]
+    pub(crate) fn input(mut self, place: Place) -> Self {
+        if let (Place::Window(offset), false) = (place, self.is_empty()) {
+            self.words[0] |= INPUT_WINDOW;
+            self.words[2] = offset;
+        }
+        self
+    }
+
+    #[inline]
+    pub(crate) fn output(mut self, place: Place) -> Self {
+        if let (Place::Window(offset), false) = (place, self.is_empty()) {
+            self.words[0] |= OUTPUT_WINDOW;
+            self.words[3] = offset;
+        }
+        self
+    }
+
+    #[inline]
+    pub(crate) fn in_place(mut self, yes: bool) -> Self {
+        if yes && !self.is_empty() {
+            self.words[0] |= IN_PLACE;
+        }
+        self
+    }
+
+    /// Whether every rank's input is a window, and at one offset, as their calls are the same.
+    pub(crate) fn has_input_window(&self) -> bool {
+        self.words[0] & INPUT_WINDOW != 0
+    }
+
+    /// Whether every rank's call is in place.
+    pub(crate) fn is_in_place(&self) -> bool {
+        self.words[0] & IN_PLACE != 0
+    }
+
+    /// Describes a dispatch to experts, or a combine: what the buffer is made for, and how rows lie. To be called before
+    /// [`Self::output`], which describes the buffer's memory.
+    #[inline]
+    pub(crate) fn experts(mut self, shape: &ExpertShape, mode: ExpertMode) -> Self {
+        let capacity = shape.capacity.unwrap_or(0) as u64;
+        let rows = shape.max_tokens as u64 | capacity << 21;
+        self.words[0] |= (shape.dtype as u64) << 8 | u64::from(mode.bits()) << 40;
+        self.words[1] =
+            shape.hidden as u64 | u64::from(shape.experts) << 24 | u64::from(shape.top_k) << 40;
+        self.words[2] = rows;
+        self
+    }
+
+    /// Describes among how many peer blocks a device divides the call: blocks of one index on all ranks signal each
+    /// other, so all ranks need the same number.
+    #[inline]
+    pub(crate) fn peer_blocks(mut self, blocks: u32) -> Self {
+        self.words[3] = self.words[3] & OFFSET | u64::from(blocks) << PEER_BLOCKS_SHIFT;
+        self
+    }
+
+    #[inline]
+    pub(crate) fn words(&self) -> &[u64; DESCRIPTION_WORDS] {
+        &self.words
+    }
+
+    pub(crate) fn from_words(words: [u64; DESCRIPTION_WORDS]) -> Self {
+        Self { words }
+    }
+
+    pub(crate) fn operation(&self) -> Option<Operation> {
+        Operation::from_code(self.words[0] as u8)
+    }
+
+    /// The description without what the rows of the traffic matrix say as well. So an all-to-all of equal parts has
+    /// the description of one whose parts have any size.
+    pub(crate) fn without_parts(mut self) -> Self {
+        if self.operation() == Some(Operation::AllToAll) {
+            self.words[0] = self.words[0] & !0xff | Operation::AllToAllV as u64;
+            self.words[1] = 0;
+        }
+        self
+    }
+
+    fn is_all_to_all(&self) -> bool {
+        matches!(self.operation(), Some(Operation::AllToAll | Operation::AllToAllV))
+    }
+
+    /// Whether the operation runs like an all-to-all, so that outputs may lie at different offsets.
+    fn is_exchange(&self) -> bool {
+        let more = matches!(self.operation(), Some(Operation::AllGather | Operation::Broadcast));
+        more || self.is_all_to_all()
+    }
+
+    /// Whether copy engines carry the data. These are the only exchanges whose description has the output's offset.
+    fn is_copied(&self) -> bool {
+        self.is_exchange() && self.words[0] & OUTPUT_WINDOW != 0
+    }
+
+    /// A 32-bit hash of the description and of what else must be equal on all ranks (`salt`). Two different calls
+    /// have the same digest once in four billion cases.
+    #[inline]
+    pub(crate) fn digest(&self, salt: u64) -> u32 {
+        let mut hash = salt ^ 0x9e37_79b9_7f4a_7c15;
+        for word in self.words {
+            hash = (hash ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
+            hash ^= hash >> 32;
+        }
+        (hash ^ (hash >> 29)) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::NormOutput;
+
+    /// Rule S6.
+    #[test]
+    fn every_field_changes_the_digest_and_reads_back() {
+        let base = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let others = [
+            Call::new(Operation::ReduceScatter).elements(DType::F32, 8).reduce(ReduceOp::Sum),
+            Call::new(Operation::AllReduce).elements(DType::I32, 8).reduce(ReduceOp::Sum),
+            Call::new(Operation::AllReduce).elements(DType::F32, 9).reduce(ReduceOp::Sum),
+            Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Max),
+            base.algorithm(1),
+            base.root(1),
+            base.input(Place::Window(0)),
+            base.output(Place::Window(64)),
+            base.in_place(true),
+            base.peer_blocks(4),
+            base.registered(0),
+            base.registered(1),
+            base.registered(1 << 31),
+        ];
+        for (i, call) in others.iter().enumerate() {
+            assert_ne!(call.digest(0), base.digest(0), "field {i}");
+            assert_ne!(call.to_string(), String::new());
+        }
+        assert_ne!(base.digest(0), base.digest(1));
+        assert_eq!(Call::from_words(*base.words()), base);
+        assert_eq!(
+            base.input(Place::Window(0x40)).to_string(),
+            "all_reduce sum of 8 f32 from window offset 0x40 to ordinary memory"
+        );
+    }
+
+    #[test]
+    fn fused_calls_differ_in_each_field_and_read_back() {
+        let usual = NormFields {
+            hidden: 4096,
+            epsilon: 1e-6,
+            weight_bias: 0.0,
+            output: NormOutput::Norm as u8,
+            residual: true,
+            bias: false,
+            powers_of_two: false,
+            algorithm: 1,
+        };
+        let call = |fields| Call::norm((DType::Bf16, 7 * 4096), fields);
+        let others = [
+            NormFields { hidden: 8192, ..usual },
+            NormFields { epsilon: 1e-5, ..usual },
+            NormFields { weight_bias: 1.0, ..usual },
+            NormFields { output: NormOutput::Fp8PerToken as u8, ..usual },
+            NormFields { residual: false, ..usual },
+            NormFields { bias: true, ..usual },
+            NormFields { powers_of_two: true, ..usual },
+            NormFields { algorithm: 2, ..usual },
+        ];
+        for fields in others {
+            assert_ne!(call(fields).digest(0), call(usual).digest(0), "{fields:?}");
+            assert_ne!(call(fields).to_string(), call(usual).to_string(), "{fields:?}");
+            assert_eq!(call(fields).norm_fields(), fields);
+            let text = mismatch_of_two(7, 0, &call(fields), 1, &call(usual)).to_string();
+            assert!(text.contains("different collectives"), "{text}");
+        }
+        assert_eq!(
+            call(usual).to_string(),
+            "all_reduce_norm of 7 rows of 4096 bf16 to NORM, epsilon 0.000001, with a residual, by one_shot"
+        );
+    }
+}

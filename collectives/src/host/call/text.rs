@@ -1,0 +1,130 @@
+//! A call in words, as errors and events name it.
+
+use std::fmt;
+
+use super::{Call, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, Operation};
+use crate::algorithm::{AUTO, name_of};
+use crate::experts::ExpertMode;
+use crate::{DType, MatmulKind, NormOutput, ReduceOp};
+
+impl Call {
+    /// What follows the name and the type of a dispatch to experts or a combine.
+    fn fmt_experts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [head, shape, rows, output] = self.words;
+        let (hidden, experts, top_k) =
+            (shape & 0xff_ffff, shape >> 24 & 0xffff, shape >> 40 & 0xff);
+        let (max_tokens, capacity) = (rows & 0x1f_ffff, rows >> 21);
+        write!(f, ", hidden {hidden}, {experts} experts, top_k {top_k}, max_tokens {max_tokens}")?;
+        if capacity > 0 {
+            write!(f, ", capacity {capacity}")?;
+        }
+        write!(f, ", {}", ExpertMode::of_bits((head >> 40) as u32))?;
+        write!(f, ", in a buffer at window offset {:#x}", output & OFFSET)
+    }
+
+    /// A fused product of matrices in words.
+    fn fmt_matmul(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [head, rows, row, rest] = self.words;
+        let name = MatmulKind::from_code((head >> 40) as u8).map_or("?", MatmulKind::name);
+        let dtype = DType::from_code((head >> 8) as u8).map_or("?", DType::name);
+        let (inner, columns) = (row as u32, row >> 32);
+        match (inner, columns) {
+            (0, _) => write!(f, "{name} of a product of {rows} x {columns} {dtype}")?,
+            _ => write!(f, "{name} of a shard of {rows} x {inner} {dtype}")?,
+        }
+        write!(f, ", whose other arguments have the hash {rest:016x}")
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [head, count, input, output] = self.words;
+        let (count, input, output) = (count & OFFSET, input & OFFSET, output & OFFSET);
+        let Some(operation) = self.operation() else {
+            return write!(f, "an operation this version does not know ({:#x})", head as u8);
+        };
+        if operation == Operation::FusedMatmul {
+            return self.fmt_matmul(f);
+        }
+        f.write_str(operation.name())?;
+        if matches!(operation, Operation::Declined | Operation::Barrier) {
+            return Ok(());
+        }
+        if operation == Operation::AllReduceNorm {
+            let (dtype, fields) = (DType::from_code((head >> 8) as u8), self.norm_fields());
+            let rows = self.words[1].checked_div(fields.hidden.into()).unwrap_or(0);
+            let made = NormOutput::from_code(fields.output).map_or("?", NormOutput::name);
+            let dtype = dtype.map_or("?", DType::name);
+            write!(
+                f,
+                " of {rows} rows of {} {dtype} to {made}, epsilon {}",
+                fields.hidden, fields.epsilon
+            )?;
+            for (given, name) in [
+                (fields.residual, "a residual"),
+                (fields.bias, "a bias"),
+                (fields.powers_of_two, "scales that are powers of two"),
+            ] {
+                if given {
+                    write!(f, ", with {name}")?;
+                }
+            }
+            if fields.weight_bias != 0.0 {
+                write!(f, ", {} added to weights", fields.weight_bias)?;
+            }
+            return match fields.algorithm {
+                1 => write!(f, ", by one_shot"),
+                2 => write!(f, ", by two_shot"),
+                _ => Ok(()),
+            };
+        }
+        if let Some(op) = ReduceOp::from_code((head >> 16) as u8) {
+            write!(f, " {}", op.name())?;
+        }
+        if let Some(dtype) = DType::from_code((head >> 8) as u8) {
+            if operation == Operation::AllToAllV && count == 0 {
+                write!(f, " of {}", dtype.name())?;
+            } else if operation == Operation::AllToAllV {
+                write!(f, " of rows of {count} {}", dtype.name())?;
+            } else if matches!(operation, Operation::ExpertDispatch | Operation::ExpertCombine) {
+                write!(f, " of {}", dtype.name())?;
+            } else {
+                write!(f, " of {count} {}", dtype.name())?;
+            }
+        }
+        if matches!(operation, Operation::ExpertDispatch | Operation::ExpertCombine) {
+            return self.fmt_experts(f);
+        }
+        if operation == Operation::Broadcast {
+            write!(f, " from rank {}", head >> 40)?;
+        }
+        let (from_window, to_window) = (head & INPUT_WINDOW != 0, head & OUTPUT_WINDOW != 0);
+        let place = |window: bool, offset: u64| {
+            if window { format!("window offset {offset:#x}") } else { "ordinary memory".to_owned() }
+        };
+        if head & IN_PLACE != 0 {
+            write!(f, " in place at {}", place(from_window || to_window, input.max(output)))?;
+        } else if operation == Operation::ReduceScatter {
+            // Outputs are not described, as they may differ.
+            write!(f, " from {}", place(from_window, input))?;
+        } else if !self.is_exchange() {
+            write!(f, " from {} to {}", place(from_window, input), place(to_window, output))?;
+        } else {
+            for (word, window, offset) in [("from", from_window, input), ("to", to_window, output)]
+            {
+                if window {
+                    write!(f, " {word} {}", place(window, offset))?;
+                }
+            }
+        }
+        if let Some(hash) = self.registered_hash() {
+            return write!(f, ", by a registered algorithm of hash {hash:08x}");
+        }
+        let code = (head >> 24) as u8;
+        match operation.standard().and_then(|collective| name_of(collective, code)) {
+            _ if code == AUTO => Ok(()),
+            Some(name) => write!(f, ", by {name}"),
+            None => write!(f, ", by algorithm {code}"),
+        }
+    }
+}
