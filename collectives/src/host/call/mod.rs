@@ -26,7 +26,7 @@ pub(crate) struct NormFields {
     pub(crate) hidden: u32,
     pub(crate) epsilon: f32,
     pub(crate) weight_bias: f32,
-    /// The number of a [`NormOutput`].
+    /// The number of a [`NormOutput`](crate::NormOutput).
     pub(crate) output: u8,
     pub(crate) residual: bool,
     pub(crate) bias: bool,
