@@ -50,6 +50,7 @@ pub use fused::{FusedAlgorithm, NormBuffers, NormOutput, NormShape};
 pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler};
 pub use matmul::{
-    MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm, RightMatrix, Rows,
+    MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm, RightMatrix,
+    Rows,
 };
 pub use reduce_op::ReduceOp;

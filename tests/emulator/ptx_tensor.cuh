@@ -26,6 +26,7 @@ constexpr unsigned MULTIPLIES_F16 = 1;
 constexpr unsigned MULTIPLIES_E4M3 = 2;
 
 constexpr unsigned SUMS = 128;
+template <unsigned COLUMNS> constexpr unsigned SUMS_OF = COLUMNS / 2;
 
 template <unsigned BYTES> inline SharedAt shared_memory() {
     alignas(1024) static thread_local char all[BYTES];
@@ -35,6 +36,7 @@ template <unsigned BYTES> inline SharedAt shared_memory() {
 inline unsigned block_in_cluster() { __builtin_trap(); }
 inline void cluster_barrier() { __builtin_trap(); }
 inline void arrive_at_block(SharedAt, unsigned) { __builtin_trap(); }
+inline uint4 load_of_block(SharedAt, unsigned) { __builtin_trap(); }
 
 // --- barriers in shared memory
 
@@ -148,6 +150,7 @@ inline uint4 load_shared(SharedAt from) {
 }
 
 inline void store_shared(SharedAt to, uint4 value) { __builtin_memcpy(to, &value, 16); }
+inline void store_shared_float(SharedAt to, float value) { __builtin_memcpy(to, &value, 4); }
 
 inline void store_blocks(SharedAt row, uint4 value) {
     const unsigned lane = threadIdx.x % 32, values[4] = {value.x, value.y, value.z, value.w};
@@ -167,6 +170,7 @@ inline void end_batch() {}
 template <unsigned LEFT> void await_products() { emulated::emulated_group(8 + threadIdx.x / 128, 128, 0); }
 
 inline void await_sums(float (&)[SUMS]) { await_products<0>(); }
+template <unsigned COLUMNS> void await_few_sums(float (&)[SUMS_OF<COLUMNS>]) { await_products<0>(); }
 
 // An element of 32 bytes of a row of a factor, from a place within the first row of a tile on.
 template <unsigned TYPE> __attribute__((always_inline)) inline float element_of(SharedAt at, unsigned row, unsigned nth) {
@@ -182,25 +186,30 @@ template <unsigned TYPE> __attribute__((always_inline)) inline float element_of(
     }
 }
 
-// Nearly all time of the kernel is spent here.
+// A factor's element of a row or column, `nth` of the inner dimension. A transposed tile of 64 columns has a row for each number
+// of the inner dimension.
 template <unsigned TYPE, bool TRANSPOSED>
-__attribute__((optimize("O2"))) void multiply(float (&sums)[SUMS], SharedAt left, SharedAt right) {
+__attribute__((always_inline)) inline float factor_of(SharedAt at, unsigned across, unsigned nth) {
+    return TRANSPOSED ? element_of<TYPE>(at + across / 64 * 8192, nth, across % 64) : element_of<TYPE>(at, across, nth);
+}
+
+// Nearly all time of the kernel is spent here.
+template <unsigned TYPE, bool LEFT_TRANSPOSED, bool RIGHT_TRANSPOSED, unsigned COLUMNS>
+__attribute__((optimize("O2"))) void multiply_columns(float (&sums)[COLUMNS / 2], SharedAt left, SharedAt right) {
     constexpr unsigned INNER = TYPE == MULTIPLIES_E4M3 ? 32 : 16;
     const unsigned warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     float factors[2][INNER];
     for (unsigned half = 0; half < 2; ++half) {
         for (unsigned nth = 0; nth < INNER; ++nth) {
-            factors[half][nth] = element_of<TYPE>(left, 16 * warp + 8 * half + lane / 4, nth);
+            factors[half][nth] = factor_of<TYPE, LEFT_TRANSPOSED>(left, 16 * warp + 8 * half + lane / 4, nth);
         }
     }
-    for (unsigned j = 0; j < 32; ++j) {
+    for (unsigned j = 0; j < COLUMNS / 8; ++j) {
         for (unsigned second = 0; second < 2; ++second) {
             const unsigned column = 8 * j + 2 * (lane % 4) + second;
             float found[2] = {};
             for (unsigned nth = 0; nth < INNER; ++nth) {
-                // A transposed tile of 64 columns has a row for each number of the inner dimension.
-                const float value = TRANSPOSED ? element_of<TYPE>(right + column / 64 * 8192, nth, column % 64)
-                                               : element_of<TYPE>(right, column, nth);
+                const float value = factor_of<TYPE, RIGHT_TRANSPOSED>(right, column, nth);
                 found[0] += factors[0][nth] * value;
                 found[1] += factors[1][nth] * value;
             }
@@ -209,6 +218,15 @@ __attribute__((optimize("O2"))) void multiply(float (&sums)[SUMS], SharedAt left
             }
         }
     }
+}
+
+template <unsigned TYPE, bool TRANSPOSED> void multiply(float (&sums)[SUMS], SharedAt left, SharedAt right) {
+    multiply_columns<TYPE, false, TRANSPOSED, 2 * SUMS>(sums, left, right);
+}
+
+template <unsigned TYPE, bool TRANSPOSED, unsigned COLUMNS>
+void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], SharedAt left, SharedAt right) {
+    multiply_columns<TYPE, TRANSPOSED, false, COLUMNS>(sums, left, right);
 }
 
 }  // namespace symmpool

@@ -9,8 +9,8 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, first_calls, fused,
-    huge, matmul, matmul_gather, measured_barrier, memory_operations, native, one_sided,
-    one_sided_streams, p2p, plans, reduce_scatter, repeats, slow, streams,
+    huge, matmul, matmul_few, matmul_gather, measured_barrier, memory_operations, native,
+    one_sided, one_sided_streams, p2p, plans, reduce_scatter, repeats, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -46,7 +46,7 @@ enum When {
 type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 21] = [
+const PARTS: [(&str, When, Part); 22] = [
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
     ("all_gather_broadcast", When::Always, all_gather_broadcast::run),
@@ -62,6 +62,7 @@ const PARTS: [(&str, When, Part); 21] = [
     ("fused", When::Always, fused::run),
     ("matmul", When::Always, matmul::run),
     ("matmul", When::Always, matmul_gather::run),
+    ("matmul", When::Always, matmul_few::run),
     ("mixed", When::Thorough, all_to_all::mixed),
     ("repeats", When::Thorough, repeats::run),
     ("streams", When::Thorough, streams::run),

@@ -27,6 +27,7 @@ mod huge;
 mod killed;
 mod late;
 mod matmul;
+mod matmul_few;
 mod matmul_gather;
 mod matrix;
 mod measured_barrier;

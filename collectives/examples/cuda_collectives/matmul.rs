@@ -227,7 +227,7 @@ pub(crate) fn bytes_of(values: impl IntoIterator<Item = f32>, dtype: DType) -> V
     }
 }
 
-fn rounded(value: f32, dtype: DType) -> f32 {
+pub(crate) fn rounded(value: f32, dtype: DType) -> f32 {
     match dtype {
         DType::Bf16 => bf16::from_f32(value).to_f32(),
         _ => f16::from_f32(value).to_f32(),

@@ -16,11 +16,6 @@ namespace symmpool {
 
 // --- one warp loads blocks of both matrices
 
-// Blocks of the inner dimension.
-struct Blocks {
-    u32 begin, end;
-};
-
 // Loads blocks of what a tile is made of: rows from the place `left_at` of the left matrix on, and columns of the right one
 // from `column` on.
 __device__ __forceinline__ void load_tile_factors(Blocks blocks, const SharedMemory& shared, u32 block, Stage& stage,

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <fused/matmul_work.cuh>
+#include <fused/stages.cuh>
 #include <symmpool/types.cuh>
 
 namespace symmpool {
@@ -117,17 +118,7 @@ public:
     }
 };
 
-// A place in the cycle of stages, and the parity of the phase of its barriers.
-struct Stage {
-    u32 at = 0, phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++at == STAGES) {
-            at = 0;
-            phase ^= 1;
-        }
-    }
-};
+using Stage = StageOf<STAGES>;
 
 // Shared memory of a block, by purpose.
 class SharedMemory {

@@ -37,6 +37,9 @@ constexpr unsigned MULTIPLIES_E4M3 = 2;
 // 8 * j + 2 * (l % 4) and the next.
 constexpr unsigned SUMS = 128;
 
+// The same of a product of fewer columns, 8, 16, 32 or 64.
+template <unsigned COLUMNS> constexpr unsigned SUMS_OF = COLUMNS / 2;
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define SYMMPOOL_HAS_TENSOR_PTX 1
 #else
@@ -165,6 +168,22 @@ __device__ __forceinline__ void store_shared(SharedAt to, uint4 value) {
                  :: "r"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_float(SharedAt to, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(value) : "memory");
+}
+
+// Loads what is at this place of shared memory in a block of the cluster, which has stored it before a barrier of the cluster.
+__device__ __forceinline__ uint4 load_of_block(SharedAt from, unsigned block) {
+    uint4 value;
+    asm volatile("{\n"
+                 ".reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %4, %5;\n"
+                 "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [there];\n"
+                 "}"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(from), "r"(block) : "memory");
+    return value;
+}
+
 // Stores four blocks of 8 rows and 8 elements of 16 bits, of each of which a thread has two as a product leaves its sums.
 // The 8 threads from 8 * n on give the places of the rows of block n.
 __device__ __forceinline__ void store_blocks(SharedAt row, uint4 value) {
@@ -234,11 +253,67 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt left_at, 
     }
 }
 
+#define SYMMPOOL_4 "%0, %1, %2, %3"
+#define SYMMPOOL_8 SYMMPOOL_4 ", %4, %5, %6, %7"
+#define SYMMPOOL_16 SYMMPOOL_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SYMMPOOL_32 \
+    SYMMPOOL_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SYMMPOOL_EIGHT(i) SYMMPOOL_FOUR(i), SYMMPOOL_FOUR(i + 4)
+#define SYMMPOOL_MULTIPLY_FEW(columns, list, factors, types, transposed, ...) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." types " {" list "}, " factors \
+                 ", 1, 1, 1, " transposed ", 0;" : __VA_ARGS__ : "l"(left), "l"(right))
+#define SYMMPOOL_MULTIPLY_TYPES(columns, list, factors, ...) \
+    if constexpr (TYPE == MULTIPLIES_F16 && TRANSPOSED) { \
+        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "f16.f16", "1", __VA_ARGS__); \
+    } else if constexpr (TYPE == MULTIPLIES_F16) { \
+        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "f16.f16", "0", __VA_ARGS__); \
+    } else if constexpr (TRANSPOSED) { \
+        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "bf16.bf16", "1", __VA_ARGS__); \
+    } else { \
+        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "bf16.bf16", "0", __VA_ARGS__); \
+    }
+
+// Begins to multiply 64 rows of 16 elements of 16 bits by COLUMNS columns of as many, and adds the products to the sums. Here
+// the left factor may be transposed.
+template <unsigned TYPE, bool TRANSPOSED, unsigned COLUMNS>
+__device__ __forceinline__ void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], SharedAt left_at, SharedAt right_at) {
+    const unsigned long long left = factor(left_at, TRANSPOSED), right = factor(right_at, false);
+    if constexpr (COLUMNS == 8) {
+        SYMMPOOL_MULTIPLY_TYPES("8", SYMMPOOL_4, "%4, %5", SYMMPOOL_FOUR(0))
+    } else if constexpr (COLUMNS == 16) {
+        SYMMPOOL_MULTIPLY_TYPES("16", SYMMPOOL_8, "%8, %9", SYMMPOOL_EIGHT(0))
+    } else if constexpr (COLUMNS == 32) {
+        SYMMPOOL_MULTIPLY_TYPES("32", SYMMPOOL_16, "%16, %17", SYMMPOOL_SIXTEEN(0))
+    } else {
+        SYMMPOOL_MULTIPLY_TYPES("64", SYMMPOOL_32, "%32, %33", SYMMPOOL_SIXTEEN(0), SYMMPOOL_SIXTEEN(16))
+    }
+}
+
+// As `await_sums`.
+template <unsigned COLUMNS> __device__ __forceinline__ void await_few_sums(float (&sums)[SUMS_OF<COLUMNS>]) {
+    if constexpr (COLUMNS == 8) {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_FOUR(0) :: "memory");
+    } else if constexpr (COLUMNS == 16) {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_EIGHT(0) :: "memory");
+    } else if constexpr (COLUMNS == 32) {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_SIXTEEN(0) :: "memory");
+    } else {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_SIXTEEN(0), SYMMPOOL_SIXTEEN(16) :: "memory");
+    }
+}
+
 #undef SYMMPOOL_SUMS
 #undef SYMMPOOL_FOUR
 #undef SYMMPOOL_SIXTEEN
 #undef SYMMPOOL_ALL_SUMS
 #undef SYMMPOOL_MULTIPLY
+#undef SYMMPOOL_4
+#undef SYMMPOOL_8
+#undef SYMMPOOL_16
+#undef SYMMPOOL_32
+#undef SYMMPOOL_EIGHT
+#undef SYMMPOOL_MULTIPLY_FEW
+#undef SYMMPOOL_MULTIPLY_TYPES
 
 #else
 
@@ -259,6 +334,8 @@ __device__ __forceinline__ void fence_for_stores() {}
 __device__ __forceinline__ void fence_for_loads() {}
 __device__ __forceinline__ uint4 load_shared(SharedAt) { return make_uint4(0, 0, 0, 0); }
 __device__ __forceinline__ void store_shared(SharedAt, uint4) {}
+__device__ __forceinline__ void store_shared_float(SharedAt, float) {}
+__device__ __forceinline__ uint4 load_of_block(SharedAt, unsigned) { return make_uint4(0, 0, 0, 0); }
 __device__ __forceinline__ void store_blocks(SharedAt, uint4) {}
 __device__ __forceinline__ void begin_products() {}
 __device__ __forceinline__ void end_batch() {}
@@ -270,6 +347,13 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt, SharedAt
         sums[i] = 0;
     }
 }
+template <unsigned TYPE, bool TRANSPOSED, unsigned COLUMNS>
+__device__ __forceinline__ void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], SharedAt, SharedAt) {
+    for (unsigned i = 0; i < SUMS_OF<COLUMNS>; ++i) {
+        sums[i] = 0;
+    }
+}
+template <unsigned COLUMNS> __device__ __forceinline__ void await_few_sums(float (&)[SUMS_OF<COLUMNS>]) {}
 
 #endif
 

@@ -9,7 +9,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::Communicator;
 use super::engine::Engine;
 use crate::signal::channel::CHANNELS;
-use crate::{MatmulGather, MatmulKind, MatmulScatter, MatmulShape};
+use crate::{MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape};
 
 impl Communicator {
     /// How many steps a fused product may have: [`Self::push_step`].
@@ -76,8 +76,8 @@ impl Communicator {
         self.lock().engine.cuda()?.wait_by_memory((peer, channel), timeout, false, *stream)
     }
 
-    /// Whether [`Self::matmul_reduce_scatter_at`] and [`Self::all_gather_matmul_at`] have kernels for the device: for those of
-    /// compute capability 9.0.
+    /// Whether [`Self::matmul_reduce_scatter_at`], [`Self::all_gather_matmul_at`] and [`Self::matmul_all_reduce_at`] have
+    /// kernels for the device: for those of compute capability 9.0.
     pub fn has_tensor_kernels(&self) -> bool {
         matches!(&self.lock().engine, Engine::Cuda(cuda) if cuda.has_tensor_kernels())
     }
@@ -172,6 +172,56 @@ impl Communicator {
             Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise; the memory used on the way is a window.
             Engine::Cuda(cuda) => unsafe { cuda.matmul_gather(shape.describe(), product, *stream) },
+        }
+    }
+
+    /// Whether [`Self::matmul_all_reduce_at`] has memory for the products of all ranks, of so many rows and columns. The same on
+    /// every rank.
+    pub fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
+        match &self.lock().engine {
+            Engine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
+            Engine::Host(_) => false,
+        }
+    }
+
+    /// Multiplies matrices on a device, of which the left one has few rows, and adds up the products of all ranks, for each
+    /// of them. One kernel does both, and sends columns that it has while it makes others. Products are rounded to the
+    /// matrices' type before they are added, in `f32` and in the order of ranks: so all ranks get the same bits, in every run.
+    /// `rest` is a hash of what else must be equal on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for what [`MatmulAllReduce::check`] refuses; `is_unsupported` in host memory, where
+    /// [`Self::has_tensor_kernels`] or [`Self::has_room_for_product`] is false; `is_diverged` if ranks pass different shapes;
+    /// else as all calls.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are readable and the sum is writable on the device until `stream` is past the call; nobody else touches
+    /// them meanwhile.
+    pub unsafe fn matmul_all_reduce_at(
+        &self,
+        product: &MatmulAllReduce,
+        rest: u64,
+        stream: &Stream,
+    ) -> Result<()> {
+        let kind = MatmulKind::MatmulAllReduce;
+        let shape = MatmulShape {
+            kind,
+            dtype: product.dtype,
+            rows: product.rows as u64,
+            inner: 0,
+            columns: product.columns as u32,
+            // The mean is another kernel's.
+            rest: rest ^ u64::from(product.mean) << 63,
+        };
+        let mut inner = self.begin(stream)?;
+        match &mut inner.engine {
+            Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
+            // SAFETY: the caller's promise.
+            Engine::Cuda(cuda) => unsafe {
+                cuda.matmul_all_reduce(shape.describe(), product, *stream)
+            },
         }
     }
 

@@ -19,6 +19,7 @@ pub(super) enum KernelMode {
     Norm(NormMode),
     Experts(ExpertsMode),
     Matmul(MatmulMode),
+    FewRows(FewRowsMode),
 }
 
 /// How a product of tensor cores is made.
@@ -30,6 +31,16 @@ pub(super) struct MatmulMode {
     pub(super) output_f16: bool,
     /// Whether two blocks form a cluster, and load for each other.
     pub(super) clusters: bool,
+}
+
+/// How a product of few rows is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct FewRowsMode {
+    /// As of [`MatmulMode`].
+    pub(super) right_by_rows: bool,
+    pub(super) clusters: bool,
+    /// Rows of the product, filled up: 8, 16, 32 or 64.
+    pub(super) tokens: u32,
 }
 
 /// What dispatches and combines of a buffer do.
@@ -103,6 +114,7 @@ impl KernelMode {
     pub(super) fn shared_bytes(self) -> u32 {
         match self {
             Self::Matmul(_) => super::matmul::SHARED_BYTES,
+            Self::FewRows(mode) => super::matmul::few::shared_bytes(mode.tokens),
             _ => 0,
         }
     }
@@ -156,6 +168,19 @@ impl KernelMode {
                 ("RIGHT_BY_ROWS", number(right_by_rows)),
                 ("OUTPUT_F16", number(output_f16)),
                 ("CLUSTER", if clusters { "2" } else { "1" }),
+            ],
+            Self::FewRows(FewRowsMode { right_by_rows, clusters, tokens }) => vec![
+                ("RIGHT_BY_ROWS", number(right_by_rows)),
+                ("CLUSTER", if clusters { "2" } else { "1" }),
+                (
+                    "TOKENS",
+                    match tokens {
+                        8 => "8",
+                        16 => "16",
+                        32 => "32",
+                        _ => "64",
+                    },
+                ),
             ],
         }
     }

@@ -23,7 +23,7 @@ use super::fault::RECORD_BYTES;
 use super::kernel_spec::KernelSpec;
 use super::kernels::{LoadedKernel, SIZES};
 use super::made::{MadeKernel, MadeSource};
-use super::params::{CallParams, Comm, MatmulWork, NormWork, PlanWork, Traffic};
+use super::params::{CallParams, Comm, FewRows, MatmulWork, NormWork, PlanWork, Traffic};
 use crate::experts::ExpertsWork;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 
@@ -221,6 +221,7 @@ impl Modules {
             ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
             ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),
             ("MATMUL_WORK_BYTES", size_of::<MatmulWork>() as u64),
+            ("FEW_ROWS_BYTES", size_of::<FewRows>() as u64),
         ]
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =

@@ -173,6 +173,20 @@ pub(super) struct MatmulWork {
     pub(super) split: Split,
 }
 
+/// What a product of few rows is given besides [`CallParams`]: `FewRows` in `fused/matmul_few.cu`, which documents the fields.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FewRows {
+    pub(super) left: TensorMap,
+    pub(super) right: TensorMap,
+    pub(super) rows: u32,
+    pub(super) columns: u32,
+    pub(super) inner_blocks: u32,
+    pub(super) tiles: u32,
+    pub(super) sends: u32,
+    pub(super) receives: u32,
+}
+
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.
 pub(super) const UNKNOWN: u64 = u64::MAX;
 
@@ -408,6 +422,9 @@ mod tests {
         let row = crate::jit::sources::MATMUL_SCATTER.variants[0];
         let matmul = row.iter().find(|(axis, _)| *axis == "MATMUL_WORK_BYTES").expect("the axis");
         assert_eq!(matmul.1[0].parse(), Ok(size_of::<MatmulWork>()));
+        let row = crate::jit::sources::MATMUL_FEW.variants[0];
+        let few = row.iter().find(|(axis, _)| *axis == "FEW_ROWS_BYTES").expect("the axis");
+        assert_eq!(few.1[0].parse(), Ok(size_of::<FewRows>()));
         // All fields before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 20 * 8);

@@ -38,6 +38,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "fused/matmul_work.cuh",
     "fused/norm.cuh",
     "fused/row_sums.cuh",
+    "fused/stages.cuh",
     "experts/arrived.cuh",
     "experts/bulk.cuh",
     "experts/combine_few.cuh",
@@ -78,6 +79,7 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &BROADCAST_STAGES,
     &COMBINE,
     &COPY_COMPANION,
+    &MATMUL_FEW,
     &MATMUL_GATHER,
     &MATMUL_SCATTER,
     &MATMUL_WAIT,
@@ -364,6 +366,10 @@ const OUTPUT_F16: Axis = ("OUTPUT_F16", &["1"]);
 const EITHER_OUTPUT: Axis = ("OUTPUT_F16", &["0", "1"]);
 const F16: Axis = ("DTYPE", &["3"]);
 const E4M3: Axis = ("DTYPE", &["9"]);
+/// Rows of a product of few, filled up.
+const TOKENS: Axis = ("TOKENS", &["8", "16", "32", "64"]);
+const MOST_TOKENS: Axis = ("TOKENS", &["64"]);
+const FEW_ROWS_BYTES: Axis = ("FEW_ROWS_BYTES", &["320"]);
 const PAIRS: Axis = ("CLUSTER", &["2"]);
 /// Blocks that are in no cluster, as on emulated devices.
 const SINGLES: Axis = ("CLUSTER", &["1"]);
@@ -391,6 +397,37 @@ pub(crate) const MATMUL_GATHER: Kernel<'static> = product!(
     [FEW_AND_MOST, F16, BY_ROWS, OUTPUT_F16, PAIRS],
     [FEW, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
     [FEW, BF16, BY_ROWS, OUTPUT_BF16, SINGLES],
+);
+
+/// A product of few rows and an all-reduce in one.
+pub(crate) const MATMUL_FEW: Kernel<'static> = collective!(
+    "fused" / "matmul_few",
+    [
+        FEW_AND_MOST,
+        MATMUL_THREADS,
+        ONE,
+        LAMPORT,
+        SUM,
+        BF16,
+        EITHER_LAYOUT,
+        TOKENS,
+        PAIRS,
+        FEW_ROWS_BYTES
+    ],
+    [
+        FEW,
+        MATMUL_THREADS,
+        ONE,
+        LAMPORT,
+        SUM,
+        F16,
+        EITHER_LAYOUT,
+        MOST_TOKENS,
+        PAIRS,
+        FEW_ROWS_BYTES
+    ],
+    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, SINGLES, FEW_ROWS_BYTES],
+    [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, PAIRS, FEW_ROWS_BYTES],
 );
 
 /// The wait for what other ranks send for such a product, in one block.

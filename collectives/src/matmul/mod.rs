@@ -1,8 +1,10 @@
 //! Fused products of matrices: what ranks compare before one, and the operands of those that tensor cores make.
 
+mod few;
 mod gather;
 mod scatter;
 
+pub use few::MatmulAllReduce;
 pub use gather::{MatmulGather, RightMatrix};
 pub(crate) use scatter::TILE_BYTES;
 pub use scatter::{MatmulScatter, MatmulTerm};

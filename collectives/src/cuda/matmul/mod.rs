@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `scatter` | products that are added up over all ranks: `fused/matmul_scatter.cu` |
 //! | `gather` | products of the rows of all ranks: `fused/matmul_gather.cu` |
+//! | `few` | products of few rows, added up over all ranks: `fused/matmul_few.cu` |
 //! | `split` | how tiles that fill no whole wave are divided among the blocks |
 //!
 //! One kernel makes the whole product, if the communicator has the device to itself; it waits at its end for what other
@@ -16,6 +17,7 @@
 
 #![allow(unsafe_code)] // driver calls on raw addresses
 
+pub(super) mod few;
 mod gather;
 mod scatter;
 mod split;

@@ -1,0 +1,180 @@
+//! Checks of products of few rows that are added up over all ranks: every bit is compared with what the CPU computes, from
+//! numbers whose products and sums are exact until they are rounded.
+
+use symmpool_allocator::{Block, Pool, Result};
+use symmpool_collectives::{CommunicatorOptions, DType, MatmulAllReduce, Rows};
+
+use crate::cuda::upload;
+use crate::matmul::{Matmul, POISON, by_columns, bytes_of, number, rounded};
+use crate::{ORDINARY, Options};
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    rows: usize,
+    inner: usize,
+    columns: usize,
+    dtype: DType,
+    right_by_rows: bool,
+    mean: bool,
+}
+
+struct Memory {
+    left: Block<u8>,
+    right: Block<u8>,
+    out: Block<u8>,
+}
+
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let mut matmul = Matmul::new(pool, options)?;
+    if !matmul.comm.has_tensor_kernels() {
+        return Ok((0, 0));
+    }
+    // Less than a tile; tiles that are cut off on both sides, and as many blocks of the inner dimension as stages, with
+    // each number of rows that kernels are compiled for; and more tiles than there are blocks on small devices.
+    let few = Case { rows: 1, inner: 8, columns: 8, ..Case::USUAL };
+    matmul.few(few)?;
+    matmul.few(Case { right_by_rows: false, mean: true, dtype: DType::F16, ..few })?;
+    for rows in [8, 9, 32, 64] {
+        let right_by_rows = rows % 2 == 0;
+        matmul.few(Case { rows, right_by_rows, ..Case::USUAL })?;
+        if !options.quick {
+            let other = Case { rows, right_by_rows: !right_by_rows, mean: true, ..Case::USUAL };
+            matmul.few(Case { dtype: DType::F16, inner: 4104, ..other })?;
+            matmul.few(Case { inner: 1000, columns: 8192, ..other })?;
+        }
+    }
+    matmul.few(Case { rows: 5, inner: 72, columns: 1032, ..Case::USUAL })?;
+    if !options.quick {
+        matmul.few(Case { rows: 17, columns: 20_000, ..Case::USUAL })?;
+    }
+    // With concurrent communicators, where a second launch adds up.
+    matmul.renew(&CommunicatorOptions { concurrent: Some(2), ..options.communicator() })?;
+    matmul.few(Case { rows: 3, ..Case::USUAL })?;
+    matmul.few(Case { rows: 40, inner: 8, columns: 1024, right_by_rows: false, ..Case::USUAL })?;
+    matmul.renew(&options.communicator())?;
+    matmul.refusals_of_few()?;
+    Ok(matmul.end("matmul_few"))
+}
+
+impl Case {
+    const USUAL: Self = Self {
+        rows: 8,
+        inner: 520,
+        columns: 264,
+        dtype: DType::Bf16,
+        right_by_rows: true,
+        mean: false,
+    };
+
+    fn left(&self, seed: u64, rank: u32) -> Vec<f32> {
+        (0..self.rows * self.inner).map(|at| number(seed, rank, at)).collect()
+    }
+
+    fn right(&self, seed: u64, rank: u32) -> Vec<f32> {
+        (0..self.inner * self.columns).map(|at| number(!seed, rank, at)).collect()
+    }
+
+    /// The sum: each rank's product is rounded, and then added up in the order of ranks.
+    fn wanted(&self, seed: u64, world: u32) -> Vec<u8> {
+        let mut sums = vec![0.0_f32; self.rows * self.columns];
+        for rank in 0..world {
+            let (left, right) = (self.left(seed, rank), self.right(seed, rank));
+            for (row, sums) in sums.chunks_mut(self.columns).enumerate() {
+                let mut product = vec![0.0_f32; self.columns];
+                let values = &left[row * self.inner..][..self.inner];
+                for (value, others) in values.iter().zip(right.chunks(self.columns)) {
+                    for (sum, other) in product.iter_mut().zip(others) {
+                        *sum += value * other;
+                    }
+                }
+                for (sum, product) in sums.iter_mut().zip(product) {
+                    *sum += rounded(product, self.dtype);
+                }
+            }
+        }
+        let factor = if self.mean { 1.0 / world as f32 } else { 1.0 };
+        bytes_of(sums.into_iter().map(|sum| sum * factor), self.dtype)
+    }
+
+    fn product(&self, memory: &Memory) -> MatmulAllReduce {
+        let of_right = if self.right_by_rows { self.columns } else { self.inner };
+        let rows = |block: &Block<u8>, across: usize| Rows {
+            begin: block.address(),
+            pitch: 2 * across as u64,
+        };
+        MatmulAllReduce {
+            dtype: self.dtype,
+            left: rows(&memory.left, self.inner),
+            right: rows(&memory.right, of_right),
+            right_by_rows: self.right_by_rows,
+            out: memory.out.address(),
+            rows: self.rows,
+            inner: self.inner,
+            columns: self.columns,
+            mean: self.mean,
+        }
+    }
+}
+
+impl Matmul<'_> {
+    fn memory_of_few(&self, case: &Case) -> Result<Memory> {
+        let ordinary = self.pool.lane(ORDINARY)?;
+        let matrix = |rows: usize, columns: usize| ordinary.alloc(2 * rows * columns);
+        Ok(Memory {
+            left: matrix(case.rows, case.inner)?,
+            right: matrix(case.inner, case.columns)?,
+            out: matrix(case.rows, case.columns)?,
+        })
+    }
+
+    fn few(&mut self, case: Case) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        if !self.comm.has_room_for_product(case.rows, case.columns) {
+            return Ok(());
+        }
+        let memory = self.memory_of_few(&case)?;
+        let product = case.product(&memory);
+        self.repeat(
+            900,
+            // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
+            |matmul| unsafe { matmul.comm.matmul_all_reduce_at(&product, 0, &matmul.stream) },
+            |matmul, seed| {
+                let right = case.right(seed, rank);
+                let right = match case.right_by_rows {
+                    true => right,
+                    false => by_columns(&right, case.columns),
+                };
+                let encode = |values: Vec<f32>| bytes_of(values, case.dtype);
+                upload(matmul.pool, memory.left.address(), &encode(case.left(seed, rank)))?;
+                upload(matmul.pool, memory.right.address(), &encode(right))?;
+                upload(matmul.pool, memory.out.address(), &vec![POISON; memory.out.len()])
+            },
+            |matmul, seed| {
+                matmul.compare(&format!("{case:?}"), &memory.out, &case.wanted(seed, world))
+            },
+        )
+    }
+
+    /// What is refused, on all ranks; and products that differ.
+    fn refusals_of_few(&mut self) -> Result<()> {
+        let memory = self.memory_of_few(&Case::USUAL)?;
+        let right = Case::USUAL.product(&memory);
+        for wrong in [
+            MatmulAllReduce { rows: 65, ..right },
+            MatmulAllReduce { columns: 12, ..right },
+            MatmulAllReduce { dtype: DType::F32, ..right },
+            MatmulAllReduce { out: right.out + 2, ..right },
+        ] {
+            // SAFETY: it is refused before anything is touched.
+            let called = unsafe { self.comm.matmul_all_reduce_at(&wrong, 0, &self.stream) };
+            self.refused(called)?;
+        }
+        if self.pool.world() == 1 {
+            return Ok(());
+        }
+        // SAFETY: as in `few`.
+        self.diverged_and_missing(|comm, rest, stream| unsafe {
+            comm.matmul_all_reduce_at(&right, rest, stream)
+        })
+    }
+}

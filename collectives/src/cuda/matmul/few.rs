@@ -1,0 +1,112 @@
+//! Products of few rows that are added up over all ranks.
+
+#![allow(unsafe_code)] // passes on addresses, about which callers promise
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::super::engine::CudaEngine;
+use super::super::kernel_mode::{FewRowsMode, KernelMode};
+use super::super::kernel_spec::KernelSpec;
+use super::super::params::{CallParams, FewRows};
+use super::{BLOCK_BYTES, THREADS};
+use crate::host::call::Call;
+use crate::jit::sources::MATMUL_FEW;
+use crate::matmul::CLUSTER;
+use crate::{MatmulAllReduce, ReduceOp};
+
+/// Columns of a tile.
+const TILE_COLUMNS: usize = 128;
+
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_few.cu`.
+pub(in super::super) const fn shared_bytes(tokens: u32) -> u32 {
+    8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + 2 * 8 * 16 + 1024
+}
+
+/// Rows of a product, filled up to what kernels are compiled for.
+fn tokens(rows: usize) -> u32 {
+    rows.next_power_of_two().max(8) as u32
+}
+
+impl CudaEngine {
+    /// Whether the inbox has room for a product of so many rows and columns of 16-bit numbers.
+    pub(crate) fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
+        let vectors = (rows as u64).saturating_mul(columns as u64) / 8;
+        vectors.saturating_mul(self.world().into()) <= self.control.inbox_vectors(true)
+    }
+
+    /// Makes a product, and adds it up over all ranks.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are readable or writable on the device until the stream has done the call, and nothing else touches them
+    /// meanwhile.
+    pub(crate) unsafe fn matmul_all_reduce(
+        &mut self,
+        call: Call,
+        product: &MatmulAllReduce,
+        stream: Stream,
+    ) -> Result<()> {
+        self.begin(stream)?;
+        let checked = product.check().and_then(|()| self.check_tensor_kernels());
+        let work = match checked.and_then(|()| self.few_rows(product)) {
+            Ok(work) => work,
+            Err(why) => return Err(self.decline(why, stream)),
+        };
+        let clusters = self.has_clusters()?;
+        let mode = FewRowsMode {
+            right_by_rows: product.right_by_rows,
+            clusters,
+            tokens: tokens(product.rows),
+        };
+        let op = if product.mean { ReduceOp::Avg } else { ReduceOp::Sum };
+        let kernel = self.kernel(KernelSpec {
+            mode: KernelMode::FewRows(mode),
+            threads: THREADS,
+            lamport: true,
+            ..KernelSpec::reduces(&MATMUL_FEW, (product.dtype, op))
+        })?;
+        let in_two = self.world() > 1 && !kernel.budget.early;
+        tracing::debug!(rows = product.rows, in_two, %call, "a product of few rows");
+        let cluster = if clusters { CLUSTER as u32 } else { 1 };
+        let params = CallParams { output: product.out, ..CallParams::of(&call) };
+        let grid = work.tiles.min(kernel.processors / cluster) * cluster;
+        let first = FewRows { receives: u32::from(!in_two), ..work };
+        // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
+        unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &first, stream) }?;
+        if !in_two {
+            return Ok(());
+        }
+        let vectors = (product.rows * product.columns / 8) as u32;
+        let most = kernel.resident(THREADS).min(kernel.budget.most_blocks);
+        let grid = vectors.div_ceil(THREADS).clamp(1, most).next_multiple_of(cluster);
+        let rest = FewRows { sends: 0, ..work };
+        // SAFETY: as above. What peers send arrives whatever becomes of this launch.
+        let received =
+            unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &rest, stream) };
+        self.or_close(received)
+    }
+
+    fn few_rows(&self, product: &MatmulAllReduce) -> Result<FewRows> {
+        let MatmulAllReduce { dtype, rows, inner, columns, right_by_rows, .. } = *product;
+        if !self.has_room_for_product(rows, columns) {
+            return Err(Error::unsupported(format!(
+                "a product of {rows} rows and {columns} columns on rank {}: the inbox has no room for those of all ranks; give \
+                 the communicator more device memory, or multiply and all-reduce separately",
+                self.rank()
+            )));
+        }
+        let size = dtype.size();
+        let box_of_left = (tokens(rows) as usize, BLOCK_BYTES / size, size);
+        let left_pitch = rows as u64 * product.left.pitch;
+        Ok(FewRows {
+            left: self.tensor_map((product.left, left_pitch), (1, rows, inner), box_of_left)?,
+            right: self.right_map(dtype, (product.right, right_by_rows), (inner, columns))?,
+            rows: rows as u32,
+            columns: columns as u32,
+            inner_blocks: (inner * size).div_ceil(BLOCK_BYTES) as u32,
+            tiles: columns.div_ceil(TILE_COLUMNS) as u32,
+            sends: 1,
+            receives: 1,
+        })
+    }
+}
