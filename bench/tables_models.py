@@ -105,13 +105,16 @@ def matmuls(places):
         "reduce_scatter": "product + reduce-scatter",
         "all_gather_fp8": "all-gather + product, fp8",
         "reduce_scatter_fp8": "product + reduce-scatter, fp8",
+        "all_reduce": "product + all-reduce",
     }
 
     def shown(entry, name):
         alone, own = (entry["figures"].get(each, {}).get("us") for each in ("matmul", name))
         return f"{exact(own)} ({alone / own:.2f})" if alone and own else "-"
 
-    names = ("ours fused", "ours unfused", "NCCL unfused", "torch fused")
+    names = ["ours fused", "ours unfused", "NCCL unfused", "torch fused"]
+    with_one = any("ours one kernel" in entry["figures"] for entry in report["results"])
+    names += ["ours one kernel"] * with_one
     rows = [
         [
             kinds.get(entry["kind"], entry["kind"]),
@@ -129,6 +132,7 @@ def matmuls(places):
         "symmpool",
         "NCCL",
         "torch's fused",
+        *["one kernel"] * with_one,
     ]
     title = (
         "Products of matrices with communication; in brackets the time of the product alone, divided by it"

@@ -5,7 +5,8 @@
 
 use pyo3::prelude::*;
 use symmpool_collectives::{
-    DType, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm, RightMatrix, Rows,
+    DType, MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm,
+    RightMatrix, Rows,
 };
 
 use crate::communicator::Communicator;
@@ -183,6 +184,44 @@ pub(crate) fn multiply_scatter(
     // SAFETY: the package passes tensors of the communicator's device of these sizes, which it keeps alive, and memory of
     // the group's pool that its calls alone use.
     calls.run(py, move || unsafe { calls.comm.matmul_reduce_scatter_at(&product, rest, &stream) })
+}
+
+/// Whether [`multiply_all_reduce`] has memory for products of so many rows and columns.
+#[pyfunction]
+#[pyo3(name = "_has_room_for_product")]
+pub(crate) fn has_room_for_product(
+    communicator: &Bound<'_, Communicator>,
+    rows: usize,
+    columns: usize,
+) -> bool {
+    communicator.get().calls().comm.has_room_for_product(rows, columns)
+}
+
+/// Multiplies matrices, of which the left one has few rows, and adds up the products of all ranks, on the current stream.
+/// Matrices are as those of [`multiply_scatter`], and `out` is an address; `sizes` are rows, the inner dimension and columns.
+#[pyfunction]
+#[pyo3(name = "_multiply_all_reduce")]
+#[expect(clippy::too_many_arguments, reason = "they are what a product has")]
+pub(crate) fn multiply_all_reduce(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    dtype: &str,
+    left: (u64, u64),
+    right: (u64, u64),
+    right_by_rows: bool,
+    out: u64,
+    sizes: (usize, usize, usize),
+    mean: bool,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let stream = calls.stream(py, None)?;
+    let (dtype, _) = calls.or_decline(py, stream, types_named((dtype, dtype)))?;
+    let (rows, inner, columns) = sizes;
+    let (left, right) = (rows_at(left), rows_at(right));
+    let product =
+        MatmulAllReduce { dtype, left, right, right_by_rows, out, rows, inner, columns, mean };
+    // SAFETY: as in `multiply_scatter`.
+    calls.run(py, move || unsafe { calls.comm.matmul_all_reduce_at(&product, 0, &stream) })
 }
 
 /// As [`matmul_memory`], for `rows` rows of `inner` columns that are gathered from each rank.

@@ -420,6 +420,17 @@ def _multiply_scatter(
     scratch: tuple[int, int],
     rest: int,
 ) -> None: ...
+def _has_room_for_product(communicator: Communicator, rows: int, columns: int) -> bool: ...
+def _multiply_all_reduce(
+    communicator: Communicator,
+    dtype: str,
+    left: tuple[int, int],
+    right: tuple[int, int],
+    right_by_rows: bool,
+    out: int,
+    sizes: tuple[int, int, int],
+    mean: bool,
+) -> None: ...
 def _push_step(
     communicator: Communicator, ends: tuple[int, int, int], to: tuple[int, int | None], stream: int
 ) -> None: ...

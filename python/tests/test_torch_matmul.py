@@ -11,7 +11,7 @@ from test_torch_distributed import begin
 
 import symmpool
 from symmpool import fused
-from symmpool.errors import DivergedError, InvalidArgumentError
+from symmpool.errors import DivergedError, InvalidArgumentError, UnsupportedError
 from symmpool.fused import tensor_cores
 from symmpool.fused.products import Product
 
@@ -114,8 +114,9 @@ def scatters(group, folder):
     total = (left.reshape(-1, 5) @ right).view(3, 4, 6)
     symmpool.all_reduce(total)
     for way in (fused.matmul_all_reduce, torch.ops.symmpool.matmul_all_reduce):
-        if not torch.equal(way(left, right, "sum", name), total):
-            wrong.append("all-reduce")
+        for algorithm in ("auto", "separate"):
+            if not torch.equal(way(left, right, "sum", name, algorithm=algorithm), total):
+                wrong.append(f"all-reduce, {algorithm}")
     x = numbers((6, 4), me)
     if not torch.equal(torch.ops.symmpool._low_contention_all_gather(x, name), gathered(x, 0)):
         wrong.append("low contention")
@@ -218,6 +219,10 @@ def refused(group, folder):
     gather, scatter = fused.fused_all_gather_matmul, fused.fused_matmul_reduce_scatter
     scaled, sums = fused.fused_all_gather_scaled_matmul, fused.fused_matmuls_reduce_scatter
     one = torch.ones(())
+
+    def total(*given):
+        return fused.matmul_all_reduce(*given[:-1], algorithm=given[-1])
+
     texts = []
     for nth, (call, arguments) in enumerate(
         (
@@ -241,6 +246,8 @@ def refused(group, folder):
             (scaled, (x, [right], one, [], 0, name, [None], [None], [None], [False])),
             (gather, ("x", [right], 0, name)),
             (scatter, (None, right, "sum", 0, name)),
+            (total, (x, right, "sum", name, "fast")),
+            (total, (x.bfloat16(), right.bfloat16(), "sum", name, "one_kernel")),
         )
     ):
         # One of the ranks is wrong, in turn, and the other one learns of it.
@@ -251,7 +258,7 @@ def refused(group, folder):
             else:
                 gather(x, [right], 0, name)
             texts.append("nothing")
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, UnsupportedError) as error:
             texts.append(str(error) if is_wrong else f"unexpected {error}")
         except DivergedError as error:
             texts.append("diverged" if not is_wrong else f"unexpected {error}")
@@ -291,6 +298,8 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "B_scales: 0 for 1 matrices",
         "A_shard: 'x'",
         "A: None",
+        "algorithm: 'fast' is none of auto, separate, one_kernel",
+        "one kernel does not serve 4 rows of torch.bfloat16 and 8 columns on cpu",
     ]
     for me, texts in enumerate(values(2, refused, str(tmp_path))):
         for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):

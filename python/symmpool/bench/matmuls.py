@@ -9,7 +9,9 @@ import warnings
 import symmpool
 from symmpool.bench import peers, rounds, session, table
 
-KINDS = ("all_gather", "reduce_scatter", "all_gather_fp8", "reduce_scatter_fp8")
+KINDS = ("all_gather", "reduce_scatter", "all_gather_fp8", "reduce_scatter_fp8", "all_reduce")
+#: Contenders that other kinds do not have.
+ONLY_SUMS = ("ours one kernel",)
 
 
 def shapes(text):
@@ -31,6 +33,7 @@ def add_options(command):
         help="all-reduces with a norm, or products of matrices",
     )
     command.add_argument("--rows", default="2048,8192,16384", help="of products: M (default 2048,8192,16384)")
+    command.add_argument("--few-rows", default="1,8,32,64", help="of all_reduce's (default 1,8,32,64)")
     command.add_argument("--gather", type=shapes, default=[(4096, 28672), (8192, 57344), (8192, 10240)])
     command.add_argument("--scatter", type=shapes, default=[(14336, 4096), (28672, 8192), (8192, 8192)])
     command.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
@@ -62,6 +65,7 @@ class Case:
         torch, world = ranks.torch, ranks.world
         rows, inner, columns = sizes
         self.gathers, self.is_scaled = kind.startswith("all_gather"), kind.endswith("fp8")
+        self.is_sum = kind == "all_reduce"
         generator = torch.Generator(device=ranks.device).manual_seed(ranks.rank)
 
         def random(*shape):
@@ -75,7 +79,7 @@ class Case:
         else:
             self.left = self.whole = random(rows, inner // world)
             self.right = random(columns, inner // world).t()
-        if not self.is_scaled:
+        if not self.is_scaled and not self.is_sum:
             # Row by row, as weights of layers lie for products of this kind.
             self.right = self.right.contiguous()
         self.scale = torch.ones((), device=ranks.device)
@@ -93,8 +97,12 @@ def alone(torch, case):
     return case.product(torch, case.whole)
 
 
-def unfused(torch, gather, scatter):
+def unfused(torch, gather, scatter, add_up):
     def call(torch, case):
+        if case.is_sum:
+            made = case.product(torch, case.left)
+            add_up(made)
+            return made
         if case.gathers:
             whole = torch.empty_like(case.whole)
             gather(whole, case.left)
@@ -109,6 +117,8 @@ def unfused(torch, gather, scatter):
 
 def fused_by(operators):
     def call(torch, case):
+        if case.is_sum:
+            return operators.matmul_all_reduce(case.left, case.right, "sum", case.name)
         if case.gathers and not case.is_scaled:
             _, (made,) = operators.fused_all_gather_matmul(
                 case.left, [case.right], 0, case.name, return_A=False
@@ -143,6 +153,11 @@ def fused_by(operators):
     return call
 
 
+def in_one_kernel(torch, case):
+    way = torch.ops.symmpool.matmul_all_reduce
+    return way(case.left, case.right, "sum", case.name, algorithm="one_kernel")
+
+
 class Contender:
     """A way to make the call. `call_of` gives what makes it, for a case."""
 
@@ -172,7 +187,7 @@ def wanted(ranks, case):
         return whole.float() @ case.right.float()
     total = case.left.float() @ case.right.float()
     ranks.dist.all_reduce(total)
-    return total.chunk(world)[ranks.rank]
+    return total if case.is_sum else total.chunk(world)[ranks.rank]
 
 
 def prepare(ranks, options, name, contender, row, dtype):
@@ -219,7 +234,9 @@ def measure(ranks, options, contenders, row, dtype, step):
     def report_progress(what):
         step(f"{row.kind} {'x'.join(map(str, row.sizes))}, {what}")
 
-    running = rounds.prepare_all({name: name for name in contenders}, row, prepared)
+    left_out = ("torch fused",) if row.kind == "all_reduce" else ONLY_SUMS
+    names = [name for name in contenders if name not in left_out]
+    running = rounds.prepare_all({name: name for name in names}, row, prepared)
     rounds.measure(ranks, options, running, row, lambda case: None, report_progress)
 
 
@@ -239,9 +256,14 @@ def run(options, arguments):
             torch,
             lambda to, x: symmpool.all_gather_into_tensor(to, x, group=pool),
             lambda to, x: symmpool.reduce_scatter_tensor(to, x, group=pool),
+            lambda x: symmpool.all_reduce(x, group=pool),
         ),
-        f"{peer} unfused": unfused(torch, dist.all_gather_into_tensor, dist.reduce_scatter_tensor),
+        f"{peer} unfused": unfused(
+            torch, dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.all_reduce
+        ),
     }
+    if ranks.on_cuda and torch.cuda.get_device_capability() == (9, 0):
+        ways["ours one kernel"] = in_one_kernel
     if ranks.on_cuda:
         try:
             ways["torch fused"] = fused_by(TorchOperators(ranks))
@@ -253,7 +275,8 @@ def run(options, arguments):
         if kind not in KINDS:
             raise ValueError(f"--kinds: {kind!r} is none of {', '.join(KINDS)}")
         sizes = options.gather if kind.startswith("all_gather") else options.scatter
-        cases += [(kind, (int(rows), *each)) for each in sizes for rows in options.rows.split(",")]
+        counts = options.few_rows if kind == "all_reduce" else options.rows
+        cases += [(kind, (int(rows), *each)) for each in sizes for rows in counts.split(",")]
     progress, rows = session.Progress(len(cases) * (options.rounds + 1), ranks.rank == 0), []
     try:
         for kind, sizes in cases:

@@ -16,8 +16,8 @@ from symmpool.fused.matmul_scatter import (
     fused_matmul_reduce_scatter,
     fused_matmuls_reduce_scatter,
     fused_scaled_matmul_reduce_scatter,
-    matmul_all_reduce,
 )
+from symmpool.fused.matmul_sum import matmul_all_reduce
 from symmpool.fused.norm import all_reduce_rms_norm
 from symmpool.fused.operators import install, uninstall
 from symmpool.fused.quantization import Fused, Quantization, fp8_per_group, fp8_per_token, fp8_static

@@ -11,7 +11,7 @@ import torch
 
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
-from symmpool.fused.entry import entry_for, is_pipelined
+from symmpool.fused.entry import entry_for
 from symmpool.fused.products import (
     Product,
     aligned,
@@ -27,15 +27,13 @@ __all__ = [
     "fused_matmul_reduce_scatter",
     "fused_matmuls_reduce_scatter",
     "fused_scaled_matmul_reduce_scatter",
-    "matmul_all_reduce",
+    "parts_of",
 ]
 
 
 # With more than two ranks copies of parts that are no larger take longer, one after the other, than a
 # reduce-scatter by a kernel that uses all links at once: measured on four H100s and H200s.
 _SHORT_PART = 4 << 20
-# A product of no more bytes is added up as a whole, which is faster than in parts: measured on two H200s.
-_SHORT_SUM = 16 << 20
 
 
 def fused_matmul_reduce_scatter(
@@ -175,7 +173,7 @@ def _matmul_scatter(
         one_batch = [left[None] for left in lefts]
         found = tensor_cores.multiply_scatter(call, one_batch, scales, products, dtype, reduce_op)
     elif by_parts:
-        parts = list(_parts(lefts[0], scales, product, world, is_last))
+        parts = list(parts_of(lefts[0], scales, product, world, is_last))
         found = pipeline.multiply_scatter(call, parts, dtype, reduce_op)
     else:
         call.begin(0)
@@ -197,7 +195,7 @@ def _product_shape(A: torch.Tensor, product: Product, output_shape: Sequence[int
     return list(output_shape) if output_shape is not None else [*A.shape[:-1], product.right.shape[1]]
 
 
-def _parts(rows: Any, scales: Any, product: Product, world: int, is_last: bool) -> Any:
+def parts_of(rows: Any, scales: Any, product: Product, world: int, is_last: bool) -> Any:
     """Left rows, their scales and the right matrix of each rank's part."""
     is_per_row = scales is not None and scales.numel() > 1
     if is_last:
@@ -209,43 +207,3 @@ def _parts(rows: Any, scales: Any, product: Product, world: int, is_last: bool) 
     for each in range(world):
         here = slice(each * count, (each + 1) * count)
         yield rows[here], aligned(scales[here]) if is_per_row else scales, product
-
-
-def matmul_all_reduce(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
-    """The sum (or with "avg" the mean) of all ranks' `A @ B`, on every rank; A has the shape (..., K) and B
-    (K, N).
-
-    On CUDA, where a product has more than 16 MiB and the rows divide among the ranks, each rank adds up its
-    share of them as `fused_matmul_reduce_scatter` does, and copy engines gather the sums. All ranks get the
-    same bits."""
-    name = "matmul_all_reduce"
-
-    def check(world: int) -> None:
-        check_reduce(name, reduce_op)
-        check_left(name, "A", A, 0, "A")
-        check_right(name, "B", Product(B), A, A.shape[-1])
-
-    entry = entry_for(name, A, group, check)
-    world = entry.comm.world
-    rows = A.reshape(-1, A.shape[-1])
-    shape = (*A.shape[:-1], B.shape[1])
-    product = Product(B)
-    is_short = rows.shape[0] * B.shape[1] * A.itemsize <= _SHORT_SUM
-    if not is_pipelined(rows, world) or rows.shape[0] % world != 0 or is_short:
-        # Ranks compare sizes and types in the all-reduce: a handshake of its own would cost as much as a sum.
-        made = torch.mm(rows, B)
-        entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)
-        return made.view(shape)
-    by_tensor_cores = tensor_cores.serves_sum(entry, [A], None, [product], rows.shape[0] // world, A.dtype)
-    rest = fingerprint(shape, reduce_op, by_tensor_cores)
-    call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
-    if by_tensor_cores:
-        share = tensor_cores.multiply_scatter(call, [rows[None]], None, [product], A.dtype, reduce_op)
-    else:
-        parts = list(_parts(rows, None, product, world, False))
-        share = pipeline.multiply_scatter(call, parts, A.dtype, reduce_op)
-    found = share.new_empty((world, *share.shape))
-    sizes = (share.shape[0], share.shape[1], 0)
-    gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
-    pipeline.pull_all(gather, [share] * world, found)
-    return found.view(shape)

@@ -13,7 +13,7 @@ import torch
 from symmpool import ops
 from symmpool.communicators.devices import name_of, number_of_tensor
 from symmpool.errors import InvalidArgumentError, InvalidStateError
-from symmpool.fused import low_contention, matmul_gather, matmul_scatter
+from symmpool.fused import low_contention, matmul_gather, matmul_scatter, matmul_sum
 from symmpool.groups import pool_registry, process_groups
 from symmpool.groups.names import group_of
 
@@ -35,7 +35,8 @@ _SIGNATURES = {
     "_low_contention_reduce_scatter": "Tensor tensor, str reduce_op, str group_name) -> Tensor",
     "fused_matmuls_reduce_scatter": "Tensor[] As, Tensor[] Bs, str reduce_op, int scatter_dim, "
     "str group_name) -> Tensor",
-    "matmul_all_reduce": "Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor",
+    "matmul_all_reduce": "Tensor A, Tensor B, str reduce_op, str group_name, *, "
+    "str algorithm='auto') -> Tensor",
 }
 # Types by the numbers that operators are given for elements of lists.
 _TYPES = {
@@ -119,8 +120,8 @@ def _reduce_scatter(tensor: Any, reduce_op: str, group_name: str) -> Any:
     return low_contention.low_contention_reduce_scatter(tensor, reduce_op, group_of(group_name))
 
 
-def _all_reduce(A: Any, B: Any, reduce_op: str, group_name: str) -> Any:
-    return matmul_scatter.matmul_all_reduce(A, B, reduce_op, group_of(group_name))
+def _all_reduce(A: Any, B: Any, reduce_op: str, group_name: str, *, algorithm: str = "auto") -> Any:
+    return matmul_sum.matmul_all_reduce(A, B, reduce_op, group_of(group_name), algorithm=algorithm)
 
 
 _IMPLEMENTATIONS = {
@@ -220,7 +221,7 @@ def _reduce_scatter_fake(tensor: Any, reduce_op: str, group_name: str) -> Any:
     return _scattered_fake(tensor, tensor.shape, 0, group_name, tensor.dtype)
 
 
-def _all_reduce_fake(A: Any, B: Any, reduce_op: str, group_name: str) -> Any:
+def _all_reduce_fake(A: Any, B: Any, reduce_op: str, group_name: str, *, algorithm: str = "auto") -> Any:
     return A.new_empty((*A.shape[:-1], B.shape[1]))
 
 

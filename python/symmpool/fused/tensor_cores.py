@@ -16,8 +16,10 @@ import torch
 from symmpool._symmpool import (
     _gather_memory,
     _gather_multiply,
+    _has_room_for_product,
     _has_tensor_kernels,
     _matmul_memory,
+    _multiply_all_reduce,
     _multiply_scatter,
 )
 from symmpool.errors import TimeoutError
@@ -28,10 +30,13 @@ from symmpool.fused.products import DTYPES, Product
 __all__ = [
     "BATCH_ROWS",
     "LEAST_ROWS",
+    "FEW_ROWS",
     "MOST_PRODUCTS",
     "gather_multiply",
+    "multiply_all_reduce",
     "multiply_scatter",
     "serves_all",
+    "serves_few",
     "serves_sum",
 ]
 
@@ -42,6 +47,8 @@ _FILLED = 16
 LEAST_ROWS = 256
 # Bytes by which matrices are addressed.
 _ALIGNMENT = 16
+#: Rows of a product that one kernel makes and adds up on every rank, at most.
+FEW_ROWS = 64
 #: Products that a kernel makes at most.
 MOST_PRODUCTS = 4
 #: Of a rank's rows, each of several batches has a multiple of so many.
@@ -96,6 +103,15 @@ def serves_all(
         return False
     fit = (_fits(left, scale, product, rows, product.dtype_for(left)) for product in products)
     return all(fit) and _has_tensor_kernels(entry.comm)
+
+
+def serves_few(entry: Any, rows: torch.Tensor, product: Product) -> bool:
+    """Whether one kernel makes this product and adds it up on every rank."""
+    count, columns = rows.shape[0], product.right.shape[1]
+    fit = rows.is_cuda and rows.dtype in _HALVES and product.right.dtype == rows.dtype
+    if not fit or not 1 <= count <= FEW_ROWS or columns == 0 or columns % 8 != 0:
+        return False
+    return _has_tensor_kernels(entry.comm) and _has_room_for_product(entry.comm, count, columns)
 
 
 def _is_by_rows(product: Product) -> bool:
@@ -282,3 +298,28 @@ def multiply_scatter(
         entry.explain(error)
         raise
     return out.contiguous()
+
+
+def multiply_all_reduce(entry: Any, rows: torch.Tensor, product: Product, reduce_op: str) -> torch.Tensor:
+    """The sum, or with "avg" the mean, of all ranks' products, where `serves_few` says so, on the current
+    stream. Ranks compare types and sizes."""
+    rows, filled = _filled(product, rows)
+    left, right = _aligned(rows), _right(filled)
+    out = rows.new_empty((rows.shape[0], product.right.shape[1]))
+    if entry.pending is not None:
+        entry.join_pending()
+    try:
+        _multiply_all_reduce(
+            entry.comm,
+            DTYPES[left.dtype],
+            _place(left),
+            _place(right),
+            _is_by_rows(filled),
+            out.data_ptr(),
+            (left.shape[0], left.shape[1], out.shape[1]),
+            reduce_op == "avg",
+        )
+    except TimeoutError as error:
+        entry.explain(error)
+        raise
+    return out

@@ -236,6 +236,7 @@ class Checks:
         dist.all_reduce(total)
         for how, found in self.variants(lambda: fused.matmul_all_reduce(left, right, "sum", self.name)):
             self.judge(f"all-reduce, {how}", near(found, total, torch.bfloat16))
+        self.few(seed)
         x = numbers((64 * world, 8), seed + me, torch.bfloat16, self.device)
         whole = gathered(x, 0)
         for how, found in self.variants(lambda: fused.low_contention_all_gather(x, self.name)):
@@ -243,6 +244,40 @@ class Checks:
         wanted = summed(x.double(), 0, "sum")
         for how, found in self.variants(lambda: fused.low_contention_reduce_scatter(x, "sum", self.name)):
             self.judge(f"low contention, scattered, {how}", near(found, wanted, torch.bfloat16))
+
+    def few(self, seed):
+        """Products of few rows, which one kernel makes and adds up."""
+        if torch.cuda.get_device_capability(self.device) != (9, 0):
+            return
+        me = dist.get_rank()
+        for rows, inner, columns in (
+            (1, 64, 8),
+            (3, 4096, 8192),
+            (8, 200, 264),
+            (32, 1000, 4096),
+            (64, 2048, 8192),
+        ):
+            for dtype in (torch.bfloat16, torch.float16):
+                left = numbers((rows, inner), seed + me, dtype, self.device)
+                right = numbers((inner, columns), seed + 50 + me, dtype, self.device)
+                total = left.double() @ right.double()
+                dist.all_reduce(total)
+                for layout, b in (("rows", right), ("columns", right.t().contiguous().t())):
+
+                    def call(b=b, left=left):
+                        return fused.matmul_all_reduce(left, b, "sum", self.name, algorithm="one_kernel")
+
+                    for how, found in self.variants(call):
+                        what = f"one kernel, {dtype}, {rows} x {inner} x {columns}, right by {layout}, {how}"
+                        self.judge(what, near(found, total, dtype))
+                        self.judge(f"{what}, bits", torch.equal(found, first_rank_s(found)))
+
+
+def first_rank_s(tensor):
+    """The first rank's tensor."""
+    found = tensor.contiguous().clone()
+    dist.broadcast(found, 0)
+    return found
 
 
 def main():

@@ -1,0 +1,83 @@
+"""Products that are added up over all ranks, on every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool.errors import InvalidArgumentError, UnsupportedError
+from symmpool.fused import pipeline, tensor_cores
+from symmpool.fused.entry import entry_for, is_pipelined
+from symmpool.fused.matmul_scatter import parts_of
+from symmpool.fused.products import Product, check_left, check_reduce, check_right, fingerprint
+
+__all__ = ["ALGORITHMS", "matmul_all_reduce"]
+
+#: Ways to make a product and add it up.
+ALGORITHMS = ("auto", "separate", "one_kernel")
+# A product of no more bytes is added up as a whole, which is faster than in parts: measured on two H200s.
+_SHORT_SUM = 16 << 20
+
+
+def matmul_all_reduce(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: Any, *, algorithm: str = "auto"
+) -> torch.Tensor:
+    """The sum (or with "avg" the mean) of all ranks' `A @ B`, on every rank; A has the shape (..., K) and B
+    (K, N). All ranks get the same bits, and pass the same algorithm:
+
+    - "separate": a product, and an all-reduce.
+    - "one_kernel": both in one kernel, which sends columns while it makes others. For up to 64 rows of
+      float16 or bfloat16 and a multiple of 8 columns, on CUDA devices of compute capability 9.0.
+    - "auto": "separate", but on CUDA, where a product has more than 16 MiB and the rows divide among the
+      ranks, each rank adds up its share of them as `fused_matmul_reduce_scatter` does, and copy engines
+      gather the sums.
+
+    Raises InvalidArgumentError for what does not fit, and then DivergedError on the other ranks;
+    UnsupportedError where "one_kernel" does not serve the product."""
+    name = "matmul_all_reduce"
+
+    def check(world: int) -> None:
+        check_reduce(name, reduce_op)
+        check_left(name, "A", A, 0, "A")
+        check_right(name, "B", Product(B), A, A.shape[-1])
+        if algorithm not in ALGORITHMS:
+            raise InvalidArgumentError(f"{name}: algorithm: {algorithm!r} is none of {', '.join(ALGORITHMS)}")
+
+    entry = entry_for(name, A, group, check)
+    world = entry.comm.world
+    rows = A.reshape(-1, A.shape[-1])
+    shape = (*A.shape[:-1], B.shape[1])
+    product = Product(B)
+    if algorithm == "one_kernel":
+        if not tensor_cores.serves_few(entry, rows, product):
+            found = f"{rows.shape[0]} rows of {rows.dtype} and {B.shape[1]} columns on {rows.device}"
+            most = tensor_cores.FEW_ROWS
+            why = UnsupportedError(
+                f"{name}: algorithm: one kernel does not serve {found}; it takes up to {most} rows of "
+                "float16 or bfloat16 and a multiple of 8 columns, as many as the group's inbox has room for, "
+                'on CUDA devices of compute capability 9.0; pass "auto"'
+            )
+            entry.refuse(str(why))
+            raise why
+        return tensor_cores.multiply_all_reduce(entry, rows, product, reduce_op).view(shape)
+    is_short = rows.shape[0] * B.shape[1] * A.itemsize <= _SHORT_SUM
+    is_whole = algorithm == "separate" or is_short or rows.shape[0] % world != 0
+    if is_whole or not is_pipelined(rows, world):
+        # Ranks compare sizes and types in the all-reduce: a handshake of its own would cost as much as a sum.
+        made = torch.mm(rows, B)
+        entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)
+        return made.view(shape)
+    by_tensor_cores = tensor_cores.serves_sum(entry, [A], None, [product], rows.shape[0] // world, A.dtype)
+    rest = fingerprint(shape, reduce_op, by_tensor_cores)
+    call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
+    if by_tensor_cores:
+        share = tensor_cores.multiply_scatter(call, [rows[None]], None, [product], A.dtype, reduce_op)
+    else:
+        parts = list(parts_of(rows, None, product, world, False))
+        share = pipeline.multiply_scatter(call, parts, A.dtype, reduce_op)
+    found = share.new_empty((world, *share.shape))
+    sizes = (share.shape[0], share.shape[1], 0)
+    gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
+    pipeline.pull_all(gather, [share] * world, found)
+    return found.view(shape)
