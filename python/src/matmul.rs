@@ -116,8 +116,10 @@ pub(crate) fn step(
 /// Whether [`multiply_scatter`] and [`gather_multiply`] have kernels for the communicator's device.
 #[pyfunction]
 #[pyo3(name = "_has_tensor_kernels")]
-pub(crate) fn has_tensor_kernels(communicator: &Bound<'_, Communicator>) -> bool {
-    communicator.get().calls().comm.has_tensor_kernels()
+pub(crate) fn has_tensor_kernels(py: Python<'_>, communicator: &Bound<'_, Communicator>) -> bool {
+    let calls = communicator.get().calls();
+    // Another thread of this process may be in a call of the communicator, which waits for this one.
+    py.detach(|| calls.comm.has_tensor_kernels())
 }
 
 /// Bytes of the memory of the pool through which parts of `rows` x `columns` elements travel, of memory for the kernel's own
@@ -190,11 +192,14 @@ pub(crate) fn multiply_scatter(
 #[pyfunction]
 #[pyo3(name = "_has_room_for_product")]
 pub(crate) fn has_room_for_product(
+    py: Python<'_>,
     communicator: &Bound<'_, Communicator>,
     rows: usize,
     columns: usize,
 ) -> bool {
-    communicator.get().calls().comm.has_room_for_product(rows, columns)
+    let calls = communicator.get().calls();
+    // Another thread of this process may be in a call of the communicator, which waits for this one.
+    py.detach(|| calls.comm.has_room_for_product(rows, columns))
 }
 
 /// Multiplies matrices, of which the left one has few rows, and adds up the products of all ranks, on the current stream.

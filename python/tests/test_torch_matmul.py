@@ -117,6 +117,11 @@ def scatters(group, folder):
         for algorithm in ("auto", "separate"):
             if not torch.equal(way(left, right, "sum", name, algorithm=algorithm), total):
                 wrong.append(f"all-reduce, {algorithm}")
+    if (
+        fused.matmul_all_reduce(torch.ones(2, 3, 0), torch.ones(0, 5), "sum", name).tolist()
+        != [[[0] * 5] * 3] * 2
+    ):
+        wrong.append("all-reduce without an inner dimension")
     x = numbers((6, 4), me)
     if not torch.equal(torch.ops.symmpool._low_contention_all_gather(x, name), gathered(x, 0)):
         wrong.append("low contention")

@@ -10,15 +10,13 @@
 //! all peers have arrived, they are added up in the order of ranks, so all ranks get the same bits. The handshake is made by a
 //! warp of the first block, for which no data waits.
 //!
-//! Where kernels of other communicators may need SMs, one launch multiplies and sends, and another one waits and adds up: in
-//! fewer blocks, which may all run at the same time whatever else does. Defines: WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL
-//! (LAMPORT), BLOCKS (1); CLUSTER; TOKENS: 8, 16, 32 or 64; RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of
-//! the inner dimension (1).
+//! Where kernels of other communicators may need SMs, another launch waits and adds up (`fused/matmul_few_received.cu`). Defines:
+//! WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1); CLUSTER; TOKENS: 8, 16, 32 or 64; RIGHT_BY_ROWS:
+//! whether rows of the right matrix in memory are those of the inner dimension (1).
 
+#include <fused/few_rows.cuh>
 #include <fused/stages.cuh>
-#include <protocol/inbox.cuh>
 #include <symmpool/ptx_tensor.cuh>
-#include <symmpool/reduce.cuh>
 
 using namespace symmpool;
 
@@ -28,8 +26,7 @@ struct FewRows {
     u32 rows, columns;  // of the product; a multiple of 8 columns
     u32 inner_blocks;   // of the inner dimension
     u32 tiles;          // of 128 columns
-    // What a launch does: both, or one of them.
-    u32 sends, receives;
+    u32 receives;       // whether this launch adds up what all ranks send
 };
 static_assert(sizeof(FewRows) == FEW_ROWS_BYTES, "layouts differ");
 
@@ -199,9 +196,18 @@ __device__ __forceinline__ uint4 add_blocks(const SharedMemory& shared, u32 row,
 // Behind it all threads that add up sums see those of all blocks of the cluster, or these may be written over.
 __device__ __forceinline__ void meet() {
     if constexpr (CLUSTER > 1) {
+        __syncwarp();
         cluster_barrier();
     } else {
         barrier_of_warps(1, ALL_GROUPS, false);
+    }
+}
+
+// As the inbox's own, for which blocks have nothing else to do. Called by so many threads of every block.
+__device__ __forceinline__ void reset_stale(const Inbox& inbox, u32 thread) {
+    const u32 threads = gridDim.x * RESETTING_THREADS;
+    for (u32 at = blockIdx.x * RESETTING_THREADS + thread; at < inbox.stale_used; at += threads) {
+        store_plain(inbox.stale + at, make_uint4(Inbox::EMPTY, Inbox::EMPTY, Inbox::EMPTY, Inbox::EMPTY));
     }
 }
 
@@ -212,26 +218,6 @@ __device__ __forceinline__ void let_meet() {
         cluster_barrier();
         cluster_barrier();
     }
-}
-
-// The session of the launch before, which has gone on to the next one.
-__device__ __forceinline__ void go_back(Session& session) {
-    session.epoch = load_relaxed(session.comm.local()).x;
-    session.lamport_turn = session.lamport_turn == 0 ? 2 : session.lamport_turn - 1;
-}
-
-__device__ __forceinline__ uint4* output_at(const Call& call, u64 at) {
-    return reinterpret_cast<uint4*>(call.output) + at;
-}
-
-// Adds the peers' vectors to one of this rank's, which is in the output. False if a peer's does not arrive.
-__device__ __forceinline__ bool add_ranks(const Session& session, const Inbox& inbox, const Call& call, u64 at, u64 each) {
-    uint4 all[WORLD];
-    if (!await_all(session, inbox, at, each, load_plain(output_at(call, at)), all)) {
-        return false;
-    }
-    store_plain(output_at(call, at), Reduce<DTYPE, OP>::all(all));
-    return true;
 }
 
 #if CLUSTER > 1 && __CUDA_ARCH__ >= 900
@@ -245,19 +231,8 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
                         const __grid_constant__ FewRows work) {
     begin_kernel(comm.early);
     Session session(comm);
-    const u64 each = static_cast<u64>(work.rows) * work.columns / 8;
-    if (!work.sends) {
-        go_back(session);
-    }
+    const u64 each = call.bytes / 16;
     const Inbox inbox(session, WORLD > 1 ? INBOX_SLOTS * each : 0);
-    if (!work.sends) {
-        for (u64 at = blockIdx.x * THREADS + threadIdx.x; at < each && !session.failed; at += gridDim.x * THREADS) {
-            if (!add_ranks(session, inbox, call, at, each)) {
-                return;
-            }
-        }
-        return;
-    }
     session.advance();
     if (blockIdx.x == 0 && must_expire_flags(session)) {
         expire_old_flags(session, inbox.used());
@@ -276,14 +251,6 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
         if (enters) {
             send_handshake<false>(session, call, threadIdx.x % 32, 32);
         }
-        if (warp >= FIRST_RESETTING_WARP && !session.failed) {
-            // As `reset_stale`, which asks blocks that do nothing else.
-            const u32 threads = gridDim.x * RESETTING_THREADS;
-            const u32 own = blockIdx.x * RESETTING_THREADS + threadIdx.x - 32 * FIRST_RESETTING_WARP;
-            for (u32 at = own; at < inbox.stale_used; at += threads) {
-                store_plain(inbox.stale + at, make_uint4(Inbox::EMPTY, Inbox::EMPTY, Inbox::EMPTY, Inbox::EMPTY));
-            }
-        }
         Stage stage;
         for (u32 tile = first; tile < work.tiles; tile += clusters) {
             if (threadIdx.x == 32 * LOADING_WARP) {
@@ -291,9 +258,11 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
             }
             let_meet();
         }
-        // Behind all barriers of the cluster, as it waits for peers.
+        // What takes time comes behind all barriers of the cluster.
         if (enters) {
             compare_handshakes(session, call, threadIdx.x % 32, 32);
+        } else if (warp >= FIRST_RESETTING_WARP && !session.failed) {
+            reset_stale(inbox, threadIdx.x - 32 * FIRST_RESETTING_WARP);
         }
         return;
     }

@@ -183,7 +183,6 @@ pub(super) struct FewRows {
     pub(super) columns: u32,
     pub(super) inner_blocks: u32,
     pub(super) tiles: u32,
-    pub(super) sends: u32,
     pub(super) receives: u32,
 }
 

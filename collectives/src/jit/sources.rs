@@ -33,6 +33,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/scratch_pipeline.cuh",
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
+    "fused/few_rows.cuh",
     "fused/matmul.cuh",
     "fused/matmul_tiles.cuh",
     "fused/matmul_work.cuh",
@@ -80,6 +81,7 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &COMBINE,
     &COPY_COMPANION,
     &MATMUL_FEW,
+    &MATMUL_FEW_RECEIVED,
     &MATMUL_GATHER,
     &MATMUL_SCATTER,
     &MATMUL_WAIT,
@@ -428,6 +430,14 @@ pub(crate) const MATMUL_FEW: Kernel<'static> = collective!(
     ],
     [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, SINGLES, FEW_ROWS_BYTES],
     [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, PAIRS, FEW_ROWS_BYTES],
+);
+
+/// The sum of what all ranks send for it.
+pub(crate) const MATMUL_FEW_RECEIVED: Kernel<'static> = collective!(
+    "fused" / "matmul_few_received",
+    [WORLD, WIDE, ONE, LAMPORT, SUM, BF16],
+    [FEW, WIDE, ONE, LAMPORT, SUM, F16],
+    [ODD, WIDE, ONE, LAMPORT, SUM, BF16],
 );
 
 /// The wait for what other ranks send for such a product, in one block.

@@ -46,7 +46,7 @@ def matmul_all_reduce(
 
     entry = entry_for(name, A, group, check)
     world = entry.comm.world
-    rows = A.reshape(-1, A.shape[-1])
+    rows = A.flatten(0, -2)
     shape = (*A.shape[:-1], B.shape[1])
     product = Product(B)
     if algorithm == "one_kernel":

@@ -8,9 +8,10 @@ use super::super::engine::CudaEngine;
 use super::super::kernel_mode::{FewRowsMode, KernelMode};
 use super::super::kernel_spec::KernelSpec;
 use super::super::params::{CallParams, FewRows};
+use super::super::reductions;
 use super::{BLOCK_BYTES, THREADS};
 use crate::host::call::Call;
-use crate::jit::sources::MATMUL_FEW;
+use crate::jit::sources::{MATMUL_FEW, MATMUL_FEW_RECEIVED};
 use crate::matmul::CLUSTER;
 use crate::{MatmulAllReduce, ReduceOp};
 
@@ -31,7 +32,8 @@ impl CudaEngine {
     /// Whether the inbox has room for a product of so many rows and columns of 16-bit numbers.
     pub(crate) fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
         let vectors = (rows as u64).saturating_mul(columns as u64) / 8;
-        vectors.saturating_mul(self.world().into()) <= self.control.inbox_vectors(true)
+        let ranks = u64::from(self.world());
+        ranks == 1 || vectors.saturating_mul(ranks) <= self.control.inbox_vectors(true)
     }
 
     /// Makes a product, and adds it up over all ranks.
@@ -58,32 +60,33 @@ impl CudaEngine {
             clusters,
             tokens: tokens(product.rows),
         };
-        let op = if product.mean { ReduceOp::Avg } else { ReduceOp::Sum };
+        let reduction = (product.dtype, if product.mean { ReduceOp::Avg } else { ReduceOp::Sum });
         let kernel = self.kernel(KernelSpec {
             mode: KernelMode::FewRows(mode),
             threads: THREADS,
             lamport: true,
-            ..KernelSpec::reduces(&MATMUL_FEW, (product.dtype, op))
+            ..KernelSpec::reduces(&MATMUL_FEW, reduction)
         })?;
         let in_two = self.world() > 1 && !kernel.budget.early;
         tracing::debug!(rows = product.rows, in_two, %call, "a product of few rows");
+        // Loaded before anything is on the stream: loading may wait for what runs.
+        let received = KernelSpec::reduces(&MATMUL_FEW_RECEIVED, reduction);
+        let received = KernelSpec { lamport: true, ..received };
+        let received = if in_two { Some(self.kernel(received)?) } else { None };
         let cluster = if clusters { CLUSTER as u32 } else { 1 };
-        let params = CallParams { output: product.out, ..CallParams::of(&call) };
+        let bytes = (product.rows * product.columns * product.dtype.size()) as u64;
+        let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
         let grid = work.tiles.min(kernel.processors / cluster) * cluster;
-        let first = FewRows { receives: u32::from(!in_two), ..work };
+        let work = FewRows { receives: u32::from(!in_two), ..work };
         // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
-        unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &first, stream) }?;
-        if !in_two {
-            return Ok(());
-        }
-        let vectors = (product.rows * product.columns / 8) as u32;
-        let most = kernel.resident(THREADS).min(kernel.budget.most_blocks);
-        let grid = vectors.div_ceil(THREADS).clamp(1, most).next_multiple_of(cluster);
-        let rest = FewRows { sends: 0, ..work };
+        unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
+        let Some(kernel) = received else { return Ok(()) };
+        let most = kernel.resident(reductions::THREADS).min(kernel.budget.most_blocks);
+        let grid = ((bytes / 16) as u32).div_ceil(reductions::THREADS).clamp(1, most);
+        let grid = (grid, reductions::THREADS);
         // SAFETY: as above. What peers send arrives whatever becomes of this launch.
-        let received =
-            unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &rest, stream) };
-        self.or_close(received)
+        let launched = unsafe { self.launch(kernel, grid, &params, None, stream) };
+        self.or_close(launched)
     }
 
     fn few_rows(&self, product: &MatmulAllReduce) -> Result<FewRows> {
@@ -105,7 +108,6 @@ impl CudaEngine {
             columns: columns as u32,
             inner_blocks: (inner * size).div_ceil(BLOCK_BYTES) as u32,
             tiles: columns.div_ceil(TILE_COLUMNS) as u32,
-            sends: 1,
             receives: 1,
         })
     }
