@@ -12,7 +12,7 @@
 
 using namespace symmpool;
 
-// Where peers' data is, and what has to be waited for: the call's root, and `Copied` in cuda/all_reduce_copy.rs.
+// Where peers' data is, and what has to be waited for: the call's root, and `Copied` in cuda/copied.rs.
 enum Copied : u32 {
     AWAITS_BARRIER,  // in scratch, when all ranks have come to the barrier
     IN_SCRATCH,

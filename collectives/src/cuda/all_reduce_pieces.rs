@@ -17,7 +17,7 @@
 
 use symmpool_allocator::Result;
 
-use super::all_reduce_copy::within;
+use super::copied::within;
 use super::copy_pieces::{Reduction, SLOTS, emptied, slot};
 use super::engine::CudaEngine;
 use super::reductions::Work;

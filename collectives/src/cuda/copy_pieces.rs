@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use symmpool_allocator::{Result, Stream};
 
-use super::all_reduce_copy::Copied;
+use super::copied::Copied;
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;

@@ -6,6 +6,7 @@
 //! | `reductions`, `reduce_scatter` | all-reduce and reduce-scatter: which kernels they launch |
 //! | `all_reduce_copy`, `all_reduce_pieces` | all-reduces carried by copy engines: with the device to themselves, and beside compute |
 //! | `reduce_scatter_copy` | reduce-scatters carried by copy engines |
+//! | `copied` | what copy engines have carried, and the kernel that reduces it |
 //! | `copy_pieces` | pieces of data that copy engines carry through scratch beside compute |
 //! | `all_gather_broadcast` | all-gathers and broadcasts: in the LL protocol, or as all-to-alls |
 //! | `all_gather_pieces` | all-gathers carried by copy engines into ordinary memory |
@@ -48,6 +49,7 @@ mod all_to_all_copy;
 mod api;
 mod arguments;
 mod constraints;
+mod copied;
 mod copy_pieces;
 mod engine;
 mod experts;

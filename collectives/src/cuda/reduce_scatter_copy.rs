@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
-use super::all_reduce_copy::Copied;
+use super::copied::Copied;
 use super::copy_pieces::{SLOTS, emptied, equal_pieces};
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
