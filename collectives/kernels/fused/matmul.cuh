@@ -300,9 +300,3 @@ constexpr u32 LOADING_WARP = 0, MOVING_WARPS = 1, ENTERING_WARP = MOVING_WARPS +
 constexpr u32 FIRST_GROUP_THREAD = GROUP_THREADS;
 
 }  // namespace symmpool
-
-#if CLUSTER > 1 && __CUDA_ARCH__ >= 900
-#define SYMMPOOL_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define SYMMPOOL_CLUSTER
-#endif

@@ -31,17 +31,15 @@ struct FewRows {
 static_assert(sizeof(FewRows) == FEW_ROWS_BYTES, "layouts differ");
 
 constexpr u32 TYPE = DTYPE == BF16 ? MULTIPLIES_BF16 : MULTIPLIES_F16;
-constexpr u32 GROUPS = 2, GROUP_THREADS = 128, ALL_GROUPS = GROUPS * GROUP_THREADS;
+constexpr u32 ALL_GROUPS = GROUPS * GROUP_THREADS;
 constexpr u32 TILE_COLUMNS = 128;
-// Bytes of the inner dimension that are loaded at once, elements of that, and bytes that are multiplied at once.
-constexpr u32 BLOCK_BYTES = 128, BLOCK_ELEMENTS = 64, STEP_BYTES = 32;
+constexpr u32 BLOCK_ELEMENTS = BLOCK_BYTES / 2;
 constexpr u32 STAGES = 8;
 constexpr u32 LEFT_BYTES = TOKENS * BLOCK_BYTES, RIGHT_BYTES = TILE_COLUMNS * BLOCK_BYTES;
 // A row of sums in shared memory has some numbers more, so that threads of a warp store to different banks.
 constexpr u32 PITCH = TILE_COLUMNS + 4;
 constexpr u32 SUMS_AT = STAGES * (LEFT_BYTES + RIGHT_BYTES);
 constexpr u32 BARRIERS_AT = SUMS_AT + TOKENS * PITCH * 4;
-constexpr u32 BARRIER_BYTES = 16;
 constexpr u32 SHARED_BYTES = BARRIERS_AT + 2 * STAGES * BARRIER_BYTES;
 // The columns of which a block adds up the sums, and how many vectors a thread has of them at most.
 constexpr u32 OWN_COLUMNS = TILE_COLUMNS / CLUSTER, OWN_VECTORS = OWN_COLUMNS / 8;
@@ -219,12 +217,6 @@ __device__ __forceinline__ void let_meet() {
         cluster_barrier();
     }
 }
-
-#if CLUSTER > 1 && __CUDA_ARCH__ >= 900
-#define SYMMPOOL_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define SYMMPOOL_CLUSTER
-#endif
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     symmpool_matmul_few(const __grid_constant__ Comm comm, const __grid_constant__ Call call,

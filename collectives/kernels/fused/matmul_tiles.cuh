@@ -4,7 +4,6 @@
 #pragma once
 
 #include <fused/matmul_work.cuh>
-#include <fused/stages.cuh>
 #include <symmpool/types.cuh>
 
 namespace symmpool {
@@ -14,15 +13,12 @@ constexpr u32 BLOCK_ELEMENTS = TYPE == MULTIPLIES_E4M3 ? 128 : 64;
 constexpr int OUTPUT = OUTPUT_F16 ? F16 : BF16;
 
 constexpr u32 TILE_ROWS = 128, TILE_COLUMNS = 256;
-// Bytes of the inner dimension that are loaded at once, and multiplied at once.
-constexpr u32 BLOCK_BYTES = 128, STEP_BYTES = 32;
 // Blocks of both matrices that are in shared memory at the same time.
 constexpr u32 STAGES = 3;
 constexpr u32 LEFT_BYTES = TILE_ROWS * BLOCK_BYTES, RIGHT_BYTES = TILE_COLUMNS * BLOCK_BYTES;
 // A group's half of a tile leaves in pieces of 64 rows and columns. Pieces for other ranks are in the order of threads: each
 // thread has four vectors, 128 of which lie one after the other.
 constexpr u32 PIECES = 4, PIECE_BYTES = 64 * 64 * 2, PIECE_COLUMNS = 64;
-constexpr u32 GROUP_THREADS = 128;
 // What travels of a tile.
 constexpr u32 TILE_BYTES = GROUPS * PIECES * PIECE_BYTES;
 // Rows of tiles that are made together, so that their blocks of the right matrix are in the cache.
@@ -32,7 +28,6 @@ constexpr u32 ROWS_TOGETHER = 8;
 constexpr u32 BUFFERS = 2, BUFFER_BYTES = 8192;
 
 // Where buffers and barriers lie behind blocks and pieces, and how many bytes there are.
-constexpr u32 BARRIER_BYTES = 16;
 constexpr u32 PIECES_AT = STAGES * (LEFT_BYTES + RIGHT_BYTES);
 constexpr u32 BUFFERS_AT = PIECES_AT + TILE_BYTES;
 constexpr u32 BARRIERS_AT = BUFFERS_AT + BUFFERS * BUFFER_BYTES;

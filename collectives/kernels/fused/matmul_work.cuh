@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <fused/stages.cuh>
 #include <symmpool/comm.cuh>
 #include <symmpool/ptx_tensor.cuh>
 
@@ -11,8 +12,6 @@ namespace symmpool {
 constexpr u32 MOST_CHUNKS = 8;
 // Tiles whose sums blocks may leave in memory for others.
 constexpr u32 MOST_PARTIAL_TILES = 144;
-// Groups of warps of a block that multiply, each a half of a tile's rows.
-constexpr u32 GROUPS = 2;
 // Products that a launch makes at most.
 constexpr u32 MOST_PRODUCTS = 4;
 

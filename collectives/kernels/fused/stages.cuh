@@ -1,11 +1,18 @@
-//! How a product of matrices goes along the inner dimension: blocks of it are loaded into stages of shared memory, which take
-//! turns.
+//! What all kernels of products of matrices have in common: how they go along the inner dimension, blocks of which are loaded
+//! into stages of shared memory, which take turns; and clusters. Defines: CLUSTER, where blocks form some.
 
 #pragma once
 
 #include <symmpool/comm.cuh>
 
 namespace symmpool {
+
+// Groups of four warps of a block that multiply.
+constexpr u32 GROUPS = 2, GROUP_THREADS = 128;
+// Bytes of the inner dimension that are loaded at once, and multiplied at once.
+constexpr u32 BLOCK_BYTES = 128, STEP_BYTES = 32;
+// From one barrier in shared memory to the next.
+constexpr u32 BARRIER_BYTES = 16;
 
 // Blocks of the inner dimension.
 struct Blocks {
@@ -25,3 +32,9 @@ template <u32 STAGES> struct StageOf {
 };
 
 }  // namespace symmpool
+
+#if CLUSTER > 1 && __CUDA_ARCH__ >= 900
+#define SYMMPOOL_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define SYMMPOOL_CLUSTER
+#endif

@@ -401,29 +401,22 @@ impl Control {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::jit::Kernel;
+    use crate::jit::sources::{ALL_TO_ALL, MATMUL_FEW, MATMUL_SCATTER, NORM_ONE_SHOT, ONE_SHOT};
 
     #[test]
     fn layouts_are_those_that_kernels_are_compiled_with() {
-        let stated = |name: &str| {
-            let row = crate::jit::sources::ONE_SHOT.variants[0];
-            let axis = row.iter().find(|(axis, _)| *axis == name).expect("the axis");
+        let stated = |kernel: &Kernel<'_>, name: &str| {
+            let axis = kernel.variants[0].iter().find(|(axis, _)| *axis == name).expect("the axis");
             axis.1[0].parse::<usize>().expect("a number")
         };
-        assert_eq!(stated("COMM_BYTES"), size_of::<Comm>());
-        assert_eq!(stated("CALL_BYTES"), size_of::<CallParams>());
-        assert_eq!(stated("FAULT_BYTES"), super::super::fault::RECORD_BYTES);
-        let row = crate::jit::sources::ALL_TO_ALL.variants[0];
-        let traffic = row.iter().find(|(axis, _)| *axis == "TRAFFIC_BYTES").expect("the axis");
-        assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
-        let row = crate::jit::sources::NORM_ONE_SHOT.variants[0];
-        let norm = row.iter().find(|(axis, _)| *axis == "NORM_WORK_BYTES").expect("the axis");
-        assert_eq!(norm.1[0].parse(), Ok(size_of::<NormWork>()));
-        let row = crate::jit::sources::MATMUL_SCATTER.variants[0];
-        let matmul = row.iter().find(|(axis, _)| *axis == "MATMUL_WORK_BYTES").expect("the axis");
-        assert_eq!(matmul.1[0].parse(), Ok(size_of::<MatmulWork>()));
-        let row = crate::jit::sources::MATMUL_FEW.variants[0];
-        let few = row.iter().find(|(axis, _)| *axis == "FEW_ROWS_BYTES").expect("the axis");
-        assert_eq!(few.1[0].parse(), Ok(size_of::<FewRows>()));
+        assert_eq!(stated(&ONE_SHOT, "COMM_BYTES"), size_of::<Comm>());
+        assert_eq!(stated(&ONE_SHOT, "CALL_BYTES"), size_of::<CallParams>());
+        assert_eq!(stated(&ONE_SHOT, "FAULT_BYTES"), super::super::fault::RECORD_BYTES);
+        assert_eq!(stated(&ALL_TO_ALL, "TRAFFIC_BYTES"), size_of::<Traffic>());
+        assert_eq!(stated(&NORM_ONE_SHOT, "NORM_WORK_BYTES"), size_of::<NormWork>());
+        assert_eq!(stated(&MATMUL_SCATTER, "MATMUL_WORK_BYTES"), size_of::<MatmulWork>());
+        assert_eq!(stated(&MATMUL_FEW, "FEW_ROWS_BYTES"), size_of::<FewRows>());
         // All fields before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 20 * 8);
