@@ -121,6 +121,11 @@ impl CudaEngine {
         self.comm.stride
     }
 
+    /// The device's SMs.
+    pub(super) fn processors(&self) -> u32 {
+        self.kernels.processors()
+    }
+
     /// Whether blocks of a kernel can form clusters, which emulated devices' cannot.
     pub(super) fn has_clusters(&self) -> Result<bool> {
         let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH;

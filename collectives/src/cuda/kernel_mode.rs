@@ -38,7 +38,8 @@ pub(super) struct MatmulMode {
 pub(super) struct FewRowsMode {
     /// As of [`MatmulMode`].
     pub(super) right_by_rows: bool,
-    pub(super) clusters: bool,
+    /// Blocks of a cluster, each of which has a part of the inner dimension: 1, 2, 4 or 8.
+    pub(super) cluster: u32,
     /// Rows of the product, filled up: 8, 16, 32 or 64.
     pub(super) tokens: u32,
 }
@@ -122,6 +123,8 @@ impl KernelMode {
     /// The macros of the kernel's file and their values.
     pub(super) fn defines(self) -> Vec<(&'static str, &'static str)> {
         let number = |yes: bool| if yes { "1" } else { "0" };
+        let power_of_two =
+            |number: u32| ["1", "2", "4", "8", "16", "32", "64"][number.ilog2() as usize];
         match self {
             Self::Only => Vec::new(),
             Self::Barrier { notify_companion } => {
@@ -169,18 +172,10 @@ impl KernelMode {
                 ("OUTPUT_F16", number(output_f16)),
                 ("CLUSTER", if clusters { "2" } else { "1" }),
             ],
-            Self::FewRows(FewRowsMode { right_by_rows, clusters, tokens }) => vec![
+            Self::FewRows(FewRowsMode { right_by_rows, cluster, tokens }) => vec![
                 ("RIGHT_BY_ROWS", number(right_by_rows)),
-                ("CLUSTER", if clusters { "2" } else { "1" }),
-                (
-                    "TOKENS",
-                    match tokens {
-                        8 => "8",
-                        16 => "16",
-                        32 => "32",
-                        _ => "64",
-                    },
-                ),
+                ("CLUSTER", power_of_two(cluster)),
+                ("TOKENS", power_of_two(tokens)),
             ],
         }
     }

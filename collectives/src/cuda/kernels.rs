@@ -124,9 +124,14 @@ impl Kernels {
         self.modules.arch()
     }
 
+    /// The device's SMs.
+    pub(super) fn processors(&self) -> u32 {
+        self.modules.processors()
+    }
+
     /// The most SMs that kernels of the call under way take.
     pub(super) fn most_sms(&self) -> u32 {
-        self.budget.most_blocks.min(self.modules.processors())
+        self.budget.most_blocks.min(self.processors())
     }
 
     /// Begins an operation that is no call of all ranks. Returns its budget.

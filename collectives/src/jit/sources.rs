@@ -373,6 +373,7 @@ const TOKENS: Axis = ("TOKENS", &["8", "16", "32", "64"]);
 const MOST_TOKENS: Axis = ("TOKENS", &["64"]);
 const FEW_ROWS_BYTES: Axis = ("FEW_ROWS_BYTES", &["320"]);
 const PAIRS: Axis = ("CLUSTER", &["2"]);
+const MORE_THAN_PAIRS: Axis = ("CLUSTER", &["4", "8"]);
 /// Blocks that are in no cluster, as on emulated devices.
 const SINGLES: Axis = ("CLUSTER", &["1"]);
 
@@ -426,6 +427,18 @@ pub(crate) const MATMUL_FEW: Kernel<'static> = collective!(
         EITHER_LAYOUT,
         MOST_TOKENS,
         PAIRS,
+        FEW_ROWS_BYTES
+    ],
+    [
+        FEW,
+        MATMUL_THREADS,
+        ONE,
+        LAMPORT,
+        SUM,
+        BF16,
+        BY_ROWS,
+        TOKENS,
+        MORE_THAN_PAIRS,
         FEW_ROWS_BYTES
     ],
     [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, SINGLES, FEW_ROWS_BYTES],

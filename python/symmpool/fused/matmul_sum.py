@@ -18,6 +18,10 @@ __all__ = ["ALGORITHMS", "matmul_all_reduce"]
 ALGORITHMS = ("auto", "separate", "one_kernel")
 # A product of no more bytes is added up as a whole, which is faster than in parts: measured on two H200s.
 _SHORT_SUM = 16 << 20
+# Rows and columns of products of two ranks that one kernel makes and adds up no slower than two do. More
+# columns than these are two waves of its tiles on 132 SMs, and few columns leave SMs without one: measured on
+# two H200s.
+_FEW_ROWS, _MOST_COLUMNS, _LEAST_COLUMNS = 16, 66 * 128, 3072
 
 
 def matmul_all_reduce(
@@ -29,9 +33,10 @@ def matmul_all_reduce(
     - "separate": a product, and an all-reduce.
     - "one_kernel": both in one kernel, which sends columns while it makes others. For up to 64 rows of
       float16 or bfloat16 and a multiple of 8 columns, on CUDA devices of compute capability 9.0.
-    - "auto": "separate", but on CUDA, where a product has more than 16 MiB and the rows divide among the
+    - "auto": "one_kernel" where it serves a product of two ranks of up to 8448 columns, and of up to 16 rows
+      or at least 3072 columns. On CUDA, where a product has more than 16 MiB and the rows divide among the
       ranks, each rank adds up its share of them as `fused_matmul_reduce_scatter` does, and copy engines
-      gather the sums.
+      gather the sums. Else "separate".
 
     Raises InvalidArgumentError for what does not fit, and then DivergedError on the other ranks;
     UnsupportedError where "one_kernel" does not serve the product."""
@@ -49,18 +54,18 @@ def matmul_all_reduce(
     rows = A.flatten(0, -2)
     shape = (*A.shape[:-1], B.shape[1])
     product = Product(B)
-    if algorithm == "one_kernel":
-        if not tensor_cores.serves_few(entry, rows, product):
-            found = f"{rows.shape[0]} rows of {rows.dtype} and {B.shape[1]} columns on {rows.device}"
-            most = tensor_cores.FEW_ROWS
-            why = UnsupportedError(
-                f"{name}: algorithm: one kernel does not serve {found}; it takes up to {most} rows of "
-                "float16 or bfloat16 and a multiple of 8 columns, as many as the group's inbox has room for, "
-                'on CUDA devices of compute capability 9.0; pass "auto"'
-            )
-            entry.refuse(str(why))
-            raise why
+    is_one_wanted = algorithm == "one_kernel" or (algorithm == "auto" and _is_faster_in_one(world, rows, B))
+    if is_one_wanted and tensor_cores.serves_few(entry, rows, product):
         return tensor_cores.multiply_all_reduce(entry, rows, product, reduce_op).view(shape)
+    if algorithm == "one_kernel":
+        found = f"{rows.shape[0]} rows of {rows.dtype} and {B.shape[1]} columns on {rows.device}"
+        why = UnsupportedError(
+            f"{name}: algorithm: one kernel does not serve {found}; it takes up to {tensor_cores.FEW_ROWS} rows "
+            "of float16 or bfloat16 and a multiple of 8 columns, as many as the group's inbox has room for, on "
+            'CUDA devices of compute capability 9.0; pass "auto"'
+        )
+        entry.refuse(str(why))
+        raise why
     is_short = rows.shape[0] * B.shape[1] * A.itemsize <= _SHORT_SUM
     is_whole = algorithm == "separate" or is_short or rows.shape[0] % world != 0
     if is_whole or not is_pipelined(rows, world):
@@ -81,3 +86,9 @@ def matmul_all_reduce(
     gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
     pipeline.pull_all(gather, [share] * world, found)
     return found.view(shape)
+
+
+def _is_faster_in_one(world: int, rows: torch.Tensor, right: torch.Tensor) -> bool:
+    columns = right.shape[1]
+    is_wide = columns >= _LEAST_COLUMNS or rows.shape[0] <= _FEW_ROWS
+    return world == 2 and is_wide and columns <= _MOST_COLUMNS
