@@ -61,8 +61,8 @@ def matmul_all_reduce(
         found = f"{rows.shape[0]} rows of {rows.dtype} and {B.shape[1]} columns on {rows.device}"
         why = UnsupportedError(
             f"{name}: algorithm: one kernel does not serve {found}; it takes up to {tensor_cores.FEW_ROWS} "
-            "rows of float16 or bfloat16 and a multiple of 8 columns, as many as the group's inbox has room for, "
-            'on CUDA devices of compute capability 9.0; pass "auto"'
+            "rows of float16 or bfloat16 and a multiple of 8 columns, as many as the group's inbox has room "
+            'for, on CUDA devices of compute capability 9.0; pass "auto"'
         )
         entry.refuse(str(why))
         raise why
