@@ -36,13 +36,14 @@ class Decoding:
         shape = (options.decode_batch, options.prompt)
         prompt = torch.randint(options.vocabulary, shape, generator=drawn).to(meeting.device)
         self.graph = None
+        # Steps are given these tokens, and not what the step before has decoded: with random weights that is
+        # another sequence as soon as a logit is rounded in another way, and nothing could be compared.
+        shape = (options.tokens, options.decode_batch)
+        self.given = torch.randint(options.vocabulary, shape, generator=drawn).to(meeting.device)
+        self.logits = torch.empty(shape, dtype=model.dtype, device=meeting.device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=meeting.device)
         with torch.no_grad():
-            self.token = self._next(prompt)
-            self.found = torch.empty(
-                (options.tokens, options.decode_batch), dtype=torch.int64, device=meeting.device
-            )
-            self.place = torch.zeros(1, dtype=torch.int64, device=meeting.device)
-        self.logits = None
+            self._next(prompt)
         if compiled:
             # Only now, as the prompt has another length than what follows.
             torch._dynamo.reset()
@@ -53,14 +54,15 @@ class Decoding:
         return self.options.decode_batch
 
     def _next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The highest logit of each sequence, whose token comes next."""
         output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.logits = output.logits[:, -1]
-        return self.logits.argmax(-1, keepdim=True)
+        return output.logits[:, -1].max(-1).values
 
     def _step(self) -> None:
         with torch.no_grad():
-            self.token.copy_(self._next(self.token))
-            self.found.index_copy_(0, self.place % len(self.found), self.token.view(1, -1))
+            place = self.place % len(self.given)
+            logits = self._next(self.given.index_select(0, place).view(-1, 1))
+            self.logits.index_copy_(0, place, logits.view(1, -1))
             self.place.add_(1)
 
     def capture(self) -> None:
@@ -86,9 +88,8 @@ class Decoding:
             self.graph.replay()
 
     def numbers(self, _: Any) -> list[float]:
-        """The first sequence's last tokens and its last highest logits, which both libraries should share."""
-        tokens = self.found[:, 0].tolist()
-        return [*map(float, tokens), *self.logits[0].float().topk(4).values.tolist()]
+        """The first sequence's highest logits, which libraries should share."""
+        return self.logits[:, 0].tolist()
 
     def close(self) -> None:
         if self.graph is not None:
