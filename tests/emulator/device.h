@@ -17,9 +17,16 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
+// Blocks of a cluster.
+#ifdef CLUSTER
+constexpr unsigned EMULATED_CLUSTER = CLUSTER;
+#else
+constexpr unsigned EMULATED_CLUSTER = 1;
+#endif
+
 // The function through which the driver's library calls a kernel.
 #define EMULATED_KERNEL(name) \
-    extern "C" emulated::Call emulated_##name(void** given) { return emulated::call(&name, given); }
+    extern "C" emulated::Call emulated_##name(void** given) { return emulated::call(&name, given, EMULATED_CLUSTER); }
 
 #define __device__
 #define __global__

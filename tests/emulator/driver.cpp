@@ -144,6 +144,9 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
         return INVALID;
     }
     const Call call = pack(parameters);
+    if (shape.blocks % call.cluster != 0) {
+        return call.drop(call.arguments), INVALID;
+    }
     return on(stream, [&](Stream* to) {
         // A graph's kernel runs again and again, so its arguments are kept.
         const bool again = is_capturing(to);
@@ -216,7 +219,8 @@ int cuDeviceGetAttribute(int* value, int which, int) {
         case 40: *value = 2; break;           // ASYNC_ENGINE_COUNT
         case 75: *value = 9; break;           // COMPUTE_CAPABILITY_MAJOR
         case 102:                             // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        case 103: *value = 1; break;          // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        case 103:                             // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        case 120: *value = 1; break;          // CLUSTER_LAUNCH
         default: *value = 0; break;
     }
     return OK;

@@ -17,11 +17,12 @@ struct Place {
     Dim thread, block, block_dim, grid_dim;
 };
 
-// A copy of a kernel's arguments, and functions that call it with them and that free them.
+// A copy of a kernel's arguments, functions that call it with them and that free them, and the blocks of a cluster.
 struct Call {
     void (*run)(void*);
     void (*drop)(void*);
     void* arguments;
+    unsigned cluster;
 };
 
 extern "C" {
@@ -35,6 +36,10 @@ void emulated_act();
 int emulated_block(int predicate);
 // A barrier of some warps, of so many threads in all. Its numbers begin with 1.
 int emulated_group(unsigned number, unsigned threads, int predicate);
+// A barrier of all threads of the cluster's blocks that have not ended.
+void emulated_cluster();
+// Ends the process if this block of the cluster has ended, and its shared memory with it.
+void emulated_neighbour(unsigned block);
 // A barrier of a warp. Returns the value of each thread, and sets a bit of `ended` for each that has ended. All threads
 // must call it with the same `kind`.
 const unsigned long long* emulated_warp(unsigned long long value, char kind, unsigned* ended);
@@ -65,7 +70,7 @@ struct Arguments<First, Rest...> {
 };
 
 template <typename... Parameters>
-Call call(void (*kernel)(Parameters...), void** given) {
+Call call(void (*kernel)(Parameters...), void** given, unsigned cluster = 1) {
     struct All {
         void (*kernel)(Parameters...);
         Arguments<Parameters...> arguments;
@@ -74,6 +79,7 @@ Call call(void (*kernel)(Parameters...), void** given) {
     made.arguments = new All{kernel, Arguments<Parameters...>(given)};
     made.run = [](void* all) { static_cast<All*>(all)->arguments.pass(static_cast<All*>(all)->kernel); };
     made.drop = [](void* all) { delete static_cast<All*>(all); };
+    made.cluster = cluster;
     return made;
 }
 

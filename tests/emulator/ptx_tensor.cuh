@@ -1,5 +1,5 @@
-//! What kernels have in place of `collectives/kernels/symmpool/ptx_tensor.cuh`: the same functions on a CPU, for blocks that
-//! are in no cluster. Copies and products are done when they begin; what would wait for ever, or does not fit, ends the process.
+//! What kernels have in place of `collectives/kernels/symmpool/ptx_tensor.cuh`: the same functions on a CPU. Copies and products
+//! are done when they begin; what would wait for ever, or does not fit, ends the process.
 
 #pragma once
 
@@ -28,15 +28,35 @@ constexpr unsigned MULTIPLIES_E4M3 = 2;
 constexpr unsigned SUMS = 128;
 template <unsigned COLUMNS> constexpr unsigned SUMS_OF = COLUMNS / 2;
 
-template <unsigned BYTES> inline SharedAt shared_memory() {
+// --- clusters of blocks, which one thread of the process runs
+
+inline unsigned block_in_cluster() { return blockIdx.x % EMULATED_CLUSTER; }
+
+// Bytes from a place of shared memory to the same of the cluster's next block.
+static thread_local long long from_block_to_block;
+
+// The libraries of all kernels have one of each size together, as the linker makes one of what templates are in several.
+template <unsigned BYTES> inline SharedAt memory_of_cluster() {
     alignas(1024) static thread_local char all[BYTES];
     return all;
 }
 
-inline unsigned block_in_cluster() { __builtin_trap(); }
-inline void cluster_barrier() { __builtin_trap(); }
-inline void arrive_at_block(SharedAt, unsigned) { __builtin_trap(); }
-inline uint4 load_of_block(SharedAt, unsigned) { __builtin_trap(); }
+template <unsigned BYTES> inline SharedAt shared_memory() {
+    constexpr unsigned EACH = (BYTES + 1023) / 1024 * 1024;
+    from_block_to_block = EACH;
+    return memory_of_cluster<EMULATED_CLUSTER * EACH>() + block_in_cluster() * EACH;
+}
+
+// The same place in a block of the cluster.
+inline SharedAt at_block(SharedAt at, unsigned block) {
+    if (block >= EMULATED_CLUSTER) {
+        __builtin_trap();
+    }
+    emulated::emulated_neighbour(block);
+    return at + (static_cast<long long>(block) - block_in_cluster()) * from_block_to_block;
+}
+
+inline void cluster_barrier() { emulated::emulated_cluster(); }
 
 // --- barriers in shared memory
 
@@ -74,6 +94,7 @@ inline void arrive_expecting(SharedAt at, unsigned bytes) {
 }
 
 inline void arrive(SharedAt at) { arrive_expecting(at, 0); }
+inline void arrive_at_block(SharedAt at, unsigned block) { arrive(at_block(at, block)); }
 
 inline void await_phase(SharedAt at, unsigned parity) {
     while ((barrier_at(at).phase & 1) == (parity & 1)) {
@@ -118,7 +139,11 @@ inline void load_tile(SharedAt to, const TensorMap& map, TileAt at, SharedAt bar
     report_bytes(barrier, map.box_rows * 128);
 }
 
-inline void load_tile_for_both(SharedAt, const TensorMap&, TileAt, SharedAt) { __builtin_trap(); }
+inline void load_tile_for_both(SharedAt to, const TensorMap& map, TileAt at, SharedAt barrier) {
+    for (unsigned block = 0; block < 2; ++block) {
+        load_tile(at_block(to, block), map, at, at_block(barrier, block));
+    }
+}
 
 inline void store_tile(const TensorMap& map, SharedAt from, TileAt at) {
     for_tile(from, map, at, [&](const char* shared, char* global) {
@@ -148,6 +173,8 @@ inline uint4 load_shared(SharedAt from) {
     __builtin_memcpy(&value, from, 16);
     return value;
 }
+
+inline uint4 load_of_block(SharedAt from, unsigned block) { return load_shared(at_block(from, block)); }
 
 inline void store_shared(SharedAt to, uint4 value) { __builtin_memcpy(to, &value, 16); }
 inline void store_shared_float(SharedAt to, float value) { __builtin_memcpy(to, &value, 4); }

@@ -385,22 +385,22 @@ void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
         const timespec late = {0, static_cast<long>(luck >> 33 & 0x3ffff)};
         nanosleep(&late, nullptr);
     }
-    std::vector<std::thread> blocks;
+    std::vector<std::thread> clusters;
     Held held(state.lock);
     const unsigned long long mine = state.next_kernel++;
     state.changed.wait(held, [&] { return state.turn == mine; });
-    for (unsigned block = 0; block < shape.blocks; ++block) {
+    const unsigned together = call.cluster, threads = together * shape.threads;
+    for (unsigned first = 0; first < shape.blocks; first += together) {
         state.changed.wait(held, [&] {
-            return state.taken == 0 ||
-                   (state.taken + shape.threads <= room && state.blocks < places);
+            return state.taken == 0 || (state.taken + threads <= room && state.blocks + together <= places);
         });
-        state.taken += shape.threads;
-        state.blocks += 1;
-        blocks.emplace_back([&call, shape, block] {
-            run_block(call, shape, block);
+        state.taken += threads;
+        state.blocks += together;
+        clusters.emplace_back([&call, shape, first, together, threads] {
+            run_cluster(call, shape, first);
             Held held(state.lock);
-            state.taken -= shape.threads;
-            state.blocks -= 1;
+            state.taken -= threads;
+            state.blocks -= together;
             state.changed.notify_all();
         });
     }
@@ -408,8 +408,8 @@ void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
     state.turn += 1;
     state.changed.notify_all();
     held.unlock();
-    for (std::thread& block : blocks) {
-        block.join();
+    for (std::thread& cluster : clusters) {
+        cluster.join();
     }
 }
 

@@ -1,4 +1,4 @@
-//! The threads of a block as fibers of one thread of the process.
+//! The threads of a block, or of the blocks of a cluster, as fibers of one thread of the process.
 //!
 //! They take turns in an order that is random in every round, and yield where the threads of a device could be
 //! interrupted: at accesses to memory that others write, at barriers and at votes. What would hang a device or have
@@ -17,6 +17,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 namespace emulated {
@@ -28,6 +29,8 @@ constexpr size_t STACK_SHIFT = 320, STACK_SHIFTS = 100;
 constexpr unsigned WARP = 32;
 // How many line accesses a thread of a group may be ahead of another.
 constexpr unsigned AHEAD = 64;
+// For how many rounds a block of a cluster is the one that gets ahead.
+constexpr unsigned ROUNDS_AHEAD = 256;
 // After how many rounds without progress a block sleeps, and for how many nanoseconds: the first time, and at most.
 constexpr unsigned PATIENCE = 8;
 constexpr long NAP = 50000;
@@ -66,10 +69,13 @@ struct GroupBarrier {
 
 constexpr unsigned BARRIERS = 16;
 
-enum State { READY, AT_BLOCK, AT_GROUP, AT_WARP, ENDED };
+enum State { READY, AT_CLUSTER, AT_BLOCK, AT_GROUP, AT_WARP, ENDED };
+
+struct Block;
 
 struct Fiber {
     Place place;
+    Block* block;
     State state = READY;
     unsigned barrier = 0;  // which one it is at
     bool begun = false;
@@ -79,21 +85,28 @@ struct Fiber {
 };
 
 struct Block {
-    const Call* call;
-    std::vector<Fiber> fibers;
+    std::span<Fiber> fibers;
     std::vector<Warp> warps;
     std::vector<std::unique_ptr<LineGroup>> groups;  // made when one first accesses a line: each takes 20 KB
-    Context scheduler;
     unsigned live = 0, waiting = 0;
     int predicate = 0, answer = 0;
     GroupBarrier barriers[BARRIERS];
+};
+
+// What one thread of the process runs.
+struct Cluster {
+    const Call* call;
+    std::vector<Fiber> fibers;  // of all blocks, one after the other
+    std::vector<Block> blocks;
+    Context scheduler;
+    unsigned live = 0, waiting = 0;
     // Whether a thread made progress in this round, and how many rounds had none.
     bool moved = false;
     unsigned idle = 0;
     unsigned long long luck;
 };
 
-__thread Block* block_here = nullptr;
+__thread Cluster* cluster_here = nullptr;
 __thread Fiber* fiber_here = nullptr;
 
 std::mutex stacks_lock;
@@ -129,19 +142,30 @@ void give_stack(void* stack) {
 }
 
 // xorshift64*. Any order will do.
-unsigned long long drawn(Block& block) {
-    block.luck ^= block.luck >> 12, block.luck ^= block.luck << 25, block.luck ^= block.luck >> 27;
-    return block.luck * 0x2545f4914f6cdd1dull;
+unsigned long long drawn() {
+    unsigned long long& luck = cluster_here->luck;
+    luck ^= luck >> 12, luck ^= luck << 25, luck ^= luck >> 27;
+    return luck * 0x2545f4914f6cdd1dull;
 }
 
 __attribute__((noinline)) void back_to_scheduler() {
     if (__builtin_setjmp(fiber_here->here) == 0) {
-        go_on(block_here->scheduler);
+        go_on(cluster_here->scheduler);
+    }
+}
+
+void release_cluster() {
+    cluster_here->moved = true;
+    cluster_here->waiting = 0;
+    for (Fiber& fiber : cluster_here->fibers) {
+        if (fiber.state == AT_CLUSTER) {
+            fiber.state = READY;
+        }
     }
 }
 
 void release_block(Block& block) {
-    block.moved = true;
+    cluster_here->moved = true;
     block.answer = block.predicate;
     block.predicate = 0;
     block.waiting = 0;
@@ -172,15 +196,16 @@ void release_warp(Block& block, unsigned number) {
 }
 
 void ended() {
-    Block& block = *block_here;
     Fiber& fiber = *fiber_here;
+    Block& block = *fiber.block;
     fiber.state = ENDED;
-    block.moved = true;
+    cluster_here->moved = true;
     const unsigned number = fiber.place.thread.x / WARP;
     Warp& warp = block.warps[number];
     warp.ended |= 1u << fiber.place.thread.x % WARP;
     warp.live -= 1;
     block.live -= 1;
+    cluster_here->live -= 1;
     // Threads that have ended are not waited for.
     if (warp.waiting != 0 && warp.waiting == warp.live) {
         release_warp(block, number);
@@ -188,18 +213,21 @@ void ended() {
     if (block.waiting != 0 && block.waiting == block.live) {
         release_block(block);
     }
+    if (cluster_here->waiting != 0 && cluster_here->waiting == cluster_here->live) {
+        release_cluster();
+    }
 }
 
 void enter() {
-    block_here->call->run(block_here->call->arguments);
+    cluster_here->call->run(cluster_here->call->arguments);
     ended();
-    go_on(block_here->scheduler);
+    go_on(cluster_here->scheduler);
 }
 
-__attribute__((noinline)) void resume(Block& block, Fiber& fiber) {
+__attribute__((noinline)) void resume(Fiber& fiber) {
     fiber_here = &fiber;
     emulated_place = &fiber.place;
-    if (__builtin_setjmp(block.scheduler) != 0) {
+    if (__builtin_setjmp(cluster_here->scheduler) != 0) {
         return;
     }
     if (fiber.begun) {
@@ -217,7 +245,7 @@ __attribute__((noinline)) void resume(Block& block, Fiber& fiber) {
 }
 
 LineGroup& line_group() {
-    std::unique_ptr<LineGroup>& group = block_here->groups[fiber_here->place.thread.x / 8];
+    std::unique_ptr<LineGroup>& group = fiber_here->block->groups[fiber_here->place.thread.x / 8];
     if (group == nullptr) {
         group = std::make_unique<LineGroup>();
     }
@@ -254,67 +282,90 @@ void copy_half(void* to, const void* from) {
     __atomic_store_n(target, __atomic_load_n(source, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
 }
 
+// Runs every thread that can go on once, beginning with any, in one of two directions; or those of one block alone. Returns
+// whether there were any.
+bool run_round(const Block* alone) {
+    std::vector<Fiber>& fibers = cluster_here->fibers;
+    const unsigned long long luck = drawn();
+    const size_t from = luck % fibers.size();
+    const bool back = luck >> 40 & 1;
+    bool ran = false;
+    for (size_t i = 0; i < fibers.size(); ++i) {
+        Fiber& fiber = fibers[(from + (back ? fibers.size() - i : i)) % fibers.size()];
+        if (fiber.state == READY && (alone == nullptr || fiber.block == alone)) {
+            ran = true;
+            resume(fiber);
+        }
+    }
+    return ran;
+}
+
+void check_lines(const LineGroup& group) {
+    for (const Line& line : group.stores) {
+        if (line.came % 8 != 0) {
+            refuse("a line of 128 bytes was stored by fewer than eight threads");
+        }
+    }
+}
+
 }  // namespace
 
-void run_block(const Call& call, Shape shape, unsigned number) {
+void run_cluster(const Call& call, Shape shape, unsigned first) {
     static std::atomic<unsigned long long> runs{0};
-    Block block;
-    block.call = &call;
-    block.fibers.resize(shape.threads);
-    block.warps.resize((shape.threads + WARP - 1) / WARP);
-    block.groups.resize((shape.threads + 7) / 8);
+    Cluster cluster;
+    cluster.call = &call;
+    cluster.blocks.resize(call.cluster);
+    const unsigned all = call.cluster * shape.threads;
+    cluster.fibers.resize(all);
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    block.luck = (now.tv_nsec ^ getpid() * 0x9e3779b97f4a7c15ull ^ runs++ << 40) | 1;
-    for (unsigned i = 0; i < shape.threads; ++i) {
-        block.fibers[i].place = {{i, 0, 0}, {number, 0, 0}, {shape.threads, 1, 1}, {shape.blocks, 1, 1}};
-        block.warps[i / WARP].live += 1;
-    }
-    block.live = shape.threads;
-    block_here = &block;
-    while (block.live != 0) {
-        bool ran = false;
-        block.moved = false;
-        // Every thread once, beginning with any, in one of two directions.
-        const unsigned long long luck = drawn(block);
-        const unsigned from = luck % shape.threads;
-        const bool back = luck >> 40 & 1;
+    cluster.luck = (now.tv_nsec ^ getpid() * 0x9e3779b97f4a7c15ull ^ runs++ << 40) | 1;
+    for (unsigned nth = 0; nth < call.cluster; ++nth) {
+        Block& block = cluster.blocks[nth];
+        block.fibers = std::span(cluster.fibers).subspan(nth * shape.threads, shape.threads);
+        block.warps.resize((shape.threads + WARP - 1) / WARP);
+        block.groups.resize((shape.threads + 7) / 8);
         for (unsigned i = 0; i < shape.threads; ++i) {
-            const unsigned step = back ? shape.threads - i : i;
-            Fiber& fiber = block.fibers[(from + step) % shape.threads];
-            if (fiber.state == READY) {
-                ran = true;
-                resume(block, fiber);
-            }
+            block.fibers[i].place = {{i, 0, 0}, {first + nth, 0, 0}, {shape.threads, 1, 1}, {shape.blocks, 1, 1}};
+            block.fibers[i].block = &block;
+            block.warps[i / WARP].live += 1;
         }
-        if (!ran && block.live != 0) {
+        block.live = shape.threads;
+    }
+    cluster.live = all;
+    cluster_here = &cluster;
+    const Block* ahead = nullptr;
+    for (unsigned round = 0; cluster.live != 0; ++round) {
+        // A block gets far ahead of its neighbours: they wait while it moves.
+        if (call.cluster > 1 && round % ROUNDS_AHEAD == 0) {
+            ahead = &cluster.blocks[(drawn() >> 32) % call.cluster];
+        }
+        cluster.moved = false;
+        if (!(ahead != nullptr && cluster.idle == 0 && run_round(ahead)) && !run_round(nullptr)) {
             refuse("threads are at a barrier or a vote that others never come to");
         }
-        // A block that only polls leaves the processor to those that it waits for. It sleeps longer each time, as what
+        // Blocks that only poll leave the processor to those that they wait for. They sleep longer each time, as what
         // takes long, such as compiling another rank's kernel, may take longer still.
-        block.idle = block.moved ? 0 : block.idle + 1;
-        if (block.idle > PATIENCE) {
-            const long naps = block.idle - PATIENCE;
+        cluster.idle = cluster.moved ? 0 : cluster.idle + 1;
+        if (cluster.idle > PATIENCE) {
+            const long naps = cluster.idle - PATIENCE;
             const timespec pause = {0, naps < LONGEST_NAP / NAP ? naps * NAP : LONGEST_NAP};
             nanosleep(&pause, nullptr);
-        } else if (block.idle != 0) {
+        } else if (cluster.idle != 0) {
             sched_yield();
         }
     }
-    for (Fiber& fiber : block.fibers) {
+    for (Fiber& fiber : cluster.fibers) {
         give_stack(fiber.stack);
     }
-    for (const std::unique_ptr<LineGroup>& group : block.groups) {
-        if (group == nullptr) {
-            continue;
-        }
-        for (const Line& line : group->stores) {
-            if (line.came % 8 != 0) {
-                refuse("a line of 128 bytes was stored by fewer than eight threads");
+    for (const Block& block : cluster.blocks) {
+        for (const std::unique_ptr<LineGroup>& group : block.groups) {
+            if (group != nullptr) {
+                check_lines(*group);
             }
         }
     }
-    block_here = nullptr;
+    cluster_here = nullptr;
     fiber_here = nullptr;
 }
 
@@ -325,18 +376,33 @@ __thread Place* emulated_place = nullptr;
 void emulated_look() { back_to_scheduler(); }
 
 void emulated_between() {
-    if (drawn(*block_here) >> 61 == 0) {  // once in eight calls
+    if (drawn() >> 61 == 0) {  // once in eight calls
         back_to_scheduler();
     }
 }
 
 void emulated_act() {
-    block_here->moved = true;
+    cluster_here->moved = true;
     emulated_between();
 }
 
+void emulated_cluster() {
+    cluster_here->waiting += 1;
+    fiber_here->state = AT_CLUSTER;
+    if (cluster_here->waiting == cluster_here->live) {
+        release_cluster();
+    }
+    back_to_scheduler();
+}
+
+void emulated_neighbour(unsigned block) {
+    if (cluster_here->blocks[block].live == 0) {
+        refuse("a block of its cluster whose shared memory it needs has ended");
+    }
+}
+
 int emulated_block(int predicate) {
-    Block& block = *block_here;
+    Block& block = *fiber_here->block;
     block.predicate |= predicate != 0;
     block.waiting += 1;
     fiber_here->state = AT_BLOCK;
@@ -348,7 +414,7 @@ int emulated_block(int predicate) {
 }
 
 int emulated_group(unsigned number, unsigned threads, int predicate) {
-    Block& block = *block_here;
+    Block& block = *fiber_here->block;
     if (number == 0 || number >= BARRIERS || threads % WARP != 0 || threads > block.fibers.size()) {
         refuse("a barrier of some warps that there is not, or of parts of warps");
     }
@@ -358,7 +424,7 @@ int emulated_group(unsigned number, unsigned threads, int predicate) {
     fiber_here->state = AT_GROUP;
     fiber_here->barrier = number;
     if (barrier.waiting == threads) {
-        block.moved = true;
+        cluster_here->moved = true;
         barrier.answer = barrier.predicate;
         barrier.predicate = 0;
         barrier.waiting = 0;
@@ -373,7 +439,7 @@ int emulated_group(unsigned number, unsigned threads, int predicate) {
 }
 
 const unsigned long long* emulated_warp(unsigned long long value, char kind, unsigned* ended) {
-    Block& block = *block_here;
+    Block& block = *fiber_here->block;
     const unsigned thread = fiber_here->place.thread.x, number = thread / WARP, lane = thread % WARP;
     Warp& warp = block.warps[number];
     const unsigned turn = warp.turn;
@@ -407,7 +473,7 @@ void emulated_store_line(void* to, const uint4* value) {
     LineGroup& group = line_group();
     Line& line = line_of(group.stores, ++fiber_here->stores);
     char* at = line_at(line, to);
-    block_here->moved = true;
+    cluster_here->moved = true;
     line.parts[fiber_here->place.thread.x % 8] = *value;
     if (++line.came == 8) {
         for (int half = 0; half < 16; ++half) {

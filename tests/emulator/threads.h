@@ -10,7 +10,7 @@ struct Shape {
     unsigned blocks, threads;
 };
 
-// Runs one block to its end on the calling thread.
-void run_block(const Call& call, Shape shape, unsigned block);
+// Runs the blocks of a cluster to their end on the calling thread, from this block on: as many as the kernel says, most often one.
+void run_cluster(const Call& call, Shape shape, unsigned first);
 
 }  // namespace emulated

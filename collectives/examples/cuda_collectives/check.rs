@@ -62,7 +62,7 @@ const PARTS: [(&str, When, Part); 22] = [
     ("fused", When::Always, fused::run),
     ("matmul", When::Always, matmul::run),
     ("matmul", When::Always, matmul_gather::run),
-    ("matmul", When::Always, matmul_few::run),
+    ("matmul_few", When::Always, matmul_few::run),
     ("mixed", When::Thorough, all_to_all::mixed),
     ("repeats", When::Thorough, repeats::run),
     ("streams", When::Thorough, streams::run),

@@ -98,7 +98,7 @@ struct Options {
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
     /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, p2p, plans and native (collectives
     /// that programs bring along), fused (all-reduces with a residual and a norm), matmul (products whose parts are added
-    /// up), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
+    /// up, or gathered), matmul_few (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
     /// that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each
     /// of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather and reduce_scatter, and each of
     /// their algorithms, such as reduce_scatter_copy, fused (a table of its own), and one name for each plan and each

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (first) {
             session.advance();
-            inbox.reset_stale(session);
+            inbox.reset_stale(worker_thread(), worker_threads());
             first = false;
         }
         uint4 all[WORLD];

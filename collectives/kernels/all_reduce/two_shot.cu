@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (SCATTERS && MUCH) {
         scatter(at + step);
     }
-    inbox.reset_stale(session);
+    inbox.reset_stale(worker_thread(), worker_threads());
     for (; at < vectors; at += step) {
         if (SCATTERS && !MUCH) {
             scatter(at + step);

@@ -35,11 +35,7 @@ __device__ __forceinline__ void load_tile_factors(Blocks blocks, const SharedMem
             const u32 box = block * share + i, first = column + box * (TILE_COLUMNS / boxes);
             const SharedAt to = shared.right(stage.at) + box * (RIGHT_BYTES / boxes);
             const TileAt at = RIGHT_BY_ROWS ? TileAt{first, inner, 0} : TileAt{inner, first, 0};
-            if constexpr (CLUSTER > 1) {
-                load_tile_for_both(to, right, at, full);
-            } else {
-                load_tile(to, right, at, full);
-            }
+            load_tile_for_both(to, right, at, full);
         }
     }
 }
@@ -53,12 +49,8 @@ class TileProduct {
 
     // One thread of the group for each block of the cluster says that the stage may be loaded again.
     __device__ __forceinline__ void leave(u32 stage) const {
-        if constexpr (CLUSTER > 1) {
-            if (thread_ < CLUSTER) {
-                arrive_at_block(shared_.is_empty(stage), thread_);
-            }
-        } else if (thread_ == 0) {
-            arrive(shared_.is_empty(stage));
+        if (thread_ < CLUSTER) {
+            arrive_at_block(shared_.is_empty(stage), thread_);
         }
     }
 
@@ -278,21 +270,14 @@ __device__ __forceinline__ u32 begin_block(const SharedMemory& shared) {
         shared.make_barriers();
     }
     __syncthreads();
-    if constexpr (CLUSTER > 1) {
-        const u32 block = block_in_cluster();
-        cluster_barrier();
-        return block;
-    } else {
-        return 0;
-    }
+    cluster_barrier();
+    return block_in_cluster();
 }
 
 // A block's shared memory stays until the other one of its cluster has arrived at it for the last time.
 __device__ __forceinline__ void end_block() {
-    if constexpr (CLUSTER > 1) {
-        __syncwarp();
-        cluster_barrier();
-    }
+    __syncwarp();
+    cluster_barrier();
 }
 
 // Which warps do what.

@@ -11,7 +11,7 @@
 //! warp of the first block, for which no data waits.
 //!
 //! Where kernels of other communicators may need SMs, another launch waits and adds up (`fused/matmul_few_received.cu`). Defines:
-//! WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1); CLUSTER: 1, 2, 4 or 8; TOKENS: 8, 16, 32 or 64;
+//! WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1); CLUSTER: 2, 4 or 8; TOKENS: 8, 16, 32 or 64;
 //! RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of the inner dimension (1).
 
 #include <fused/few_rows.cuh>
@@ -173,13 +173,7 @@ __device__ __forceinline__ uint4 add_blocks(const SharedMemory& shared, u32 row,
     for (u32 block = 0; block < CLUSTER; ++block) {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            const SharedAt at = shared.sum(row, column + 4 * half);
-            uint4 four;
-            if constexpr (CLUSTER > 1) {
-                four = load_of_block(at, block);
-            } else {
-                four = load_shared(at);
-            }
+            const uint4 four = load_of_block(shared.sum(row, column + 4 * half), block);
             sums[4 * half] += __uint_as_float(four.x);
             sums[4 * half + 1] += __uint_as_float(four.y);
             sums[4 * half + 2] += __uint_as_float(four.z);
@@ -193,29 +187,15 @@ __device__ __forceinline__ uint4 add_blocks(const SharedMemory& shared, u32 row,
 
 // Behind it all threads that add up sums see those of all blocks of the cluster, or these may be written over.
 __device__ __forceinline__ void meet() {
-    if constexpr (CLUSTER > 1) {
-        __syncwarp();
-        cluster_barrier();
-    } else {
-        barrier_of_warps(1, ALL_GROUPS, false);
-    }
-}
-
-// As the inbox's own, for which blocks have nothing else to do. Called by so many threads of every block.
-__device__ __forceinline__ void reset_stale(const Inbox& inbox, u32 thread) {
-    const u32 threads = gridDim.x * RESETTING_THREADS;
-    for (u32 at = blockIdx.x * RESETTING_THREADS + thread; at < inbox.stale_used; at += threads) {
-        store_plain(inbox.stale + at, make_uint4(Inbox::EMPTY, Inbox::EMPTY, Inbox::EMPTY, Inbox::EMPTY));
-    }
+    __syncwarp();
+    cluster_barrier();
 }
 
 // What other warps do meanwhile: a barrier of the cluster is one of all its threads.
 __device__ __forceinline__ void let_meet() {
-    if constexpr (CLUSTER > 1) {
-        __syncwarp();
-        cluster_barrier();
-        cluster_barrier();
-    }
+    __syncwarp();
+    cluster_barrier();
+    cluster_barrier();
 }
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
@@ -235,7 +215,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
         shared.make_barriers();
     }
     __syncthreads();
-    const u32 block = CLUSTER > 1 ? block_in_cluster() : 0, clusters = gridDim.x / CLUSTER;
+    const u32 block = block_in_cluster(), clusters = gridDim.x / CLUSTER;
     const Blocks blocks{work.inner_blocks * block / CLUSTER, work.inner_blocks * (block + 1) / CLUSTER};
     const u32 warp = threadIdx.x / 32, first = blockIdx.x / CLUSTER;
     if (warp < FIRST_GROUP_WARP) {
@@ -254,7 +234,8 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
         if (enters) {
             compare_handshakes(session, call, threadIdx.x % 32, 32);
         } else if (warp >= FIRST_RESETTING_WARP && !session.failed) {
-            reset_stale(inbox, threadIdx.x - 32 * FIRST_RESETTING_WARP);
+            const u32 thread = threadIdx.x - 32 * FIRST_RESETTING_WARP;
+            inbox.reset_stale(blockIdx.x * RESETTING_THREADS + thread, gridDim.x * RESETTING_THREADS);
         }
         return;
     }

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         send_rest(token, 1);
     }
     session.advance();
-    inbox.reset_stale(session);
+    inbox.reset_stale(worker_thread(), worker_threads());
     norm.begin();
 #pragma unroll 1
     for (; token < work.tokens; token += worker_blocks()) {

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     session.advance();
     __shared__ float of_warps[2][ROW_WARPS];
     Norm<false> norm(call, work, units, of_warps);
-    inbox.reset_stale(session);
+    inbox.reset_stale(worker_thread(), worker_threads());
     norm.begin();
 
     // Adds up a row of this rank's share, sends the sum to all peers, and norms it.

@@ -33,7 +33,8 @@ template <u32 STAGES> struct StageOf {
 
 }  // namespace symmpool
 
-#if CLUSTER > 1 && __CUDA_ARCH__ >= 900
+// Kernels are compiled for older devices too, which do not run them.
+#if defined(CLUSTER) && __CUDA_ARCH__ >= 900
 #define SYMMPOOL_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define SYMMPOOL_CLUSTER

@@ -37,9 +37,9 @@ struct LamportInbox {
 
     __device__ __forceinline__ UsedBytes used() const { return UsedBytes(); }
 
-    // Empties the part that the call before used, for the call after this one. Called by all worker blocks.
-    __device__ __forceinline__ void reset_stale(const Session&) const {
-        for (u32 at = worker_thread(); at < stale_used; at += worker_threads()) {
+    // Empties the part that the call before used, for the call after this one. Called by so many threads of this device.
+    __device__ __forceinline__ void reset_stale(u32 thread, u32 threads) const {
+        for (u32 at = thread; at < stale_used; at += threads) {
             store_plain(stale + at, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
         }
     }

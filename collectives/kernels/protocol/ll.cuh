@@ -22,7 +22,7 @@ struct LlInbox {
         used.ll = 32 * vectors;
         return used;
     }
-    __device__ __forceinline__ void reset_stale(const Session&) const {}
+    __device__ __forceinline__ void reset_stale(u32, u32) const {}
     static __device__ __forceinline__ uint4 prepare(uint4 vector) { return vector; }
 
     __device__ __forceinline__ void send(const Comm& comm, u32 peer, u64 at, uint4 vector) const {

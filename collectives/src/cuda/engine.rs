@@ -14,7 +14,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Error, Maker, Pool, Result, Stream};
@@ -124,12 +123,6 @@ impl CudaEngine {
     /// The device's SMs.
     pub(super) fn processors(&self) -> u32 {
         self.kernels.processors()
-    }
-
-    /// Whether blocks of a kernel can form clusters, which emulated devices' cannot.
-    pub(super) fn has_clusters(&self) -> Result<bool> {
-        let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH;
-        Ok(cuda(&self.pool)?.attribute(which as u32)? != 0)
     }
 
     /// The device's ordinal in this process.

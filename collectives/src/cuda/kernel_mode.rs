@@ -1,6 +1,6 @@
 //! What a kernel is compiled to do, where its file can do several things: values of macros that the file names.
 
-use crate::NormOutput;
+use crate::{DType, NormOutput};
 
 /// A kernel's file and what it is compiled to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,8 +29,12 @@ pub(super) struct MatmulMode {
     pub(super) right_by_rows: bool,
     /// Whether the result is of 16-bit floats of the IEEE's kind.
     pub(super) output_f16: bool,
-    /// Whether two blocks form a cluster, and load for each other.
-    pub(super) clusters: bool,
+}
+
+impl MatmulMode {
+    pub(super) fn new(right_by_rows: bool, out_dtype: DType) -> Self {
+        Self { right_by_rows, output_f16: out_dtype == DType::F16 }
+    }
 }
 
 /// How a product of few rows is made.
@@ -38,7 +42,7 @@ pub(super) struct MatmulMode {
 pub(super) struct FewRowsMode {
     /// As of [`MatmulMode`].
     pub(super) right_by_rows: bool,
-    /// Blocks of a cluster, each of which has a part of the inner dimension: 1, 2, 4 or 8.
+    /// Blocks of a cluster, each of which has a part of the inner dimension: 2, 4 or 8.
     pub(super) cluster: u32,
     /// Rows of the product, filled up: 8, 16, 32 or 64.
     pub(super) tokens: u32,
@@ -167,10 +171,10 @@ impl KernelMode {
                 ("QUANTIZES", number(quantizes)),
                 ("ONLY_FEW", number(only_few)),
             ],
-            Self::Matmul(MatmulMode { right_by_rows, output_f16, clusters }) => vec![
+            Self::Matmul(MatmulMode { right_by_rows, output_f16 }) => vec![
                 ("RIGHT_BY_ROWS", number(right_by_rows)),
                 ("OUTPUT_F16", number(output_f16)),
-                ("CLUSTER", if clusters { "2" } else { "1" }),
+                ("CLUSTER", "2"),
             ],
             Self::FewRows(FewRowsMode { right_by_rows, cluster, tokens }) => vec![
                 ("RIGHT_BY_ROWS", number(right_by_rows)),

@@ -374,8 +374,6 @@ const MOST_TOKENS: Axis = ("TOKENS", &["64"]);
 const FEW_ROWS_BYTES: Axis = ("FEW_ROWS_BYTES", &["320"]);
 const PAIRS: Axis = ("CLUSTER", &["2"]);
 const MORE_THAN_PAIRS: Axis = ("CLUSTER", &["4", "8"]);
-/// Blocks that are in no cluster, as on emulated devices.
-const SINGLES: Axis = ("CLUSTER", &["1"]);
 
 /// A kernel of a product of tensor cores.
 macro_rules! product {
@@ -390,7 +388,6 @@ pub(crate) const MATMUL_SCATTER: Kernel<'static> = product!(
     [WORLD, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
     [FEW, F16, EITHER_LAYOUT, OUTPUT_F16, PAIRS],
     [FEW_AND_MOST, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
-    [FEW, BF16, BY_ROWS, OUTPUT_BF16, SINGLES],
 );
 
 /// An all-gather and products of tensor cores in one.
@@ -399,7 +396,6 @@ pub(crate) const MATMUL_GATHER: Kernel<'static> = product!(
     [FEW, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
     [FEW_AND_MOST, F16, BY_ROWS, OUTPUT_F16, PAIRS],
     [FEW, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
-    [FEW, BF16, BY_ROWS, OUTPUT_BF16, SINGLES],
 );
 
 /// A product of few rows and an all-reduce in one.
@@ -441,7 +437,6 @@ pub(crate) const MATMUL_FEW: Kernel<'static> = collective!(
         MORE_THAN_PAIRS,
         FEW_ROWS_BYTES
     ],
-    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, SINGLES, FEW_ROWS_BYTES],
     [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, PAIRS, FEW_ROWS_BYTES],
 );
 

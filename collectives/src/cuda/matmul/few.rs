@@ -63,16 +63,9 @@ impl CudaEngine {
         product: &MatmulAllReduce,
         stream: Stream,
     ) -> Result<()> {
-        self.begin(stream)?;
-        let checked = product.check().and_then(|()| self.check_tensor_kernels());
-        let work = match checked.and_then(|()| self.few_rows(product)) {
-            Ok(work) => work,
-            Err(why) => return Err(self.decline(why, stream)),
-        };
-        let cluster = match self.has_clusters()? {
-            true => cluster_of(work.tiles, work.inner_blocks, self.processors()),
-            false => 1,
-        };
+        let work =
+            self.begin_product(product.check(), |engine| engine.few_rows(product), stream)?;
+        let cluster = cluster_of(work.tiles, work.inner_blocks, self.processors());
         let mode = FewRowsMode {
             right_by_rows: product.right_by_rows,
             cluster,

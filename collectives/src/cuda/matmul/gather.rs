@@ -7,6 +7,7 @@
 use symmpool_allocator::{Result, Stream};
 
 use super::super::engine::CudaEngine;
+use super::super::kernel_mode::MatmulMode;
 use super::super::params::{MatmulProduct, MatmulWork};
 use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, Split};
 use crate::host::call::Call;
@@ -26,16 +27,12 @@ impl CudaEngine {
         gather: &MatmulGather<'_>,
         stream: Stream,
     ) -> Result<()> {
-        self.begin(stream)?;
-        let checked = gather.check().and_then(|()| self.check_tensor_kernels());
-        let work = match checked.and_then(|()| self.gather_work(gather)) {
-            Ok(work) => work,
-            Err(why) => return Err(self.decline(why, stream)),
-        };
+        let work =
+            self.begin_product(gather.check(), |engine| engine.gather_work(gather), stream)?;
         let product = Product {
             kernel: &MATMUL_GATHER,
             dtype: gather.dtype,
-            mode: self.matmul_mode(gather.right_by_rows, gather.out_dtype)?,
+            mode: MatmulMode::new(gather.right_by_rows, gather.out_dtype),
             call: &call,
             first_parts: 1,
             scratch: gather.scratch,

@@ -91,11 +91,12 @@ struct Product<'a> {
 
 impl Product<'_> {
     /// How so many tiles are divided among so many blocks, if there is the memory for it.
-    fn split(&self, work: &MatmulWork, (tiles, blocks): (u32, u32), cluster: u32) -> Split {
-        let split = Split::of(tiles / cluster, blocks / cluster, work.inner_blocks);
-        let partial = (split.partial_tiles() * cluster) as usize;
+    fn split(&self, work: &MatmulWork, tiles: u32, blocks: u32) -> Split {
+        let tiles = tiles / CLUSTER as u32;
+        let split = Split::of(tiles, blocks / CLUSTER as u32, work.inner_blocks);
+        let partial = split.partial_tiles() as usize * CLUSTER;
         if partial > MOST_PARTIAL_TILES || partial * SUMS_BYTES > self.scratch.1 {
-            return Split::none(tiles / cluster);
+            return Split::none(tiles);
         }
         split
     }
@@ -118,10 +119,16 @@ impl CudaEngine {
         )))
     }
 
-    /// How a kernel is compiled for these products.
-    fn matmul_mode(&self, right_by_rows: bool, out_dtype: DType) -> Result<MatmulMode> {
-        let output_f16 = out_dtype == DType::F16;
-        Ok(MatmulMode { right_by_rows, output_f16, clusters: self.has_clusters()? })
+    /// Begins a call, and returns what its kernel is given. What this rank cannot make is an error on all ranks.
+    fn begin_product<T>(
+        &mut self,
+        checked: Result<()>,
+        work: impl FnOnce(&Self) -> Result<T>,
+        stream: Stream,
+    ) -> Result<T> {
+        self.begin(stream)?;
+        let found = checked.and_then(|()| self.check_tensor_kernels()).and_then(|()| work(self));
+        found.map_err(|why| self.decline(why, stream))
     }
 
     /// Makes all parts of a product on `stream`, and sends meanwhile by what `send` puts on the stream for that.
@@ -148,13 +155,12 @@ impl CudaEngine {
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
         let wait = if in_two { Some(self.kernel(wait)?) } else { None };
         let params = CallParams::of(product.call);
-        let cluster = if product.mode.clusters { CLUSTER as u32 } else { 1 };
-        let most = kernel.processors / cluster * cluster;
+        let most = kernel.processors / CLUSTER as u32 * CLUSTER as u32;
         let tiles = work.tile_rows * work.tile_columns;
         // All blocks, also of a launch that has fewer tiles: what each of them helps with must not depend on it.
         let grid = ((world * tiles).min(most), THREADS);
         let first_parts = if in_two { product.first_parts } else { world };
-        let split = product.split(&work, (world * tiles, grid.0), cluster);
+        let split = product.split(&work, world * tiles, grid.0);
         let work = MatmulWork { partials: product.scratch.0, split, ..work };
         let copies = self.copy_stream;
         if world > 1 {

@@ -7,6 +7,7 @@
 use symmpool_allocator::{Result, Stream};
 
 use super::super::engine::CudaEngine;
+use super::super::kernel_mode::MatmulMode;
 use super::super::params::{MatmulProduct, MatmulWork, TensorMap};
 use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, Split};
 use crate::MatmulScatter;
@@ -27,16 +28,12 @@ impl CudaEngine {
         scatter: &MatmulScatter<'_>,
         stream: Stream,
     ) -> Result<()> {
-        self.begin(stream)?;
-        let checked = scatter.check().and_then(|()| self.check_tensor_kernels());
-        let work = match checked.and_then(|()| self.scatter_work(scatter)) {
-            Ok(work) => work,
-            Err(why) => return Err(self.decline(why, stream)),
-        };
+        let work =
+            self.begin_product(scatter.check(), |engine| engine.scatter_work(scatter), stream)?;
         let product = Product {
             kernel: &MATMUL_SCATTER,
             dtype: scatter.dtype,
-            mode: self.matmul_mode(scatter.right_by_rows, scatter.out_dtype)?,
+            mode: MatmulMode::new(scatter.right_by_rows, scatter.out_dtype),
             call: &call,
             first_parts: self.world() - 1,
             scratch: scatter.scratch,
