@@ -105,6 +105,16 @@ class CommunicatorEntry:
             finish()
         return None
 
+    def run_function(self, function: Any, *arguments: Any) -> None:
+        """As `run`, for a function of the extension that is given the communicator."""
+        if self.pending is not None:
+            self.join_pending()
+        try:
+            function(self.comm, *arguments)
+        except TimeoutError as error:
+            self.explain(error)
+            raise
+
     def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None) -> Any:
         """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
         if self.device < 0:

@@ -9,7 +9,7 @@ import torch
 from symmpool import ops
 from symmpool._symmpool import _all_reduce_norm
 from symmpool.communicators import torch_state
-from symmpool.errors import InvalidArgumentError, TimeoutError
+from symmpool.errors import InvalidArgumentError
 from symmpool.fused.entry import entry_for
 from symmpool.fused.quantization import FP8, Fused, Quantization, check, new_scales
 from symmpool.groups.names import group_of
@@ -94,21 +94,8 @@ def _make(
     tensors = (x, residual, weight, bias, out, residual_out, norm_out, scale)
     addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
     powers_of_two = quant is not None and quant.powers_of_two
-    arguments = (
-        entry.comm,
-        addresses,
-        (tokens, hidden, *strides),
-        _DTYPES[x.dtype],
-        numbers,
-        (made, powers_of_two, algorithm),
-    )
-    if entry.pending is not None:
-        entry.join_pending()
-    try:
-        _all_reduce_norm(*arguments)
-    except TimeoutError as error:
-        entry.explain(error)
-        raise
+    sizes, way = (tokens, hidden, *strides), (made, powers_of_two, algorithm)
+    entry.run_function(_all_reduce_norm, addresses, sizes, _DTYPES[x.dtype], numbers, way)
     return Fused(out, residual_out, None if quant is None or quant.kind == "fp8_static" else scale)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from symmpool._symmpool import _begin_matmul, _end_watching, _pull, _push_step, _step
-from symmpool.errors import TimeoutError
 from symmpool.fused import workspace
 from symmpool.fused.products import DTYPES, Product
 
@@ -74,19 +73,13 @@ class Call:
         return workspace.reserve(self.entry, bytes, control)
 
     def _open(self) -> None:
-        try:
-            _begin_matmul(self.comm, *self.described)
-        except TimeoutError as error:
-            self.entry.explain(error)
-            raise
+        self.entry.run_function(_begin_matmul, *self.described)
 
     def begin(self, bytes: int) -> torch.Tensor | None:
         """The handshake, and then memory of so many bytes that all ranks can access."""
         if self.device.type == "cuda":
             _end_watching_at_exit()
             workspace.refuse_in_capture(self.name, self.entry, bytes)
-        if self.entry.pending is not None:
-            self.entry.join_pending()
         self._open()
         if self.device.type != "cuda" or bytes == 0:
             return None

@@ -22,7 +22,6 @@ from symmpool._symmpool import (
     _multiply_all_reduce,
     _multiply_scatter,
 )
-from symmpool.errors import TimeoutError
 from symmpool.fused import workspace
 from symmpool.fused.pipeline import Call
 from symmpool.fused.products import DTYPES, Product
@@ -236,21 +235,17 @@ def gather_multiply(
         (_place(right), out.shape[1], _place(out), scales.address(product.right_scale))
         for product, right, out in zip(products, rights, outs, strict=True)
     ]
-    try:
-        _gather_multiply(
-            entry.comm,
-            (kind, DTYPES[dtype]),
-            (*_place(left), scales.address(scale)),
-            described,
-            _is_by_rows(products[0]),
-            (count, batches, inner),
-            (0 if gathered is None else gathered.data_ptr(), *memory.places),
-            memory.scratch,
-            call.described[3],
-        )
-    except TimeoutError as error:
-        entry.explain(error)
-        raise
+    entry.run_function(
+        _gather_multiply,
+        (kind, DTYPES[dtype]),
+        (*_place(left), scales.address(scale)),
+        described,
+        _is_by_rows(products[0]),
+        (count, batches, inner),
+        (0 if gathered is None else gathered.data_ptr(), *memory.places),
+        memory.scratch,
+        call.described[3],
+    )
     found = [out[:, :wanted].contiguous() for out, wanted in zip(outs, columns, strict=True)]
     return None if gathered is None else gathered.contiguous(), found
 
@@ -280,23 +275,19 @@ def multiply_scatter(
         ((*_place(left[0]), left.stride(0) * left.itemsize), _place(right), left.shape[2])
         for left, right in zip(lefts, rights, strict=True)
     ]
-    try:
-        _multiply_scatter(
-            entry.comm,
-            (DTYPES[lefts[0].dtype], DTYPES[dtype]),
-            terms,
-            _is_by_rows(products[0]),
-            _place(out),
-            (scales.address(scale), scales.address(products[0].right_scale)),
-            (rows, batches, columns),
-            reduce_op == "avg",
-            memory.places,
-            memory.scratch,
-            call.described[3],
-        )
-    except TimeoutError as error:
-        entry.explain(error)
-        raise
+    entry.run_function(
+        _multiply_scatter,
+        (DTYPES[lefts[0].dtype], DTYPES[dtype]),
+        terms,
+        _is_by_rows(products[0]),
+        _place(out),
+        (scales.address(scale), scales.address(products[0].right_scale)),
+        (rows, batches, columns),
+        reduce_op == "avg",
+        memory.places,
+        memory.scratch,
+        call.described[3],
+    )
     return out.contiguous()
 
 
@@ -306,20 +297,14 @@ def multiply_all_reduce(entry: Any, rows: torch.Tensor, product: Product, reduce
     rows, filled = _filled(product, rows)
     left, right = _aligned(rows), _right(filled)
     out = rows.new_empty((rows.shape[0], product.right.shape[1]))
-    if entry.pending is not None:
-        entry.join_pending()
-    try:
-        _multiply_all_reduce(
-            entry.comm,
-            DTYPES[left.dtype],
-            _place(left),
-            _place(right),
-            _is_by_rows(filled),
-            out.data_ptr(),
-            (left.shape[0], left.shape[1], out.shape[1]),
-            reduce_op == "avg",
-        )
-    except TimeoutError as error:
-        entry.explain(error)
-        raise
+    entry.run_function(
+        _multiply_all_reduce,
+        DTYPES[left.dtype],
+        _place(left),
+        _place(right),
+        _is_by_rows(filled),
+        out.data_ptr(),
+        (left.shape[0], left.shape[1], out.shape[1]),
+        reduce_op == "avg",
+    )
     return out
