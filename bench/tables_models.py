@@ -199,8 +199,8 @@ def trained(report):
     """What programs of `bench training` are, and what their tables show."""
     given = report["options"]
     whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
-    title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference of losses,"
-    return f"{title} or of what was decoded, from NCCL's first round"
+    title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference"
+    return f"{title} of losses, or of what was decoded, from NCCL's first round"
 
 
 def each_round(found):
