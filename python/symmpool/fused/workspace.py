@@ -9,7 +9,7 @@ import torch
 
 from symmpool.errors import InvalidStateError
 
-__all__ = ["reserve"]
+__all__ = ["control_of", "forget", "is_enough", "refuse_in_capture", "reserve"]
 
 # Memory is made in whole numbers of so many bytes.
 _GRAIN = 2 << 20
@@ -53,21 +53,19 @@ def reserve(entry: Any, bytes: int, control: int = 0) -> torch.Tensor:
     workspace = _workspaces.get(entry)
     if workspace is None:
         workspace = _workspaces.setdefault(entry, _Workspace())
-    if not is_enough(entry, bytes):
+    if not is_enough(entry, bytes, control):
         # Ranks that passed something else would not make memory: this raises what the handshake has found.
         entry.comm.synchronize()
         pool = entry._pool()
-        if workspace.memory is not None and workspace.is_captured:
-            workspace.kept.append(workspace.memory)
-        workspace.memory, workspace.is_captured = None, False
-        # Half as much again: lengths that grow step by step make memory a few times only.
-        grown = -(-(bytes + bytes // 2) // _GRAIN) * _GRAIN
-        workspace.memory = pool.empty(grown, dtype=torch.uint8)
-        pool.commit()
-    if control and workspace.control is None:
-        entry.comm.synchronize()
-        pool = entry._pool()
-        workspace.control = pool.empty(control, dtype=torch.uint8).zero_()
+        if not is_enough(entry, bytes):
+            if workspace.memory is not None and workspace.is_captured:
+                workspace.kept.append(workspace.memory)
+            workspace.memory, workspace.is_captured = None, False
+            # Half as much again: lengths that grow step by step make memory a few times only.
+            grown = -(-(bytes + bytes // 2) // _GRAIN) * _GRAIN
+            workspace.memory = pool.empty(grown, dtype=torch.uint8)
+        if control and workspace.control is None:
+            workspace.control = pool.empty(control, dtype=torch.uint8).zero_()
         pool.commit()
     workspace.is_captured = workspace.is_captured or torch.cuda.is_current_stream_capturing()
     memory = workspace.memory
