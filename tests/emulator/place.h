@@ -36,9 +36,8 @@ void emulated_act();
 int emulated_block(int predicate);
 // A barrier of some warps, of so many threads in all. Its numbers begin with 1.
 int emulated_group(unsigned number, unsigned threads, int predicate);
-// A barrier of all threads of the cluster's blocks that have not ended. A thread arrives once before it waits.
-void emulated_arrive_at_cluster();
-void emulated_await_cluster();
+// A barrier of all threads of the cluster's blocks that have not ended.
+void emulated_cluster();
 // Ends the process if this block of the cluster has ended, and its shared memory with it.
 void emulated_neighbour(unsigned block);
 // A barrier of a warp. Returns the value of each thread, and sets a bit of `ended` for each that has ended. All threads

@@ -56,12 +56,7 @@ inline SharedAt at_block(SharedAt at, unsigned block) {
     return at + (static_cast<long long>(block) - block_in_cluster()) * from_block_to_block;
 }
 
-inline void arrive_at_cluster() { emulated::emulated_arrive_at_cluster(); }
-inline void await_cluster() { emulated::emulated_await_cluster(); }
-inline void cluster_barrier() {
-    arrive_at_cluster();
-    await_cluster();
-}
+inline void cluster_barrier() { emulated::emulated_cluster(); }
 
 // --- barriers in shared memory
 
@@ -100,15 +95,12 @@ inline void arrive_expecting(SharedAt at, unsigned bytes) {
 
 inline void arrive(SharedAt at) { arrive_expecting(at, 0); }
 inline void arrive_at_block(SharedAt at, unsigned block) { arrive(at_block(at, block)); }
-inline void arrive_behind_all(SharedAt at, unsigned block) { arrive_at_block(at, block); }
 
 inline void await_phase(SharedAt at, unsigned parity) {
     while ((barrier_at(at).phase & 1) == (parity & 1)) {
         emulated::emulated_look();
     }
 }
-
-inline void await_phase_of_cluster(SharedAt at, unsigned parity) { await_phase(at, parity); }
 
 inline void report_bytes(SharedAt at, unsigned bytes) {
     Barrier& barrier = barrier_at(at);

@@ -82,7 +82,6 @@ struct Fiber {
     Context here;
     void* stack = nullptr;
     unsigned long long loads = 0, stores = 0;
-    unsigned arrived = 0;  // how often at the cluster's barrier
 };
 
 struct Block {
@@ -100,9 +99,7 @@ struct Cluster {
     std::vector<Fiber> fibers;  // of all blocks, one after the other
     std::vector<Block> blocks;
     Context scheduler;
-    unsigned live = 0;
-    // How often its barrier has ended, and how many threads it waits for.
-    unsigned phase = 0, missing = 0;
+    unsigned live = 0, waiting = 0;
     // Whether a thread made progress in this round, and how many rounds had none.
     bool moved = false;
     unsigned idle = 0;
@@ -157,17 +154,10 @@ __attribute__((noinline)) void back_to_scheduler() {
     }
 }
 
-// One thread fewer is missing at the cluster's barrier.
-void came_to_cluster() {
-    Cluster& cluster = *cluster_here;
-    cluster.missing -= 1;
-    if (cluster.missing != 0) {
-        return;
-    }
-    cluster.moved = true;
-    cluster.phase += 1;
-    cluster.missing = cluster.live;
-    for (Fiber& fiber : cluster.fibers) {
+void release_cluster() {
+    cluster_here->moved = true;
+    cluster_here->waiting = 0;
+    for (Fiber& fiber : cluster_here->fibers) {
         if (fiber.state == AT_CLUSTER) {
             fiber.state = READY;
         }
@@ -223,8 +213,8 @@ void ended() {
     if (block.waiting != 0 && block.waiting == block.live) {
         release_block(block);
     }
-    if (fiber.arrived == cluster_here->phase) {
-        came_to_cluster();
+    if (cluster_here->waiting != 0 && cluster_here->waiting == cluster_here->live) {
+        release_cluster();
     }
 }
 
@@ -342,7 +332,7 @@ void run_cluster(const Call& call, Shape shape, unsigned first) {
         }
         block.live = shape.threads;
     }
-    cluster.live = cluster.missing = all;
+    cluster.live = all;
     cluster_here = &cluster;
     const Block* ahead = nullptr;
     for (unsigned round = 0; cluster.live != 0; ++round) {
@@ -396,19 +386,13 @@ void emulated_act() {
     emulated_between();
 }
 
-void emulated_arrive_at_cluster() {
-    if (fiber_here->arrived != cluster_here->phase) {
-        refuse("a thread arrives twice at its cluster's barrier");
+void emulated_cluster() {
+    cluster_here->waiting += 1;
+    fiber_here->state = AT_CLUSTER;
+    if (cluster_here->waiting == cluster_here->live) {
+        release_cluster();
     }
-    fiber_here->arrived += 1;
-    came_to_cluster();
-}
-
-void emulated_await_cluster() {
-    if (fiber_here->arrived > cluster_here->phase) {
-        fiber_here->state = AT_CLUSTER;
-        back_to_scheduler();
-    }
+    back_to_scheduler();
 }
 
 void emulated_neighbour(unsigned block) {

@@ -6,9 +6,9 @@
 //!
 //! Of a block, one warp loads and two groups of four warps multiply, each for a half of a tile's columns. Blocks of a cluster
 //! leave their sums in shared memory, where each reads all of a part of the columns. What a thread has then is vectors of 8
-//! columns of a row. They are rounded, and go to the inboxes of all peers, as in `all_reduce/one_shot.cu`, while the next tile's
-//! columns are loaded; and when those of all peers have arrived, they are added up in the order of ranks, so all ranks get the
-//! same bits. The handshake is made by a warp of the first block, for which no data waits.
+//! columns of a row. They are rounded, and go to the inboxes of all peers, as in `all_reduce/one_shot.cu`; and when those of
+//! all peers have arrived, they are added up in the order of ranks, so all ranks get the same bits. The handshake is made by a
+//! warp of the first block, for which no data waits.
 //!
 //! Where kernels of other communicators may need SMs, another launch waits and adds up (`fused/matmul_few_received.cu`). Defines:
 //! WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1); CLUSTER: 2, 4 or 8; TOKENS: 8, 16, 32 or 64;
@@ -40,7 +40,7 @@ constexpr u32 LEFT_BYTES = TOKENS * BLOCK_BYTES, RIGHT_BYTES = TILE_COLUMNS * BL
 constexpr u32 PITCH = TILE_COLUMNS + 4;
 constexpr u32 SUMS_AT = STAGES * (LEFT_BYTES + RIGHT_BYTES);
 constexpr u32 BARRIERS_AT = SUMS_AT + TOKENS * PITCH * 4;
-constexpr u32 SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 2) * BARRIER_BYTES;
+constexpr u32 SHARED_BYTES = BARRIERS_AT + 2 * STAGES * BARRIER_BYTES;
 // The columns of which a block adds up the sums, and how many vectors a thread has of them at most.
 constexpr u32 OWN_COLUMNS = TILE_COLUMNS / CLUSTER, OWN_VECTORS = OWN_COLUMNS / 8;
 constexpr u32 HELD = (TOKENS * OWN_VECTORS + ALL_GROUPS - 1) / ALL_GROUPS;
@@ -69,17 +69,12 @@ public:
     // A stage's blocks are there; and both groups have multiplied them.
     __device__ __forceinline__ SharedAt is_full(u32 stage) const { return barrier(stage); }
     __device__ __forceinline__ SharedAt is_empty(u32 stage) const { return barrier(STAGES + stage); }
-    // All groups of the cluster have left their sums; and have read what they need of this block's.
-    __device__ __forceinline__ SharedAt are_left() const { return barrier(2 * STAGES); }
-    __device__ __forceinline__ SharedAt are_read() const { return barrier(2 * STAGES + 1); }
 
     __device__ __forceinline__ void make_barriers() const {
         for (u32 stage = 0; stage < STAGES; ++stage) {
             make_barrier(is_full(stage), 1);
             make_barrier(is_empty(stage), GROUPS);
         }
-        make_barrier(are_left(), CLUSTER * GROUPS);
-        make_barrier(are_read(), CLUSTER * GROUPS);
         publish_barriers();
     }
 };
@@ -106,9 +101,10 @@ __device__ __forceinline__ void load_tile_factors(const FewRows& work, const Sha
 
 // --- two groups of four warps multiply
 
-// A group's sums of blocks of the inner dimension.
-__device__ __forceinline__ void multiply_tile(float (&sums)[SUMS_OF<TOKENS>], const SharedMemory& shared, Blocks blocks,
-                                              u32 group, u32 thread, Stage& stage) {
+// Leaves a group's sums of blocks of the inner dimension in shared memory.
+__device__ __forceinline__ void multiply_tile(const SharedMemory& shared, Blocks blocks, u32 group, u32 thread,
+                                              Stage& stage) {
+    float sums[SUMS_OF<TOKENS>];
 #pragma unroll
     for (u32 i = 0; i < SUMS_OF<TOKENS>; ++i) {
         sums[i] = 0;
@@ -143,10 +139,6 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[SUMS_OF<TOKENS>], co
     if (blocks.begin < blocks.end) {
         leave(before);
     }
-}
-
-__device__ __forceinline__ void leave_sums(const float (&sums)[SUMS_OF<TOKENS>], const SharedMemory& shared, u32 group,
-                                           u32 thread) {
     const u32 warp = thread / 32, lane = thread % 32;
 #pragma unroll
     for (u32 i = 0; i < SUMS_OF<TOKENS>; ++i) {
@@ -161,15 +153,14 @@ struct Vectors {
     const FewRows& work;
     u32 tile, block, thread;
 
-    // Calls `visit` with each vector's number among the thread's, its row, its first column in the tile, and its number among
-    // those of the product.
+    // Calls `visit` with each vector's row, its first column in the tile, and its number among those of the product.
     template <typename Visit> __device__ __forceinline__ void each(Visit visit) const {
 #pragma unroll
         for (u32 i = 0; i < HELD; ++i) {
             const u32 nth = thread + i * ALL_GROUPS, row = nth / OWN_VECTORS;
             const u32 in_tile = OWN_COLUMNS * block + nth % OWN_VECTORS * 8, column = TILE_COLUMNS * tile + in_tile;
             if (row < work.rows && column < work.columns) {
-                visit(i, row, in_tile, (static_cast<u64>(row) * work.columns + column) / 8);
+                visit(row, in_tile, (static_cast<u64>(row) * work.columns + column) / 8);
             }
         }
     }
@@ -194,12 +185,17 @@ __device__ __forceinline__ uint4 add_blocks(const SharedMemory& shared, u32 row,
 
 // --- the call
 
-// A group arrives at a barrier of every block of the cluster, behind all that its threads have done.
-__device__ __forceinline__ void arrive_at_all(SharedAt barrier, u32 group, u32 thread) {
-    barrier_of_warps(1 + group, GROUP_THREADS, false);
-    if (thread < CLUSTER) {
-        arrive_behind_all(barrier, thread);
-    }
+// Behind it all threads that add up sums see those of all blocks of the cluster, or these may be written over.
+__device__ __forceinline__ void meet() {
+    __syncwarp();
+    cluster_barrier();
+}
+
+// What other warps do meanwhile: a barrier of the cluster is one of all its threads.
+__device__ __forceinline__ void let_meet() {
+    __syncwarp();
+    cluster_barrier();
+    cluster_barrier();
 }
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
@@ -219,68 +215,54 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
         shared.make_barriers();
     }
     __syncthreads();
-    arrive_at_cluster();
     const u32 block = block_in_cluster(), clusters = gridDim.x / CLUSTER;
     const Blocks blocks{work.inner_blocks * block / CLUSTER, work.inner_blocks * (block + 1) / CLUSTER};
     const u32 warp = threadIdx.x / 32, first = blockIdx.x / CLUSTER;
     if (warp < FIRST_GROUP_WARP) {
-        if (threadIdx.x == 32 * LOADING_WARP) {
-            Stage stage;
-            for (u32 tile = first; tile < work.tiles; tile += clusters) {
+        const bool enters = warp == ENTERING_WARP && blockIdx.x == 0 && !session.failed;
+        if (enters) {
+            send_handshake<false>(session, call, threadIdx.x % 32, 32);
+        }
+        Stage stage;
+        for (u32 tile = first; tile < work.tiles; tile += clusters) {
+            if (threadIdx.x == 32 * LOADING_WARP) {
                 load_tile_factors(work, shared, blocks, tile * TILE_COLUMNS, stage);
             }
-        } else if (warp == ENTERING_WARP && blockIdx.x == 0 && !session.failed) {
-            send_handshake<false>(session, call, threadIdx.x % 32, 32);
+            let_meet();
+        }
+        // What takes time comes behind all barriers of the cluster.
+        if (enters) {
             compare_handshakes(session, call, threadIdx.x % 32, 32);
         } else if (warp >= FIRST_RESETTING_WARP && !session.failed) {
             const u32 thread = threadIdx.x - 32 * FIRST_RESETTING_WARP;
             inbox.reset_stale(blockIdx.x * RESETTING_THREADS + thread, gridDim.x * RESETTING_THREADS);
         }
-        __syncwarp();
-        await_cluster();
         return;
     }
-    const u32 of_groups = threadIdx.x - 32 * FIRST_GROUP_WARP, group = of_groups / GROUP_THREADS;
-    const u32 thread = of_groups % GROUP_THREADS;
+    const u32 thread = threadIdx.x - 32 * FIRST_GROUP_WARP;
     Stage stage;
-    u32 phase = 0;
 #pragma unroll 1
-    for (u32 tile = first; tile < work.tiles; tile += clusters, phase ^= 1) {
-        float sums[SUMS_OF<TOKENS>];
-        multiply_tile(sums, shared, blocks, group, thread, stage);
-        if (tile == first) {
-            // All blocks of the cluster have made their barriers.
-            await_cluster();
-        } else {
-            await_phase_of_cluster(shared.are_read(), phase ^ 1);
-        }
-        leave_sums(sums, shared, group, thread);
-        arrive_at_all(shared.are_left(), group, thread);
-        await_phase_of_cluster(shared.are_left(), phase);
-        const Vectors vectors{work, tile, block, of_groups};
-        uint4 own[HELD];
-        vectors.each([&](u32 nth, u32 row, u32 column, u64) {
-            own[nth] = Inbox::prepare(add_blocks(shared, row, column));
-        });
-        arrive_at_all(shared.are_read(), group, thread);
-        vectors.each([&](u32 nth, u32, u32, u64 at) {
+    for (u32 tile = first; tile < work.tiles; tile += clusters) {
+        multiply_tile(shared, blocks, thread / GROUP_THREADS, thread % GROUP_THREADS, stage);
+        meet();
+        Vectors{work, tile, block, thread}.each([&](u32 row, u32 column, u64 at) {
+            const uint4 own = Inbox::prepare(add_blocks(shared, row, column));
 #pragma unroll
             for (u32 distance = 1; distance < WORLD && !session.failed; ++distance) {
-                inbox.send(comm, comm.after(distance), slot_at_peer(comm, distance) * each + at, own[nth]);
+                inbox.send(comm, comm.after(distance), slot_at_peer(comm, distance) * each + at, own);
             }
             // The sum of all takes its place.
-            store_plain(output_at(call, at), own[nth]);
+            store_plain(output_at(call, at), own);
         });
+        meet();
     }
-    // Shared memory stays until all blocks of the cluster have read it.
-    await_phase_of_cluster(shared.are_read(), phase ^ 1);
     if (!work.receives || session.failed) {
         return;
     }
     bool arrived = true;
 #pragma unroll 1
     for (u32 tile = first; tile < work.tiles; tile += clusters) {
-        Vectors{work, tile, block, of_groups}.each([&](u32, u32, u32, u64 at) {
+        Vectors{work, tile, block, thread}.each([&](u32, u32, u64 at) {
             arrived = arrived && add_ranks(session, inbox, call, at, each);
         });
     }

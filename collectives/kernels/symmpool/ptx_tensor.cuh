@@ -62,15 +62,10 @@ __device__ __forceinline__ unsigned block_in_cluster() {
     return rank;
 }
 
-// A barrier of all threads of the cluster's blocks, in two halves: a warp arrives, and waits for all others at a time of its own.
-__device__ __forceinline__ void arrive_at_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
+// A barrier of all threads of the cluster's blocks.
 __device__ __forceinline__ void cluster_barrier() {
-    arrive_at_cluster();
-    await_cluster();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // --- barriers in shared memory, of 16 bytes each
@@ -100,16 +95,6 @@ __device__ __forceinline__ void arrive_at_block(SharedAt barrier, unsigned block
                  :: "r"(barrier), "r"(block) : "memory");
 }
 
-// The same behind all that this thread has done and seen, for those who wait by `await_phase_of_cluster`.
-__device__ __forceinline__ void arrive_behind_all(SharedAt barrier, unsigned block) {
-    asm volatile("{\n"
-                 ".reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
-                 "}"
-                 :: "r"(barrier), "r"(block) : "memory");
-}
-
 // Arrives, and lets the phase end only when copies have reported so many bytes too.
 __device__ __forceinline__ void arrive_expecting(SharedAt barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
@@ -121,17 +106,6 @@ __device__ __forceinline__ void await_phase(SharedAt barrier, unsigned parity) {
                  ".reg .pred ended;\n"
                  "WAIT:\n"
                  "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
-                 "@!ended bra WAIT;\n"
-                 "}"
-                 :: "r"(barrier), "r"(parity & 1) : "memory");
-}
-
-// The same, before what is behind arrivals of other blocks.
-__device__ __forceinline__ void await_phase_of_cluster(SharedAt barrier, unsigned parity) {
-    asm volatile("{\n"
-                 ".reg .pred ended;\n"
-                 "WAIT:\n"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [%0], %1;\n"
                  "@!ended bra WAIT;\n"
                  "}"
                  :: "r"(barrier), "r"(parity & 1) : "memory");
@@ -344,17 +318,13 @@ template <unsigned COLUMNS> __device__ __forceinline__ void await_few_sums(float
 #else
 
 __device__ __forceinline__ unsigned block_in_cluster() { return 0; }
-__device__ __forceinline__ void arrive_at_cluster() {}
-__device__ __forceinline__ void await_cluster() {}
 __device__ __forceinline__ void cluster_barrier() {}
 __device__ __forceinline__ void make_barrier(SharedAt, unsigned) {}
 __device__ __forceinline__ void publish_barriers() {}
 __device__ __forceinline__ void arrive(SharedAt) {}
 __device__ __forceinline__ void arrive_at_block(SharedAt, unsigned) {}
-__device__ __forceinline__ void arrive_behind_all(SharedAt, unsigned) {}
 __device__ __forceinline__ void arrive_expecting(SharedAt, unsigned) {}
 __device__ __forceinline__ void await_phase(SharedAt, unsigned) {}
-__device__ __forceinline__ void await_phase_of_cluster(SharedAt, unsigned) {}
 __device__ __forceinline__ void load_tile(SharedAt, const TensorMap&, TileAt, SharedAt) {}
 __device__ __forceinline__ void load_tile_for_both(SharedAt, const TensorMap&, TileAt, SharedAt) {}
 __device__ __forceinline__ void store_tile(const TensorMap&, SharedAt, TileAt) {}

@@ -23,7 +23,7 @@ const LEAST_OF_INNER: u32 = 8;
 
 /// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_few.cu`.
 pub(in super::super) const fn shared_bytes(tokens: u32) -> u32 {
-    8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + (2 * 8 + 2) * 16 + 1024
+    8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + 2 * 8 * 16 + 1024
 }
 
 /// Rows of a product, filled up to what kernels are compiled for.
