@@ -2,11 +2,13 @@
 //! numbers whose products and sums are exact until they are rounded.
 
 use symmpool_allocator::{Block, Pool, Result};
-use symmpool_collectives::{CommunicatorOptions, DType, MatmulAllReduce, Rows};
+use symmpool_collectives::{
+    Communicator, CommunicatorOptions, DType, MatmulAllReduce, ReduceOp, Rows,
+};
 
 use crate::cuda::upload;
 use crate::matmul::{Matmul, POISON, by_columns, bytes_of, number, rounded};
-use crate::{ORDINARY, Options};
+use crate::{ORDINARY, Options, expect_error};
 
 #[derive(Clone, Copy, Debug)]
 struct Case {
@@ -178,6 +180,26 @@ impl Matmul<'_> {
         // SAFETY: as in `few`.
         self.diverged_and_missing(|comm, rest, stream| unsafe {
             comm.matmul_all_reduce_at(&right, rest, stream)
-        })
+        })?;
+        self.other_call(&right, &memory.out)
+    }
+
+    /// A product on one rank, and on the others an all-reduce of what they have multiplied before, as ranks choose where they
+    /// have different numbers of rows.
+    fn other_call(&mut self, product: &MatmulAllReduce, out: &Block<u8>) -> Result<()> {
+        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
+        let (at, count) = (out.as_ptr(), out.len() / 2);
+        let called = if self.pool.rank() == 0 {
+            // SAFETY: as in `few`.
+            unsafe { comm.matmul_all_reduce_at(product, 0, &self.stream) }
+        } else {
+            // SAFETY: the block has so many elements, and nothing else uses it.
+            unsafe { comm.all_reduce_at(at, at, count, DType::Bf16, ReduceOp::Sum, &self.stream) }
+        };
+        let ended = called.and_then(|()| comm.synchronize(&self.stream));
+        let error = expect_error(ended, "a product and an all-reduce")?;
+        self.tally.expect(&format!("{error}"), error.is_diverged());
+        self.comm.barrier(&self.stream)?;
+        self.comm.synchronize(&self.stream)
     }
 }
