@@ -130,7 +130,7 @@ emulated-settings: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --beside-compute \
 		--algorithms two_shot_copy,all_gather_broadcast,reduce_scatter
 	$(EMULATED) EMULATED_PROCESSORS=3 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul
-	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_few
+	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_few
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed
 	$(EMULATED) EMULATED_PROCESSORS=96 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms p2p
 	$(EMULATED) $(COLLECTIVES) soak $(PATIENCE) --ranks 2 --calls 200

@@ -35,7 +35,12 @@ constexpr unsigned EMULATED_CLUSTER = 1;
 // Where the compiler inlines what it likes, it takes half the time.
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
+#if defined(CLUSTER)
+// Blocks of a cluster are run by one thread of the process, and would have one such variable together.
+#define __shared__ static_assert(false, "kernels with clusters have shared memory by shared_memory alone"); static thread_local
+#else
 #define __shared__ static thread_local
+#endif
 
 #define threadIdx (emulated_place->thread)
 #define blockIdx (emulated_place->block)

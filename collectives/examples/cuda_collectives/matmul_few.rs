@@ -46,7 +46,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         }
     }
     matmul.few(Case { rows: 5, inner: 72, columns: 1032, ..Case::USUAL })?;
-    // In clusters of four blocks, and of eight.
+    // In clusters of four blocks, and of eight, on devices of 22 SMs or more.
     matmul.few(Case { rows: 12, inner: 2056, ..Case::USUAL })?;
     matmul.few(Case { rows: 2, inner: 4104, columns: 136, ..Case::USUAL })?;
     if !options.quick {

@@ -56,17 +56,20 @@ def reserve(entry: Any, bytes: int, control: int = 0) -> torch.Tensor:
     if not is_enough(entry, bytes, control):
         # Ranks that passed something else would not make memory: this raises what the handshake has found.
         entry.comm.synchronize()
-        pool = entry._pool()
+        pool, memory, controls = entry._pool(), workspace.memory, workspace.control
         if not is_enough(entry, bytes):
-            if workspace.memory is not None and workspace.is_captured:
-                workspace.kept.append(workspace.memory)
-            workspace.memory, workspace.is_captured = None, False
+            if memory is not None and workspace.is_captured:
+                workspace.kept.append(memory)
+            memory = workspace.memory = None
+            workspace.is_captured = False
             # Half as much again: lengths that grow step by step make memory a few times only.
             grown = -(-(bytes + bytes // 2) // _GRAIN) * _GRAIN
-            workspace.memory = pool.empty(grown, dtype=torch.uint8)
-        if control and workspace.control is None:
-            workspace.control = pool.empty(control, dtype=torch.uint8).zero_()
+            memory = pool.empty(grown, dtype=torch.uint8)
+        if control and controls is None:
+            controls = pool.empty(control, dtype=torch.uint8).zero_()
         pool.commit()
+        # Only what has been committed is there for later calls.
+        workspace.memory, workspace.control = memory, controls
     workspace.is_captured = workspace.is_captured or torch.cuda.is_current_stream_capturing()
     memory = workspace.memory
     assert memory is not None

@@ -237,6 +237,7 @@ class Checks:
         for how, found in self.variants(lambda: fused.matmul_all_reduce(left, right, "sum", self.name)):
             self.judge(f"all-reduce, {how}", near(found, total, torch.bfloat16))
         self.few(seed)
+        self.chosen(seed)
         x = numbers((64 * world, 8), seed + me, torch.bfloat16, self.device)
         whole = gathered(x, 0)
         for how, found in self.variants(lambda: fused.low_contention_all_gather(x, self.name)):
@@ -247,7 +248,7 @@ class Checks:
 
     def few(self, seed):
         """Products of few rows, which one kernel makes and adds up."""
-        if torch.cuda.get_device_capability(self.device) != (9, 0):
+        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) != (9, 0):
             return
         me = dist.get_rank()
         for rows, inner, columns in (
@@ -271,6 +272,35 @@ class Checks:
                         what = f"one kernel, {dtype}, {rows} x {inner} x {columns}, right by {layout}, {how}"
                         self.judge(what, near(found, total, dtype))
                         self.judge(f"{what}, bits", torch.equal(found, first_rank_s(found)))
+
+    def chosen(self, seed):
+        """Sums of few rows as they are chosen, on both sides of each limit, and of batches."""
+        me = dist.get_rank()
+        for rows, inner, columns in (
+            ((16,), 512, 1024),
+            ((17,), 512, 1024),
+            ((17,), 512, 3072),
+            ((64,), 512, 3072),
+            ((65,), 512, 3072),
+            ((8,), 512, 8448),
+            ((8,), 512, 8456),
+            ((2, 3), 200, 264),
+            ((3,), 201, 264),
+        ):
+            left = numbers((*rows, inner), seed + me, torch.bfloat16, self.device)
+            right = numbers((inner, columns), seed + 50 + me, torch.bfloat16, self.device)
+            for layout, b in (("rows", right), ("columns", right.t().contiguous().t())):
+                for op in ("sum", "avg"):
+                    total = left.double() @ right.double()
+                    dist.all_reduce(total)
+                    total = total / dist.get_world_size() if op == "avg" else total
+
+                    def call(b=b, left=left, op=op):
+                        return fused.matmul_all_reduce(left, b, op, self.name)
+
+                    for how, found in self.variants(call):
+                        what = f"{op} as chosen, {rows} x {inner} x {columns}, right by {layout}, {how}"
+                        self.judge(what, found.shape == total.shape and near(found, total, torch.bfloat16))
 
 
 def first_rank_s(tensor):

@@ -3,7 +3,7 @@
 In each round each library has its turn, in processes of its own (`symmpool.bench.training.turns` says why):
 for each kind it makes a default process group and a model of the same weights, runs it, and destroys both.
 Each round begins with another library. What counts is the median of a contender's rounds, of the slowest
-rank. Losses, and the highest logits of decoding, are compared with those of the peer's first round.
+rank. Losses, and logits of some steps of decoding, are compared with those of the peer's first round.
 """
 
 import argparse

@@ -46,8 +46,8 @@ class Row:
     def loss_difference(self, name: str) -> float | None:
         """The largest relative difference of a number of a contender's from the one that the peer's first
         round found, over all rounds, ranks and steps: 0 where all are equal, bit by bit. None where one is
-        missing. The numbers of training are losses, those of decoding are steps'
-        highest logits."""
+        missing. The numbers of training are losses, those of decoding are logits of
+        some steps."""
         first = next(iter(self.rounds.get(self.peer, [])), None)
         mine = self.rounds.get(name)
         if first is None or not mine:
