@@ -17,11 +17,13 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// Blocks of a cluster.
+// Blocks of a cluster, which one thread of the process runs: they would have a static variable together.
 #ifdef CLUSTER
 constexpr unsigned EMULATED_CLUSTER = CLUSTER;
+#define __shared__ static_assert(false, "kernels with clusters have shared memory by shared_memory alone"); static thread_local
 #else
 constexpr unsigned EMULATED_CLUSTER = 1;
+#define __shared__ static thread_local
 #endif
 
 // The function through which the driver's library calls a kernel.
@@ -35,12 +37,6 @@ constexpr unsigned EMULATED_CLUSTER = 1;
 // Where the compiler inlines what it likes, it takes half the time.
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
-#if defined(CLUSTER)
-// Blocks of a cluster are run by one thread of the process, and would have one such variable together.
-#define __shared__ static_assert(false, "kernels with clusters have shared memory by shared_memory alone"); static thread_local
-#else
-#define __shared__ static thread_local
-#endif
 
 #define threadIdx (emulated_place->thread)
 #define blockIdx (emulated_place->block)

@@ -219,8 +219,7 @@ int cuDeviceGetAttribute(int* value, int which, int) {
         case 40: *value = 2; break;           // ASYNC_ENGINE_COUNT
         case 75: *value = 9; break;           // COMPUTE_CAPABILITY_MAJOR
         case 102:                             // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        case 103:                             // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-        case 120: *value = 1; break;          // CLUSTER_LAUNCH
+        case 103: *value = 1; break;          // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
         default: *value = 0; break;
     }
     return OK;

@@ -1,5 +1,6 @@
 //! What a kernel is compiled to do, where its file can do several things: values of macros that the file names.
 
+use crate::matmul::CLUSTER;
 use crate::{DType, NormOutput};
 
 /// A kernel's file and what it is compiled to do.
@@ -174,7 +175,7 @@ impl KernelMode {
             Self::Matmul(MatmulMode { right_by_rows, output_f16 }) => vec![
                 ("RIGHT_BY_ROWS", number(right_by_rows)),
                 ("OUTPUT_F16", number(output_f16)),
-                ("CLUSTER", "2"),
+                ("CLUSTER", power_of_two(CLUSTER as u32)),
             ],
             Self::FewRows(FewRowsMode { right_by_rows, cluster, tokens }) => vec![
                 ("RIGHT_BY_ROWS", number(right_by_rows)),

@@ -66,7 +66,8 @@ impl CudaEngine {
     ) -> Result<()> {
         let work =
             self.begin_product(product.check(), |engine| engine.few_rows(product), stream)?;
-        let cluster = cluster_of(work.tiles, work.inner_blocks, self.processors());
+        let processors = self.processors();
+        let cluster = cluster_of(work.tiles, work.inner_blocks, processors);
         let mode = FewRowsMode {
             right_by_rows: product.right_by_rows,
             cluster,
@@ -87,7 +88,7 @@ impl CudaEngine {
         let received = if in_two { Some(self.kernel(received)?) } else { None };
         let bytes = (product.rows * product.columns * product.dtype.size()) as u64;
         let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
-        let grid = work.tiles.min((kernel.processors / cluster).max(1)) * cluster;
+        let grid = work.tiles.min((processors / cluster).max(1)) * cluster;
         let work = FewRows { receives: u32::from(!in_two), ..work };
         // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
         unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
