@@ -175,9 +175,8 @@ class Products:
         return max(ranks.gather(form.time(self.torch, 9)))
 
 
-def step_of(torch, call, products, count):
-    """A function that runs `call` on a stream of its own while `count` products run."""
-    side = torch.cuda.Stream(priority=-1)
+def step_of(torch, side, call, products, count):
+    """A function that runs `call` on the stream `side` while `count` products run."""
 
     def step():
         main = torch.cuda.current_stream()
@@ -190,8 +189,9 @@ def step_of(torch, call, products, count):
     return step
 
 
-def measure(ranks, options, contenders, products, operation, bytes_, report_progress):
-    """Measures one operation at one size: every collective alone, and then during products."""
+def measure(ranks, options, contenders, products, side, operation, bytes_, report_progress):
+    """Measures one operation at one size: every collective alone, and then during products, on the stream
+    `side`."""
     row = Row(operation, bytes_, ranks.world)
 
     def progress_of(what):
@@ -214,7 +214,7 @@ def measure(ranks, options, contenders, products, operation, bytes_, report_prog
 
     def with_products(name):
         case = alone[name][0]
-        return case, forms(step_of(ranks.torch, case.call, products, row.products))
+        return case, forms(step_of(ranks.torch, side, case.call, products, row.products))
 
     together = rounds.prepare_all({name: name for name in alone}, row, with_products)
     plain = forms(lambda: products.run(row.products))
@@ -277,10 +277,12 @@ def run(options, arguments):
     session.require_parts(options, sizes, dtype, ranks.world)
     contenders, missing, pools = set_up(ranks, options, dtype, max(sizes) // dtype.itemsize)
     products = ranks.insist(lambda: Products(ranks, options.order, dtype))
+    # One for all contenders: streams share a few queues of the device, and which one a stream gets matters.
+    side = ranks.torch.cuda.Stream(priority=-1)
     cases = [(operation, size) for operation in options.operations for size in sizes]
     progress = session.Progress(2 * len(cases) * (options.rounds + 1), ranks.rank == 0)
     try:
-        rows = [measure(ranks, options, contenders, products, *case, progress.step) for case in cases]
+        rows = [measure(ranks, options, contenders, products, side, *case, progress.step) for case in cases]
     finally:
         progress.close()
     facts = session.describe("overlap", ranks, arguments, contenders, missing)
