@@ -166,6 +166,25 @@ def collectives(places):
     return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
+def collectives_memory(places):
+    """How many times longer collectives take with less device memory than with the default."""
+    place, report = recorded("collectives_memory", places)
+    if report is None:
+        return None
+    amounts, rows = [size(each) for each in report["options"]["device_memory"]], []
+    for entry in report["results"]:
+        row = [entry["operation"], size(entry["bytes"])]
+        for name in ("ours", "ours ordinary"):
+            whole = entry["figures"].get(name, {}).get("us")
+            less = [entry["figures"].get(f"{name} {amount}", {}).get("us") for amount in amounts]
+            row += [exact(whole), *(ratio(each, whole) for each in less)]
+        rows.append(row)
+    more = [f"times as long with {amount}" for amount in amounts]
+    head = ["operation", "bytes", "in windows us", *more, "on torch's memory us", *more]
+    title = "Collectives of communicators with less device memory than the default"
+    return title, place, report, head, rows
+
+
 def python_and_rust():
     place, rust = recorded("allreduce_rust")
     _, report = recorded("allreduce", (place,) if place else ())
@@ -431,6 +450,7 @@ def more():
         python_and_rust,
         with_scratch,
         device_splits,
+        *everywhere(collectives_memory),
         *everywhere(plans),
         *everywhere(tables_models.experts),
         *everywhere(tables_models.experts_24),

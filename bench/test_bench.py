@@ -201,6 +201,9 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     recorded("allreduce_rust", 2, us=[{"bytes": 1 << 20, "by": {"auto": 8.0}}], eager_host_us=2.5)
     recorded("allreduce_scratch", 4, contenders=["ours"], options={"scratch": 768 << 20}, results=mib)
     recorded("device_splits", 2, results=mib)
+    less = {"ours": 10.0, "ours 16 MiB": 15.0, "ours ordinary": 20.0}
+    gathers = {"operation": "all_gather", "bytes": 1 << 20, "figures": figures(**less)}
+    recorded("collectives_memory", 2, options={"device_memory": [16 << 20]}, results=[gathers])
     products = {"operation": "all_gather", "bytes": 1 << 20}
     products["figures"] = figures(products=90.0, ours=95.0, NCCL=97.5)
     recorded("overlap", 2, contenders=["ours", "ours 2", "NCCL"], results=[products])
@@ -248,6 +251,7 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| 4096 | 8 | 3.95 (3.4) | 7.00 |",
         "The largest all-reduces with 768 MiB of scratch; 4 x H200",
         "| 1 MiB | 8.16 | 9.00 | 0.84 | 1.5 |",
+        "| all_gather | 1 MiB | 10.00 | 1.50 | 20.00 | - |",
         "| operation | bytes | memory | products us | symmpool us more | symmpool 2 us more | NCCL us more |",
         "| all_gather | 1 MiB | torch's | 90.00 | 5.00 | - | 7.50 |",
         "| all_gather | 1 MiB | windows | 90.00 | 5.00 | - | 7.50 |",

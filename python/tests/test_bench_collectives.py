@@ -66,6 +66,29 @@ def test_everything_is_measured_and_right(tmp_path):
         assert set(each["figures"]) == {"ours", "ours ordinary", "gloo"} and not each["missing"]
 
 
+def test_less_device_memory_makes_contenders_of_its_own(monkeypatch):
+    made = []
+    monkeypatch.setattr(collectives, "Ours", lambda *given: made.append((given[0], *given[5:])))
+
+    class Pools:
+        get = staticmethod(lambda ranks: "pool")
+
+    plans = collectives.plans_of_ours(None, torch.float32, 64, Pools(), [96 << 20])
+    for name, plan in plans.items():
+        plan()
+        assert made[-1][0] == name
+    less = 96 << 20
+    assert made == [
+        ("ours", True, None),
+        ("ours 96 MiB", True, less),
+        ("ours ordinary", False, None),
+        ("ours ordinary 96 MiB", False, less),
+    ]
+    few = ["--device", "cpu", "--sizes", "4K", "--device-memory", "96M"]
+    status, output, errors = torchrun(1, *few, benchmark="collectives")
+    assert status != 0 and "--device-memory: communicators on the CPU" in output + errors
+
+
 def test_wrong_results_are_counted_and_fail(monkeypatch):
     observed = []
 

@@ -42,6 +42,12 @@ def add_options(commands):
     command.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     command.add_argument("--peers", help="only these: NCCL,NCCL window (or gloo); or none")
+    command.add_argument(
+        "--device-memory",
+        type=size_list,
+        default=[],
+        help="of symmpool: also communicators of so many bytes each, as in 96M,16M, on GPUs",
+    )
     add_measuring(command)
 
 
@@ -75,14 +81,16 @@ class CollectiveContender(peers.Contender):
 
 
 class Ours(CollectiveContender):
-    def __init__(self, name, ranks, dtype, count, pool, in_windows):
-        self.pool, self.in_windows = pool, in_windows
+    def __init__(self, name, ranks, dtype, count, pool, in_windows, device_memory=None):
+        self.pool, self.in_windows, self.device_memory = pool, in_windows, device_memory
         super().__init__(name, ranks, dtype, count)
         self.comm = self.communicator()
         pool.commit()
 
     def communicator(self):
-        return Communicator(self.pool, timeout=self.ranks.timeout, concurrent=1)
+        return Communicator(
+            self.pool, timeout=self.ranks.timeout, concurrent=1, device_memory_bytes=self.device_memory
+        )
 
     def empty(self, count):
         return self.pool.empty(count, self.dtype) if self.in_windows else super().empty(count)
@@ -207,7 +215,23 @@ def measure(ranks, options, contenders, operation, bytes_, step):
     return row
 
 
-def set_up(ranks, dtype, count, only):
+def plans_of_ours(ranks, dtype, count, pools, device_memory):
+    """symmpool's contenders by name, each as a function that sets it up: in windows and in ordinary memory,
+    by default and with each of these amounts of device memory."""
+    kinds = {"ours": True, "ours ordinary": False}
+    amounts = {"": None, **{f" {table.show_size(each)}": each for each in device_memory}}
+
+    def make(name, *how):
+        return Ours(name, ranks, dtype, count, pools.get(ranks), *how)
+
+    return {
+        name + amount: partial(make, name + amount, in_windows, bytes_)
+        for name, in_windows in kinds.items()
+        for amount, bytes_ in amounts.items()
+    }
+
+
+def set_up(ranks, dtype, count, only, device_memory=()):
     """The contenders that could be set up, symmpool first, and by name the reasons why others could not."""
     pools = peers.Pools()
     others = (
@@ -215,10 +239,7 @@ def set_up(ranks, dtype, count, only):
     )
     if unknown := [each for each in only or [] if each not in others]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(others)}")
-    plans = {
-        "ours": lambda: Ours("ours", ranks, dtype, count, pools.get(ranks), True),
-        "ours ordinary": lambda: Ours("ours ordinary", ranks, dtype, count, pools.get(ranks), False),
-    }
+    plans = plans_of_ours(ranks, dtype, count, pools, device_memory)
     for name, kind in others.items():
         if only is None or name in only:
             plans[name] = partial(kind, name, ranks, dtype, count)
@@ -248,8 +269,11 @@ def run(options, arguments):
     small = "64K,1M,16M,64M,256M" if ranks.on_cuda else "4K,64K,1M"
     sizes = options.sizes or size_list(small)
     session.require_parts(options, sizes, dtype, ranks.world)
+    if options.device_memory and not ranks.on_cuda:
+        raise SystemExit("--device-memory: communicators on the CPU take no device's memory")
     count = max(sizes) // dtype.itemsize
-    contenders, missing, pools = set_up(ranks, dtype, count, session.requested_peers(options))
+    requested = session.requested_peers(options)
+    contenders, missing, pools = set_up(ranks, dtype, count, requested, options.device_memory)
     progress = session.Progress(len(names) * len(sizes) * (options.rounds + 1), ranks.rank == 0)
     try:
         rows = [
