@@ -364,8 +364,8 @@ def tensor_parallel():
 FUSED_BARS = {"decode": 1.10, "prefill": 1.08, "training": 1.08}
 
 
-def tensor_parallel_fused():
-    place, report = recorded("tensor_parallel_fused", TWO)
+def tensor_parallel_fused(places):
+    place, report = recorded("tensor_parallel_fused", places)
     if report is None:
         return None
     names, rows = report["contenders"], []
@@ -465,7 +465,7 @@ def more():
         windows,
         commit,
         tensor_parallel,
-        tensor_parallel_fused,
+        *everywhere(tensor_parallel_fused),
         install,
         wrong_sums,
     )
