@@ -34,6 +34,12 @@ def lists(group, folder):
         dist.group.WORLD.alltoall([torch.ones(1)] * world, [bits(1)] * world)
     with pytest.raises(symmpool.InvalidArgumentError, match="input tensors"):
         dist.all_to_all(outputs, inputs[1:])
+    # Split sizes that leave out rows, on one rank: the others learn of it.
+    out, rows, ones = torch.empty(world), torch.ones(world + 1), [1] * world
+    wrong = (symmpool.InvalidArgumentError, f"input has {world + 1} on rank 0")
+    error, what = wrong if me == 0 else (symmpool.DivergedError, "itself refused")
+    with pytest.raises(error, match=what):
+        dist.all_to_all_single(out, rows if me == 0 else rows[1:], ones, ones)
     dist.barrier()
     served = backend.backend_counts()["alltoall"]
     dist.destroy_process_group()

@@ -179,6 +179,58 @@ def test_compiled_calls_are_what_eager_ones_are(tmp_path):
     assert values(2, compiled, str(tmp_path)) == [[True] * 2] * 2
 
 
+def compiled_with_gradients(group, folder):
+    """Whether calls with tensors that require grad are refused when they are compiled: an operator without a
+    gradient would cut them off in silence."""
+    begin(group, folder)
+    name = dist.group.WORLD.group_name
+    x, weight = torch.ones(4, 64), torch.nn.Parameter(torch.ones(64))
+    right, residual = torch.nn.Parameter(torch.ones(64, 8)), torch.zeros(4, 64)
+    ops = torch.ops.symmpool
+    calls = (
+        lambda: fused.all_reduce_rms_norm(x, None, weight, None).out,
+        lambda: fused.all_reduce_rms_norm(x, residual, weight, out=torch.empty_like(x)).out,
+        lambda: ops.matmul_all_reduce(x, right, "sum", name),
+        lambda: ops.fused_all_gather_matmul(x, [right], 0, name)[1][0],
+        lambda: ops.fused_matmul_reduce_scatter(x, right, "sum", 0, name),
+    )
+    found = []
+    for call in calls:
+        torch._dynamo.reset()
+        made = torch.compile(call, backend="aot_eager")
+        try:
+            made()
+            found.append("nothing")
+        except Exception as error:
+            found.append("requires grad, and no gradient flows through it" in str(error))
+        with torch.no_grad():
+            found.append(torch.equal(made(), call()))
+    dist.destroy_process_group()
+    return found
+
+
+def test_compiled_calls_refuse_what_requires_grad(tmp_path):
+    assert values(2, compiled_with_gradients, str(tmp_path)) == [[True] * 10] * 2
+
+
+def with_default_eps(group, folder):
+    me, _ = begin(group, folder)
+    found = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        # So small that what is added counts.
+        x, norm = numbers((4, 64), me, dtype) * 1e-4, torch.nn.RMSNorm(64, dtype=dtype)
+        with torch.no_grad():
+            made = fused.all_reduce_rms_norm(x, None, norm.weight, norm.eps)
+            close = torch.allclose(made.out.float(), norm(made.residual).float(), rtol=2e-2)
+        found.append(close and norm.eps is None)
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_norm_without_an_epsilon_is_torchs(tmp_path):
+    assert values(2, with_default_eps, str(tmp_path)) == [[True] * 3] * 2
+
+
 def refused(group, folder):
     me, _ = begin(group, folder)
     x, weight = torch.ones(4, 64), torch.ones(64)
@@ -200,6 +252,12 @@ def refused(group, folder):
             ((x, None, weight, float("nan")), {}),
             ((x, None, weight), {"residual_out": x, "out": x}),
             ((3, None, weight), {}),
+            ((x, None, weight, "small"), {}),
+            ((x, None, [1.0] * 64), {}),
+            ((x, None, weight), {"quant": fused.fp8_static(0.5)}),
+            ((x, None, weight), {"algorithm": 3}),
+            ((x, None, weight), {"weight_bias": None}),
+            ((x.to("meta"), None, weight), {}),
         )
     ):
         # One of the ranks is wrong, in turn, and the other one learns of it.
@@ -239,7 +297,13 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "out: ",
         "epsilon",
         "overlaps",
-        "x: <class 'int'>",
+        "all_reduce_rms_norm on rank 1: x: an object of type int",
+        "eps: 'small' is no number",
+        "weight: an object of type list",
+        "quant: a scale of type float",
+        "algorithm: 3 is none of auto, one_shot, two_shot",
+        "weight_bias: None is no number",
+        "x: a tensor on meta",
     ]
     for me, texts in enumerate(values(2, refused, str(tmp_path))):
         for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):

@@ -224,6 +224,7 @@ def refused(group, folder):
     gather, scatter = fused.fused_all_gather_matmul, fused.fused_matmul_reduce_scatter
     scaled, sums = fused.fused_all_gather_scaled_matmul, fused.fused_matmuls_reduce_scatter
     one = torch.ones(())
+    x8, right8 = x.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
 
     def total(*given):
         return fused.matmul_all_reduce(*given[:-1], algorithm=given[-1])
@@ -240,7 +241,7 @@ def refused(group, folder):
             (scatter, (x, right, "max", 0, name)),
             (scatter, (x[:3], right, "sum", 0, name)),
             (scatter, (x, right.unsqueeze(0), "sum", 0, name)),
-            (scaled, (x, [right], torch.ones(3), [one], 0, name, [None], [None], [None], [False])),
+            (scaled, (x8, [right8], torch.ones(3), [one], 0, name, [None], [None], [None], [False])),
             (sums, ([x, x[:2]], [right, right], "sum", 0, name)),
             (sums, ([x, x], [right, right[:, :4]], "sum", 0, name)),
             (sums, ([x, x.half()], [right, right.half()], "sum", 0, name)),
@@ -251,6 +252,15 @@ def refused(group, folder):
             (scaled, (x, [right], one, [], 0, name, [None], [None], [None], [False])),
             (gather, ("x", [right], 0, name)),
             (scatter, (None, right, "sum", 0, name)),
+            (gather, (x, None, 0, name)),
+            (sums, (None, [right], "sum", 0, name)),
+            (sums, (x, [right], "sum", 0, name)),
+            (sums, ([x], right, "sum", 0, name)),
+            (scaled, (x8, [right8], one, [None], 0, name, [None], [None], [None], [False])),
+            (scaled, (x8, [right8], None, [one], 0, name, [None], [None], [None], [False])),
+            (scaled, (x8, [right8], 2.0, [one], 0, name, [None], [None], [None], [False])),
+            (scaled, (x, [right], one, [one], 0, name, [None], [None], [None], [False])),
+            (fused.fused_scaled_matmul_reduce_scatter, (x8, right8, one, None, "sum", 0, 0, name, None)),
             (total, (x, right, "sum", name, "fast")),
             (total, (x.bfloat16(), right.bfloat16(), "sum", name, "one_kernel")),
         )
@@ -271,9 +281,8 @@ def refused(group, folder):
         gather(torch.ones(4 + me, 6), [right], 0, name)
     with pytest.raises(DivergedError, match="fused_matmul_reduce_scatter of a product of 4 x 8 f32"):
         scatter(x, right, "avg" if me else "sum", 0, name)
-    for As, Bs, what in (([], [], "As: "), (x, [right], "As: tensor"), ([x], right, "Bs: tensor")):
-        with pytest.raises(InvalidArgumentError, match=what):
-            sums(As, Bs, "sum", 0, name)
+    with pytest.raises(InvalidArgumentError, match="As: an empty list"):
+        sums([], [], "sum", 0, name)
     # The communicator is still there, and ranks may have products of their own.
     A, found = gather(x, [right[:, : me + 1]], 0, name)
     texts.append([tuple(A.shape), tuple(found[0].shape)] == [(8, 6), (8, me + 1)])
@@ -286,23 +295,32 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "A_shard: torch.float32 of shape (6,)",
         "torch.int64",
         "gather_dim: 2",
-        "Bs[0]: (5, 8)",
+        "Bs[0]: torch.float32 of shape (5, 8)",
         "Bs[1]: torch.float16",
         "requires grad",
         "'max'",
         "not for 2 ranks",
-        "B: (1, 6, 8)",
+        "B: torch.float32 of shape (1, 6, 8)",
         "A_scale: shape (3,)",
         "As[1]: ((2,), torch.float32), and ((4,), torch.float32) in the first product",
         "Bs[1]: 4, and 8 in the first product",
         "As[1]: ((4,), torch.float16)",
-        "Bs[1]: (5, 8)",
+        "Bs[1]: torch.float32 of shape (5, 8)",
         "As[1]: None",
         "1 As and 0 Bs",
         "2 As and 1 Bs",
         "B_scales: 0 for 1 matrices",
-        "A_shard: 'x'",
+        "A_shard: an object of type str",
         "A: None",
+        "Bs: None; it must be a list",
+        "fused_matmuls_reduce_scatter on rank 1: As: None; it must be a list",
+        "As: torch.float32 of shape (4, 6); it must be a list",
+        "Bs: torch.float32 of shape (6, 8); it must be a list",
+        "scale of Bs[0]: None; it must be a tensor",
+        "scale of A_shard: None; it must be a tensor",
+        "scale of A_shard: an object of type float",
+        "A_shard: torch.float32 of shape (4, 6); with scales it must be of 8-bit floats",
+        "scale of B: None; it must be a tensor",
         "algorithm: 'fast' is none of auto, separate, one_kernel",
         "one kernel does not serve 4 rows of torch.bfloat16 and 8 columns on cpu",
     ]
@@ -310,6 +328,51 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         for nth, (text, word) in enumerate(zip(texts[:-1], words, strict=True)):
             assert word in text if nth % 2 == me else text == "diverged", (me, nth, text)
         assert texts[-1] is True
+
+
+def without_inner(group, folder):
+    """Products whose inner dimension is empty: on all ranks they are zeros, on one what the others have."""
+    me, world = begin(group, folder)
+    name = dist.group.WORLD.group_name
+    left, right = torch.ones(6, 0), torch.ones(0, 10)
+    found = [
+        fused.fused_all_gather_matmul(left, [right], 0, name)[1][0],
+        fused.fused_all_gather_matmul(left, [right], 1, name)[1][0],
+        fused.fused_matmul_reduce_scatter(left, right, "sum", 0, name),
+        fused.matmul_all_reduce(left, right, "sum", name),
+    ]
+    inner = 0 if me == 0 else 4
+    part = fused.fused_matmul_reduce_scatter(torch.ones(6, inner), torch.ones(inner, 10), "sum", 0, name)
+    dist.destroy_process_group()
+    zeros = [(tuple(each.shape), bool((each == 0).all())) for each in found]
+    return [*zeros, bool((part == 4 * (world - 1)).all())]
+
+
+def test_an_inner_dimension_may_be_empty(tmp_path):
+    shapes = [(12, 10), (6, 10), (3, 10), (6, 10)]
+    assert values(2, without_inner, str(tmp_path)) == [[*((shape, True) for shape in shapes), True]] * 2
+
+
+def scaled_by_rows(group, folder):
+    """Scales of rows and columns on the CPU, where torch's own product has none."""
+    me, world = begin(group, folder)
+    name = dist.group.WORLD.group_name
+    left, right = numbers((6, 32), me, torch.float32), numbers((32, 8), 7, torch.float32)
+    lefts = [numbers((6, 32), rank, torch.float32).to(torch.float8_e4m3fn) for rank in range(world)]
+    left8, right8 = left.to(torch.float8_e4m3fn), right.t().contiguous().to(torch.float8_e4m3fn).t()
+    rows, columns = torch.arange(1.0, 7).view(6, 1), torch.arange(1.0, 9).view(1, 8) / 4
+    bf16, more = torch.bfloat16, ([None], [None], [torch.bfloat16], [False])
+    made = fused.fused_all_gather_scaled_matmul(left8, [right8], rows, [columns], 0, name, *more)[1][0]
+    wanted = [((each.float() * rows) @ (right8.float() * columns)).to(bf16) for each in lefts]
+    rest = ("sum", 0, 0, name, None)
+    part = fused.fused_scaled_matmul_reduce_scatter(left8, right8, rows, columns, *rest, out_dtype=bf16)
+    total = sum(each.float() for each in wanted).chunk(world)[me]
+    dist.destroy_process_group()
+    return [torch.equal(made, torch.cat(wanted)), torch.allclose(part.float(), total, rtol=1e-2, atol=1e-2)]
+
+
+def test_rows_may_have_scales_on_the_cpu(tmp_path):
+    assert values(2, scaled_by_rows, str(tmp_path)) == [[True, True]] * 2
 
 
 def test_the_benchmark_compares_and_measures_products():

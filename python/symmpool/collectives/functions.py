@@ -207,7 +207,8 @@ def all_to_all_single(
     algorithm: str | None = None,
 ) -> Any:
     """Sends part r of `input` to rank r, where it becomes part `rank` of `output`. Split sizes are
-    rows for every rank; without them parts are equal. On CUDA, where equal parts of 16 MiB or more, 48
+    rows for every rank, which may sum to fewer rows than there are (those of torch.distributed, also on the
+    backend, are for all rows); without them parts are equal. On CUDA, where equal parts of 16 MiB or more, 48
     in all, leave a rank, outputs in a pool's memory lie at one offset on all ranks: they are allocated
     in the same order everywhere, or SYMMPOOL_ALL_TO_ALL=direct is set. Otherwise as `all_reduce`, but
     elements may be of any type that `Communicator` moves."""

@@ -17,18 +17,31 @@ def entry_for(name: str, tensor: Any, group: Any, check: Any) -> Any:
     on that kind of device fail then, too."""
 
     def first(rank: int, world: int) -> Any:
-        check(world)
+        _checked(name, check, rank, world)
         return ("barrier", ())
 
     entry = communicator_for(tensor, group, first)
     if entry is None:
         raise InvalidArgumentError(f"{name}: this process is no rank of the group")
     try:
-        check(entry.comm.world)
+        _checked(name, check, entry.comm.rank, entry.comm.world)
     except InvalidArgumentError as why:
         entry.refuse(str(why))
         raise
     return entry
+
+
+def _checked(name: str, check: Any, rank: int, world: int) -> None:
+    """Has every wrong argument be an InvalidArgumentError that names the call and the rank. What has no
+    attribute that the checks look at is wrong, too: were that error another one, the other ranks would
+    wait for a call that never comes."""
+    where = f"{name.lstrip('_')} on rank {rank}: "
+    try:
+        check(world)
+    except InvalidArgumentError as why:
+        raise InvalidArgumentError(where + str(why).removeprefix(f"{name}: ")) from why
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as why:
+        raise InvalidArgumentError(f"{where}an argument makes no sense: {why}") from why
 
 
 def is_pipelined(tensor: torch.Tensor, world: int) -> bool:

@@ -9,7 +9,7 @@ import torch
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline
 from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
-from symmpool.fused.products import DTYPES, check_reduce, fingerprint
+from symmpool.fused.products import DTYPES, check_reduce, described, fingerprint
 
 __all__ = ["low_contention_all_gather", "low_contention_reduce_scatter"]
 
@@ -17,7 +17,8 @@ __all__ = ["low_contention_all_gather", "low_contention_reduce_scatter"]
 def _check(name: str, tensor: Any, world: int) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.dtype not in DTYPES:
         raise InvalidArgumentError(
-            f"{name}: tensor: {tensor!r:.80} is no tensor of a type that products have"
+            f"{name}: tensor: {described(tensor)}; it must be a tensor of 1 or more dimensions, of float32, "
+            "float64, float16, bfloat16 or 8-bit floats"
         )
     if not tensor.is_contiguous():
         raise InvalidArgumentError(f"{name}: tensor: strides {tensor.stride()}; pass a contiguous one")

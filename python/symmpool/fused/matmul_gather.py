@@ -17,9 +17,11 @@ from symmpool.fused.products import (
     aligned,
     check_left,
     check_right,
+    check_scales,
     fingerprint,
     rows_of,
     scales_of_rows,
+    wrong_lists,
 )
 
 __all__ = ["fused_all_gather_matmul", "fused_all_gather_scaled_matmul"]
@@ -51,9 +53,10 @@ def fused_all_gather_matmul(
     other ranks; DivergedError where ranks pass shards of different shapes or types, or another dimension;
     InvalidStateError where a capture would need new memory of the pool; TimeoutError and PeerLostError
     where a rank does not come."""
-    products = [Product(right) for right in Bs]
     name = "fused_all_gather_matmul"
-    return _gather_matmul(name, A_shard, products, None, gather_dim, group, return_A, in_front)
+    wrong = wrong_lists(Bs=Bs)
+    products = [] if wrong else [Product(right) for right in Bs]
+    return _gather_matmul(name, A_shard, products, None, gather_dim, group, return_A, in_front, wrong)
 
 
 def fused_all_gather_scaled_matmul(
@@ -80,14 +83,10 @@ def fused_all_gather_scaled_matmul(
         "out_dtypes": out_dtypes,
         "use_fast_accum": use_fast_accum,
     }
-    counts = [
-        f"{what}: {len(given)} for {len(Bs)} matrices"
-        for what, given in of_each.items()
-        if len(given) != len(Bs)
-    ]
-    products = [Product(*each) for each in zip(Bs, *of_each.values(), strict=False)]
-    how = (True, in_front, *counts[:1])
-    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, *how)
+    wrong = wrong_lists(Bs=Bs, **of_each)
+    products = [] if wrong else [Product(*each) for each in zip(Bs, *of_each.values(), strict=True)]
+    how = (True, in_front, wrong)
+    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, *how, is_scaled=True)
     assert A is not None
     return A, found
 
@@ -101,7 +100,8 @@ def _gather_matmul(
     group: Any,
     return_A: bool,
     in_front: bool,
-    wrong: str | None = None,
+    wrong: str | None,
+    is_scaled: bool = False,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     def check(world: int) -> None:
         if wrong is not None:
@@ -109,6 +109,8 @@ def _gather_matmul(
         check_left(name, "A_shard", shard, dim, "gather_dim")
         inner = shard.shape[-1] * (world if dim == shard.dim() - 1 else 1)
         for nth, product in enumerate(products):
+            if is_scaled:
+                check_scales(name, ("A_shard", f"Bs[{nth}]"), shard, product, scale)
             check_right(name, f"Bs[{nth}]", product, shard, inner)
         scales_of_rows(name, scale, shard.shape, dim, world)
 
@@ -127,13 +129,13 @@ def _gather_matmul(
     batches, in_batch = math.prod(shard.shape[:dim]), math.prod(shard.shape[dim:-1])
     if by_tensor_cores and not in_front and (batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0):
         leading = [*shard.shape[:dim], world * shard.shape[dim], *shard.shape[dim + 1 : -1]]
-        rows = shard.reshape(-1, shard.shape[-1]).contiguous()
+        rows = shard.reshape(rows_of(shard.shape), shard.shape[-1]).contiguous()
         whole, found = tensor_cores.gather_multiply(call, rows, batches, scales, products, return_A)
         shaped_rows = None if whole is None else whole.view(*leading, whole.shape[-1])
         return shaped_rows, [out.view(*leading, out.shape[-1]) for out in found]
     front = shard if is_last else shard.movedim(dim, 0)
     leading = list(front.shape[:-1])
-    rows = front.reshape(-1, shard.shape[-1]).contiguous()
+    rows = front.reshape(rows_of(front.shape), shard.shape[-1]).contiguous()
     if is_last:
         return _gather_columns(call, rows, leading, products, (kind, scales), return_A)
     leading[0] *= world

@@ -19,8 +19,10 @@ from symmpool.fused.products import (
     check_left,
     check_reduce,
     check_right,
+    check_scales,
     fingerprint,
     rows_of,
+    wrong_lists,
 )
 
 __all__ = [
@@ -61,11 +63,13 @@ def fused_matmuls_reduce_scatter(
     rounded, and they are added in their order; ranks with one product and ranks with several get a
     DivergedError then, on CUDA."""
     name = "fused_matmuls_reduce_scatter"
-    for what, given in (("As", As), ("Bs", Bs)):
-        if not isinstance(given, Sequence) or (what == "As" and not given):
-            raise InvalidArgumentError(f"{name}: {what}: {given!r}; it must be a list of tensors")
-    products = [Product(B) for B in Bs]
-    return _matmul_scatter(name, As, products, None, reduce_op, scatter_dim, scatter_dim, None, group)
+    wrong = wrong_lists(As=As) or wrong_lists(Bs=Bs)
+    if wrong is None and not As:
+        wrong = "As: an empty list; it must have a tensor"
+    lefts = [None] if wrong else As
+    products = [] if wrong else [Product(B) for B in Bs]
+    dims = (scatter_dim, scatter_dim)
+    return _matmul_scatter(name, lefts, products, None, reduce_op, *dims, None, group, wrong)
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -90,12 +94,13 @@ def fused_scaled_matmul_reduce_scatter(
     name = "fused_scaled_matmul_reduce_scatter"
     product = Product(B, B_scale, bias, result_scale, out_dtype, use_fast_accum)
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
-    return _matmul_scatter(name, [A], [product], A_scale, reduce_op, *dims, output_shape, group)
+    more = (output_shape, group)
+    return _matmul_scatter(name, [A], [product], A_scale, reduce_op, *dims, *more, is_scaled=True)
 
 
 def _matmul_scatter(
     name: str,
-    As: Sequence[torch.Tensor],
+    As: Sequence[Any],
     products: Sequence[Product],
     scale: torch.Tensor | None,
     reduce_op: str,
@@ -103,8 +108,12 @@ def _matmul_scatter(
     dim_of_A: int,
     output_shape: Sequence[int] | None,
     group: Any,
+    wrong: str | None = None,
+    is_scaled: bool = False,
 ) -> torch.Tensor:
     def check(world: int) -> None:
+        if wrong is not None:
+            raise InvalidArgumentError(f"{name}: {wrong}")
         check_reduce(name, reduce_op)
         if len(As) != len(products):
             raise InvalidArgumentError(
@@ -113,6 +122,8 @@ def _matmul_scatter(
         for nth, (left, right) in enumerate(zip(As, products, strict=True)):
             which = ("A", "B") if len(As) == 1 else (f"As[{nth}]", f"Bs[{nth}]")
             check_left(name, which[0], left, dim_of_A, "scatter_dim")
+            if is_scaled:
+                check_scales(name, which, left, right, scale)
             check_right(name, which[1], right, left, left.shape[-1])
             check_alike(name, which, (left, right), (As[0], products[0]))
         A, product = As[0], products[0]
@@ -168,7 +179,7 @@ def _matmul_scatter(
             return tensor_cores.multiply_scatter(call, lefts, scales, products, dtype, reduce_op).view(part)
     if not is_last:
         lefts = [left.movedim(scatter_dim, 0) for left in lefts]
-    lefts = [left.reshape(-1, left.shape[-1]) for left in lefts]
+    lefts = [left.reshape(rows_of(left.shape), left.shape[-1]) for left in lefts]
     if by_tensor_cores:
         one_batch = [left[None] for left in lefts]
         found = tensor_cores.multiply_scatter(call, one_batch, scales, products, dtype, reduce_op)

@@ -11,6 +11,7 @@ from symmpool._symmpool import _all_reduce_norm
 from symmpool.communicators import torch_state
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused.entry import entry_for
+from symmpool.fused.products import described, refuse_gradients
 from symmpool.fused.quantization import FP8, Fused, Quantization, check, new_scales
 from symmpool.groups.names import group_of
 
@@ -18,13 +19,17 @@ __all__ = ["all_reduce_rms_norm"]
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _KINDS = ("none", "fp8_static", "fp8_token", "fp8_group")
+#: Ways to send rows.
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+# What torch adds to a mean of squares where nothing else is said, whatever the type of the rows.
+_EPSILON = torch.finfo(torch.float32).eps
 
 
 def all_reduce_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
@@ -38,7 +43,7 @@ def all_reduce_rms_norm(
     """Adds up every rank's `x`, of shape (..., hidden), adds `bias` (hidden) and `residual` (as `x`) to the
     sum, and norms each row: `out = sum / sqrt(mean(sum ** 2) + eps) * (weight + weight_bias)`. The sum goes
     to `residual_out`. Without `weight` there is no norm: `out` is the sum. Without `residual` none is
-    added.
+    added. With `eps=None`, as `torch.nn.RMSNorm` has it unless it was given another, it is float32's.
 
     `out` and `residual_out` are new tensors where they are not given; they may be `x` and `residual`. With
     `quant` the norm is quantised to `torch.float8_e4m3fn`, and is also written to `norm_out`, if that is
@@ -57,13 +62,13 @@ def all_reduce_rms_norm(
     other ranks; DivergedError where ranks pass different shapes, types, eps or quantisations;
     UnsupportedError for rows that no inbox holds; TimeoutError and PeerLostError where a rank does not
     come."""
+    eps = _EPSILON if eps is None else eps
     if torch_state.is_traced(x, group):
         return _traced(
             x, residual, weight, eps, out, residual_out, quant, bias, weight_bias, norm_out, group, algorithm
         )
     given = (x, residual, weight, bias, out, residual_out, norm_out)
-    numbers = (float(eps), float(weight_bias))
-    return _make(given, numbers, quant, group, algorithm)
+    return _make(given, (eps, weight_bias), quant, group, algorithm)
 
 
 def _make(
@@ -75,7 +80,13 @@ def _make(
 ) -> Fused:
     x: Any
     x, residual, weight, bias, out, residual_out, norm_out = given
-    entry = entry_for("all_reduce_rms_norm", x, group, lambda _: _check(given, quant))
+
+    def check(_: int) -> None:
+        _check_how(numbers, algorithm)
+        _check(given, quant)
+
+    entry = entry_for("all_reduce_rms_norm", x, group, check)
+    numbers = (float(numbers[0]), float(numbers[1]))
     hidden = x.shape[-1]
     tokens = x.numel() // hidden
     if residual_out is None:
@@ -99,12 +110,26 @@ def _make(
     return Fused(out, residual_out, None if quant is None or quant.kind == "fp8_static" else scale)
 
 
+def _check_how(numbers: tuple[Any, Any], algorithm: Any) -> None:
+    """Refuses what is no number, and no algorithm."""
+    for name, number in zip(("eps", "weight_bias"), numbers, strict=True):
+        try:
+            float(number)
+        except (TypeError, ValueError):
+            raise InvalidArgumentError(f"{name}: {number!r:.80} is no number") from None
+    if algorithm not in ALGORITHMS:
+        raise InvalidArgumentError(f"algorithm: {algorithm!r:.80} is none of {', '.join(ALGORITHMS)}")
+
+
 def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
     """Refuses tensors that do not fit."""
     x, residual, weight, bias, out, residual_out, norm_out = given
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or x.dtype not in _DTYPES:
-        what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(type(x))
-        raise InvalidArgumentError(f"x: {what}; pass a tensor (..., hidden) of float32, float16 or bfloat16")
+        raise InvalidArgumentError(
+            f"x: {described(x)}; pass a tensor (..., hidden) of float32, float16 or bfloat16"
+        )
+    if x.device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"x: a tensor on {x.device}; pass one on the CPU or on CUDA")
     hidden = x.shape[-1]
     if hidden % 8 or not 8 <= hidden <= 65536:
         raise InvalidArgumentError(f"x: rows of {hidden} elements; pass a multiple of 8, up to 65536")
@@ -119,7 +144,6 @@ def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
         raise InvalidArgumentError("norm_out: it is for quantised outputs; without quant, out is the norm")
     row, rows = (hidden,), tuple(x.shape)
     quantized = x.dtype if quant is None else FP8
-    grads = torch.is_grad_enabled()
     for name, tensor, shape, dtype in (
         ("x", x, rows, x.dtype),
         ("residual", residual, rows, x.dtype),
@@ -131,6 +155,8 @@ def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
     ):
         if tensor is None:
             continue
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(f"{name}: {described(tensor)}; it must be a tensor")
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != x.device:
             raise InvalidArgumentError(
                 f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; it must "
@@ -140,11 +166,7 @@ def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
             raise InvalidArgumentError(
                 f"{name}: a tensor with strides {tensor.stride()}; pass a contiguous one"
             )
-        if grads and tensor.requires_grad:
-            raise InvalidArgumentError(
-                f"{name}: it requires grad, and no gradient flows through all_reduce_rms_norm; call it under "
-                "torch.no_grad()"
-            )
+        refuse_gradients("all_reduce_rms_norm", **{name: tensor})
     if quant is not None and quant.scale is not None and quant.scale.device != x.device:
         raise InvalidArgumentError(f"quant: a scale on {quant.scale.device}; it must be on {x.device}")
 
@@ -209,6 +231,7 @@ def _operator_fake(
     algorithm: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    refuse_gradients("all_reduce_rms_norm", x=x, residual=residual, weight=weight, bias=bias)
     way = _quant_of(quant, scale, layout, powers_of_two)
     sums = torch.empty_like(x)
     out = x.new_empty(0)
@@ -217,6 +240,12 @@ def _operator_fake(
     if way is None or way.kind == "fp8_static" or scale is not None:
         return out, sums, x.new_empty(0, dtype=torch.float32)
     return out, sums, new_scales(way, x.numel() // x.shape[-1], x.shape[-1], x.device)
+
+
+def _operator_into_fake(out: Any, residual_out: Any, norm_out: Any, x: Any, *rest: Any) -> None:
+    outputs = {"out": out, "residual_out": residual_out, "norm_out": norm_out}
+    inputs = dict(zip(("residual", "weight", "bias"), rest, strict=False))
+    refuse_gradients("all_reduce_rms_norm", x=x, **inputs, **outputs)
 
 
 def _operator_into(out: Any, residual_out: Any, norm_out: Any, x: Any, *rest: Any) -> None:
@@ -230,7 +259,7 @@ for _key in ("CPU", "CUDA"):
     _library.impl("all_reduce_rms_norm", _operator, _key)
     _library.impl("all_reduce_rms_norm_", _operator_into, _key)
 torch.library.register_fake("symmpool::all_reduce_rms_norm", _operator_fake, lib=_library)
-torch.library.register_fake("symmpool::all_reduce_rms_norm_", lambda *_: None, lib=_library)
+torch.library.register_fake("symmpool::all_reduce_rms_norm_", _operator_into_fake, lib=_library)
 
 
 def _traced(

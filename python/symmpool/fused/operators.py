@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from symmpool import ops
 from symmpool.communicators.devices import name_of, number_of_tensor
 from symmpool.errors import InvalidArgumentError, InvalidStateError
 from symmpool.fused import low_contention, matmul_gather, matmul_scatter, matmul_sum
+from symmpool.fused.products import refuse_gradients
 from symmpool.groups import pool_registry, process_groups
 from symmpool.groups.names import group_of
 
@@ -236,12 +238,30 @@ _FAKES = {
     "matmul_all_reduce": _all_reduce_fake,
 }
 
+
+def _without_gradients(name: str) -> Any:
+    """The shapes of an operator's results, where no tensor requires grad. In compiled code nothing else
+    looks: the operator itself is given tensors of which autograd knows nothing any more."""
+    fake = _FAKES[name]
+    signature = inspect.signature(fake)
+
+    @functools.wraps(fake)
+    def checked(*given: Any, **named: Any) -> Any:
+        for which, argument in signature.bind(*given, **named).arguments.items():
+            for each in argument if isinstance(argument, (list, tuple)) else [argument]:
+                if isinstance(each, torch.Tensor):
+                    refuse_gradients(name, **{which: each})
+        return fake(*given, **named)
+
+    return checked
+
+
 _library = torch.library.Library("symmpool", "FRAGMENT")
 for _name, _signature in _SIGNATURES.items():
     _library.define(f"{_name}({_signature}", tags=(torch.Tag.needs_fixed_stride_order,))
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _IMPLEMENTATIONS[_name], _key)
-    torch.library.register_fake(f"symmpool::{_name}", _FAKES[_name], lib=_library)
+    torch.library.register_fake(f"symmpool::{_name}", _without_gradients(_name), lib=_library)
 
 
 # In place of torch's.

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,13 @@ __all__ = [
     "check_left",
     "check_reduce",
     "check_right",
+    "check_scales",
+    "described",
     "fingerprint",
+    "refuse_gradients",
     "rows_of",
     "scales_of_rows",
+    "wrong_lists",
 ]
 
 #: Types of left matrices.
@@ -33,6 +38,17 @@ DTYPES = {
     torch.float8_e4m3fn: "float8_e4m3fn",
     torch.float8_e5m2: "float8_e5m2",
 }
+
+
+#: Those that have scales.
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def described(given: Any) -> str:
+    """What an argument is, in an error that says what it must be."""
+    if isinstance(given, torch.Tensor):
+        return f"{given.dtype} of shape {tuple(given.shape)}"
+    return "None" if given is None else f"an object of type {type(given).__name__}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +75,8 @@ class Product:
         """The product of rows, in `out` if that is given."""
         if not self.is_scaled:
             return torch.mm(left, self.right) if out is None else torch.mm(left, self.right, out=out)
+        if not left.is_cuda and not all(each.numel() == 1 for each in (left_scale, self.right_scale)):
+            return self._make_by_rows(left, left_scale, out)
         more = {"out": out} if out is not None else {}
         return torch._scaled_mm(
             left,
@@ -71,6 +89,16 @@ class Product:
             use_fast_accum=self.use_fast_accum,
             **more,
         )
+
+    def _make_by_rows(self, left: torch.Tensor, left_scale: Any, out: torch.Tensor | None) -> torch.Tensor:
+        """The product with scales of rows or columns, which torch has none of on the CPU."""
+        made = (left.float() * left_scale) @ (self.right.float() * self.right_scale)
+        if self.bias is not None:
+            made += self.bias
+        if self.result_scale is not None:
+            made *= self.result_scale
+        made = made.to(self.dtype_for(left))
+        return made if out is None else out.copy_(made)
 
     def columns(self, begin: int, end: int) -> Product:
         """The product with a range of the right matrix's columns."""
@@ -100,10 +128,9 @@ def refuse_gradients(name: str, **tensors: torch.Tensor | None) -> None:
 def check_left(name: str, which: str, left: Any, dim: Any, what: str) -> None:
     """Refuses what is no left matrix, and what is none of its dimensions."""
     if not isinstance(left, torch.Tensor) or left.dim() < 2 or left.dtype not in DTYPES:
-        found = f"{left.dtype} of shape {tuple(left.shape)}" if isinstance(left, torch.Tensor) else repr(left)
         raise InvalidArgumentError(
-            f"{name}: {which}: {found}; it must be a tensor of 2 or more dimensions, of float32, float64, "
-            "float16, bfloat16 or 8-bit floats"
+            f"{name}: {which}: {described(left)}; it must be a tensor of 2 or more dimensions, of float32, "
+            "float64, float16, bfloat16 or 8-bit floats"
         )
     if not isinstance(dim, int) or not 0 <= dim < left.dim():
         raise InvalidArgumentError(
@@ -116,8 +143,9 @@ def check_right(name: str, which: str, product: Product, left: torch.Tensor, inn
     """Refuses right matrices that do not fit `inner` columns of the left one."""
     right = product.right
     if not isinstance(right, torch.Tensor) or right.dim() != 2 or right.shape[0] != inner:
-        found = tuple(right.shape) if isinstance(right, torch.Tensor) else repr(right)
-        raise InvalidArgumentError(f"{name}: {which}: {found}; it must be a matrix of {inner} rows")
+        raise InvalidArgumentError(
+            f"{name}: {which}: {described(right)}; it must be a matrix of {inner} rows"
+        )
     if right.device != left.device or (not product.is_scaled and right.dtype != left.dtype):
         raise InvalidArgumentError(
             f"{name}: {which}: {right.dtype} on {right.device}; it must be {left.dtype} on {left.device}"
@@ -133,6 +161,23 @@ def check_right(name: str, which: str, product: Product, left: torch.Tensor, inn
             f"{name}: bias of {which}: shape {tuple(bias.shape)}; it must be {(right.shape[1],)}"
         )
     refuse_gradients(name, **{which: right, "bias": bias})
+
+
+def check_scales(
+    name: str, which: tuple[str, str], left: torch.Tensor, product: Product, left_scale: Any
+) -> None:
+    """Refuses matrices that have no scales, and scales that are no tensors: a product without them would be
+    another one."""
+    for what, matrix in zip(which, (left, product.right), strict=True):
+        if not isinstance(matrix, torch.Tensor) or matrix.dtype not in EIGHT_BITS:
+            raise InvalidArgumentError(
+                f"{name}: {what}: {described(matrix)}; with scales it must be of 8-bit floats"
+            )
+    for what, scale in zip(which, (left_scale, product.right_scale), strict=True):
+        if not isinstance(scale, torch.Tensor) or not scale.dtype.is_floating_point:
+            raise InvalidArgumentError(
+                f"{name}: scale of {what}: {described(scale)}; it must be a tensor of float32"
+            )
 
 
 def check_alike(
@@ -180,6 +225,18 @@ def scales_of_rows(
         f"{name}: A_scale: shape {tuple(scale.shape)}; it must have 1 element, or shape {(*shape[:-1], 1)}, "
         f"or {(*whole, 1)} for the gathered tensor"
     )
+
+
+def wrong_lists(**lists: Any) -> str | None:
+    """What is wrong with arguments that are lists, each as long as the first one."""
+    counts = []
+    for what, given in lists.items():
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            return f"{what}: {described(given)}; it must be a list"
+        counts.append(len(given))
+        if counts[-1] != counts[0]:
+            return f"{what}: {counts[-1]} for {counts[0]} matrices"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)

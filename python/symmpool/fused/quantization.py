@@ -90,6 +90,8 @@ def check(quant: Any, tokens: int, hidden: int) -> None:
         if quant.kind == "fp8_static":
             raise InvalidArgumentError("quant: fp8_static needs a scale, a float32 in a tensor")
         return
+    if not isinstance(scale, torch.Tensor):
+        raise InvalidArgumentError(f"quant: a scale of type {type(scale).__name__}; pass a tensor of float32")
     if scale.dtype != torch.float32:
         raise InvalidArgumentError(f"quant: scales of {scale.dtype}, not of torch.float32")
     groups = hidden // GROUP if quant.kind == "fp8_group" else 1

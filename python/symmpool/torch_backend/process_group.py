@@ -51,7 +51,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from symmpool._symmpool import Group, share_sms
 from symmpool.collectives import layout, plans, reductions
 from symmpool.communicators import cache
-from symmpool.errors import TimeoutError
+from symmpool.errors import InvalidArgumentError, TimeoutError
 from symmpool.groups import process_groups, resolution
 from symmpool.torch_backend import allocation, fsdp, teardown
 from symmpool.torch_backend.counts import note
@@ -348,6 +348,18 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._note_fallback(operation, layout.first_tensor(arguments))
         return getattr(self._rest, method)(*arguments, **options)
 
+    def _refuse_splits(self, *divided: tuple[str, torch.Tensor, list[int] | None]) -> None:
+        """Refuses split sizes that are not for all rows of a tensor, as torch's other backends do, on all
+        ranks; a communicator of ours would leave the last rows where they are."""
+        for name, tensor, sizes in divided:
+            if sizes is not None and tensor.dim() > 0 and sum(sizes) != tensor.shape[0]:
+                why = (
+                    f"all_to_all_single: {name}_split_sizes: {sizes} are {sum(sizes)} rows, and {name} has "
+                    f"{tensor.shape[0]} on rank {self.rank()}; the sizes must be for all of them"
+                )
+                cache.communicator_for(tensor, self).refuse(why)
+                raise InvalidArgumentError(why)
+
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
@@ -356,6 +368,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             arguments = (output, input, output_splits, input_splits, opts)
             return self._pass("all_to_all_single", "alltoall_base", *arguments)
         sizes = (list(output_splits) or None, list(input_splits) or None)
+        self._refuse_splits(("output", output, sizes[0]), ("input", input, sizes[1]))
         return self._run("all_to_all_single", plans.all_to_all_single(output, input, *sizes), opts)
 
     alltoall_base = all_to_all_single
