@@ -32,7 +32,10 @@ impl Call {
             (0, _) => write!(f, "{name} of a product of {rows} x {columns} {dtype}")?,
             _ => write!(f, "{name} of a shard of {rows} x {inner} {dtype}")?,
         }
-        write!(f, ", whose other arguments have the hash {rest:016x}")
+        write!(
+            f,
+            ", whose other arguments (shape, dimension, reduction, types) have the hash {rest:016x}"
+        )
     }
 }
 
