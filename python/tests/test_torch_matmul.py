@@ -353,6 +353,40 @@ def test_an_inner_dimension_may_be_empty(tmp_path):
     assert values(2, without_inner, str(tmp_path)) == [[*((shape, True) for shape in shapes), True]] * 2
 
 
+class Multiplied(torch.autograd.Function):
+    """A product that is added up, with a gradient that the program gives it."""
+
+    @staticmethod
+    def forward(ctx, left, right):
+        ctx.save_for_backward(left, right)
+        return torch.ops.symmpool.matmul_all_reduce(left, right, "sum", dist.group.WORLD.group_name)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        left, right = ctx.saved_tensors
+        return gradient @ right.t(), left.t() @ gradient
+
+
+def with_own_gradients(group, folder):
+    me, _ = begin(group, folder)
+    left, right = numbers((4, 8), me).requires_grad_(), numbers((8, 6), 9).requires_grad_()
+
+    def step():
+        return (Multiplied.apply(left * 2, right) * right.sum()).sum()
+
+    wanted, found = torch.autograd.grad(step(), (left, right)), []
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        made = torch.autograd.grad(torch.compile(step, backend=backend)(), (left, right))
+        found.append(all(torch.allclose(*each) for each in zip(made, wanted, strict=True)))
+    dist.destroy_process_group()
+    return found
+
+
+def test_functions_with_gradients_of_their_own_compile(tmp_path):
+    assert values(2, with_own_gradients, str(tmp_path)) == [[True, True]] * 2
+
+
 def scaled_by_rows(group, folder):
     """Scales of rows and columns on the CPU, where torch's own product has none."""
     me, world = begin(group, folder)

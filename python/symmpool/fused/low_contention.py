@@ -8,8 +8,9 @@ import torch
 
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline
+from symmpool.fused.arguments import described
 from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
-from symmpool.fused.products import DTYPES, check_reduce, described, fingerprint
+from symmpool.fused.products import DTYPES, check_reduce, fingerprint
 
 __all__ = ["low_contention_all_gather", "low_contention_reduce_scatter"]
 

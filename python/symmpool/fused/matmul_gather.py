@@ -11,6 +11,7 @@ import torch
 
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
+from symmpool.fused.arguments import wrong_lists
 from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
 from symmpool.fused.products import (
     Product,
@@ -21,7 +22,6 @@ from symmpool.fused.products import (
     fingerprint,
     rows_of,
     scales_of_rows,
-    wrong_lists,
 )
 
 __all__ = ["fused_all_gather_matmul", "fused_all_gather_scaled_matmul"]

@@ -11,6 +11,7 @@ import torch
 
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
+from symmpool.fused.arguments import wrong_lists
 from symmpool.fused.entry import entry_for
 from symmpool.fused.products import (
     Product,
@@ -22,7 +23,6 @@ from symmpool.fused.products import (
     check_scales,
     fingerprint,
     rows_of,
-    wrong_lists,
 )
 
 __all__ = [

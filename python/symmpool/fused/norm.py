@@ -10,8 +10,8 @@ from symmpool import ops
 from symmpool._symmpool import _all_reduce_norm
 from symmpool.communicators import torch_state
 from symmpool.errors import InvalidArgumentError
+from symmpool.fused.arguments import described, refuse_gradients
 from symmpool.fused.entry import entry_for
-from symmpool.fused.products import described, refuse_gradients
 from symmpool.fused.quantization import FP8, Fused, Quantization, check, new_scales
 from symmpool.groups.names import group_of
 

@@ -15,7 +15,7 @@ from symmpool import ops
 from symmpool.communicators.devices import name_of, number_of_tensor
 from symmpool.errors import InvalidArgumentError, InvalidStateError
 from symmpool.fused import low_contention, matmul_gather, matmul_scatter, matmul_sum
-from symmpool.fused.products import refuse_gradients
+from symmpool.fused.arguments import refuse_gradients
 from symmpool.groups import pool_registry, process_groups
 from symmpool.groups.names import group_of
 

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from symmpool.errors import InvalidArgumentError
+from symmpool.fused.arguments import described, refuse_gradients
 
 __all__ = [
     "Product",
@@ -21,12 +21,9 @@ __all__ = [
     "check_reduce",
     "check_right",
     "check_scales",
-    "described",
     "fingerprint",
-    "refuse_gradients",
     "rows_of",
     "scales_of_rows",
-    "wrong_lists",
 ]
 
 #: Types of left matrices.
@@ -38,17 +35,8 @@ DTYPES = {
     torch.float8_e4m3fn: "float8_e4m3fn",
     torch.float8_e5m2: "float8_e5m2",
 }
-
-
 #: Those that have scales.
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def described(given: Any) -> str:
-    """What an argument is, in an error that says what it must be."""
-    if isinstance(given, torch.Tensor):
-        return f"{given.dtype} of shape {tuple(given.shape)}"
-    return "None" if given is None else f"an object of type {type(given).__name__}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,16 +101,6 @@ class Product:
             right_scale=part(self.right_scale, -1),
             bias=part(self.bias, 0),
         )
-
-
-def refuse_gradients(name: str, **tensors: torch.Tensor | None) -> None:
-    if torch.is_grad_enabled():
-        for which, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                raise InvalidArgumentError(
-                    f"{name}: {which} requires grad, and no gradient flows through it; call it under "
-                    "torch.no_grad()"
-                )
 
 
 def check_left(name: str, which: str, left: Any, dim: Any, what: str) -> None:
@@ -225,18 +203,6 @@ def scales_of_rows(
         f"{name}: A_scale: shape {tuple(scale.shape)}; it must have 1 element, or shape {(*shape[:-1], 1)}, "
         f"or {(*whole, 1)} for the gathered tensor"
     )
-
-
-def wrong_lists(**lists: Any) -> str | None:
-    """What is wrong with arguments that are lists, each as long as the first one."""
-    counts = []
-    for what, given in lists.items():
-        if not isinstance(given, Sequence) or isinstance(given, str):
-            return f"{what}: {described(given)}; it must be a list"
-        counts.append(len(given))
-        if counts[-1] != counts[0]:
-            return f"{what}: {counts[-1]} for {counts[0]} matrices"
-    return None
 
 
 @functools.lru_cache(maxsize=4096)
