@@ -9,7 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from symmpool.bench import alltoallv, cli, matrices, peers, plot, rounds, session, table, timing
+from symmpool.bench import (
+    alltoallv,
+    cli,
+    fused,
+    matmuls,
+    matrices,
+    peers,
+    plot,
+    rounds,
+    session,
+    table,
+    timing,
+)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +251,16 @@ def test_tables_and_reports_say_which_form_was_best(on_a_device):
     exchange.rounds, exchange.forms, exchange.tried = row.rounds, row.forms, row.tried
     assert alltoallv.cells([exchange], ["ours"], ["NCCL"])[1][0][2:4] == ["2.10 (100)", "9.70 (20)"]
     assert exchange.to_json()["figures"]["NCCL"]["form"] == "graph of 20"
+
+
+def test_sizes_that_were_left_out_are_those_of_the_device():
+    options = cli.parser().parse_args(["fused", "--tokens", "3", "--gather", "8x16"])
+    for module in (fused, matmuls):
+        session.fill_in(options, module.USUAL["cpu"])
+    assert (options.tokens, options.hidden, options.gather) == ([3], [1024], [(8, 16)])
+    assert (options.rows, options.scatter) == ("64", [(128, 64)])
+    for usual in (fused.USUAL, matmuls.USUAL):
+        assert set(usual["cpu"]) == set(usual["cuda"]), "each option has a default on both"
 
 
 def test_there_is_one_form_on_the_cpu():

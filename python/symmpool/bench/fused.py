@@ -9,6 +9,11 @@ from symmpool.bench import matmuls, peers, rounds, session, table, timing
 from symmpool.bench.arguments import add_measuring, comma_separated
 
 EPS = 1e-6
+#: Sizes that are measured where none are given, on GPUs and on the CPU.
+USUAL = {
+    "cuda": {"tokens": [1, 8, 32, 64, 128, 256, 512, 1024, 2048], "hidden": [4096, 8192]},
+    "cpu": {"tokens": [1, 8], "hidden": [1024]},
+}
 
 
 def numbers(text):
@@ -22,8 +27,9 @@ def add_options(commands):
     command = commands.add_parser(
         "fused", help="all-reduces with a residual and a norm, compared with separate kernels"
     )
-    command.add_argument("--tokens", type=numbers, default=[1, 8, 32, 64, 128, 256, 512, 1024, 2048])
-    command.add_argument("--hidden", type=numbers, default=[4096, 8192])
+    for name, usual in USUAL["cuda"].items():
+        on_cuda, on_cpu = (",".join(map(str, each)) for each in (usual, USUAL["cpu"][name]))
+        command.add_argument(f"--{name}", type=numbers, help=f"default {on_cuda}, on the CPU {on_cpu}")
     command.add_argument("--dtype", choices=["f32", "f16", "bf16"], default="bf16", help="default bf16")
     command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     matmuls.add_options(command)
@@ -151,6 +157,7 @@ def run(options, arguments):
         return matmuls.run(options, arguments)
     ranks = session.connect(options)
     torch, pools = ranks.torch, peers.Pools()
+    session.fill_in(options, USUAL[ranks.device.type])
     dtype = getattr(torch, session.DTYPES[options.dtype])
     pool = ranks.insist(lambda: pools.get(ranks))
     contenders = {

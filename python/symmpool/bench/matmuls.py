@@ -25,6 +25,18 @@ def shapes(text):
     return found
 
 
+#: Sizes that are measured where none are given: on GPUs those of Llama 3, on the CPU small ones.
+USUAL = {
+    "cuda": {
+        "rows": "2048,8192,16384",
+        "few_rows": "1,8,32,64",
+        "gather": [(4096, 28672), (8192, 57344), (8192, 10240)],
+        "scatter": [(14336, 4096), (28672, 8192), (8192, 8192)],
+    },
+    "cpu": {"rows": "64", "few_rows": "1,8", "gather": [(64, 128)], "scatter": [(128, 64)]},
+}
+
+
 def add_options(command):
     command.add_argument(
         "--what",
@@ -32,10 +44,15 @@ def add_options(command):
         default="norm",
         help="all-reduces with a norm, or products of matrices",
     )
-    command.add_argument("--rows", default="2048,8192,16384", help="of products: M (default 2048,8192,16384)")
-    command.add_argument("--few-rows", default="1,8,32,64", help="of all_reduce's (default 1,8,32,64)")
-    command.add_argument("--gather", type=shapes, default=[(4096, 28672), (8192, 57344), (8192, 10240)])
-    command.add_argument("--scatter", type=shapes, default=[(14336, 4096), (28672, 8192), (8192, 8192)])
+    on_cuda, on_cpu = USUAL["cuda"], USUAL["cpu"]
+    for name, what in (("rows", "of products: M"), ("few_rows", "of all_reduce's")):
+        usual = f"default {on_cuda[name]}, on the CPU {on_cpu[name]}"
+        command.add_argument(f"--{name.replace('_', '-')}", help=f"{what} ({usual})")
+    for name, what in (("gather", "gathered rows"), ("scatter", "scattered sums")):
+        usual = ",".join("x".join(map(str, each)) for each in on_cuda[name])
+        command.add_argument(
+            f"--{name}", type=shapes, help=f"of {what}: KxN (default {usual}; small on the CPU)"
+        )
     command.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
 
 
@@ -248,6 +265,7 @@ def run(options, arguments):
     dist = ranks.dist
     from symmpool import fused  # noqa: F401  (registers the operators)
 
+    session.fill_in(options, USUAL[ranks.device.type])
     peer = "NCCL" if ranks.on_cuda else "gloo"
     ways = {
         "matmul": alone,

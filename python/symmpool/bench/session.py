@@ -146,6 +146,13 @@ def connect(options):
     return peers.Ranks(torch, device, options.timeout)
 
 
+def fill_in(options, usual):
+    """Gives options that were left out the values that are usual on the device."""
+    for name, value in usual.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
 def require_parts(options, sizes, dtype, world):
     """Raises SystemExit if a size does not divide into whole elements for each rank."""
     unit = dtype.itemsize * world
