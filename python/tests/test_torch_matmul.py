@@ -261,6 +261,8 @@ def refused(group, folder):
             (scaled, (x8, [right8], 2.0, [one], 0, name, [None], [None], [None], [False])),
             (scaled, (x, [right], one, [one], 0, name, [None], [None], [None], [False])),
             (fused.fused_scaled_matmul_reduce_scatter, (x8, right8, one, None, "sum", 0, 0, name, None)),
+            # What nothing looks for is refused all the same.
+            (scaled, (x8, [right8], one, [one], 0, name, [3], [None], [None], [False])),
             (total, (x, right, "sum", name, "fast")),
             (total, (x.bfloat16(), right.bfloat16(), "sum", name, "one_kernel")),
         )
@@ -321,6 +323,7 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "scale of A_shard: an object of type float",
         "A_shard: torch.float32 of shape (4, 6); with scales it must be of 8-bit floats",
         "scale of B: None; it must be a tensor",
+        "fused_all_gather_scaled_matmul on rank 1: an argument makes no sense: 'int' object has no attribute",
         "algorithm: 'fast' is none of auto, separate, one_kernel",
         "one kernel does not serve 4 rows of torch.bfloat16 and 8 columns on cpu",
     ]
