@@ -159,14 +159,15 @@ def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
             raise InvalidArgumentError(f"{name}: {described(tensor)}; it must be a tensor")
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != x.device:
             raise InvalidArgumentError(
-                f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; it must "
-                f"be {dtype} of shape {shape} on {x.device}"
+                f"{name}: {described(tensor)} on {tensor.device}; it must be {dtype} of shape {shape} on "
+                f"{x.device}"
             )
         if not tensor.is_contiguous():
             raise InvalidArgumentError(
                 f"{name}: a tensor with strides {tensor.stride()}; pass a contiguous one"
             )
-        refuse_gradients("all_reduce_rms_norm", **{name: tensor})
+    outputs = {"out": out, "residual_out": residual_out, "norm_out": norm_out}
+    refuse_gradients("all_reduce_rms_norm", x=x, residual=residual, weight=weight, bias=bias, **outputs)
     if quant is not None and quant.scale is not None and quant.scale.device != x.device:
         raise InvalidArgumentError(f"quant: a scale on {quant.scale.device}; it must be on {x.device}")
 
@@ -242,10 +243,11 @@ def _operator_fake(
     return out, sums, new_scales(way, x.numel() // x.shape[-1], x.shape[-1], x.device)
 
 
-def _operator_into_fake(out: Any, residual_out: Any, norm_out: Any, x: Any, *rest: Any) -> None:
+def _operator_into_fake(
+    out: Any, residual_out: Any, norm_out: Any, x: Any, residual: Any, weight: Any, bias: Any, *_: Any
+) -> None:
     outputs = {"out": out, "residual_out": residual_out, "norm_out": norm_out}
-    inputs = dict(zip(("residual", "weight", "bias"), rest, strict=False))
-    refuse_gradients("all_reduce_rms_norm", x=x, **inputs, **outputs)
+    refuse_gradients("all_reduce_rms_norm", x=x, residual=residual, weight=weight, bias=bias, **outputs)
 
 
 def _operator_into(out: Any, residual_out: Any, norm_out: Any, x: Any, *rest: Any) -> None:
