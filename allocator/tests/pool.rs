@@ -8,7 +8,9 @@ use std::time::Duration;
 use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::testing::on_ranks;
-use symmpool_allocator::{Block, Driver, Error, Group, Pool, PoolBuilder, Result, Stream};
+use symmpool_allocator::{
+    Block, Deadline, Driver, Error, Group, Pool, PoolBuilder, Result, Stream,
+};
 
 /// Runs `body` as every rank of a group of `world`; returns their results in rank order.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
@@ -29,6 +31,47 @@ fn pool_of_two_lanes(group: Group) -> Pool {
         .fold(builder, PoolBuilder::lane)
         .build()
         .unwrap()
+}
+
+#[test]
+fn a_vote_is_the_same_on_all_ranks_and_changes_nothing() {
+    let outcomes = ranks(3, |group| {
+        let (rank, timeout) = (group.rank(), Duration::from_secs(20));
+        let pool = pool_of_two_lanes(group);
+        let vote = |ready| pool.all_ready_by(ready, Deadline::after(timeout));
+        vote(Ok(())).unwrap();
+        // What ranks have allocated is not compared.
+        let block = (rank == 1).then(|| pool.lane("a").unwrap().alloc::<u8>(100).unwrap());
+        let error = vote(match rank {
+            1 => Err(Error::out_of_memory("nothing is left")),
+            _ => Ok(()),
+        });
+        drop(block);
+        vote(Ok(())).unwrap();
+        assert!(pool.can_commit());
+        error.unwrap_err()
+    });
+    for (error, rank) in outcomes.iter().zip(0..) {
+        assert!(error.is_out_of_memory() && error.ranks() == [1], "{error}");
+        let text = error.to_string();
+        assert!(text.starts_with(&format!("symmpool: rank {rank}, ")), "{text}");
+        assert!(text.ends_with("rank 1 failed in a vote: nothing is left"), "{text}");
+    }
+}
+
+#[test]
+fn a_vote_without_a_rank_ends_in_time_and_ends_commits() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let pool = pool_of_two_lanes(group);
+        if rank == 1 {
+            return thread::sleep(Duration::from_millis(600));
+        }
+        let deadline = Deadline::after(Duration::from_millis(200));
+        let error = pool.all_ready_by(Ok(()), deadline).unwrap_err();
+        assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+        assert!(!pool.can_commit());
+    });
 }
 
 #[test]

@@ -22,6 +22,7 @@
 //! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
 //! | `nccl_windows` | registering windows with NCCL |
 //! | `resync` | returning to a common state after a divergence |
+//! | `vote` | whether all ranks are ready for a step |
 
 mod access;
 mod background;
@@ -41,6 +42,7 @@ mod on_device;
 mod resync;
 mod share;
 mod shared_lane;
+mod vote;
 
 use std::fmt;
 use std::sync::atomic::AtomicBool;
