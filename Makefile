@@ -129,6 +129,7 @@ emulated-settings: emulated-begun
 		--algorithms two_shot_stages,two_shot_copy,all_gather_broadcast
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --beside-compute \
 		--algorithms two_shot_copy,all_gather_broadcast,reduce_scatter
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --grows --algorithms growth,fused
 	$(EMULATED) EMULATED_PROCESSORS=3 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_few
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed
@@ -138,6 +139,7 @@ emulated-settings: emulated-begun
 emulated-faults: emulated-begun
 	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 8 \
 		--algorithms one_shot_ll,two_shot_push,p2p,plans,native,late,outside
+	$(EMULATED) $(COLLECTIVES) killed $(PATIENCE) --quick --ranks 2 --algorithms growth
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"

@@ -192,6 +192,8 @@ def measurements():
            lambda w: w.checks("one_sided"), "log"),
         it("captures", "random programs of calls in graphs and outside of them", 60, 150,
            lambda w: w.checks("captures", "--seconds", w.pick("40", "5")), "log"),
+        it("memory", "what groups hold of their devices' memory, before and after large calls", 15, 90,
+           lambda w: w.checks("memory"), "log"),
         it("fused_norms", "fused norms, compared with separate operations", 60, 240,
            lambda w: w.checks("fused"), "log"),
         it("fused_matmuls", "fused products of matrices, compared with separate operations", 60, 240,

@@ -11,6 +11,7 @@
 //! | `expert_memory` | the memory that a buffer for experts has for itself |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `matmul` | products of matrices that hide their communication |
+//! | `growth` | more memory for a communicator, before its first large call |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
 //! | `registry` | the algorithms, and calls with one that is named |
@@ -27,6 +28,7 @@ mod engine;
 mod expert_memory;
 mod experts;
 mod fused;
+mod growth;
 mod make;
 mod matmul;
 mod memory;
@@ -41,7 +43,7 @@ mod slices;
 mod splits;
 
 use std::fmt;
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use symmpool_allocator::topology::Mesh;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
@@ -119,7 +121,8 @@ pub struct Communicator {
     timeout: Arc<Timeout>,
     shared: Arc<Shared>,
     registry: registry::Registry,
-    memory: CommunicatorMemory,
+    /// Changed by a call that makes it grow.
+    memory: Mutex<CommunicatorMemory>,
     /// How the ranks are linked.
     mesh: Mesh,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
@@ -275,6 +278,7 @@ impl Communicator {
         let (from, to) =
             (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         let sizes = (input_split_sizes, output_split_sizes);
+        self.grow_for_splits(&mut inner, T::DTYPE, stream)?;
         // SAFETY: as in `all_reduce_into`; neither sum is above its block's length.
         unsafe { inner.engine.all_to_all_v((from, to), sizes, T::DTYPE, stream) }
     }

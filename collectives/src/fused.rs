@@ -192,7 +192,7 @@ impl NormShape {
     /// What ranks compare.
     pub(crate) fn describe(&self, buffers: &NormBuffers, algorithm: FusedAlgorithm) -> Call {
         Call::norm(
-            (self.dtype, self.tokens * self.hidden),
+            (self.dtype, self.tokens.saturating_mul(self.hidden)),
             NormFields {
                 hidden: self.hidden as u32,
                 epsilon: self.epsilon,

@@ -282,7 +282,7 @@ fn invalid_arguments_are_refused_with_their_values_and_do_not_affect_other_ranks
             // SAFETY: as above.
             (unsafe { comm.put_at(8 as *mut u8, at, 8, peer, STREAM) }, "not in the pool's heap"),
             // SAFETY: as above.
-            (unsafe { comm.put_at(control as *mut u8, at, 8, peer, STREAM) }, "control block"),
+            (unsafe { comm.put_at(control as *mut u8, at, 8, peer, STREAM) }, "own memory"),
         ];
         for (outcome, why) in refused {
             let error = outcome.expect_err(why);

@@ -40,11 +40,11 @@ impl Communicator {
         signature = (
             pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
             algorithms = None, scratch_bytes = None, concurrent = None, sm_budget = None, beside_compute = false,
-            device_memory_bytes = None
+            device_memory_bytes = None, device_memory_grows = false
         ),
         text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', algorithms=None, \
                           scratch_bytes=None, concurrent=None, sm_budget=None, beside_compute=False, \
-                          device_memory_bytes=None)"
+                          device_memory_bytes=None, device_memory_grows=False)"
     )]
     #[allow(clippy::too_many_arguments)] // options, with names
     fn new(
@@ -59,11 +59,18 @@ impl Communicator {
         sm_budget: Option<Number<u32>>,
         beside_compute: bool,
         device_memory_bytes: Option<Number<u64>>,
+        device_memory_grows: bool,
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
-        let sizes =
-            Sizes { scratch_bytes, device_memory_bytes, concurrent, sm_budget, beside_compute };
+        let sizes = Sizes {
+            scratch_bytes,
+            device_memory_bytes,
+            device_memory_grows,
+            concurrent,
+            sm_budget,
+            beside_compute,
+        };
         let read =
             options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes);
         let (calls, algorithm) = options::open(py, pool, read)?;

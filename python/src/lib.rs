@@ -100,8 +100,8 @@ mod _symmpool {
     #[pymodule_export]
     use crate::matmul::{
         begin_matmul, end_watching, gather_memory, gather_multiply, has_room_for_product,
-        has_tensor_kernels, matmul_memory, multiply_all_reduce, multiply_scatter, pull, push_step,
-        step,
+        has_tensor_kernels, make_room_for_product, matmul_memory, multiply_all_reduce,
+        multiply_scatter, pull, push_step, step,
     };
     #[pymodule_export]
     use crate::pool::Pool;

@@ -31,6 +31,8 @@ pub(crate) fn machine(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let memory = CommunicatorMemory::by_default();
     found.set_item("communicator_error", memory.as_ref().err().map(ToString::to_string))?;
     found.set_item("communicator_bytes", memory.ok().map(Vec::from))?;
+    let growing = CommunicatorMemory::growing().ok().flatten();
+    found.set_item("growing_communicator_bytes", growing.map(Vec::from))?;
     found.set_item("host", host.map(|error| error.to_string()))?;
     found.set_item("cuda", count.err().map(|error| error.to_string()))?;
     let list = PyList::empty(py);

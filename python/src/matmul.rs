@@ -202,6 +202,23 @@ pub(crate) fn has_room_for_product(
     py.detach(|| calls.comm.has_room_for_product(rows, columns))
 }
 
+/// Takes memory for such products, where the communicator's memory grows, and says whether there is room then. A call like any
+/// other, on the current stream.
+#[pyfunction]
+#[pyo3(name = "_make_room_for_product")]
+pub(crate) fn make_room_for_product(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    dtype: &str,
+    rows: usize,
+    columns: usize,
+) -> PyResult<bool> {
+    let calls = communicator.get().calls();
+    let stream = calls.stream(py, None)?;
+    let (dtype, _) = calls.or_decline(py, stream, types_named((dtype, dtype)))?;
+    calls.run(py, || calls.comm.make_room_for_product(dtype, (rows, columns), &stream))
+}
+
 /// Multiplies matrices, of which the left one has few rows, and adds up the products of all ranks, on the current stream.
 /// Matrices are as those of [`multiply_scatter`], and `out` is an address; `sizes` are rows, the inner dimension and columns.
 #[pyfunction]

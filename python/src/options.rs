@@ -20,6 +20,7 @@ use crate::site;
 pub(crate) struct Sizes {
     pub(crate) scratch_bytes: Option<Number<u64>>,
     pub(crate) device_memory_bytes: Option<Number<u64>>,
+    pub(crate) device_memory_grows: bool,
     pub(crate) concurrent: Option<Number<u32>>,
     pub(crate) sm_budget: Option<Number<u32>>,
     pub(crate) beside_compute: bool,
@@ -50,6 +51,7 @@ pub(crate) fn read(
         algorithm: convert::algorithm(py, algorithm)?,
         all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
         device_memory_bytes,
+        device_memory_grows: sizes.device_memory_grows,
         concurrent,
         sm_budget,
         beside_compute: sizes.beside_compute,

@@ -74,12 +74,16 @@ pub(crate) fn of_communicator<'py>(
     py: Python<'py>,
     memory: &CommunicatorMemory,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let CommunicatorMemory { total, control, inboxes, scratch, staging } = *memory;
+    let CommunicatorMemory { total, control, inboxes, scratch, staging, idle } = *memory;
     let dict = PyDict::new(py);
     dict.set_item("total", total)?;
-    for (name, bytes) in
-        [("control", control), ("inboxes", inboxes), ("scratch", scratch), ("staging", staging)]
-    {
+    for (name, bytes) in [
+        ("control", control),
+        ("inboxes", inboxes),
+        ("scratch", scratch),
+        ("staging", staging),
+        ("idle", idle),
+    ] {
         dict.set_item(name, bytes)?;
     }
     Ok(dict)

@@ -44,6 +44,7 @@ class CommunicatorMemory(TypedDict):
     inboxes: int
     scratch: int
     staging: int
+    idle: int
 
 class PoolStats(TypedDict):
     allocated: int
@@ -251,6 +252,7 @@ class Communicator:
         sm_budget: int | None = None,
         beside_compute: bool = False,
         device_memory_bytes: int | None = None,
+        device_memory_grows: bool = False,
     ) -> None: ...
     def all_reduce(
         self,
@@ -421,6 +423,7 @@ def _multiply_scatter(
     rest: int,
 ) -> None: ...
 def _has_room_for_product(communicator: Communicator, rows: int, columns: int) -> bool: ...
+def _make_room_for_product(communicator: Communicator, dtype: str, rows: int, columns: int) -> bool: ...
 def _multiply_all_reduce(
     communicator: Communicator,
     dtype: str,

@@ -62,7 +62,11 @@ GOOD = {
         "links": [["-" if a == b else "NV18" for b in range(4)] for a in range(4)],
         "mesh": "fully connected (18 links)",
     },
-    "communicators": {"error": None, "bytes": [405 << 20, 16 << 20]},
+    "communicators": {
+        "error": None,
+        "bytes": [397 << 20, 397 << 20],
+        "growing_bytes": [16 << 20, 405 << 20],
+    },
     "host_error": None,
     "nvrtc": {"error": None, "version": (13, 0), "place": "/lib/libnvrtc.so.13", "archs": [90]},
     "kernel_cache": {"place": "/home/u/.cache/symmpool/jit", "error": None},
@@ -106,10 +110,20 @@ def test_everything_works_on_a_good_machine():
         "RANK=0",
         "13.0",
         "405 MiB",
+        "397 MiB",
         "16 MiB",
     ):
         assert word in text, text
     assert max(map(len, text.splitlines())) <= cli.WIDTH
+
+
+def test_the_environment_says_what_communicators_take(monkeypatch):
+    assert facts.collect()["communicators"]["growing_bytes"] == [16 << 20, 405 << 20]
+    monkeypatch.setenv("SYMMPOOL_DEVICE_MEMORY", "96M,24M")
+    held = facts.collect()["communicators"]
+    assert held == {"error": None, "bytes": [96 << 20, 24 << 20], "growing_bytes": None}
+    text = "\n".join(cli.report({**GOOD, "communicators": held}, verdicts.judge(GOOD)))
+    assert "96 MiB of a device, each further one of a process 24 MiB" in text
 
 
 @pytest.mark.parametrize(

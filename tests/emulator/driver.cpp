@@ -294,23 +294,27 @@ int cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t bytes) {
 int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
     return run_in_order([=] { memcpy(to, reinterpret_cast<void*>(from), bytes); }), OK;
 }
+static void fill_words(uint64_t to, unsigned value, size_t words) {
+    size_t done = 0;
+    if (value == 0 && to % PAGE == 0) {
+        // Pages are given back, which makes them zeros, so that those that nothing uses take no time.
+        const size_t bytes = words * 4 / PAGE * PAGE;
+        done = madvise(reinterpret_cast<void*>(to), bytes, MADV_REMOVE) == 0 ? bytes / 4 : 0;
+    }
+    if (value == (value & 0xff) * 0x01010101) {
+        memset(reinterpret_cast<unsigned*>(to) + done, value & 0xff, (words - done) * 4);
+        return;
+    }
+    for (size_t i = done; i < words; ++i) {
+        reinterpret_cast<unsigned*>(to)[i] = value;
+    }
+}
+
 int cuMemsetD32_v2(uint64_t to, unsigned value, size_t words) {
-    return run_in_order([=] {
-               size_t done = 0;
-               if (value == 0 && to % PAGE == 0) {
-                   // Pages are given back, which makes them zeros, so that those that nothing uses take no time.
-                   const size_t bytes = words * 4 / PAGE * PAGE;
-                   done = madvise(reinterpret_cast<void*>(to), bytes, MADV_REMOVE) == 0 ? bytes / 4 : 0;
-               }
-               if (value == (value & 0xff) * 0x01010101) {
-                   memset(reinterpret_cast<unsigned*>(to) + done, value & 0xff, (words - done) * 4);
-                   return;
-               }
-               for (size_t i = done; i < words; ++i) {
-                   reinterpret_cast<unsigned*>(to)[i] = value;
-               }
-           }),
-           OK;
+    return run_in_order([=] { fill_words(to, value, words); }), OK;
+}
+int cuMemsetD32Async(uint64_t to, unsigned value, size_t words, void* stream) {
+    return on(stream, [=](Stream* s) { put(s, [=] { fill_words(to, value, words); }); });
 }
 int cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void* stream) {
     return on(stream, [=](Stream* s) {

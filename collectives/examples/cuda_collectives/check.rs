@@ -9,7 +9,7 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, first_calls, fused,
-    huge, matmul, matmul_few, matmul_gather, measured_barrier, memory_operations, native,
+    growth, huge, matmul, matmul_few, matmul_gather, measured_barrier, memory_operations, native,
     one_sided, one_sided_streams, p2p, plans, reduce_scatter, repeats, slow, streams,
 };
 
@@ -46,7 +46,8 @@ enum When {
 type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 22] = [
+const PARTS: [(&str, When, Part); 23] = [
+    ("growth", When::Always, growth::run),
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
     ("all_gather_broadcast", When::Always, all_gather_broadcast::run),

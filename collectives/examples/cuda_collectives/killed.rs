@@ -1,20 +1,21 @@
 //! Kills the process of a rank in the middle of a call: the others get a typed error within the
 //! deadline, and end.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::process::{Signal, getpid, kill_process};
-use symmpool_allocator::{Pool, Result};
+use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
     SplitRows, SplitsAt, StandardCollective,
 };
 
 use crate::cuda::{stream, upload};
+use crate::oracle::random;
 use crate::{ORDINARY, Options, expect_error};
 
 /// The calls that are under way then.
-pub(crate) const KINDS: [&str; 7] = [
+pub(crate) const KINDS: [&str; 8] = [
     "all_reduce",
     "two_shot_copy",
     "reduce_scatter_copy",
@@ -22,7 +23,10 @@ pub(crate) const KINDS: [&str; 7] = [
     "all_to_all",
     "all_to_all_splits",
     "all_to_all_copy",
+    GROWTH,
 ];
+/// First large calls of communicators whose memory grows.
+const GROWTH: &str = "growth";
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 /// How much longer than the timeout ranks may take: until the rank is killed, and until processes end.
@@ -46,6 +50,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let splits = pool.alloc::<i64>(world)?;
     pool.commit()?;
     let stream = stream(pool)?;
+    if kind == GROWTH {
+        return while_memory_grows(pool, options, (&to, &from), &stream);
+    }
     let algorithm = match kind {
         "two_shot_copy" => AllReduceAlgorithm::TwoShotCopy,
         _ => AllReduceAlgorithm::Auto,
@@ -141,6 +148,68 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let right = typed && took < TIMEOUT + SLACK && again.ranks() == error.ranks();
     println!(
         "{} rank {rank}, killed in {kind}: after {took:?}: {error}",
+        if right { "right:" } else { "WRONG:" }
+    );
+    Ok(right)
+}
+
+/// Makes communicators and their first large calls until the last rank's process is killed, wherever it is then: in a handshake,
+/// while it allocates, in a commit. Does not return on that rank.
+fn while_memory_grows(
+    pool: &Pool,
+    options: &Options,
+    (to, from): (&Block<u8>, &Block<u8>),
+    stream: &Stream,
+) -> Result<bool> {
+    let (rank, last) = (pool.rank(), pool.world() - 1);
+    let grows = CommunicatorOptions {
+        timeout: TIMEOUT,
+        device_memory_grows: true,
+        ..options.communicator()
+    };
+    let count = EMULATED_BYTES / 4;
+    let grow = || {
+        let comm = Communicator::with_options(pool, &grows)?;
+        let (to, from) = (to.as_ptr(), from.as_ptr().cast_const());
+        // SAFETY: both blocks are this long, and nothing else uses them.
+        unsafe { comm.all_reduce_at(to, from, count, DType::F32, ReduceOp::Sum, stream) }?;
+        comm.synchronize(stream)?;
+        match comm.memory().total {
+            total if total <= 16 << 20 => {
+                Err(Error::invalid_state(format!("memory did not grow: {total}")))
+            }
+            _ => Ok(()),
+        }
+    };
+    // Kernels are there afterwards, and where in a round the process is killed is another one each time.
+    let began = Instant::now();
+    grow()?;
+    let round = began.elapsed();
+    if rank == last {
+        let nanoseconds = u64::from(
+            SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.subsec_nanos()),
+        );
+        let delay = round + round.mul_f64(random(nanoseconds, 0) as f64 / u64::MAX as f64);
+        std::thread::spawn(move || {
+            std::thread::sleep(delay);
+            let _ = kill_process(getpid(), Signal::KILL);
+        });
+    }
+    let mut began = Instant::now();
+    let error = loop {
+        match grow() {
+            Ok(()) => began = Instant::now(),
+            Err(error) => break error,
+        }
+    };
+    let took = began.elapsed();
+    let again = expect_error(grow(), "a communicator without a peer that was killed")?;
+    let named = error.is_peer_lost() && error.ranks().contains(&last);
+    let typed = named || last > 1 && error.is_timeout() && !error.ranks().is_empty();
+    // Others may have ended since.
+    let right = typed && took < TIMEOUT + SLACK + 2 * round && again.ranks().contains(&last);
+    println!(
+        "{} rank {rank}, killed while memory grows: after {took:?}: {error}",
         if right { "right:" } else { "WRONG:" }
     );
     Ok(right)

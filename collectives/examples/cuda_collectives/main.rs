@@ -23,6 +23,7 @@ mod experts;
 mod faults;
 mod first_calls;
 mod fused;
+mod growth;
 mod huge;
 mod killed;
 mod late;
@@ -99,13 +100,13 @@ struct Options {
     /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, p2p, plans and native (collectives
     /// that programs bring along), fused (all-reduces with a residual and a norm), matmul (products whose parts are added
     /// up, or gathered), matmul_few (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
-    /// that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each
+    /// that read late), growth (communicators whose memory grows), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each
     /// of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather and reduce_scatter, and each of
     /// their algorithms, such as reduce_scatter_copy, fused (a table of its own), and one name for each plan and each
     /// kernel of docs/kernels.md, such as plan_two_shot and native_my_all_gather. `soak` has all_reduce (all
     /// algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, plans, native, late (ranks that come when the
     /// others have given up) and outside (ranks that disagree on what is moved). `killed` has all_reduce,
-    /// two_shot_copy, reduce_scatter_copy, all_gather_copy, all_to_all, all_to_all_splits and all_to_all_copy.
+    /// two_shot_copy, reduce_scatter_copy, all_gather_copy, all_to_all, all_to_all_splits, all_to_all_copy and growth.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.
@@ -139,6 +140,9 @@ struct Options {
     /// bench).
     #[arg(long)]
     beside_compute: bool,
+    /// Communicators begin with little memory, and take more before their first large call (check, soak, bench).
+    #[arg(long)]
+    grows: bool,
     /// How long calls wait for a peer that does not come, in seconds (faults).
     #[arg(long, default_value_t = 1.5)]
     timeout: f64,
@@ -193,8 +197,13 @@ impl Options {
         // There may be several communicators, but their calls run one after the other.
         let concurrent = Some(configured.copied().unwrap_or(1));
         let links = self.emulated.then(|| Topology::host(self.ranks));
-        let beside_compute = self.beside_compute;
-        let usual = CommunicatorOptions { concurrent, beside_compute, links, ..Default::default() };
+        let usual = CommunicatorOptions {
+            concurrent,
+            beside_compute: self.beside_compute,
+            device_memory_grows: self.grows,
+            links,
+            ..Default::default()
+        };
         if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
     }
 

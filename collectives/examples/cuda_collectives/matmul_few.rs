@@ -134,7 +134,7 @@ impl Matmul<'_> {
 
     fn few(&mut self, case: Case) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
-        if !self.comm.has_room_for_product(case.rows, case.columns) {
+        if !self.comm.make_room_for_product(case.dtype, (case.rows, case.columns), &self.stream)? {
             return Ok(());
         }
         let memory = self.memory_of_few(&case)?;

@@ -19,7 +19,7 @@ const AROUND: usize = 32;
 /// The bytes of the output before a message is received.
 const BEFORE: u8 = 0xa5;
 /// How many messages a rank can send to another one without waiting for its receives.
-const AHEAD: u64 = 8;
+const AHEAD: u64 = 4;
 
 struct Messages<'a> {
     pool: &'a Pool,

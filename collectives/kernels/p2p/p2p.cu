@@ -24,7 +24,7 @@ using namespace symmpool;
 enum class Operation { SEND, RECEIVE };
 
 // Most chunks of a lane that are under way.
-constexpr u32 SLOTS = 8;
+constexpr u32 SLOTS = 4;
 // Most lanes of a message. The kernels for all peers and both directions together take a third of a device.
 constexpr u32 MOST_LANES = 16;
 constexpr u32 SHARED_LANES = 24;

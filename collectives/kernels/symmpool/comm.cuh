@@ -75,7 +75,8 @@ struct Comm {
     char* base;    // of slot 0
     u64 stride;    // from one slot to the next
     u64 control;   // offset of the control block in every slot
-    // Offsets in the control block, and the lengths of all parities together, in bytes.
+    // Offsets from the control block, and the lengths of all parities together, in bytes. Where a communicator's memory has
+    // grown, data lies in another block, which may be in front of this one: offsets are added modulo 2^64.
     u64 handshake;
     u64 flags;
     u64 flags_bytes;

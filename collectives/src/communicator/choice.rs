@@ -178,6 +178,7 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         if inner.choices.is_open(request.collective) {
+            self.grow_for(&mut inner, request, true, stream)?;
             // SAFETY: passed on.
             return unsafe { inner.engine.run(request, AUTO, false, stream) };
         }
@@ -194,6 +195,7 @@ impl Communicator {
         request: &Request,
         stream: &Stream,
     ) -> Result<()> {
+        self.grow_for(&mut inner, request, false, stream)?;
         let collective = request.collective;
         if let Some(selector) = inner.choices.of(collective).selector.clone() {
             let shape = self.shape(request);
@@ -206,7 +208,11 @@ impl Communicator {
                 }
                 _ => self.begin(stream)?,
             };
-            match self.follow(&inner, name, request, &shape) {
+            let chosen = self.selected(name, collective);
+            if let Ok(Some(chosen)) = &chosen {
+                self.grow_for_program(&mut inner, chosen, request, stream)?;
+            }
+            match self.follow(&inner, chosen, request, &shape) {
                 Ok(None) => {}
                 Ok(Some(chosen)) => {
                     // SAFETY: passed on.
@@ -222,13 +228,15 @@ impl Communicator {
             }
         }
         let Some(requested) = inner.choices.requested(collective) else {
-            let chosen = self.measured(&mut inner, request).unwrap_or(Chosen::BuiltIn(AUTO));
+            let chosen = self.measured(&mut inner, request, stream)?;
+            let chosen = chosen.unwrap_or(Chosen::BuiltIn(AUTO));
             // SAFETY: passed on.
             return unsafe { Self::run_by(&mut inner, &chosen, request, false, stream) };
         };
         let requested = requested.clone();
         match self.registry.find(collective, &requested.name) {
             Some(chosen) => {
+                self.grow_for_program(&mut inner, &chosen, request, stream)?;
                 let by_environment = requested.by_environment;
                 // SAFETY: passed on.
                 let ran =
@@ -257,13 +265,22 @@ impl Communicator {
     }
 
     /// The algorithm that a loaded table has for a call, if it can serve the call.
-    fn measured(&self, inner: &mut Inner, request: &Request) -> Option<Chosen> {
+    fn measured(
+        &self,
+        inner: &mut Inner,
+        request: &Request,
+        stream: &Stream,
+    ) -> Result<Option<Chosen>> {
         let (shape, collective) = (self.shape(request), request.collective);
         let lamport = fits_lamport(shape.dtype);
         let fits =
             |measured: &&mut Measured| measured.row.fits(lamport, shape.output_window, shape.bytes);
-        let measured = inner.choices.of(collective).rows.iter_mut().find(fits)?;
-        let mut chosen = self.registry.find(collective, &measured.row.algorithm)?;
+        let Some(measured) = inner.choices.of(collective).rows.iter_mut().find(fits) else {
+            return Ok(None);
+        };
+        let Some(mut chosen) = self.registry.find(collective, &measured.row.algorithm) else {
+            return Ok(None);
+        };
         if let (Some(blocks), Chosen::Registered(plan)) = (measured.row.blocks, &chosen) {
             let made = measured.with_blocks.take().filter(|(of, _)| *of == plan.hash());
             let made = made.or_else(|| Some((plan.hash(), plan.with_blocks(blocks)?)));
@@ -272,7 +289,8 @@ impl Communicator {
             }
             measured.with_blocks = made;
         }
-        self.check_fit(inner, &chosen, request, &shape).ok().map(|()| chosen)
+        self.grow_for_program(inner, &chosen, request, stream)?;
+        Ok(self.check_fit(inner, &chosen, request, &shape).ok().map(|()| chosen))
     }
 
     /// Refuses an algorithm that cannot serve a call.
@@ -294,29 +312,36 @@ impl Communicator {
         }
     }
 
-    /// The algorithm of the name that a selector returned, if it can serve the call.
+    /// The algorithm of the name that a selector returned, if it chose one.
+    fn selected(
+        &self,
+        name: Result<Option<String>>,
+        collective: StandardCollective,
+    ) -> Result<Option<Chosen>> {
+        let Some(name) = name? else { return Ok(None) };
+        let chosen = self.registry.find(collective, &name);
+        let chosen =
+            chosen.ok_or_else(|| self.registry.unknown(collective.name(), &name, self.rank()))?;
+        Ok(Some(chosen).filter(|chosen| !matches!(chosen, Chosen::BuiltIn(AUTO))))
+    }
+
+    /// The algorithm that a selector chose, if it can serve the call.
     fn follow(
         &self,
         inner: &Inner,
-        name: Result<Option<String>>,
+        chosen: Result<Option<Chosen>>,
         request: &Request,
         shape: &CallShape,
     ) -> Result<Option<Chosen>> {
-        let collective = request.collective;
-        let found = name.and_then(|name| {
-            let Some(name) = name else { return Ok(None) };
-            let chosen = self.registry.find(collective, &name);
-            let chosen = chosen
-                .ok_or_else(|| self.registry.unknown(collective.name(), &name, self.rank()))?;
-            if matches!(chosen, Chosen::BuiltIn(AUTO)) {
-                return Ok(None);
-            }
+        let fits = |chosen| {
             self.check_fit(inner, &chosen, request, shape)?;
-            Ok(Some(chosen))
-        });
+            Ok(chosen)
+        };
+        let found = chosen.and_then(|chosen| chosen.map(fits).transpose());
         found.map_err(|why| {
             why.context(format!(
-                "the selector for {collective} on rank {}, instead of which the built-in rule chooses",
+                "the selector for {} on rank {}, instead of which the built-in rule chooses",
+                request.collective,
                 self.rank()
             ))
         })

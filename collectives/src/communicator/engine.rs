@@ -166,7 +166,10 @@ impl Engine {
         let world = self.world();
         let of = |collective: StandardCollective| {
             self.algorithms(collective).into_iter().map(move |code| {
-                let fits = |shape: &CallShape| self.check_fit(code, shape).is_ok();
+                let fits = |shape: &CallShape| match self {
+                    Self::Host(host) => host.check_fit(code, shape).is_ok(),
+                    Self::Cuda(cuda) => cuda.may_fit(code, shape),
+                };
                 let constraints = Constraints::of_built_in(collective, world, fits);
                 BuiltIn { collective, code, constraints }
             })

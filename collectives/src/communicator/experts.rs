@@ -12,6 +12,7 @@ use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
 use super::expert_memory::Memory;
 use super::{Communicator, Inner};
 use crate::experts::{ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP};
+use crate::host::call::{Call, Operation};
 use crate::{
     CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization, ReceivedSizes,
 };
@@ -293,7 +294,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             scale_bytes: scale_bytes as u32,
         };
         let mut inner = self.comm.begin(stream)?;
-        let call = self.call(&mut inner, mode, work, stream)?;
+        let call = self.call(&mut inner, (Operation::ExpertDispatch, mode), work, stream)?;
         Ok((inner, call))
     }
 
@@ -330,7 +331,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let (by_expert, weights) = (combine.by_expert, !combine.weights.is_null());
         let mode = ExpertMode { by_expert, weights, ..ExpertMode::default() };
         let mut inner = self.comm.begin(stream)?;
-        let call = self.call(&mut inner, mode, work, stream)?;
+        let call = self.call(&mut inner, (Operation::ExpertCombine, mode), work, stream)?;
         // SAFETY: as in `dispatch_at`.
         unsafe { inner.engine.combine(&call, stream) }
     }
@@ -343,10 +344,14 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     fn call(
         &self,
         inner: &mut Inner,
-        mode: ExpertMode,
+        (operation, mode): (Operation, ExpertMode),
         work: ExpertsWork,
         stream: &Stream,
     ) -> Result<ExpertCall> {
+        // The first call, whichever it is: how much memory ranks have decides how rows travel, which must be the same in a
+        // dispatch and its combine.
+        let described = Call::new(operation).experts(&self.shape, mode);
+        self.comm.grow(inner, described, stream)?;
         let bytes = RegionParts::new(&self.shape, self.comm.world()).bytes as usize;
         let place = self.comm.place_at(inner, self.region as *mut u8, bytes, stream)?;
         match place {

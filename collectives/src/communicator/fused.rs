@@ -6,6 +6,7 @@ use symmpool_allocator::{Block, Error, Result, Stream};
 
 use super::Communicator;
 use super::engine::Engine;
+use super::growth::Inbox;
 use crate::{Element, NormBuffers, NormShape};
 
 impl Communicator {
@@ -85,6 +86,11 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
+        // Two shots need room for the sums of a row as well.
+        let bytes = shape.tokens.max(2).saturating_mul(shape.hidden);
+        let bytes = bytes.saturating_mul(shape.dtype.size()) as u64;
+        let call = shape.describe(buffers, shape.algorithm);
+        self.grow_above(&mut inner, (bytes, Inbox::Lamport), call, stream)?;
         // In host memory peers reach an input that is a window; on devices rows travel through inboxes.
         let is_host = matches!(inner.engine, Engine::Host(_));
         let bytes = shape.tokens.saturating_mul(shape.hidden).saturating_mul(shape.dtype.size());

@@ -1,7 +1,7 @@
 //! How a communicator is made: control memory that every rank has, and the engine on it.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
@@ -67,7 +67,7 @@ impl Communicator {
         Ok(Self {
             pool: pool.clone(),
             timeout: Arc::clone(engine.timeout()),
-            memory: engine.memory(control.bytes()),
+            memory: Mutex::new(engine.memory(control.bytes())),
             registry: super::registry::Registry::new(engine.built_in()),
             mesh: options.links.as_ref().unwrap_or(pool.topology()).mesh(),
             shared: Arc::new(Shared::new(Inner { engine, choices, windows }, control)),
@@ -140,7 +140,8 @@ impl Communicator {
         let options = CudaOptions {
             requested: requested.clone().unwrap_or_default(),
             timeout: options.timeout,
-            footprint: footprint.clone().unwrap_or(Footprint::NONE),
+            footprint: footprint.as_ref().map_or(Footprint::NONE, |(footprint, _)| *footprint),
+            grown: footprint.as_ref().ok().and_then(|(_, grown)| *grown),
             first_epoch: options.first_epoch,
             all_to_all: options.all_to_all,
             budget: options.budget(),
@@ -196,9 +197,9 @@ impl Communicator {
     }
 }
 
-/// The sizes of the parts of a communicator's memory on a device. The same on every rank, as options and the
-/// environment are.
-fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<Footprint> {
+/// The sizes of the parts of a communicator's memory on a device, and those that it may grow to. The same on every rank, as
+/// options and the environment are.
+fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<(Footprint, Option<Footprint>)> {
     let total = match options.device_memory_bytes {
         Some(bytes) => Some(bytes),
         None => {
@@ -210,5 +211,12 @@ fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<Footprint> {
         }
     };
     let (inbox, scratch) = (options.device_inbox_bytes, options.device_scratch_bytes);
-    Footprint::new(pool.world(), RequestedMemory { total, inbox, scratch })
+    let requested = RequestedMemory { total, inbox, scratch };
+    let full = Footprint::new(pool.world(), requested)?;
+    // Where anything says how much it is, it is that from the beginning.
+    let grows = options.device_memory_grows && requested == RequestedMemory::default();
+    if grows && pool.world() > 1 {
+        return Ok((Footprint::at_first(pool.world()), Some(full)));
+    }
+    Ok((full, None))
 }

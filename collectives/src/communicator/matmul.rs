@@ -6,10 +6,11 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::Communicator;
 use super::engine::Engine;
+use super::growth::Inbox;
+use super::{Communicator, Inner};
 use crate::signal::channel::CHANNELS;
-use crate::{MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape};
+use crate::{DType, MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape};
 
 impl Communicator {
     /// How many steps a fused product may have: [`Self::push_step`].
@@ -184,6 +185,41 @@ impl Communicator {
         }
     }
 
+    /// Takes memory for a product of so many rows and columns where the communicator's memory
+    /// [grows](super::CommunicatorOptions::device_memory_grows), and says whether there is room for it then. It is a call like
+    /// any other where it takes memory: every rank makes it in the same order, and waits for the others.
+    ///
+    /// # Errors
+    ///
+    /// As all calls; `is_diverged` if ranks have different products.
+    pub fn make_room_for_product(
+        &self,
+        dtype: DType,
+        (rows, columns): (usize, usize),
+        stream: &Stream,
+    ) -> Result<bool> {
+        let mut inner = self.begin(stream)?;
+        self.grow_for_product(&mut inner, dtype, (rows, columns), stream)?;
+        Ok(match &inner.engine {
+            Engine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
+            Engine::Host(_) => false,
+        })
+    }
+
+    fn grow_for_product(
+        &self,
+        inner: &mut Inner,
+        dtype: DType,
+        (rows, columns): (usize, usize),
+        stream: &Stream,
+    ) -> Result<()> {
+        let bytes = rows.saturating_mul(columns).saturating_mul(dtype.size()) as u64;
+        let kind = MatmulKind::MatmulAllReduce;
+        let (rows, columns) = (rows as u64, columns as u32);
+        let shape = MatmulShape { kind, dtype, rows, inner: 0, columns, rest: 0 };
+        self.grow_above(inner, (bytes, Inbox::Lamport), shape.describe(), stream)
+    }
+
     /// Multiplies matrices on a device, of which the left one has few rows, and adds up the products of all ranks, for each
     /// of them. One kernel does both, and sends columns that it has while it makes others. Products are rounded to the
     /// matrices' type before they are added, in `f32` and in the order of ranks: so all ranks get the same bits, in every run.
@@ -216,6 +252,8 @@ impl Communicator {
             rest: rest ^ u64::from(product.mean) << 63,
         };
         let mut inner = self.begin(stream)?;
+        let sizes = (product.rows, product.columns);
+        self.grow_for_product(&mut inner, product.dtype, sizes, stream)?;
         match &mut inner.engine {
             Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise.

@@ -1,10 +1,12 @@
 //! What a communicator holds of memory.
 
-use super::Communicator;
-use crate::cuda::communicator_bytes;
+use std::sync::PoisonError;
 
-/// Bytes that a communicator holds for as long as it lives, on this rank. Those of a communicator in host memory are host
-/// memory, else the device's. They are the same on every rank.
+use super::Communicator;
+use crate::cuda::{communicator_bytes, growing_bytes};
+
+/// Bytes that a communicator holds on this rank. Those of a communicator in host memory are host memory, else the device's.
+/// They are the same on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommunicatorMemory {
     /// All of it.
@@ -17,13 +19,16 @@ pub struct CommunicatorMemory {
     pub scratch: u64,
     /// Slots of point-to-point messages.
     pub staging: u64,
+    /// Where data of calls was before the memory [grew](super::CommunicatorOptions::device_memory_grows); not used any more.
+    pub idle: u64,
 }
 
 impl CommunicatorMemory {
-    /// The memory with these parts; the rest of `total` is the control block.
-    pub(crate) fn new(total: u64, inboxes: u64, scratch: u64, staging: u64) -> Self {
-        let control = total.saturating_sub(inboxes + scratch + staging);
-        Self { total, control, inboxes, scratch, staging }
+    /// So much memory with these parts; the rest of it is the control block.
+    pub(crate) fn of(self, total: u64) -> Self {
+        let Self { inboxes, scratch, staging, idle, .. } = self;
+        let control = total.saturating_sub(inboxes + scratch + staging + idle);
+        Self { total, control, ..self }
     }
 
     /// Bytes that a communicator of several ranks takes of a device at most where its options leave it open: the first one
@@ -35,11 +40,27 @@ impl CommunicatorMemory {
     pub fn by_default() -> symmpool_allocator::Result<[u64; 2]> {
         Ok([communicator_bytes(true)?, communicator_bytes(false)?])
     }
+
+    /// Bytes that a communicator whose memory [grows](super::CommunicatorOptions::device_memory_grows) takes of a device at
+    /// most where its options leave it open: before and after its first large call. `None` where the environment says how
+    /// much it is, as then it does not grow.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::by_default`].
+    pub fn growing() -> symmpool_allocator::Result<Option<[u64; 2]>> {
+        growing_bytes()
+    }
 }
 
 impl Communicator {
-    /// What this communicator holds of memory. Talks to nobody and waits for no call.
+    /// What this communicator holds of memory now. Talks to nobody and waits for no call.
     pub fn memory(&self) -> CommunicatorMemory {
-        self.memory
+        *self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It holds that from now on.
+    pub(super) fn set_memory(&self, memory: CommunicatorMemory) {
+        *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = memory;
     }
 }

@@ -403,12 +403,11 @@ impl Communicator {
         if !self.pool.windows().covers(address, bytes) {
             return refuse("they are not all in windows; commit the pool after allocating");
         }
-        let own = self.shared.control();
-        if let Some((begin, length)) = own
-            && offset < begin + length
-            && begin < offset.saturating_add(bytes)
-        {
-            return refuse("they lie over the communicator's own control block");
+        let over = |(begin, length): (u64, u64)| {
+            offset < begin + length && begin < offset.saturating_add(bytes)
+        };
+        if self.shared.memory().any(over) {
+            return refuse("they lie over the communicator's own memory");
         }
         layout.peer(peer, address)
     }

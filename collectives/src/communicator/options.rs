@@ -38,11 +38,20 @@ pub struct CommunicatorOptions {
     /// On a device: bytes of its memory that the communicator takes in all, 8 MiB to 4 GiB. Large calls go in pieces
     /// or stages through what there is, so more memory makes some sizes faster and no call possible that was not.
     /// Default: what the environment variable `SYMMPOOL_DEVICE_MEMORY` says, the same on every rank; or, where it is
-    /// not set or empty, 405 MiB, with which every size is as fast as memory can make it. The variable may have two
+    /// not set or empty, 397 MiB, with which every size is as fast as memory can make it. The variable may have two
     /// numbers, as in `96M,16M`: for the first communicator of a process there, and for each further one. A
     /// communicator is a further one if any rank's process had another pool on its device when this one's pool was
     /// made, or if the pool has another communicator.
     pub device_memory_bytes: Option<u64>,
+    /// On a device: begins with 16 MiB of memory, and takes 389 MiB more before the first call that has use for them: of more
+    /// than 768 KiB of all ranks together (192 where integers or `f64` are reduced, or an algorithm is named), an all-to-all,
+    /// of experts, or by an algorithm that a program brings along. That call waits on the host until every rank has come to
+    /// it, and commits. So ranks make the first such calls of several communicators in one order, one thread at a time does,
+    /// and none waits there for what another rank does after its own. Not while a stream is captured, nor after a call was: a
+    /// communicator whose first such call comes then keeps what it has, as do all ranks where a device has no room; calls go
+    /// in more pieces then. Until it has grown, ranks capture a call all or none. No effect where anything else says how much memory there is (`device_memory_bytes`, an inbox, scratch,
+    /// the environment). Default false. The same on every rank.
+    pub device_memory_grows: bool,
     /// On a device: bytes of each of the three parts of an inbox, which holds what ranks send each
     /// other in one call of up to some MiB: usually twice the bytes of an all-reduce. A multiple
     /// of 4096, at least 1 MiB. Larger calls take several launches. Default: a twelfth of the memory.
@@ -92,6 +101,7 @@ impl Default for CommunicatorOptions {
             tables: Vec::new(),
             scratch_bytes,
             device_memory_bytes: None,
+            device_memory_grows: false,
             device_inbox_bytes: None,
             device_scratch_bytes: None,
             concurrent: None,

@@ -185,6 +185,7 @@ impl Communicator {
         let from = self.place_at(&mut inner, input.cast_mut(), bytes(input_split_sizes), stream)?;
         let to = self.place_at(&mut inner, output, bytes(output_split_sizes), stream)?;
         let sizes = (input_split_sizes, output_split_sizes);
+        self.grow_for_splits(&mut inner, dtype, stream)?;
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
         unsafe { inner.engine.all_to_all_v((from, to), sizes, dtype, stream) }
     }

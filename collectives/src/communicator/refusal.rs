@@ -5,7 +5,7 @@
 //! wait, a background thread makes the commit and then notifies them.
 
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -26,16 +26,30 @@ pub(super) struct Shared {
     pending: Mutex<Option<u64>>,
     /// The engine's memory. `None` only while dropping.
     control: Option<Block<u8>>,
+    /// What that has grown by.
+    grown: OnceLock<Block<u8>>,
 }
 
 impl Shared {
     pub(super) fn new(inner: Inner, control: Block<u8>) -> Self {
-        Self { inner: Mutex::new(inner), pending: Mutex::new(None), control: Some(control) }
+        Self {
+            inner: Mutex::new(inner),
+            pending: Mutex::new(None),
+            control: Some(control),
+            grown: OnceLock::new(),
+        }
     }
 
-    /// Where in a rank's slot the engine's memory begins, and how many bytes it has.
-    pub(super) fn control(&self) -> Option<(u64, u64)> {
-        self.control.as_ref().map(|control| (control.offset(), control.bytes()))
+    /// Where in a rank's slot the engine's memory lies: where each block begins, and how many bytes it has.
+    pub(super) fn memory(&self) -> impl Iterator<Item = (u64, u64)> {
+        let blocks = self.control.iter().chain(self.grown.get());
+        blocks.map(|block| (block.offset(), block.bytes()))
+    }
+
+    /// Keeps the block that the engine's memory has grown by, which it does once.
+    pub(super) fn keep_grown(&self, block: Block<u8>) {
+        let kept = self.grown.set(block);
+        debug_assert!(kept.is_ok(), "memory grows once");
     }
 
     /// A panic may have left the engine inside a call; then no other call can follow.
@@ -156,9 +170,10 @@ impl Drop for Shared {
     /// An unordered free: the block's place is used again only when every rank has dropped its
     /// communicator (rule D5), so no late signal reaches a later communicator.
     fn drop(&mut self) {
-        let Some(control) = self.control.take() else { return };
-        if let Err(error) = control.free_unordered() {
-            tracing::error!(%error, "freeing a communicator's control block");
+        for block in self.control.take().into_iter().chain(self.grown.take()) {
+            if let Err(error) = block.free_unordered() {
+                tracing::error!(%error, "freeing a communicator's memory");
+            }
         }
     }
 }

@@ -9,6 +9,7 @@ use symmpool_allocator::{Block, Error, Result, Stream, short};
 use super::Communicator;
 use super::choice::{Chosen, Request};
 use crate::algorithm::{BuiltIn, Source, StandardCollective, code_of, name_of};
+use crate::host::call::{Call, Operation};
 use crate::host::plan_call::Arguments;
 use crate::{Algorithm, DType, Element, ReduceOp};
 
@@ -200,6 +201,10 @@ impl Communicator {
             _ => self.place_at(&mut inner, input.cast_mut(), inputs, stream)?,
         };
         let request = Request { collective, from, to, count, dtype, op, root };
+        if let Some(chosen) = &chosen {
+            self.grow_for(&mut inner, &request, false, stream)?;
+            self.grow_for_program(&mut inner, chosen, &request, stream)?;
+        }
         match chosen {
             // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
             Some(chosen) => unsafe { Self::run_by(&mut inner, &chosen, &request, false, stream) },
@@ -241,6 +246,10 @@ impl Communicator {
             return unsafe { self.call_by(collective, chosen, output, input, arguments, stream) };
         }
         let mut inner = self.begin(stream)?;
+        let operation = StandardCollective::named(algorithm.collective());
+        let operation = operation.map_or(Operation::Custom, Operation::of);
+        let call = Call::new(operation).elements(dtype, count).registered(algorithm.hash());
+        self.grow(&mut inner, call, stream)?;
         let [from, to] = algorithm
             .lengths(self.rank(), self.world(), count)
             .map(|length| length.map_or(usize::MAX, |length| length.saturating_mul(dtype.size())));

@@ -71,6 +71,7 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         let (from, to) =
             (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        self.grow_for_splits(&mut inner, T::DTYPE, stream)?;
         // SAFETY: as in `all_reduce_into`; rows are as many as both blocks have, and each block of
         // splits has a count for every rank.
         unsafe { inner.engine.all_to_all_splits((from, to), &rows, &splits, stream) }
@@ -98,6 +99,7 @@ impl Communicator {
         let bytes = |count: usize| count.saturating_mul(rows.row).saturating_mul(rows.dtype.size());
         let from = self.place_at(&mut inner, input.cast_mut(), bytes(rows.length), stream)?;
         let to = self.place_at(&mut inner, output, bytes(rows.capacity), stream)?;
+        self.grow_for_splits(&mut inner, rows.dtype, stream)?;
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
         unsafe { inner.engine.all_to_all_splits((from, to), rows, splits, stream) }
     }

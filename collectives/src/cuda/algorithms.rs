@@ -344,9 +344,19 @@ impl CudaEngine {
 
     /// Refuses an algorithm that is not of devices, or cannot serve a call.
     pub(crate) fn check_fit(&self, code: u8, shape: &CallShape) -> Result<()> {
+        self.check_fit_in(code, shape, &self.control)
+    }
+
+    /// Whether an algorithm can serve a call with all memory that the communicator may have.
+    pub(crate) fn may_fit(&self, code: u8, shape: &CallShape) -> bool {
+        let layouts = self.layouts();
+        layouts.last().is_some_and(|largest| self.check_fit_in(code, shape, largest).is_ok())
+    }
+
+    fn check_fit_in(&self, code: u8, shape: &CallShape, layout: &Control) -> Result<()> {
         let collective = shape.collective;
         match collective {
-            StandardCollective::AllReduce => self.check_all_reduce(code, shape),
+            StandardCollective::AllReduce => self.check_all_reduce(code, shape, layout),
             StandardCollective::ReduceScatter => {
                 Scatter::named(code, shape.dtype, shape.input_window).map(drop)
             }

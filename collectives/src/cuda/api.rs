@@ -52,6 +52,7 @@ functions! {
         *mut c_void, c_uint, c_uint, u64, *const u64, *const u64, *const u32, *const u32, c_uint, c_uint, c_uint, c_uint
     );
     copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
+    fill = cuMemsetD32Async(u64, c_uint, usize, Handle);
     batch_mem_op = cuStreamBatchMemOp_v2(Handle, c_uint, *mut sys::CUstreamBatchMemOpParams, c_uint);
     host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     host_free = cuMemFreeHost(*mut c_void);
@@ -121,6 +122,24 @@ impl Api {
         if let Err(error) = CudaDriver::check(code, || "freeing pinned memory".to_owned()) {
             tracing::debug!(%error, "at the end of a communicator");
         }
+    }
+
+    /// Writes a word so many times from an address on, when the stream comes to it. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// The address is a multiple of 4, and as many words are mapped there; nothing else uses them until the stream is past
+    /// this.
+    pub(super) unsafe fn fill(
+        &self,
+        address: u64,
+        word: u32,
+        words: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise; the stream is live.
+        let code = unsafe { (self.fill)(address, word, words as usize, stream.raw() as Handle) };
+        CudaDriver::check(code, || format!("filling {words} words at {address:#x}"))
     }
 
     /// Waits until the stream has done what was put on it. Its device's context must be current.

@@ -1,14 +1,16 @@
 //! One rank's side of a communicator on a device: its state, how calls begin, and how it ends.
 //!
-//! `engine/setup` makes one, `engine/launch` puts kernels and copies on streams, and `engine/streams` keeps
-//! calls in order when they change streams.
+//! `engine/setup` makes one, `engine/launch` puts kernels and copies on streams, `engine/streams` keeps calls in order when
+//! they change streams, and `engine/growth` gives it more memory before its first large call.
 
 #![allow(unsafe_code)] // destroys streams by their handles
 
+mod growth;
 mod launch;
 mod setup;
 mod streams;
 
+use std::cell::LazyCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -36,6 +38,7 @@ use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
+use growth::Growth;
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
 #[derive(Clone, Debug)]
@@ -44,6 +47,8 @@ pub(crate) struct CudaOptions {
     pub(crate) timeout: Duration,
     /// The sizes of the parts of its memory.
     pub(crate) footprint: Footprint,
+    /// Those of its parts for data from its first large call on, if its memory may grow.
+    pub(crate) grown: Option<Footprint>,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
     /// The algorithm that was requested for all-reduces.
@@ -69,6 +74,10 @@ pub(crate) struct CudaEngine {
     maker: Maker,
     pub(super) api: &'static Api,
     pub(super) control: Control,
+    /// Until the memory has grown, or cannot any more.
+    growth: Option<Growth>,
+    /// Bytes that data had before the memory grew.
+    idle_bytes: u64,
     /// What was measured on devices of this kind.
     pub(super) measured: MeasuredTable,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
@@ -160,12 +169,16 @@ impl CudaEngine {
         self.ready()?;
         self.switch_to(stream)?;
         let driver = self.pool.driver();
-        let budget = self.kernels.begin(stream, || driver.is_capturing(stream));
+        let is_captured = LazyCell::new(|| driver.is_capturing(stream));
+        if let Some(growth) = &mut self.growth {
+            growth.note_call(stream, || *is_captured);
+        }
+        let budget = self.kernels.begin(stream, || *is_captured);
         self.comm.early = budget.early.into();
         Ok(())
     }
 
-    /// Kernels that are launched from now on take no more SMs than that.
+    /// What it holds of memory, `total` bytes in all.
     pub(crate) fn memory(&self, total: u64) -> CommunicatorMemory {
         let places = &self.control;
         let inboxes = places.ll_bytes
@@ -173,9 +186,12 @@ impl CudaEngine {
             + places.lamport_bytes
             + places.escaped_bytes / 16 * 17;
         let scratch = places.scratch_bytes + places.plan_scratch_bytes;
-        CommunicatorMemory::new(total, inboxes, scratch, total.saturating_sub(places.bytes()))
+        let (staging, idle) = (self.p2p.staging(self.world()), self.idle_bytes);
+        let parts = CommunicatorMemory { inboxes, scratch, staging, idle, ..Default::default() };
+        parts.of(total)
     }
 
+    /// Kernels that are launched from now on take no more SMs than that.
     pub(crate) fn set_sm_budget(&mut self, most: Option<u32>) {
         self.kernels.set_sm_budget(most);
     }
@@ -187,7 +203,7 @@ impl CudaEngine {
     }
 
     /// Closes the communicator: all later calls fail for the same reason.
-    pub(super) fn close(&mut self, why: &Error) {
+    pub(crate) fn close(&mut self, why: &Error) {
         self.failed.get_or_insert_with(|| why.clone());
     }
 
@@ -215,7 +231,7 @@ impl CudaEngine {
     }
 
     /// Whether the stream has done what was put on it.
-    pub(super) fn is_idle(&self, stream: Stream) -> Result<bool> {
+    pub(crate) fn is_idle(&self, stream: Stream) -> Result<bool> {
         let api = self.api;
         cuda(&self.pool)?.with_context(|| api.is_idle(stream))
     }
@@ -289,7 +305,7 @@ impl CudaEngine {
     }
 
     pub(super) fn scratch_of(&self, rank: u32) -> u64 {
-        self.pool.layout().address(rank, self.comm.control + self.control.scratch)
+        self.pool.layout().address(rank, self.comm.control.wrapping_add(self.control.scratch))
     }
 
     /// The other ranks in an order that differs from rank to rank, so that no two ranks send to one at the

@@ -7,7 +7,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::engine::CudaEngine;
 use super::kernel_mode::{ExpertsMode, KernelMode};
 use super::kernel_spec::KernelSpec;
-use super::params::CallParams;
+use super::params::{CallParams, Control};
 use super::reductions::THREADS;
 use crate::experts::{ExpertCall, ExpertShape, Quantization};
 use crate::host::call::{Call, Operation};
@@ -35,15 +35,17 @@ const FEW_COMBINED_TOKENS: u32 = 64;
 const _: () = assert!(MOST_COMBINE_INBOX_TOKENS >= MOST_DISPATCH_INBOX_TOKENS);
 
 impl CudaEngine {
-    /// Compiles and loads the kernels of a buffer ahead of calls.
+    /// Compiles and loads the kernels of a buffer ahead of calls, for all memory that the communicator may have then.
     pub(crate) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
         // Low-latency calls may measure their waits, in graphs too, where no kernel is loaded.
         let mut specs = vec![KernelSpec::measured_barrier()];
-        for by_expert in [false, true] {
-            specs.push(self.combine_spec(shape, by_expert, 0));
-            specs.push(self.combine_spec(shape, by_expert, shape.max_tokens as u32));
-            specs.push(self.dispatch_spec(shape, by_expert, false));
-            specs.push(self.dispatch_spec(shape, by_expert, true));
+        for layout in self.layouts() {
+            for by_expert in [false, true] {
+                specs.push(self.combine_spec(shape, by_expert, 0, &layout));
+                specs.push(self.combine_spec(shape, by_expert, shape.max_tokens as u32, &layout));
+                specs.push(self.dispatch_spec(shape, by_expert, false, &layout));
+                specs.push(self.dispatch_spec(shape, by_expert, true, &layout));
+            }
         }
         specs.sort();
         specs.dedup();
@@ -71,9 +73,9 @@ impl CudaEngine {
 
     /// How many tokens a rank may have whose rows travel through inboxes, which must have room for them: `InboxRows` and
     /// `InboxDetails` in `experts/inbox.cuh`. It is the same on every rank, and no less in a combine than in a dispatch.
-    fn inbox_tokens(&self, operation: Operation, shape: &ExpertShape) -> u32 {
+    fn inbox_tokens(&self, operation: Operation, shape: &ExpertShape, layout: &Control) -> u32 {
         let row = (shape.row_bytes() as u64 / 16).next_multiple_of(16);
-        let rows = self.control.escaped_slot(self.world()) / 16 / row;
+        let rows = layout.escaped_slot(self.world()) / 16 / row;
         let top_k = u64::from(shape.top_k);
         let (before, details, most) = if operation == Operation::ExpertDispatch {
             // A row's ids, then its scales, four groups of them in a vector.
@@ -83,7 +85,7 @@ impl CudaEngine {
             // Weights, four in a vector.
             (0, top_k.div_ceil(4), MOST_COMBINE_INBOX_TOKENS)
         };
-        let left = self.control.ll_vectors() - before;
+        let left = layout.ll_vectors() - before;
         rows.min(left / (u64::from(self.world()) * details)).min(most) as u32
     }
 
@@ -99,7 +101,8 @@ impl CudaEngine {
     pub(crate) unsafe fn dispatch(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
         self.begin(stream)?;
         let quantizes = call.work.quantize != Quantization::None as u32;
-        let spec = self.dispatch_spec(&call.shape, call.mode.by_expert, quantizes);
+        let by_expert = call.mode.by_expert;
+        let spec = self.dispatch_spec(&call.shape, by_expert, quantizes, &self.control);
         // SAFETY: the caller's promises.
         unsafe { self.launch_call(Operation::ExpertDispatch, spec, call, stream) }
     }
@@ -148,7 +151,8 @@ impl CudaEngine {
     /// As [`ExpertBuffer::combine_at`](crate::ExpertBuffer::combine_at).
     pub(crate) unsafe fn combine(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
         self.begin(stream)?;
-        let spec = self.combine_spec(&call.shape, call.mode.by_expert, call.work.tokens);
+        let by_expert = call.mode.by_expert;
+        let spec = self.combine_spec(&call.shape, by_expert, call.work.tokens, &self.control);
         // SAFETY: the caller's promises.
         unsafe { self.launch_call(Operation::ExpertCombine, spec, call, stream) }
     }
@@ -170,30 +174,42 @@ impl CudaEngine {
         let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
         let mut work = call.work;
         work.peer_blocks = PEER_BLOCKS;
-        work.inbox_tokens = self.inbox_tokens(operation, &call.shape);
+        work.inbox_tokens = self.inbox_tokens(operation, &call.shape, &self.control);
         // SAFETY: the caller's promises.
         unsafe { self.launch_with_work(kernel, (blocks, threads), &params, &work, stream) }
     }
 
     /// The kernel of a dispatch. Tokens that it does not quantise are bytes to it.
-    fn dispatch_spec(&self, shape: &ExpertShape, by_expert: bool, quantizes: bool) -> KernelSpec {
-        let only_few = self.has_only_few(Operation::ExpertDispatch, shape);
+    fn dispatch_spec(
+        &self,
+        shape: &ExpertShape,
+        by_expert: bool,
+        quantizes: bool,
+        layout: &Control,
+    ) -> KernelSpec {
+        let only_few = self.has_only_few(Operation::ExpertDispatch, shape, layout);
         let dtype = if quantizes { shape.dtype } else { DType::U8 };
         let threads = if only_few { FEW_TOKENS_THREADS } else { THREADS };
         spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_few }, threads)
     }
 
     /// The kernel of a combine of so many tokens of this rank.
-    fn combine_spec(&self, shape: &ExpertShape, by_expert: bool, tokens: u32) -> KernelSpec {
-        let only_few = self.has_only_few(Operation::ExpertCombine, shape);
+    fn combine_spec(
+        &self,
+        shape: &ExpertShape,
+        by_expert: bool,
+        tokens: u32,
+        layout: &Control,
+    ) -> KernelSpec {
+        let only_few = self.has_only_few(Operation::ExpertCombine, shape, layout);
         let has_few = only_few && tokens <= FEW_COMBINED_TOKENS;
         let threads = if has_few { FEW_TOKENS_THREADS } else { THREADS };
         spec(&COMBINE, shape.dtype, ExpertsMode { by_expert, quantizes: false, only_few }, threads)
     }
 
     /// Whether all rows of a buffer travel through inboxes.
-    fn has_only_few(&self, operation: Operation, shape: &ExpertShape) -> bool {
-        shape.max_tokens <= self.inbox_tokens(operation, shape) as usize
+    fn has_only_few(&self, operation: Operation, shape: &ExpertShape, layout: &Control) -> bool {
+        shape.max_tokens <= self.inbox_tokens(operation, shape, layout) as usize
     }
 }
 

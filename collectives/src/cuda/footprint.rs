@@ -3,7 +3,8 @@
 //! A process has a communicator for each of its groups, so programs with many groups want the memory of one to be small.
 //! Small calls need little: their data fits into small inboxes. Large calls go in pieces or stages, whatever the memory
 //! is; with more of it pieces are longer, which matters most between some hundred KiB and some MiB. Without a request a
-//! communicator gets [`DEFAULT`], with which every size is as fast as memory can make it.
+//! communicator gets [`DEFAULT`], with which every size is as fast as memory can make it; or, where its memory may grow,
+//! [`AT_FIRST`], and parts for data as those of [`DEFAULT`] before its first large call.
 
 use std::ffi::OsStr;
 
@@ -13,7 +14,9 @@ use super::params::{Control, LOCAL};
 use crate::signal::channel::CHANNELS;
 
 /// Bytes of a communicator where nothing else was requested: as much as its parts have use for.
-pub(crate) const DEFAULT: u64 = 405 << 20;
+pub(crate) const DEFAULT: u64 = 397 << 20;
+/// Bytes of a communicator whose memory may grow, before it does.
+const AT_FIRST: u64 = 16 << 20;
 /// Bytes of a communicator of one rank, which has no peers.
 const ALONE: u64 = 4 << 20;
 /// The least and the most bytes that can be requested.
@@ -25,12 +28,12 @@ const MOST: u64 = 4 << 30;
 const LL_DIVISOR: u64 = 24;
 const ESCAPED_DIVISOR: u64 = 12;
 const INBOX_DIVISOR: u64 = 12;
-const STAGING_DIVISOR: u64 = 12;
+const STAGING_DIVISOR: u64 = 24;
 const PLAN_SCRATCH_DIVISOR: u64 = 24;
 const MOST_LL: u64 = 8 << 20;
 const MOST_ESCAPED: u64 = 32 << 20;
 const MOST_INBOX: u64 = 32 << 20;
-const MOST_STAGING: u64 = 16 << 20;
+const MOST_STAGING: u64 = 8 << 20;
 const MOST_PLAN_SCRATCH: u64 = 16 << 20;
 /// If the scratch was requested, slots of point-to-point messages take no larger part of it, nor does the scratch of
 /// plans in each parity.
@@ -108,6 +111,23 @@ impl Footprint {
         Ok(Self { scratch, ..parts })
     }
 
+    /// Of a communicator of `world` ranks whose memory may grow, before it does. Slots of messages do not grow, as messages may
+    /// be under way in them, so they have all that they have use for. The rest are inboxes of small calls, and what calls need
+    /// that cannot make it grow.
+    pub(crate) fn at_first(world: u32) -> Self {
+        let parts = Self {
+            ll: 384 << 10,
+            ll128: 512 << 10,
+            escaped: 768 << 10,
+            inbox: 768 << 10,
+            scratch: 0,
+            plan_scratch: 256 << 10,
+            staging: MOST_STAGING,
+        };
+        let scratch = pages(AT_FIRST.saturating_sub(parts.without_scratch(world)));
+        Self { scratch, ..parts }
+    }
+
     /// Bytes of everything but the scratch, at most.
     fn without_scratch(&self, world: u32) -> u64 {
         let inboxes = 2 * (self.ll + self.ll128 + self.escaped) + self.escaped / 8 + 3 * self.inbox;
@@ -147,6 +167,14 @@ pub(crate) fn communicator_bytes(first: bool) -> Result<u64> {
     let total = requested_total(as_text(value.as_deref())?, first)?;
     check_total(total)?;
     Ok(total.unwrap_or(DEFAULT))
+}
+
+/// Bytes that a communicator takes at most before and after its memory has grown, unless the variable says how much it is.
+pub(crate) fn growing_bytes() -> Result<Option<[u64; 2]>> {
+    let value = std::env::var_os(VARIABLE);
+    let said = requested_total(as_text(value.as_deref())?, true)?;
+    // Slots of messages stay, and are not made again.
+    Ok(said.is_none().then_some([AT_FIRST, AT_FIRST + DEFAULT - MOST_STAGING]))
 }
 
 /// The variable's value as text. One that is no text is refused, and not taken for one that is not set.
@@ -203,7 +231,7 @@ mod tests {
 
     fn bytes(world: u32, footprint: Footprint) -> u64 {
         let control = Control::new(world, footprint).expect("up to 8 ranks");
-        P2pLayout::new(world, control.bytes(), footprint.staging).end(world)
+        P2pLayout::new(world, control.data_end(), footprint.staging).end(world)
     }
 
     #[test]
@@ -236,6 +264,12 @@ mod tests {
                 // Each part serves its smallest calls.
                 assert!(footprint.scratch >= 1 << 20 && footprint.inbox >= 512 << 10);
             }
+        }
+        for world in 2..=8 {
+            let footprint = Footprint::at_first(world);
+            let taken = bytes(world, footprint);
+            assert!(taken <= AT_FIRST && taken > AT_FIRST - (3 << 19), "{taken}, {footprint:?}");
+            assert!(footprint.scratch >= 1 << 20, "{world} ranks: {footprint:?}");
         }
         let alone = Footprint::new(1, Requested::default()).expect("valid");
         assert!(bytes(1, alone) <= 4 << 20);

@@ -222,21 +222,20 @@ impl KernelSpec {
         all
     }
 
-    /// The kernels that a communicator has ready before its first call, in the same order on all ranks.
+    /// The kernels that a communicator has ready before its first call, in the same order on all ranks, for all layouts that
+    /// its memory may have.
     pub(super) fn ready(
         (usual, requested): (&AllReduceShape, RequestedAlgorithm),
-        control: &Control,
+        layouts: &[Control],
         measured: &MeasuredTable,
     ) -> Result<Vec<Self>> {
         let mut all = Self::for_moves(usual.world);
         if usual.world > 1 {
             for reduction in reductions(std::env::var(VARIABLE).ok().as_deref())? {
-                all.append(&mut Self::for_reduction(
-                    reduction,
-                    (usual, requested),
-                    control,
-                    measured,
-                ));
+                for control in layouts {
+                    let by = (usual, requested);
+                    all.append(&mut Self::for_reduction(reduction, by, control, measured));
+                }
             }
         }
         all.sort();
@@ -350,7 +349,7 @@ mod tests {
                 let measured = MeasuredTable::of(&vec![name; world as usize]);
                 let usual = shape(world);
                 let ready =
-                    KernelSpec::ready((&usual, AUTO), &control, &measured).expect("no nonsense");
+                    KernelSpec::ready((&usual, AUTO), &[control], &measured).expect("no nonsense");
                 println!("{world} ranks on {name}: {} kernels", ready.len());
                 assert!(ready.len() <= most, "{world} ranks: {}", ready.len());
             }

@@ -83,7 +83,7 @@ pub(crate) use constraints::fits_lamport;
 pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};
 pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
-    communicator_bytes, requested_total,
+    communicator_bytes, growing_bytes, requested_total,
 };
 pub use memory_operations::end_watching;
 pub(crate) use sm_budget::BudgetOptions;

@@ -154,13 +154,7 @@ fn native_grid(
 
 /// What ranks compare.
 fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
-    let operation = match native.collective {
-        StandardCollective::AllReduce => Operation::AllReduce,
-        StandardCollective::AllGather => Operation::AllGather,
-        StandardCollective::ReduceScatter => Operation::ReduceScatter,
-        StandardCollective::Broadcast => Operation::Broadcast,
-        StandardCollective::AllToAll => Operation::AllToAll,
-    };
+    let operation = Operation::of(native.collective);
     let reached = [native.input_window, native.output_window];
     arguments.described(operation, native.collective.reduces(), reached, native.hash())
 }

@@ -20,7 +20,7 @@ use crate::p2p::{Direction, Length};
 use crate::signal::channel::CHANNELS;
 
 /// Most chunks of a lane that are under way: `SLOTS` in `p2p/p2p.cu`.
-const SLOTS: u64 = 8;
+const SLOTS: u64 = 4;
 /// Most lanes of a message, and of the messages of all peers: `MOST_LANES` and `SHARED_LANES` in `p2p/p2p.cu`. Kernels
 /// of both directions then have 48 blocks, about a third of a large device.
 const MOST_LANES: u64 = 16;
@@ -120,6 +120,11 @@ pub(super) struct P2p {
 }
 
 impl P2p {
+    /// Bytes of the control block that messages have.
+    pub(super) fn staging(&self, world: u32) -> u64 {
+        self.layout.end(world) - self.layout.words
+    }
+
     /// For control blocks at `control` of every slot, which every rank has prepared.
     pub(super) fn new(
         driver: &CudaDriver,

@@ -228,9 +228,10 @@ pub(super) struct ChannelEnd {
     pub(super) number: u32,
 }
 
-/// The layout of the control block: offsets and lengths in the order of `Comm` in `symmpool/comm.cuh`.
+/// The layout of the control block: offsets and lengths in the order of `Comm` in `symmpool/comm.cuh`. The parts for data
+/// lie in another block once a communicator's memory has grown.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Control {
     pub(super) handshake: u64,
     pub(super) flags: u64,
@@ -276,6 +277,19 @@ impl Control {
         let channels = place(Self::counts_bytes(world) + MemoryFlags::bytes(world));
         let flags_bytes = Self::flags_bytes(world);
         let flags = place(flags_bytes);
+        let words = Self { handshake, channels, flags, flags_bytes, ..Self::default() };
+        Ok(words.with_data(at, footprint))
+    }
+
+    /// The same with its data in parts of these sizes, from `begin` on, a multiple of 4096. That may lie in another block,
+    /// also in front of the control block: places are added to its own modulo 2^64.
+    pub(super) fn with_data(&self, begin: u64, footprint: Footprint) -> Self {
+        let mut at = begin;
+        let mut place = |bytes: u64| {
+            let here = at;
+            at = at.wrapping_add(bytes.next_multiple_of(4096));
+            here
+        };
         let ll_bytes = 2 * footprint.ll;
         let ll = place(ll_bytes);
         let ll128_bytes = 2 * footprint.ll128;
@@ -289,10 +303,7 @@ impl Control {
         let plan_scratch = place(plan_scratch_bytes);
         let scratch_bytes = footprint.scratch;
         let scratch = place(scratch_bytes);
-        Ok(Self {
-            handshake,
-            flags,
-            flags_bytes,
+        Self {
             ll,
             ll_bytes,
             ll128,
@@ -304,10 +315,15 @@ impl Control {
             escaped_bytes,
             scratch,
             scratch_bytes,
-            channels,
             plan_scratch,
             plan_scratch_bytes,
-        })
+            ..*self
+        }
+    }
+
+    /// Bytes from the beginning of the parts for data to their end.
+    pub(super) fn data_bytes(&self) -> u64 {
+        self.data_end().wrapping_sub(self.ll)
     }
 
     /// Bytes of the counts of channels, and of those behind them.
@@ -351,9 +367,10 @@ impl Control {
         self.scratch_bytes / u64::from(world.max(2) - 1) / 128 * 128
     }
 
-    /// Bytes of the control block. The scratch is last, and has whole pages like all before it.
-    pub(super) fn bytes(&self) -> u64 {
-        self.scratch + self.scratch_bytes
+    /// Where the parts for data end, relative to the control block. The scratch is last, and has whole pages like all before
+    /// it.
+    pub(super) fn data_end(&self) -> u64 {
+        self.scratch.wrapping_add(self.scratch_bytes)
     }
 
     /// Vectors that one call may put into the Lamport inbox, or into the LL inbox.
@@ -431,6 +448,28 @@ mod tests {
     }
 
     #[test]
+    fn data_that_moves_keeps_its_parts_and_nothing_else_moves() {
+        let small = Footprint::at_first(4);
+        let before = Control::new(4, small).expect("valid");
+        let grown = before.with_data(7 << 30, Footprint::ample(32 << 20, 160 << 20));
+        let moved = |control: &Control| {
+            [control.ll, control.ll128, control.escaped, control.lamport, control.plan_scratch]
+        };
+        assert!(moved(&grown).iter().all(|place| *place >= 7 << 30), "{grown:?}");
+        assert_eq!(grown.ll, 7 << 30);
+        assert_eq!(grown.data_end(), (7 << 30) + grown.data_bytes());
+        let words = |control: &Control| [control.handshake, control.flags, control.channels];
+        assert_eq!(words(&before), words(&grown));
+        // Also in front of the control block.
+        let before_it = before.with_data((4_u64 << 20).wrapping_neg(), small);
+        assert_eq!(before_it.data_bytes(), before.data_bytes());
+        assert_eq!(before_it.scratch.wrapping_sub(before_it.ll), before.scratch - before.ll);
+        // In the same place with the same sizes it is the same layout.
+        let again = before.with_data(before.ll, small);
+        assert_eq!(format!("{again:?}"), format!("{before:?}"));
+    }
+
+    #[test]
     fn nothing_overlaps_and_nonsense_is_refused() {
         for world in 1..=8 {
             let footprint = Footprint::ample(32 << 20, 192 << 20);
@@ -453,7 +492,7 @@ mod tests {
                 assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
             }
             assert_eq!(control.flags_bytes, parts[3].1, "all flags are cleared");
-            assert!(control.scratch + control.scratch_bytes <= control.bytes());
+            assert!(control.scratch + control.scratch_bytes <= control.data_end());
             assert!(control.lamport_bytes.is_multiple_of(48));
             assert!(control.ll.is_multiple_of(4096));
             // The second parity begins on a whole line as well.

@@ -11,7 +11,7 @@ use super::kernel_mode::TwoShotCollective;
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
-use super::params::{CallParams, LL128_PAYLOAD, MAX_PEER_BLOCKS};
+use super::params::{CallParams, Control, LL128_PAYLOAD, MAX_PEER_BLOCKS};
 use crate::algorithm::{CallShape, RequestedAlgorithm};
 use crate::host::call::{Call, Operation};
 use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
@@ -360,11 +360,16 @@ impl CudaEngine {
     }
 
     /// Refuses an all-reduce algorithm that cannot serve a call.
-    pub(super) fn check_all_reduce(&self, code: u8, shape: &CallShape) -> Result<()> {
+    pub(super) fn check_all_reduce(
+        &self,
+        code: u8,
+        shape: &CallShape,
+        layout: &Control,
+    ) -> Result<()> {
         let named = AllReduceAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
         let windows = (shape.input_window, shape.output_window);
         let shape = self.all_reduce_shape(shape.bytes, shape.dtype, windows);
-        shape.resolve(named.unwrap_or_default(), &self.control).map(drop)
+        shape.resolve(named.unwrap_or_default(), layout).map(drop)
     }
 
     /// Sends inputs through scratch in stages, and results of an all-reduce into outputs that are windows or through

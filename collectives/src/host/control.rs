@@ -148,7 +148,8 @@ impl Control {
     /// How the bytes of the block divide.
     pub(super) fn memory(&self, total: u64) -> CommunicatorMemory {
         let staging = self.layout.scratch - self.layout.packets;
-        CommunicatorMemory::new(total, 0, 2 * self.scratch_bytes, staging)
+        let scratch = 2 * self.scratch_bytes;
+        CommunicatorMemory { scratch, staging, ..CommunicatorMemory::default() }.of(total)
     }
 
     /// The bytes that a control block needs.

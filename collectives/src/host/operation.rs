@@ -68,6 +68,17 @@ impl Operation {
         }
     }
 
+    /// A call of a collective with equal parts.
+    pub(crate) const fn of(collective: StandardCollective) -> Self {
+        match collective {
+            StandardCollective::AllReduce => Self::AllReduce,
+            StandardCollective::ReduceScatter => Self::ReduceScatter,
+            StandardCollective::AllGather => Self::AllGather,
+            StandardCollective::Broadcast => Self::Broadcast,
+            StandardCollective::AllToAll => Self::AllToAll,
+        }
+    }
+
     /// The collective, if it is one of those that have several algorithms.
     pub(crate) fn standard(self) -> Option<StandardCollective> {
         match self {

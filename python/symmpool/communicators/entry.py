@@ -25,7 +25,9 @@ class CommunicatorEntry:
         self.device = number_of(pool.device)
         options = sm_budget.options(pool)
         sm_budget.share_with_other_groups(self.device)
-        self.comm = Communicator(pool, timeout=pool_registry.timeout_of(pool), **options)
+        timeout = pool_registry.timeout_of(pool)
+        # A program may have many groups, most of which make small calls only.
+        self.comm = Communicator(pool, timeout=timeout, device_memory_grows=True, **options)
         self._pool = weakref.ref(pool)
         # What has `join`, for the calls with async_op that nothing has waited for yet.
         self.pending: Any = None
@@ -105,12 +107,12 @@ class CommunicatorEntry:
             finish()
         return None
 
-    def run_function(self, function: Any, *arguments: Any) -> None:
-        """As `run`, for a function of the extension that is given the communicator."""
+    def run_function(self, function: Any, *arguments: Any) -> Any:
+        """As `run`, for a function of the extension that is given the communicator. What that returns."""
         if self.pending is not None:
             self.join_pending()
         try:
-            function(self.comm, *arguments)
+            return function(self.comm, *arguments)
         except TimeoutError as error:
             self.explain(error)
             raise

@@ -301,9 +301,10 @@ class Buffer:
         scales)`: float8_e4m3fn, and a float32 scale for each 128 channels (powers of two with `round_scale`),
         or with `use_ue8m0` four exponents in an int32; scales are column-major in their last two dimensions.
 
-        The host waits for nothing, and graphs can capture the call after a first one of its shape. With
-        `return_recv_hook` it runs on the communication stream, and `hook()` makes the current stream wait for
-        it. The counts are added to `cumulative_local_expert_recv_stats`, int32 `[local experts]`.
+        The host waits for nothing after a first call, and graphs can capture the call after a first one
+        of its shape. With `return_recv_hook` it runs on the communication stream, and `hook()` makes the
+        current stream wait for it. The counts are added to `cumulative_local_expert_recv_stats`, int32
+        `[local experts]`.
 
         With `dispatch_wait_recv_cost_stats`, int64 `[ranks]`, on every rank, a barrier goes before the
         dispatch, and how long this rank waited there for each other one is added: in clock cycles of an SM,

@@ -74,7 +74,12 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     held = facts["communicators"]
     if facts["cuda"]["devices"] and held["bytes"]:
         first, further = (f"{bytes / (1 << 20):,.0f} MiB" for bytes in held["bytes"])
-        found.append(("a communicator", f"{first} of a device, each further one of a process {further}"))
+        if held["growing_bytes"]:
+            least, most = (f"{bytes / (1 << 20):,.0f} MiB" for bytes in held["growing_bytes"])
+            found.append(("a group", f"{least} of a device, {most} from its first large call on"))
+            found.append(("a Communicator", f"{first} of a device"))
+        else:
+            found.append(("a communicator", f"{first} of a device, each further one of a process {further}"))
     compiler, nccl = facts["nvrtc"], facts["nccl"]
     version = compiler["error"] or ".".join(map(str, compiler["version"]))
     found.append(("NVRTC", version if compiler["error"] else f"{version}, {compiler['place']}"))

@@ -36,7 +36,11 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
             "links": found["links"],
             "mesh": found["mesh"],
         },
-        "communicators": {"error": found["communicator_error"], "bytes": found["communicator_bytes"]},
+        "communicators": {
+            "error": found["communicator_error"],
+            "bytes": found["communicator_bytes"],
+            "growing_bytes": found["growing_communicator_bytes"],
+        },
         "host_error": found["host"],
         "nvrtc": found["compiler"],
         "kernel_cache": cache_facts(found["cache"]),

@@ -31,8 +31,9 @@ class Buffer:
     dispatches count the rows of each expert.
 
     Calls are collective: every rank makes them in the same order, with tokens or without. On CUDA they run on
-    the current stream, the host waits for nothing unless `exact` asks for it, and graphs that captured them
-    replay with the routing of that moment. Gradients flow through both calls. After an error about ids or
+    the current stream, the host waits for nothing unless `exact` asks for it (but in a group's first large
+    call, which takes memory and meets the other ranks), and graphs that captured them replay with the routing
+    of that moment. Gradients flow through both calls. After an error about ids or
     room the communicator stays usable; on the CPU the call raises it, on CUDA `synchronize`."""
 
     def __init__(

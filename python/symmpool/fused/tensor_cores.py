@@ -18,6 +18,7 @@ from symmpool._symmpool import (
     _gather_multiply,
     _has_room_for_product,
     _has_tensor_kernels,
+    _make_room_for_product,
     _matmul_memory,
     _multiply_all_reduce,
     _multiply_scatter,
@@ -105,12 +106,18 @@ def serves_all(
 
 
 def serves_few(entry: Any, rows: torch.Tensor, product: Product) -> bool:
-    """Whether one kernel makes this product and adds it up on every rank."""
+    """Whether one kernel makes this product and adds it up on every rank. All ranks ask alike: it may take
+    memory for it."""
     count, columns = rows.shape[0], product.right.shape[1]
     fit = rows.is_cuda and rows.dtype in _HALVES and product.right.dtype == rows.dtype
     if not fit or not 1 <= count <= FEW_ROWS or columns == 0 or columns % 8 != 0:
         return False
-    return _has_tensor_kernels(entry.comm) and _has_room_for_product(entry.comm, count, columns)
+    if not _has_tensor_kernels(entry.comm):
+        return False
+    if _has_room_for_product(entry.comm, count, columns):
+        return True
+    # A group that has had small calls only takes memory for it.
+    return entry.run_function(_make_room_for_product, DTYPES[rows.dtype], count, columns)
 
 
 def _is_by_rows(product: Product) -> bool:

@@ -23,7 +23,8 @@ should begin with a collective of CUDA tensors on the group. What a rank sends t
 
 A group's first call on a kind of device meets the other ranks before it returns, with `async_op=True` too:
 first calls of several groups are begun in one order on all ranks, and none waits for what another rank does
-after its own. `destroy_process_group` waits for what was begun and lets go of the group's memory; later calls
+after its own. So it is with a group's first large call on GPUs, which takes memory (docs/gpus.md).
+`destroy_process_group` waits for what was begun and lets go of the group's memory; later calls
 raise InvalidStateError. `dist.monitored_barrier` asks for gloo by its name before torch 2.15, so it needs a
 group of gloo's there. Calls of a group of this backend are not seen by modes of torch (fake tensors,
 `make_fx`, `CommDebugMode`), nor traced by its compiler; those of `symmpool` itself are. DDP's hooks written

@@ -51,3 +51,8 @@ def test_random_programs_in_a_pools_scope(run):
 
 def test_what_engines_call(run):
     assert "ok    CustomAllreduce" in run(2, "ranks_engines.py")
+
+
+def test_what_groups_hold_of_memory(run):
+    said = run(2, "ranks_memory.py")
+    assert "groups on 2 ranks, 0 wrong" in said and "WRONG" not in said

@@ -20,23 +20,24 @@ use super::super::p2p::{self, P2p, P2pLayout};
 use super::super::params::Control;
 use super::super::stream_order::{CallEvents, StreamOrder};
 use super::super::table::MeasuredTable;
+use super::growth::Growth;
 use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
 use crate::timeout::Timeout;
 
 /// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
-const LAMPORT_PATTERN: u32 = 0xffff_ffff;
+pub(super) const LAMPORT_PATTERN: u32 = 0xffff_ffff;
 /// The driver's variable for the number of queues through which a process gives its work to a device.
 const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
-const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
+pub(super) const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options. Options that are the
     /// communicator's own were checked before.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
         let control = Control::new(world, options.footprint)?;
-        Ok(P2pLayout::new(world, control.bytes(), options.footprint.staging).end(world))
+        Ok(P2pLayout::new(world, control.data_end(), options.footprint.staging).end(world))
     }
 
     /// Fills a control block as kernels expect it, before peers can see it, and loads the kernels that calls
@@ -58,7 +59,8 @@ impl CudaEngine {
         fill(driver, block.address() + control.lamport, LAMPORT_PATTERN, control.lamport_bytes)?;
         fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
         if pool.world() > 1 {
-            let layout = P2pLayout::new(pool.world(), control.bytes(), options.footprint.staging);
+            let layout =
+                P2pLayout::new(pool.world(), control.data_end(), options.footprint.staging);
             let (words, words_bytes) = layout.zeroed();
             fill(driver, block.address() + words, 0, words_bytes)?;
             p2p::prepare(driver, block.address(), layout)?;
@@ -74,8 +76,10 @@ impl CudaEngine {
             beside_compute: options.budget.beside_compute,
             streams_may_wait: streams_may_wait(pool)?,
         };
+        let grown = options.grown.map(|grown| control.with_data(control.ll, grown));
+        let layouts: Vec<Control> = std::iter::once(control).chain(grown).collect();
         let list =
-            KernelSpec::ready((&usual, options.requested), &control, &measured_table(pool)?)?;
+            KernelSpec::ready((&usual, options.requested), &layouts, &measured_table(pool)?)?;
         modules.make_ready((pool.rank(), pool.world()), &list)?;
         Ok(ReadyKernels(modules))
     }
@@ -98,7 +102,8 @@ impl CudaEngine {
         let stream = || driver.with_context_unordered(|| api.stream());
         let (copy_stream, companion_stream) = (stream()?, stream()?);
         let (signal_stream, result_stream) = (stream()?, stream()?);
-        let p2p_layout = P2pLayout::new(layout.world, control.bytes(), options.footprint.staging);
+        let p2p_layout =
+            P2pLayout::new(layout.world, control.data_end(), options.footprint.staging);
         let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
         let own = layout.address(layout.rank, control_offset);
         let memory_operations = driver.with_context_unordered(|| {
@@ -120,6 +125,8 @@ impl CudaEngine {
             direct,
             beside_compute: options.budget.beside_compute,
             control,
+            growth: options.grown.map(Growth::new),
+            idle_bytes: 0,
             comm,
             exchange: Exchange::of(options.all_to_all as u8),
             kernels,

@@ -85,6 +85,12 @@ pub(crate) fn mismatch_of_two(
     for (rank, call) in both {
         message.push_str(&format!("\n  rank {rank}: {call}"));
     }
+    if ours.without_growth() == theirs.without_growth() {
+        message.push_str(
+            "\nUntil a communicator whose memory grows has had its first large call, calls are captured in graphs on all \
+             ranks or on none.",
+        );
+    }
     let alike = ours.without_parts().operation() == theirs.without_parts().operation();
     if alike && (ours.is_copied() || theirs.is_copied()) {
         message.push_str(
@@ -141,6 +147,21 @@ mod tests {
         assert_eq!(mismatch_of_two(7, 3, &a, 1, &b).ranks(), [1, 3]);
         assert_eq!(mismatch_of_two(7, 3, &refused, 1, &b).ranks(), [3]);
         assert!(mismatch(7, &[a, a]).to_string().contains("different options"));
+    }
+
+    #[test]
+    fn calls_that_take_memory_on_some_ranks_only_are_named_with_the_reason() {
+        let call = |count| Call::new(Operation::AllReduce).elements(DType::F32, count);
+        let sum = |count| call(count).reduce(ReduceOp::Sum);
+        let made = sum(1 << 20).input(Place::Window(0x80)).output(Place::Window(0x80));
+        let text = mismatch_of_two(7, 0, &sum(1 << 20).grows(), 1, &made).to_string();
+        let grows = "rank 0: the first large call, before which the communicator takes memory: all_reduce sum of";
+        assert!(text.contains(&format!("{grows} 1048576 f32\n")), "{text}");
+        assert!(text.contains("captured in graphs on all ranks or on none"), "{text}");
+        for other in [sum(8), sum(1 << 20).reduce(ReduceOp::Max), Call::new(Operation::Barrier)] {
+            let text = mismatch_of_two(7, 0, &sum(1 << 20).grows(), 1, &other).to_string();
+            assert!(text.contains(grows) && !text.contains("captured"), "{text}");
+        }
     }
 
     #[test]

@@ -14,6 +14,8 @@ pub(crate) use mismatch::{mismatch, mismatch_of_two, rank_list};
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
 const IN_PLACE: u64 = 1 << 34;
+/// Ranks take memory before the call, which they describe again without this.
+const GROWS: u64 = 1 << 35;
 /// The bit of the output's word at which the number of peer blocks begins. Offsets are smaller.
 const PEER_BLOCKS_SHIFT: u32 = 48;
 const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
@@ -117,6 +119,18 @@ impl Call {
     fn registered_hash(&self) -> Option<u64> {
         let parts = (self.words[1] >> PEER_BLOCKS_SHIFT, self.words[2] >> PEER_BLOCKS_SHIFT);
         ((self.words[0] >> 24) as u8 == REGISTERED).then_some(parts.1 << 16 | parts.0)
+    }
+
+    /// Describes that ranks take more memory for the communicator before they make the call.
+    pub(crate) fn grows(mut self) -> Self {
+        self.words[0] |= GROWS;
+        self
+    }
+
+    /// What is left of the description of a call before which ranks take memory, without what those do not describe.
+    pub(super) fn without_growth(&self) -> [u64; 2] {
+        let not_described = GROWS | INPUT_WINDOW | OUTPUT_WINDOW | IN_PLACE | 0xff << 24;
+        [self.words[0] & !not_described, self.words[1] & OFFSET]
     }
 
     #[inline]

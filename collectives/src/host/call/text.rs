@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Call, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, Operation};
+use super::{Call, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, Operation};
 use crate::algorithm::{AUTO, name_of};
 use crate::experts::ExpertMode;
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
@@ -46,6 +46,10 @@ impl fmt::Display for Call {
         let Some(operation) = self.operation() else {
             return write!(f, "an operation this version does not know ({:#x})", head as u8);
         };
+        let grows = head & GROWS != 0;
+        if grows {
+            f.write_str("the first large call, before which the communicator takes memory: ")?;
+        }
         if operation == Operation::FusedMatmul {
             return self.fmt_matmul(f);
         }
@@ -100,6 +104,10 @@ impl fmt::Display for Call {
         }
         if operation == Operation::Broadcast {
             write!(f, " from rank {}", head >> 40)?;
+        }
+        if grows {
+            // Places are compared by the call itself.
+            return Ok(());
         }
         let (from_window, to_window) = (head & INPUT_WINDOW != 0, head & OUTPUT_WINDOW != 0);
         let place = |window: bool, offset: u64| {

@@ -1,0 +1,362 @@
+//! Checks communicators whose memory grows: before each kind of call that has use for it, not in captures and not after
+//! them, on all ranks or on none, and with the errors of other calls where ranks differ.
+
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Block, CONTROL_LANE, Pool, Result, Stream};
+use symmpool_collectives::{
+    Communicator, CommunicatorOptions, DType, ReduceOp, StandardCollective,
+};
+
+use crate::cuda::{Graph, download, stream, upload};
+use crate::oracle::{differs, finite, random, reduce};
+use crate::{MOST_LATE, ORDINARY, Options, expect_error};
+
+/// More than a communicator has for small calls, and no more than it may have after it has grown.
+const SMALL: u64 = 16 << 20;
+const GROWN: u64 = 405 << 20;
+/// Elements of a part: of small calls, which use each part of an inbox and each parity, and of a large one.
+const FEW: [usize; 7] = [1000, 1, 4096, 20_000, 77, 1000, 4096];
+const MANY: usize = 300_011;
+const DTYPE: DType = DType::F32;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+    AllToAll,
+    /// Equal ones.
+    Splits,
+}
+
+const KINDS: [Kind; 6] = [
+    Kind::AllReduce,
+    Kind::ReduceScatter,
+    Kind::AllGather,
+    Kind::Broadcast,
+    Kind::AllToAll,
+    Kind::Splits,
+];
+
+struct Growth<'a> {
+    pool: &'a Pool,
+    options: CommunicatorOptions,
+    comm: Communicator,
+    stream: Stream,
+    input: Block<u8>,
+    output: Block<u8>,
+    cases: u64,
+    wrong: u64,
+    seed: u64,
+}
+
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let options_that_grow =
+        CommunicatorOptions { device_memory_grows: true, ..options.communicator() };
+    let (mut cases, mut wrong) = (0, 0);
+    let bytes = (MANY + 16) * DTYPE.size() * pool.world() as usize;
+    for lane in [pool.lane("windows")?, pool.lane(ORDINARY)?] {
+        let mut growth = Growth {
+            pool,
+            comm: Communicator::with_options(pool, &options_that_grow)?,
+            options: options_that_grow.clone(),
+            stream: stream(pool)?,
+            input: lane.alloc(bytes)?,
+            output: lane.alloc(bytes)?,
+            cases: 0,
+            wrong: 0,
+            seed: options.seed,
+        };
+        for kind in KINDS {
+            growth.grows_before(kind)?;
+        }
+        growth.keeps_one_sided_operations_off()?;
+        growth.grows_for_named_algorithms()?;
+        growth.grows_for_equal_parts_and_splits()?;
+        growth.stays_after_captures()?;
+        growth.stays_where_one_rank_cannot()?;
+        growth.says_which_ranks_differ()?;
+        growth.says_which_rank_is_late()?;
+        cases += growth.cases;
+        wrong += growth.wrong;
+    }
+    if pool.rank() == 0 {
+        println!("growth: {cases} cases, {wrong} wrong");
+    }
+    Ok((cases, wrong))
+}
+
+impl Growth<'_> {
+    /// Makes a new communicator, behind or in front of the memory that the last one gives back.
+    fn renew(&mut self) -> Result<()> {
+        if self.cases % 2 == 1 {
+            let little =
+                CommunicatorOptions { device_memory_bytes: Some(8 << 20), ..self.options.clone() };
+            self.comm = Communicator::with_options(self.pool, &little)?;
+        }
+        self.comm = Communicator::with_options(self.pool, &self.options)?;
+        self.check("a new communicator is small", self.comm.memory().total <= SMALL);
+        Ok(())
+    }
+
+    fn check(&mut self, what: &str, holds: bool) {
+        self.cases += 1;
+        if !holds {
+            self.wrong += 1;
+            println!("rank {}: not so: {what}; {:?}", self.pool.rank(), self.comm.memory());
+        }
+    }
+
+    /// Memory is taken before the large call of a kind, and all calls before and after it are right.
+    fn grows_before(&mut self, kind: Kind) -> Result<()> {
+        self.renew()?;
+        // The last ones nearly fill an inbox.
+        let most = (750 << 10) / DTYPE.size() / self.pool.world() as usize;
+        for count in FEW.into_iter().chain([most, most]) {
+            self.case(Kind::AllReduce, count)?;
+            self.case(Kind::AllGather, count)?;
+            self.case(Kind::Broadcast, count)?;
+        }
+        self.check("small calls take no memory", self.comm.memory().total <= SMALL);
+        let count = match kind {
+            // Large whatever the parts are.
+            Kind::AllToAll | Kind::Splits => 8,
+            Kind::Broadcast => MANY * 2,
+            _ => MANY,
+        };
+        self.case(kind, count)?;
+        let total = self.comm.memory().total;
+        self.check(&format!("{kind:?} takes memory"), (SMALL + 1..=GROWN).contains(&total));
+        for count in FEW {
+            self.case(Kind::AllReduce, count)?;
+            self.case(Kind::ReduceScatter, count)?;
+        }
+        for other in KINDS {
+            self.case(other, MANY)?;
+        }
+        self.check("memory is taken once", self.comm.memory().total == total);
+        Ok(())
+    }
+
+    /// One-sided operations do not reach the communicator's memory, wherever it lies in the windows of its lane.
+    fn keeps_one_sided_operations_off(&mut self) -> Result<()> {
+        const STEP: u64 = 16 << 20;
+        let windows = self.pool.windows();
+        let of_lane = windows.list().iter().filter(|window| window.lane == CONTROL_LANE);
+        let places = of_lane.flat_map(|window| {
+            (window.offset..window.offset + window.bytes).step_by(STEP as usize)
+        });
+        let (me, world) = (self.pool.rank(), self.pool.world());
+        let source = self.pool.alloc::<u8>(16)?;
+        let refused = places.filter(|offset| {
+            let to = self.pool.layout().address(me, *offset) as *mut u8;
+            let (from, peer) = (source.as_ptr().cast_const(), (me + 1) % world);
+            // SAFETY: nobody uses what communicators had that are gone; it is filled before it is used again.
+            let put = unsafe { self.comm.put_at(to, from, 16, peer, &self.stream) };
+            put.is_err_and(|error| error.to_string().contains("the communicator's own memory"))
+        });
+        let (refused, own) = (refused.count() as u64, self.comm.memory().total / STEP);
+        self.check(&format!("{refused} of {own} places are refused"), refused.abs_diff(own) <= 3);
+        self.comm.synchronize(&self.stream)
+    }
+
+    /// Algorithms with smaller inboxes than those that calls choose by themselves.
+    fn grows_for_named_algorithms(&mut self) -> Result<()> {
+        let count = 900_000 / DTYPE.size() / self.pool.world() as usize;
+        for name in ["one_shot_ll", "one_shot_ll128", "one_shot_lamport", "two_shot_ll"] {
+            self.renew()?;
+            self.case_by(Kind::AllReduce, count, |growth| {
+                let (to, from) = (growth.output.as_ptr(), growth.input.as_ptr().cast_const());
+                let (collective, sum) = (StandardCollective::AllReduce, ReduceOp::Sum);
+                // SAFETY: as in `call`.
+                unsafe {
+                    growth.comm.call_at(
+                        collective,
+                        Some(name),
+                        to,
+                        from,
+                        count,
+                        DTYPE,
+                        sum,
+                        0,
+                        &growth.stream,
+                    )
+                }
+            })?;
+            self.check(&format!("{name} takes memory"), self.comm.memory().total > SMALL);
+        }
+        Ok(())
+    }
+
+    /// Some ranks pass splits, and others make the call of equal parts.
+    fn grows_for_equal_parts_and_splits(&mut self) -> Result<()> {
+        self.renew()?;
+        let kind = if self.pool.rank() == 0 { Kind::AllToAll } else { Kind::Splits };
+        for count in [1000, 1000] {
+            self.case(kind, count)?;
+        }
+        self.check("both take memory", self.comm.memory().total > SMALL);
+        Ok(())
+    }
+
+    /// A graph keeps the places that its calls were captured with, so none move after that.
+    fn stays_after_captures(&mut self) -> Result<()> {
+        self.renew()?;
+        // Captured calls of any size take no memory.
+        let graphs = [1000, MANY].map(|count| {
+            Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, count))
+                .map(|graph| (count, graph))
+        });
+        for graph in graphs {
+            let (count, graph) = graph?;
+            for _ in 0..3 {
+                self.case_by(Kind::AllReduce, count, |growth| {
+                    graph.launch(growth.pool, growth.stream)
+                })?;
+                self.case(Kind::AllReduce, MANY)?;
+                self.case(Kind::AllGather, 1000)?;
+            }
+            graph.destroy(self.pool)?;
+        }
+        self.check("memory stays after captures", self.comm.memory().total <= SMALL);
+        Ok(())
+    }
+
+    /// If one rank captured a call, no rank takes memory, and the pool goes on.
+    fn stays_where_one_rank_cannot(&mut self) -> Result<()> {
+        self.renew()?;
+        let last = self.pool.world() - 1;
+        let graph = (self.pool.rank() == last)
+            .then(|| Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, 1000)))
+            .transpose()?;
+        self.case_by(Kind::AllReduce, 1000, |growth| match &graph {
+            Some(graph) => graph.launch(growth.pool, growth.stream),
+            None => growth.call(Kind::AllReduce, 1000),
+        })?;
+        for count in [MANY, 1000, MANY] {
+            self.case(Kind::AllReduce, count)?;
+            self.case(Kind::AllToAll, count)?;
+        }
+        self.check("memory stays where one rank cannot", self.comm.memory().total <= SMALL);
+        if let Some(graph) = graph {
+            graph.destroy(self.pool)?;
+        }
+        let block = self.pool.alloc::<u8>(4 << 20)?;
+        self.pool.commit()?;
+        self.check("the pool commits", self.pool.is_window(block.address(), 4 << 20));
+        // What a communicator makes later grows again.
+        self.grows_before(Kind::AllReduce)
+    }
+
+    /// Ranks that make different calls get the same kind of error as without growth, at once.
+    fn says_which_ranks_differ(&mut self) -> Result<()> {
+        let first = self.pool.rank() == 0;
+        for (mine, others) in
+            [((MANY, "large"), (MANY + 1, "large")), ((MANY, "large"), (8, "small"))]
+        {
+            self.renew()?;
+            let (count, size) = if first { mine } else { others };
+            let begun = Instant::now();
+            let called = self.call(Kind::AllReduce, count);
+            let ended = called.and_then(|()| self.comm.synchronize(&self.stream));
+            let error = expect_error(ended, "calls of different sizes")?;
+            let named = error.is_diverged() && error.to_string().contains(&MANY.to_string());
+            self.check(&format!("{size}: {error}"), named);
+            let patience = self.options.timeout / 2;
+            self.check("at once", begun.elapsed() < patience.max(Duration::from_secs(5)));
+        }
+        self.renew()
+    }
+
+    /// A rank that does not come to the first large call is named as in other calls, and gets an error when it comes.
+    fn says_which_rank_is_late(&mut self) -> Result<()> {
+        self.renew()?;
+        self.case(Kind::AllReduce, 1000)?;
+        let (late, timeout) = (self.pool.world() - 1, Duration::from_secs(2));
+        self.comm.set_timeout(timeout)?;
+        if self.pool.rank() == late {
+            std::thread::sleep(2 * timeout);
+        }
+        let begun = Instant::now();
+        let called = self.call(Kind::AllReduce, MANY);
+        let error = expect_error(called, "a call to which a rank comes late")?;
+        let named = error.is_timeout() && error.to_string().contains(&format!("rank {late}"));
+        self.check(&format!("who is late: {error}"), named);
+        self.check("in time", begun.elapsed() < 2 * timeout + MOST_LATE);
+        self.renew()
+    }
+
+    /// Puts the call on the stream.
+    fn call(&self, kind: Kind, count: usize) -> Result<()> {
+        let (to, from) = (self.output.as_ptr(), self.input.as_ptr().cast_const());
+        let (comm, stream, sum) = (&self.comm, &self.stream, ReduceOp::Sum);
+        let sizes = vec![count; self.pool.world() as usize];
+        match kind {
+            // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them; so it is
+            // below.
+            Kind::AllReduce => unsafe { comm.all_reduce_at(to, from, count, DTYPE, sum, stream) },
+            // SAFETY: as above.
+            Kind::ReduceScatter => unsafe {
+                comm.reduce_scatter_at(to, from, count, DTYPE, sum, stream)
+            },
+            // SAFETY: as above.
+            Kind::AllGather => unsafe { comm.all_gather_at(to, from, count, DTYPE, stream) },
+            // SAFETY: as above.
+            Kind::Broadcast => unsafe { comm.broadcast_at(to, count, DTYPE, 0, stream) },
+            // SAFETY: as above.
+            Kind::AllToAll => unsafe { comm.all_to_all_at(to, from, count, DTYPE, stream) },
+            // SAFETY: as above.
+            Kind::Splits => unsafe {
+                comm.all_to_all_v_at(to, from, &sizes, &sizes, DTYPE, stream)
+            },
+        }
+    }
+
+    fn case(&mut self, kind: Kind, count: usize) -> Result<()> {
+        self.case_by(kind, count, |growth| growth.call(kind, count))
+    }
+
+    /// Fills the input, has `make` put the call on the stream, and compares the output.
+    fn case_by(
+        &mut self,
+        kind: Kind,
+        count: usize,
+        make: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<()> {
+        let (rank, world) = (self.pool.rank() as usize, self.pool.world());
+        let parts = match kind {
+            Kind::AllReduce | Kind::AllGather | Kind::Broadcast => 1,
+            Kind::ReduceScatter | Kind::AllToAll | Kind::Splits => world as usize,
+        };
+        let seed = random(self.seed, self.cases);
+        let inputs: Vec<Vec<u8>> =
+            (0..world).map(|rank| finite(seed, rank, DTYPE, parts * count)).collect();
+        let bytes = count * DTYPE.size();
+        let own = |input: &Vec<u8>| input[rank * bytes..(rank + 1) * bytes].to_vec();
+        let of = |inputs: &[Vec<u8>]| {
+            let slices: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+            reduce(&slices, DTYPE, ReduceOp::Sum)
+        };
+        let wanted: Vec<u8> = match kind {
+            Kind::AllReduce => of(&inputs),
+            Kind::ReduceScatter => of(&inputs.iter().map(own).collect::<Vec<_>>()),
+            Kind::AllGather => inputs.concat(),
+            Kind::Broadcast => inputs[0].clone(),
+            Kind::AllToAll | Kind::Splits => inputs.iter().flat_map(own).collect(),
+        };
+        upload(self.pool, self.output.address(), &vec![0xa5; wanted.len()])?;
+        upload(self.pool, self.input.address(), &inputs[rank])?;
+        if kind == Kind::Broadcast {
+            upload(self.pool, self.output.address(), &inputs[rank])?;
+        }
+        make(self)?;
+        self.comm.synchronize(&self.stream)?;
+        let got = download(self.pool, self.output.address(), wanted.len())?;
+        let differs = differs(&got, &wanted, DTYPE);
+        self.check(&format!("{kind:?} of {count} is right: {differs:?}"), differs.is_none());
+        Ok(())
+    }
+}
