@@ -1,6 +1,7 @@
 //! Checks communicators whose memory grows: before each kind of call that has use for it, not in captures and not after
 //! them, on all ranks or on none, and with the errors of other calls where ranks differ.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, CONTROL_LANE, Pool, Result, Stream};
@@ -10,7 +11,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, finite, random, reduce};
-use crate::{MOST_LATE, ORDINARY, Options, expect_error};
+use crate::{INTERRUPTED, MOST_LATE, ORDINARY, Options, expect_error};
 
 /// More than a communicator has for small calls, and no more than it may have after it has grown.
 const SMALL: u64 = 16 << 20;
@@ -80,6 +81,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         growth.stays_where_one_rank_cannot()?;
         growth.says_which_ranks_differ()?;
         growth.says_which_rank_is_late()?;
+        growth.can_be_interrupted()?;
         cases += growth.cases;
         wrong += growth.wrong;
     }
@@ -286,6 +288,39 @@ impl Growth<'_> {
         let named = error.is_timeout() && error.to_string().contains(&format!("rank {late}"));
         self.check(&format!("who is late: {error}"), named);
         self.check("in time", begun.elapsed() < 2 * timeout + MOST_LATE);
+        self.renew()
+    }
+
+    /// A wait for the others in a first large call ends by Ctrl-C, and they get an error too.
+    fn can_be_interrupted(&mut self) -> Result<()> {
+        self.renew()?;
+        self.case(Kind::AllReduce, 1000)?;
+        let (rank, last, timeout) =
+            (self.pool.rank(), self.pool.world() - 1, Duration::from_secs(2));
+        self.comm.set_timeout(timeout)?;
+        if rank == last {
+            std::thread::sleep(timeout / 2);
+        }
+        let begun = Instant::now();
+        let interrupt = (rank == 0).then(|| {
+            std::thread::spawn(move || {
+                std::thread::sleep(timeout / 10);
+                INTERRUPTED.store(true, Ordering::Relaxed);
+            })
+        });
+        let error = expect_error(self.call(Kind::AllReduce, MANY), "a call that is interrupted")?;
+        if let Some(interrupt) = interrupt {
+            interrupt.join().expect("no panic");
+            INTERRUPTED.store(false, Ordering::Relaxed);
+            let again = expect_error(self.call(Kind::AllReduce, 8), "a call after it")?;
+            let stopped = error.is_interrupted() && again.is_interrupted();
+            self.check(&format!("interrupted: {error}"), stopped);
+            self.check("soon", begun.elapsed() < timeout / 2);
+        } else {
+            self.check(&format!("without rank 0: {error}"), error.is_timeout());
+            // There are two handshakes, of which a rank may pass the first one.
+            self.check("in time", begun.elapsed() < 2 * timeout + MOST_LATE);
+        }
         self.renew()
     }
 

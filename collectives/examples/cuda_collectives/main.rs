@@ -53,6 +53,7 @@ mod tune;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
@@ -64,6 +65,8 @@ use symmpool_collectives::CommunicatorOptions;
 
 /// The timeout of calls with `--quick`, where tools make kernels slow.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// Whether this rank's waits for others are to stop, as by Ctrl-C.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// How late an error may be: kernels look at the clock now and then.
 const MOST_LATE: Duration = Duration::from_secs(1);
 /// The lane whose blocks are no windows.
@@ -298,7 +301,8 @@ fn launch(options: &Options, devices: u32, more: &[&str]) -> bool {
 }
 
 fn run(options: &mut Options) -> Result<bool> {
-    let group = Group::from_env(Deadline::seconds(60))?;
+    let stops = || INTERRUPTED.load(Ordering::Relaxed);
+    let group = Group::from_env(Deadline::seconds(60))?.with_interrupt(stops);
     options.rank = group.rank();
     options.shared = CudaDriver::device_count()? < options.ranks;
     let builder = Pool::builder(group)

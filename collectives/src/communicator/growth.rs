@@ -23,9 +23,11 @@ use crate::{DType, StandardCollective};
 
 /// Bytes of a device that are left to others.
 const LEFT: u64 = 64 << 20;
-/// For so long a wait for other ranks asks the device again at once; later it pauses in between.
+/// For so long a wait for other ranks asks the device again at once; later it pauses in between, and now and then asks
+/// whether it is to stop.
 const SPIN: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(50);
+const ASK_TO_STOP: Duration = Duration::from_millis(100);
 
 /// Inboxes that hold what all ranks send in a call that needs no more memory. LL's is the smallest one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,12 +161,16 @@ impl Communicator {
     /// wait, and close the communicator.
     fn await_handshake(&self, cuda: &mut CudaEngine, stream: &Stream) -> Result<()> {
         let (interrupt, begun) = (self.pool.interrupt(), Instant::now());
+        let mut asked = begun;
         while !cuda.is_idle(*stream)? {
-            if begun.elapsed() < SPIN {
+            let now = Instant::now();
+            if now - begun < SPIN {
                 std::hint::spin_loop();
                 continue;
             }
-            if interrupt.as_ref().is_some_and(|interrupt| interrupt()) {
+            let asks = now - asked >= ASK_TO_STOP;
+            asked = if asks { now } else { asked };
+            if asks && interrupt.as_ref().is_some_and(|interrupt| interrupt()) {
                 let why = Error::interrupted(format!(
                     "interrupted: rank {} waiting for all ranks to come to their first large call",
                     self.rank()
