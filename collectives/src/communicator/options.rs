@@ -44,7 +44,7 @@ pub struct CommunicatorOptions {
     /// made, or if the pool has another communicator.
     pub device_memory_bytes: Option<u64>,
     /// On a device: begins with 16 MiB of memory, and takes 389 MiB more before the first call that has use for them: of more
-    /// than 768 KiB of all ranks together (192 where integers or `f64` are reduced, or an algorithm is named), an all-to-all,
+    /// than 768 KiB of all ranks together (256 where integers or `f64` are reduced, or an algorithm is named), an all-to-all,
     /// of experts, or by an algorithm that a program brings along. That call waits on the host until every rank has come to
     /// it, and commits. So ranks make the first such calls of several communicators in one order, one thread at a time does,
     /// and none waits there for what another rank does after its own. Not while a stream is captured, nor after a call was: a

@@ -116,8 +116,8 @@ impl Footprint {
     /// that cannot make it grow.
     pub(crate) fn at_first(world: u32) -> Self {
         let parts = Self {
-            ll: 384 << 10,
-            ll128: 512 << 10,
+            ll: 512 << 10,
+            ll128: 320 << 10,
             escaped: 768 << 10,
             inbox: 768 << 10,
             scratch: 0,

@@ -134,6 +134,7 @@ fn exceeds_inbox(control: &Control, world: u32, bytes: u64, lamport: bool) -> bo
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::all_gather_broadcast::LL_BYTES;
     use super::super::super::constraints::{AllReduceShape, fits_lamport};
     use super::super::super::footprint::Requested;
     use super::super::super::table::MeasuredTable;
@@ -160,6 +161,9 @@ mod tests {
             let full = Footprint::new(world, Requested::default()).unwrap();
             let full = Control::new(world, full).unwrap();
             assert_eq!(small.escaped_bytes / 2, small.lamport_bytes / 3, "one bound for both");
+            // All-gathers and broadcasts in LL take one launch.
+            let in_ll = LL_BYTES / (u64::from(world) - 1);
+            assert!(!exceeds_inbox(&small, world, in_ll, false), "{world} ranks: {small:?}");
             for device in ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "another device"] {
                 let measured = MeasuredTable::of(&vec![device; world as usize]);
                 for (dtype, window) in [DType::Bf16, DType::F64, DType::I32, DType::U8]
