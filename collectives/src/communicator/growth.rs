@@ -39,7 +39,6 @@ pub(super) enum Inbox {
 impl Communicator {
     /// Gives the communicator more memory if a call of a collective is the first that has use for it. `is_open` says whether
     /// the engine chooses the algorithm.
-    #[inline]
     pub(super) fn grow_for(
         &self,
         inner: &mut Inner,
@@ -47,21 +46,9 @@ impl Communicator {
         is_open: bool,
         stream: &Stream,
     ) -> Result<()> {
-        match &inner.engine {
-            Engine::Cuda(cuda) if cuda.may_grow() => {
-                self.grow_for_collective(inner, request, is_open, stream)
-            }
-            _ => Ok(()),
+        if !matches!(&inner.engine, Engine::Cuda(cuda) if cuda.may_grow()) {
+            return Ok(());
         }
-    }
-
-    fn grow_for_collective(
-        &self,
-        inner: &mut Inner,
-        request: &Request,
-        is_open: bool,
-        stream: &Stream,
-    ) -> Result<()> {
         let Request { collective, count, dtype, root, .. } = *request;
         let bytes = (count as u64).saturating_mul(dtype.size() as u64);
         let is_reducible = !collective.reduces() || dtype.is_reduced();

@@ -9,7 +9,7 @@ use symmpool_allocator::{Block, Error, Result, Stream};
 
 use super::super::footprint::Footprint;
 use super::super::params::Control;
-use super::setup::{ESCAPED_PATTERN, LAMPORT_PATTERN};
+use super::setup::initial_data;
 use super::{CudaEngine, cuda};
 
 /// The legacy default stream is 0 or this one. It cannot be captured.
@@ -86,15 +86,11 @@ impl CudaEngine {
         let (at, api, stream) = (block.address(), self.api, self.copy_stream);
         let data = self.data_in(growth, 0);
         cuda(&self.pool)?.with_context(|| {
-            let fill = |begin: u64, word: u32, bytes: u64| {
+            for (begin, word, bytes) in initial_data(&data) {
                 // SAFETY: a part of a block that the caller holds, of which no other rank knows; parts begin and end at
                 // multiples of 4096.
-                unsafe { api.fill(at + begin, word, bytes / 4, stream) }
-            };
-            fill(0, 0, data.escaped)?;
-            fill(data.escaped, ESCAPED_PATTERN, data.escaped_bytes)?;
-            fill(data.lamport, LAMPORT_PATTERN, data.lamport_bytes)?;
-            fill(data.scratch, 0, data.scratch_bytes)?;
+                unsafe { api.fill(at + begin, word, bytes / 4, stream) }?;
+            }
             api.synchronize(stream)
         })
     }

@@ -26,11 +26,11 @@ use crate::DType;
 use crate::timeout::Timeout;
 
 /// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
-pub(super) const LAMPORT_PATTERN: u32 = 0xffff_ffff;
+const LAMPORT_PATTERN: u32 = 0xffff_ffff;
 /// The driver's variable for the number of queues through which a process gives its work to a device.
 const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
-pub(super) const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
+const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options. Options that are the
@@ -53,11 +53,11 @@ impl CudaEngine {
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
             return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
         };
-        fill(driver, block.address(), 0, control.escaped)?;
+        fill(driver, block.address(), 0, control.ll)?;
         fill(driver, block.address(), last_epoch, 4)?;
-        fill(driver, block.address() + control.escaped, ESCAPED_PATTERN, control.escaped_bytes)?;
-        fill(driver, block.address() + control.lamport, LAMPORT_PATTERN, control.lamport_bytes)?;
-        fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
+        for (begin, word, bytes) in initial_data(&control) {
+            fill(driver, block.address() + begin, word, bytes)?;
+        }
         if pool.world() > 1 {
             let layout =
                 P2pLayout::new(pool.world(), control.data_end(), options.footprint.staging);
@@ -163,6 +163,17 @@ fn measured_table(pool: &Pool) -> Result<MeasuredTable> {
     let name = |rank| Ok(pool.device(rank)?.name.as_str());
     let devices: Result<Vec<&str>> = (0..pool.world()).map(name).collect();
     Ok(MeasuredTable::of(&devices?))
+}
+
+/// What kernels expect in the parts for data before the first call there: where each range begins, the word that it is
+/// filled with, and its bytes. Plans' kernels read of their scratch only what was written in the same call.
+pub(super) fn initial_data(control: &Control) -> [(u64, u32, u64); 4] {
+    [
+        (control.ll, 0, control.escaped - control.ll),
+        (control.escaped, ESCAPED_PATTERN, control.escaped_bytes),
+        (control.lamport, LAMPORT_PATTERN, control.lamport_bytes),
+        (control.scratch, 0, control.scratch_bytes),
+    ]
 }
 
 /// Fills device memory with a word.
