@@ -120,12 +120,9 @@ def make(
         entry = communicator_for(tensor, group, first)
     if entry is None:
         return None
-    try:
+    with entry.preparing():
         call, arguments, finish, results = plan(entry.comm.rank, entry.comm.world)
         method = _method(entry.comm, call, *algorithm)
-    except (InvalidArgumentError, TypeError) as why:
-        entry.refuse(str(why))
-        raise
     if not async_op and entry.pending is not None:
         # Copies are made anew behind the calls that were begun, which may write to what is copied.
         entry.check_and_join_pending(method, arguments)

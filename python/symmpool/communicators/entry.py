@@ -13,7 +13,7 @@ from symmpool.communicators.devices import number_of
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError
 from symmpool.groups import pool_registry
 
-__all__ = ["CommunicatorEntry", "name_pool"]
+__all__ = ["CommunicatorEntry", "Preparation", "name_pool", "reason_of"]
 
 
 class CommunicatorEntry:
@@ -73,6 +73,13 @@ class CommunicatorEntry:
     def refuse(self, why: str) -> None:
         """As `decline`, for a call that this rank refuses for a reason of its own."""
         self.decline(self.comm._refuse, why.removeprefix("symmpool: "))
+
+    def preparing(self) -> Preparation:
+        """The door to every collective: what checks arguments, allocates results, copies inputs or calls a
+        user's code stands in `with entry.preparing():`, and the call itself behind it. Whatever is raised
+        inside (a wrong argument, a lack of memory, Ctrl-C) is raised here, and is reported to the other
+        ranks, whose calls raise DivergedError at once instead of pairing with this rank's next one."""
+        return Preparation(self)
 
     def finish(self) -> None:
         """Waits for all that was begun, which ends by itself: by an error if a rank does not come."""
@@ -141,6 +148,30 @@ class CommunicatorEntry:
         pool = self._pool()
         if pool is not None:
             name_pool(pool, error)
+
+
+class Preparation:
+    """What this rank does between finding a call's communicator and making the call."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self, entry: CommunicatorEntry):
+        self._entry = entry
+
+    def __enter__(self) -> CommunicatorEntry:
+        return self._entry
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is not None:
+            self._entry.refuse(reason_of(error))
+
+
+def reason_of(error: BaseException) -> str:
+    """What the other ranks are told of an error of this one's: errors of ours speak for themselves."""
+    if isinstance(error, (Error, TypeError)) and str(error):
+        return str(error)
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name
 
 
 def name_pool(pool: Pool, error: TimeoutError) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import check_call
-from symmpool.errors import InvalidArgumentError
+from symmpool.communicators.entry import reason_of
 from symmpool.groups import refusals
 
 # A communicator's method and its arguments; or what gives them for this rank of a number of ranks, or raises
@@ -24,8 +24,8 @@ def check(key: Any, device: int, member: tuple[int, int], call: Call, make: Call
     try:
         name, arguments = call if isinstance(call, tuple) else call(*member)
         check_call(device, *member, name, arguments)
-    except (InvalidArgumentError, TypeError) as why:
-        reason = str(why)
+    except BaseException as why:
+        reason = reason_of(why)
         # What goes wrong there is raised again by the next call, which makes it anew, or finds it closed.
         refusals.report(key, lambda: make().refuse(reason))
         raise

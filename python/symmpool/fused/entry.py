@@ -23,11 +23,8 @@ def entry_for(name: str, tensor: Any, group: Any, check: Any) -> Any:
     entry = communicator_for(tensor, group, first)
     if entry is None:
         raise InvalidArgumentError(f"{name}: this process is no rank of the group")
-    try:
+    with entry.preparing():
         _checked(name, check, entry.comm.rank, entry.comm.world)
-    except InvalidArgumentError as why:
-        entry.refuse(str(why))
-        raise
     return entry
 
 
