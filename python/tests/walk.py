@@ -148,10 +148,12 @@ def observed(call):
 
 
 def wrong_on_one_rank(me, culprit, right, wrong, following):
-    """Makes a call that is `wrong` on one rank and `right` on the others, then one that is right on all, which
-    `following` makes; that returns whether its result is right. Returns what is not as it should be, or None.
+    """Makes a call that is `wrong` on one rank and `right` on the others, then one that is right on all:
+    `following` makes that and returns whether its result is right. Returns what is not as it should be, or
+    None.
 
-    The culprit is to raise an error of the package or a TypeError, the others a DivergedError that names it."""
+    The culprit is to raise an error of the package or a TypeError, the others a DivergedError that has its
+    rank."""
     raised, seconds = observed(wrong if me == culprit else right)
     failures = []
     if raised is None:
