@@ -1,4 +1,8 @@
 //! Registering a pool's windows with NCCL.
+//!
+//! NCCL's calls have no deadline, so they are made on threads of their own. A call that does not return keeps its
+//! thread, which keeps the pool: its memory stays mapped for as long as NCCL may touch it. No further call is made on
+//! that communicator, and the pool makes no more commits, as they could unmap memory.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,11 +10,12 @@ use super::Pool;
 use super::commit_guard::LockedLane;
 use super::committer::{Attached, Committer, Registered};
 use crate::driver::MemoryDriver;
+use crate::error::ErrorKind;
 use crate::lane::WindowPolicy;
 use crate::nccl::{Comm, Nccl};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::status::{Status, all_ok, encode_status};
-use crate::{CONTROL_LANE, Deadline, Error, Result};
+use crate::{CONTROL_LANE, Deadline, Error, Result, blocking};
 
 /// The outcome of a step with NCCL on one rank: the version of its library, or an error.
 #[derive(Debug, Serialize, Deserialize)]
@@ -19,6 +24,11 @@ struct NcclStatus(Status<i32>);
 impl Message for NcclStatus {
     const KIND: u16 = 11;
     const NAME: &'static str = "NCCL";
+}
+
+/// The deadline of NCCL's calls in a step: a quarter of the time is left for the ranks to agree on what came of them.
+fn for_nccl(deadline: Deadline) -> Deadline {
+    deadline.min(Deadline::after(deadline.remaining() * 3 / 4))
 }
 
 /// Calls `work` with the driver's device as the current one, as NCCL requires.
@@ -38,7 +48,9 @@ impl Pool {
     ///
     /// The pool's lanes must be built with [`WindowPolicy::PerSegment`], so that a block lies in one window. The
     /// communicator must have the ranks of the pool's group, in the same order. `comm` is an `ncclComm_t`. NCCL
-    /// waits for its peers without a deadline, so all ranks agree that they can register before any begins.
+    /// waits for its peers without a deadline, so all ranks agree that they can register before any begins. Where NCCL
+    /// does not come back within three quarters of the group's timeout, every rank gets a timeout that names the rank
+    /// and the window; the pool then makes no more commits, and keeps its memory for as long as NCCL holds the call.
     ///
     /// # Errors
     ///
@@ -79,14 +91,16 @@ impl Pool {
             deadline,
         )?;
         let (mut attached, version) = ready?;
-        let done = self.register_missing(&mut attached, deadline);
+        let done = self.register_missing(&mut attached, for_nccl(deadline));
         if let Err(error) = self.agree_on_nccl(
             &mut committer,
             ("nccl-registered", "NCCL's windows"),
             done.map(|()| version),
             deadline,
         ) {
-            let _ = self.deregister(&mut attached, |_| true, deadline);
+            if committer.broken.is_none() {
+                self.take_back(&mut attached, |_| true, deadline, &mut committer);
+            }
             return Err(error);
         }
         let count = attached.windows.len() as u64;
@@ -110,7 +124,8 @@ impl Pool {
             deadline,
         )?;
         let mut attached = committer.nccl.remove(ready?);
-        self.deregister(&mut attached, |_| true, deadline)
+        let done = self.deregister(&mut attached, |_| true, deadline);
+        done.inspect_err(|error| committer.stop_commits_after(error))
     }
 
     /// Checks that a communicator has the pool's ranks, and that the pool's lanes suit NCCL.
@@ -154,6 +169,13 @@ impl Pool {
         let gathered = committer.peers.all_gather(self.group(), name, &status, deadline);
         let gathered = gathered.inspect_err(|error| committer.stop_commits_after(error))?;
         let statuses: Vec<NcclStatus> = decode_all(&gathered)?;
+        // NCCL still holds a call of such a rank, and may touch the memory that the call names.
+        let held = statuses.iter().find_map(|NcclStatus(status)| {
+            status.as_ref().err().filter(|kind| matches!(kind, ErrorKind::Timeout { .. }))
+        });
+        if let Some(kind) = held {
+            committer.stop_commits_after(&Error::from_kind(kind.clone()));
+        }
         let versions = all_ok(step, statuses.into_iter().map(|NcclStatus(status)| status))?;
         match versions.iter().position(|version| *version != versions[0]) {
             None => Ok(()),
@@ -179,8 +201,16 @@ impl Pool {
                     continue;
                 }
                 let address = layout.address(layout.rank, window.offset);
-                let made = on_device(&**self.driver(), || {
-                    attached.nccl.register(attached.comm, address, window.bytes, deadline)
+                let (nccl, comm, bytes) = (attached.nccl, attached.comm, window.bytes);
+                let what = format!(
+                    "ncclCommWindowRegister of rank {}'s window {} of lane {:?}, {bytes} bytes at offset {:#x}",
+                    self.rank(),
+                    window.counter,
+                    lane.name,
+                    window.offset
+                );
+                let made = self.call_nccl(&what, deadline, move || {
+                    nccl.register(comm, address, bytes, deadline)
                 })?;
                 attached.windows.push(Registered {
                     lane: lane.name.clone(),
@@ -192,7 +222,24 @@ impl Pool {
         Ok(())
     }
 
-    /// Deregisters the windows for which `gone` is true, in order. Continues after an error.
+    /// Makes a call of NCCL on a thread of its own, and waits for it until the deadline.
+    fn call_nccl<T: Send + 'static>(
+        &self,
+        what: &str,
+        deadline: Deadline,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        // The thread keeps the pool, and so the memory, until NCCL returns.
+        let pool = self.clone();
+        let work = move || on_device(&**pool.driver(), work);
+        blocking::within(deadline.remaining(), what, work)?.unwrap_or_else(|| {
+            let held = format!("for NCCL to return from {what}");
+            Err(Error::timeout(held, deadline.budget(), vec![self.rank()]))
+        })
+    }
+
+    /// Deregisters the windows for which `gone` is true, in order. Continues after an error, but not after a call that
+    /// NCCL has not returned from.
     fn deregister(
         &self,
         attached: &mut Attached,
@@ -200,13 +247,41 @@ impl Pool {
         deadline: Deadline,
     ) -> Result<()> {
         let (nccl, comm) = (attached.nccl, attached.comm);
-        let mut outcome = Ok(());
+        let mut outcome: Result<()> = Ok(());
         for window in attached.windows.extract_if(.., |window| gone(window)) {
-            let taken =
-                on_device(&**self.driver(), || nccl.deregister(comm, window.window, deadline));
-            outcome = outcome.and(taken);
+            if outcome.as_ref().is_err_and(Error::is_timeout) {
+                break;
+            }
+            let what = format!(
+                "ncclCommWindowDeregister of rank {}'s window {} of lane {:?}",
+                self.rank(),
+                window.counter,
+                window.lane
+            );
+            let taken = self
+                .call_nccl(&what, deadline, move || nccl.deregister(comm, window.window, deadline));
+            // A call that NCCL still holds says more than one that failed.
+            outcome = if taken.as_ref().is_err_and(Error::is_timeout) {
+                taken
+            } else {
+                outcome.and(taken)
+            };
         }
         outcome
+    }
+
+    /// Deregisters windows that not all ranks could register.
+    fn take_back(
+        &self,
+        attached: &mut Attached,
+        gone: impl Fn(&Registered) -> bool,
+        deadline: Deadline,
+        committer: &mut Committer,
+    ) {
+        if let Err(error) = self.deregister(attached, gone, deadline) {
+            tracing::error!(%error, "windows that were not registered on all ranks could not be deregistered");
+            committer.stop_commits_after(&error);
+        }
     }
 
     /// Deregisters the windows of segments that the commit is about to unmap.
@@ -245,7 +320,7 @@ impl Pool {
         let registered = ("nccl-new", "registering new windows with NCCL");
         let done =
             self.agree_on_nccl(committer, finished, ready.map(|()| 0), deadline).and_then(|()| {
-                let each = |attached| self.register_missing(attached, deadline);
+                let each = |attached| self.register_missing(attached, for_nccl(deadline));
                 let mut getting = attached.iter_mut().filter(|attached| attached.gets_more);
                 let done = getting.try_for_each(each);
                 self.agree_on_nccl(committer, registered, done.map(|()| 0), deadline)
@@ -256,7 +331,13 @@ impl Pool {
             for (attached, had) in attached.iter_mut().zip(had) {
                 attached.gets_more = false;
                 if together {
-                    self.deregister_from(attached, had, deadline);
+                    let new: Vec<_> = attached.windows[had..]
+                        .iter()
+                        .map(|window| (window.lane.clone(), window.counter))
+                        .collect();
+                    let is_new =
+                        |window: &Registered| new.contains(&(window.lane.clone(), window.counter));
+                    self.take_back(attached, is_new, deadline, committer);
                 }
             }
         }
@@ -266,17 +347,5 @@ impl Pool {
                 "the memory is committed, but NCCL has no windows of it, nor of later memory",
             )
         })
-    }
-
-    /// Deregisters the windows after the first `had`, because not all ranks could register theirs.
-    fn deregister_from(&self, attached: &mut Attached, had: usize, deadline: Deadline) {
-        let new: Vec<_> = attached.windows[had..]
-            .iter()
-            .map(|window| (window.lane.clone(), window.counter))
-            .collect();
-        let is_new = |window: &Registered| new.contains(&(window.lane.clone(), window.counter));
-        if let Err(error) = self.deregister(attached, is_new, deadline) {
-            tracing::error!(%error, "windows that were not registered on all ranks could not be deregistered");
-        }
     }
 }

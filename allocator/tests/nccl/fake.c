@@ -15,14 +15,35 @@ struct call {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct call calls[4096];
-static int made, version = 22809, mode, failing_rank = -1;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static int made, version = 22809, mode, failing_rank = -1, held;
 
-// Modes: 0 works, 1 windows are NULL, 2 registering fails on a rank, 3 communicators do not block.
+// Modes: 0 works, 1 windows are NULL, 2 registering fails on a rank, 3 communicators do not block, 4 registering and 5
+// deregistering does not return on a rank until the mode changes.
 void fake_set(int new_version, int new_mode, int rank) {
+  pthread_mutex_lock(&lock);
   version = new_version;
   mode = new_mode;
   failing_rank = rank;
   made = 0;
+  pthread_cond_broadcast(&changed);
+  pthread_mutex_unlock(&lock);
+}
+
+// Calls that have not returned.
+int fake_held(void) {
+  pthread_mutex_lock(&lock);
+  int now = held;
+  pthread_mutex_unlock(&lock);
+  return now;
+}
+
+static void hold(struct comm *comm, int holding) {
+  pthread_mutex_lock(&lock);
+  held++;
+  while (mode == holding && comm->rank == failing_rank) pthread_cond_wait(&changed, &lock);
+  held--;
+  pthread_mutex_unlock(&lock);
 }
 
 int fake_calls(struct call *out, int capacity) {
@@ -56,6 +77,7 @@ int ncclCommGetAsyncError(struct comm *comm, int *out) {
 int ncclCommWindowRegister(struct comm *comm, void *address, size_t bytes, void **window, int flags) {
   if (flags != 1) return 4;
   if (mode == 2 && comm->rank == failing_rank) return 5;
+  hold(comm, 4);
   note(comm, '+', address, bytes);
   *window = mode == 1 ? NULL : address;
   if (mode == 3) {
@@ -65,6 +87,7 @@ int ncclCommWindowRegister(struct comm *comm, void *address, size_t bytes, void 
   return 0;
 }
 int ncclCommWindowDeregister(struct comm *comm, void *window) {
+  hold(comm, 5);
   note(comm, '-', window, 0);
   return 0;
 }

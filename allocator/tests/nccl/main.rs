@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libloading::os::unix::{Library, RTLD_NOW, Symbol};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
@@ -58,6 +58,14 @@ impl Fake {
         let set: Symbol<extern "C" fn(c_int, c_int, c_int)> =
             unsafe { self.library.get(b"fake_set") }.expect("fake_set");
         set(version, mode, rank);
+    }
+
+    /// Calls that have not returned.
+    fn held(&self) -> c_int {
+        // SAFETY: the function has this type.
+        let held: Symbol<extern "C" fn() -> c_int> =
+            unsafe { self.library.get(b"fake_held") }.expect("fake_held");
+        held()
     }
 
     /// The calls of a rank, in order: '+' (register) or '-' (deregister), the offset in its slot, and the length.
@@ -235,6 +243,7 @@ fn windows_are_registered_with_nccl() {
     assert_eq!(fake.calls(&ready, 0), []);
 
     a_failure_at_a_commit_forgets_no_window(&fake);
+    a_call_that_does_not_return_ends_by_the_timeout(&fake);
 
     // A rank that does not call: the rank that waited cannot know what it will do, so no later commit succeeds.
     let apart = pools_that_wait(WindowPolicy::PerSegment, Duration::from_millis(300));
@@ -244,6 +253,75 @@ fn windows_are_registered_with_nccl() {
     assert!(alone.is_timeout() && alone.to_string().contains("rank 1"), "{alone}");
     let after = apart[0].commit().unwrap_err();
     assert!(after.is_timeout() && after.to_string().contains("build a new one"), "{after}");
+}
+
+/// NCCL has no deadline, but the pool has: every rank learns which rank and window NCCL holds, and nothing is unmapped
+/// while it does.
+fn a_call_that_does_not_return_ends_by_the_timeout(fake: &Fake) {
+    let grow = |pool: &Pool, _: u32| {
+        let block = pool.alloc::<u8>(40 * MIB).unwrap();
+        (pool.commit(), block)
+    };
+    let limit = Duration::from_secs(2);
+    let broken = |pools: &[Pool]| {
+        for error in each(pools, |pool, _| pool.commit().unwrap_err()) {
+            assert!(error.is_timeout() && error.to_string().contains("build a new one"), "{error}");
+        }
+    };
+    let is_named = |error: &Error, call: &str| {
+        let text = error.to_string();
+        assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+        assert!(
+            text.contains(call)
+                && text.contains("rank 1's window")
+                && text.contains("lane \"default\""),
+            "{error}"
+        );
+    };
+    let comms = comms();
+
+    // While windows are registered: two at once, of which NCCL gets the first only.
+    let stuck = pools_that_wait(WindowPolicy::PerSegment, limit);
+    fake.set(22809, 0, -1);
+    let blocks = each(&stuck, |pool, rank| [grow(pool, rank).1, grow(pool, rank).1]);
+    fake.set(22809, 4, 1);
+    let started = Instant::now();
+    for outcome in register(&stuck, &comms) {
+        is_named(&outcome.unwrap_err(), "ncclCommWindowRegister");
+    }
+    assert!(started.elapsed() < limit, "{:?}", started.elapsed());
+    assert_eq!((fake.held(), fake.calls(&stuck, 1).len()), (1, 0), "no call while one is held");
+    broken(&stuck);
+    // What is dropped meanwhile stays mapped until NCCL returns, which is soon.
+    drop((blocks, stuck));
+    fake.set(22809, 0, -1);
+    let returned = Instant::now();
+    while fake.held() > 0 && returned.elapsed() < Duration::from_secs(20) {
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(fake.held(), 0);
+
+    // In a commit, and where windows are taken back.
+    let stuck = pools_that_wait(WindowPolicy::PerSegment, limit);
+    register(&stuck, &comms).into_iter().for_each(|done| assert_eq!(done.unwrap(), 0));
+    fake.set(22809, 4, 1);
+    for (outcome, _) in each(&stuck, grow) {
+        is_named(&outcome.unwrap_err(), "ncclCommWindowRegister");
+    }
+    broken(&stuck);
+    fake.set(22809, 0, -1);
+    let stuck = pools_that_wait(WindowPolicy::PerSegment, limit);
+    each(&stuck, |pool, rank| grow(pool, rank).0.map(drop)).into_iter().for_each(Result::unwrap);
+    register(&stuck, &comms).into_iter().for_each(|done| assert!(done.unwrap() > 0));
+    fake.set(22809, 5, 1);
+    let mut outcomes = unregister(&stuck, &comms).into_iter();
+    outcomes.next().unwrap().unwrap();
+    is_named(&outcomes.next().unwrap().unwrap_err(), "ncclCommWindowDeregister");
+    // Rank 1 makes no more commits, and rank 0 learns of it.
+    for error in each(&stuck, |pool, _| pool.commit().unwrap_err()) {
+        assert!(error.is_timeout() || error.is_peer_lost(), "{error}");
+    }
+    fake.set(22809, 0, -1);
 }
 
 /// Windows that were registered before the failure stay known, and are deregistered before their memory is
