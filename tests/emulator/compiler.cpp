@@ -84,7 +84,8 @@ int compile(Program& program, const std::vector<std::string>& options) {
     write(at + "kernel.cpp", source);
     std::vector<std::string> command = {
         "c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-fno-exceptions", "-fno-asynchronous-unwind-tables",
-        "-ffp-contract=off", "-fno-strict-aliasing", "-D__CUDA_ARCH__=800", "-I", folder};
+        "-ffp-contract=off", "-fno-strict-aliasing", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
+        "-D__CUDA_ARCH__=800", "-I", folder};
     for (const std::string& option : options) {
         if (option.rfind("-D", 0) == 0 || option.rfind("--define-macro=", 0) == 0) {
             command.push_back(option[1] == 'D' ? option : "-D" + option.substr(15));

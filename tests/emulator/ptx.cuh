@@ -5,8 +5,16 @@
 
 namespace symmpool {
 
+// Ends the process where a device reports a misaligned address.
+inline void check_vector(const void* at) {
+    if (reinterpret_cast<unsigned long long>(at) % 16 != 0) {
+        __builtin_trap();
+    }
+}
+
 // Each half of eight bytes is atomic, which is all that LL words need; others may write between the two halves.
 inline uint4 load_relaxed(const void* from) {
+    check_vector(from);
     emulated::emulated_look();
     const unsigned long long* halves = static_cast<const unsigned long long*>(from);
     const unsigned long long low = __atomic_load_n(halves, __ATOMIC_RELAXED);
@@ -23,6 +31,7 @@ inline uint4 load_acquire_vector(const void* from) {
 }
 
 inline void store_relaxed(void* to, uint4 value) {
+    check_vector(to);
     emulated::emulated_act();
     unsigned long long* halves = static_cast<unsigned long long*>(to);
     __atomic_store_n(halves, static_cast<unsigned long long>(value.y) << 32 | value.x, __ATOMIC_RELAXED);

@@ -46,7 +46,7 @@ enum When {
 type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 23] = [
+const PARTS: [(&str, When, Part); 24] = [
     ("growth", When::Always, growth::run),
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
@@ -59,6 +59,7 @@ const PARTS: [(&str, When, Part); 23] = [
     ("one_sided", When::Always, measured_barrier::run),
     ("p2p", When::Always, p2p::run),
     ("plans", When::Always, plans::run),
+    ("odd_plans", When::Always, plans::run_odd),
     ("native", When::Always, native::run),
     ("fused", When::Always, fused::run),
     ("matmul", When::Always, matmul::run),

@@ -6,6 +6,9 @@ pub(crate) mod faults;
 mod model;
 #[path = "../../tests/host/plans/more_programs.rs"]
 mod more_programs;
+mod odd;
+#[path = "../../tests/host/plans/odd_programs.rs"]
+mod odd_programs;
 #[path = "../../tests/host/plans/programs.rs"]
 mod programs;
 
@@ -60,34 +63,52 @@ pub(crate) fn all(world: u32) -> Vec<Plan> {
 }
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let ordinary = pool.lane(ORDINARY)?;
-    let buffers = Buffers {
-        windows: [pool.alloc(ROOM)?, pool.alloc(ROOM)?],
-        ordinary: [ordinary.alloc(ROOM)?, ordinary.alloc(ROOM)?],
-    };
-    pool.commit()?;
-    // Little scratch, so that calls go through it in stages.
-    let communicator =
-        CommunicatorOptions { device_scratch_bytes: Some(1 << 20), ..options.communicator() };
-    let comm = Communicator::with_options(pool, &communicator)?;
-    let stream = stream(pool)?;
-    let mut plans = Plans { pool, options, comm, buffers, stream, cases: 0, wrong: 0 };
-    for plan in all(pool.world()) {
-        let algorithm = Algorithm::from_plan(plan).expect("a right program");
-        plans.comm.register(algorithm.clone())?;
-        let (cases, wrong) = (plans.cases, plans.wrong);
-        plans.program(&algorithm)?;
-        if pool.rank() == 0 {
-            let (cases, wrong) = (plans.cases - cases, plans.wrong - wrong);
-            println!("plan {}: {cases} cases, {wrong} wrong", algorithm.name());
-        }
-    }
+    let mut plans = Plans::new(pool, options)?;
+    plans.programs(all(pool.world()))?;
     plans.graphs()?;
     plans.refusals()?;
     Ok((plans.cases, plans.wrong))
 }
 
-impl Plans<'_> {
+/// Programs and calls that do what usual ones do not.
+pub(crate) fn run_odd(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let mut plans = Plans::new(pool, options)?;
+    plans.first_calls()?;
+    plans.programs(odd_programs::all(pool.world()))?;
+    plans.in_place_on_one_rank()?;
+    Ok((plans.cases, plans.wrong))
+}
+
+impl<'a> Plans<'a> {
+    fn new(pool: &'a Pool, options: &'a Options) -> Result<Self> {
+        let ordinary = pool.lane(ORDINARY)?;
+        let buffers = Buffers {
+            windows: [pool.alloc(ROOM)?, pool.alloc(ROOM)?],
+            ordinary: [ordinary.alloc(ROOM)?, ordinary.alloc(ROOM)?],
+        };
+        pool.commit()?;
+        // Little scratch, so that calls go through it in stages.
+        let communicator =
+            CommunicatorOptions { device_scratch_bytes: Some(1 << 20), ..options.communicator() };
+        let comm = Communicator::with_options(pool, &communicator)?;
+        let stream = stream(pool)?;
+        Ok(Self { pool, options, comm, buffers, stream, cases: 0, wrong: 0 })
+    }
+
+    fn programs(&mut self, plans: Vec<Plan>) -> Result<()> {
+        for plan in plans {
+            let algorithm = Algorithm::from_plan(plan).expect("a right program");
+            self.comm.register(algorithm.clone())?;
+            let (cases, wrong) = (self.cases, self.wrong);
+            self.program(&algorithm)?;
+            if self.pool.rank() == 0 {
+                let (cases, wrong) = (self.cases - cases, self.wrong - wrong);
+                println!("plan {}: {cases} cases, {wrong} wrong", algorithm.name());
+            }
+        }
+        Ok(())
+    }
+
     /// Calls of one program with the types and operations that it has, and of many sizes.
     fn program(&mut self, algorithm: &Algorithm) -> Result<()> {
         let checked = std::sync::Arc::clone(algorithm.plan().expect("a plan"));
@@ -119,8 +140,8 @@ impl Plans<'_> {
             }
             for (which, count) in counts.iter().copied().enumerate() {
                 let is_custom = matches!(plan.collective, Collective::Custom { .. });
-                let count =
-                    if is_custom { count.next_multiple_of(plan.chunks as usize) } else { count };
+                let divides = algorithm.constraints().map_or(1, |found| found.multiple_of);
+                let count = count.next_multiple_of(divides as usize);
                 let parts = plan.input_parts().max(plan.output_parts()) as usize;
                 if count * parts * dtype.size() + 64 > ROOM {
                     continue;
@@ -196,11 +217,13 @@ impl Plans<'_> {
             )
         }?;
         self.comm.synchronize(&self.stream)?;
-        let wanted = model::output(plan, &all, rank, (dtype, op), root);
+        let equal = algorithm.constraints().is_some_and(|found| found.multiple_of > 1);
+        let equal = equal || matches!(plan.collective, Collective::Custom { .. });
+        let wanted = model::output(plan, &all, rank, (dtype, op), root, equal);
         let got = download(self.pool, to, length + 16)?;
         let name = algorithm.name();
-        // In place, the input of a reduce-scatter goes on behind its output.
-        let goes_on = case.in_place && plan.collective == Collective::ReduceScatter;
+        // In place, an input that is longer goes on behind its output.
+        let goes_on = case.in_place && inputs > outputs;
         if !goes_on && got[length..].iter().any(|byte| *byte != 0xa5) {
             self.wrong += 1;
             println!("rank {rank}: {name} {case:?}: wrote past the end");

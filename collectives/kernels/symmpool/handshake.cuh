@@ -110,7 +110,7 @@ __device__ __forceinline__ void compare_handshakes(const Session& session, const
 // written since must go, or a later call would take them for its own. So four times while the epochs go round,
 // two calls in a row, one of each parity, overwrite what they do not use with flags for which no call waits.
 
-// How many bytes at the beginning of each region of this parity a call uses.
+// How many bytes at the beginning of each region of this parity a call uses, a multiple of 8.
 struct UsedBytes {
     u64 ll = 0;
     u64 ll128 = 0;
@@ -124,7 +124,12 @@ __device__ __forceinline__ bool must_expire_flags(const Session& session) {
 
 __device__ __forceinline__ void expire_bytes(const Session& session, char* begin, u64 bytes) {
     const u32 old = session.epoch - 2;
-    for (u64 at = 16 * threadIdx.x; at < bytes; at += 16 * blockDim.x) {
+    // What a call uses may end in the middle of a vector, of which the first flag is live then and the second is not.
+    const u64 half = reinterpret_cast<u64>(begin) % 16;
+    if (half != 0 && bytes != 0 && threadIdx.x == 0) {
+        *reinterpret_cast<u64*>(begin) = static_cast<u64>(old) << 32;
+    }
+    for (u64 at = half + 16 * threadIdx.x; at < bytes; at += 16 * blockDim.x) {
         store_plain(begin + at, make_uint4(0, old, old, old));
     }
 }

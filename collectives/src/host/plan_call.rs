@@ -41,16 +41,20 @@ impl Chunks {
     fn new(checked: &CheckedPlan, count: usize, size: usize) -> Result<Self> {
         let plan = checked.plan();
         let of_part = plan.chunks_of_part() as usize;
-        let is_custom = matches!(plan.collective, Collective::Custom { .. });
-        if (checked.needs_equal_chunks || is_custom) && !count.is_multiple_of(of_part) {
+        if checked.needs_equal_chunks && !count.is_multiple_of(of_part) {
+            let why = match &plan.collective {
+                Collective::Custom { name, .. } => {
+                    format!("{name} is a collective of equal chunks")
+                }
+                _ => "its results pass through chunks that may be shorter".to_owned(),
+            };
             return Err(Error::invalid_argument(format!(
-                "the algorithm {} exchanges chunks at different places, so its {of_part} chunks must be equally \
-                 long; {count} elements do not divide into them",
+                "the algorithm {}: {count} elements do not divide into {of_part} equal chunks, which it needs, as {why}",
                 plan.name
             )));
         }
         let each = count.div_ceil(of_part);
-        let each = if checked.needs_equal_chunks || is_custom {
+        let each = if checked.needs_equal_chunks {
             each
         } else {
             each.next_multiple_of((LINE / size).max(1))

@@ -88,14 +88,15 @@ impl Writer<'_> {
         let levels = &schedule.ranks[self.rank as usize];
         // Peers' inputs and outputs are accessed only when they have made the same call.
         let early = self.early();
-        if !early.is_empty() {
+        if early.contains(&true) {
             line!(
                 self,
                 "    const bool is_short = work.stages == 1 && work.each <= {SHORT_VECTORS};"
             );
             line!(self, "    if (is_short) {{");
             line!(self, "        run.each(0, [&](const Slice& slice) {{");
-            for item in &early {
+            let items = levels.first().map_or(&[][..], |level| &level.items);
+            for (item, _) in items.iter().zip(&early).filter(|(_, is_early)| **is_early) {
                 let copy = self.copy(item);
                 line!(self, "            {copy}");
             }
@@ -107,18 +108,21 @@ impl Writer<'_> {
                 "    if (!await_handshakes<true>(session, call)) {{\n        return;\n    }}"
             );
         }
-        let (first, last) = schedule.scratch_levels(self.rank);
-        if schedule.plain_slots > 0 {
+        let uses_scratch = schedule.plain_slots > 0;
+        // A rank that accesses no scratch needs none from the beginning on.
+        let accesses = schedule.scratch_levels(self.rank);
+        let (first, last) =
+            (accesses.map(|(first, _)| first), accesses.map_or(0, |(_, last)| last));
+        if uses_scratch {
             line!(self, "    const bool reuses = work.stages > work.slots;");
         }
         line!(self, "    const u32 turns = (work.stages - 1) * work.interval + {};", levels.len());
         line!(self, "#pragma unroll 1");
         line!(self, "    for (u32 turn = 0; turn < turns; ++turn) {{");
         line!(self, "        u32 stage = 0;");
-        let uses_scratch = schedule.plain_slots > 0;
         for (number, level) in (0u32..).zip(levels) {
             let frees = uses_scratch && number == last;
-            let takes = uses_scratch && number == first;
+            let takes = first == Some(number);
             if level.waits.is_empty()
                 && level.items.is_empty()
                 && level.signals.is_empty()
@@ -174,16 +178,16 @@ impl Writer<'_> {
         line!(self, "    }}");
     }
 
-    /// Copies within the rank that are made while the handshake travels with which the program begins, if they are
-    /// short: those that neither read nor write what operations before them do.
-    fn early(&self) -> Vec<Item> {
+    /// Which operations of the first level are made while the handshake travels with which the program begins, if they
+    /// are short: copies within the rank that neither read nor write what operations before them do. Operations are known
+    /// by their positions, as a later one may be equal. Empty where there is none.
+    fn early(&self) -> Vec<bool> {
         let level = self.schedule.ranks[self.rank as usize].first();
         let Some(level) = level.filter(|_| self.schedule.begins_with_barrier) else {
             return Vec::new();
         };
-        let mut early = Vec::new();
-        for (nth, item) in level.items.iter().enumerate() {
-            let &[src] = item.srcs.as_slice() else { continue };
+        let is_early = |(nth, item): (usize, &Item)| {
+            let &[src] = item.srcs.as_slice() else { return false };
             let is_local = item.dst.rank == self.rank && src.rank == self.rank;
             let (from, to) = (self.memory(src), self.memory(item.dst));
             let is_free = level.items[..nth].iter().all(|before| {
@@ -191,12 +195,11 @@ impl Writer<'_> {
                 let reads = before.srcs.iter().any(|read| self.memory(*read) == to);
                 written != from && written != to && !reads
             });
-            if is_local && is_free {
-                early.push(item.clone());
-            }
-        }
+            is_local && is_free
+        };
+        let early: Vec<bool> = level.items.iter().enumerate().map(is_early).collect();
         // Where there is nothing else to do, nothing is gained.
-        if early.len() == level.items.len() { Vec::new() } else { early }
+        if early.contains(&false) { early } else { Vec::new() }
     }
 
     /// A copy of one slice.
@@ -206,36 +209,42 @@ impl Writer<'_> {
     }
 
     /// The operations of a level, on one slice. Those that are `early` have been made already if they are short.
-    fn items(&mut self, level: &Level, early: &[Item]) {
+    fn items(&mut self, level: &Level, early: &[bool]) {
         let (result_op, partial_op) = ("OP", "(OP == AVG ? SUM : OP)");
         let reductions = self.schedule.ranks[self.rank as usize]
             .iter()
             .flat_map(|level| &level.items)
             .filter(|item| item.srcs.len() > 1)
             .count();
-        let mut left = level.items.as_slice();
-        while let Some((item, rest)) = left.split_first() {
-            let alike = self.copies_of_one_chunk(left);
+        let early_at = |at: usize| early.get(at).copied().unwrap_or(false);
+        let mut at = 0;
+        while let Some(item) = level.items.get(at) {
+            let alike = self.copies_of_one_chunk(&level.items[at..]);
             if alike > 1 {
-                let (copies, others) = left.split_at(alike);
-                self.copy_to_all(copies, early);
-                left = others;
+                let copies = at..at + alike;
+                let late: Vec<&Item> = copies
+                    .clone()
+                    .filter(|nth| !early_at(*nth))
+                    .map(|nth| &level.items[nth])
+                    .collect();
+                self.copy_to_all(&level.items[copies], &late);
+                at += alike;
                 continue;
             }
-            left = rest;
-            let next = rest.first();
+            at += 1;
+            let next = level.items.get(at);
             if item.srcs.len() == 1 {
                 let copy = self.copy(item);
-                let is_early = early.contains(item);
+                let (is_early, is_next_early) = (early_at(at - 1), early_at(at));
                 let Some(next) = next.filter(|next| self.can_be_beside(item, next)) else {
                     let unless = if is_early { "if (!is_short) " } else { "" };
                     line!(self, "                {unless}{copy}");
                     continue;
                 };
-                left = &rest[1..];
+                at += 1;
                 // One of the two is within the rank. Alone, the other is left.
                 let other = if is_early { self.copy(next) } else { copy };
-                if is_early || early.contains(next) {
+                if is_early || is_next_early {
                     line!(self, "                if (is_short) {{\n                    {other}");
                     line!(self, "                }} else");
                 }
@@ -252,10 +261,10 @@ impl Writer<'_> {
             let bytes = format!("run.bytes(slice, {})", item.place);
             let to = self.address(item.dst);
             let count = item.srcs.len();
-            let also = next.filter(|next| next.srcs == [item.dst] && next.dst != item.dst);
-            if also.is_some() {
-                left = &rest[1..];
-            }
+            let also = next.filter(|next| {
+                next.srcs == [item.dst] && next.dst != item.dst && next.place == item.place
+            });
+            at += usize::from(also.is_some());
             let also_at = also.map_or("nullptr".to_owned(), |also| self.address(also.dst));
             let op = if item.divisor > 1 { result_op } else { partial_op };
             let divisor = item.divisor;
@@ -283,12 +292,11 @@ impl Writer<'_> {
         items.iter().take_while(is_alike).count()
     }
 
-    /// Copies of one chunk, on one slice. Those that are `early` have been made already if the slice is short.
-    fn copy_to_all(&mut self, copies: &[Item], early: &[Item]) {
-        let late: Vec<&Item> = copies.iter().filter(|item| !early.contains(item)).collect();
+    /// Copies of one chunk, on one slice. If the slice is short, only those that are `late` are left to be made.
+    fn copy_to_all(&mut self, copies: &[Item], late: &[&Item]) {
         if late.len() < copies.len() {
             line!(self, "                if (is_short) {{");
-            for item in &late {
+            for item in late {
                 let copy = self.copy(item);
                 line!(self, "                    {copy}");
             }
@@ -341,7 +349,8 @@ impl Writer<'_> {
                 continue;
             }
             // Copies of the result that follow go out with it.
-            let copies = left[1..].iter().take_while(|next| next.srcs == [first.dst]).count();
+            let goes_out = |next: &&&Item| next.srcs == [first.dst] && next.place == first.place;
+            let copies = left[1..].iter().take_while(goes_out).count();
             let sources: Vec<(Cell, u32)> =
                 first.srcs.iter().map(|src| (*src, first.place)).collect();
             let stores: Vec<(usize, Cell, u32)> =

@@ -179,6 +179,17 @@ impl Plan {
         u64::from_le_bytes(first)
     }
 
+    /// Whether there is a program for each rank, and as many chunks of input for each of its parts.
+    pub(super) fn is_shaped(&self) -> bool {
+        let shaped =
+            self.world > 0 && self.chunks > 0 && self.programs.len() == self.world as usize;
+        shaped
+            && match &self.collective {
+                Collective::Custom { outputs, .. } => outputs.len() == self.world as usize,
+                _ => self.chunks.is_multiple_of(self.input_parts()),
+            }
+    }
+
     /// Refuses what is larger than anybody needs, before time is spent on it.
     pub(super) fn within_limits(&self) -> Result<()> {
         let over = |what: &str, found: u64, most: u64| {
@@ -215,13 +226,7 @@ impl Plan {
             accesses += each.operation.spans().map(|span| u64::from(span.count)).sum::<u64>();
             over("chunks that are read and written", accesses, MAX_ACCESSES)?;
         }
-        let shaped =
-            self.world > 0 && self.chunks > 0 && self.programs.len() == self.world as usize;
-        let owns = match &self.collective {
-            Collective::Custom { outputs, .. } => outputs.len() == self.world as usize,
-            _ => self.chunks.is_multiple_of(self.input_parts()),
-        };
-        if shaped && owns {
+        if self.is_shaped() {
             return Ok(());
         }
         let Self { name, world, chunks, .. } = self;

@@ -26,7 +26,7 @@ pub(crate) mod schedule;
 pub(crate) mod testing;
 mod timeline;
 
-pub use check::{CheckedPlan, PlanError, PlanErrorKind};
+pub use check::{CheckedPlan, PlanError, PlanErrorKind, PlanErrorReason};
 pub(crate) use check::{Item, Step};
 pub use format::PLAN_VERSION;
 pub(crate) use model::Cell;

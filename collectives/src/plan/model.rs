@@ -59,7 +59,7 @@ pub enum Protocol {
     /// By the signal that follows it.
     Simple,
     /// By flags, which are half of every 16 bytes (LL): half the bandwidth, and no signal to wait for. For programs that reach
-    /// peers only by puts into scratch, and write each chunk of it at most once.
+    /// peers only by puts and reductions into their scratch, and write each chunk of it at most once.
     Ll,
 }
 
@@ -344,6 +344,15 @@ impl Plan {
             Buffer::Input => self.chunks,
             Buffer::Output => self.output_chunks(rank),
             Buffer::Scratch => self.scratch,
+        }
+    }
+
+    /// The place of a chunk in its part, which says how long it is: those at the end of a part may be shorter. Chunks of
+    /// scratch are as long as the first.
+    pub(crate) fn place_of(&self, cell: Cell) -> u32 {
+        match cell.buffer {
+            Buffer::Scratch => 0,
+            Buffer::Input | Buffer::Output => cell.index % self.chunks_of_part().max(1),
         }
     }
 

@@ -34,7 +34,7 @@ pub(crate) enum Slot {
 /// A plan in levels.
 #[derive(Debug)]
 pub(crate) struct Schedule {
-    /// By rank, then by level.
+    /// By rank, then by level. Where there is scratch, every rank has a level, at which it can say what it needs no more.
     pub(crate) ranks: Vec<Vec<Level>>,
     /// Flags that a rank raises on one peer, at most.
     pub(crate) flags: u32,
@@ -201,8 +201,14 @@ impl Schedule {
         }
         self.plain_slots = counts.iter().map(|(plain, _)| *plain).max().unwrap_or(0);
         self.ll_slots = counts.iter().map(|(_, ll)| *ll).max().unwrap_or(0);
-        let last = (0..self.ranks.len() as u32).map(|rank| self.scratch_levels(rank).1);
+        let ranks = 0..self.ranks.len() as u32;
+        let last = ranks.filter_map(|rank| self.scratch_levels(rank)).map(|(_, last)| last);
         self.last_scratch = last.max().unwrap_or(0);
+        if self.plain_slots > 0 {
+            self.ranks.iter_mut().filter(|levels| levels.is_empty()).for_each(|levels| {
+                levels.push(Level::default());
+            });
+        }
     }
 
     /// Where a chunk of scratch lies. `None` if nobody accesses it.
@@ -210,10 +216,10 @@ impl Schedule {
         self.slots[cell.rank as usize].get(&cell.index).copied()
     }
 
-    /// The first and the last level at which a rank accesses scratch, of any rank.
-    pub(crate) fn scratch_levels(&self, rank: u32) -> (u32, u32) {
+    /// The first and the last level at which a rank accesses scratch, of any rank. `None` if it accesses none.
+    pub(crate) fn scratch_levels(&self, rank: u32) -> Option<(u32, u32)> {
         let levels = self.levels_where(rank, |cell| cell.buffer == Buffer::Scratch);
-        (levels.first().copied().unwrap_or(0), levels.last().copied().unwrap_or(0))
+        levels.first().copied().zip(levels.last().copied())
     }
 
     /// The first level at which a rank accesses a peer's input or output.
@@ -284,6 +290,16 @@ mod tests {
                 assert_eq!(schedule.items(rank), wanted);
             }
             assert!(signalled.is_empty(), "every signal is waited for");
+        }
+    }
+
+    /// Peers wait until every rank has said that a slot is free.
+    #[test]
+    fn ranks_without_operations_have_a_level_where_there_is_scratch() {
+        for checked in [2, 3, 4].into_iter().flat_map(plans) {
+            let schedule = checked.schedule();
+            let all = schedule.ranks.iter().all(|levels| !levels.is_empty());
+            assert!(all || schedule.plain_slots == 0, "{}", checked.plan().name);
         }
     }
 

@@ -4,8 +4,12 @@
 mod builder;
 #[path = "../../tests/host/plans/more_programs.rs"]
 mod more_programs;
+#[path = "../../tests/host/plans/odd_programs.rs"]
+mod odd_programs;
 #[path = "../../tests/host/plans/programs.rs"]
 mod programs;
+
+pub(crate) use odd_programs::right_in_place_on_both_or_none;
 
 use super::CheckedPlan;
 
@@ -14,5 +18,6 @@ pub(crate) fn plans(world: u32) -> Vec<CheckedPlan> {
     let mut all = programs::all(world);
     all.append(&mut more_programs::all(world));
     all.append(&mut more_programs::in_ll(world));
+    all.append(&mut odd_programs::all(world));
     all.into_iter().map(|plan| plan.check().expect("a right program")).collect()
 }

@@ -1,27 +1,31 @@
 //! What a plan leaves, computed on the CPU operation by operation, as slowly as it is plain.
+//!
+//! Chunks hold whole values here, also where they lie in the place of a shorter one.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use symmpool_collectives::plan::{Buffer, Collective, Operation, Plan, Span};
+use symmpool_collectives::plan::{Buffer, Operation, Plan, Span};
 use symmpool_collectives::{DType, ReduceOp};
 
 use crate::oracle::reduce;
 
 type Cell = (u32, Buffer, u32);
 
-/// The output of the communicator's `rank`. `inputs` are those of all ranks.
+/// The output of the communicator's `rank`. `inputs` are those of all ranks. `equal` says that the plan takes equal chunks
+/// alone.
 pub(crate) fn output(
     plan: &Plan,
     inputs: &[Vec<u8>],
     rank: u32,
     (dtype, op): (DType, ReduceOp),
     root: u32,
+    equal: bool,
 ) -> Vec<u8> {
     let world = plan.world;
     let of_plan = |rank: u32| (rank + world - root) % world;
     let mut cells: BTreeMap<Cell, Vec<u8>> = BTreeMap::new();
     for (real, input) in (0u32..).zip(inputs) {
-        for (index, chunk) in (0u32..).zip(chunks(plan, input, dtype)) {
+        for (index, chunk) in (0u32..).zip(chunks(plan, input, dtype, equal)) {
             cells.insert((of_plan(real), Buffer::Input, index), chunk);
         }
     }
@@ -62,15 +66,13 @@ pub(crate) fn output(
 }
 
 /// The input's chunks: whole lines of 64 bytes where they may differ in length.
-fn chunks(plan: &Plan, input: &[u8], dtype: DType) -> Vec<Vec<u8>> {
+fn chunks(plan: &Plan, input: &[u8], dtype: DType, equal: bool) -> Vec<Vec<u8>> {
     let of_part = plan.chunks_of_part() as usize;
     let part = input.len() / plan.input_parts() as usize;
-    let each = match plan.collective {
-        Collective::Custom { .. } => part / of_part,
-        _ => {
-            (part / dtype.size()).div_ceil(of_part).next_multiple_of(64 / dtype.size())
-                * dtype.size()
-        }
+    let each = if equal {
+        part / of_part
+    } else {
+        (part / dtype.size()).div_ceil(of_part).next_multiple_of(64 / dtype.size()) * dtype.size()
     };
     let mut found = Vec::new();
     for at in (0..plan.input_parts() as usize).map(|nth| nth * part) {

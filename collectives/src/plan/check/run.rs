@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::super::model::{Buffer, Cell, Collective, Instruction, Operation, Plan};
 use super::clock::{Access, Clock, History, Moment};
-use super::error::{PlanError, PlanErrorKind};
+use super::error::{PlanError, PlanErrorReason};
 use super::value::{Value, Values};
 
 /// An operation as it ran.
@@ -19,7 +19,15 @@ pub(super) struct Ran {
     /// Its index in the rank's program.
     pub(super) index: usize,
     /// For each chunk of its places, what it wrote.
-    pub(super) values: Vec<Value>,
+    pub(super) written: Vec<Written>,
+}
+
+/// What an operation wrote to a chunk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Written {
+    pub(super) value: Value,
+    /// The place in its part of the shortest chunk that takes part, which says how many elements were written.
+    pub(super) place: u32,
 }
 
 /// What a run shows.
@@ -34,6 +42,8 @@ pub(super) struct Outcome {
 #[derive(Clone, Copy)]
 pub(super) struct Held {
     pub(super) value: Value,
+    /// The place of the shortest chunk that it has passed through: so long it is known to be.
+    pub(super) place: u32,
     pub(super) writer: Option<(u32, usize)>,
 }
 
@@ -108,7 +118,17 @@ pub(in super::super) fn phases(program: &[Instruction]) -> VecDeque<Vec<Vec<usiz
 }
 
 impl<'a> Run<'a> {
-    pub(super) fn new(plan: &'a Plan, in_place: bool) -> Self {
+    pub(super) fn new(plan: &'a Plan) -> Self {
+        Self::with(plan, false, Values::new())
+    }
+
+    /// A run in which input and output are one memory on every rank. With the values of another run equal values have equal
+    /// numbers in both.
+    pub(super) fn in_place(plan: &'a Plan, values: Values) -> Self {
+        Self::with(plan, true, values)
+    }
+
+    fn with(plan: &'a Plan, in_place: bool, values: Values) -> Self {
         let all: Vec<_> = plan.programs.iter().map(|program| phases(program)).collect();
         let most =
             |phases: &VecDeque<Vec<Vec<usize>>>| phases.iter().map(Vec::len).max().unwrap_or(1);
@@ -133,7 +153,7 @@ impl<'a> Run<'a> {
             signalled: BTreeMap::new(),
             awaited: BTreeMap::new(),
             history: History::default(),
-            values: Values::new(plan.chunks_of_part()),
+            values,
             cells: BTreeMap::new(),
             order: Vec::with_capacity(plan.len()),
             undefined: None,
@@ -146,7 +166,8 @@ impl<'a> Run<'a> {
             for index in 0..plan.chunks {
                 let value = run.values.input(rank, index);
                 let cell = Cell { rank, buffer: Buffer::Input, index };
-                run.cells.insert(cell, Held { value, writer: None });
+                let place = plan.place_of(cell);
+                run.cells.insert(cell, Held { value, place, writer: None });
             }
         }
         run
@@ -175,7 +196,7 @@ impl<'a> Run<'a> {
     }
 
     /// The memory that a chunk is in.
-    pub(super) fn memory_of(plan: &Plan, in_place: bool, cell: Cell) -> Cell {
+    fn memory_of(plan: &Plan, in_place: bool, cell: Cell) -> Cell {
         match plan.alias(cell.rank, cell.index) {
             Some(index) if in_place && cell.buffer == Buffer::Output => {
                 Cell { buffer: Buffer::Input, index, ..cell }
@@ -260,7 +281,7 @@ impl<'a> Run<'a> {
         }
         self.ranks[rank as usize].strands[strand].left.pop_front();
         if !operation.spans().any(|_| true) {
-            self.order.push(Ran { rank, index, values: Vec::new() });
+            self.order.push(Ran { rank, index, written: Vec::new() });
         }
         Ok(true)
     }
@@ -279,29 +300,31 @@ impl<'a> Run<'a> {
         let mut written = Vec::with_capacity(dst.count as usize);
         for offset in 0..dst.count {
             let mut found = Vec::with_capacity(operation.sources().len());
+            let cell = dst.cell(offset);
+            let mut place = plan.place_of(cell);
             for src in operation.sources() {
                 let cell = src.cell(offset);
                 self.touch(rank, strand, index, moment, cell, false)?;
                 let held = self.cells.get(&Self::memory_of(plan, self.in_place, cell));
                 let value = held.map_or(Values::UNDEFINED, |held| held.value);
+                place = place.max(held.map_or(0, |held| held.place));
                 if !self.values.is_defined(value) && self.undefined.is_none() {
                     let message = format!(
                         "{} reads {cell}, which nothing has written",
                         self.name_of(rank, index)
                     );
                     self.undefined =
-                        Some(self.error(PlanErrorKind::WrongResult, rank, index, message));
+                        Some(self.error(PlanErrorReason::Undefined, rank, index, message));
                 }
                 found.push(value);
             }
             let value = self.values.reduced(found);
-            let cell = dst.cell(offset);
             self.touch(rank, strand, index, moment, cell, true)?;
             let cell = Self::memory_of(plan, self.in_place, cell);
-            self.cells.insert(cell, Held { value, writer: Some((rank, index)) });
-            written.push(value);
+            self.cells.insert(cell, Held { value, place, writer: Some((rank, index)) });
+            written.push(Written { value, place });
         }
-        self.order.push(Ran { rank, index, values: written });
+        self.order.push(Ran { rank, index, written });
         Ok(())
     }
 
@@ -327,7 +350,7 @@ impl<'a> Run<'a> {
                     self.name_of(rank, index),
                     cell.rank
                 );
-                return Err(self.error(PlanErrorKind::Race, rank, index, message));
+                return Err(self.error(PlanErrorReason::NotEntered, rank, index, message));
             }
         }
         let memory = Self::memory_of(self.plan, self.in_place, cell);
@@ -339,7 +362,7 @@ impl<'a> Run<'a> {
             self.name_of(other.rank, other.index),
             if other.writes { "writes" } else { "reads" },
         );
-        Err(self.error(PlanErrorKind::Race, rank, index, message))
+        Err(self.error(PlanErrorReason::Unordered, rank, index, message))
     }
 
     /// Lets all ranks pass a barrier that all have come to.
@@ -359,7 +382,7 @@ impl<'a> Run<'a> {
             let strand = &mut rank.strands[0];
             strand.clock.join(&all);
             if let Some(index) = strand.left.pop_front() {
-                self.order.push(Ran { rank: number, index, values: Vec::new() });
+                self.order.push(Ran { rank: number, index, written: Vec::new() });
             }
         }
         true
@@ -382,7 +405,12 @@ impl<'a> Run<'a> {
                 if access.writes { "writes" } else { "reads" },
                 cell.rank
             );
-            return Err(self.error(PlanErrorKind::Race, access.rank, access.index, message));
+            return Err(self.error(
+                PlanErrorReason::MayHaveLeft,
+                access.rank,
+                access.index,
+                message,
+            ));
         }
         Ok(())
     }
@@ -402,7 +430,7 @@ impl<'a> Run<'a> {
             self.name_of(rank, index),
             self.name_of(rank, other)
         );
-        self.error(PlanErrorKind::Race, rank, index, message)
+        self.error(PlanErrorReason::SharedChannel, rank, index, message)
     }
 
     /// The error of ranks of which none can go on: the circle that they wait in.
@@ -437,7 +465,7 @@ impl<'a> Run<'a> {
             }
             _ => format!("{} waits for what never comes", story.join("; ")),
         };
-        self.error(PlanErrorKind::Deadlock, rank, index, message)
+        self.error(PlanErrorReason::Circle, rank, index, message)
     }
 
     /// An operation in messages: `line 12 of rank 0 (put input[1] to rank 1's scratch[0])`.
@@ -445,8 +473,14 @@ impl<'a> Run<'a> {
         name_of(self.plan, rank, index)
     }
 
-    fn error(&self, kind: PlanErrorKind, rank: u32, index: usize, message: String) -> PlanError {
-        error(self.plan, kind, rank, index, message)
+    fn error(
+        &self,
+        reason: PlanErrorReason,
+        rank: u32,
+        index: usize,
+        message: String,
+    ) -> PlanError {
+        error(self.plan, reason, rank, index, message)
     }
 }
 
@@ -465,11 +499,11 @@ pub(super) fn name_of(plan: &Plan, rank: u32, index: usize) -> String {
 /// An error about an operation.
 pub(super) fn error(
     plan: &Plan,
-    kind: PlanErrorKind,
+    reason: PlanErrorReason,
     rank: u32,
     index: usize,
     message: String,
 ) -> PlanError {
     let found = plan.programs.get(rank as usize).and_then(|program| program.get(index));
-    PlanError { kind, rank, line: found.map_or(0, |each| each.line), message }
+    PlanError::new(reason, rank, found.map_or(0, |each| each.line), message)
 }

@@ -24,15 +24,13 @@ struct Facts {
     is_defined: bool,
     /// How many inputs take part, each as often as it does.
     contributions: u64,
-    place: Option<u32>,
 }
 
 /// All expressions of a plan.
+#[derive(Clone)]
 pub(super) struct Values {
     numbers: BTreeMap<Expression, Value>,
     expressions: Vec<(Expression, Facts)>,
-    /// Chunks of a part.
-    each: u32,
 }
 
 /// More inputs than take part in any sensible chunk.
@@ -41,10 +39,9 @@ const MAX_CONTRIBUTIONS: u64 = 1 << 16;
 impl Values {
     pub(super) const UNDEFINED: Value = Value(0);
 
-    pub(super) fn new(chunks_of_part: u32) -> Self {
-        let (numbers, expressions) = (BTreeMap::new(), Vec::new());
-        let mut values = Self { numbers, expressions, each: chunks_of_part.max(1) };
-        let facts = Facts { is_defined: false, contributions: 0, place: None };
+    pub(super) fn new() -> Self {
+        let mut values = Self { numbers: BTreeMap::new(), expressions: Vec::new() };
+        let facts = Facts { is_defined: false, contributions: 0 };
         values.number(Expression::Undefined, facts);
         values
     }
@@ -64,7 +61,7 @@ impl Values {
     }
 
     pub(super) fn input(&mut self, rank: u32, chunk: u32) -> Value {
-        let facts = Facts { is_defined: true, contributions: 1, place: Some(chunk % self.each) };
+        let facts = Facts { is_defined: true, contributions: 1 };
         self.number(Expression::Input(Contribution { rank, chunk }), facts)
     }
 
@@ -74,11 +71,9 @@ impl Values {
             return *one;
         }
         let all = || values.iter().map(|each| self.facts(*each));
-        let place = all().next().and_then(|first| first.place);
         let facts = Facts {
             is_defined: all().all(|each| each.is_defined),
             contributions: all().fold(0, |sum, each| sum.saturating_add(each.contributions)),
-            place: place.filter(|_| all().all(|each| each.place == place)),
         };
         self.number(Expression::Reduced(values), facts)
     }
@@ -86,12 +81,6 @@ impl Values {
     /// Whether all that a value is made of was written.
     pub(super) fn is_defined(&self, value: Value) -> bool {
         self.facts(value).is_defined
-    }
-
-    /// Where in their parts the chunks are that a value is made of. `None` if at several places, so that they have
-    /// one length only where all chunks have.
-    pub(super) fn place(&self, value: Value) -> Option<u32> {
-        self.facts(value).place
     }
 
     /// The inputs that a value is made of, sorted, each as often as it takes part; `None` beyond a limit.

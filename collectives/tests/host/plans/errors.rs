@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use symmpool_collectives::plan::{
-    Buffer, Collective, Contribution, Operation, Plan, PlanError, PlanErrorKind, Protocol, Span,
+    Buffer, Collective, Contribution, Operation, Plan, PlanError, PlanErrorKind, PlanErrorReason,
+    Protocol, Span,
 };
 
 use super::builder::{Me, place, plan};
@@ -329,6 +330,66 @@ fn places_are_in_range_and_of_the_operations_ranks() {
     let nowhere = vec![vec![vec![Contribution { rank: 5, chunk: 0 }]]];
     let collective = Collective::Custom { name: "far".to_owned(), outputs: nowhere };
     assert_eq!(refused(plan("far", collective, 1, 1, 0, |_| ())).kind, PlanErrorKind::OutOfRange);
+}
+
+#[test]
+fn inputs_are_only_read() {
+    let own = plan("own", Collective::AllReduce, 1, 2, 0, |me| {
+        me.copy(me.output(0), me.input(0));
+        me.copy(me.output(1), me.input(1));
+        me.copy(me.input(1), me.output(0));
+    });
+    let error = refused(own);
+    assert_eq!((error.kind, error.rank, error.line), (PlanErrorKind::ReadOnly, 0, 3), "{error}");
+    assert!(error.message.contains("only read"), "{error}");
+    // Nor are a peer's, and those of whom nobody reads, as of all ranks but a broadcast's root.
+    let peers = plan("peers", Collective::Broadcast, 2, 1, 0, |me| {
+        me.barrier();
+        if me.rank == 0 {
+            me.put(place(1, Buffer::Input, 0), me.input(0));
+            me.copy(me.output(0), me.input(0));
+        }
+        me.barrier();
+        if me.rank == 1 {
+            me.copy(me.output(0), me.input(0));
+        }
+    });
+    let error = refused(peers);
+    assert_eq!((error.kind, error.rank, error.line), (PlanErrorKind::ReadOnly, 0, 2), "{error}");
+    for into in ["copy", "get", "reduce"] {
+        let error = refused(plan("root", Collective::Broadcast, 2, 1, 1, |me| {
+            me.barrier();
+            let (to, peer) = (me.input(0), place(1 - me.rank, Buffer::Scratch, 0));
+            match into {
+                "copy" => me.copy(to, me.scratch(0)),
+                "get" => me.get(to, peer),
+                _ => me.reduce(to, vec![me.input(0), peer]),
+            }
+        }));
+        assert_eq!(error.kind, PlanErrorKind::ReadOnly, "{into}");
+    }
+}
+
+/// The kind follows from the reason.
+#[test]
+fn reasons_are_told_apart() {
+    let of = |program: fn(&mut Me)| refused(reduced(program)).reason;
+    assert_eq!(of(|me| me.copy(me.output(0), me.scratch(1))), PlanErrorReason::Undefined);
+    assert_eq!(of(|me| me.copy(me.output(0), me.input(0))), PlanErrorReason::Contributions);
+    assert_eq!(of(|_| ()), PlanErrorReason::NeverWritten);
+    assert_eq!(of(|me| me.in_group(1, Me::barrier)), PlanErrorReason::GroupedBarrier);
+    assert_eq!(of(|me| me.reduce(me.output(0), Vec::new())), PlanErrorReason::NoSources);
+    let wrong = Plan { chunks: 0, ..programs::one_shot(2) };
+    assert_eq!(refused(wrong).reason, PlanErrorReason::Shape);
+    let long = Plan { chunks: 1 << 20, ..programs::one_shot(2) };
+    assert_eq!(refused(long).reason, PlanErrorReason::Limits);
+    let mut twice = Plan { protocol: Protocol::Ll, ..programs::one_shot(2) };
+    let first = twice.programs[0][0].clone();
+    twice.programs[0].insert(0, first);
+    assert_eq!(refused(twice).reason, PlanErrorReason::LlTwice);
+    for reason in PlanErrorReason::ALL {
+        assert_eq!(reason.is_in_place_alone(), reason.words().starts_with("in place"));
+    }
 }
 
 #[test]

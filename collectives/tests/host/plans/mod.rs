@@ -4,6 +4,8 @@ mod builder;
 mod errors;
 mod format;
 mod more_programs;
+mod odd_programs;
+mod odd_runs;
 mod programs;
 mod registry;
 mod runs;

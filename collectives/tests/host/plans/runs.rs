@@ -9,39 +9,46 @@ use super::builder::{place, plan};
 use super::{more_programs, programs};
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 
-const WINDOW: u64 = 1 << 17;
+pub(super) const WINDOW: u64 = 1 << 17;
 
-/// Elements of the input and the output of a call.
-fn lengths(plan: &Plan, count: usize) -> (usize, usize) {
+/// Elements of `rank`'s input and output in a call.
+pub(super) fn lengths(plan: &Plan, rank: u32, count: usize) -> (usize, usize) {
     match plan.collective {
-        Collective::Custom { .. } => (count, count),
+        Collective::Custom { .. } => {
+            (count, count / plan.chunks as usize * plan.output_chunks(rank) as usize)
+        }
         _ => (count * plan.input_parts() as usize, count * plan.output_parts() as usize),
     }
 }
 
 /// Exact in `f32`, whatever the order of sums of a few of them.
-fn value(rank: u32, index: usize, call: usize) -> f32 {
+pub(super) fn value(rank: u32, index: usize, call: usize) -> f32 {
     ((index * 7 + rank as usize * 131 + call * 17) % 1009) as f32 - 300.0
 }
 
 /// What `rank`'s output must be. `root` is the root of broadcasts.
-fn expected(plan: &Plan, rank: u32, count: usize, call: usize, root: u32) -> Vec<f32> {
+pub(super) fn expected(plan: &Plan, rank: u32, count: usize, call: usize, root: u32) -> Vec<f32> {
     let sum = |index: usize| (0..plan.world).map(|rank| value(rank, index, call)).sum();
     let mine = rank as usize * count;
-    (0..lengths(plan, count).1)
-        .map(|index| match plan.collective {
+    let chunk = count / plan.chunks as usize;
+    (0..lengths(plan, rank, count).1)
+        .map(|index| match &plan.collective {
             Collective::AllReduce => sum(index),
             Collective::ReduceScatter => sum(mine + index),
             Collective::AllGather => value((index / count) as u32, index % count, call),
             Collective::Broadcast => value(root, index, call),
             Collective::AllToAll => value((index / count) as u32, mine + index % count, call),
-            Collective::Custom { .. } if index < count / 2 => sum(index),
-            Collective::Custom { .. } => value((rank + 1) % plan.world, index, call),
+            Collective::Custom { outputs, .. } => {
+                let inputs = outputs[rank as usize][index / chunk].iter();
+                inputs
+                    .map(|of| value(of.rank, of.chunk as usize * chunk + index % chunk, call))
+                    .sum()
+            }
         })
         .collect()
 }
 
-fn run(
+pub(super) fn run(
     engine: &mut HostEngine,
     checked: &CheckedPlan,
     (input, output): (&Buffer, &Buffer),
@@ -80,7 +87,7 @@ fn every_program_computes_what_was_proved() {
                     } else {
                         0
                     };
-                    let (inputs, outputs) = lengths(plan, count);
+                    let (inputs, outputs) = lengths(plan, rank, count);
                     let input = Buffer::window(&heap, rank, 0, inputs * 4);
                     let output = Buffer::window(&heap, rank, WINDOW, outputs * 4);
                     let data: Vec<f32> =
@@ -115,7 +122,7 @@ fn in_place_calls_are_right_or_refused() {
         for checked in &plans {
             let plan = checked.plan();
             let count = 250;
-            let (inputs, outputs) = lengths(plan, count);
+            let (inputs, outputs) = lengths(plan, rank, count);
             let own = rank as usize * count * 4;
             let whole = Buffer::window(&heap, rank, 0, inputs.max(outputs) * 4);
             let part = Buffer::window(&heap, rank, own as u64, inputs.min(outputs) * 4);
@@ -280,7 +287,7 @@ fn averages_divide_each_output_by_its_own_number_of_contributions() {
     });
 }
 
-trait Refusal {
+pub(super) trait Refusal {
     fn is_unsupported_or_invalid(&self) -> bool;
 }
 
