@@ -55,8 +55,8 @@ class InvalidArgumentError(Error, ValueError):
 class PlanError(InvalidArgumentError):
     """A program of symmpool.language is wrong. The message begins with the file and the line."""
 
-    #: "deadlock", "race", "wrong_result", "unmatched_signal", "out_of_range", "read_only", "not_reproducible" or
-    #: "protocol".
+    #: "deadlock", "race", "wrong_result", "unmatched_signal", "out_of_range", "read_only",
+    #: "not_reproducible" or "protocol".
     kind: str = ""
     #: The rank whose operation it is.
     rank: int = 0
