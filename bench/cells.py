@@ -24,9 +24,39 @@ def recorded(name, places=ANY):
     return None, None
 
 
+#: Columns in which more than 1 says that ours is faster than the peer.
+RATIOS = (
+    "best peer / ours",
+    "best peer / symmpool",
+    "NCCL / symmpool",
+    "NCCL / on torch's memory",
+    "symmpool / NCCL",
+)
+#: Times within this part of each other count as equal.
+EQUAL = 0.02
+
+
 def table(head, rows):
+    """A table, and below it how often its ratios say that ours is ahead of the peers, equal and behind."""
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    scores = [
+        f"`{name}`: {score([row[column] for row in rows])}."
+        for column, name in enumerate(head)
+        if name in RATIOS
+    ]
+    return "\n".join([*lines, *([""] if scores else []), *scores])
+
+
+def score(ratios):
+    """How often ours is ahead, equal and behind, by ratios as they stand in a table."""
+    found = [float(ratio.replace(",", "")) for ratio in ratios if ratio != "-"]
+    ahead = sum(ratio > 1 + EQUAL for ratio in found)
+    behind = sum(ratio < 1 - EQUAL for ratio in found)
+    return (
+        f"ahead in {ahead} of {len(found)} cells, equal (within {EQUAL:.0%}) in "
+        f"{len(found) - ahead - behind}, behind in {behind}"
+    )
 
 
 def size(count):

@@ -1,6 +1,6 @@
-"""Builds the tables of docs/performance.md and the pictures of README.md from bench/results.
+"""Builds the tables of docs/performance.md, README.md's claims and its pictures from bench/results.
 
-In the document everything between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table that
+In the documents everything between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table that
 the function of that name makes from its results: here or, for GPUs, in tables_gpu.py. The pictures are
 the files in docs/pictures, made by charts.py. With --check nothing is written, and the exit code says
 whether all of them are up to date.
@@ -8,10 +8,11 @@ whether all of them are up to date.
 
 import re
 import sys
+import textwrap
 
 import charts
 import tables_gpu
-from cells import RESULTS, ROOT, figure, load, size, table
+from cells import RESULTS, ROOT, figure, load, score, size, table
 
 
 def host_table(operation, results="host"):
@@ -69,7 +70,9 @@ def all_to_all_v():
         return f"{figure(ours)} / {figure(best)} ({name}): {best / ours:.2f}"
 
     head = ["ranks", "matrix", *map(size, sizes)]
-    return table(head, [[*key, *[cell(row.get(n)) for n in sizes]] for key, row in rows.items()])
+    cells = [[*key, *[cell(row.get(n)) for n in sizes]] for key, row in rows.items()]
+    ratios = [each.rsplit(" ", 1)[-1] for row in cells for each in row[2:]]
+    return f"{table(head, cells)}\n\nBest peer / ours: {score(ratios)}."
 
 
 def packing():
@@ -126,18 +129,18 @@ MAKERS = {
 }
 MAKERS |= tables_gpu.MAKERS
 #: The documents that have tables.
-DOCUMENTS = (ROOT / "docs/performance.md",)
-MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DOCUMENTS = (ROOT / "docs/performance.md", ROOT / "README.md")
+MARKED = re.compile(r"^( *)(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE)
 
 
 def fill(text, makers=MAKERS):
     """The text with every marked table made anew."""
 
     def made(match):
-        name = match[2]
+        indent, begin, name, end = match.groups()
         if name not in makers:
             raise SystemExit(f"there is no table {name!r}; known are {sorted(makers)}")
-        return f"{match[1]}{makers[name]()}\n{match[3]}"
+        return indent + begin + textwrap.indent(f"{makers[name]()}\n{end}", indent)
 
     return MARKED.sub(made, text)
 

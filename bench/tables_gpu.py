@@ -5,11 +5,12 @@ beforehand. In brackets behind a time stands the form in which it was measured, 
 contender: calls a graph, or eager.
 """
 
+import textwrap
 from functools import partial
 from statistics import median
 
 import tables_models
-from cells import ANY, FOUR, ONE, TWO, exact, figure, recorded, size, table
+from cells import ANY, FOUR, ONE, TWO, exact, figure, recorded, score, size, table
 
 #: The note above tables whose times were measured in one form only.
 ONE_FORM = """\
@@ -120,6 +121,25 @@ def all_reduce(places):
     bar = ["bar us"] if bars else []
     head = ["bytes", "symmpool us", *bar, "busbw GB/s", *peers, "best peer / ours"]
     return f"{heading(place, report)}\n\n{table(head, rows)}"
+
+
+def readme_all_reduce():
+    """README.md's sentences on all-reduces, of the same results as the tables of them."""
+    said = []
+    for places in (TWO, FOUR):
+        place, report = recorded("allreduce", places)
+        if report is None:
+            continue
+        ratios = []
+        for entry in report["results"]:
+            ratios.append(ratio(best_peer(report, entry)[0], entry["figures"].get("ours", {}).get("us")))
+        sizes = [entry["bytes"] for entry in report["results"]]
+        said.append(
+            f"on {place[1]} {place[0].upper()}s {score(ratios).replace('cells', 'sizes')} "
+            f"({size(min(sizes))} to {size(max(sizes))})"
+        )
+    claim = f"All-reduces beside the fastest of NCCL's and torch's symmetric memory's: {'; '.join(said)}."
+    return textwrap.fill(claim, 118)
 
 
 def all_to_all(places):
@@ -489,5 +509,6 @@ MAKERS = {
     "all_to_all_h100x4": lambda: all_to_all(FOUR[:1]),
     "collectives_h100x4": lambda: collectives(FOUR[:1]),
     "in_short_gpu2": lambda: in_short(TWO),
+    "readme_all_reduce": readme_all_reduce,
     "gpu_more": more,
 }

@@ -321,7 +321,22 @@ def test_a_picture_has_a_curve_for_each_contender_and_names_its_machine(recorded
     assert "All-reduce, 4 x H200" in words(charts.picture("allreduce", "All-reduce"))
 
 
+def test_a_table_counts_where_ours_is_ahead_equal_and_behind():
+    rows = [[1, "1.03"], [2, "1.02"], [3, "0.98"], [4, "0.97"], [5, "-"], [6, "1,234.00"]]
+    made = cells.table(["bytes", "best peer / ours"], rows)
+    counted = "`best peer / ours`: ahead in 2 of 5 cells, equal (within 2%) in 2, behind in 1."
+    assert made.endswith(f"\n\n{counted}")
+    assert cells.table(["bytes", "bound / ours"], rows).endswith("1,234.00 |")
+
+
+def test_a_table_in_a_list_is_indented_like_its_mark():
+    text = "- one\n  <!-- table: two -->\n  old\n  <!-- end -->\n- three\n"
+    made = tables.fill(text, {"two": lambda: "a\nb"})
+    assert made == "- one\n  <!-- table: two -->\n  a\n  b\n  <!-- end -->\n- three\n"
+    assert tables.fill(made, {"two": lambda: "a\nb"}) == made
+
+
 def test_the_documents_ask_for_every_table():
     texts = [document.read_text() for document in tables.DOCUMENTS]
-    shown = {found[2] for text in texts for found in tables.MARKED.finditer(text)}
+    shown = {found[3] for text in texts for found in tables.MARKED.finditer(text)}
     assert shown <= set(tables.MAKERS) and set(tables_gpu.MAKERS) <= shown
