@@ -299,6 +299,20 @@ impl Communicator {
         self.lock().engine.synchronize(stream)
     }
 
+    /// Moves the end of the last call behind what `stream` was given so far: the next call waits for that too, on
+    /// whatever stream it is. To be called behind copies out of memory that peers write in the next call, or other work
+    /// that belongs to a call and follows its kernel, once that stream waits for all of it. Costs next to nothing where all
+    /// calls are on one stream, and can be captured.
+    ///
+    /// Waits for peers may be part of what the stream was given only if they end without the next call of this communicator.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_state` if the last call is on another stream, which is being captured, and this one is not.
+    pub fn extend_order(&self, stream: &Stream) -> Result<()> {
+        self.lock().engine.extend_order(stream)
+    }
+
     /// To be called before a stream that had calls is destroyed: the communicator does not touch it any more unless
     /// a call names it again. What was put on it keeps its place in the order of calls. Ranks need not do so
     /// alike. The pool's lanes remember streams too: see [`Pool::forget_stream`].

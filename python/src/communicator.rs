@@ -484,11 +484,16 @@ impl Communicator {
     /// Makes what `stream` gets from now on wait for what torch's current one was given so far.
     #[pyo3(signature = (stream))]
     fn follow(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
-        let (current, follower) =
-            (self.calls.stream(py, None)?, self.calls.stream(py, Some(stream))?);
-        let mark =
-            Mark::new(self.calls.comm.pool().driver(), self.calls.device, current).or_raise(py)?;
-        mark.hold(follower).or_raise(py)
+        let both = (self.calls.stream(py, None)?, self.calls.stream(py, Some(stream))?);
+        Mark::follow(self.calls.comm.pool().driver(), self.calls.device, both).or_raise(py)
+    }
+
+    /// Has the next call, on whatever stream, come behind what `stream` (torch's current one unless given) was given
+    /// so far, as a part of the last call. Not collective; can be captured.
+    #[pyo3(signature = (stream = None))]
+    fn extend_order(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
+        let stream = stream::resolve(py, self.calls.device, stream)?;
+        py.detach(|| self.calls.comm.extend_order(&stream)).or_raise(py)
     }
 
     /// Makes an algorithm known under its name and collective: calls take it by `algorithm=`. It exchanges nothing

@@ -44,8 +44,17 @@ impl Mark {
         Ok(Self { event, device })
     }
 
+    /// Makes what `follower` gets from now on wait for what `stream` was given so far.
+    pub(crate) fn follow(
+        driver: &Driver,
+        device: Device,
+        (stream, follower): (Stream, Stream),
+    ) -> Result<()> {
+        Self::new(driver, device, stream)?.hold(follower)
+    }
+
     /// Makes later work of `stream` wait, on the device.
-    pub(crate) fn hold(&self, stream: Stream) -> Result<()> {
+    fn hold(&self, stream: Stream) -> Result<()> {
         self.event.check("a mark")?;
         self.event.driver.wait_event(stream, self.event.get())
     }

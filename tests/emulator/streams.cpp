@@ -73,6 +73,9 @@ struct Event {
 
 namespace {
 
+// `CU_STREAM_PER_THREAD`: the handle of another stream in each thread. The smaller ones are the default stream's.
+constexpr size_t PER_THREAD = 2;
+
 // Never destroyed: streams may still be at work when the process ends.
 struct State {
     std::mutex lock;
@@ -196,8 +199,12 @@ void run_graph(const Graph& graph) {
 Stream* stream_of(void* handle) {
     Held held(state.lock);
     const size_t number = reinterpret_cast<size_t>(handle);
-    if (number <= 2) {
+    if (number < PER_THREAD) {
         return default_stream(held);
+    }
+    if (number == PER_THREAD) {
+        thread_local Stream* of_thread = make(held, true);
+        return of_thread;
     }
     Stream* stream = static_cast<Stream*>(handle);
     return state.streams.count(stream) ? stream : nullptr;

@@ -121,6 +121,9 @@ impl fmt::Debug for Driver {
     }
 }
 
+/// `CU_STREAM_LEGACY`: the default stream by its explicit name.
+const LEGACY: u64 = 1;
+
 /// A stream as its driver knows it: a `CUstream` as an integer on CUDA (0 is the default stream),
 /// meaningless and 0 on the host. Lanes never order by it (rule D3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -134,7 +137,10 @@ impl Stream {
     /// The default stream; the only one on the host.
     pub const DEFAULT: Self = Self { raw: 0, numbered: false };
 
-    /// A stream from its raw handle.
+    /// The handle `CU_STREAM_PER_THREAD`, which is another stream in each thread.
+    pub const PER_THREAD: u64 = 2;
+
+    /// A stream from its raw handle. `CU_STREAM_LEGACY` is the default stream.
     ///
     /// # Safety
     ///
@@ -146,7 +152,12 @@ impl Stream {
     /// communicator). After that nothing touches the stream, and it may be destroyed.
     #[allow(unsafe_code)] // what the handle is, only the caller knows
     pub const unsafe fn from_raw(raw: u64) -> Self {
-        Self { raw, numbered: false }
+        Self { raw: if raw == LEGACY { 0 } else { raw }, numbered: false }
+    }
+
+    /// Whether this is `CU_STREAM_PER_THREAD`: another stream in each thread that names it.
+    pub const fn is_per_thread(self) -> bool {
+        self.raw == Self::PER_THREAD && !self.numbered
     }
 
     /// A stream for drivers that have no streams, with a number of the caller's choice: on the host and in

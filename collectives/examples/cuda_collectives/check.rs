@@ -8,9 +8,10 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, experts, first_calls, fused,
-    growth, huge, matmul, matmul_few, matmul_gather, measured_barrier, memory_operations, native,
-    one_sided, one_sided_streams, p2p, plans, reduce_scatter, repeats, slow, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, call_order, equal_parts, experts,
+    first_calls, fused, growth, huge, matmul, matmul_few, matmul_gather, measured_barrier,
+    memory_operations, native, one_sided, one_sided_streams, p2p, plans, reduce_scatter, repeats,
+    slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -46,7 +47,7 @@ enum When {
 type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 24] = [
+const PARTS: [(&str, When, Part); 25] = [
     ("growth", When::Always, growth::run),
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
@@ -57,6 +58,7 @@ const PARTS: [(&str, When, Part); 24] = [
     ("one_sided", When::Always, one_sided_streams::run),
     ("one_sided", When::Always, memory_operations::run),
     ("one_sided", When::Always, measured_barrier::run),
+    ("call_order", When::Always, call_order::run),
     ("p2p", When::Always, p2p::run),
     ("plans", When::Always, plans::run),
     ("odd_plans", When::Always, plans::run_odd),

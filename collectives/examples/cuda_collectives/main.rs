@@ -16,6 +16,7 @@ mod all_gather_broadcast;
 mod all_to_all;
 mod all_to_all_faults;
 mod bench;
+mod call_order;
 mod check;
 mod cuda;
 mod equal_parts;
@@ -100,7 +101,8 @@ struct Options {
     /// Algorithms to time, or checks to run, by name; all of them without it.
     ///
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
-    /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, p2p, plans, odd_plans and native
+    /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, call_order (of calls
+    /// on several streams), p2p, plans, odd_plans and native
     /// (collectives that programs bring along), fused (all-reduces with a residual and a norm), matmul (products whose parts are added
     /// up, or gathered), matmul_few (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
     /// that read late), growth (communicators whose memory grows), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each

@@ -84,6 +84,13 @@ impl Engine {
         }
     }
 
+    pub(super) fn extend_order(&mut self, stream: &Stream) -> Result<()> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Cuda(cuda) => cuda.extend_order(*stream),
+        }
+    }
+
     pub(super) fn forget_stream(&mut self, stream: &Stream) -> Result<()> {
         match self {
             // In host memory nothing is pending on a stream.

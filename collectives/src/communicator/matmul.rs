@@ -18,7 +18,8 @@ impl Communicator {
 
     /// Opens a fused product: returns, or on a device lets `stream` go on, once every rank has opened the same one. What
     /// ranks did before on the streams that they pass has been done then, so a rank may write into memory that its
-    /// peers have read before.
+    /// peers have read before. Whoever reads such memory behind a product, on the stream or on others that it then waits
+    /// for, calls [`Self::extend_order`] behind that.
     ///
     /// # Errors
     ///

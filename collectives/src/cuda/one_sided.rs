@@ -11,6 +11,7 @@ use super::kernel_mode::OneSidedMode;
 use super::kernel_spec::KernelSpec;
 use super::params::{CallParams, ChannelEnd, Comm};
 use super::reductions::THREADS;
+use crate::signal::channel::CHANNELS;
 use crate::timeout::nanoseconds;
 
 /// Most blocks that copy: enough to keep a link busy, with processors left for other kernels.
@@ -99,27 +100,33 @@ impl CudaEngine {
         unsafe { self.copy_outside_calls(to, from, bytes, stream) }
     }
 
-    /// Signals the peer by memory operations; where `acknowledged`, once it has taken the last signal.
+    /// Signals the peer by memory operations. Where `acknowledged`, once it has taken the last signal, and behind the last
+    /// such signal on this channel, whatever stream that is on. Else the caller knows that it has, as in the steps of a
+    /// product, which are part of a call.
     pub(crate) fn signal_by_memory(
         &mut self,
-        end: (u32, u32),
+        (peer, channel): (u32, u32),
         acknowledged: bool,
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
         self.check_stream(stream)?;
         self.begin_outside_calls();
-        if acknowledged {
+        let end = acknowledged.then(|| memory_end(true, peer, channel));
+        if let Some(end) = end {
+            self.switch_channel_to(end, stream)?;
             self.before_wait(stream)?;
         }
         let timeout = self.comm.timeout;
-        self.memory_operations.signal(end, timeout, acknowledged, stream)
+        self.memory_operations.signal((peer, channel), timeout, acknowledged, stream)?;
+        end.map_or(Ok(()), |end| self.after_operation(end, stream))
     }
 
-    /// Makes the stream wait for the peer's next signal by memory operations.
+    /// Makes the stream wait for the peer's next signal by memory operations. With `acknowledge` it takes the signal: the
+    /// next such wait on this channel begins when this one has reset its flag, whatever stream that is on.
     pub(crate) fn wait_by_memory(
         &mut self,
-        end: (u32, u32),
+        (peer, channel): (u32, u32),
         timeout: Duration,
         acknowledge: bool,
         stream: Stream,
@@ -127,8 +134,14 @@ impl CudaEngine {
         self.ready()?;
         self.check_stream(stream)?;
         self.begin_outside_calls();
+        let end = acknowledge.then(|| memory_end(false, peer, channel));
+        if let Some(end) = end {
+            self.switch_channel_to(end, stream)?;
+        }
         self.before_wait(stream)?;
-        self.memory_operations.wait(end, nanoseconds(timeout), acknowledge, stream)
+        let timeout = nanoseconds(timeout);
+        self.memory_operations.wait((peer, channel), timeout, acknowledge, stream)?;
+        end.map_or(Ok(()), |end| self.after_operation(end, stream))
     }
 
     /// # Safety
@@ -159,6 +172,11 @@ impl CudaEngine {
         unsafe { self.launch_unordered(kernel, grid, &comm, params, None, stream) }?;
         end.map_or(Ok(()), |end| self.after_operation(end, stream))
     }
+}
+
+/// One end of a channel of memory operations. Their numbers come behind those of kernels' channels and of messages.
+fn memory_end(sends: bool, peer: u32, channel: u32) -> ChannelEnd {
+    ChannelEnd { sends, peer, number: CHANNELS + 1 + channel }
 }
 
 /// Parameters of a kernel that only signals or waits.

@@ -9,29 +9,116 @@
 //! stream comes before an event was recorded, it waits for all that is on the last call's stream. That stream
 //! still lives, as whoever made the `Stream` of a raw handle promised.
 //!
+//! A call may have work behind its last kernel: copies out of memory that peers write in the next call, or products of
+//! it. [`extend`](StreamOrder::extend) moves the call's end behind that.
+//!
 //! Captured calls wait for nothing outside the capture, which a CUDA graph cannot express. Whoever launches the
-//! graph orders it. A capture does not change the order of calls outside graphs.
+//! graph orders it. A capture does not change the order of calls outside graphs. Within a capture, calls on several
+//! streams are in order too: the graph has an edge from each to the next.
+//!
+//! `CU_STREAM_PER_THREAD` is one handle for many streams. No thread can record an event on another one's, so an
+//! event is always recorded behind a call there.
 
 #![allow(unsafe_code)] // FFI: an event by its handle
+
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use symmpool_allocator::driver::{CudaDriver, MemoryDriver};
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::api::{Api, Handle};
 
-/// Makes a stream wait for what another one has been given, in graphs too.
-fn fork(driver: &dyn MemoryDriver, from: Stream, to: Stream) -> Result<()> {
-    let event = driver.record_event(from)?;
-    let waited = driver.wait_event(to, &event);
-    driver.release_event(event);
-    waited
+/// What the order needs of a device.
+pub(super) trait Events {
+    /// Makes an event.
+    fn event(&self) -> Result<Handle>;
+    /// Records an event behind what is on a stream.
+    fn record(&self, event: Handle, stream: Stream) -> Result<()>;
+    /// Makes a stream wait for what an event was recorded behind.
+    fn wait(&self, event: Handle, stream: Stream) -> Result<()>;
+    /// Refuses a stream that is none of the device.
+    fn check(&self, stream: Stream) -> Result<()>;
+    /// Whether a stream is being captured.
+    fn is_capturing(&self, stream: Stream) -> bool;
+    /// The number of the capture that a stream is part of.
+    fn capture_of(&self, stream: Stream) -> Option<u64>;
+}
+
+/// The events of a CUDA device.
+#[derive(Clone, Copy)]
+pub(super) struct CudaEvents<'a> {
+    pub(super) api: &'a Api,
+    pub(super) driver: &'a CudaDriver,
+}
+
+impl Events for CudaEvents<'_> {
+    fn event(&self) -> Result<Handle> {
+        self.driver.with_context(|| self.api.event())
+    }
+
+    fn record(&self, event: Handle, stream: Stream) -> Result<()> {
+        let what = "recording an event behind a call";
+        self.driver.with_context(|| record(self.api, self.driver, event, stream, what))
+    }
+
+    fn wait(&self, event: Handle, stream: Stream) -> Result<()> {
+        let what = "making a stream wait for a communicator's last call";
+        self.driver.with_context(|| wait(self.api, self.driver, event, stream, what))
+    }
+
+    fn check(&self, stream: Stream) -> Result<()> {
+        self.driver.stream_handle(stream).map(drop)
+    }
+
+    fn is_capturing(&self, stream: Stream) -> bool {
+        self.driver.is_capturing(stream)
+    }
+
+    fn capture_of(&self, stream: Stream) -> Option<u64> {
+        self.driver.capture_of(stream)
+    }
+}
+
+/// A stream, of which the handle of the streams of threads alone says too little.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    stream: Stream,
+    /// The number of the thread for `CU_STREAM_PER_THREAD`, else 0.
+    thread: u64,
+}
+
+impl Place {
+    #[inline]
+    fn of(stream: Stream) -> Self {
+        Self { stream, thread: if stream.is_per_thread() { this_thread() } else { 0 } }
+    }
+
+    /// Whether this thread can name the stream.
+    fn is_named_here(self) -> bool {
+        self == Self::of(self.stream)
+    }
+}
+
+/// A number that no other thread of the process has, from 1.
+fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed));
+    NUMBER.with(|number| *number)
+}
+
+/// The end of the last call that was captured, as far as is known.
+#[derive(Clone, Copy, Debug)]
+struct Captured {
+    /// The number of its capture.
+    capture: u64,
+    place: Place,
 }
 
 /// The last call outside graphs. Graphs are ordered by whoever launches them.
 #[derive(Debug, Default)]
 pub(super) struct StreamOrder {
     /// The stream of the last call, unless that was forgotten.
-    last: Option<Stream>,
+    last: Option<Place>,
     /// An event, made when one is first needed.
     event: Option<Handle>,
     /// Whether the event was recorded behind the last call. If not, the next call on another stream waits for all
@@ -40,42 +127,76 @@ pub(super) struct StreamOrder {
     /// Whether calls were captured, as far as is known. A graph that runs on the last call's stream is waited for
     /// with all that is on that stream.
     in_graphs: bool,
+    /// The last captured call, unless it was captured on the stream of the last call outside graphs and nobody asked.
+    captured: Option<Captured>,
+    /// An event behind that call, within its capture.
+    captured_event: Option<Handle>,
 }
 
 impl StreamOrder {
     /// Puts all that comes on `stream` from now on behind the last call.
     #[inline]
-    pub(super) fn switch_to(
-        &mut self,
-        api: &Api,
-        driver: &CudaDriver,
-        stream: Stream,
-    ) -> Result<()> {
-        if self.last == Some(stream) {
+    pub(super) fn switch_to(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
+        if self.last == Some(Place::of(stream)) && self.captured.is_none() {
             return Ok(());
         }
-        self.follow_on(api, driver, stream)
+        self.follow_on(events, Place::of(stream))
     }
 
-    fn follow_on(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
-        driver.stream_handle(stream)?;
-        if driver.is_capturing(stream) {
+    fn follow_on(&mut self, events: &impl Events, place: Place) -> Result<()> {
+        let stream = place.stream;
+        events.check(stream)?;
+        if events.is_capturing(stream) {
             self.in_graphs = true;
-            return Ok(());
+            return self.follow_in_capture(events, place);
         }
-        match (self.last, self.event) {
-            (_, Some(event)) if self.is_recorded => {
-                let what = "making a stream wait for a communicator's last call";
-                driver.with_context(|| wait(api, driver, event, stream, what))?;
-            }
-            (Some(last), _) if driver.is_capturing(last) => {
-                return Err(captured(last, "make a call on another stream"));
-            }
-            (Some(last), _) => fork(driver, last, stream)?,
-            (None, _) => {}
+        if self.captured.is_some_and(|call| !events.is_capturing(call.place.stream)) {
+            self.captured = None;
         }
-        (self.last, self.is_recorded) = (Some(stream), false);
+        match self.last {
+            Some(last) if last == place => return Ok(()),
+            _ if self.is_recorded => {}
+            Some(last) if !last.is_named_here() => return Err(other_threads()),
+            Some(last) if events.is_capturing(last.stream) => {
+                return Err(captured(last.stream, "make a call on another stream"));
+            }
+            Some(last) => self.record(events, last.stream)?,
+            None => {
+                self.last = Some(place);
+                return Ok(());
+            }
+        }
+        if let Some(event) = self.event {
+            events.wait(event, stream)?;
+        }
+        (self.last, self.is_recorded) = (Some(place), false);
         Ok(())
+    }
+
+    /// Puts what is captured on a stream from now on behind the last call of the same capture.
+    fn follow_in_capture(&mut self, events: &impl Events, place: Place) -> Result<()> {
+        let Some(capture) = events.capture_of(place.stream) else { return Ok(()) };
+        let before = match self.captured.filter(|call| call.capture == capture) {
+            Some(call) => call.place,
+            // A call that was captured on the stream of the last call outside graphs went unnoticed, unless an event was
+            // recorded behind that one.
+            None => match self.last {
+                Some(last)
+                    if !self.is_recorded
+                        && last.is_named_here()
+                        && last != place
+                        && events.capture_of(last.stream) == Some(capture) =>
+                {
+                    self.note_captured(events, last)?;
+                    last
+                }
+                _ => return Ok(()),
+            },
+        };
+        match self.captured_event {
+            Some(event) if before != place => events.wait(event, place.stream),
+            _ => Ok(()),
+        }
     }
 
     /// To be called when a kernel of a call was put on `stream`. If other communicators' calls may be under way at
@@ -84,76 +205,133 @@ impl StreamOrder {
     #[inline]
     pub(super) fn after_call(
         &mut self,
-        api: &Api,
-        driver: &CudaDriver,
+        events: &impl Events,
         stream: Stream,
         concurrent: bool,
-    ) {
-        if self.last != Some(stream) || (self.is_recorded && self.is_in_graph(driver, stream)) {
-            return;
-        }
-        self.is_recorded = false;
-        if concurrent && !self.in_graphs && !self.is_in_graph(driver, stream) {
-            self.record_behind(api, driver, stream);
-        }
-    }
-
-    /// To be called when an operation on a channel was put on `stream`: a wait on any channel may follow.
-    pub(super) fn after_operation(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
-        if self.last == Some(stream) && !self.is_in_graph(driver, stream) {
-            self.record_behind(api, driver, stream);
-        }
-    }
-
-    /// To be called before a wait for a peer is put on `stream`: the peer may wait for this communicator's next call.
-    pub(super) fn before_wait(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
-        if self.last == Some(stream) && !self.is_recorded && !self.is_in_graph(driver, stream) {
-            self.record_behind(api, driver, stream);
-        }
-    }
-
-    /// Does not touch `stream` again unless a call names it. The stream still lives.
-    pub(super) fn forget(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
-        if self.last != Some(stream) {
+    ) -> Result<()> {
+        let is_plain = !self.is_recorded && self.captured.is_none() && !stream.is_per_thread();
+        if is_plain && !concurrent && self.last == Some(Place::of(stream)) {
             return Ok(());
         }
-        if !self.is_recorded {
-            if driver.is_capturing(stream) {
-                return Err(captured(stream, "forget it"));
-            }
-            driver.with_context(|| self.record(api, driver, stream))?;
+        self.end_call(events, Place::of(stream), concurrent)
+    }
+
+    fn end_call(&mut self, events: &impl Events, place: Place, concurrent: bool) -> Result<()> {
+        if events.is_capturing(place.stream) {
+            self.in_graphs = true;
+            return self.note_captured(events, place);
         }
-        (self.last, self.is_recorded) = (None, true);
+        if self.last == Some(place) {
+            self.is_recorded = false;
+            if place.stream.is_per_thread() || (concurrent && !self.in_graphs) {
+                self.record_behind(events, place.stream);
+            }
+        }
         Ok(())
     }
 
-    fn is_in_graph(&mut self, driver: &CudaDriver, stream: Stream) -> bool {
-        let captured = driver.is_capturing(stream);
-        self.in_graphs |= captured;
-        captured
+    /// Moves the end of the last call behind all that `stream` was given so far: the next call, on whatever stream,
+    /// comes after it. If the last call is on another stream, this one waits for it first.
+    pub(super) fn extend(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
+        let place = Place::of(stream);
+        let moves = self.last != Some(place);
+        if !moves && !self.is_recorded && self.captured.is_none() && !stream.is_per_thread() {
+            // The next call on another stream waits for all that is on this one.
+            return Ok(());
+        }
+        self.switch_to(events, stream)?;
+        if events.is_capturing(stream) {
+            return self.note_captured(events, place);
+        }
+        if moves || self.is_recorded || stream.is_per_thread() {
+            self.record_behind(events, stream);
+        }
+        Ok(())
     }
 
-    fn record_behind(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
-        let recorded = driver.with_context(|| self.record(api, driver, stream));
+    /// To be called when an operation on a channel was put on `stream`: a wait on any channel may follow.
+    pub(super) fn after_operation(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
+        let place = Place::of(stream);
+        if events.is_capturing(stream) {
+            self.in_graphs = true;
+            return self.note_captured(events, place);
+        }
+        if self.last == Some(place) {
+            self.record_behind(events, stream);
+        }
+        Ok(())
+    }
+
+    /// To be called before a wait for a peer is put on `stream`: the peer may wait for this communicator's next call.
+    pub(super) fn before_wait(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
+        let place = Place::of(stream);
+        if self.last != Some(place) || self.is_recorded {
+            return Ok(());
+        }
+        if !events.is_capturing(stream) {
+            self.record_behind(events, stream);
+            return Ok(());
+        }
+        self.in_graphs = true;
+        // The last call of this capture may be on another of its streams.
+        let capture = events.capture_of(stream);
+        let known = self.captured.is_some_and(|call| Some(call.capture) == capture);
+        if known { Ok(()) } else { self.note_captured(events, place) }
+    }
+
+    /// Does not touch `stream` again unless a call names it. The stream still lives.
+    pub(super) fn forget(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
+        let place = Place::of(stream);
+        let holds_captured = self.captured.is_some_and(|call| call.place == place);
+        let holds_last = self.last == Some(place);
+        let needs = holds_captured || (holds_last && !self.is_recorded);
+        if needs && events.is_capturing(stream) {
+            return Err(captured(stream, "forget it"));
+        }
+        if holds_captured {
+            self.captured = None;
+        }
+        if holds_last {
+            if !self.is_recorded {
+                self.record(events, stream)?;
+            }
+            (self.last, self.is_recorded) = (None, true);
+        }
+        Ok(())
+    }
+
+    /// Notes that the last call of a capture ends with what is on a stream of it now.
+    fn note_captured(&mut self, events: &impl Events, place: Place) -> Result<()> {
+        let Some(capture) = events.capture_of(place.stream) else { return Ok(()) };
+        let event = match self.captured_event {
+            Some(event) => event,
+            None => *self.captured_event.insert(events.event()?),
+        };
+        events.record(event, place.stream)?;
+        self.captured = Some(Captured { capture, place });
+        Ok(())
+    }
+
+    fn record_behind(&mut self, events: &impl Events, stream: Stream) {
+        let recorded = self.record(events, stream);
         self.is_recorded = recorded.is_ok();
         if let Err(error) = recorded {
             tracing::debug!(%error, "the next call on another stream waits for all that is on this one's");
         }
     }
 
-    fn record(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
+    fn record(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
         let event = match self.event {
             Some(event) => event,
-            None => *self.event.insert(api.event()?),
+            None => *self.event.insert(events.event()?),
         };
-        record(api, driver, event, stream, "recording an event behind a call")
+        events.record(event, stream)
     }
 
-    /// Destroys the event. The device's context must be current, and no call can follow.
+    /// Destroys the events. The device's context must be current, and no call can follow.
     pub(super) fn end(&mut self, api: &Api) {
-        if let Some(event) = self.event.take() {
-            destroy(api, event);
-        }
+        let events = self.event.take().into_iter().chain(self.captured_event.take());
+        events.for_each(|event| destroy(api, event));
     }
 }
 
@@ -257,3 +435,15 @@ fn captured(stream: Stream, what: &str) -> Error {
         stream.raw()
     ))
 }
+
+/// The error where the last call's end cannot be waited for, as only another thread could record an event behind it.
+#[cold]
+fn other_threads() -> Error {
+    Error::invalid_state(
+        "this communicator's last call is on another thread's CU_STREAM_PER_THREAD, where no event could be recorded \
+         behind it; synchronize there, and make a new communicator",
+    )
+}
+
+#[cfg(test)]
+mod tests;

@@ -124,6 +124,13 @@ class CommunicatorEntry:
             self.explain(error)
             raise
 
+    def extend_order(self) -> None:
+        """Moves the end of the last call behind what the current stream was given so far. To be called behind
+        whatever belongs to a call and follows its kernel, such as copies out of memory that the next call
+        overwrites: that call, on whatever stream, comes after it."""
+        if self.device >= 0:
+            self.comm.extend_order()
+
     def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None) -> Any:
         """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
         if self.device < 0:

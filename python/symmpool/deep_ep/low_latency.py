@@ -52,6 +52,8 @@ def dispatch(
         counts = kept.expert_counts
         if statistics is not None:
             statistics.add_(counts)
+            # Calls on several streams add to the same numbers.
+            core.extend_order()
         handle = LowLatencyHandle(owner, kept, most, (local, rows))
         return out, scales, counts, kept.memory, handle
 

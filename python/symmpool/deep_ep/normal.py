@@ -88,7 +88,10 @@ def dispatch(
         if ids is not None:
             of_ids, of_weights = _chosen(received, kept, rows, compared["top_k"], bool(worst))
         handle = NormalHandle(owner, kept, rows, compared["top_k"] or None, routing["is_token_in_rank"])
-        return (*_rows(received, rows), of_ids, of_weights, kept.memory, lists, handle)
+        own = _rows(received, rows)
+        # Received rows were read: the next call, on whatever stream, comes behind that.
+        core.extend_order()
+        return (*own, of_ids, of_weights, kept.memory, lists, handle)
 
     return call
 
@@ -132,7 +135,9 @@ def again(handle: NormalHandle, x: torch.Tensor, scales: Any, ids: Any, weights:
     def call() -> Any:
         given = None if scales is None else scales.detach().contiguous()
         received, _ = core._dispatch(x.detach(), None, None, scales=given, handle=handle.kept)
-        return _rows(received, handle.rows)
+        own = _rows(received, handle.rows)
+        core.extend_order()
+        return own
 
     return call
 

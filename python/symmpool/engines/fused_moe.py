@@ -240,7 +240,9 @@ class PrepareAndFinalize:
         row_weights = torch.where(there, received.topk_weights, 0)
         # The next dispatch of the buffer writes where received rows lie.
         scales = None if received.scales is None else received.scales.clone()
-        return received.x.clone(), scales, handle, shown, row_weights
+        rows = received.x.clone()
+        self.buffer.extend_order()
+        return rows, scales, handle, shown, row_weights
 
     def _given(self, sent: tuple[Any, ...], quant_config: Any, defer: bool) -> tuple[Any, Any, Any, Any, Any]:
         rows, scales, handle, ids, weights = sent

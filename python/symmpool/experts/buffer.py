@@ -395,6 +395,12 @@ class Buffer:
         self._entry.run(call, arguments, [], False)
         if counted is not None and self._load is not None:
             self._load += counted.expert_counts
+            self.extend_order()
+
+    def extend_order(self) -> None:
+        """Has the next call, on whatever stream, come behind what the current stream was given so far: for
+        whoever reads received rows behind a dispatch, as the next one overwrites them."""
+        self._entry.extend_order()
 
     def _for_weights(self) -> Any:
         """A buffer of the same routing whose rows are the weights of a token, for their gradients. Making it

@@ -39,7 +39,9 @@ class WeightsBuffer:
         buffer = self._buffer
         arguments = (handle.memory, self._padded(weights), None)
         buffer._run(self._core.dispatch, arguments, False, None)
-        return self._rows[:, : buffer.top_k].clone()
+        received = self._rows[:, : buffer.top_k].clone()
+        buffer.extend_order()
+        return received
 
     def send_back(self, gradients: torch.Tensor, handle: Any) -> torch.Tensor:
         """The sums of `gradients`, `[received, top_k]`, of each token: `[tokens, top_k]`."""
@@ -77,10 +79,13 @@ class _Dispatch(torch.autograd.Function):
             return received.x, None
         rows = _used(received.x, handle)
         if received.topk_weights is None:
+            buffer.extend_order()
             return rows, None
         here = _received(handle, rows.shape[0]) & (received.topk_ids >= 0)
         ctx.save_for_backward(here)
         row_weights = torch.where(here, received.topk_weights, 0)
+        # Received rows were read: the next call, on whatever stream, comes behind that.
+        buffer.extend_order()
         if not ctx.weighted:
             ctx.mark_non_differentiable(row_weights)
         return rows, row_weights
@@ -141,7 +146,9 @@ class _Combine(torch.autograd.Function):
         if handle.layout == "rank":
             received, _ = buffer._dispatch(gradient, None, None, handle=handle)
             count = expert_output.shape[0]
-            return _used(received.x, handle)[:count], None, None, None, None
+            rows = _used(received.x, handle)[:count]
+            buffer.extend_order()
+            return rows, None, None, None, None
         out = torch.zeros_like(expert_output)
         buffer._dispatch(gradient, None, None, layout="expert", handle=handle, out=out)
         by_weights = handle.kept_weights

@@ -69,7 +69,10 @@ def _dispatch(
         return received.x, scales, none.clone(), none.clone(), handle.memory
     # The next call overwrites the buffer's memory.
     parts = (received.x, scales, received.topk_ids, received.topk_weights)
-    return (*(part.clone() for part in parts), handle.memory)
+    own = tuple(part.clone() for part in parts)
+    # Received rows were read: the next call, on whatever stream, comes behind that.
+    found.extend_order()
+    return (*own, handle.memory)
 
 
 def _dispatch_fake(

@@ -152,6 +152,8 @@ def gather_multiply(
                 gathered[source].copy_(slots[source])
     current.wait_stream(copies)
     current.wait_stream(beside)
+    # The slots have been read, and the flags are taken: the next call, on whatever stream, comes behind that.
+    call.entry.extend_order()
 
 
 def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
@@ -239,6 +241,7 @@ def multiply_scatter(
             torch.sum(others, dim=0, out=out)
     current.wait_stream(copies)
     current.wait_stream(flags)
+    call.entry.extend_order()
     return out
 
 
@@ -264,3 +267,4 @@ def pull_all(call: Call, parts: list[torch.Tensor], found: torch.Tensor) -> None
         _step(call.comm, _WAIT, (source, 0), current.cuda_stream)
         ends = (found[source].data_ptr(), slots[rank].data_ptr(), _bytes(parts[0]))
         _pull(call.comm, ends, source, current.cuda_stream)
+    call.entry.extend_order()

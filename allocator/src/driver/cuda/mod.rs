@@ -137,6 +137,12 @@ impl CudaDriver {
         &self.facts
     }
 
+    /// The number by which the driver tells the capture that a stream is part of from others; `None` if it is part of
+    /// none, or if that cannot be told.
+    pub fn capture_of(&self, stream: Stream) -> Option<u64> {
+        stream::capture(&self.context, stream)
+    }
+
     /// Runs `work` with the device's primary context current on this thread; the caller's own is
     /// current again afterwards. For calls of the CUDA driver library on this device.
     pub fn with_context<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {

@@ -51,6 +51,13 @@ fn capture_of(cx: &Context, stream: Handle) -> CaptureId {
     if code.0 == 0 && active { id } else { 0 }
 }
 
+/// The capture that a stream is part of, if it is part of one.
+pub(super) fn capture(cx: &Context, stream: Stream) -> Option<CaptureId> {
+    let stream = handle(stream).ok()?;
+    let _current = cx.enter().ok()?;
+    Some(capture_of(cx, stream)).filter(|id| *id != 0)
+}
+
 /// Makes an event without timing and records it on `stream`. Also says which capture it is part of.
 pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)> {
     let stream = handle(stream)?;

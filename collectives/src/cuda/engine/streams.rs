@@ -1,15 +1,28 @@
 //! How an engine keeps its calls in order when they change streams.
 
-use symmpool_allocator::{Result, Stream};
+use symmpool_allocator::{Pool, Result, Stream};
 
+use super::super::api::Api;
 use super::super::kernels::LoadedKernel;
 use super::super::params::ChannelEnd;
+use super::super::stream_order::CudaEvents;
 use super::{CudaEngine, cuda};
+
+/// What the order of calls needs of the device.
+fn events<'a>(api: &'a Api, pool: &'a Pool) -> Result<CudaEvents<'a>> {
+    Ok(CudaEvents { api, driver: cuda(pool)? })
+}
 
 impl CudaEngine {
     /// Puts all that comes on the stream from now on behind this communicator's last call on another one.
     pub(in super::super) fn switch_to(&mut self, stream: Stream) -> Result<()> {
-        self.order.switch_to(self.api, cuda(&self.pool)?, stream)
+        self.order.switch_to(&events(self.api, &self.pool)?, stream)
+    }
+
+    /// Moves the end of the last call behind all that the stream was given so far.
+    pub(crate) fn extend_order(&mut self, stream: Stream) -> Result<()> {
+        self.maker.check("a communicator")?;
+        self.order.extend(&events(self.api, &self.pool)?, stream)
     }
 
     /// Puts all that comes on the stream from now on behind the last operation on this end of a channel.
@@ -18,14 +31,14 @@ impl CudaEngine {
         end: ChannelEnd,
         stream: Stream,
     ) -> Result<()> {
-        self.channels.entry(end).or_default().switch_to(self.api, cuda(&self.pool)?, stream)
+        let events = events(self.api, &self.pool)?;
+        self.channels.entry(end).or_default().switch_to(&events, stream)
     }
 
     /// To be called when a call's last kernel so far was put on the stream.
     pub(super) fn after_call(&mut self, kernel: LoadedKernel, stream: Stream) -> Result<()> {
         let concurrent = kernel.budget.concurrent;
-        self.order.after_call(self.api, cuda(&self.pool)?, stream, concurrent);
-        Ok(())
+        self.order.after_call(&events(self.api, &self.pool)?, stream, concurrent)
     }
 
     /// To be called when an operation on one end of a channel was put on the stream.
@@ -34,25 +47,23 @@ impl CudaEngine {
         end: ChannelEnd,
         stream: Stream,
     ) -> Result<()> {
-        let order = self.channels.entry(end).or_default();
-        order.after_operation(self.api, cuda(&self.pool)?, stream);
-        Ok(())
+        let events = events(self.api, &self.pool)?;
+        self.channels.entry(end).or_default().after_operation(&events, stream)
     }
 
     /// To be called before a wait for a peer, outside calls, is put on the stream.
     pub(in super::super) fn before_wait(&mut self, stream: Stream) -> Result<()> {
-        self.order.before_wait(self.api, cuda(&self.pool)?, stream);
-        Ok(())
+        self.order.before_wait(&events(self.api, &self.pool)?, stream)
     }
 
     /// Does not touch the stream again unless a call names it. The stream still lives, and what was put on it
     /// keeps its place in the order.
     pub(crate) fn forget_stream(&mut self, stream: Stream) -> Result<()> {
         self.maker.check("a communicator")?;
-        let driver = cuda(&self.pool)?;
-        driver.stream_handle(stream)?;
+        let events = events(self.api, &self.pool)?;
+        events.driver.stream_handle(stream)?;
         let mut orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
-        orders.try_for_each(|order| order.forget(self.api, driver, stream))
+        orders.try_for_each(|order| order.forget(&events, stream))
     }
 
     /// Records one of the engine's events, by number, behind what is on the stream.

@@ -183,7 +183,9 @@ impl CudaEngine {
                 // SAFETY: as above.
                 unsafe { self.launch_with_work(kernel, grid, &params, &rest, stream) }?;
             }
-            self.fork(copies, stream)
+            self.fork(copies, stream)?;
+            // Copies to peers may end after the kernel does, and read what the next call's kernel writes.
+            self.extend_order(stream)
         });
         self.or_close(sent)
     }
