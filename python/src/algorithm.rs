@@ -195,7 +195,8 @@ impl Algorithm {
         Ok(std::fs::write(path, self.plan(py)?.draw())?)
     }
 
-    /// Runs it: a call like any other, which every rank makes in the same order. Without `output` it is in place.
+    /// Runs it: a call like any other, which every rank makes in the same order. Without `output` it is in place. A rank that
+    /// has no output passes an empty one or none; or, where peers access outputs, what others pass, which is not touched.
     ///
     /// `input` and `output` are tensors as other calls take them, with as many elements as the collective has there;
     /// or addresses, with `count`, the elements of the input, and `dtype`. `op` ("sum", "prod", "min", "max", "avg") is
@@ -340,13 +341,29 @@ fn prepare(
             src,
         });
     }
-    let from = calls.read("input", input, output.is_none())?;
+    // On a rank that has no output, one that is given only says where peers have theirs.
+    let has_none = algorithm.plan().is_some_and(|plan| plan.plan().output_chunks(calls.rank) == 0);
+    let from = calls.read("input", input, output.is_none() && !has_none)?;
     let to = match output {
         Some(output) => calls.output("output", output, &from, None)?,
+        None if has_none => Tensor { address: 0, count: 0, ..from },
         None => from,
     };
     let count = whole(from.count)?;
+    if has_none {
+        return Ok(Prepared { input: from, output: to, count, op, src });
+    }
     let [_, outputs] = lengths(count);
+    if outputs != Some(to.count) {
+        let divides = algorithm.constraints().map_or(1, |found| found.multiple_of as usize);
+        if !count.is_multiple_of(divides) {
+            return Err(Refusal::Invalid(format!(
+                "input: {} elements do not divide into the equal chunks of {}: parts of a multiple of {divides} do",
+                from.count,
+                algorithm.name()
+            )));
+        }
+    }
     if output.is_some() && outputs != Some(to.count) {
         let (world, found) = (calls.world, to.count);
         let expected = outputs.map_or_else(|| "an impossible number".to_owned(), |n| n.to_string());

@@ -3,6 +3,7 @@
 import inspect
 import json
 import linecache
+import pathlib
 import threading
 import time
 
@@ -162,6 +163,114 @@ def test_ranks_that_registered_something_else_are_named():
     assert values(3, disagrees) == [3.0, 3.0, 3.0]
 
 
+collected = sl.Collective(
+    "collected", lambda rank, world: [[(of, 0)] for of in range(world)] if rank == 0 else []
+)
+
+
+@sl.algorithm(collected)
+def collected_in_scratch(me):
+    inbox = me.scratch(me.world)
+    if me.rank > 0:
+        me.put(me.peer(0).at(inbox)[me.rank], me.input[0])
+        me.signal(0)
+        return
+    me.copy(me.output[0], me.input[0])
+    for peer in me.peers():
+        me.wait(peer)
+        me.copy(me.output[peer.rank], inbox[peer.rank])
+
+
+@sl.algorithm(collected)
+def collected_in_output(me):
+    me.barrier()
+    if me.rank > 0:
+        me.put(me.peer(0).output[me.rank], me.input[0])
+    else:
+        me.copy(me.output[0], me.input[0])
+    me.barrier()
+
+
+def collects(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=30)
+    data = np.full(5, comm.rank + 1, np.float32)
+    whole, none = pool.empty(10, np.float32), pool.empty(0, np.float32)
+    for program in (collected_in_scratch, collected_in_output):
+        algorithm = program.compile(2)
+        for output in (np.empty(0, np.float32), none, None, whole):
+            np.asarray(whole)[:] = -1
+            # Peers find outputs at the offset of their own.
+            if "output" in algorithm.windows and output is not whole:
+                error = symmpool.DivergedError if comm.rank == 0 else symmpool.InvalidArgumentError
+                if output is not none and comm.rank == 1:
+                    error = symmpool.UnsupportedError
+                with pytest.raises((error, symmpool.DivergedError)):
+                    algorithm.execute(comm, data, whole if comm.rank == 0 else output)
+                continue
+            algorithm.execute(comm, data, whole if comm.rank == 0 else output)
+            wanted = [1] * 5 + [2] * 5 if comm.rank == 0 else [-1] * 10
+            assert np.asarray(whole).tolist() == wanted, (program.name, output)
+    return True
+
+
+def test_ranks_without_an_output_pass_an_empty_one():
+    assert values(2, collects) == [True, True]
+
+
+@sl.algorithm("all_reduce", chunks=2)
+def parks_a_chunk(me):
+    me.copy(me.output[1], me.input[0])
+    inbox = me.scratch(2 * me.world)
+    for peer in me.peers():
+        me.put(peer.at(inbox)[2 * me.rank], me.output[1])
+        me.put(peer.at(inbox)[2 * me.rank + 1], me.input[1])
+    me.copy(inbox[2 * me.rank], me.output[1])
+    me.copy(inbox[2 * me.rank + 1], me.input[1])
+    for peer in me.peers():
+        me.signal(peer)
+    for peer in me.peers():
+        me.wait(peer)
+    for chunk in range(2):
+        me.reduce(me.output[chunk], [inbox[2 * rank + chunk] for rank in range(me.world)])
+
+
+def divides(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=30)
+    parks = parks_a_chunk.compile(2)
+    assert parks.constraints["multiple_of"] == 2
+    pair = sl.Collective("pair", lambda rank, world: [[(rank, 1)], [(rank, 0)]])
+    swaps = sl.algorithm(pair, chunks=2)(
+        lambda me: [me.copy(me.output[chunk], me.input[1 - chunk]) for chunk in range(2)]
+    )
+    swaps = swaps.compile(2)
+    assert swaps.constraints["multiple_of"] == 2
+    for algorithm in (parks, swaps):
+        with pytest.raises(symmpool.InvalidArgumentError, match="17 elements do not divide"):
+            algorithm.execute(comm, np.ones(17, np.float32), np.ones(17, np.float32))
+    x = np.arange(34, dtype=np.float32)
+    y = np.zeros(34, np.float32)
+    parks.execute(comm, x, y)
+    assert (y == 2 * x).all()
+    swaps.execute(comm, x, y)
+    assert (y == np.roll(x, 17)).all()
+    # Only the root of a broadcast has an input.
+    broadcast = programs.binomial_broadcast.compile(2)
+    out = pool.empty(4, np.int32)
+    for root in range(2):
+        data = np.full(4, 7 + root, np.int32)
+        at = data.ctypes.data if comm.rank == root else 0
+        to = np.asarray(out).ctypes.data
+        broadcast.execute(comm, at, to, src=root, count=4, dtype="int32")
+        assert (np.asarray(out) == 7 + root).all()
+    return True
+
+
+def test_counts_divide_where_they_must_and_inputs_are_where_they_are_read():
+    assert values(2, divides) == [True, True]
+
+
 def lost(group):
     comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=1)
     if comm.rank == 1:
@@ -216,6 +325,11 @@ def reduces_in_rings(me):
     me.reduce(me.output[0], [me.input[0], *(inbox[peer.rank] for peer in me.peers())])
 
 
+@sl.algorithm("all_reduce")
+def writes_its_input(me):
+    me.reduce(me.input[0], [me.input[0], me.input[0]])
+
+
 @sl.algorithm("broadcast")
 def signals_nobody(me):
     me.barrier()
@@ -237,6 +351,7 @@ def reaches_too_far(me):
         (reduces_in_rings, "not_reproducible", "me.reduce("),
         (signals_nobody, "unmatched_signal", "me.signal(peer)"),
         (reaches_too_far, "out_of_range", "me.copy("),
+        (writes_its_input, "read_only", "me.reduce("),
     ],
 )
 def test_errors_name_kind_rank_and_line(program, kind, text):
@@ -258,25 +373,33 @@ def test_unordered_sums_can_be_allowed():
     allowed.check(4)
 
 
+def nested_groups(me):
+    with me.block_group(0), me.block_group(1):
+        me.copy(me.output[0], me.input[0])
+
+
 def test_programs_that_make_no_sense_are_refused_at_once():
     def of(body, collective="all_reduce", **options):
         return sl.algorithm(collective, **options)(body)
 
-    for body, words in [
-        (lambda me: me.peer(me.rank), "is no peer"),
-        (lambda me: me.peer(4), "is no peer"),
-        (lambda me: me.signal(-1), "is no peer"),
-        (lambda me: me.wait((me.rank + 1) % 2, 16), "channel 16"),
-        (lambda me: me.input[-1], "from 0 on"),
-        (lambda me: me.input[0:0], "from 0 on"),
-        (lambda me: me.input[::2], "consecutive"),
-        (lambda me: me.scratch(0), "at least one chunk"),
-        (lambda me: me.scratch(me.rank + 1), "rank 0 has"),
-        (lambda me: me.block_group(16).__enter__(), "0 to 15"),
-        (lambda me: [me.barrier() for _ in range(1 << 19)], "operations"),
+    manual = (pathlib.Path(__file__).parents[2] / "docs" / "language.md").read_text()
+    for body, words, listed in [
+        (lambda me: me.peer(me.rank), "is no peer", "names the rank itself"),
+        (lambda me: me.peer(4), "is no peer", "a rank that is not there"),
+        (lambda me: me.signal(-1), "is no peer", "a rank that is not there"),
+        (lambda me: me.wait((me.rank + 1) % 2, 16), "channel 16", "16 channels"),
+        (lambda me: me.input[-1], "from 0 on", "a rank or a chunk is not there"),
+        (lambda me: me.input[0:0], "from 0 on", "a rank or a chunk is not there"),
+        (lambda me: me.input[::2], "consecutive", "chunks are not\nconsecutive"),
+        (lambda me: me.scratch(0), "at least one chunk", "asks for no scratch"),
+        (lambda me: me.scratch(me.rank + 1), "rank 0 has", "scratch that differs among ranks"),
+        (lambda me: me.block_group(16).__enter__(), "0 to 15", "16 block groups"),
+        (nested_groups, "do not lie in each other", "block groups lie in each other"),
+        (lambda me: [me.barrier() for _ in range(1 << 19)], "operations", "262,144 operations"),
     ]:
         with pytest.raises(sl.PlanError, match=words) as caught:
             of(body).check(2)
+        assert listed in manual, listed
         assert caught.value.kind == "out_of_range"
     for body in (
         lambda me: me.copy(me.output, me.input),

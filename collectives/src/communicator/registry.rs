@@ -268,7 +268,8 @@ impl Communicator {
     }
 
     /// Runs an algorithm on blocks, as [`Self::execute_at`]: `input` and `out` have as many elements as the collective
-    /// has there. In a broadcast, `input` of other ranks than the root is not read.
+    /// has there. In a broadcast, `input` of other ranks than the root is not read. A rank that has no output may pass any:
+    /// where peers access outputs, it says where they lie.
     ///
     /// # Errors
     ///
@@ -286,7 +287,10 @@ impl Communicator {
         let lengths = |count: usize| algorithm.lengths(self.rank(), self.world(), count);
         let parts = algorithm.input_parts(self.world());
         let count = input.len() / parts;
-        if lengths(count) != [Some(input.len()), Some(out.len())] {
+        let [inputs, outputs] = lengths(count);
+        let fits =
+            inputs == Some(input.len()) && (outputs == Some(out.len()) || outputs == Some(0));
+        if !fits {
             let why = Error::invalid_argument(format!(
                 "{algorithm:?} on rank {}: an input of {} elements and an output of {} do not fit each other among {} \
                  ranks",

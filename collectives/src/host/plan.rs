@@ -216,7 +216,8 @@ impl HostEngine {
         let has_data = plan.collective != Collective::Broadcast || rank == root;
         let input_bytes = if has_data { inputs } else { Some(0) };
         let data = self.resolve((input, input_bytes), (output, output_bytes), in_place)?;
-        if data.in_place && count > 0 {
+        let has_both = input_bytes != Some(0) && output_bytes != Some(0);
+        if data.in_place && has_both {
             Arguments::check_in_place(checked, rank)?;
         }
         Ok(Prepared { data, chunks, loops, room })

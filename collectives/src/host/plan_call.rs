@@ -86,11 +86,14 @@ impl Arguments {
         if count >= MAX_COUNT {
             return Err(Error::invalid_argument(format!("{count} elements on rank {rank}")));
         }
-        self.check_windows(
-            name,
-            rank,
-            [checked.needs_input_window(), checked.needs_output_window()],
-        )?;
+        let reached = [checked.needs_input_window(), checked.needs_output_window()];
+        if reached[1] && count > 0 && !self.output.is_window() && plan.output_chunks(rank) == 0 {
+            return Err(Error::unsupported(format!(
+                "the algorithm {name} on rank {rank}, which has no output: peers' outputs are found at the offset of its \
+                 own, so pass what other ranks pass, allocated from the pool in the same order; it is not touched"
+            )));
+        }
+        self.check_windows(name, rank, reached)?;
         let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
         let divides = plan.collective.reduces() && op == ReduceOp::Avg;
         if divides && checked.has_partial_results && is_integer {
