@@ -17,12 +17,14 @@
 //! | `registry` | the algorithms, and calls with one that is named |
 //! | `choice` | which algorithm a call takes |
 //! | `refusal` | calls whose arguments the caller finds wrong |
+//! | `channel_set` | channels beside those of a communicator |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
 //! | `peers` | the other ranks' processes, and whether they still run |
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
+mod channel_set;
 mod choice;
 mod engine;
 mod expert_memory;
@@ -51,6 +53,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 use crate::host::HostOneSided;
 use crate::timeout::Timeout;
 use crate::{Element, Place, ReduceOp, StandardCollective};
+pub use channel_set::ChannelSet;
 pub use choice::Selector;
 use choice::{Choices, Request};
 use engine::Engine;

@@ -35,8 +35,8 @@ pub use algorithm::{
     NativeKernel, Origin, StandardCollective,
 };
 pub use communicator::{
-    Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, ReceivedParts, Selector,
-    Splits,
+    ChannelSet, Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, ReceivedParts,
+    Selector, Splits,
 };
 #[allow(deprecated)]
 pub use cuda::leave_room;

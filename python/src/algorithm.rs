@@ -233,7 +233,8 @@ impl Algorithm {
         };
         let raw = calls.or_decline(py, stream_of_call, raw.map_err(Refusal::Raised))?;
         let call = Call { input, output, op, src, raw };
-        run(py, calls, &self.algorithm, call, stream_of_call)
+        run(py, calls, &self.algorithm, call, stream_of_call)?;
+        comm.get().wrote(&[Some(output.unwrap_or(input))])
     }
 
     fn __repr__(&self) -> String {

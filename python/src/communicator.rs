@@ -23,7 +23,7 @@ use crate::options::{self, Sizes};
 use crate::p2p::{peer_of, send_or_recv};
 use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
-use crate::{row_exchange, selection, statistics, stream};
+use crate::{row_exchange, selection, statistics, stream, tensor};
 
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
@@ -31,6 +31,8 @@ pub(crate) struct Communicator {
     pub(crate) calls: Arc<Calls>,
     algorithm: String,
     selectors: selection::Selectors,
+    /// Whether calls say to autograd what they write to.
+    is_seen: bool,
 }
 
 #[pymethods]
@@ -74,7 +76,18 @@ impl Communicator {
         let read =
             options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes);
         let (calls, algorithm) = options::open(py, pool, read)?;
-        Ok(Self { calls, algorithm, selectors: selection::Selectors::default() })
+        Ok(Self { calls, algorithm, selectors: selection::Selectors::default(), is_seen: true })
+    }
+
+    /// The same communicator, whose calls say nothing to autograd of what they write to: for callers that do so
+    /// themselves, or that leave it to torch.
+    fn _unseen(&self) -> Self {
+        Self {
+            calls: Arc::clone(&self.calls),
+            algorithm: self.algorithm.clone(),
+            selectors: selection::Selectors::default(),
+            is_seen: false,
+        }
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
@@ -100,7 +113,8 @@ impl Communicator {
         // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and
         // the caller's frame keeps them alive for the length of the call; how long work on a
         // stream needs them, and who else may touch them, is the documented contract of the class.
-        unsafe { self.calls.make(py, which, (output, input), input.count, stream) }
+        unsafe { self.calls.make(py, which, (output, input), input.count, stream) }?;
+        self.wrote(&[Some(out.unwrap_or(tensor))])
     }
 
     /// As `all_reduce` on the current stream, where it takes these arguments. Returns False otherwise,
@@ -121,6 +135,7 @@ impl Communicator {
         self.calls.run(py, || unsafe {
             self.calls.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
         })?;
+        tensor::count_version(out.unwrap_or(tensor))?;
         Ok(true)
     }
 
@@ -155,10 +170,11 @@ impl Communicator {
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
         let found = self.calls.of_reduce_scatter(output, input, op);
-        let (input, output, op) = self.calls.or_decline(py, stream, found)?;
+        let (from, to, op) = self.calls.or_decline(py, stream, found)?;
         let which = (ReduceScatter, algorithm, op, 0);
         // SAFETY: as in `all_reduce`; the input has `world` times the output's length.
-        unsafe { self.calls.make(py, which, (output, input), output.count, stream) }
+        unsafe { self.calls.make(py, which, (to, from), to.count, stream) }?;
+        self.wrote(&[Some(output)])
     }
 
     /// An earlier name of `reduce_scatter_tensor`.
@@ -194,7 +210,8 @@ impl Communicator {
         let (input, output) = self.calls.or_decline(py, stream, found)?;
         let which = (AllGather, algorithm, SUM, 0);
         // SAFETY: as in `all_reduce`; the output has `world` times the input's length.
-        unsafe { self.calls.make(py, which, (output, input), input.count, stream) }
+        unsafe { self.calls.make(py, which, (output, input), input.count, stream) }?;
+        self.wrote(&[Some(output_tensor)])
     }
 
     /// An earlier name of `all_gather_into_tensor`.
@@ -230,10 +247,12 @@ impl Communicator {
         };
         let stream = self.calls.stream(py, stream)?;
         let found = self.calls.of_broadcast(tensor, src);
-        let (tensor, src) = self.calls.or_decline(py, stream, found)?;
+        let (found, src) = self.calls.or_decline(py, stream, found)?;
         let which = (Broadcast, algorithm, SUM, src);
         // SAFETY: as in `all_reduce`.
-        unsafe { self.calls.make(py, which, (tensor, tensor), tensor.count, stream) }
+        unsafe { self.calls.make(py, which, (found, found), found.count, stream) }?;
+        // The root's is only read.
+        self.wrote(&[(src != self.rank()).then_some(tensor)])
     }
 
     /// Sends part r of `input` to rank r, where it becomes part `rank` of `output`.
@@ -263,7 +282,8 @@ impl Communicator {
         algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
         let sizes = (output_split_sizes, input_split_sizes);
-        self.calls.all_to_all_single(py, (output, input), sizes, algorithm, stream)
+        self.calls.all_to_all_single(py, (output, input), sizes, algorithm, stream)?;
+        self.wrote(&[Some(output)])
     }
 
     /// Sends rows (indices of the first dimension) to rank r, as many as `input_splits[r]` says when
@@ -291,7 +311,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let written = (output_splits, output_offsets);
-        self.calls.all_to_all_v(py, (output, input), input_splits, written, stream)
+        self.calls.all_to_all_v(py, (output, input), input_splits, written, stream)?;
+        self.wrote(&[Some(output), written.0, written.1])
     }
 
     /// A `RowExchange` of up to `rows` rows a rank, of torch's tensors where `dtype` is torch's or a name,
@@ -315,7 +336,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
         waits: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        self.calls.barrier(py, stream, waits)
+        self.calls.barrier(py, stream, waits)?;
+        self.wrote(&[waits])
     }
 
     /// Sends `tensor` to rank `dst`, whose next `recv` from this rank takes it: as many elements, of as many
@@ -351,7 +373,8 @@ impl Communicator {
         peer: Option<Number<u32>>,
     ) -> PyResult<()> {
         let peer = peer_of(py, "recv", "src", src, peer)?;
-        send_or_recv(&self.calls, py, true, tensor, peer, stream)
+        send_or_recv(&self.calls, py, true, tensor, peer, stream)?;
+        self.wrote(&[Some(tensor)])
     }
 
     /// Copies `src` to where `peer` has what this rank has at `dst`, a tensor in windows of the pool, such as a part
@@ -370,7 +393,9 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
         engine: &str,
     ) -> PyResult<()> {
-        one_sided::copy(&self.calls, py, Way::Put, (dst, src), peer, engine, stream)
+        let is_own = peer.is(&self.rank());
+        one_sided::copy(&self.calls, py, Way::Put, (dst, src), peer, engine, stream)?;
+        self.wrote(&[is_own.then_some(dst)])
     }
 
     /// Copies from where `peer` has what this rank has at `src`, a tensor in windows of the pool, to `dst`. The peer
@@ -385,7 +410,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
         engine: &str,
     ) -> PyResult<()> {
-        one_sided::copy(&self.calls, py, Way::Get, (dst, src), peer, engine, stream)
+        one_sided::copy(&self.calls, py, Way::Get, (dst, src), peer, engine, stream)?;
+        self.wrote(&[Some(dst)])
     }
 
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
@@ -592,6 +618,12 @@ impl Communicator {
 }
 
 impl Communicator {
+    /// Says to autograd that a call has written to tensors: their versions count up, so that a backward pass that needs
+    /// what was there before raises; and where they require grad, a gradient that comes back by way of them warns.
+    pub(crate) fn wrote(&self, tensors: &[Option<Argument<'_, '_>>]) -> PyResult<()> {
+        if self.is_seen { tensor::say_written(tensors) } else { Ok(()) }
+    }
+
     /// The calls, for those that are other classes' methods.
     pub(crate) fn calls(&self) -> &Calls {
         &self.calls

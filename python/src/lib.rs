@@ -38,6 +38,7 @@ mod algorithm;
 mod arguments;
 mod bell;
 mod block;
+mod channels;
 mod checks;
 mod communicator;
 mod convert;
@@ -84,6 +85,8 @@ mod _symmpool {
     #[pymodule_export]
     use crate::block::Block;
     #[pymodule_export]
+    use crate::channels::Channels;
+    #[pymodule_export]
     use crate::checks::check_call;
     #[pymodule_export]
     use crate::communicator::Communicator;
@@ -111,6 +114,8 @@ mod _symmpool {
     };
     #[pymodule_export]
     use crate::slot::Slot;
+    #[pymodule_export]
+    use crate::tensor::{count_versions, shows_memory};
 
     use crate::convert;
     use crate::number::Number;

@@ -28,6 +28,13 @@ impl<T> Number<T> {
     }
 }
 
+impl<T: PartialEq> Number<T> {
+    /// Whether it is this number.
+    pub(crate) fn is(&self, number: &T) -> bool {
+        self.0.as_ref().is_ok_and(|found| found == number)
+    }
+}
+
 impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Number<T> {
     type Error = PyErr;
 

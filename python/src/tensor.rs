@@ -21,6 +21,10 @@ use crate::torch::{Torch, torch};
 /// DLPack's code of complex numbers.
 const COMPLEX: u8 = 5;
 
+/// Where processes have most of their memory: from here on. A tensor whose storage was freed lies as far above 0 as it lay
+/// above the beginning of its storage, so what lies below is looked at more closely.
+const USUAL_MEMORY: usize = 1 << 40;
+
 /// Where a tensor on `device` lies. `name` is the argument's, for messages; `write` asks for memory
 /// that may be written to.
 #[inline]
@@ -75,9 +79,19 @@ fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -
     if !here || address == 0 || count == 0 || found.dtype.code == COMPLEX {
         return None;
     }
+    if address < USUAL_MEMORY && !is_held(object).ok()? {
+        return None;
+    }
     // DLPack does not say whether elements are to be negated when they are read, nor whether
     // complex numbers are to be conjugated.
     (!is_negative(object).ok()?).then_some(Tensor { address, count, dtype })
+}
+
+/// Whether a tensor's storage has memory.
+#[cold]
+fn is_held(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let storage = tensor.call_method0(intern!(tensor.py(), "untyped_storage"))?;
+    storage.call_method0(intern!(tensor.py(), "data_ptr"))?.is_truthy()
 }
 
 fn is_negative(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -131,19 +145,134 @@ fn of_torch(
         return Err(not_contiguous(name));
     }
     let count: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
-    let mut address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-    if address == 0 && count == 0 {
-        // torch gives an empty tensor no address, but all ranks must name the same kind of memory.
-        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-        address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let Some(storage) = in_storage(name, tensor, count.saturating_mul(dtype.size()))? else {
+        return Err(no_memory(name, tensor));
+    };
+    // torch gives an empty tensor no address, but all ranks must name the same kind of memory.
+    let holder = if count == 0 { &storage } else { tensor };
+    let address: usize = holder.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    Ok(Tensor { address, count, dtype })
+}
+
+/// Refuses a tensor of torch that has no memory of its own: a fake one, one without strides, one whose storage was freed.
+/// Returns whether its memory holds what it shows; else it is lazily negated or conjugated. Its elements may lie anywhere.
+#[pyfunction]
+#[pyo3(name = "_shows_memory")]
+pub(crate) fn shows_memory(
+    py: Python<'_>,
+    name: &str,
+    tensor: &Bound<'_, PyAny>,
+) -> PyResult<bool> {
+    let kind = tensor.get_type();
+    let torch = torch(py).filter(|torch| {
+        kind.is(&torch.tensor) || kind.is_subclass(torch.tensor.bind(py)).unwrap_or(false)
+    });
+    let Some(torch) = torch else {
+        let message = format!("{name}: a torch.Tensor is needed, not {kind}");
+        return Err(PyTypeError::new_err(message));
+    };
+    if kind.is(&torch.tensor)
+        && let Some(exchange) = &torch.exchange
+        && let Some(found) = exchange.read(tensor)
+        && found.data as usize >= USUAL_MEMORY
+        && found.dtype.code != COMPLEX
+    {
+        return Ok(!is_negative(tensor)?);
     }
-    if address == 0 && count != 0 {
-        let kind = tensor.get_type();
+    reaching_memory(name, tensor, torch).map_err(|why| why.raise(py))?;
+    Ok(is_lazy(tensor)?.is_none())
+}
+
+/// Refuses a tensor of whose elements some lie in no memory.
+fn reaching_memory(name: &str, tensor: &Bound<'_, PyAny>, torch: &Torch) -> Result<(), Refusal> {
+    let py = tensor.py();
+    in_rows(name, tensor, torch)?;
+    let shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+    let strides: Vec<usize> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+    let last = shape.iter().zip(&strides).try_fold(0_usize, |last, (length, stride)| {
+        last.checked_add(length.saturating_sub(1).checked_mul(*stride)?)
+    });
+    let size: usize = tensor.call_method0(intern!(py, "element_size"))?.extract()?;
+    let elements =
+        if shape.contains(&0) { Some(0) } else { last.and_then(|last| last.checked_add(1)) };
+    let bytes = elements.and_then(|elements| elements.checked_mul(size)).unwrap_or(usize::MAX);
+    match in_storage(name, tensor, bytes)? {
+        Some(_) => Ok(()),
+        None => Err(no_memory(name, tensor)),
+    }
+}
+
+#[cold]
+fn no_memory(name: &str, tensor: &Bound<'_, PyAny>) -> Refusal {
+    let kind = tensor.get_type();
+    Refusal::Invalid(format!(
+        "{name}: {kind} has no memory of its own; pass the tensor that holds its elements"
+    ))
+}
+
+/// The storage that a tensor's `bytes` lie in; `None` where it has none in memory. Refuses a tensor whose storage was
+/// freed, or is too short for it.
+fn in_storage<'py>(
+    name: &str,
+    tensor: &Bound<'py, PyAny>,
+    bytes: usize,
+) -> Result<Option<Bound<'py, PyAny>>, Refusal> {
+    let py = tensor.py();
+    let Ok(storage) = tensor.call_method0(intern!(py, "untyped_storage")) else { return Ok(None) };
+    // A fake tensor names the device that it stands for, and its storage none.
+    if storage.getattr(intern!(py, "device"))?.str()?.to_cow()?.starts_with("meta") {
+        return Ok(None);
+    }
+    let held: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    let start: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+    let size: usize = tensor.call_method0(intern!(py, "element_size"))?.extract()?;
+    if bytes > 0 && held < start.saturating_mul(size).saturating_add(bytes) {
         return Err(Refusal::Invalid(format!(
-            "{name}: {kind} has no memory of its own; pass the tensor that holds its elements"
+            "{name}: its elements begin at byte {} of a storage of {held} bytes, which does not hold them; it \
+             was freed, as by untyped_storage().resize_(0), and must be filled first",
+            start.saturating_mul(size)
         )));
     }
-    Ok(Tensor { address, count, dtype })
+    if bytes > 0 && storage.call_method0(intern!(py, "data_ptr"))?.extract::<usize>()? == 0 {
+        return Ok(None);
+    }
+    Ok(Some(storage))
+}
+
+/// Says to autograd that tensors were written to, of which some may be none or no tensors of torch.
+pub(crate) fn say_written(tensors: &[Option<&Bound<'_, PyAny>>]) -> PyResult<()> {
+    for tensor in tensors.iter().flatten() {
+        count_version(tensor)?;
+        let py = tensor.py();
+        let grad = tensor.getattr_opt(intern!(py, "requires_grad"))?;
+        if grad.is_some_and(|grad| grad.is_truthy().unwrap_or(false)) {
+            let gradients = py.import(intern!(py, "symmpool.communicators.gradients"))?;
+            gradients.getattr(intern!(py, "watch"))?.call1((*tensor,))?;
+        }
+    }
+    Ok(())
+}
+
+/// Counts up the versions of what a call writes to, as far as it is tensors of torch.
+#[pyfunction]
+#[pyo3(name = "_count_versions")]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 makes lists of its own")]
+pub(crate) fn count_versions(tensors: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+    tensors.iter().try_for_each(count_version)
+}
+
+/// Counts up the version of a tensor of torch that a call has written to, so that autograd notices where a backward pass
+/// needs what was there before.
+#[inline]
+pub(crate) fn count_version(tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = tensor.py();
+    let kind = tensor.get_type();
+    match torch(py) {
+        Some(torch) if kind.is(&torch.tensor) || kind.is_subclass(torch.tensor.bind(py))? => {
+            torch.count_version(tensor)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Refuses a tensor whose elements do not lie row by row in a way that its strides do not show.

@@ -4,7 +4,7 @@
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyType;
+use pyo3::types::{PyTuple, PyType};
 use symmpool_collectives::DType;
 
 use crate::convert::{self, Device, long_name};
@@ -24,6 +24,8 @@ pub(crate) struct Torch {
     /// The type of parameters, which are plain tensors but for their type.
     pub(crate) parameter: Option<Py<PyAny>>,
     pub(crate) exchange: Option<Exchange>,
+    /// What counts up the versions of tensors, and whether it is the function that takes several, at half the time.
+    increment_version: Option<(Py<PyAny>, bool)>,
 }
 
 impl Torch {
@@ -42,6 +44,7 @@ impl Torch {
             strided: torch.getattr("strided")?.unbind(),
             dtype: torch.getattr("dtype")?.cast_into::<PyType>()?.unbind(),
             dtypes,
+            increment_version: increment_version(torch),
             current_stream: current_stream.map(Bound::unbind),
         })
     }
@@ -57,9 +60,32 @@ impl Torch {
         }
     }
 
+    /// Counts up a tensor's version.
+    #[inline]
+    pub(crate) fn count_version(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = tensor.py();
+        match &self.increment_version {
+            Some((of_several, true)) => of_several.call1(py, ((tensor,),)).map(drop),
+            Some((function, false)) => function.call1(py, (tensor,)).map(drop),
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn is_dtype(&self, object: &Bound<'_, PyAny>) -> bool {
         object.get_type().is(&self.dtype)
     }
+}
+
+/// What counts up versions, in this torch.
+fn increment_version(torch: &Bound<'_, PyAny>) -> Option<(Py<PyAny>, bool)> {
+    let of_several = torch.getattr("_C").and_then(|inner| inner.getattr("_increment_version"));
+    if let Ok(of_several) = of_several
+        && of_several.call1((PyTuple::empty(torch.py()),)).is_ok()
+    {
+        return Some((of_several.unbind(), true));
+    }
+    let graph = torch.getattr("autograd").and_then(|autograd| autograd.getattr("graph")).ok()?;
+    Some((graph.getattr("increment_version").ok()?.unbind(), false))
 }
 
 /// torch, if the program has imported it.

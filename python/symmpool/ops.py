@@ -28,28 +28,37 @@ whose names and arguments they have."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import torch
 
 from symmpool._symmpool import Group, Pool
-from symmpool.collectives import plans
+from symmpool.collectives import plans, traced
 from symmpool.collectives.calls import make, needs_plan, op_name, reduction_needs_plan
 from symmpool.collectives.layout import plain
-from symmpool.collectives.reduce_op import ReduceOp
-from symmpool.communicators.cache import communicator_for
-from symmpool.communicators.work import DoneWork
+from symmpool.collectives.traced import name_of_op, text_of
+from symmpool.communicators.gradients import warn_of_gradient, watch
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups, resolution
 from symmpool.groups.names import group_of, name_of, rank_in, resolved
 
-__all__ = ["all_gather_tensor", "all_reduce", "all_to_all_single", "name_of", "reduce_scatter_tensor"]
+__all__ = [
+    "all_gather_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "name_of",
+    "reduce_scatter_tensor",
+    "text_of",
+    "traced",
+]
 
 _library = torch.library.Library("symmpool", "DEF")
 
 for _signature in (
     "all_reduce_(Tensor(a!) x, str op, str group) -> ()",
+    "all_reduce_into_(Tensor(a!) out, Tensor x, str op, str group) -> ()",
     "all_reduce(Tensor x, str op, str group) -> Tensor",
     "all_gather(Tensor x, int world, str group) -> Tensor",
     "all_gather_into_(Tensor(a!) out, Tensor x, str group) -> ()",
@@ -61,6 +70,10 @@ for _signature in (
     "broadcast_(Tensor(a!) x, int src, str group) -> ()",
     "broadcast_from_(Tensor(a!) x, int src, str group) -> ()",
     "barrier_(Tensor(a!) x, str group) -> ()",
+    # Calls that compiled code makes with arguments that are wrong: they are refused when they run.
+    "_refused_(Tensor(a!) x, str why, str group) -> ()",
+    "_refused(Tensor x, str why, str group) -> Tensor",
+    "_passed_by(Tensor gradient) -> Tensor",
 ):
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -76,21 +89,11 @@ def world_of(group: Any) -> int:
     return resolution.key_of(group).world
 
 
-def _text_of(group: Any) -> str:
-    """As `name_of`, also of names, in words that the compiler reads."""
-    if isinstance(group, str):
-        return group
-    if group is not None and torch.compiler.is_dynamo_compiling():
-        return group.group_name
-    return name_of(group)
-
-
-def _parts(x: torch.Tensor, world: int, what: str) -> Any:
+def _check_parts(x: torch.Tensor, world: int, what: str) -> None:
     if x.dim() == 0 or x.shape[0] % world:
         raise InvalidArgumentError(
             f"{what}: the first dimension of {tuple(x.shape)} is not for {world} ranks"
         )
-    return x.shape[0] // world
 
 
 # What they do.
@@ -101,78 +104,106 @@ def _make(x: torch.Tensor, group: str, plan: Any) -> None:
     make(x, group_of(group), plan, False)
 
 
-def _shape_of(fake: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """What `fake` gives for a call. What it refuses is reported to the other ranks."""
-    try:
-        return fake(x, *arguments)
-    except InvalidArgumentError as why:
-        entry = communicator_for(x, group_of(arguments[-1]))
-        if entry is not None:
-            entry.refuse(str(why))
-        raise
+def _make_new(x: torch.Tensor, group: str, give: Any, plan_into: Any) -> torch.Tensor:
+    """Makes a call whose result is the new tensor that `give()` gives. Where that fails, for a wrong argument
+    or a lack of memory, the other ranks raise the reason."""
+    made: torch.Tensor | None = None
+
+    def plan(rank: int, world: int) -> Any:
+        nonlocal made
+        made = give()
+        return plan_into(made)(rank, world)
+
+    _make(x, group, plan)
+    # There was no call if this process is no member of the group.
+    return give() if made is None else made
 
 
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
+    _make(x, group, _plan_all_reduce(None, x, op))
+
+
+def _plan_all_reduce(out: torch.Tensor | None, x: torch.Tensor, op: str) -> Any:
     def plan(rank: int, world: int) -> Any:
-        if needs_plan(x) or reduction_needs_plan(op, x):
-            return plans.all_reduce(x, op_name(op), world)
-        return ("all_reduce", (x, op), None, [])
-
-    _make(x, group, plan)
-
-
-def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    x = plain(x)
-    out = torch.empty_like(x)
-
-    def plan(rank: int, world: int) -> Any:
-        if reduction_needs_plan(op, x):
+        if needs_plan(x, out) or reduction_needs_plan(op, x):
             return plans.all_reduce(x, op_name(op), world, out)
         return ("all_reduce", (x, op, out), None, [])
 
-    _make(x, group, plan)
-    return out
+    return plan
+
+
+def _all_reduce_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: str) -> None:
+    _make(x, group, _plan_all_reduce(out, x, op))
+
+
+def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    give = functools.partial(_all_reduce_fake, x, op, group)
+    return _make_new(x, group, give, lambda out: _plan_all_reduce(out, x, op))
+
+
+def _plan_all_gather(out: torch.Tensor, x: torch.Tensor) -> Any:
+    return lambda rank, world: plans.all_gather_into_tensor(out, x)
 
 
 def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
-    out = _all_gather_fake(x, world, group)
-    _all_gather_into_(out, x, group)
-    return out
+    give = functools.partial(_all_gather_fake, x, world, group)
+    return _make_new(x, group, give, lambda out: _plan_all_gather(out, x))
 
 
 def _all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    _make(out, group, lambda rank, world: plans.all_gather_into_tensor(out, x))
+    _make(out, group, _plan_all_gather(out, x))
 
 
-def _reduce_scatter(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
-    out = _shape_of(_reduce_scatter_fake, x, op, world, group)
-    _reduce_scatter_into_(out, x, op, group)
-    return out
-
-
-def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: str) -> None:
+def _plan_reduce_scatter(out: torch.Tensor, x: torch.Tensor, op: str) -> Any:
     def plan(rank: int, world: int) -> Any:
         if needs_plan(out) or reduction_needs_plan(op, x):
             return plans.reduce_scatter_tensor(out, x, op_name(op), world)
         return ("reduce_scatter_tensor", (out, plain(x), op), None, [])
 
-    _make(out, group, plan)
+    return plan
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
+    def give() -> torch.Tensor:
+        _check_parts(x, world, "reduce_scatter")
+        return _reduce_scatter_fake(x, op, world, group)
+
+    return _make_new(x, group, give, lambda out: _plan_reduce_scatter(out, x, op))
+
+
+def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: str) -> None:
+    _make(out, group, _plan_reduce_scatter(out, x, op))
+
+
+def _plan_all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any) -> Any:
+    sizes = (list(output_splits) or None, list(input_splits) or None)
+    return lambda rank, world: plans.all_to_all_single(out, x, *sizes)
 
 
 def _all_to_all(
     x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
 ) -> torch.Tensor:
     splits = (output_splits, input_splits)
-    out = _shape_of(_all_to_all_fake, x, *splits, world, group)
-    _all_to_all_into_(out, x, output_splits, input_splits, group)
-    return out
+
+    def give() -> torch.Tensor:
+        if bool(output_splits) != bool(input_splits):
+            raise InvalidArgumentError("all_to_all: both kinds of split sizes are needed, or none")
+        if not output_splits:
+            _check_parts(x, world, "all_to_all")
+        elif x.dim() == 0 or min(output_splits) < 0:
+            raise InvalidArgumentError(
+                f"all_to_all: split sizes {list(output_splits)} are not for rows of a tensor of shape "
+                f"{tuple(x.shape)}"
+            )
+        return _all_to_all_fake(x, *splits, world, group)
+
+    return _make_new(x, group, give, lambda out: _plan_all_to_all(out, x, *splits))
 
 
 def _all_to_all_into_(
     out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any, group: str
 ) -> None:
-    sizes = (list(output_splits) or None, list(input_splits) or None)
-    _make(out, group, lambda rank, world: plans.all_to_all_single(out, x, *sizes))
+    _make(out, group, _plan_all_to_all(out, x, output_splits, input_splits))
 
 
 def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
@@ -190,7 +221,20 @@ def _barrier_(x: torch.Tensor, group: str) -> None:
     _make(x, group, lambda rank, world: ("barrier", (), None, []))
 
 
-# What comes out of them, without doing it.
+def _refused_(x: torch.Tensor, why: str, group: str) -> None:
+    def plan(rank: int, world: int) -> Any:
+        raise InvalidArgumentError(why)
+
+    _make(x, group, plan)
+
+
+def _refused(x: torch.Tensor, why: str, group: str) -> torch.Tensor:
+    _refused_(x, why, group)
+    return torch.empty_like(x)
+
+
+# What comes out of them, without doing it. Wrong arguments are refused where the calls are made, as compilers
+# ask for shapes on each rank alone.
 
 
 def _all_reduce_fake(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -204,18 +248,17 @@ def _all_gather_fake(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
 
 
 def _reduce_scatter_fake(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
-    return x.new_empty((_parts(x, world, "reduce_scatter"), *x.shape[1:]))
+    return x.new_empty((x.shape[0] // world, *x.shape[1:]) if x.dim() else ())
 
 
 def _all_to_all_fake(
     x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
 ) -> torch.Tensor:
-    if bool(output_splits) != bool(input_splits):
-        raise InvalidArgumentError("all_to_all: both kinds of split sizes are needed, or none")
-    if not output_splits:
-        _parts(x, world, "all_to_all")
-        return x.new_empty(x.shape)
-    return x.new_empty((sum(output_splits), *x.shape[1:]))
+    return x.new_empty((sum(output_splits), *x.shape[1:]) if output_splits else x.shape)
+
+
+def _refused_fake(x: torch.Tensor, why: str, group: str) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def _nothing(*_: Any) -> None:
@@ -224,6 +267,7 @@ def _nothing(*_: Any) -> None:
 
 _OPERATORS = {
     "all_reduce_": (_all_reduce_, _nothing),
+    "all_reduce_into_": (_all_reduce_into_, _nothing),
     "all_reduce": (_all_reduce, _all_reduce_fake),
     "all_gather": (_all_gather, _all_gather_fake),
     "all_gather_into_": (_all_gather_into_, _nothing),
@@ -234,6 +278,8 @@ _OPERATORS = {
     "broadcast_": (_broadcast_, _nothing),
     "broadcast_from_": (_broadcast_from_, _nothing),
     "barrier_": (_barrier_, _nothing),
+    "_refused_": (_refused_, _nothing),
+    "_refused": (_refused, _refused_fake),
 }
 for _name, (_does, _gives) in _OPERATORS.items():
     for _key in ("CPU", "CUDA"):
@@ -308,8 +354,44 @@ for _name, _backward, _keep in (
     torch.library.register_autograd(f"symmpool::{_name}", _backward, setup_context=_keep, lib=_library)
 
 
-# A barrier changes nothing, so gradients pass by it.
-_library.impl("barrier_", torch.library.fallthrough_kernel, "Autograd")
+def _watched(name: str) -> Any:
+    """An operator that writes to its first tensor, where autograd sees it. It has no gradient, so what comes
+    back by way of the tensor is what comes back in eager code: as it is, with a warning. The warning is a
+    hook of the tensor; where autograd itself is recorded, as compilers do, it becomes an operator of the
+    backward graph. Autograd refuses a backward pass that needs what the call has overwritten."""
+    operator = getattr(_ops, name).default
+
+    def call(written: torch.Tensor, *rest: Any) -> None:
+        watch(written)
+        torch.autograd.graph.increment_version(written)
+        with torch._C._AutoDispatchBelowAutograd():
+            operator(written, *rest)
+
+    return call
+
+
+def _passed_by(gradient: torch.Tensor) -> torch.Tensor:
+    warn_of_gradient()
+    return gradient.clone()
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("_passed_by", _passed_by, _key)
+torch.library.register_fake("symmpool::_passed_by", torch.empty_like, lib=_library)
+# Gradients of gradients pass by as well.
+torch.library.register_autograd("symmpool::_passed_by", lambda _, gradient: gradient, lib=_library)
+
+for _name in _OPERATORS:
+    if _name.endswith("_"):
+        # torch would copy an output that is negated lazily, and lose the result: calls read it as it is.
+        for _key in ("Negative", "Conjugate"):
+            _library.impl(_name, torch.library.fallthrough_kernel, _key)
+    if _name.endswith("_") and _name not in ("barrier_", "_refused_"):
+        _library.impl(_name, _watched(_name), "Autograd")
+
+# These change nothing, so gradients pass by them.
+for _name in ("barrier_", "_refused_", "_refused"):
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
 # With the group itself.
@@ -317,13 +399,13 @@ _library.impl("barrier_", torch.library.fallthrough_kernel, "Autograd")
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
     """Every rank's `x` reduced, as a new tensor; with a gradient for "sum" and "avg"."""
-    return _ops.all_reduce(x, _op_name(op), _text_of(group))
+    return _ops.all_reduce(x, name_of_op(op), text_of(group))
 
 
 def all_gather_tensor(x: torch.Tensor, gather_dim: int = 0, group: Any = None) -> torch.Tensor:
     """Every rank's `x`, one after the other along a dimension; with a gradient."""
     world = world_of(group)
-    found = _ops.all_gather(x, world, _text_of(group))
+    found = _ops.all_gather(x, world, text_of(group))
     return found if gather_dim == 0 else torch.cat(found.chunk(world), dim=gather_dim)
 
 
@@ -334,12 +416,13 @@ def reduce_scatter_tensor(
     "sum" and "avg"."""
     world = world_of(group)
     if scatter_dim != 0:
-        if x.shape[scatter_dim] % world:
-            raise InvalidArgumentError(
+        if not -x.dim() <= scatter_dim < x.dim() or x.shape[scatter_dim] % world:
+            why = (
                 f"reduce_scatter_tensor: dimension {scatter_dim} of {tuple(x.shape)} is not for {world} ranks"
             )
+            return _ops._refused(x, why, text_of(group))
         x = torch.cat(x.chunk(world, dim=scatter_dim))
-    return _ops.reduce_scatter(x, _op_name(op), world, _text_of(group))
+    return _ops.reduce_scatter(x, name_of_op(op), world, text_of(group))
 
 
 def all_to_all_single(
@@ -352,7 +435,7 @@ def all_to_all_single(
     needed then); with a gradient."""
     received = [] if output_split_sizes is None else list(output_split_sizes)
     sent = [] if input_split_sizes is None else list(input_split_sizes)
-    return _ops.all_to_all(x, received, sent, world_of(group), _text_of(group))
+    return _ops.all_to_all(x, received, sent, world_of(group), text_of(group))
 
 
 def _warn_of_earlier(name: str, new: str) -> None:
@@ -382,102 +465,3 @@ def all_to_all(
     """An earlier name of `all_to_all_single`."""
     _warn_of_earlier("all_to_all", "all_to_all_single")
     return all_to_all_single(x, output_split_sizes, input_split_sizes, group)
-
-
-# What compiled calls become, and what modes of torch see. The compiler reads these, so they are plain.
-
-
-def _op_name(op: Any) -> str:
-    if isinstance(op, ReduceOp):
-        return op.value
-    if isinstance(op, str):
-        return op
-    import torch.distributed as dist
-
-    constants = (
-        (dist.ReduceOp.SUM, "sum"),
-        (dist.ReduceOp.PRODUCT, "prod"),
-        (dist.ReduceOp.MIN, "min"),
-        (dist.ReduceOp.MAX, "max"),
-        (dist.ReduceOp.AVG, "avg"),
-        (dist.ReduceOp.BAND, "band"),
-        (dist.ReduceOp.BOR, "bor"),
-        (dist.ReduceOp.BXOR, "bxor"),
-    )
-    # The compiler of torch 2.11 knows them by identity alone; a `ReduceOp` made of one is equal.
-    for constant, name in constants:
-        if op is constant:
-            return name
-    # Numbers are equal to some of them, and are none.
-    if not isinstance(op, int):
-        for constant, name in constants:
-            if op == constant:
-                return name
-    raise InvalidArgumentError(f"op: {op} is none of {', '.join(name for _, name in constants)}")
-
-
-def _not_async(async_op: bool) -> None:
-    if async_op and torch.compiler.is_dynamo_compiling():
-        raise InvalidArgumentError("async_op: not in compiled code; it orders calls by itself")
-
-
-def _done(async_op: bool, *results: torch.Tensor) -> Any:
-    """What a call returns that was made as an operator, and is done."""
-    return DoneWork(list(results)) if async_op else None
-
-
-def traced_all_reduce(tensor: Any, op: Any, group: Any, async_op: bool, out: Any) -> Any:
-    _not_async(async_op)
-    if out is not None:
-        out.copy_(tensor)
-        tensor = out
-    torch.ops.symmpool.all_reduce_(tensor, _op_name(op), _text_of(group))
-    return _done(async_op, tensor)
-
-
-def traced_reduce_scatter(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> Any:
-    _not_async(async_op)
-    name = _text_of(group)
-    torch.ops.symmpool.reduce_scatter_into_(output, input, _op_name(op), name)
-    return _done(async_op, output)
-
-
-def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool) -> Any:
-    _not_async(async_op)
-    torch.ops.symmpool.all_gather_into_(output, input, _text_of(group))
-    return _done(async_op, output)
-
-
-def traced_all_to_all(output: Any, input: Any, sizes: Any, group: Any, async_op: bool) -> Any:
-    _not_async(async_op)
-    received, sent = ([] if each is None else list(each) for each in sizes)
-    torch.ops.symmpool.all_to_all_into_(output, input, received, sent, _text_of(group))
-    return _done(async_op, output)
-
-
-def traced_broadcast(tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool) -> Any:
-    _not_async(async_op)
-    name = _text_of(group)
-    if (src is None) == (group_src is None):
-        raise InvalidArgumentError("broadcast: one of src and group_src is needed")
-    if src is None:
-        torch.ops.symmpool.broadcast_(tensor, group_src, name)
-    else:
-        torch.ops.symmpool.broadcast_from_(tensor, src, name)
-    return _done(async_op, tensor)
-
-
-def dispatched_barrier(device: int, group: Any, async_op: bool) -> Any:
-    tensor = torch.empty(0, device="cpu" if device < 0 else f"cuda:{device}")
-    torch.ops.symmpool.barrier_(tensor, _text_of(group))
-    return _done(async_op)
-
-
-def end_graph(call: str) -> None:
-    """Ends a compiled graph before a call that is no operator for compilers."""
-    why = "it is no operator"
-    if call == "barrier":
-        why = "a compiled graph writes to memory that it was given at its end, after any barrier within"
-    torch._dynamo.graph_break(
-        msg=f"symmpool.{call} has no place in a compiled graph: {why}; call it between compiled functions"
-    )

@@ -342,3 +342,20 @@ def test_a_calls_tensors_are_let_go_of_where_its_stream_waits_for_it():
     # Nothing is asked of the device for them any more.
     side.submit(torch, torch.call, (Tensor([2]),), [])
     assert len(side._held) == 1
+
+
+def average_of_the_largest(group):
+    import torch
+
+    pool = symmpool.Pool(group, "cpu")
+    found = []
+    for dtype, value in ((torch.bfloat16, 3e38), (torch.float16, 65504.0), (torch.float32, 3e38)):
+        x = torch.full((4,), value, dtype=dtype)
+        symmpool.all_reduce(x, "avg", pool)
+        found.append(x[0].item())
+    return found
+
+
+def test_averages_overflow_as_their_sums_do():
+    for bfloat16, float16, float32 in values(2, average_of_the_largest):
+        assert bfloat16 == float32 == float("inf") and float16 == 65504.0

@@ -33,6 +33,9 @@ STAND_IN = """
         def element_size(self): return 3
         def numel(self): return len(self.memory)
         def data_ptr(self): return ctypes.addressof(self.memory)
+        def untyped_storage(self): return self
+        def storage_offset(self): return 0
+        def nbytes(self): return ctypes.sizeof(self.memory)
 
     class Parameter(Tensor): pass
 

@@ -288,3 +288,111 @@ def test_a_tensor_of_no_dimensions_and_a_transposed_one_have_handles():
     x = pool.empty((4, 6), torch.float64)
     assert symmpool.rendezvous(x.t(), pool).buffer_size == 192
     assert symmpool.rendezvous(x[2, 3], pool).offset == 15 * 8
+
+
+def late(wait):
+    """Whether a wait runs out of time, so that no signal was there."""
+    try:
+        wait()
+    except symmpool.TimeoutError:
+        return True
+    return False
+
+
+def signals_of_two_handles(group):
+    pool = symmpool.Pool(group, "cpu")
+    me, other = group.rank, 1 - group.rank
+    a, b = (symmpool.rendezvous(pool.zeros(4), pool) for _ in range(2))
+    comm = symmpool.communicator(pool, "cpu")
+    observed = {}
+    # Signals of one handle, of a communicator, and by the pad, and then a wait of another handle.
+    a.put_signal(other, 3)
+    comm.signal(other, 3)
+    comm.signal(other, 3, engine="memory")
+    comm.barrier()
+    observed["another handle's"] = late(lambda: b.wait_signal(other, 3, timeout_ms=50))
+    observed["a communicator's"] = not late(lambda: a.wait_signal(other, 3, timeout_ms=5000))
+    observed["both"] = late(lambda: a.wait_signal(other, 3, timeout_ms=50))
+    comm.wait(other, 3)
+    comm.wait(other, 3, engine="memory")
+    # A handle's, and then a wait of the communicator.
+    b.put_signal(other, 3)
+    comm.barrier()
+    observed["a handle's for a communicator"] = late(lambda: comm.wait(other, 3, timeout=0.05))
+    # Signals of a handle that is gone, in whatever memory the next one has.
+    for _ in range(3):
+        b.put_signal(other, 3)
+    del b
+    gc.collect()
+    for nth in range(3):
+        pool.commit()
+        c = symmpool.rendezvous(pool.zeros(4), pool)
+        observed[f"a dead handle's, {nth}"] = late(lambda: c.wait_signal(other, 3, timeout_ms=20))  # noqa: B023
+        comm.barrier()
+        c.put_signal(other, 3)
+        c.wait_signal(other, 3)
+        c.put_signal(other, 3)
+        comm.barrier()
+        del c
+        gc.collect()
+    # Barriers: one rank's second one on a handle does not let it pass the first one on another.
+    d, e = (symmpool.rendezvous(pool.zeros(4), pool) for _ in range(2))
+    if me == 0:
+        observed["barrier"] = late(lambda: d.barrier(1, timeout_ms=50))
+        observed["barrier again"] = late(lambda: d.barrier(1, timeout_ms=50))
+    comm.barrier()
+    observed["barrier of another"] = late(lambda: e.barrier(1, timeout_ms=50)) if me == 1 else True
+    comm.barrier()
+    # What ran out of time goes on.
+    d.barrier(1)
+    e.barrier(1)
+    return observed
+
+
+def test_signals_of_one_handle_complete_no_waits_of_another():
+    for observed in values(2, signals_of_two_handles):
+        assert all(observed.values()), observed
+
+
+def as_torchs(group):
+    """What torch's handles promise of signals: a pad for each, zeros at first, and a channel for each use."""
+    pool = symmpool.Pool(group, "cpu")
+    me, world = group.rank, group.world
+    handle = symmpool.rendezvous(pool.zeros(4), pool, signal_pad_size=1000)
+    right = [handle.signal_pad_size == 1000]
+    right.append(all(handle.get_signal_pad(rank).tolist() == [0] * 250 for rank in range(world)))
+    after, before = (me + 1) % world, (me - 1) % world
+    # Whatever channels are used, the pad is the caller's own.
+    for channel in range(16):
+        handle.put_signal(after, channel)
+        handle.wait_signal(before, channel)
+        handle.barrier(channel, timeout_ms=5000)
+    right.append(handle.get_signal_pad(me).tolist() == [0] * 250)
+    handle.barrier()
+    # Whatever is in the pad, signals are not.
+    handle.get_signal_pad(after).fill_(2**32 - 1)
+    handle.barrier()
+    right.append(late(lambda: handle.wait_signal(before, 0, timeout_ms=20)))
+    handle.barrier()
+    # Data that was written before a signal is there after the wait.
+    for turn in range(200):
+        handle.get_buffer(after, (4,), torch.float32).fill_(turn)
+        handle.put_signal(after, turn % 16)
+        handle.wait_signal(before, turn % 16)
+        right.append(handle.get_buffer(me, (4,), torch.float32).tolist() == [turn] * 4)
+        handle.barrier(turn % 15 + 1)
+    # To itself, too.
+    handle.put_signal(me, 5)
+    handle.wait_signal(me, 5)
+    for wrong in (16, -1, 2**32, "x", None, 1.5):
+        for call in (lambda: handle.put_signal(after, wrong), lambda: handle.wait_signal(before, wrong)):  # noqa: B023
+            with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="channel"):
+                call()
+    handle.barrier()
+    return right
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_signals_are_as_those_of_torchs_handles(world):
+    for right in values(world, as_torchs):
+        assert all(right), right

@@ -188,7 +188,7 @@ impl Communicator {
     pub fn signal_by_memory(&self, peer: u32, channel: u32, stream: &Stream) -> Result<()> {
         self.check_channel("signal_by_memory", peer, channel)?;
         match &self.one_sided {
-            Some(host) => host.signal(peer, channel),
+            Some(host) => host.signal(&host.channels, peer, channel),
             None => self.lock().engine.cuda()?.signal_by_memory((peer, channel), true, *stream),
         }
     }
@@ -208,7 +208,7 @@ impl Communicator {
     ) -> Result<()> {
         self.check_channel("wait_by_memory", peer, channel)?;
         match &self.one_sided {
-            Some(host) => host.wait(peer, channel, timeout),
+            Some(host) => host.wait(&host.channels, peer, channel, timeout),
             None => {
                 let mut inner = self.lock();
                 inner.engine.cuda()?.wait_by_memory((peer, channel), timeout, true, *stream)
@@ -253,8 +253,8 @@ impl Communicator {
     pub fn signal(&self, peer: u32, channel: u32, stream: &Stream) -> Result<()> {
         self.check_channel("signal", peer, channel)?;
         match &self.one_sided {
-            Some(host) => host.signal(peer, channel),
-            None => self.lock().engine.cuda()?.signal(peer, channel, *stream),
+            Some(host) => host.signal(&host.channels, peer, channel),
+            None => self.lock().engine.cuda()?.signal((0, peer, channel), *stream),
         }
     }
 
@@ -276,8 +276,8 @@ impl Communicator {
     pub fn wait(&self, peer: u32, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
         self.check_channel("wait", peer, channel)?;
         match &self.one_sided {
-            Some(host) => host.wait(peer, channel, timeout),
-            None => self.lock().engine.cuda()?.wait((peer, channel), timeout, *stream),
+            Some(host) => host.wait(&host.channels, peer, channel, timeout),
+            None => self.lock().engine.cuda()?.wait((0, peer, channel), timeout, *stream),
         }
     }
 
@@ -297,7 +297,7 @@ impl Communicator {
     pub fn barrier_on(&self, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
         self.check_channel("a barrier", self.rank(), channel)?;
         if let Some(host) = &self.one_sided {
-            return host.barrier(channel, timeout);
+            return host.barrier(&host.channels, channel, timeout);
         }
         let (rank, world) = (self.rank(), self.world());
         let peers = || (1..world).map(|step| (rank + step) % world);
@@ -329,7 +329,7 @@ impl Communicator {
             // SAFETY: the caller's promise about this rank's memory; the peer's is a window, and they do not overlap.
             unsafe { host.copy(from, to, bytes) }?;
             let By::Kernel(Some(channel)) = by else { return Ok(()) };
-            return host.signal(peer, channel);
+            return host.signal(&host.channels, peer, channel);
         }
         let mut inner = self.lock();
         let cuda = inner.engine.cuda()?;

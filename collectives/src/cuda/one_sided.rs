@@ -34,7 +34,7 @@ impl CudaEngine {
     ) -> Result<()> {
         if bytes == 0 {
             return match channel {
-                Some(channel) => self.signal(peer, channel, stream),
+                Some(channel) => self.signal((0, peer, channel), stream),
                 None => self.ready(),
             };
         }
@@ -49,7 +49,7 @@ impl CudaEngine {
             root: peer,
             peer_blocks: 0,
         };
-        let signals = channel.map(|number| ChannelEnd { sends: true, peer, number });
+        let signals = channel.map(|number| ChannelEnd { set: 0, sends: true, peer, number });
         let action =
             if signals.is_some() { OneSidedMode::CopyAndSignal } else { OneSidedMode::Copy };
         let comm = self.comm;
@@ -57,10 +57,15 @@ impl CudaEngine {
         unsafe { self.launch_one_sided((action, blocks), &comm, &params, signals, stream) }
     }
 
-    /// Signals the peer once the stream has done what was put on it before.
-    pub(crate) fn signal(&mut self, peer: u32, channel: u32, stream: Stream) -> Result<()> {
-        let (params, comm) = (without_data(peer, channel, 0), self.comm);
-        let end = ChannelEnd { sends: true, peer, number: channel };
+    /// Signals the peer once the stream has done what was put on it before. The channel is one of the communicator's own,
+    /// of set 0, or one of the set at an address.
+    pub(crate) fn signal(
+        &mut self,
+        (set, peer, channel): (u64, u32, u32),
+        stream: Stream,
+    ) -> Result<()> {
+        let (params, comm) = (without_data(peer, channel, 0), self.with_channels(set));
+        let end = ChannelEnd { set, sends: true, peer, number: channel };
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
         unsafe {
             self.launch_one_sided((OneSidedMode::Signal, 1), &comm, &params, Some(end), stream)
@@ -70,16 +75,27 @@ impl CudaEngine {
     /// Makes the stream wait for the peer's next signal.
     pub(crate) fn wait(
         &mut self,
-        (peer, channel): (u32, u32),
+        (set, peer, channel): (u64, u32, u32),
         timeout: Duration,
         stream: Stream,
     ) -> Result<()> {
         let nanoseconds = nanoseconds(timeout);
         let params = without_data(peer, channel, nanoseconds);
-        let comm = Comm { timeout: nanoseconds, ..self.comm };
-        let end = ChannelEnd { sends: false, peer, number: channel };
+        let comm = Comm { timeout: nanoseconds, ..self.with_channels(set) };
+        let end = ChannelEnd { set, sends: false, peer, number: channel };
         // SAFETY: as in `signal`.
         unsafe { self.launch_one_sided((OneSidedMode::Wait, 1), &comm, &params, Some(end), stream) }
+    }
+
+    /// What a kernel is given to find the channels of a set, which lies at the same offset on all ranks.
+    fn with_channels(&self, set: u64) -> Comm {
+        let mut comm = self.comm;
+        if set != 0 {
+            let rank = u64::from(comm.rank);
+            let control = comm.base + rank * comm.stride + comm.control;
+            comm.places.channels = set.wrapping_sub(control);
+        }
+        comm
     }
 
     /// Copies by a copy engine between addresses that this rank has mapped.
@@ -176,7 +192,7 @@ impl CudaEngine {
 
 /// One end of a channel of memory operations. Their numbers come behind those of kernels' channels and of messages.
 fn memory_end(sends: bool, peer: u32, channel: u32) -> ChannelEnd {
-    ChannelEnd { sends, peer, number: CHANNELS + 1 + channel }
+    ChannelEnd { set: 0, sends, peer, number: CHANNELS + 1 + channel }
 }
 
 /// Parameters of a kernel that only signals or waits.

@@ -195,7 +195,7 @@ impl CudaEngine {
         };
         // Sends to one peer run in the order of the calls, and so do receives; they are independent of everything
         // else. So the next one on another stream waits for this one alone, not for what follows it here.
-        let end = ChannelEnd { sends, peer, number: CHANNELS };
+        let end = ChannelEnd { set: 0, sends, peer, number: CHANNELS };
         self.switch_channel_to(end, stream)?;
         // A collective on another stream waits for the last collective here, and not for this operation.
         self.before_wait(stream)?;

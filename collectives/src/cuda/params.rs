@@ -223,6 +223,8 @@ pub(super) struct Traffic {
 /// This rank's end of a channel. Operations on one end run in the order of the calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ChannelEnd {
+    /// The address of the set that the channel is of; 0 for the communicator's own.
+    pub(super) set: u64,
     pub(super) sends: bool,
     pub(super) peer: u32,
     pub(super) number: u32,

@@ -43,7 +43,7 @@ const PACKET_BYTES: u64 = 64 << 10;
 const ALL_PACKETS: u64 = 1 << 20;
 
 type SlotBytes = Slot<Native>;
-const SLOT: u64 = size_of::<SlotBytes>() as u64;
+pub(super) const SLOT: u64 = size_of::<SlotBytes>() as u64;
 
 /// One rank's report of why it gave up.
 #[repr(C, align(64))]
@@ -195,14 +195,25 @@ impl Control {
 
     #[inline]
     fn at(&self, owner: u32, part: u64) -> u64 {
-        self.base + u64::from(owner) * self.stride + part
+        (self.base + u64::from(owner) * self.stride).wrapping_add(part)
+    }
+
+    /// How far behind the beginning of `owner`'s block an address lies, modulo 2^64.
+    pub(super) fn part_at(&self, owner: u32, address: u64) -> u64 {
+        address.wrapping_sub(self.at(owner, 0))
+    }
+
+    /// Where the communicator's own channels begin.
+    pub(super) fn own_channels(&self) -> u64 {
+        self.layout.channels
     }
 
     #[inline]
     fn slot(&self, owner: u32, part: u64, index: u64) -> &Slot<Native> {
-        let at = self.at(owner, part + index * SLOT) as *const SlotBytes;
+        let at = self.at(owner, part.wrapping_add(index * SLOT)) as *const SlotBytes;
         // SAFETY: `new`'s caller keeps the block mapped while `self` is used, the parts leave room
-        // for all slots of their sources, and every boundary is a multiple of the slot's alignment.
+        // for all slots of their sources, and every boundary is a multiple of the slot's alignment. A set of
+        // channels elsewhere has the same room and alignment, and its caller keeps it mapped.
         // A slot is nothing but atomics, valid for any bits, so sharing it with other processes is
         // sound.
         unsafe { &*at }
@@ -222,12 +233,20 @@ impl Control {
         self.slot(owner, self.layout.steps, 2 * u64::from(source) + parity)
     }
 
-    /// Where `source` signals `owner` on a channel, outside of calls.
+    /// Where `source` signals `owner` on a channel, outside of calls. Channels begin at `part`, which is
+    /// [`Self::own_channels`] or of memory that the caller of [`Communicator::channel_set_at`] keeps.
+    ///
+    /// [`Communicator::channel_set_at`]: crate::Communicator::channel_set_at
     #[inline]
-    pub(super) fn channel(&self, owner: u32, source: u32, channel: u32) -> &Slot<Native> {
+    pub(super) fn channel(
+        &self,
+        part: u64,
+        (owner, source): (u32, u32),
+        channel: u32,
+    ) -> &Slot<Native> {
         debug_assert!(channel < CHANNELS);
         let index = u64::from(source) * u64::from(CHANNELS) + u64::from(channel);
-        self.slot(owner, self.layout.channels, index)
+        self.slot(owner, part, index)
     }
 
     /// Where `source` signals `owner` on a channel of the call's plan.
@@ -394,7 +413,11 @@ mod tests {
                 let record = std::ptr::from_ref(control.abort_record(owner, source)) as u64;
                 places.push(end_of(record, size_of::<AbortRecord>() as u64));
                 for channel in 0..CHANNELS {
-                    places.push(slot(control.channel(owner, source, channel)));
+                    places.push(slot(control.channel(
+                        control.own_channels(),
+                        (owner, source),
+                        channel,
+                    )));
                     places.push(slot(control.plan_channel(owner, source, channel)));
                 }
                 places.push(slot(control.packets_sent(owner, source)));

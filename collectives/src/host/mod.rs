@@ -45,7 +45,7 @@ mod wait;
 
 pub use collectives::all_to_all::{SplitRows, SplitsAt};
 pub use engine::HostEngine;
-pub(crate) use one_sided::HostOneSided;
+pub(crate) use one_sided::{HostChannels, HostOneSided};
 pub use options::HostOptions;
 pub use place::Place;
 pub(crate) use place::{Data, InPlace};

@@ -13,7 +13,7 @@ use std::time::Duration;
 use symmpool_allocator::{Deadline, Error, HeapLayout, Maker, Result};
 
 use super::HostEngine;
-use super::control::Control;
+use super::control::{Control, SLOT};
 use super::fault::Cause;
 use super::kernels::copy;
 use super::wait::{Interrupted, SpinPolicy, Waiter, Watchdog, wake_all};
@@ -45,10 +45,42 @@ pub(crate) struct HostOneSided {
     pub(super) timeout: Arc<Timeout>,
     /// Counts of packets of messages, by peer.
     pub(super) counts: Vec<PacketCounts>,
+    /// The communicator's own channels, in its control block.
+    pub(crate) channels: HostChannels,
+}
+
+/// As many channels between all ranks as a communicator has: where they lie, and this rank's side of them.
+#[derive(Debug)]
+pub(crate) struct HostChannels {
+    /// From the beginning of the control block on, modulo 2^64: channels of a set lie elsewhere in the heap.
+    part: u64,
     /// Counts of signals taken, by source and channel.
     taken: Vec<AtomicU64>,
     /// For each channel, the ranks whose signals barriers that timed out have not taken yet.
     unfinished: [Mutex<Vec<Vec<u32>>>; CHANNELS as usize],
+}
+
+impl HostChannels {
+    /// Channels lie at a multiple of this many bytes.
+    pub(crate) const ALIGN: u64 = SLOT;
+
+    /// The bytes that channels of so many ranks take in each rank's memory.
+    pub(crate) const fn bytes(world: u32) -> usize {
+        world as usize * CHANNELS as usize * SLOT as usize
+    }
+
+    fn new(part: u64, world: u32) -> Self {
+        let pairs = world as usize * CHANNELS as usize;
+        Self {
+            part,
+            taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
+            unfinished: Default::default(),
+        }
+    }
+
+    fn unfinished(&self, channel: u32) -> MutexGuard<'_, Vec<Vec<u32>>> {
+        self.unfinished[channel as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl HostEngine {
@@ -58,7 +90,6 @@ impl HostEngine {
     ///
     /// The promises made to [`HostEngine::new`] hold until the value is dropped.
     pub(crate) unsafe fn one_sided(&self, alive: PeerAlive) -> HostOneSided {
-        let pairs = self.world() as usize * CHANNELS as usize;
         HostOneSided {
             layout: self.layout,
             control: self.control,
@@ -69,13 +100,18 @@ impl HostEngine {
             interrupted: self.options.interrupted.clone(),
             timeout: Arc::clone(&self.timeout),
             counts: (0..self.world()).map(|_| PacketCounts::default()).collect(),
-            taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
-            unfinished: Default::default(),
+            channels: HostChannels::new(self.control.own_channels(), self.world()),
         }
     }
 }
 
 impl HostOneSided {
+    /// Channels of their own, in this rank's memory from `address` on and at the same offset on all ranks.
+    pub(crate) fn channels_at(&self, address: u64) -> HostChannels {
+        let part = self.control.part_at(self.layout.rank, address);
+        HostChannels::new(part, self.layout.world)
+    }
+
     /// Returns an error after the communicator was closed, and in a process that was forked from its own.
     pub(crate) fn ready(&self) -> Result<()> {
         self.maker.check("a communicator")?;
@@ -96,19 +132,25 @@ impl HostOneSided {
     }
 
     /// Signals `peer`, which sees whatever this thread wrote before. `peer` and `channel` must be in range.
-    pub(crate) fn signal(&self, peer: u32, channel: u32) -> Result<()> {
+    pub(crate) fn signal(&self, on: &HostChannels, peer: u32, channel: u32) -> Result<()> {
         self.ready()?;
-        let slot = self.control.channel(peer, self.layout.rank, channel);
+        let slot = self.control.channel(on.part, (peer, self.layout.rank), channel);
         slot.count_up();
         wake_sleepers(std::iter::once(slot), wake_all);
         Ok(())
     }
 
     /// Waits for the next signal of `peer`. `peer` and `channel` must be in range.
-    pub(crate) fn wait(&self, peer: u32, channel: u32, timeout: Duration) -> Result<()> {
+    pub(crate) fn wait(
+        &self,
+        on: &HostChannels,
+        peer: u32,
+        channel: u32,
+        timeout: Duration,
+    ) -> Result<()> {
         self.ready()?;
-        let slot = self.control.channel(self.layout.rank, peer, channel);
-        let taken = &self.taken[peer as usize * CHANNELS as usize + channel as usize];
+        let slot = self.control.channel(on.part, (self.layout.rank, peer), channel);
+        let taken = &on.taken[peer as usize * CHANNELS as usize + channel as usize];
         let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, channel, timeout));
         take(slot, taken, &mut waiter).map(|_| ())
     }
@@ -116,15 +158,15 @@ impl HostOneSided {
     /// Signals every peer, and waits for a signal of each. If it fails, the next barrier on the channel continues it:
     /// this rank's signals are sent, and peers may have taken them, so another round of signals would let peers pass
     /// a barrier that this rank has not reached. `channel` must be in range.
-    pub(crate) fn barrier(&self, channel: u32, timeout: Duration) -> Result<()> {
+    pub(crate) fn barrier(&self, on: &HostChannels, channel: u32, timeout: Duration) -> Result<()> {
         self.ready()?;
         let (me, world) = (self.layout.rank, self.layout.world);
-        let begun = self.unfinished(channel).pop();
+        let begun = on.unfinished(channel).pop();
         let awaited = match begun {
             Some(awaited) => awaited,
             None => {
                 let peers: Vec<u32> = (1..world).map(|step| (me + step) % world).collect();
-                peers.iter().try_for_each(|peer| self.signal(*peer, channel))?;
+                peers.iter().try_for_each(|peer| self.signal(on, *peer, channel))?;
                 peers
             }
         };
@@ -134,7 +176,7 @@ impl HostOneSided {
             // The other peers are checked after a failure too, so that the error names only peers that have not
             // signalled.
             let left = if failure.is_none() { deadline.remaining() } else { Duration::ZERO };
-            if let Err(error) = self.wait(peer, channel, left) {
+            if let Err(error) = self.wait(on, peer, channel, left) {
                 late.push(peer);
                 failure = failure.or(Some(error).filter(|error| !error.is_timeout()));
             }
@@ -142,15 +184,11 @@ impl HostOneSided {
         if late.is_empty() {
             return Ok(());
         }
-        self.unfinished(channel).push(late.clone());
+        on.unfinished(channel).push(late.clone());
         Err(failure.unwrap_or_else(|| {
             let what = format!("in a barrier on channel {channel}, on rank {me}");
             Error::timeout(format!("{what}; the next barrier on it continues it"), timeout, late)
         }))
-    }
-
-    fn unfinished(&self, channel: u32) -> MutexGuard<'_, Vec<Vec<u32>>> {
-        self.unfinished[channel as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The check that ends a wait without its signal: if the communicator was closed, here or on a peer, if the peer's

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from symmpool._symmpool import _count_versions
 from symmpool.collectives.reduce_op import NATIVE, op_name
 from symmpool.communicators import devices, torch_state
 from symmpool.communicators.cache import (
@@ -13,6 +14,7 @@ from symmpool.communicators.cache import (
     first_device,
     look_up,
 )
+from symmpool.communicators.entry import CommunicatorEntry
 from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError
 
@@ -93,7 +95,14 @@ def make_direct(
     entry = communicator_to_write(tensor, group, None, (call, arguments))
     if entry is None:
         return None
+    _say_written(entry, call, arguments, results)
     return entry.run(_method(entry.comm, call, algorithm, call), arguments, results, async_op)
+
+
+def _say_written(entry: CommunicatorEntry, call: str, arguments: tuple[Any, ...], writes: Any) -> None:
+    """Has autograd notice what a call overwrites. A broadcast's root only reads."""
+    if call != "broadcast" or arguments[1] != entry.comm.rank:
+        _count_versions(writes)
 
 
 @torch_state.opaque
@@ -130,6 +139,7 @@ def make(
     for each in writes:
         if getattr(each, "requires_grad", False):
             watch(each)
+    _say_written(entry, call, arguments, writes)
     return entry.run(method, arguments, results, async_op, finish)
 
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from symmpool._symmpool import _count_versions
 from symmpool.collectives.calls import (
     make,
     make_direct,
@@ -91,10 +92,9 @@ def all_reduce(
     if torch_state.compiling() or (
         torch_state.modes._is_in_torch_dispatch_mode and torch_state.is_seen(tensor, group)
     ):
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        _refuse_traced(algorithm)
-        return ops.traced_all_reduce(tensor, op, group, async_op, out)
+        return traced.traced_all_reduce(tensor, op, group, async_op, out, algorithm)
     entry = None
     try:
         # As `torch_state.is_traced` and `cache.communicator_to_write` do: this call is made the most, and
@@ -129,14 +129,6 @@ def all_reduce(
     return make(tensor, group, plan, async_op, [tensor if out is None else out], named)
 
 
-def _refuse_traced(algorithm: str | None) -> None:
-    if algorithm is not None:
-        raise InvalidArgumentError(
-            f"algorithm: {algorithm!r} in compiled code, whose operators name none; set SYMMPOOL_ALL_REDUCE "
-            "or the variable of another collective, or use symmpool.select"
-        )
-
-
 def reduce_scatter_tensor(
     output: Any,
     input: Any,
@@ -148,10 +140,9 @@ def reduce_scatter_tensor(
 ) -> Any:
     """Reduces part r of every rank's `input` into rank r's `output`. Otherwise as `all_reduce`."""
     if torch_state.is_traced(output, group):
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        _refuse_traced(algorithm)
-        return ops.traced_reduce_scatter(output, input, op, group, async_op)
+        return traced.traced_reduce_scatter(output, input, op, group, async_op, algorithm)
     if not needs_plan(output, input) and not reduction_needs_plan(op, input):
         arguments, call = (output, input, op), "reduce_scatter_tensor"
         return make_direct(output, group, call, arguments, [output], async_op, algorithm)
@@ -177,10 +168,9 @@ def all_gather_into_tensor(
     as is said of `all_to_all_single`, outputs in a pool's memory lie at one offset on all ranks. Otherwise
     as `all_reduce`, but elements may be of any type that `Communicator` moves."""
     if torch_state.is_traced(output_tensor, group):
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        _refuse_traced(algorithm)
-        return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
+        return traced.traced_all_gather(output_tensor, input_tensor, group, async_op, algorithm)
     if not needs_plan(output_tensor, input_tensor):
         arguments, call = (output_tensor, input_tensor), "all_gather_into_tensor"
         return make_direct(output_tensor, group, call, arguments, [output_tensor], async_op, algorithm)
@@ -213,11 +203,10 @@ def all_to_all_single(
     in the same order everywhere, or SYMMPOOL_ALL_TO_ALL=direct is set. Otherwise as `all_reduce`, but
     elements may be of any type that `Communicator` moves."""
     if torch_state.is_traced(output, group):
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        _refuse_traced(algorithm)
         sizes = (output_split_sizes, input_split_sizes)
-        return ops.traced_all_to_all(output, input, sizes, group, async_op)
+        return traced.traced_all_to_all(output, input, sizes, group, async_op, algorithm)
     sizes = (sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
     if not needs_plan(output, input):
         arguments = (output, input, *sizes)
@@ -265,10 +254,9 @@ def broadcast(
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
     same. Otherwise as `all_gather_into_tensor`."""
     if torch_state.is_traced(tensor, group):
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        _refuse_traced(algorithm)
-        return ops.traced_broadcast(tensor, src, group, group_src, async_op)
+        return traced.traced_broadcast(tensor, src, group, group_src, async_op, algorithm)
     planned = needs_plan(tensor)
     try:
         root = rank_in(group, "broadcast", src=src, group_src=group_src)
@@ -449,8 +437,10 @@ def _point_to_point(call: str, tensor: Any, group: Any, **peers: Any) -> None:
         from symmpool.collectives import layout
 
         place, finish = (layout.plain(tensor), None) if call == "send" else layout.destination(tensor)
-    if call == "recv" and getattr(tensor, "requires_grad", False):
-        watch(tensor)
+    if call == "recv":
+        if getattr(tensor, "requires_grad", False):
+            watch(tensor)
+        _count_versions([tensor])
     entry.run(getattr(entry.comm, call), (place, peer), [tensor], False, finish)
 
 
@@ -460,9 +450,9 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
     number; without both, where the group's first pool is, or on the CPU if there is none. It ends a
     compiled graph, so there is none under `fullgraph=True`."""
     if torch_state.compiling():
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        return ops.end_graph("barrier")
+        return traced.end_graph("barrier")
     if device is None and device_ids is not None:
         device = _device_of(device_ids)
     if device is None:
@@ -472,9 +462,9 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
             device = "cpu"  # of what can be no group, as is said below
     number = devices.number_of(str(device))
     if torch_state.modes._is_in_torch_dispatch_mode and torch_state.is_seen(None, group):
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        return ops.dispatched_barrier(number, group, async_op)
+        return traced.dispatched_barrier(number, group, async_op)
     entry = cache.look_up(None, group, number)
     return None if entry is None else entry.run(entry.comm.barrier, (), [], async_op)
 
@@ -491,9 +481,9 @@ def _device_of(device_ids: Any) -> str:
 def _end_graph(call: str, tensor: Any, group: Any) -> None:
     """For calls that are no operators: they end a compiled graph, and modes of torch cannot see them."""
     if torch_state.compiling():
-        from symmpool import ops
+        from symmpool.ops import traced
 
-        ops.end_graph(call)
+        traced.end_graph(call)
     if torch_state.modes._is_in_torch_dispatch_mode and tensor is not None and _is_fake(tensor):
         raise UnsupportedError(
             f"symmpool.{call}: it is no operator of torch, so a fake tensor has no result of it; all_reduce, "

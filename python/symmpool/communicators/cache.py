@@ -153,7 +153,7 @@ def communicator(group: Any = None, device: Any = "cpu") -> Communicator:
     entry = look_up(None, group, number_of(str(device)))
     if entry is None:
         raise InvalidArgumentError("group: this process is no member of it")
-    return entry.comm
+    return entry.public
 
 
 def pool_of(group: Any, device: str) -> Pool:

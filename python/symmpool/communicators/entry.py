@@ -19,7 +19,7 @@ __all__ = ["CommunicatorEntry", "Preparation", "name_pool", "reason_of"]
 class CommunicatorEntry:
     """A pool's communicator, and what is under way on it."""
 
-    __slots__ = ("comm", "device", "pending", "runner", "registered", "_pool", "__weakref__")
+    __slots__ = ("comm", "public", "device", "pending", "runner", "registered", "_pool", "__weakref__")
 
     def __init__(self, pool: Pool):
         self.device = number_of(pool.device)
@@ -27,7 +27,9 @@ class CommunicatorEntry:
         sm_budget.share_with_other_groups(self.device)
         timeout = pool_registry.timeout_of(pool)
         # A program may have many groups, most of which make small calls only.
-        self.comm = Communicator(pool, timeout=timeout, device_memory_grows=True, **options)
+        self.public = Communicator(pool, timeout=timeout, device_memory_grows=True, **options)
+        # Module-level calls say to autograd themselves what they write to. On the backend torch decides that.
+        self.comm = self.public._unseen()
         self._pool = weakref.ref(pool)
         # What has `join`, for the calls with async_op that nothing has waited for yet.
         self.pending: Any = None

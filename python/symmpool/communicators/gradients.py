@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-__all__ = ["watch"]
+__all__ = ["warn_of_gradient", "watch"]
 
 
 def watch(tensor: Any) -> None:
-    """A call writes to a tensor that requires grad. As torch.distributed does, warns if a gradient comes
+    """A call writes to a tensor that may require grad. As torch.distributed does, warns if a gradient comes
     back by way of it, and not before: results that are only looked at are no mistake."""
     import torch
 
-    if not torch.is_grad_enabled():
+    if not tensor.requires_grad or not torch.is_grad_enabled():
         return
     hooks = tensor._backward_hooks
     # A parameter is written to again and again, and needs one hook.
@@ -21,7 +21,19 @@ def watch(tensor: Any) -> None:
         tensor.register_hook(_warn)
 
 
-def _warn(gradient: Any) -> None:
+def _warn(gradient: Any) -> Any:
+    """Warns, or has the graph warn that this gradient is recorded in."""
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+    if is_in_torch_dispatch_mode():
+        import torch
+
+        return torch.ops.symmpool._passed_by(gradient)
+    warn_of_gradient()
+    return None
+
+
+def warn_of_gradient() -> None:
     warnings.warn(
         "symmpool: a gradient came back by way of a tensor that a collective has written to, and took "
         "no account of that. symmpool.ops has collectives with gradients; make the call under "

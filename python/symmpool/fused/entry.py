@@ -48,6 +48,8 @@ def is_pipelined(tensor: torch.Tensor, world: int) -> bool:
 
 def gathered_rows(entry: Any, rows: torch.Tensor) -> torch.Tensor:
     """Every rank's rows, one after the other."""
-    whole = rows.new_empty((entry.comm.world * rows.shape[0], *rows.shape[1:]))
-    entry.run(entry.comm.all_gather_into_tensor, (whole, rows.contiguous()), [], False)
+    with entry.preparing():
+        whole = rows.new_empty((entry.comm.world * rows.shape[0], *rows.shape[1:]))
+        rows = rows.contiguous()
+    entry.run(entry.comm.all_gather_into_tensor, (whole, rows), [], False)
     return whole

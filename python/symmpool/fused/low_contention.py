@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from symmpool.communicators.tensors import to_read
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline
 from symmpool.fused.arguments import described
@@ -41,11 +42,14 @@ def low_contention_all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     name = "_low_contention_all_gather"
     entry = entry_for(name, tensor, group, lambda world: _check(name, tensor, world))
     world = entry.comm.world
-    call = _call(entry, name, tensor)
-    if not is_pipelined(tensor, world):
+    with entry.preparing():
+        tensor = to_read(f"{name}: tensor", tensor)
+        call = _call(entry, name, tensor)
+        is_carried = is_pipelined(tensor, world)
+        found = tensor.new_empty((world, *tensor.shape)) if is_carried else None
+    if found is None:
         call.begin(0)
         return gathered_rows(entry, tensor)
-    found = tensor.new_empty((world, *tensor.shape))
     pipeline.pull_all(call, [tensor] * world, found)
     return found.flatten(0, 1)
 
@@ -61,14 +65,15 @@ def low_contention_reduce_scatter(tensor: torch.Tensor, reduce_op: str, group: A
 
     entry = entry_for(name, tensor, group, check)
     world = entry.comm.world
-    call = _call(entry, name, tensor, reduce_op)
-    shape = (tensor.shape[0] // world, *tensor.shape[1:])
-    if not is_pipelined(tensor, world):
+    with entry.preparing():
+        tensor = to_read(f"{name}: tensor", tensor)
+        call = _call(entry, name, tensor, reduce_op)
+        is_carried = is_pipelined(tensor, world)
+        parts = list(tensor.view(world, tensor.shape[0] // world, *tensor.shape[1:]))
+        found = tensor.new_empty((world if is_carried else 1, *parts[0].shape))
+    if not is_carried:
         call.begin(0)
-        found = tensor.new_empty(shape)
         entry.run(entry.comm.reduce_scatter_tensor, (found, tensor, reduce_op), [], False)
-        return found
-    parts = list(tensor.view(world, *shape))
-    exchanged = tensor.new_empty((world, *shape))
-    pipeline.pull_all(call, parts, exchanged)
-    return exchanged.sum(dim=0) if reduce_op == "sum" else exchanged.mean(dim=0)
+        return found[0]
+    pipeline.pull_all(call, parts, found)
+    return found.sum(dim=0) if reduce_op == "sum" else found.mean(dim=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from symmpool.communicators.tensors import to_read
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.arguments import wrong_lists
@@ -115,30 +116,40 @@ def _gather_matmul(
         scales_of_rows(name, scale, shard.shape, dim, world)
 
     entry = entry_for(name, shard, group, check)
-    world, is_last = entry.comm.world, dim == shard.dim() - 1
-    kind, scales = scales_of_rows(name, scale, shard.shape, dim, world)
-    by_tensor_cores = (
-        kind == "one"
-        and not is_last
-        and is_pipelined(shard, world)
-        and tensor_cores.serves_all(entry, shard, scales, products, rows_of(shard.shape))
-    )
-    rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind, by_tensor_cores)
-    sizes = (rows_of(shard.shape), shard.shape[-1], 0)
-    call = pipeline.Call(entry, "fused_all_gather_matmul", shard, sizes, rest)
-    batches, in_batch = math.prod(shard.shape[:dim]), math.prod(shard.shape[dim:-1])
-    if by_tensor_cores and not in_front and (batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0):
-        leading = [*shard.shape[:dim], world * shard.shape[dim], *shard.shape[dim + 1 : -1]]
-        rows = shard.reshape(rows_of(shard.shape), shard.shape[-1]).contiguous()
+    world = entry.comm.world
+    with entry.preparing():
+        is_last = dim == shard.dim() - 1
+        shard = to_read(f"{name}: A_shard", shard)
+        products = [each.in_memory(name, f"Bs[{nth}]") for nth, each in enumerate(products)]
+        scale = None if scale is None else to_read(f"{name}: A_scale", scale)
+        kind, scales = scales_of_rows(name, scale, shard.shape, dim, world)
+        by_tensor_cores = (
+            kind == "one"
+            and not is_last
+            and is_pipelined(shard, world)
+            and tensor_cores.serves_all(entry, shard, scales, products, rows_of(shard.shape))
+        )
+        batches, in_batch = math.prod(shard.shape[:dim]), math.prod(shard.shape[dim:-1])
+        in_batches = by_tensor_cores and not in_front
+        in_batches = in_batches and (batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0)
+        front = shard if is_last or in_batches else shard.movedim(dim, 0)
+        rows = front.reshape(rows_of(front.shape), shard.shape[-1]).contiguous()
+        scales = scales.contiguous() if kind == "shard" and scales is not None else scales
+        rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind, by_tensor_cores)
+        sizes = (rows_of(shard.shape), shard.shape[-1], 0)
+        call = pipeline.Call(entry, "fused_all_gather_matmul", shard, sizes, rest)
+        is_carried = is_pipelined(shard, world)
+        leading = list(front.shape[:-1])
+        if in_batches:
+            leading[dim] *= world
+        elif not is_last:
+            leading[0] *= world
+    if in_batches:
         whole, found = tensor_cores.gather_multiply(call, rows, batches, scales, products, return_A)
         shaped_rows = None if whole is None else whole.view(*leading, whole.shape[-1])
         return shaped_rows, [out.view(*leading, out.shape[-1]) for out in found]
-    front = shard if is_last else shard.movedim(dim, 0)
-    leading = list(front.shape[:-1])
-    rows = front.reshape(rows_of(front.shape), shard.shape[-1]).contiguous()
     if is_last:
-        return _gather_columns(call, rows, leading, products, (kind, scales), return_A)
-    leading[0] *= world
+        return _gather_columns(call, rows, leading, products, scales, return_A)
 
     def shaped(found: torch.Tensor) -> torch.Tensor:
         found = found.view(*leading, found.shape[-1]).movedim(0, dim)
@@ -147,20 +158,21 @@ def _gather_matmul(
     if by_tensor_cores:
         whole, found = tensor_cores.gather_multiply(call, rows, 1, scales, products, return_A)
         return None if whole is None else shaped(whole), [shaped(out) for out in found]
-    if not is_pipelined(shard, world) or not products:
+    if not is_carried or not products:
         call.begin(0)
         whole = gathered_rows(entry, rows)
         if kind == "shard":
-            scales = gathered_rows(entry, scales.contiguous())
+            scales = gathered_rows(entry, scales)
         found = [shaped(product.make(whole, scales, None)) for product in products]
         return shaped(whole) if return_A else None, found
-    outs = [
-        rows.new_empty((world, rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(shard))
-        for product in products
-    ]
-    gathered = rows.new_empty((world, *rows.shape)) if return_A else None
-    sent = scales.contiguous() if kind == "shard" else None
-    of_rank = _scales_of_ranks(kind, scales, world)
+    with entry.preparing():
+        outs = [
+            rows.new_empty((world, rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(shard))
+            for product in products
+        ]
+        gathered = rows.new_empty((world, *rows.shape)) if return_A else None
+        sent = scales if kind == "shard" else None
+        of_rank = _scales_of_ranks(kind, scales, world)
 
     def multiply(given: torch.Tensor, received: torch.Tensor | None, rank: int) -> None:
         for product, out in zip(products, outs, strict=True):
@@ -183,31 +195,31 @@ def _gather_columns(
     rows: torch.Tensor,
     leading: list[int],
     products: list[Product],
-    scaling: tuple[str, torch.Tensor | None],
+    scales: torch.Tensor | None,
     return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Shards are columns: the product is the sum of those of all shards."""
-    (kind, scales), world = scaling, call.world
+    world = call.world
 
     def shaped(found: torch.Tensor) -> torch.Tensor:
         return found.view(*leading, found.shape[-1])
 
-    is_sum = is_pipelined(rows, world) and not any(product.is_scaled for product in products) and products
-    if not is_sum:
+    with call.entry.preparing():
+        is_sum = is_pipelined(rows, world) and not any(product.is_scaled for product in products)
+    if not is_sum or not products:
         call.begin(0)
-        count = rows.shape[0]
         whole = gathered_rows(call.entry, rows).view(world, *rows.shape)
+        count = rows.shape[0]
         whole = whole.movedim(0, 1).reshape(count, world * rows.shape[1])
-        if scales is not None and kind == "shard" and scales.numel() > 1:
-            scales = scales.contiguous()
         found = [shaped(product.make(whole, scales, None)) for product in products]
         return shaped(whole) if return_A else None, found
-    outs = [
-        rows.new_empty((rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(rows))
-        for product in products
-    ]
-    rights = [product.right.chunk(world) for product in products]
-    gathered = rows.new_empty((world, *rows.shape)) if return_A else None
+    with call.entry.preparing():
+        outs = [
+            rows.new_empty((rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(rows))
+            for product in products
+        ]
+        rights = [product.right.chunk(world) for product in products]
+        gathered = rows.new_empty((world, *rows.shape)) if return_A else None
     done: list[Any] = []
 
     def multiply(given: torch.Tensor, _: Any, rank: int) -> None:

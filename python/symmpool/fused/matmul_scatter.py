@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from symmpool.communicators.tensors import to_read
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.arguments import wrong_lists
@@ -120,7 +121,7 @@ def _matmul_scatter(
                 f"{name}: {len(As)} As and {len(products)} Bs; it takes as many of both"
             )
         for nth, (left, right) in enumerate(zip(As, products, strict=True)):
-            which = ("A", "B") if len(As) == 1 else (f"As[{nth}]", f"Bs[{nth}]")
+            which = (_nth("A", nth, As), _nth("B", nth, As))
             check_left(name, which[0], left, dim_of_A, "scatter_dim")
             if is_scaled:
                 check_scales(name, which, left, right, scale)
@@ -146,60 +147,76 @@ def _matmul_scatter(
             )
 
     entry = entry_for(name, As[0], group, check)
-    A, product = As[0], products[0]
-    world = entry.comm.world
-    whole = _product_shape(A, product, output_shape)
-    dtype = product.dtype_for(A)
-    is_last = scatter_dim == len(whole) - 1
-    part = list(whole)
-    part[scatter_dim] //= world
-    is_short = math.prod(part) == 0 or (world > 2 and math.prod(part) * dtype.itemsize <= _SHORT_PART)
-    by_tensor_cores = (
-        world > 1
-        and not is_last
-        and not is_short
-        and tensor_cores.serves_sum(entry, As, scale, products, math.prod(part[:-1]), dtype)
-    )
-    by_parts = A.is_cuda and world > 1 and not is_short and len(As) == 1 and not by_tensor_cores
-    rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores, by_parts)
-    sizes = (rows_of(whole), 0, whole[-1])
-    call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
-    scales = scale
-    if scale is not None and scale.numel() != 1:
-        scales = scale.reshape(*whole[:-1], 1)
-        scales = (scales if is_last else scales.movedim(scatter_dim, 0)).reshape(-1, 1)
-    elif scale is not None:
-        scales = scale.reshape(())
-    lefts = [left.reshape(*whole[:-1], left.shape[-1]) for left in As]
-    if by_tensor_cores:
+    with entry.preparing():
+        several = len(As) > 1
+        As = [to_read(f"{name}: As[{nth}]" if several else f"{name}: A", A) for nth, A in enumerate(As)]
+        products = [
+            each.in_memory(name, f"Bs[{nth}]" if several else "B") for nth, each in enumerate(products)
+        ]
+        scale = None if scale is None else to_read(f"{name}: A_scale", scale)
+        A, product = As[0], products[0]
+        world = entry.comm.world
+        whole = _product_shape(A, product, output_shape)
+        dtype = product.dtype_for(A)
+        is_last = scatter_dim == len(whole) - 1
+        part = list(whole)
+        part[scatter_dim] //= world
+        is_short = math.prod(part) == 0 or (world > 2 and math.prod(part) * dtype.itemsize <= _SHORT_PART)
+        by_tensor_cores = (
+            world > 1
+            and not is_last
+            and not is_short
+            and tensor_cores.serves_sum(entry, As, scale, products, math.prod(part[:-1]), dtype)
+        )
+        by_parts = A.is_cuda and world > 1 and not is_short and len(As) == 1 and not by_tensor_cores
+        scales = scale
+        if scale is not None and scale.numel() != 1:
+            scales = scale.reshape(*whole[:-1], 1)
+            scales = (scales if is_last else scales.movedim(scatter_dim, 0)).reshape(-1, 1)
+        elif scale is not None:
+            scales = scale.reshape(())
+        lefts = [left.reshape(*whole[:-1], left.shape[-1]) for left in As]
         batches = math.prod(whole[:scatter_dim])
         in_batch = math.prod(part[scatter_dim:-1])
-        if batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0:
+        in_batches = by_tensor_cores and (batches == 1 or in_batch % tensor_cores.BATCH_ROWS == 0)
+        if in_batches:
             lefts = [left.reshape(batches, in_batch * world, left.shape[-1]) for left in lefts]
-            return tensor_cores.multiply_scatter(call, lefts, scales, products, dtype, reduce_op).view(part)
-    if not is_last:
-        lefts = [left.movedim(scatter_dim, 0) for left in lefts]
-    lefts = [left.reshape(rows_of(left.shape), left.shape[-1]) for left in lefts]
+        else:
+            if not is_last:
+                lefts = [left.movedim(scatter_dim, 0) for left in lefts]
+            lefts = [left.reshape(rows_of(left.shape), left.shape[-1]) for left in lefts]
+        rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores, by_parts)
+        sizes = (rows_of(whole), 0, whole[-1])
+        call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
+    if in_batches:
+        return tensor_cores.multiply_scatter(call, lefts, scales, products, dtype, reduce_op).view(part)
     if by_tensor_cores:
         one_batch = [left[None] for left in lefts]
         found = tensor_cores.multiply_scatter(call, one_batch, scales, products, dtype, reduce_op)
     elif by_parts:
-        parts = list(parts_of(lefts[0], scales, product, world, is_last))
+        with entry.preparing():
+            parts = list(parts_of(lefts[0], scales, product, world, is_last))
         found = pipeline.multiply_scatter(call, parts, dtype, reduce_op)
     else:
         call.begin(0)
-        made = product.make(lefts[0], scales, None)
-        for left, right in zip(lefts[1:], products[1:], strict=True):
-            made += right.make(left, None, None)
-        if is_last:
-            made = made.view(made.shape[0], world, made.shape[1] // world).movedim(1, 0)
-        found = made.new_empty((made.numel() // world,))
-        given = made.reshape(-1).contiguous()
+        with entry.preparing():
+            made = product.make(lefts[0], scales, None)
+            for left, right in zip(lefts[1:], products[1:], strict=True):
+                made += right.make(left, None, None)
+            if is_last:
+                made = made.view(made.shape[0], world, made.shape[1] // world).movedim(1, 0)
+            found = made.new_empty((made.numel() // world,))
+            given = made.reshape(-1).contiguous()
         entry.run(entry.comm.reduce_scatter_tensor, (found, given, reduce_op), [], False)
     if is_last:
         return found.view(part)
     front = [part[scatter_dim], *part[:scatter_dim], *part[scatter_dim + 1 :]]
     return found.view(front).movedim(0, scatter_dim).contiguous()
+
+
+def _nth(which: str, nth: int, of: Sequence[Any]) -> str:
+    """What an argument is called, of which there may be several."""
+    return which if len(of) == 1 else f"{which}s[{nth}]"
 
 
 def _product_shape(A: torch.Tensor, product: Product, output_shape: Sequence[int] | None) -> list[int]:

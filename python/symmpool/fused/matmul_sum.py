@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from symmpool.communicators.tensors import to_read
 from symmpool.errors import InvalidArgumentError, UnsupportedError
 from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.entry import entry_for, is_pipelined
@@ -51,39 +52,48 @@ def matmul_all_reduce(
 
     entry = entry_for(name, A, group, check)
     world = entry.comm.world
-    rows = A.flatten(0, -2)
-    shape = (*A.shape[:-1], B.shape[1])
-    product = Product(B)
-    is_one_wanted = algorithm == "one_kernel" or (algorithm == "auto" and _is_faster_in_one(world, rows, B))
+    with entry.preparing():
+        A, B = to_read(f"{name}: A", A), to_read(f"{name}: B", B)
+        rows = A.flatten(0, -2)
+        shape = (*A.shape[:-1], B.shape[1])
+        product = Product(B)
+        is_one_wanted = algorithm == "one_kernel" or (
+            algorithm == "auto" and _is_faster_in_one(world, rows, B)
+        )
+        is_short = rows.shape[0] * B.shape[1] * A.itemsize <= _SHORT_SUM
+        is_whole = algorithm == "separate" or is_short or rows.shape[0] % world != 0
+        is_whole = is_whole or not is_pipelined(rows, world)
     if is_one_wanted and tensor_cores.serves_few(entry, rows, product):
         return tensor_cores.multiply_all_reduce(entry, rows, product, reduce_op).view(shape)
-    if algorithm == "one_kernel":
-        found = f"{rows.shape[0]} rows of {rows.dtype} and {B.shape[1]} columns on {rows.device}"
-        why = UnsupportedError(
-            f"{name}: algorithm: one kernel does not serve {found}; it takes up to {tensor_cores.FEW_ROWS} "
-            "rows of float16 or bfloat16 and a multiple of 8 columns, as many as the group's inbox has room "
-            'for, on CUDA devices of compute capability 9.0; pass "auto"'
-        )
-        entry.refuse(str(why))
-        raise why
-    is_short = rows.shape[0] * B.shape[1] * A.itemsize <= _SHORT_SUM
-    is_whole = algorithm == "separate" or is_short or rows.shape[0] % world != 0
-    if is_whole or not is_pipelined(rows, world):
+    with entry.preparing():
+        if algorithm == "one_kernel":
+            found = f"{rows.shape[0]} rows of {rows.dtype} and {B.shape[1]} columns on {rows.device}"
+            raise UnsupportedError(
+                f"{name}: algorithm: one kernel does not serve {found}; it takes up to "
+                f"{tensor_cores.FEW_ROWS} rows of float16 or bfloat16 and a multiple of 8 columns, for which "
+                'a group\'s inbox has room, on CUDA devices of compute capability 9.0; pass "auto"'
+            )
+        if is_whole:
+            made = torch.mm(rows, B)
+    if is_whole:
         # Ranks compare sizes and types in the all-reduce: a handshake of its own would cost as much as a sum.
-        made = torch.mm(rows, B)
         entry.run(entry.comm.all_reduce, (made, reduce_op), [], False)
         return made.view(shape)
-    by_tensor_cores = tensor_cores.serves_sum(entry, [A], None, [product], rows.shape[0] // world, A.dtype)
-    rest = fingerprint(shape, reduce_op, by_tensor_cores)
-    call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
+    with entry.preparing():
+        part = rows.shape[0] // world
+        by_tensor_cores = tensor_cores.serves_sum(entry, [A], None, [product], part, A.dtype)
+        rest = fingerprint(shape, reduce_op, by_tensor_cores)
+        call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
+        parts = [] if by_tensor_cores else list(parts_of(rows, None, product, world, False))
+        batch = [rows[None]]
     if by_tensor_cores:
-        share = tensor_cores.multiply_scatter(call, [rows[None]], None, [product], A.dtype, reduce_op)
+        share = tensor_cores.multiply_scatter(call, batch, None, [product], A.dtype, reduce_op)
     else:
-        parts = list(parts_of(rows, None, product, world, False))
         share = pipeline.multiply_scatter(call, parts, A.dtype, reduce_op)
-    found = share.new_empty((world, *share.shape))
-    sizes = (share.shape[0], share.shape[1], 0)
-    gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
+    with entry.preparing():
+        found = share.new_empty((world, *share.shape))
+        sizes = (share.shape[0], share.shape[1], 0)
+        gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
     pipeline.pull_all(gather, [share] * world, found)
     return found.view(shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from symmpool import ops
 from symmpool._symmpool import _all_reduce_norm
 from symmpool.communicators import torch_state
+from symmpool.communicators.tensors import say_written, to_read, to_write
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused.arguments import described, refuse_gradients
 from symmpool.fused.entry import entry_for
@@ -21,6 +23,8 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 _KINDS = ("none", "fp8_static", "fp8_token", "fp8_group")
 #: Ways to send rows.
 ALGORITHMS = ("auto", "one_shot", "two_shot")
+# The tensors of a call, in the order in which they are handed on.
+_NAMES = ("x", "residual", "weight", "bias", "out", "residual_out", "norm_out")
 # What torch adds to a mean of squares where nothing else is said, whatever the type of the rows.
 _EPSILON = torch.finfo(torch.float32).eps
 
@@ -79,35 +83,61 @@ def _make(
     algorithm: str,
 ) -> Fused:
     x: Any
-    x, residual, weight, bias, out, residual_out, norm_out = given
+    x = given[0]
 
     def check(_: int) -> None:
         _check_how(numbers, algorithm)
         _check(given, quant)
 
     entry = entry_for("all_reduce_rms_norm", x, group, check)
-    numbers = (float(numbers[0]), float(numbers[1]))
-    hidden = x.shape[-1]
-    tokens = x.numel() // hidden
-    if residual_out is None:
-        residual_out = torch.empty_like(x)
-    scale, strides, made = None, (0, 0), "sum"
-    if weight is None:
-        out = residual_out
-    else:
-        if out is None:
-            out = torch.empty_like(x) if quant is None else torch.empty_like(x, dtype=FP8)
-        made = "norm" if quant is None else quant.kind
-    if quant is not None:
-        scale = quant.scale if quant.scale is not None else new_scales(quant, tokens, hidden, x.device)
-        if quant.kind != "fp8_static":
-            strides = (scale.stride(0), scale.stride(1))
-    tensors = (x, residual, weight, bias, out, residual_out, norm_out, scale)
-    addresses = tuple(0 if each is None else each.data_ptr() for each in tensors)
-    powers_of_two = quant is not None and quant.powers_of_two
-    sizes, way = (tokens, hidden, *strides), (made, powers_of_two, algorithm)
-    entry.run_function(_all_reduce_norm, addresses, sizes, _DTYPES[x.dtype], numbers, way)
-    return Fused(out, residual_out, None if quant is None or quant.kind == "fp8_static" else scale)
+    with entry.preparing():
+        # Copies, where memory does not hold what a tensor shows, and what this call makes.
+        tensors, quant = _in_memory(given, quant)
+        x, residual, weight, bias, out, residual_out, norm_out = tensors
+        numbers = (float(numbers[0]), float(numbers[1]))
+        hidden = x.shape[-1]
+        tokens = x.numel() // hidden
+        if residual_out is None:
+            residual_out = torch.empty_like(x)
+        scale, strides, made = None, (0, 0), "sum"
+        if weight is None:
+            out = residual_out
+        else:
+            if out is None:
+                out = torch.empty_like(x) if quant is None else torch.empty_like(x, dtype=FP8)
+            made = "norm" if quant is None else quant.kind
+        if quant is not None:
+            scale = quant.scale if quant.scale is not None else new_scales(quant, tokens, hidden, x.device)
+            if quant.kind != "fp8_static":
+                strides = (scale.stride(0), scale.stride(1))
+        operands = (x, residual, weight, bias, out, residual_out, norm_out, scale)
+        addresses = tuple(0 if each is None else each.data_ptr() for each in operands)
+        powers_of_two = quant is not None and quant.powers_of_two
+        sizes, way = (tokens, hidden, *strides), (made, powers_of_two, algorithm)
+        dtype = _DTYPES[x.dtype]
+        is_static = quant is None or quant.kind == "fp8_static"
+        written = [each for each in given[4:] if each is not None]
+        if not is_static and quant.scale is not None:
+            written.append(quant.scale)
+        if written:
+            say_written(*written)
+    entry.run_function(_all_reduce_norm, addresses, sizes, dtype, numbers, way)
+    return Fused(out, residual_out, None if is_static else scale)
+
+
+def _in_memory(given: tuple[torch.Tensor | None, ...], quant: Any) -> tuple[tuple[Any, ...], Any]:
+    """The tensors of a call, such that their memory holds what they show."""
+    tensors = []
+    for name, tensor in zip(_NAMES, given, strict=True):
+        if tensor is not None:
+            tensor = (to_write if name.endswith("out") else to_read)(name, tensor)
+        tensors.append(tensor)
+    if quant is not None and quant.scale is not None:
+        if quant.kind == "fp8_static":
+            quant = dataclasses.replace(quant, scale=to_read("quant: scale", quant.scale))
+        else:
+            to_write("quant: scale", quant.scale)
+    return tuple(tensors), quant
 
 
 def _check_how(numbers: tuple[Any, Any], algorithm: Any) -> None:
@@ -283,7 +313,7 @@ def _traced(
     if quant is not None:
         kind, scale, layout, powers_of_two = quant.kind, quant.scale, quant.layout, quant.powers_of_two
     static = kind == "fp8_static"
-    name = ops._text_of(group)
+    name = ops.text_of(group)
     if out is None and residual_out is None and norm_out is None and (scale is None or static):
         rest = (eps, weight_bias, kind, scale, layout, powers_of_two, algorithm, name)
         made, sums, scales = torch.ops.symmpool.all_reduce_rms_norm(x, residual, weight, bias, *rest)

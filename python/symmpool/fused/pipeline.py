@@ -182,20 +182,21 @@ def multiply_scatter(
     rows, columns = left.shape[0], product.right.shape[1]
     shape = (rows, columns)
     size = _aligned(rows * columns * dtype.itemsize)
-    memory = call.begin(world * size)
-    assert memory is not None
-    slots = [_window(memory, each * size, shape, dtype) for each in range(world)]
     steps = _steps_of(call, rows, columns, product)
-    current = torch.cuda.current_stream(call.device)
-    copies, flags = _stream(call.device, 0), _stream(call.device, 2)
-    out = torch.empty(shape, dtype=dtype, device=call.device)
     # In steps, products with a C operand add what has come to it. Products of 8-bit floats have none, and a
     # single product does not wait for what comes. Results of more than two ranks are added up in one pass, in
     # float32.
     accumulates = steps > 1 and not product.is_scaled and reduce_op != "avg"
-    others = None
-    if not accumulates:
-        others = torch.empty((world if world > 2 else 1, *shape), dtype=dtype, device=call.device)
+    with call.entry.preparing():
+        out = torch.empty(shape, dtype=dtype, device=call.device)
+        others = None
+        if not accumulates:
+            others = torch.empty((world if world > 2 else 1, *shape), dtype=dtype, device=call.device)
+        copies, flags = _stream(call.device, 0), _stream(call.device, 2)
+    memory = call.begin(world * size)
+    assert memory is not None
+    slots = [_window(memory, each * size, shape, dtype) for each in range(world)]
+    current = torch.cuda.current_stream(call.device)
     copies.wait_stream(current)
     length = rows // steps
     for step in range(steps):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from symmpool.communicators.tensors import to_read
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused.arguments import described, refuse_gradients
 
@@ -88,6 +89,22 @@ class Product:
         made = made.to(self.dtype_for(left))
         return made if out is None else out.copy_(made)
 
+    def in_memory(self, name: str, which: str) -> Product:
+        """The same product, of matrices whose memory holds what they show."""
+        found = {
+            what: to_read(f"{name}: {of}", given)
+            for what, of, given in (
+                ("right", which, self.right),
+                ("right_scale", f"scale of {which}", self.right_scale),
+                ("bias", f"bias of {which}", self.bias),
+                ("result_scale", f"result scale of {which}", self.result_scale),
+            )
+            if given is not None
+        }
+        if all(found[what] is getattr(self, what) for what in found):
+            return self
+        return dataclasses.replace(self, **found)
+
     def columns(self, begin: int, end: int) -> Product:
         """The product with a range of the right matrix's columns."""
 
@@ -129,15 +146,24 @@ def check_right(name: str, which: str, product: Product, left: torch.Tensor, inn
             f"{name}: {which}: {right.dtype} on {right.device}; it must be {left.dtype} on {left.device}"
         )
     scale, bias = product.right_scale, product.bias
+    for what, given in (("bias", bias), ("result scale", product.result_scale)):
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise InvalidArgumentError(f"{name}: {what} of {which}: {described(given)}; it must be a tensor")
     if product.is_scaled and scale.numel() not in (1, right.shape[1]):
         raise InvalidArgumentError(
             f"{name}: scale of {which}: shape {tuple(scale.shape)}; it must have 1 element, or one for each "
             f"of {right.shape[1]} columns"
         )
-    if bias is not None and tuple(bias.shape) != (right.shape[1],):
+    if bias is not None and (tuple(bias.shape) != (right.shape[1],) or not bias.dtype.is_floating_point):
         raise InvalidArgumentError(
-            f"{name}: bias of {which}: shape {tuple(bias.shape)}; it must be {(right.shape[1],)}"
+            f"{name}: bias of {which}: {described(bias)}; it must be of shape {(right.shape[1],)}, of floats"
         )
+    if product.result_scale is not None and product.result_scale.numel() != 1:
+        raise InvalidArgumentError(
+            f"{name}: result scale of {which}: {described(product.result_scale)}; it must have 1 element"
+        )
+    if product.out_dtype is not None and product.out_dtype not in DTYPES:
+        raise InvalidArgumentError(f"{name}: out_dtype: {product.out_dtype!r:.80} is no type of a product")
     refuse_gradients(name, **{which: right, "bias": bias})
 
 

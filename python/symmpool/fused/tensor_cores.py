@@ -108,16 +108,18 @@ def serves_all(
 def serves_few(entry: Any, rows: torch.Tensor, product: Product) -> bool:
     """Whether one kernel makes this product and adds it up on every rank. All ranks ask alike: it may take
     memory for it."""
-    count, columns = rows.shape[0], product.right.shape[1]
-    fit = rows.is_cuda and rows.dtype in _HALVES and product.right.dtype == rows.dtype
-    if not fit or not 1 <= count <= FEW_ROWS or columns == 0 or columns % 8 != 0:
-        return False
-    if not _has_tensor_kernels(entry.comm):
-        return False
-    if _has_room_for_product(entry.comm, count, columns):
-        return True
+    with entry.preparing():
+        count, columns = rows.shape[0], product.right.shape[1]
+        fit = rows.is_cuda and rows.dtype in _HALVES and product.right.dtype == rows.dtype
+        if not fit or not 1 <= count <= FEW_ROWS or columns == 0 or columns % 8 != 0:
+            return False
+        if not _has_tensor_kernels(entry.comm):
+            return False
+        if _has_room_for_product(entry.comm, count, columns):
+            return True
+        dtype = DTYPES[rows.dtype]
     # A group that has had small calls only takes memory for it.
-    return entry.run_function(_make_room_for_product, DTYPES[rows.dtype], count, columns)
+    return entry.run_function(_make_room_for_product, dtype, count, columns)
 
 
 def _is_by_rows(product: Product) -> bool:
@@ -230,22 +232,24 @@ def gather_multiply(
     count, inner = rows.shape
     kind = DTYPES[rows.dtype]
     memory = _Memory(call, *_gather_memory(kind, count, inner, world))
-    left = _aligned(rows)
-    dtype = products[0].dtype_for(rows)
-    scales = _Scales(call.device)
-    columns = [product.right.shape[1] for product in products]
-    products = [_filled(product, left)[1] for product in products]
-    rights = [_right(product) for product in products]
-    outs = [_empty(world * count, product.right.shape[1], rows, dtype) for product in products]
-    gathered = _empty(world * count, inner, rows, rows.dtype) if returns_rows else None
-    described = [
-        (_place(right), out.shape[1], _place(out), scales.address(product.right_scale))
-        for product, right, out in zip(products, rights, outs, strict=True)
-    ]
+    with entry.preparing():
+        left = _aligned(rows)
+        dtype = products[0].dtype_for(rows)
+        scales = _Scales(call.device)
+        columns = [product.right.shape[1] for product in products]
+        products = [_filled(product, left)[1] for product in products]
+        rights = [_right(product) for product in products]
+        outs = [_empty(world * count, product.right.shape[1], rows, dtype) for product in products]
+        gathered = _empty(world * count, inner, rows, rows.dtype) if returns_rows else None
+        described = [
+            (_place(right), out.shape[1], _place(out), scales.address(product.right_scale))
+            for product, right, out in zip(products, rights, outs, strict=True)
+        ]
+        scale_address = scales.address(scale)
     entry.run_function(
         _gather_multiply,
         (kind, DTYPES[dtype]),
-        (*_place(left), scales.address(scale)),
+        (*_place(left), scale_address),
         described,
         _is_by_rows(products[0]),
         (count, batches, inner),
@@ -273,22 +277,24 @@ def multiply_scatter(
     batches, in_batch = lefts[0].shape[:2]
     rows, columns = batches * in_batch // world, products[0].right.shape[1]
     memory = _Memory(call, *_matmul_memory(rows, columns, world))
-    filled = [_filled(product, left) for product, left in zip(products, lefts, strict=True)]
-    lefts = [_aligned_batches(left) for left, _ in filled]
-    rights = [_right(product) for _, product in filled]
-    out = _empty(rows, columns, lefts[0], dtype)
-    scales = _Scales(call.device)
-    terms = [
-        ((*_place(left[0]), left.stride(0) * left.itemsize), _place(right), left.shape[2])
-        for left, right in zip(lefts, rights, strict=True)
-    ]
+    with entry.preparing():
+        filled = [_filled(product, left) for product, left in zip(products, lefts, strict=True)]
+        lefts = [_aligned_batches(left) for left, _ in filled]
+        rights = [_right(product) for _, product in filled]
+        out = _empty(rows, columns, lefts[0], dtype)
+        scales = _Scales(call.device)
+        terms = [
+            ((*_place(left[0]), left.stride(0) * left.itemsize), _place(right), left.shape[2])
+            for left, right in zip(lefts, rights, strict=True)
+        ]
+        scale_addresses = (scales.address(scale), scales.address(products[0].right_scale))
     entry.run_function(
         _multiply_scatter,
         (DTYPES[lefts[0].dtype], DTYPES[dtype]),
         terms,
         _is_by_rows(products[0]),
         _place(out),
-        (scales.address(scale), scales.address(products[0].right_scale)),
+        scale_addresses,
         (rows, batches, columns),
         reduce_op == "avg",
         memory.places,
@@ -301,9 +307,10 @@ def multiply_scatter(
 def multiply_all_reduce(entry: Any, rows: torch.Tensor, product: Product, reduce_op: str) -> torch.Tensor:
     """The sum, or with "avg" the mean, of all ranks' products, where `serves_few` says so, on the current
     stream. Ranks compare types and sizes."""
-    rows, filled = _filled(product, rows)
-    left, right = _aligned(rows), _right(filled)
-    out = rows.new_empty((rows.shape[0], product.right.shape[1]))
+    with entry.preparing():
+        rows, filled = _filled(product, rows)
+        left, right = _aligned(rows), _right(filled)
+        out = rows.new_empty((rows.shape[0], product.right.shape[1]))
     entry.run_function(
         _multiply_all_reduce,
         DTYPES[left.dtype],

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from symmpool._symmpool import Block, Communicator, Group, Pool
+from symmpool._symmpool import Block, Channels, Communicator, Group, Pool
 from symmpool.communicators import cache
 from symmpool.errors import DivergedError, Error, InvalidArgumentError
 from symmpool.groups import names, pool_registry, process_groups, resolution
@@ -85,10 +85,18 @@ def _refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> 
         raise refusal from error
 
 
+def _place_channels(pad: int, world: int) -> tuple[int, int]:
+    """Where a handle's channels begin, behind a pad of so many bytes, and where they end."""
+    bytes, align = Channels.bytes(world)
+    begin = -(-(RECORD.size + pad) // align) * align
+    return begin, begin + bytes
+
+
 def _share(torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, ...]]) -> tuple[Any, Block]:
-    """Memory for what this rank says and a pad of zeros, and its Block, once every rank has it."""
+    """Memory for what this rank says, and for a pad and channels of zeros, and its Block, once every rank has
+    it."""
     try:
-        block = pool.block(RECORD.size + pad, "uint8")
+        block = pool.block(_place_channels(pad, pool.world)[1], "uint8")
     except Error:
         # The other ranks are in this commit, which reports the failure to them.
         pool.commit()
@@ -146,7 +154,10 @@ class SymmetricMemory:
     """Where every rank has its copy of a tensor, and what ranks signal each other with.
 
     The buffer is the tensor's whole storage; `storage_offset`s count elements from its beginning.
-    The handle keeps the tensor's memory and the pool. Channels are 0 to 15."""
+    The handle keeps the tensor's memory and the pool. Channels are 0 to 15, and are the handle's own: its
+    signals complete no waits of other handles, nor of a communicator. (torch has a signal pad for each
+    allocation, which the handles of its tensors share; there a channel holds one signal, and here they are
+    counted.) Keep a handle until streams are past its signals on all ranks."""
 
     def __init__(self, pool: Pool, tensor: Any, signal_pad_size: int):
         import torch
@@ -163,7 +174,7 @@ class SymmetricMemory:
             return place, self._bytes, self._offset, taken, dtype
 
         memory, block = _share(torch, pool, signal_pad_size, say)
-        self._pad = memory[RECORD.size :]
+        self._pad = memory[RECORD.size : RECORD.size + signal_pad_size]
         ranks = range(pool.world)
         self._check_same(memory, block)
         address, size = self._pad.data_ptr(), signal_pad_size
@@ -176,6 +187,9 @@ class SymmetricMemory:
             # Whatever stream a kernel runs on, the addresses are there.
             torch.cuda.current_stream(device).synchronize()
         self._comm: Communicator = cache.communicator(pool, pool.device)
+        # A pad of torch's belongs to an allocation. So do these: they end with the handle, and no signal of
+        # another handle, or of a communicator, completes a wait on them.
+        self._channels = Channels(self._comm, block, _place_channels(signal_pad_size, pool.world)[0])
 
     def _check_same(self, memory: Any, block: Any) -> None:
         """Compares what ranks said of their tensors. Every rank does, with the same outcome; the
@@ -311,7 +325,7 @@ class SymmetricMemory:
         self._check_wait(timeout_ms)
         if not isinstance(channel, numbers.Integral) or not 0 <= channel < CHANNELS:
             raise InvalidArgumentError(f"channel: {channel!r} is none of 0 to {CHANNELS - 1}")
-        self._comm.barrier_on(channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
+        self._channels.barrier(channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signals a rank. What came before on the current stream, or in this thread, is visible to
@@ -319,14 +333,14 @@ class SymmetricMemory:
         says."""
         self._check_rank(dst_rank)
         self._check_wait(timeout_ms)
-        self._comm.signal(dst_rank, channel)
+        self._channels.signal(dst_rank, channel)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Waits for a rank's next signal: on CUDA the current stream does. At most `timeout_ms`
         milliseconds, or 30 s where that is 0; then TimeoutError, on CUDA from a later call."""
         self._check_rank(src_rank)
         self._check_wait(timeout_ms)
-        self._comm.wait(src_rank, channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
+        self._channels.wait(src_rank, channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
 
     def _check_rank(self, rank: int) -> None:
         if not isinstance(rank, numbers.Integral) or not 0 <= rank < self.world_size:

@@ -51,6 +51,21 @@ impl CudaEngine {
         self.channels.entry(end).or_default().after_operation(&events, stream)
     }
 
+    /// Lets go of the order of operations on a set of channels, by its address.
+    pub(crate) fn forget_channel_set(&mut self, set: u64) {
+        let Ok(driver) = cuda(&self.pool) else { return };
+        let (api, channels) = (self.api, &mut self.channels);
+        // Events that cannot be destroyed now are lost; the driver takes them away with the context.
+        let _ = driver.with_context(|| {
+            channels
+                .iter_mut()
+                .filter(|(end, _)| end.set == set)
+                .for_each(|(_, order)| order.end(api));
+            Ok(())
+        });
+        channels.retain(|end, _| end.set != set);
+    }
+
     /// To be called before a wait for a peer, outside calls, is put on the stream.
     pub(in super::super) fn before_wait(&mut self, stream: Stream) -> Result<()> {
         self.order.before_wait(&events(self.api, &self.pool)?, stream)

@@ -1,0 +1,156 @@
+"""What calls become in compiled code, and where modes of torch see them: operators of `symmpool.ops`.
+
+The compiler reads these functions, so they are plain. What it could refuse on a rank alone becomes an
+operator that is refused on every rank when it runs. `symmpool.ops` registers the operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool.collectives.reduce_op import ReduceOp
+from symmpool.communicators.work import DoneWork
+from symmpool.groups.names import name_of
+
+__all__ = [
+    "dispatched_barrier",
+    "end_graph",
+    "name_of_op",
+    "text_of",
+    "traced_all_gather",
+    "traced_all_reduce",
+    "traced_all_to_all",
+    "traced_broadcast",
+    "traced_reduce_scatter",
+]
+
+
+def text_of(group: Any) -> str:
+    """As `name_of`, also of names, in words that the compiler reads."""
+    if isinstance(group, str):
+        return group
+    if group is not None and torch.compiler.is_dynamo_compiling():
+        return group.group_name
+    return name_of(group)
+
+
+def name_of_op(op: Any) -> str:
+    if isinstance(op, ReduceOp):
+        return op.value
+    if isinstance(op, str):
+        return op
+    import torch.distributed as dist
+
+    constants = (
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp.PRODUCT, "prod"),
+        (dist.ReduceOp.MIN, "min"),
+        (dist.ReduceOp.MAX, "max"),
+        (dist.ReduceOp.AVG, "avg"),
+        (dist.ReduceOp.BAND, "band"),
+        (dist.ReduceOp.BOR, "bor"),
+        (dist.ReduceOp.BXOR, "bxor"),
+    )
+    # The compiler of torch 2.11 knows them by identity alone; a `ReduceOp` made of one is equal.
+    for constant, name in constants:
+        if op is constant:
+            return name
+    # Numbers are equal to some of them, and are none.
+    if not isinstance(op, int):
+        for constant, name in constants:
+            if op == constant:
+                return name
+    # The call refuses it, on every rank.
+    return str(op)
+
+
+def _is_refused(tensor: Any, group: Any, async_op: bool, algorithm: Any) -> bool:
+    """Whether compiled code asks for what it has not. Then the call is refused on every rank when it runs."""
+    why = None
+    if async_op and torch.compiler.is_dynamo_compiling():
+        why = "async_op: not in compiled code; it orders calls by itself"
+    elif algorithm is not None:
+        why = (
+            f"algorithm: {algorithm!r} in compiled code, whose operators name none; set SYMMPOOL_ALL_REDUCE "
+            "or the variable of another collective, or use symmpool.select"
+        )
+    if why is not None:
+        torch.ops.symmpool._refused_(tensor, why, text_of(group))
+    return why is not None
+
+
+def _done(async_op: bool, *results: torch.Tensor) -> Any:
+    """What a call returns that was made as an operator, and is done."""
+    return DoneWork(list(results)) if async_op else None
+
+
+def traced_all_reduce(
+    tensor: Any, op: Any, group: Any, async_op: bool, out: Any, algorithm: Any = None
+) -> Any:
+    if _is_refused(tensor if out is None else out, group, async_op, algorithm):
+        return None
+    if out is None:
+        torch.ops.symmpool.all_reduce_(tensor, name_of_op(op), text_of(group))
+        return _done(async_op, tensor)
+    torch.ops.symmpool.all_reduce_into_(out, tensor, name_of_op(op), text_of(group))
+    return _done(async_op, out)
+
+
+def traced_reduce_scatter(
+    output: Any, input: Any, op: Any, group: Any, async_op: bool, algorithm: Any = None
+) -> Any:
+    if _is_refused(output, group, async_op, algorithm):
+        return None
+    name = text_of(group)
+    torch.ops.symmpool.reduce_scatter_into_(output, input, name_of_op(op), name)
+    return _done(async_op, output)
+
+
+def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool, algorithm: Any = None) -> Any:
+    if _is_refused(output, group, async_op, algorithm):
+        return None
+    torch.ops.symmpool.all_gather_into_(output, input, text_of(group))
+    return _done(async_op, output)
+
+
+def traced_all_to_all(
+    output: Any, input: Any, sizes: Any, group: Any, async_op: bool, algorithm: Any = None
+) -> Any:
+    if _is_refused(output, group, async_op, algorithm):
+        return None
+    received, sent = ([] if each is None else list(each) for each in sizes)
+    torch.ops.symmpool.all_to_all_into_(output, input, received, sent, text_of(group))
+    return _done(async_op, output)
+
+
+def traced_broadcast(
+    tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool, algorithm: Any = None
+) -> Any:
+    if _is_refused(tensor, group, async_op, algorithm):
+        return None
+    name = text_of(group)
+    if (src is None) == (group_src is None):
+        torch.ops.symmpool._refused_(tensor, "broadcast: one of src and group_src is needed", name)
+    elif src is None:
+        torch.ops.symmpool.broadcast_(tensor, group_src, name)
+    else:
+        torch.ops.symmpool.broadcast_from_(tensor, src, name)
+    return _done(async_op, tensor)
+
+
+def dispatched_barrier(device: int, group: Any, async_op: bool) -> Any:
+    tensor = torch.empty(0, device="cpu" if device < 0 else f"cuda:{device}")
+    torch.ops.symmpool.barrier_(tensor, text_of(group))
+    return _done(async_op)
+
+
+def end_graph(call: str) -> None:
+    """Ends a compiled graph before a call that is no operator for compilers."""
+    why = "it is no operator"
+    if call == "barrier":
+        why = "a compiled graph writes to memory that it was given at its end, after any barrier within"
+    torch._dynamo.graph_break(
+        msg=f"symmpool.{call} has no place in a compiled graph: {why}; call it between compiled functions"
+    )
