@@ -10,6 +10,7 @@
 //! | `model` | what a plan is: collectives, buffers, chunks, operations |
 //! | `format` | plans as JSON |
 //! | `check` | the proof, and the errors that tell where it fails |
+//! | `reference` | what a plan means: an interpreter of plans, against which all else is held |
 //! | `schedule`, `cuda` | a plan in levels, as devices run it, and the CUDA kernel of a rank's program |
 //! | `timeline`, `explain`, `draw` | when operations run at the earliest; a plan as a table, and as a picture |
 //!
@@ -21,6 +22,7 @@ mod draw;
 mod explain;
 mod format;
 mod model;
+pub mod reference;
 pub(crate) mod schedule;
 #[cfg(test)]
 pub(crate) mod testing;

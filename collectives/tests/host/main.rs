@@ -14,6 +14,12 @@ mod plans;
 mod pool_ranks;
 mod process;
 mod random_matrices;
+#[path = "../random_plans/mod.rs"]
+mod random_plans;
+#[path = "../random_plans/search.rs"]
+mod random_search;
+#[path = "../random_plans/shrink.rs"]
+mod random_shrink;
 mod refused;
 mod small_matrices;
 mod splits;

@@ -7,5 +7,7 @@ mod more_programs;
 mod odd_programs;
 mod odd_runs;
 mod programs;
+mod random;
+mod random_host;
 mod registry;
 mod runs;
