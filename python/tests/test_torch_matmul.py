@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(tmp_path):
         "scale of A_shard: an object of type float",
         "A_shard: torch.float32 of shape (4, 6); with scales it must be of 8-bit floats",
         "scale of B: None; it must be a tensor",
-        "fused_all_gather_scaled_matmul on rank 1: an argument makes no sense: 'int' object has no attribute",
+        "fused_all_gather_scaled_matmul on rank 1: bias of Bs[0]: an object of type int; it must be a tensor",
         "algorithm: 'fast' is none of auto, separate, one_kernel",
         "one kernel does not serve 4 rows of torch.bfloat16 and 8 columns on cpu",
     ]
