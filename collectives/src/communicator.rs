@@ -299,7 +299,8 @@ impl Communicator {
     /// Those of the calls: on a device, a late or lost rank (`is_timeout`, `is_peer_lost`) and
     /// ranks that called differently (`is_diverged`) are found while kernels run.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
-        self.lock().engine.synchronize(stream)
+        self.lock().engine.synchronize(stream)?;
+        self.one_sided.as_ref().map_or(Ok(()), HostOneSided::report_refused)
     }
 
     /// Moves the end of the last call behind what `stream` was given so far: the next call waits for that too, on

@@ -104,6 +104,7 @@ pub(crate) fn check_call(
         ("all_to_all_single", Some(input)) => {
             terms.parts_of(&first, input, third.as_ref(), fourth.as_ref()).map(drop)
         }
+        ("send" | "recv", _) => terms.read("tensor", &first, call == "recv").map(drop),
         ("all_to_all_v", Some(input)) => match &third {
             Some(splits) => terms
                 .rows_by_splits(&first, input, splits, fourth.as_ref(), given(4).as_ref())

@@ -20,7 +20,7 @@ use crate::name::Name;
 use crate::number::Number;
 use crate::one_sided::{self, Way};
 use crate::options::{self, Sizes};
-use crate::p2p::{peer_of, send_or_recv};
+use crate::p2p::{refuse_message, send_or_recv};
 use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::{row_exchange, selection, statistics, stream, tensor};
@@ -140,15 +140,19 @@ impl Communicator {
     }
 
     /// Takes part in a call whose arguments the caller refuses for the reason `why`: the other ranks raise
-    /// DivergedError with that reason. Raises InvalidArgumentError with it, or why the communicator is
-    /// closed.
-    #[pyo3(signature = (why, stream = None))]
+    /// DivergedError, or of a `message`, "send" or "recv" and the other rank, that rank. Raises
+    /// InvalidArgumentError with the reason, or why the communicator is closed.
+    #[pyo3(signature = (why, message = None, stream = None))]
     fn _refuse(
         &self,
         py: Python<'_>,
         why: String,
+        message: Option<(String, u32)>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
+        if let Some((call, peer)) = message {
+            return Err(refuse_message(&self.calls, py, (call == "recv", peer), why, stream));
+        }
         let stream = self.calls.stream(py, stream)?;
         Err(self.calls.decline(py, stream, Refusal::Invalid(why)))
     }
@@ -340,12 +344,14 @@ impl Communicator {
         self.wrote(&[waits])
     }
 
-    /// Sends `tensor` to rank `dst`, whose next `recv` from this rank takes it: as many elements, of as many
-    /// bytes each. Messages from one rank to another come in the order in which they are sent, and are in
+    /// Sends `tensor` to rank `dst`, whose next `recv` from this rank takes it: as many elements, of the same
+    /// type. Messages from one rank to another come in the order in which they are sent, and are in
     /// no order with others or with collectives. Complete when `tensor` may be written again: on the CPU
     /// when this returns, on CUDA when `stream` is past it. Where there is room for the message that
-    /// waits for nobody; else for the receiver, for `timeout` seconds of the communicator. A receiver that
-    /// expects something else has DivergedError, and so has the sender, from this call or its next message.
+    /// waits for nobody; else for the receiver, for `timeout` seconds of the communicator. Where that expects
+    /// something else, or one of the two refuses its own arguments, both fail: DivergedError. On the CPU a
+    /// message that was sent already then fails the sender's next one to or from that rank, which is not made,
+    /// and the communicator stays usable. On CUDA it is closed on all ranks.
     /// `peer` is the former name of `dst`, and is deprecated.
     #[pyo3(signature = (tensor, dst = None, stream = None, *, peer = None))]
     fn send(
@@ -356,8 +362,7 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
         peer: Option<Number<u32>>,
     ) -> PyResult<()> {
-        let peer = peer_of(py, "send", "dst", dst, peer)?;
-        send_or_recv(&self.calls, py, false, tensor, peer, stream)
+        send_or_recv(&self.calls, py, false, tensor, (dst, peer), stream)
     }
 
     /// Receives rank `src`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
@@ -372,8 +377,7 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
         peer: Option<Number<u32>>,
     ) -> PyResult<()> {
-        let peer = peer_of(py, "recv", "src", src, peer)?;
-        send_or_recv(&self.calls, py, true, tensor, peer, stream)?;
+        send_or_recv(&self.calls, py, true, tensor, (src, peer), stream)?;
         self.wrote(&[Some(tensor)])
     }
 

@@ -4,15 +4,17 @@
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use symmpool_allocator::Stream;
 
 use crate::arguments::{Argument, Calls};
 use crate::convert::deprecated;
+use crate::errors::{OrRaise, raised};
 use crate::number::Number;
-use crate::reading::Tensor;
+use crate::reading::{Refusal, Tensor};
 use crate::stream;
 
 /// The other rank of a message. `name` is torch's word for it, `dst` or `src`; `peer` is the former one.
-pub(crate) fn peer_of(
+fn peer_of(
     py: Python<'_>,
     call: &str,
     name: &str,
@@ -34,17 +36,23 @@ pub(crate) fn peer_of(
     }
 }
 
-/// `recv` if `receives`, else `send`.
+/// `recv` if `receives`, else `send`. The other rank is given by torch's name, or by its former one.
 pub(crate) fn send_or_recv(
     calls: &Calls,
     py: Python<'_>,
     receives: bool,
     tensor: Argument<'_, '_>,
-    peer: u32,
+    (rank, peer): (Option<Number<u32>>, Option<Number<u32>>),
     stream: Option<Argument<'_, '_>>,
 ) -> PyResult<()> {
-    let stream = stream::resolve(py, calls.device, stream)?;
-    let tensor = calls.read("tensor", tensor, receives).map_err(|why| why.raise(py))?;
+    let (call, name) = if receives { ("recv", "src") } else { ("send", "dst") };
+    let peer = peer_of(py, call, name, rank, peer)?;
+    // First, as a refusal of arguments is reported to the peer, which a forked child must not do.
+    calls.comm.check("a communicator").or_raise(py)?;
+    let refuse = |stream, refusal| decline(calls, py, (receives, peer), stream, refusal);
+    let stream = stream::resolve(py, calls.device, stream)
+        .map_err(|error| refuse(Stream::DEFAULT, Refusal::Raised(error)))?;
+    let tensor = calls.read("tensor", tensor, receives).map_err(|why| refuse(stream, why))?;
     let Tensor { count, dtype, .. } = tensor;
     let comm = &calls.comm;
     calls.run(py, || {
@@ -56,4 +64,41 @@ pub(crate) fn send_or_recv(
             unsafe { comm.send_at(tensor.from(), count, dtype, peer, &stream) }
         }
     })
+}
+
+/// Reports to the peer that this rank refuses a message, which it sends or `receives`. The exception to raise.
+#[cold]
+fn decline(
+    calls: &Calls,
+    py: Python<'_>,
+    (receives, peer): (bool, u32),
+    stream: Stream,
+    refusal: Refusal,
+) -> PyErr {
+    let (why, comm) = (refusal.to_error(), &calls.comm);
+    let error = py.detach(|| {
+        if receives {
+            comm.decline_recv(why, peer, &stream)
+        } else {
+            comm.decline_send(why, peer, &stream)
+        }
+    });
+    // Why the communicator is closed, if it is, comes first.
+    if error.is_invalid_argument() { refusal.raise(py) } else { raised(py, &error) }
+}
+
+/// The same for a reason of the caller's.
+#[cold]
+pub(crate) fn refuse_message(
+    calls: &Calls,
+    py: Python<'_>,
+    end: (bool, u32),
+    why: String,
+    stream: Option<Argument<'_, '_>>,
+) -> PyErr {
+    let found = calls.comm.check("a communicator").or_raise(py);
+    match found.and_then(|()| stream::resolve(py, calls.device, stream)) {
+        Ok(stream) => decline(calls, py, end, stream, Refusal::Invalid(why)),
+        Err(error) => error,
+    }
 }

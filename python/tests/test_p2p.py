@@ -1,6 +1,7 @@
 """Messages between two ranks: their order, their lengths, and what becomes of those that do not fit."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -60,30 +61,79 @@ def test_ranks_that_all_send_first_do_not_wait_for_each_other():
     assert values(3, around) == [[2, 1, 0], [0, 2, 1], [1, 0, 2]]
 
 
-def other_lengths(group, sent, expected):
+def other_messages(group, sent, expected):
     comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=20)
     there = np.full(expected[0], 7, expected[1])
-    with pytest.raises(symmpool.DivergedError) as caught:
-        if comm.rank == 0:
-            # A short message is gone before it is looked at, and the next one tells.
-            while True:
+    text = None
+    if comm.rank < 2:
+        with pytest.raises(symmpool.DivergedError) as caught:
+            if comm.rank == 0:
+                # A short message is gone before it is looked at. Then a receive tells, which waits already.
                 comm.send(np.ones(*sent), 1)
-        comm.recv(there, 0)
-    text = str(caught.value)
-    assert "rank 0 sends" in text and "to rank 1, which expects" in text
-    assert comm.failure is not None and (there == 7).all()
-    with pytest.raises(symmpool.DivergedError):
-        comm.barrier()
-    return text.replace(f"seen on rank {comm.rank}", "seen")
+                comm.recv(np.ones(1), 1)
+            comm.recv(there, 0)
+        text = str(caught.value)
+        assert "rank 0 sends" in text and "to rank 1, which expects" in text
+        assert caught.value.ranks == (0, 1) and (there == 7).all()
+    # Nobody has waited in vain, and the next message arrives.
+    assert comm.failure is None
+    comm.barrier()
+    if comm.rank == 0:
+        comm.send(np.full(3, 5.0), 1)
+    if comm.rank == 1:
+        came = np.zeros(3)
+        comm.recv(came, 0)
+        assert came.tolist() == [5.0] * 3
+    comm.barrier()
+    return text and text[text.index("  rank 0 sends") :]
 
 
 @pytest.mark.parametrize(
     "sent, expected",
-    [((10, "u1"), (11, "u1")), ((1 << 20, "u1"), (10, "u1")), ((4, "f8"), (8, "f4"))],
+    [
+        ((10, "u1"), (11, "u1")),
+        ((1 << 20, "u1"), (10, "u1")),
+        ((4, "f8"), (8, "f4")),
+        ((4, "f4"), (4, "i4")),
+        ((1 << 20, "f4"), (1 << 20, "i4")),
+        ((0, "f4"), (0, "i4")),
+    ],
 )
-def test_a_message_of_another_length_is_an_error_on_both_ranks(sent, expected):
-    texts = values(2, other_lengths, sent, expected)
-    assert texts[0] == texts[1]
+def test_another_message_than_expected_is_an_error_on_both_ranks_at_once(sent, expected):
+    began = time.monotonic()
+    texts = values(3, other_messages, sent, expected)
+    assert texts[0] == texts[1] and texts[2] is None
+    assert time.monotonic() - began < 15
+
+
+def refused(group, sends):
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=20)
+    good, wrong, sender = np.ones(4), np.ones(8)[::2], comm.rank == 0
+    for turn in range(4):
+        if comm.rank == 2:
+            continue
+        refuses = sender == sends
+        call = comm.send if sender else comm.recv
+        with pytest.raises(symmpool.Error) as caught:
+            call(wrong if refuses else good, 1 - comm.rank)
+            # A message that was sent already is refused once the other rank has looked.
+            end = time.monotonic() + 15
+            while time.monotonic() < end:
+                comm.synchronize()
+                time.sleep(0.001)
+        kind = symmpool.InvalidArgumentError if refuses else symmpool.DivergedError
+        assert isinstance(caught.value, kind), caught.value
+        if not refuses:
+            assert "refused the arguments of its own" in str(caught.value)
+            assert caught.value.ranks == (1 - comm.rank,)
+        call(np.full(4, float(turn)) if sender else good, 1 - comm.rank)
+        assert sender or (good == turn).all()
+    return True
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_call_that_its_own_rank_refuses_fails_on_the_other(sends):
+    assert values(3, refused, sends) == [True] * 3
 
 
 def named_as_torch_does(group):
@@ -142,7 +192,9 @@ def nonsense(group):
     ]:
         with pytest.raises((symmpool.InvalidArgumentError, TypeError), match=named):
             call()
-    # No other rank gets an error, and the communicator stays usable.
+    # What both ranks refused is over, and the communicator stays usable.
+    comm.send(good, 1 - me)
+    comm.recv(good, 1 - me)
     comm.barrier()
     return True
 

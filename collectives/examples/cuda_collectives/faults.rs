@@ -132,7 +132,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     Ok(wrong == 0)
 }
 
-/// A rank's process ends: the others' error says that it is gone, and not that it is late.
+/// A rank's process ends: the others' error says that it is gone, and not that it is late. Another one may have ended by
+/// then, as it has found that.
 fn lost(pool: &Pool, timeout: Duration) -> Result<u32> {
     let block = pool.alloc::<u8>(1 << 20)?;
     let stream = stream(pool)?;
@@ -151,7 +152,7 @@ fn lost(pool: &Pool, timeout: Duration) -> Result<u32> {
     std::thread::sleep(timeout);
     let result = called.and_then(|()| comm.synchronize(&stream));
     let error = expect_error(result, "a call without a process")?;
-    if error.is_peer_lost() && error.ranks() == [last] {
+    if error.is_peer_lost() && error.ranks().contains(&last) {
         return Ok(0);
     }
     println!("rank {}: a lost rank: {error}", pool.rank());

@@ -23,17 +23,22 @@ struct Faults<'a> {
 pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let stream = stream(pool)?;
     let mut faults = Faults { pool, timeout, stream, block: pool.alloc(BYTES)?, wrong: 0 };
-    // What is sent, and what is expected: elements and bytes of an element. The first message is short enough to be
-    // sent before the receiver compares it; the last is as long as expected, with other elements.
-    for (sent, expected) in [
+    // What is sent, and what is expected: elements and their type. The first message is short enough to be
+    // sent before the receiver compares it; the last are as long as expected, with other elements.
+    let cases = [
         ((1000, DType::U8), (1004, DType::U8)),
         ((0, DType::F32), (1, DType::F32)),
         ((BYTES, DType::U8), (BYTES - 1, DType::U8)),
         ((100, DType::U8), (BYTES, DType::U8)),
         ((BYTES, DType::U8), (100, DType::U8)),
         ((256, DType::F64), (512, DType::F32)),
-    ] {
-        faults.differ(sent, expected)?;
+        ((256, DType::F32), (256, DType::I32)),
+    ];
+    for (nth, (sent, expected)) in (0..).zip(cases) {
+        faults.differ(sent, expected, nth % 2 == 0)?;
+    }
+    for sends in [true, false] {
+        faults.declined(sends)?;
     }
     faults.late()?;
     faults.absent()?;
@@ -70,48 +75,119 @@ impl Faults<'_> {
         }
     }
 
-    /// Rank 0 sends to rank 1, which expects something else.
-    fn differ(&mut self, sent: (usize, DType), expected: (usize, DType)) -> Result<()> {
+    /// Rank 0 sends to rank 1, which expects something else. All ranks learn that at once: rank 0 by its next message, or
+    /// by a collective, and the others by a collective, in which they wait already or to which they come later.
+    fn differ(
+        &mut self,
+        sent: (usize, DType),
+        expected: (usize, DType),
+        by_message: bool,
+    ) -> Result<()> {
         let comm = self.comm()?;
         let rank = self.pool.rank();
-        if rank > 1 {
-            return Ok(());
-        }
         upload(self.pool, self.block.address(), &vec![BEFORE; BYTES])?;
         let began = Instant::now();
-        let error = if rank == 0 {
-            // A short message is sent before the receiver compares it, so a later send has the error.
-            let deadline = began + self.timeout;
-            let mut result = self.send(&comm, sent, 1);
-            loop {
-                result = result.and_then(|()| comm.synchronize(&self.stream));
-                if result.is_err() || Instant::now() > deadline {
-                    break expect_error(result, "a send that differs")?;
+        let error = match rank {
+            0 => {
+                // A short message is sent before the receiver compares it, so a later call has the error.
+                let deadline = began + self.timeout;
+                let mut result = self.send(&comm, sent, 1);
+                loop {
+                    result = result.and_then(|()| comm.synchronize(&self.stream));
+                    if result.is_err() || Instant::now() > deadline {
+                        break expect_error(result, "a send that differs")?;
+                    }
+                    sleep(Duration::from_millis(20));
+                    result = if by_message {
+                        self.send(&comm, (0, DType::U8), 1)
+                    } else {
+                        comm.barrier(&self.stream)
+                    };
                 }
-                sleep(Duration::from_millis(20));
-                result = self.send(&comm, (0, DType::U8), 1);
             }
-        } else {
-            let result = self.receive(&comm, expected, 0);
-            expect_error(
-                result.and_then(|()| comm.synchronize(&self.stream)),
-                "a recv that differs",
-            )?
+            1 => {
+                // Others may wait for this rank by then.
+                sleep(Duration::from_millis(200));
+                let result = self.receive(&comm, expected, 0);
+                expect_error(
+                    result.and_then(|()| comm.synchronize(&self.stream)),
+                    "a recv that differs",
+                )?
+            }
+            _ => {
+                if by_message {
+                    sleep(Duration::from_millis(400));
+                }
+                self.expect_at_once(&comm)?
+            }
         };
         let took = began.elapsed();
         let text = error.to_string();
-        let bytes = |(count, dtype): (usize, DType)| format!("{} bytes", count * dtype.size());
+        let values = |(count, dtype): (usize, DType)| {
+            format!("{count} {} ({} bytes)", dtype.name(), count * dtype.size())
+        };
         let named = text.contains("rank 0 sends") && text.contains("to rank 1, which expects");
-        let named = named && text.contains(&bytes(sent)) && text.contains(&bytes(expected));
-        let right = error.is_diverged() && named && took < self.timeout + MOST_LATE;
-        self.expect(&format!("{sent:?} for {expected:?}: after {took:?}: {error}"), right);
+        let named = named && text.contains(&values(sent)) && text.contains(&values(expected));
+        let right = error.is_diverged() && error.ranks() == [0, 1] && named;
+        self.expect(
+            &format!("{sent:?} for {expected:?}: after {took:?}: {error}"),
+            right && took < self.timeout / 2,
+        );
         if rank == 1 {
             let kept = download(self.pool, self.block.address(), BYTES)?;
             self.expect("a refused message was written", kept.iter().all(|byte| *byte == BEFORE));
         }
         // No call succeeds after it.
-        let again = expect_error(self.send(&comm, sent, 1 - rank), "a message after a failure")?;
+        let peer = if rank == 0 { 1 } else { 0 };
+        let again = expect_error(self.send(&comm, sent, peer), "a message after a failure")?;
         self.expect(&format!("after a failure: {again}"), again.is_diverged());
+        Ok(())
+    }
+
+    /// The error of a collective that waits for ranks which have failed.
+    fn expect_at_once(&self, comm: &Communicator) -> Result<Error> {
+        let result = comm.barrier(&self.stream);
+        expect_error(
+            result.and_then(|()| comm.synchronize(&self.stream)),
+            "a barrier behind a failure",
+        )
+    }
+
+    /// One end of a message refuses its own arguments; the other end fails too, and so do all calls.
+    fn declined(&mut self, sends: bool) -> Result<()> {
+        let comm = self.comm()?;
+        let (rank, culprit) = (self.pool.rank(), if sends { 0 } else { 1 });
+        let began = Instant::now();
+        let message = (100, DType::U8);
+        let outcome = match (rank, sends) {
+            (0, false) => self.send(&comm, message, 1),
+            (1, true) => self.receive(&comm, message, 0),
+            (0 | 1, _) => {
+                let null = std::ptr::null_mut();
+                // SAFETY: refused before memory is accessed; so it is below.
+                let sent = |()| unsafe { comm.send_at(null, 100, DType::U8, 1, &self.stream) };
+                // SAFETY: the same.
+                let received = |()| unsafe { comm.recv_at(null, 100, DType::U8, 0, &self.stream) };
+                let refused = if sends { sent(()) } else { received(()) };
+                let why = expect_error(refused, "a message that its own rank refuses")?;
+                self.expect(&format!("{why}"), why.is_invalid_argument());
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        // The sender may be past the message already, and a rank without part in it comes to a collective.
+        let error = match outcome.and_then(|()| comm.synchronize(&self.stream)) {
+            Err(error) => error,
+            Ok(()) => self.expect_at_once(&comm)?,
+        };
+        let took = began.elapsed();
+        self.expect(
+            &format!("declined by rank {culprit}: after {took:?}: {error}"),
+            error.is_diverged()
+                && error.ranks() == [culprit]
+                && error.to_string().contains("refused the arguments of its own")
+                && took < self.timeout / 2,
+        );
         Ok(())
     }
 
@@ -171,16 +247,19 @@ impl Faults<'_> {
         self.refused()
     }
 
-    /// Invalid arguments are refused, and do not close the communicator.
+    /// Messages to no other rank are refused, and do not close the communicator; nor does a message that both ends
+    /// refuse.
     fn refused(&mut self) -> Result<()> {
         let comm = self.comm()?;
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let message = (100, DType::U8);
-        let refused: [Result<()>; 4] = [
+        let (next, before) = ((rank + 1) % world, (rank + world - 1) % world);
+        let refused: [Result<()>; 5] = [
             self.send(&comm, message, rank),
             self.receive(&comm, message, rank),
             self.send(&comm, message, world),
-            self.receive(&comm, (usize::MAX / 4, DType::F64), (rank + 1) % world),
+            self.send(&comm, (usize::MAX / 4, DType::F64), next),
+            self.receive(&comm, (usize::MAX / 4, DType::F64), before),
         ];
         for outcome in refused {
             let error: Error = expect_error(outcome, "nonsense")?;

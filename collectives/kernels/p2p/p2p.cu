@@ -1,9 +1,10 @@
-//! Point-to-point messages between two ranks, outside of calls: no epoch, no handshake; the receiver compares lengths.
+//! Point-to-point messages between two ranks, outside of calls: no epoch, no handshake; the receiver compares payloads.
 //! Defines: WORLD, THREADS, OPERATION (SEND or RECEIVE).
 //!
 //! A message is cut into as many lanes as the grid has blocks, which follows from its length alone, and a lane into
 //! chunks, which pass through slots of the receiver's control block. After each chunk comes a flag with the chunk's
-//! number and the length of the whole message, which is compared before anything is written to the output. For each
+//! number and the payload of the whole message (its length, and the type of its elements), which is compared before the
+//! chunk is written to the output. A message that its own rank refuses is empty, and of a type that no other has. For each
 //! chunk that it has taken the receiver sends an acknowledgement, and the sender fills a slot again only when the
 //! chunk before in it was acknowledged. So a message is complete on its sender when all of it is in slots, and waits
 //! for the receiver only where there are no free slots.
@@ -13,7 +14,10 @@
 //! a flag held before is never what is waited for, also where the half wraps. The host sees to it that
 //! messages of one direction between two ranks are in one kernel's hands at a time.
 //!
-//! The words of the call's description are the message's length together with the size of its elements, where the
+//! Where payloads differ, the receiver fails, and reports that to all ranks: to their waits for messages by words of this
+//! file, and to their calls by withdrawing its handshake. So none waits for a rank that has failed.
+//!
+//! The words of the call's description are the message's payload, where the
 //! words of this file begin in the control block, the bytes of a slot, and the bytes of a lane. The call's `stride` is
 //! where the slots begin in the control block, its `root` the peer, and its `peer_blocks` the bytes of a chunk.
 
@@ -31,13 +35,21 @@ constexpr u32 SHARED_LANES = 24;
 constexpr u32 PEERS = WORLD > 1 ? WORLD - 1 : 1;
 constexpr u32 ALL_LANES = SHARED_LANES / PEERS < MOST_LANES ? SHARED_LANES / PEERS : MOST_LANES;
 
-// In the record of a failure: the phases of waits, and the kind where lengths differ (`cuda/fault.rs`).
+// In the record of a failure: the phases of waits, and the kind where payloads differ (`cuda/fault.rs`).
 constexpr u32 SENDING = CHANNEL + CHANNELS;
 constexpr u32 RECEIVING = SENDING + 1;
-constexpr u32 LENGTHS = 5;
+constexpr u32 PAYLOADS = 5;
+// In a withdrawn handshake, in place of the rank that was waited for: a message was refused. Its sender is the lowest
+// byte, and its receiver the next one. The next two words are what was sent and what was expected.
+constexpr u32 REFUSED_MESSAGE = 1u << 31;
 
-// In place of an acknowledgement: the receiver expects another length, and has reported which.
-constexpr u64 REFUSED = 1ull << 63;
+// The words of a refused message: its sender, what was sent, what was expected, and whether the others are there.
+struct Refusal {
+    u64 sender;
+    u64 sent;
+    u64 expected;
+    u64 complete;
+};
 
 // A lane of a message, as its block sees it on either rank.
 struct Lane {
@@ -63,13 +75,13 @@ struct Lane {
         char* begin = words(owner) + 16 * WORLD * ALL_LANES * SLOTS;
         return reinterpret_cast<u64*>(begin) + receiver * ALL_LANES + of_lane;
     }
-    // What was sent and what was expected, of a message that its receiver refused.
-    __device__ __forceinline__ u64* refusal(u32 owner, u32 receiver) const {
-        return taken_by(owner, WORLD, 0) + 2 * receiver;
+    // The message that the receiver has refused, whoever sent it.
+    __device__ __forceinline__ Refusal* refusal(u32 owner, u32 receiver) const {
+        return reinterpret_cast<Refusal*>(taken_by(owner, WORLD, 0)) + receiver;
     }
     // How many chunks of this lane this rank has sent to the peer, and received from it. No other rank reads these.
     __device__ __forceinline__ u64* sent() const {
-        return refusal(comm.rank, WORLD) + peer * ALL_LANES + lane;
+        return reinterpret_cast<u64*>(refusal(comm.rank, WORLD)) + peer * ALL_LANES + lane;
     }
     __device__ __forceinline__ u64* received() const { return sent() + WORLD * ALL_LANES; }
 
@@ -99,61 +111,91 @@ __device__ __forceinline__ bool failed(const Comm& comm) {
     return *static_cast<volatile u32*>(&comm.local()->failed) != 0;
 }
 
+// Records that the two payloads of a message differ, except for `complete`. Called by one thread, which has found that
+// nothing failed before.
+__device__ __forceinline__ void describe(const Comm& comm, u32 receiver, const Refusal& refusal) {
+    Fault* fault = comm.fault;
+    fault->kind = PAYLOADS;
+    fault->epoch = 0;
+    fault->peer = receiver;
+    fault->phase = RECEIVING;
+    fault->ours[0] = refusal.sender;
+    fault->ours[1] = receiver;
+    fault->ours[2] = refusal.sent;
+    fault->ours[3] = refusal.expected;
+    fault->theirs[0] = static_cast<u64>(REFUSED_MESSAGE | receiver << 8 | static_cast<u32>(refusal.sender)) << 32;
+    fault->theirs[1] = refusal.sent;
+    fault->theirs[2] = refusal.expected;
+}
+
+__device__ __forceinline__ void complete(const Comm& comm) {
+    fence();
+    *static_cast<volatile u32*>(&comm.fault->complete) = 1;
+}
+
+// Whether a rank has refused a message, also one of other ranks.
+__device__ __forceinline__ bool has_refused(const Lane& lane, u32 receiver) {
+    return load_acquire(&lane.refusal(lane.comm.rank, receiver)->complete) != 0;
+}
+
+// Fails, as a rank has refused a message.
+__device__ __noinline__ void record_refused(const Lane& lane, u32 receiver) {
+    if (atomicExch(&lane.comm.local()->failed, 1) == 0) {
+        describe(lane.comm, receiver, *lane.refusal(lane.comm.rank, receiver));
+        complete(lane.comm);
+    }
+}
+
 // Called now and then by a wait. Returns since when it waits, or GIVE_UP (rule S5).
-__device__ __noinline__ u64 still_there(const Comm& comm, u64 number, u64 since, u32 peer, u32 phase) {
+__device__ __noinline__ u64 still_there(const Lane& lane, u64 number, u64 since, u32 phase) {
+    const Comm& comm = lane.comm;
     if (failed(comm)) {
         return GIVE_UP;
+    }
+#pragma unroll 1
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        if (rank != comm.rank && has_refused(lane, rank)) {
+            record_refused(lane, rank);
+            return GIVE_UP;
+        }
     }
     const u64 now = nanoseconds();
     since = since == 0 ? now : since;
     if (now - since < comm.timeout) {
         return since;
     }
-    report(comm, static_cast<u32>(number), TIMEOUT, peer, phase, nullptr);
+    report(comm, static_cast<u32>(number), TIMEOUT, lane.peer, phase, nullptr);
     return GIVE_UP;
 }
 
-// Records that the two lengths of a message differ, on either of its ranks. Called by one thread.
-__device__ __noinline__ void report_lengths(const Comm& comm, u32 sender, u32 receiver, u64 sent,
-                                            u64 expected) {
+// Refuses the peer's message, which is not the expected one, and fails. All ranks learn that, whatever they wait for.
+// Called by one thread.
+__device__ __noinline__ void refuse(const Lane& lane, u64 sent) {
+    const Comm& comm = lane.comm;
     if (atomicExch(&comm.local()->failed, 1) != 0) {
         return;
     }
-    Fault* fault = comm.fault;
-    fault->kind = LENGTHS;
-    fault->epoch = 0;
-    fault->peer = sender == comm.rank ? receiver : sender;
-    fault->phase = RECEIVING;
-    fault->ours[0] = sender;
-    fault->ours[1] = receiver;
-    fault->ours[2] = sent;
-    fault->ours[3] = expected;
-    fence();
-    *static_cast<volatile u32*>(&fault->complete) = 1;
-}
-
-// Refuses a message that is not the expected one, in all of its lanes, each of which may be waiting for free slots on
-// the sender. Called by one thread.
-__device__ __noinline__ void refuse(const Lane& lane, u64 sent) {
-    const u32 rank = lane.comm.rank;
-    u64* lengths = lane.refusal(lane.peer, rank);
-    lengths[0] = sent;
-    lengths[1] = lane.call.description[0];
-    fence();
+    const Refusal refusal = {lane.peer, sent, lane.call.description[0], 1};
 #pragma unroll 1
-    for (u32 each = 0; each < ALL_LANES; ++each) {
-        store_release(lane.taken_by(lane.peer, rank, each), REFUSED);
+    for (u32 peer = 0; peer < WORLD; ++peer) {
+        if (peer != comm.rank) {
+            Refusal* there = lane.refusal(peer, comm.rank);
+            there->sender = refusal.sender;
+            there->sent = refusal.sent;
+            there->expected = refusal.expected;
+            fence();
+            store_release(&there->complete, 1);
+        }
     }
-    report_lengths(lane.comm, lane.peer, rank, sent, lane.call.description[0]);
+    // The call of that epoch may be under way. Those that come later do nothing on this rank: they find that it has failed.
+    const u32 epoch = *static_cast<volatile u32*>(&comm.local()->epoch);
+    describe(comm, comm.rank, refusal);
+    withdraw(comm, epoch);
+    withdraw(comm, Session::following(epoch));
+    complete(comm);
 }
 
-// Records that a receiver has refused a message of this rank. Called by one thread.
-__device__ __noinline__ void report_refusal(const Lane& lane, u32 receiver) {
-    const u64* lengths = lane.refusal(lane.comm.rank, receiver);
-    report_lengths(lane.comm, lane.comm.rank, receiver, lengths[0], lengths[1]);
-}
-
-// Waits until the slot of a chunk is free; false if that takes too long, or the message was refused. Called by one
+// Waits until the slot of a chunk is free; false if that takes too long, or a message was refused. Called by one
 // thread. `taken` is how many chunks are known to be acknowledged.
 __device__ __forceinline__ bool await_slot(const Lane& lane, u64 number, u64& taken) {
     const u64* word = lane.taken_by(lane.comm.rank, lane.peer, lane.lane);
@@ -161,12 +203,8 @@ __device__ __forceinline__ bool await_slot(const Lane& lane, u64 number, u64& ta
     // What was seen last is usually enough; a look takes as long as the first bytes of a chunk.
     for (u32 looks = 1; taken + SLOTS < number; ++looks) {
         taken = load_acquire(word);
-        if (taken & REFUSED) {
-            report_refusal(lane, lane.peer);
-            return false;
-        }
         if (taken + SLOTS < number && is_time_for_clock(looks)) {
-            since = still_there(lane.comm, number, since, lane.peer, SENDING);
+            since = still_there(lane, number, since, SENDING);
             if (since == GIVE_UP) {
                 return false;
             }
@@ -175,7 +213,7 @@ __device__ __forceinline__ bool await_slot(const Lane& lane, u64 number, u64& ta
     return true;
 }
 
-// Waits for a chunk, and compares the length of its message; false if that takes too long or lengths differ. Called by
+// Waits for a chunk, and compares the payload of its message; false if that takes too long or payloads differ. Called by
 // one thread.
 __device__ __forceinline__ bool await_chunk(const Lane& lane, u64 number) {
     const char* flag = lane.flag(lane.comm.rank, lane.peer, number);
@@ -184,7 +222,7 @@ __device__ __forceinline__ bool await_chunk(const Lane& lane, u64 number) {
     uint4 word = load_acquire_vector(flag);
     for (u32 looks = 1; word.y != wanted || word.w != wanted; ++looks) {
         if (is_time_for_clock(looks)) {
-            since = still_there(lane.comm, number, since, lane.peer, RECEIVING);
+            since = still_there(lane, number, since, RECEIVING);
             if (since == GIVE_UP) {
                 return false;
             }
@@ -202,11 +240,11 @@ __device__ __forceinline__ bool await_chunk(const Lane& lane, u64 number) {
 // Raises the flag of a chunk after all that the block has stored into its slot (rule S3). Called by one thread, after a
 // barrier of the block.
 __device__ __forceinline__ void raise_flag(const Lane& lane, u64 number) {
-    const u64 length = lane.call.description[0];
+    const u64 payload = lane.call.description[0];
     const u32 half = static_cast<u32>(number);
     fence();
     store_relaxed(lane.flag(lane.peer, lane.comm.rank, number),
-                  make_uint4(static_cast<u32>(length), half, static_cast<u32>(length >> 32), half));
+                  make_uint4(static_cast<u32>(payload), half, static_cast<u32>(payload >> 32), half));
 }
 
 // Acknowledges a chunk after all that the block has read from its slot. Called by one thread, after a barrier of the
@@ -263,11 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     const Lane lane(comm, call);
-    // A refusal by any rank is reported by the next message of this rank, to whichever peer.
+    // What any rank has refused is reported by the next message of this rank, to whichever peer.
     const u32 other = threadIdx.x - 32;
-    if (blockIdx.x == 0 && other < WORLD && other != comm.rank &&
-        (load_acquire(lane.taken_by(comm.rank, other, 0)) & REFUSED)) {
-        report_refusal(lane, other);
+    if (blockIdx.x == 0 && other < WORLD && other != comm.rank && has_refused(lane, other)) {
+        record_refused(lane, other);
     }
     run<Operation::OPERATION == Operation::SEND>(lane);
 }

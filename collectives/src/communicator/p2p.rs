@@ -1,7 +1,7 @@
 //! Send and recv between two ranks, which are in no order with collectives.
 //!
-//! As one-sided operations they have no epoch, commit nothing, and report wrong arguments to the caller alone. But
-//! the receiver compares the message's length with the one it expects.
+//! As one-sided operations they have no epoch, and commit nothing. But the receiver compares what is sent with what it
+//! expects, and a rank that refuses its own arguments reports that to the other one.
 
 #![allow(unsafe_code)] // sends from and receives into raw memory
 
@@ -10,11 +10,11 @@ use symmpool_allocator::{Block, Error, Result, Stream};
 
 use super::Communicator;
 use crate::DType;
-use crate::p2p::{Direction, Length};
+use crate::p2p::{Direction, Payload};
 
 impl Communicator {
     /// Sends `input` to `peer`, whose next [`Self::recv`] from this rank receives it. That must expect as many
-    /// elements, of the same size. `input` is any memory of the pool, and nothing is committed.
+    /// elements, of the same type. `input` is any memory of the pool, and nothing is committed.
     ///
     /// Messages from one rank to another are received in the order in which they are sent, whatever
     /// streams or threads send them. They are in no order with messages of other ranks, messages in the other
@@ -36,14 +36,23 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// `is_invalid_argument` for a peer that is no rank or is this rank, for elements of more than 255
-    /// bytes, and for memory of other ranks; why the communicator is closed, if it is. These close it; they are
-    /// returned by this call in host memory, and by [`Self::synchronize`] or a later call on a device:
-    /// - `is_diverged` where the receiver expects something else. Both ranks' errors name both lengths, and
-    ///   nothing is written to the receiver's output. The sender's call may have returned by then; its next send or
-    ///   recv with any peer returns the error.
+    /// - `is_invalid_argument` for a peer that is no rank or is this rank, for elements of more than 255
+    ///   bytes, and for memory of other ranks. If the peer is another rank, its receive fails with `is_diverged`, which
+    ///   names this rank.
+    /// - `is_diverged` where the receiver expects something else, or refuses its own arguments. Both ranks' errors name
+    ///   both payloads.
     /// - `is_timeout`, or `is_peer_lost` if the peer's process is gone, where the peer does not receive
-    ///   messages that fill all its slots within the communicator's timeout.
+    ///   messages that fill all its slots within the communicator's timeout. These close the communicator.
+    /// - Why the communicator is closed, if it is.
+    ///
+    /// In host memory a message that fails with `is_diverged` counts on both ranks and is written nowhere, and the
+    /// communicator stays usable. The sender's call may have returned by then. Its next message to or from this peer
+    /// then fails with the same error, and is not made, as the peer learns; a receive that waits already
+    /// does so at once. [`Self::synchronize`] returns the error too, and collectives do not.
+    ///
+    /// On a device these errors are returned by [`Self::synchronize`] or a later call, and close the communicator on all
+    /// ranks, also those that have no part in the message: their waits end at once. What the receive should have written
+    /// is undefined.
     pub fn send<T: Pod>(&self, input: &Block<T>, peer: u32, stream: &Stream) -> Result<()> {
         self.block_send_or_recv(Direction::Send, input, peer, stream)
     }
@@ -96,6 +105,39 @@ impl Communicator {
         unsafe { self.send_or_recv_at((Direction::Receive, output), count, dtype, peer, stream) }
     }
 
+    /// To be called instead of a [`Self::send`] whose arguments the caller has found wrong: `peer`'s receive gets an
+    /// error at once instead of waiting, and both ranks have made as many messages. Returns what to report:
+    /// `why`, or why the communicator is closed. Does not wait for the peer; if that is no other rank, does nothing.
+    #[cold]
+    pub fn decline_send(&self, why: Error, peer: u32, stream: &Stream) -> Error {
+        self.decline_message(why, Direction::Send, peer, stream)
+    }
+
+    /// As [`Self::decline_send`], instead of a [`Self::recv`]: `peer`'s send fails.
+    #[cold]
+    pub fn decline_recv(&self, why: Error, peer: u32, stream: &Stream) -> Error {
+        self.decline_message(why, Direction::Receive, peer, stream)
+    }
+
+    fn decline_message(
+        &self,
+        why: Error,
+        direction: Direction,
+        peer: u32,
+        stream: &Stream,
+    ) -> Error {
+        if self.check_other_rank(direction.name(), peer).is_err() {
+            return why;
+        }
+        match &self.one_sided {
+            Some(host) => host.decline(why, direction, peer),
+            None => match self.lock().engine.cuda() {
+                Ok(cuda) => cuda.decline_message(why, direction, peer, *stream),
+                Err(error) => error,
+            },
+        }
+    }
+
     fn block_send_or_recv<T: Pod>(
         &self,
         direction: Direction,
@@ -105,11 +147,13 @@ impl Communicator {
     ) -> Result<()> {
         let what = direction.name();
         self.check_other_rank(what, peer)?;
-        self.check_block(what, block, peer)?;
-        let length = Length::new(what, self.rank(), block.len(), size_of::<T>())?;
+        let payload = self
+            .check_block(what, block, peer)
+            .and_then(|()| Payload::of::<T>(what, self.rank(), block.len()))
+            .map_err(|why| self.decline_message(why, direction, peer, stream))?;
         // SAFETY: the block is borrowed, so live and mapped, for this length. Whoever else touches it meanwhile
         // does so through raw pointers as well: there are no references into blocks.
-        unsafe { self.send_or_recv((direction, block.as_ptr().cast()), length, peer, stream) }
+        unsafe { self.send_or_recv((direction, block.as_ptr().cast()), payload, peer, stream) }
     }
 
     /// # Safety
@@ -125,31 +169,34 @@ impl Communicator {
     ) -> Result<()> {
         let what = direction.name();
         self.check_other_rank(what, peer)?;
-        let length = Length::new(what, self.rank(), count, dtype.size())?;
-        self.check_own_memory(what, memory as u64, length, peer)?;
+        let payload = Payload::new(what, self.rank(), count, dtype)
+            .and_then(|payload| {
+                self.check_own_memory(what, memory as u64, payload, peer).map(|()| payload)
+            })
+            .map_err(|why| self.decline_message(why, direction, peer, stream))?;
         // SAFETY: the caller's promise.
-        unsafe { self.send_or_recv((direction, memory), length, peer, stream) }
+        unsafe { self.send_or_recv((direction, memory), payload, peer, stream) }
     }
 
     /// # Safety
     ///
-    /// As [`Self::send_at`] or [`Self::recv_at`], for the length's bytes; the peer is another rank.
+    /// As [`Self::send_at`] or [`Self::recv_at`], for the payload's bytes; the peer is another rank.
     unsafe fn send_or_recv(
         &self,
         (direction, memory): (Direction, *mut u8),
-        length: Length,
+        payload: Payload,
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        tracing::trace!(rank = self.rank(), peer, %length, "{}", direction.name());
+        tracing::trace!(rank = self.rank(), peer, %payload, "{}", direction.name());
         match &self.one_sided {
             // SAFETY: the caller's promise.
-            Some(host) => unsafe { host.send_or_recv((direction, memory), length, peer) },
+            Some(host) => unsafe { host.send_or_recv((direction, memory), payload, peer) },
             None => {
                 let mut inner = self.lock();
                 let cuda = inner.engine.cuda()?;
                 // SAFETY: the caller's promise.
-                unsafe { cuda.send_or_recv((direction, memory as u64), length, peer, *stream) }
+                unsafe { cuda.send_or_recv((direction, memory as u64), payload, peer, *stream) }
             }
         }
     }
@@ -171,8 +218,14 @@ impl Communicator {
     }
 
     /// Refuses memory of another rank, and null.
-    fn check_own_memory(&self, what: &str, address: u64, length: Length, peer: u32) -> Result<()> {
-        let (rank, bytes) = (self.rank(), length.bytes());
+    fn check_own_memory(
+        &self,
+        what: &str,
+        address: u64,
+        payload: Payload,
+        peer: u32,
+    ) -> Result<()> {
+        let (rank, bytes) = (self.rank(), payload.bytes());
         let elsewhere =
             |address| self.pool.layout().locate(address).is_some_and(|(slot, _)| slot != rank);
         let why = match address.checked_add(bytes) {

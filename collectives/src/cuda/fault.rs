@@ -11,7 +11,7 @@ use symmpool_allocator::{Error, Pool, Result};
 use super::api::Api;
 use super::memory_operations::{MEMORY_CHANNELS, PIECE_CHANNELS};
 use crate::host::call::{Call, mismatch_of_two};
-use crate::p2p::{Length, lengths_differ};
+use crate::p2p::{Afterwards, Payload, payloads_differ};
 use crate::signal::channel::CHANNELS;
 
 /// `Fault` in `symmpool/comm.cuh`.
@@ -111,8 +111,10 @@ const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
 const COUNTS: u32 = 3;
 const GAVE_UP: u32 = 4;
-/// The two ends of a send and recv have different lengths: `LENGTHS` in `p2p/p2p.cu`.
-const LENGTHS: u32 = 5;
+/// The two ends of a send and recv have different payloads: `PAYLOADS` in `p2p/p2p.cu`.
+const PAYLOADS: u32 = 5;
+/// In place of the rank that was waited for: `REFUSED_MESSAGE` in `p2p/p2p.cu`.
+const REFUSED_MESSAGE: u32 = 1 << 31;
 /// The phase in which a companion kernel and its call's other kernels wait for each other: `COMPANION` in
 /// `symmpool/comm.cuh`.
 const COMPANION: u32 = 4;
@@ -161,6 +163,12 @@ impl Record {
                 timeout,
                 vec![rank],
             ),
+            GAVE_UP if (theirs[0] >> 32) as u32 & REFUSED_MESSAGE != 0 => {
+                // The words, as `describe` in `p2p/p2p.cu` writes them.
+                let ends = (theirs[0] >> 32) as u32;
+                refused_message(rank, (ends & 0xff, ends >> 8 & 0xff), theirs[1], theirs[2])
+                    .context(format!("collective {epoch} on the device, which rank {peer} left"))
+            }
             GAVE_UP => {
                 // The upper half of the word, as `withdraw` in `symmpool/comm.cuh` writes it.
                 let missing = (theirs[0] >> 32) as u32;
@@ -223,14 +231,19 @@ impl Record {
                 ))
                 .naming([sender as u32, receiver as u32])
             }
-            LENGTHS => {
+            PAYLOADS => {
                 let [sender, receiver, sent, expected] = ours;
-                let lengths = (Length::from_word(sent), Length::from_word(expected));
-                lengths_differ(rank, (sender as u32, receiver as u32), lengths)
+                refused_message(rank, (sender as u32, receiver as u32), sent, expected)
             }
             kind => Error::system("reading what a kernel reported", format!("kind {kind}")),
         }
     }
+}
+
+/// The error of `rank` where a message was refused, perhaps between other ranks.
+fn refused_message(rank: u32, ends: (u32, u32), sent: u64, expected: u64) -> Error {
+    let payloads = (Payload::from_word(sent), Payload::from_word(expected));
+    payloads_differ(rank, ends, payloads, Afterwards::Closed)
 }
 
 /// What a stream of `rank` waited for by a memory operation.
@@ -369,6 +382,7 @@ pub(super) const RECORD_BYTES: usize = size_of::<Record>();
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DType;
     use crate::host::call::Operation;
 
     fn record(kind: u32, phase: u32) -> Record {
@@ -477,15 +491,18 @@ mod tests {
         assert!(counts.is_diverged() && counts.ranks() == [1, 2], "{counts}");
         let text = counts.to_string();
         assert!(text.contains("rank 2 sends 100 elements to rank 1, which expects 99"), "{text}");
-        let lengths =
-            Record { ours: [2, 1, 100 << 8 | 4, 99 << 8 | 1], ..record(LENGTHS, RECEIVING) };
-        let lengths = lengths.error(&there);
-        assert!(lengths.is_diverged(), "{lengths}");
-        let text = lengths.to_string();
-        assert!(
-            text.contains("rank 2 sends 25 elements of 4 bytes (100 bytes) to rank 1"),
-            "{text}"
-        );
+        let words = [(100, DType::F32), (99, DType::U8)]
+            .map(|(count, dtype)| Payload::new("", 0, count, dtype).expect("sound").word());
+        let refused = Record { ours: [2, 1, words[0], words[1]], ..record(PAYLOADS, RECEIVING) };
+        let theirs = [u64::from(REFUSED_MESSAGE | 1 << 8 | 2) << 32, words[0], words[1], 0];
+        let left = Record { theirs, peer: 1, ..record(GAVE_UP, 0) };
+        for error in [refused.error(&there), left.error(&there)] {
+            assert!(error.is_diverged() && error.ranks() == [1, 2], "{error}");
+            let text = error.to_string();
+            let line = "rank 2 sends 100 f32 (400 bytes) to rank 1, which expects 99 u8 (99 bytes)";
+            assert!(text.contains(line) && text.contains("closed"), "{text}");
+        }
+        assert!(left.error(&there).to_string().contains("which rank 1 left"));
         let unknown = record(9, 0).error(&there);
         assert!(unknown.to_string().contains("kind 9"), "{unknown}");
     }

@@ -7,7 +7,7 @@
 #![allow(unsafe_code)] // launches kernels on raw addresses
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{HeapLayout, Result, Stream};
+use symmpool_allocator::{Error, HeapLayout, Result, Stream};
 
 use super::engine::CudaEngine;
 use super::kernel_mode::{KernelMode, P2pMode};
@@ -16,7 +16,7 @@ use super::kernels::LoadedKernel;
 use super::params::{CallParams, ChannelEnd};
 use super::sm_budget::share_sms;
 use crate::jit::sources::P2P;
-use crate::p2p::{Direction, Length};
+use crate::p2p::{Direction, Payload};
 use crate::signal::channel::CHANNELS;
 
 /// Most chunks of a lane that are under way: `SLOTS` in `p2p/p2p.cu`.
@@ -70,9 +70,9 @@ impl P2pLayout {
         let ranks = u64::from(world);
         let peers = ranks.max(2) - 1;
         let lanes = (SHARED_LANES / peers).min(MOST_LANES);
-        // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each lane; and two
+        // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each lane; and four
         // words for a refusal. Behind them, the number of processors of the device.
-        let words_bytes = ranks * (lanes * (16 * SLOTS + 3 * 8) + 2 * 8);
+        let words_bytes = ranks * (lanes * (16 * SLOTS + 3 * 8) + 4 * 8);
         let slot_bytes = (staging / peers / lanes / SLOTS / LINE * LINE).max(LINE);
         let slots = (begin + words_bytes + 8).next_multiple_of(4096);
         Self { words: begin, words_bytes, slots, slot_bytes, peers, lanes }
@@ -164,12 +164,12 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// The memory is readable, or, to receive, writable, on the device for the length's bytes until the stream is
+    /// The memory is readable, or, to receive, writable, on the device for the payload's bytes until the stream is
     /// past the operation. Nobody else writes it meanwhile, or, to receive, touches it.
     pub(crate) unsafe fn send_or_recv(
         &mut self,
         (direction, address): (Direction, u64),
-        length: Length,
+        payload: Payload,
         peer: u32,
         stream: Stream,
     ) -> Result<()> {
@@ -182,13 +182,13 @@ impl CudaEngine {
         }
         self.begin_outside_calls();
         let kernel: LoadedKernel = self.kernel(kernel_spec(direction))?;
-        let Division { lanes, lane_bytes, chunk } = layout.divide(length.bytes(), processors);
+        let Division { lanes, lane_bytes, chunk } = layout.divide(payload.bytes(), processors);
         let sends = direction == Direction::Send;
         let params = CallParams {
-            description: [length.word(), layout.words, layout.slot_bytes, lane_bytes],
+            description: [payload.word(), layout.words, layout.slot_bytes, lane_bytes],
             input: if sends { address } else { 0 },
             output: if sends { 0 } else { address },
-            bytes: length.bytes(),
+            bytes: payload.bytes(),
             stride: layout.slots,
             root: peer,
             peer_blocks: chunk as u32,
@@ -211,6 +211,22 @@ impl CudaEngine {
             )
         }?;
         self.after_operation(end, stream)
+    }
+
+    /// To be called instead of a message whose arguments this rank refuses: an empty message that its other end
+    /// cannot expect, so that both fail. Returns what to report.
+    pub(crate) fn decline_message(
+        &mut self,
+        why: Error,
+        direction: Direction,
+        peer: u32,
+        stream: Stream,
+    ) -> Error {
+        // SAFETY: an empty message touches no memory.
+        match unsafe { self.send_or_recv((direction, 0), Payload::DECLINED, peer, stream) } {
+            Ok(()) => why,
+            Err(error) => error,
+        }
     }
 }
 

@@ -11,6 +11,7 @@
 //! | rows | parity | owner | peers |
 //! | packets sent | source rank | that source | owner |
 //! | packets taken | receiving rank | that receiver | owner |
+//! | message records | other rank | that other rank | owner |
 //! | packets | source rank, turn | that source | owner |
 //! | scratch | parity | owner | peers |
 //!
@@ -56,10 +57,33 @@ pub(super) struct AbortRecord {
     pub(super) timeout: AtomicU64,
 }
 
+/// What comes in front of a packet's data.
+#[repr(C)]
+pub(super) struct PacketHeader {
+    /// The number of the message, from 1 on.
+    pub(super) message: AtomicU64,
+    /// What the whole message holds.
+    pub(super) payload: AtomicU64,
+}
+
+/// What another rank reports of messages between it and the owner that were not made. Most never need it.
+#[repr(C, align(128))]
+pub(super) struct MessageRecord {
+    /// The last message to the owner that its sender has declined.
+    pub(super) unsent: AtomicU64,
+    /// The first and the last of the owner's messages in a row that their receiver refused or declined.
+    pub(super) first_untaken: AtomicU64,
+    pub(super) last_untaken: AtomicU64,
+    /// The last of the owner's messages that arrived and was not taken, what it held, and what was expected. The number
+    /// is 0 while the others are written.
+    pub(super) refused: AtomicU64,
+    pub(super) sent: AtomicU64,
+    pub(super) expected: AtomicU64,
+}
+
 /// A packet of a point-to-point message. Its data is raw memory: counts order who may access it.
 pub(super) struct Packet<'a> {
-    /// The length of the whole message.
-    pub(super) length: &'a AtomicU64,
+    pub(super) header: &'a PacketHeader,
     pub(super) data: *mut u8,
     /// The most bytes of data.
     pub(super) room: usize,
@@ -77,6 +101,7 @@ struct Layout {
     row_bytes: u64,
     sent: u64,
     taken: u64,
+    message_records: u64,
     packets: u64,
     packet_bytes: u64,
     scratch: u64,
@@ -109,8 +134,9 @@ impl Layout {
         let row_bytes = ((2 * world + 2) * 8).next_multiple_of(ALIGN);
         let sent = rows + 2 * row_bytes;
         let taken = sent + world * SLOT;
-        let packets = taken + world * SLOT;
-        // Every peer has the same number of packets. The length of a packet has a cache line of its own.
+        let message_records = taken + world * SLOT;
+        let packets = message_records + world * size_of::<MessageRecord>() as u64;
+        // Every peer has the same number of packets. The header of a packet has a cache line of its own.
         let peers = world - 1;
         let room = (scratch_bytes / 2).min(ALL_PACKETS) / peers.max(1) / PACKETS / ALIGN * ALIGN;
         let packet_bytes = room.clamp(ALIGN, PACKET_BYTES);
@@ -126,6 +152,7 @@ impl Layout {
             row_bytes,
             sent,
             taken,
+            message_records,
             packets,
             packet_bytes,
             scratch,
@@ -347,11 +374,25 @@ impl Control {
         let nth = u64::from(if source < owner { source } else { source - 1 });
         let each = ALIGN + self.layout.packet_bytes;
         let part = self.layout.packets + (nth * PACKETS + number % PACKETS) * each;
-        let at = self.at(owner, part) as *mut u64;
-        // SAFETY: as for `slot`: mapped, aligned, within the part, only ever used as this atomic.
-        let length = unsafe { AtomicU64::from_ptr(at) };
+        let at = self.at(owner, part) as *const PacketHeader;
+        // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
+        let header = unsafe { &*at };
         let data = self.at(owner, part + ALIGN) as *mut u8;
-        Packet { length, data, room: self.layout.packet_bytes as usize }
+        Packet { header, data, room: self.layout.packet_bytes as usize }
+    }
+
+    /// How many packets a message of so many bytes has.
+    pub(super) fn packets_of(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.layout.packet_bytes).max(1)
+    }
+
+    /// What `peer` reports to `owner` of messages between them.
+    pub(super) fn message_record(&self, owner: u32, peer: u32) -> &MessageRecord {
+        let part =
+            self.layout.message_records + u64::from(peer) * size_of::<MessageRecord>() as u64;
+        let at = self.at(owner, part) as *const MessageRecord;
+        // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
+        unsafe { &*at }
     }
 
     /// Whether `offset .. offset + bytes` of a slot touches the control block.
@@ -385,7 +426,8 @@ mod tests {
             assert!(p.rows + 2 * (2 * w + 1) * 8 <= p.sent && p.sent.is_multiple_of(ALIGN));
             assert!(p.scratch.is_multiple_of(ALIGN));
             assert_eq!(p.scratch + 2 * 4096, p.end);
-            assert_eq!((p.sent + w * SLOT, p.taken + w * SLOT), (p.taken, p.packets));
+            assert_eq!((p.sent + w * SLOT, p.taken + w * SLOT), (p.taken, p.message_records));
+            assert_eq!(p.message_records + w * 128, p.packets);
             assert!(p.packets.is_multiple_of(ALIGN) && p.packet_bytes.is_multiple_of(ALIGN));
             assert!(p.packet_bytes > 0 && p.packets + 4 * (w - 1) * p.packet_bytes <= p.scratch);
         }
@@ -422,10 +464,13 @@ mod tests {
                 }
                 places.push(slot(control.packets_sent(owner, source)));
                 places.push(slot(control.packets_taken(owner, source)));
+                let record = std::ptr::from_ref(control.message_record(owner, source)) as u64;
+                places.push(end_of(record, size_of::<MessageRecord>() as u64));
                 for number in 5..9 {
                     if source != owner {
                         let packet = control.packet(owner, source, number);
-                        places.push(end_of(std::ptr::from_ref(packet.length) as u64, 8));
+                        let header = std::ptr::from_ref(packet.header) as u64;
+                        places.push(end_of(header, size_of::<PacketHeader>() as u64));
                         places.push(end_of(packet.data as u64, packet.room as u64));
                     }
                 }

@@ -16,17 +16,11 @@ use super::HostEngine;
 use super::control::{Control, SLOT};
 use super::fault::Cause;
 use super::kernels::copy;
+use super::p2p::PeerMessages;
 use super::wait::{Interrupted, SpinPolicy, Waiter, Watchdog, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
 use crate::timeout::Timeout;
-
-/// How many packets went to and came from one peer so far. A thread holds a lock while it is in a message.
-#[derive(Debug, Default)]
-pub(super) struct PacketCounts {
-    pub(super) sent: Mutex<u64>,
-    pub(super) received: Mutex<u64>,
-}
 
 /// Returns whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;
@@ -43,8 +37,8 @@ pub(crate) struct HostOneSided {
     pub(super) interrupted: Option<Interrupted>,
     /// The engine's timeout, for messages. A wait on a channel has a timeout of its own.
     pub(super) timeout: Arc<Timeout>,
-    /// Counts of packets of messages, by peer.
-    pub(super) counts: Vec<PacketCounts>,
+    /// Messages to and from each peer.
+    pub(super) messages: Vec<PeerMessages>,
     /// The communicator's own channels, in its control block.
     pub(crate) channels: HostChannels,
 }
@@ -99,7 +93,7 @@ impl HostEngine {
             alive,
             interrupted: self.options.interrupted.clone(),
             timeout: Arc::clone(&self.timeout),
-            counts: (0..self.world()).map(|_| PacketCounts::default()).collect(),
+            messages: (0..self.world()).map(|_| PeerMessages::default()).collect(),
             channels: HostChannels::new(self.control.own_channels(), self.world()),
         }
     }

@@ -404,7 +404,8 @@ def send(
     """Sends `tensor` to rank `dst`, whose `recv` from this rank takes it: see `Communicator.send`. `dst` and
     `group_dst` are as `broadcast`'s sources. Only two ranks take part, so the group's communicator must be
     there already, by any collective before; else InvalidStateError. Tags make no difference, as with NCCL:
-    what one rank sends to another comes in the order in which it was sent."""
+    what one rank sends to another comes in the order in which it was sent. A call that is refused, for
+    whatever reason, fails the other rank's too."""
     _end_graph("send", tensor, group)
     _point_to_point("send", tensor, group, dst=dst, group_dst=group_dst)
 
@@ -432,16 +433,23 @@ def _point_to_point(call: str, tensor: Any, group: Any, **peers: Any) -> None:
     entry = cache.communicator_for(tensor, group)
     if entry is None:
         return
-    finish, place = None, tensor
-    if needs_plan(tensor):
-        from symmpool.collectives import layout
+    method, finish, place = getattr(entry.comm, call), None, tensor
+    with entry.preparing_message(call, peer):
+        if needs_plan(tensor):
+            from symmpool.collectives import layout
 
-        place, finish = (layout.plain(tensor), None) if call == "send" else layout.destination(tensor)
-    if call == "recv":
-        if getattr(tensor, "requires_grad", False):
-            watch(tensor)
-        _count_versions([tensor])
-    entry.run(getattr(entry.comm, call), (place, peer), [tensor], False, finish)
+            place, finish = (layout.plain(tensor), None) if call == "send" else layout.destination(tensor)
+        if call == "recv":
+            if getattr(tensor, "requires_grad", False):
+                watch(tensor)
+            _count_versions([tensor])
+    if entry.pending is not None:
+        # A copy is made anew behind the calls that were begun, which may write to what is copied.
+        entry.check_and_join_pending(method, (place, peer))
+        if call == "send" and place is not tensor:
+            with entry.preparing_message(call, peer):
+                place = layout.plain(tensor)
+    entry.run(method, (place, peer), [tensor], False, finish)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None) -> Any:

@@ -83,6 +83,10 @@ class CommunicatorEntry:
         ranks, whose calls raise DivergedError at once instead of pairing with this rank's next one."""
         return Preparation(self)
 
+    def preparing_message(self, call: str, peer: int) -> Preparation:
+        """As `preparing`, for a message ("send" or "recv") to or from a rank, which alone learns of it."""
+        return _MessagePreparation(self, call, peer)
+
     def finish(self) -> None:
         """Waits for all that was begun, which ends by itself: by an error if a rank does not come."""
         if self.device < 0 and self.runner is not None and not self.runner.is_alive():
@@ -173,6 +177,21 @@ class Preparation:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if error is not None:
             self._entry.refuse(reason_of(error))
+
+
+class _MessagePreparation(Preparation):
+    """What this rank does between finding a message's communicator and making the message."""
+
+    __slots__ = ("_call", "_peer")
+
+    def __init__(self, entry: CommunicatorEntry, call: str, peer: int):
+        super().__init__(entry)
+        self._call, self._peer = call, peer
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is not None:
+            why = reason_of(error).removeprefix("symmpool: ")
+            self._entry.decline(self._entry.comm._refuse, why, (self._call, self._peer))
 
 
 def reason_of(error: BaseException) -> str:

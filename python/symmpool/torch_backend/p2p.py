@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from symmpool.collectives import layout
+from symmpool.communicators.entry import reason_of
 from symmpool.communicators.stream_work import SideStream
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError
 from symmpool.torch_backend.work import TorchWork, opaque
@@ -77,10 +78,15 @@ class PointToPoint:
             stream = self._streams.get((peer, sends))
             if stream is None:
                 stream = self._streams[peer, sends] = SideStream(torch, number, self._explain)
-        if sends:
-            place, finish, call = layout.plain(tensor), None, comm.send
-        else:
-            (place, finish), call = layout.destination(tensor), comm.recv
+        call = comm.send if sends else comm.recv
+        try:
+            place, finish = (layout.plain(tensor), None) if sends else layout.destination(tensor)
+        except BaseException as error:
+            # The other rank's call fails too, where it would wait or take the next message.
+            refused = (reason_of(error).removeprefix("symmpool: "), (call.__name__, peer))
+            with contextlib.suppress(Error):
+                stream.submit(comm, comm._refuse, refused, [])
+            raise
         return TorchWork(stream.submit(comm, call, (place, peer), [tensor], finish)), True
 
     def use_communicator(
@@ -130,12 +136,14 @@ class _SelfChannel:
                 return begun
             other, partner, since = self._waiting[0]
             source, target = (tensor, partner) if sends else (partner, tensor)
+            self._waiting.popleft()
             if source.numel() != target.numel() or source.dtype != target.dtype:
-                raise InvalidArgumentError(
+                error = InvalidArgumentError(
                     f"symmpool: this rank sends itself {source.numel()} elements of {source.dtype} and "
                     f"receives {target.numel()} of {target.dtype}; both must be the same"
                 )
-            self._waiting.popleft()
+                other.fail(error)
+                raise error
         stream = torch.cuda.Stream(tensor.device)
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(ready)
@@ -157,12 +165,19 @@ class _SelfWork(dist.Work):
         super().__init__()
         self._tensor = tensor
         self._done: Any = None
+        self._failed: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """The other end was begun, and does not fit."""
+        self._failed = error
 
     def meet(self, done: Any) -> None:
         """The other end was begun, and the data is there behind this event."""
         self._done = done
 
     def wait(self, timeout: Any = None) -> bool:
+        if self._failed is not None:
+            raise self._failed
         if self._done is None:
             raise InvalidStateError(
                 "symmpool: a rank waits for what it sends to itself, or receives from itself, before it has "
@@ -175,13 +190,13 @@ class _SelfWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._done is not None and self._done.query()
+        return self._failed is not None or (self._done is not None and self._done.query())
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self._failed is None and self.is_completed()
 
     def exception(self) -> Any:
-        return None
+        return self._failed
 
     def result(self) -> list[torch.Tensor]:
         return [self._tensor]

@@ -348,6 +348,39 @@ def messages(device, rank, world):
     check("messages that all receive first, in batches", right)
 
 
+def odd_messages(device, rank, world):
+    """Of the backend: a message that its receiver does not expect, or that its sender refuses, fails on both,
+    and ends the waits of ranks that have no part in it."""
+    x = torch.ones(1000, device=device)
+    for kind in ("type", "length", "refused"):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+        dist.all_reduce(x.clone(), group=group)
+        torch.cuda.synchronize()
+        began, why, errors = time.monotonic(), "", (symmpool.DivergedError, symmpool.InvalidArgumentError)
+        try:
+            if rank == 0 and kind == "refused":
+                comm = symmpool.communicator(group, str(device))
+                comm.send(x[::2], 1)
+            elif rank == 0:
+                dist.send(x, 1, group=group)
+            elif rank == 1:
+                there = x.int() if kind == "type" else torch.ones(1001, device=device)
+                dist.recv(there, 0, group=group)
+            # The sender may be past its message: its next call has the error, as has a collective of others.
+            for _ in range(100):
+                dist.all_reduce(x.clone(), group=group)
+                symmpool.communicator(group, str(device)).synchronize()
+                time.sleep(0.01)
+        except errors as error:
+            why = str(error)
+        took = time.monotonic() - began
+        wanted = "refuse" if kind == "refused" else "which expects"
+        own = kind == "refused" and rank == 0
+        right = took < 20 and (why if own else wanted in why)
+        check(f"a message that does not fit: {kind}", right, f"after {took:.1f} s: {why}")
+        dist.destroy_process_group(group)
+
+
 def at_once(device, rank, world):
     """Of the backend: groups whose calls, or messages, ranks begin in other orders, at sizes at which one
     kernel could take all of a device."""
@@ -460,6 +493,7 @@ def main():
     strided(device, rank, world)
     if not ranks_start.SHARED:
         messages(device, rank, world)
+    odd_messages(device, rank, world)
     at_once(device, rank, world)
     lists(device, rank, world)
     functional(device, rank, world)

@@ -304,13 +304,18 @@ impl HostEngine {
                 return Err(failure);
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.call_timeout));
+            let (operation, timeout) = (self.operation, watchdog.timeout());
+            let fault = |cause| Fault { cause, operation, phase, peer, epoch, timeout };
+            if self.failed.get().is_some() {
+                // Another thread of this rank has closed the communicator in a message, and has reported that.
+                let reporter = Some(self.layout.rank);
+                return Err(WaitFailure { fault: fault(Cause::Timeout), reporter });
+            }
             let alive = self.options.peer_alive.as_ref().map(|alive| || alive(peer));
             let interrupted = self.options.interrupted.as_ref();
-            watchdog.look(alive, interrupted).map_err(|cause| {
-                let (operation, timeout) = (self.operation, watchdog.timeout());
-                let fault = Fault { cause, operation, phase, peer, epoch, timeout };
-                WaitFailure { fault, reporter: None }
-            })
+            watchdog
+                .look(alive, interrupted)
+                .map_err(|cause| WaitFailure { fault: fault(cause), reporter: None })
         }
     }
 
