@@ -349,6 +349,37 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
 }
 
 #[test]
+fn a_use_on_one_rank_alone_is_waited_for_there_and_ranks_do_not_differ() {
+    // D1, D4
+    let outcomes = ranks(2, |group| {
+        let rank = group.rank();
+        let driver = FaultDriver::new(Driver::sim(u64::from(rank)), FaultPlan::new());
+        let pool = pool(group, Driver::new(driver.clone())).unwrap();
+        let mut offsets = Vec::new();
+        for round in 0..4 {
+            let block = pool.alloc::<u8>(1 << 20).unwrap();
+            offsets.push(block.offset());
+            if rank == 1 {
+                block.record_use(Stream::numbered(70 + round)).unwrap();
+                let inside = block.address() + 1000;
+                assert!(pool.record_use_address(inside, Stream::numbered(7)).unwrap());
+            }
+            block.free_unordered().unwrap();
+            pool.commit().unwrap();
+        }
+        assert!(!pool.record_use_address(8, Stream::numbered(7)).unwrap());
+        let counts = driver.counts();
+        let digest = pool.default_lane().digest().unwrap();
+        drop(pool);
+        assert_eq!(driver.counts().leaks(), None);
+        (offsets, digest, counts.succeeded(Call::WaitEvent))
+    });
+    assert_eq!(outcomes[0].0, outcomes[1].0);
+    assert_eq!(outcomes[0].1, outcomes[1].1);
+    assert_eq!((outcomes[0].2, outcomes[1].2), (0, 6), "each reuse waits for both streams");
+}
+
+#[test]
 fn blocks_dropped_in_every_step_return_and_the_lane_stops_growing() {
     // D5: commits are due at the same places on all ranks, whenever each of them frees.
     const STEPS: usize = 1000;

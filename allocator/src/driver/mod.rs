@@ -137,8 +137,8 @@ impl Stream {
     /// The default stream; the only one on the host.
     pub const DEFAULT: Self = Self { raw: 0, numbered: false };
 
-    /// The handle `CU_STREAM_PER_THREAD`, which is another stream in each thread.
-    pub const PER_THREAD: u64 = 2;
+    /// `CU_STREAM_PER_THREAD`: the default stream of whichever thread names it.
+    pub const PER_THREAD: Self = Self { raw: 2, numbered: false };
 
     /// A stream from its raw handle. `CU_STREAM_LEGACY` is the default stream.
     ///
@@ -157,7 +157,7 @@ impl Stream {
 
     /// Whether this is `CU_STREAM_PER_THREAD`: another stream in each thread that names it.
     pub const fn is_per_thread(self) -> bool {
-        self.raw == Self::PER_THREAD && !self.numbered
+        self.raw == Self::PER_THREAD.raw && !self.numbered
     }
 
     /// A stream for drivers that have no streams, with a number of the caller's choice: on the host and in

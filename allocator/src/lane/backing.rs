@@ -16,6 +16,10 @@ pub trait Backing {
     fn record(&mut self, stream: Stream) -> Result<Event>;
     /// Makes `stream` wait for `event`, on the device.
     fn wait(&mut self, stream: Stream, event: &Event) -> Result<()>;
+    /// Whether `stream` is being captured into a graph.
+    fn is_capturing(&self, _stream: Stream) -> bool {
+        false
+    }
     /// Destroys an event.
     fn release(&mut self, event: Event);
 }

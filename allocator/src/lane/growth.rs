@@ -81,6 +81,7 @@ impl LaneState {
         let event = self.history.counter();
         for step in &growth.moves {
             self.vacate(step.from_offset, step.to.bytes, BlockState::Retired);
+            self.take_uses(units(step.from_offset, step.to.bytes), backing);
         }
         self.segments.apply(&growth, event);
         if self.free.len() <= usize::from(stream) {
@@ -100,7 +101,9 @@ impl LaneState {
         backing: &mut dyn Backing,
     ) -> Result<()> {
         let (mut owners, mut waits) = (0, 0);
+        let waiter = self.streams.of_ordinal(stream).unwrap_or_default();
         for step in &growth.moves {
+            self.wait_for_uses(units(step.from_offset, step.to.bytes), waiter, backing)?;
             let from = self.table.get(self.holder(step.from_offset, step.to.bytes).id);
             if from.stream != stream {
                 owners |= bit(from.stream);
@@ -112,6 +115,8 @@ impl LaneState {
             for free in self.free.get(usize::from(stream)).into_iter().flat_map(FreeList::iter) {
                 if free.offset + free.size == start || free.offset == end {
                     waits |= self.table.get(free.id).waits;
+                    let range = (free.offset, free.offset + free.size);
+                    self.wait_for_uses(range, waiter, backing)?;
                 }
             }
         }
@@ -384,4 +389,9 @@ impl LaneState {
     pub fn is_local(&self) -> bool {
         self.config.kind == LaneKind::Local
     }
+}
+
+/// A range of bytes in units: where it begins and where it ends.
+fn units(offset: u64, bytes: u64) -> (u32, u32) {
+    ((offset / UNIT) as u32, ((offset + bytes) / UNIT) as u32)
 }

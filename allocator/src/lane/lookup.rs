@@ -19,6 +19,20 @@ impl LaneState {
         (block.state == BlockState::Live).then_some(BlockKey { id, counter: block.counter })
     }
 
+    /// The live block in which a byte lies, if any. Where it is not the first byte of the block, this looks at all blocks.
+    pub(super) fn block_around(&self, offset: u64) -> Option<BlockKey> {
+        if let Some(key) = self.block_at(offset) {
+            return Some(key);
+        }
+        let units = u32::try_from(offset / UNIT).ok()?;
+        let around = |id: &u32| {
+            let block = self.table.get(*id);
+            block.offset <= units && units < block.end() && block.state == BlockState::Live
+        };
+        let id = self.table.ids().find(around)?;
+        Some(BlockKey { id, counter: self.table.get(id).counter })
+    }
+
     /// Lets whoever knows a live block's address free it from now on. This is no event of the lane.
     pub fn allow_free_by_address(&mut self, key: BlockKey) -> Result<()> {
         self.check_live(key)?;

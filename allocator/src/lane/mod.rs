@@ -22,6 +22,7 @@
 //! | `index` | from an offset to the block that begins there |
 //! | `lookup` | the same for callers; which blocks may be freed by their address |
 //! | `streams` | stream ordinals and waits between streams |
+//! | `local_uses` | streams of this rank that use a block too, which are no part of the sequence |
 //! | `deferred` | blocks freed without order, and how they return |
 //! | `commit_trigger` | when deferred frees make a commit due |
 //! | `lane_event` | the events of a lane's sequence |
@@ -44,6 +45,7 @@ mod index;
 #[cfg(test)]
 mod invariants;
 mod lane_event;
+mod local_uses;
 mod lookup;
 #[cfg(test)]
 mod model_tests;

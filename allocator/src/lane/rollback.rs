@@ -93,6 +93,7 @@ impl LaneState {
         }
         let dropped = self.segments.revert(agreed.first, agreed.next_segment);
         self.streams.forget_since(agreed.first, backing);
+        self.clear_uses(agreed.first, backing);
         // A stream that one rank has forgotten may be destroyed there: all ranks forget it.
         self.streams.forget_idle(agreed.forgotten, backing);
         let ordinals =

@@ -8,6 +8,7 @@ use super::deferred::DeferredFrees;
 use super::free::FreeList;
 use super::history::{Checkpoints, Digest, History};
 use super::index::OffsetIndex;
+use super::local_uses::LocalUses;
 use super::segments::Segments;
 use super::stats::{Counts, LaneStats};
 use super::streams::{Streams, bit};
@@ -63,6 +64,7 @@ pub struct LaneState {
     pub(super) free: Vec<FreeList>,
     pub(super) segments: Segments,
     pub(super) streams: Streams,
+    pub(super) local_uses: LocalUses,
     pub(super) history: History,
     pub(super) counts: Counts,
     pub(super) deferred: DeferredFrees,
@@ -97,6 +99,7 @@ impl LaneState {
             free: Vec::new(),
             segments: Segments::default(),
             streams: Streams::default(),
+            local_uses: LocalUses::default(),
             history,
             counts: Counts::new(),
             deferred: DeferredFrees::default(),
@@ -139,6 +142,11 @@ impl LaneState {
             // The stream has waited for the whole free block, so the rest of it needs no wait.
             self.table.get_mut(free.id).waits = 0;
         }
+        if let Err(error) = self.wait_for_uses((start, start + size), request.stream, backing) {
+            self.streams.forget_since(self.history.counter(), backing);
+            return Err(self.failed(error));
+        }
+        self.take_uses((start, start + size), backing);
         let counter = self.history.counter();
         let id = self.take(stream, place, free, start, size, counter);
         if let Some(index) = self.index.get_mut() {
@@ -162,6 +170,7 @@ impl LaneState {
             let recorded = self.streams.record(used_on, backing);
             recorded.map_err(|error| self.failed(error))?;
         }
+        self.end_uses(key, backing)?;
         self.give_back(key.id);
         self.counts.frees += 1;
         self.history.push(EventKind::Free { block: key.counter }, site);
@@ -180,6 +189,7 @@ impl LaneState {
             return self.free(key, site, backing);
         }
         let bytes = self.check_live(key)?.bytes();
+        self.end_uses(key, backing)?;
         let block = self.table.get_mut(key.id);
         block.state = BlockState::Deferred;
         block.partial = false;
@@ -223,6 +233,7 @@ impl LaneState {
         site: Site,
         backing: &mut dyn Backing,
     ) -> Result<()> {
+        self.forget_uses(stream, backing)?;
         let Some(ordinal) = self.streams.find(stream) else { return Ok(()) };
         let forgotten = self.streams.forget(ordinal, backing);
         forgotten.map_err(|error| self.failed(error))?;
@@ -317,6 +328,7 @@ impl LaneState {
     /// Destroys the stream events that the lane keeps, and forgets their streams, because the lane ends.
     pub(crate) fn release_events(&mut self, backing: &mut dyn Backing) {
         self.streams.forget_since(0, backing);
+        self.clear_uses(0, backing);
     }
 
     /// The segments in use, by offset.

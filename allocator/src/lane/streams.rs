@@ -124,6 +124,12 @@ impl Streams {
         Ok(())
     }
 
+    /// The stream that has this ordinal.
+    #[inline]
+    pub(super) fn of_ordinal(&self, ordinal: u16) -> Option<Stream> {
+        self.known.get(usize::from(ordinal)).and_then(|known| known.stream)
+    }
+
     /// The ordinal of a stream that is known.
     pub(super) fn find(&self, stream: Stream) -> Option<u16> {
         self.known.iter().position(|known| known.stream == Some(stream)).map(|at| at as u16)

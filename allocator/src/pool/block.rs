@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
+use super::lane_memory::LaneInner;
 use super::shared_lane::SharedLane;
 use crate::driver::Stream;
 use crate::heap::DROP_TIMEOUT;
@@ -114,6 +115,16 @@ impl<T: Pod> Block<T> {
     pub fn record_stream(&self, stream: Stream) -> Result<()> {
         let site = here();
         self.lane.lock()?.state.record_stream(self.key, stream, site)
+    }
+
+    /// Notes that the block is used on `stream` too, on this rank alone: as [`record_stream`](Self::record_stream), but no
+    /// part of the lane's sequence. Other ranks need not do so, and no block's place depends on it.
+    ///
+    /// Work of `CU_STREAM_PER_THREAD` counts up to this call. What is captured into a graph does not count: a graph's memory
+    /// lives as long as the graph.
+    pub fn record_use(&self, stream: Stream) -> Result<()> {
+        let LaneInner { state, memory } = &mut *self.lane.lock()?;
+        state.note_use(self.key, stream, memory)
     }
 
     /// Frees the block in order, and records the caller's line. Dropping it does the same without the line.

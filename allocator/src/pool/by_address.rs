@@ -4,13 +4,28 @@ use crate::driver::Stream;
 use crate::lane::{BlockKey, LaneState, here};
 use crate::{Error, Result};
 
-use super::Lane;
 use super::free_queue::QueuedCall;
 use super::lane_memory::LaneInner;
+use super::{Lane, Pool};
 
 const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";
 const HELD: &str =
     "it is held by a Block, whose drop frees it; give it up with Block::into_address first";
+
+impl Pool {
+    /// As [`Block::record_use`](super::Block::record_use), for the live block in which `address` lies, in whichever lane.
+    /// False if none of this rank's does.
+    pub fn record_use_address(&self, address: u64, stream: Stream) -> Result<bool> {
+        for lane in &self.0.lanes {
+            let base = lane.heap().layout().address(lane.heap().layout().rank, lane.base);
+            if let Some(offset) = address.checked_sub(base).filter(|&offset| offset < lane.range) {
+                let LaneInner { state, memory } = &mut *lane.lock()?;
+                return state.note_use_at(offset, stream, memory);
+            }
+        }
+        Ok(false)
+    }
+}
 
 impl Lane {
     /// Notes that the block that begins at `address` is used on `stream` too; see

@@ -202,6 +202,10 @@ impl Backing for LaneMemory {
         self.heap.driver().wait_event(stream, event)
     }
 
+    fn is_capturing(&self, stream: Stream) -> bool {
+        self.heap.driver().is_capturing(stream)
+    }
+
     fn release(&mut self, event: Event) {
         self.heap.driver().release_event(event);
     }

@@ -205,8 +205,7 @@ impl Order<'_> {
     /// Two threads take turns on the stream that both name by one handle.
     fn threads(&mut self) -> Result<()> {
         let comm = self.communicator()?;
-        // SAFETY: the handle names a stream in every thread.
-        let own = unsafe { Stream::from_raw(Stream::PER_THREAD) };
+        let own = Stream::PER_THREAD;
         for turn in 0..self.options.few(6, 2) {
             let order = &*self;
             let outcomes = [0, 1].map(|nth: usize| {

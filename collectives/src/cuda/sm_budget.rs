@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmpool_allocator::Stream;
 
 /// The last of the handles of default streams: 0, `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
-const LAST_DEFAULT: u64 = Stream::PER_THREAD;
+const LAST_DEFAULT: u64 = Stream::PER_THREAD.raw();
 
 /// The stream that all of a communicator's calls are on, if there is one such stream. `None` before the first
 /// call, if calls were captured, as a graph may be launched on any stream, and if calls have changed their
@@ -199,7 +199,7 @@ impl BudgetMember {
         // A communicator that is alone may change its stream freely.
         if communicators > 1 && !self.any_stream {
             let changes = self.stream.is_some_and(|last| last != handle);
-            self.any_stream = changes || handle == Stream::PER_THREAD || is_captured();
+            self.any_stream = changes || handle == Stream::PER_THREAD.raw() || is_captured();
         }
         let stream = (!self.any_stream).then_some(handle);
         if stream != self.stream {
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!(first.budget_in_call(stream, || false).most_blocks, 44);
         assert_eq!(second.budget_in_call(stream, || panic!("is asked once")).most_blocks, 44);
         let mut per_thread = member(1001, 2, None);
-        assert_eq!(blocks(&mut per_thread, Stream::PER_THREAD), 29);
+        assert_eq!(blocks(&mut per_thread, Stream::PER_THREAD.raw()), 29);
     }
 
     #[test]

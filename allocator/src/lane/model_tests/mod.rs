@@ -3,6 +3,7 @@
 //! | file | checks |
 //! | --- | --- |
 //! | [`naive`] | the model: ranges in a vector, lowest fit |
+//! | [`local_uses`] | uses on streams of one rank alone |
 //! | [`log`] | a backing that records every call, and fails on request |
 //! | [`script`] | random sequences of calls |
 //! | [`against`] | a lane and the model together; checks every rule after every call |
@@ -16,6 +17,7 @@
 mod against;
 mod growth;
 mod limits;
+mod local_uses;
 mod log;
 mod moving;
 mod naive;

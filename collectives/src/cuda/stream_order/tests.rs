@@ -264,7 +264,7 @@ fn threads_that_take_turns_on_their_own_default_streams_are_in_order() {
     for turn in 0..20 {
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let own = stream(Stream::PER_THREAD);
+                let own = Stream::PER_THREAD;
                 let mut order = order.lock().unwrap();
                 order.switch_to(&model, own).unwrap();
                 let last = last.lock().unwrap();
