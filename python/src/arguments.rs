@@ -129,6 +129,16 @@ impl Calls {
         self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
     }
 
+    /// The stream of what is no call: whoever names a wrong one is alone with that.
+    pub(crate) fn own_stream(
+        &self,
+        py: Python<'_>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<Stream> {
+        self.comm.check("a communicator").or_raise(py)?;
+        stream::resolve(py, self.device, stream)
+    }
+
     /// The arguments; or an exception, once it was reported to the other ranks that this one
     /// refuses the call.
     #[inline]

@@ -507,14 +507,14 @@ impl Communicator {
     /// Marks how far `stream` is (torch's current one unless given): everything that it was given.
     #[pyo3(signature = (stream = None))]
     fn mark(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Mark> {
-        let stream = self.calls.stream(py, stream)?;
+        let stream = self.calls.own_stream(py, stream)?;
         Mark::new(self.calls.comm.pool().driver(), self.calls.device, stream).or_raise(py)
     }
 
     /// Makes what `stream` gets from now on wait for what torch's current one was given so far.
     #[pyo3(signature = (stream))]
     fn follow(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
-        let both = (self.calls.stream(py, None)?, self.calls.stream(py, Some(stream))?);
+        let both = (self.calls.own_stream(py, None)?, self.calls.own_stream(py, Some(stream))?);
         Mark::follow(self.calls.comm.pool().driver(), self.calls.device, both).or_raise(py)
     }
 
@@ -522,7 +522,7 @@ impl Communicator {
     /// so far, as a part of the last call. Not collective; can be captured.
     #[pyo3(signature = (stream = None))]
     fn extend_order(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
-        let stream = stream::resolve(py, self.calls.device, stream)?;
+        let stream = self.calls.own_stream(py, stream)?;
         py.detach(|| self.calls.comm.extend_order(&stream)).or_raise(py)
     }
 

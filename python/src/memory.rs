@@ -1,11 +1,19 @@
 //! A block that Python objects hold, and what DLPack consumers keep alive.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyInt;
 use symmpool_allocator::{Lane, Pool, Result, Stream};
 
+use crate::block::Block;
 use crate::convert::Device;
+use crate::errors::OrRaise;
 use crate::own::Own;
+use crate::stream;
 
 /// A block that is freed without order when its last holder is gone: holders are garbage of a
 /// language whose order of collection differs between ranks (rule D5).
@@ -17,6 +25,16 @@ pub(crate) struct Memory {
     pub(crate) pool: Own<Pool>,
     pub(crate) device: Device,
     pub(crate) stream: Stream,
+    /// The first byte's.
+    address: u64,
+}
+
+/// Memory of devices that is alive in this process, by where it begins, and where it ends.
+type Known = BTreeMap<u64, (u64, Weak<Memory>)>;
+
+fn known() -> MutexGuard<'static, Known> {
+    static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Memory {
@@ -50,8 +68,25 @@ impl Memory {
     ) -> Result<Arc<Self>> {
         // DLPack consumers may count on 256 bytes.
         let block = lane.alloc_bytes(bytes, 512, stream)?;
+        let (address, end) = (block.address(), block.address() + block.bytes().max(1));
         let (block, pool) = (Some(Own::new(block)), Own::new(pool.clone()));
-        Ok(Arc::new(Self { block, outlived, pool, device, stream }))
+        let memory = Arc::new(Self { block, outlived, pool, device, stream, address });
+        if device != Device::Cpu {
+            known().insert(address, (end, Arc::downgrade(&memory)));
+        }
+        Ok(memory)
+    }
+
+    /// The memory in which an address of a device lies.
+    fn around(address: u64) -> Option<Arc<Self>> {
+        let known = known();
+        let (_, (end, memory)) = known.range(..=address).next_back()?;
+        if address < *end { memory.upgrade() } else { None }
+    }
+
+    /// Has the block's place wait for `stream` before it is reused, on this rank.
+    fn record_use(&self, stream: Stream) -> Result<()> {
+        self.block().record_use(stream)
     }
 
     pub(crate) fn block(&self) -> &symmpool_allocator::Block<u8> {
@@ -69,15 +104,57 @@ impl Memory {
         let waited = driver.wait_event(stream, &event);
         driver.release_event(event);
         waited?;
-        self.block().record_stream(stream)
+        self.record_use(stream)
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if self.device != Device::Cpu {
+            known().remove(&self.address);
+        }
         // An error means that the block is no longer the lane's; a destructor cannot raise it.
         if let Some(block) = self.block.take().and_then(Own::into_here) {
             let _ = if self.outlived { block.free_after_device() } else { block.free_unordered() };
         }
     }
+}
+
+/// Has the memory of a tensor, or of a Block, not be reused before `stream` has done what it is given until then. Memory of
+/// a pool waits for it on this rank; for a tensor of torch's own memory this is `Tensor.record_stream`. On the CPU there is
+/// nothing to wait for.
+pub(crate) fn record_stream(tensor: &Bound<'_, PyAny>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = tensor.py();
+    if let Ok(block) = tensor.cast::<Block>() {
+        let block = block.get();
+        let on = stream::resolve(py, block.device_of(), Some(stream))?;
+        return match Memory::around(block.address() as u64) {
+            Some(memory) => py.detach(|| memory.record_use(on)).or_raise(py),
+            None => Ok(()),
+        };
+    }
+    let missing = "tensor: a torch.Tensor or a Block is needed";
+    match tensor.getattr_opt(intern!(py, "is_cuda"))? {
+        Some(is_cuda) if !is_cuda.extract::<bool>()? => {
+            return stream::resolve(py, Device::Cpu, Some(stream)).map(drop);
+        }
+        Some(_) => {
+            let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract::<u64>()?;
+            if let Some(memory) = Memory::around(address) {
+                let on = stream::resolve(py, memory.device, Some(stream))?;
+                return py.detach(|| memory.record_use(on)).or_raise(py);
+            }
+        }
+        None if !tensor.hasattr(intern!(py, "record_stream"))? => {
+            return Err(PyTypeError::new_err(missing));
+        }
+        None => {}
+    }
+    let of_torch = if stream.is_instance_of::<PyInt>() {
+        let cuda = py.import("torch")?.getattr("cuda")?;
+        cuda.call_method1("ExternalStream", (stream, tensor.getattr("device")?))?
+    } else {
+        stream.clone()
+    };
+    tensor.call_method1(intern!(py, "record_stream"), (of_torch,)).map(drop)
 }

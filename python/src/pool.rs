@@ -21,7 +21,7 @@ use crate::group::group_of;
 use crate::memory::Memory;
 use crate::number::{Address, Number};
 use crate::own::Own;
-use crate::{site, statistics, stream, tensor, torch};
+use crate::{memory, site, statistics, stream, tensor, torch};
 
 /// Symmetric memory of one rank, and windows on that of its peers.
 ///
@@ -236,6 +236,16 @@ impl Pool {
         let stream = stream::resolve(py, self.device, stream)?;
         let reserve = || self.pool.default_lane().reserve_on(bytes, stream);
         site::detach(py, reserve).or_raise(py)
+    }
+
+    /// Has the memory of a tensor of a pool, or of a Block, not be reused before `stream` (an object with a raw handle, or
+    /// that handle) has done what it is given until the memory is freed: `Tensor.record_stream` does nothing for it. No
+    /// allocation is placed elsewhere for it, and other ranks need not do the same. A tensor of torch's own memory is passed
+    /// on to `Tensor.record_stream`. What is captured into a graph does not count: keep a graph's tensors as long as the
+    /// graph.
+    #[staticmethod]
+    fn record_stream(tensor: &Bound<'_, PyAny>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        memory::record_stream(tensor, stream)
     }
 
     /// Lets go of a stream (an object with a raw handle, or that handle) that is about to be destroyed. A

@@ -269,3 +269,13 @@ def test_communicators_say_what_they_hold_and_for_whom():
         assert sum(memory["total"] for memory in both) <= reserved
         assert [{part: each[part] for part in (*PARTS, "total")} for each in named] == both
         assert {each["group"] for each in named} == {named[0]["group"]} and named[0]["group"]
+
+
+def test_streams_are_recorded_where_there_are_some_and_nonsense_is_refused(pool):
+    block = pool.block(4, "f32")
+    symmpool.Pool.record_stream(block, 0)
+    with pytest.raises(TypeError, match="stream"):
+        pool.record_stream(block, "none")
+    for tensor in (5, None, "text", np.ones(3)):
+        with pytest.raises(TypeError, match="a torch.Tensor or a Block"):
+            pool.record_stream(tensor, 0)

@@ -50,6 +50,8 @@ pub(super) struct LocalUses {
     /// Events by number.
     events: BTreeMap<u64, Recorded>,
     next: u64,
+    /// Whether a block was freed while a stream that uses it was captured, where no event could be recorded.
+    missed: bool,
 }
 
 impl LocalUses {
@@ -78,10 +80,11 @@ impl LocalUses {
         Ok(())
     }
 
-    /// Records an event, which nothing has yet. There is none while the stream is captured: what a graph uses lives as long
-    /// as the graph, and an event of the capture means nothing outside of it.
+    /// Records an event, which nothing has yet. There is none while the stream is captured: an event of the capture means
+    /// nothing outside of it.
     fn record(&mut self, stream: Stream, backing: &mut dyn Backing) -> Result<Option<u64>> {
         if backing.is_capturing(stream) {
+            self.missed = true;
             return Ok(None);
         }
         let event = backing.record(stream)?;
@@ -258,6 +261,12 @@ impl LaneState {
         let events = ended.map_err(|error| self.failed(error))?;
         self.local_uses.add_range(start, end, events);
         Ok(())
+    }
+
+    /// Whether a block was freed while a stream that uses it was captured: then it may be reused when the device has done all
+    /// that it was given. From then on that is forgotten.
+    pub(crate) fn take_missed_uses(&mut self) -> bool {
+        std::mem::take(&mut self.local_uses.missed)
     }
 
     /// Makes a stream wait for what may still use `[start, end)`, in units.

@@ -84,6 +84,9 @@ impl SharedLane {
         match self.inner.lock() {
             Ok(mut inner) => {
                 self.free_queue.apply(&self.name, &mut inner);
+                if inner.state.take_missed_uses() {
+                    self.wait_for_device();
+                }
                 (inner, Ok(()))
             }
             Err(poisoned) => (poisoned.into_inner(), Err(self.half_changed())),
@@ -142,7 +145,11 @@ impl SharedLane {
         match self.try_lock()? {
             Some(mut inner) => {
                 let LaneInner { state, memory } = &mut *inner;
-                state.free_unordered(key, site, memory)
+                let freed = state.free_unordered(key, site, memory);
+                if state.take_missed_uses() {
+                    self.wait_for_device();
+                }
+                freed
             }
             None => {
                 self.free_queue.push(QueuedCall::Free(key));

@@ -1,6 +1,7 @@
 //! Checks that what belongs to a call and follows its kernel comes before the next call, whatever streams both are on;
 //! that calls captured on several streams are in order; that threads which name their own default stream are told apart;
-//! and that signals and waits by memory operations keep the order in which they were made.
+//! that signals and waits by memory operations keep the order in which they were made; and that memory which another stream
+//! uses is reused behind that.
 
 use std::time::Duration;
 
@@ -59,6 +60,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     order.threads()?;
     order.signals()?;
     order.waits()?;
+    order.reuses()?;
     if rank == 0 {
         println!("the order of calls: {} cases, {} wrong", order.tally.cases, order.tally.wrong);
     }
@@ -301,6 +303,28 @@ impl Order<'_> {
             comm.forget_stream(&sender)?;
             crate::cuda::destroy(self.pool, sender)?;
             self.judge("waits by memory operations", &comm, numbers)?;
+        }
+        Ok(())
+    }
+
+    /// D4: a block that another stream of this rank still writes when it is freed.
+    fn reuses(&mut self) -> Result<()> {
+        let lane = self.pool.lane(ORDINARY)?;
+        let [one, two] = self.streams;
+        for turn in 0..self.options.few(6, 2) as u8 {
+            let block = lane.alloc_on::<u8>(BYTES, one)?;
+            let address = block.address();
+            self.tools.pause(PAUSE, &two)?;
+            self.tools.fill(address, 0xee, BYTES, &two)?;
+            block.record_use(two)?;
+            block.free()?;
+            let again = lane.alloc_on::<u8>(BYTES, one)?;
+            self.tools.fill(again.address(), turn, BYTES, &one)?;
+            self.tools.found()?;
+            let found = download(self.pool, again.address(), BYTES)?;
+            let right = again.address() == address && found.iter().all(|byte| *byte == turn);
+            self.tally.expect("a block that another stream writes", right);
+            again.free()?;
         }
         Ok(())
     }

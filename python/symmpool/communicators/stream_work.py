@@ -7,10 +7,14 @@ import threading
 import time
 from typing import Any
 
+from symmpool._symmpool import Pool
 from symmpool.communicators.work import Explain, Finish, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import TimeoutError
 
 __all__ = ["SideStream", "StreamWork"]
+
+# CU_STREAM_PER_THREAD: another stream in every thread.
+_PER_THREAD = 2
 
 
 class StreamWork(Work):
@@ -129,7 +133,7 @@ class SideStream:
             # An event of a captured call cannot be queried, so torch's allocator is to wait for the stream.
             for tensor in arguments:
                 if isinstance(tensor, self._torch.Tensor):
-                    tensor.record_stream(self.stream)
+                    Pool.record_stream(tensor, self.stream)
             return StreamWork(comm, self, mark, results, None)
         self.drain()
         held = _Held(mark, arguments, self._current(self.device))
@@ -140,7 +144,7 @@ class SideStream:
     def let_go(self, held: _Held) -> None:
         """Lets go of the tensors of a call for which the current stream waits, if that was the current one at
         the call. Otherwise of those of completed calls."""
-        if held.stream == self._current(self.device):
+        if held.stream == self._current(self.device) != _PER_THREAD:
             held.tensors = None
         else:
             self.drain()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from symmpool._symmpool import Pool
 from symmpool.deep_ep.utils import EventHandle, EventOverlap
 from symmpool.errors import InvalidArgumentError
 
@@ -79,4 +80,4 @@ def overlap(event: EventHandle | None, tensors: Iterable[Any] = ()) -> EventOver
 
 def _record(tensor: Any, stream: torch.cuda.Stream) -> None:
     if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-        tensor.record_stream(stream)
+        Pool.record_stream(tensor, stream)

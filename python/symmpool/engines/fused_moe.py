@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from symmpool._symmpool import Pool
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 from symmpool.experts import Buffer
 from symmpool.experts.packed import combine_packed, dispatch_packed
@@ -317,11 +318,11 @@ class PrepareAndFinalize:
             found = call()
             event = stream.record_event()
         for tensor in inputs:
-            tensor.record_stream(stream)
+            Pool.record_stream(tensor, stream)
         made = [getattr(each, "memory", each) for each in found]
         for tensor in made:
             if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(current)
+                Pool.record_stream(tensor, current)
         return found, lambda: torch.cuda.current_stream(device).wait_event(event)
 
 

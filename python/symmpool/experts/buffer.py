@@ -388,7 +388,7 @@ class Buffer:
             event = side.record_event()
         for tensor in arguments:
             if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(side)
+                Pool.record_stream(tensor, side)
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
     def _make(self, call: Any, arguments: tuple[Any, ...], counted: Handle | None) -> None:

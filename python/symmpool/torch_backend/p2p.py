@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmpool._symmpool import Pool
 from symmpool.collectives import layout
 from symmpool.communicators.entry import reason_of
 from symmpool.communicators.stream_work import SideStream
@@ -150,7 +151,7 @@ class _SelfChannel:
             stream.wait_event(since)
             target.detach().copy_(source.detach().reshape(target.shape))
         for each in (source, target):
-            each.record_stream(stream)
+            Pool.record_stream(each, stream)
         done = stream.record_event()
         begun.meet(done)
         other.meet(done)
