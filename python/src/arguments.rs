@@ -11,11 +11,13 @@ use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
 use symmpool_collectives::{DType, ReduceOp, StandardCollective};
 
+use crate::communicator::Communicator;
 use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
 use crate::name::Name;
 use crate::own::Own;
 use crate::reading::{Refusal, Tensor};
+use crate::written::count_version;
 use crate::{stream, tensor};
 
 pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -36,6 +38,13 @@ pub(crate) fn rows_of(
 pub(crate) struct Calls {
     pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
     pub(crate) terms: Terms,
+}
+
+impl Communicator {
+    /// The calls, for those that are other classes' methods.
+    pub(crate) fn calls(&self) -> &Calls {
+        &self.calls
+    }
 }
 
 impl Deref for Calls {
@@ -114,6 +123,29 @@ impl Calls {
                 self.comm.call_at(collective, algorithm, to, from, count, dtype, op, root, &stream)
             }
         })
+    }
+
+    /// An all-reduce on the current stream, where it takes these arguments. Returns false otherwise, without a word to the
+    /// other ranks.
+    #[inline]
+    pub(crate) fn try_all_reduce(
+        &self,
+        py: Python<'_>,
+        tensor: Argument<'_, '_>,
+        op: Option<Argument<'_, '_>>,
+        out: Option<Argument<'_, '_>>,
+    ) -> PyResult<bool> {
+        let stream = self.stream(py, None)?;
+        let Ok((input, output, op)) = self.of_all_reduce(tensor, op, out) else {
+            return Ok(false);
+        };
+        let Tensor { count, dtype, .. } = input;
+        // SAFETY: as in `Communicator.all_reduce`.
+        self.run(py, || unsafe {
+            self.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
+        })?;
+        count_version(out.unwrap_or(tensor))?;
+        Ok(true)
     }
 
     /// The stream of a call. One that is none is a refusal like any other.

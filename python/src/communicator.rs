@@ -20,10 +20,10 @@ use crate::name::Name;
 use crate::number::Number;
 use crate::one_sided::{self, Way};
 use crate::options::{self, Sizes};
-use crate::p2p::{refuse_message, send_or_recv};
+use crate::p2p::{refuse_message, root_of, send_or_recv};
 use crate::pool::Pool;
-use crate::reading::{Refusal, Tensor};
-use crate::{row_exchange, selection, statistics, stream, tensor};
+use crate::reading::Refusal;
+use crate::{row_exchange, selection, statistics, stream};
 
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
@@ -32,7 +32,7 @@ pub(crate) struct Communicator {
     algorithm: String,
     selectors: selection::Selectors,
     /// Whether calls say to autograd what they write to.
-    is_seen: bool,
+    pub(crate) is_seen: bool,
 }
 
 #[pymethods]
@@ -64,7 +64,6 @@ impl Communicator {
         device_memory_grows: bool,
     ) -> PyResult<Self> {
         let pool = pool.get();
-        pool.pool.check("a pool").or_raise(py)?;
         let sizes = Sizes {
             scratch_bytes,
             device_memory_bytes,
@@ -73,21 +72,16 @@ impl Communicator {
             sm_budget,
             beside_compute,
         };
+        pool.pool.check("a pool").or_raise(py)?;
         let read =
             options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes);
         let (calls, algorithm) = options::open(py, pool, read)?;
-        Ok(Self { calls, algorithm, selectors: selection::Selectors::default(), is_seen: true })
+        Ok(Self::on(calls, algorithm, true))
     }
 
-    /// The same communicator, whose calls say nothing to autograd of what they write to: for callers that do so
-    /// themselves, or that leave it to torch.
+    /// The same communicator, whose calls say nothing to autograd: their callers do, or leave it to torch.
     fn _unseen(&self) -> Self {
-        Self {
-            calls: Arc::clone(&self.calls),
-            algorithm: self.algorithm.clone(),
-            selectors: selection::Selectors::default(),
-            is_seen: false,
-        }
+        Self::on(Arc::clone(&self.calls), self.algorithm.clone(), false)
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
@@ -117,8 +111,7 @@ impl Communicator {
         self.wrote(&[Some(out.unwrap_or(tensor))])
     }
 
-    /// As `all_reduce` on the current stream, where it takes these arguments. Returns False otherwise,
-    /// without a word to the other ranks: the caller may bring them into another form.
+    /// As `all_reduce` on the current stream, where it takes these arguments. Else False, without a word to others.
     fn _try_all_reduce(
         &self,
         py: Python<'_>,
@@ -126,17 +119,7 @@ impl Communicator {
         op: Option<Argument<'_, '_>>,
         out: Option<Argument<'_, '_>>,
     ) -> PyResult<bool> {
-        let stream = self.calls.stream(py, None)?;
-        let Ok((input, output, op)) = self.calls.of_all_reduce(tensor, op, out) else {
-            return Ok(false);
-        };
-        let Tensor { count, dtype, .. } = input;
-        // SAFETY: as in `all_reduce`.
-        self.calls.run(py, || unsafe {
-            self.calls.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
-        })?;
-        tensor::count_version(out.unwrap_or(tensor))?;
-        Ok(true)
+        self.calls.try_all_reduce(py, tensor, op, out)
     }
 
     /// Takes part in a call whose arguments the caller refuses for the reason `why`: the other ranks raise
@@ -231,8 +214,7 @@ impl Communicator {
         self.all_gather_into_tensor(py, output, input, stream, None)
     }
 
-    /// Copies rank `src`'s `tensor` into every other rank's. Without `src` that is rank 0, which is
-    /// deprecated.
+    /// Copies rank `src`'s `tensor` into every other rank's. Without `src` that is rank 0, which is deprecated.
     #[pyo3(signature = (tensor, src = None, stream = None, *, algorithm = None))]
     fn broadcast(
         &self,
@@ -242,16 +224,10 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
         algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
-        let src = match src {
-            Some(src) => src,
-            None => {
-                deprecated(py, "Communicator.broadcast without src", "src=0")?;
-                Number::of(0)
-            }
-        };
+        let src = src.map_or_else(|| root_of(py), Ok)?;
         let stream = self.calls.stream(py, stream)?;
-        let found = self.calls.of_broadcast(tensor, src);
-        let (found, src) = self.calls.or_decline(py, stream, found)?;
+        let (found, src) =
+            self.calls.or_decline(py, stream, self.calls.of_broadcast(tensor, src))?;
         let which = (Broadcast, algorithm, SUM, src);
         // SAFETY: as in `all_reduce`.
         unsafe { self.calls.make(py, which, (found, found), found.count, stream) }?;
@@ -261,11 +237,10 @@ impl Communicator {
 
     /// Sends part r of `input` to rank r, where it becomes part `rank` of `output`.
     ///
-    /// Without split sizes all parts are equal, and both tensors have the same number of elements.
-    /// With them, rank r is sent `input_split_sizes[r]` rows (indices of the first dimension) and
-    /// sends `output_split_sizes[r]`; any may be 0, and they may sum to fewer rows than there are.
-    /// Where only one of both is given, parts on the other side are equal; with uneven
-    /// `input_split_sizes` that would be a guess, so `output_split_sizes` are needed too.
+    /// Without split sizes all parts are equal, and both tensors have the same number of elements. With them, rank r is
+    /// sent `input_split_sizes[r]` rows (indices of the first dimension) and sends `output_split_sizes[r]`; any may be
+    /// 0, and they may sum to fewer rows than there are. Where only one of both is given, parts on the other side are
+    /// equal; with uneven `input_split_sizes` that would be a guess, so `output_split_sizes` are needed too.
     ///
     /// On CUDA, without split sizes, copy engines carry parts of 16 MiB and more, once 48 MiB or more
     /// leave a rank and outputs are memory of the pool. These then lie at one offset on all ranks:
@@ -294,12 +269,11 @@ impl Communicator {
     /// the call runs: on CUDA when `stream` comes to it, so that a captured graph replays with whatever
     /// splits are there then. Parts lie in rank order, without gaps, in `input` and `output`.
     ///
-    /// Splits are tensors of int32 or int64 with one element for each rank, on the pool's device. How
-    /// many rows each rank sent is written to `output_splits`, and where in `output` they begin to
-    /// `output_offsets`, if these are given. What `output` has no room for is not written; it is
-    /// counted in `output_splits` all the same. Then OverflowError is raised on every rank, and if a
-    /// rank's splits are negative or more than its input has, InvalidArgumentError; on the CPU by the
-    /// call, on CUDA by the next `synchronize`. The communicator stays usable after both.
+    /// Splits are tensors of int32 or int64 with one element for each rank, on the pool's device. How many rows each rank
+    /// sent is written to `output_splits`, and where in `output` they begin to `output_offsets`, if these are given. What
+    /// `output` has no room for is not written; it is counted in `output_splits` all the same. Then OverflowError is
+    /// raised on every rank, and if a rank's splits are negative or more than its input has, InvalidArgumentError; on the
+    /// CPU by the call, on CUDA by the next `synchronize`. The communicator stays usable after both.
     #[pyo3(signature = (
         output, input, input_splits, output_splits = None, output_offsets = None, stream = None
     ))]
@@ -344,15 +318,14 @@ impl Communicator {
         self.wrote(&[waits])
     }
 
-    /// Sends `tensor` to rank `dst`, whose next `recv` from this rank takes it: as many elements, of the same
-    /// type. Messages from one rank to another come in the order in which they are sent, and are in
-    /// no order with others or with collectives. Complete when `tensor` may be written again: on the CPU
-    /// when this returns, on CUDA when `stream` is past it. Where there is room for the message that
-    /// waits for nobody; else for the receiver, for `timeout` seconds of the communicator. Where that expects
-    /// something else, or one of the two refuses its own arguments, both fail: DivergedError. On the CPU a
-    /// message that was sent already then fails the sender's next one to or from that rank, which is not made,
-    /// and the communicator stays usable. On CUDA it is closed on all ranks.
-    /// `peer` is the former name of `dst`, and is deprecated.
+    /// Sends `tensor` to rank `dst`, whose next `recv` from this rank takes it: as many elements, of the same type.
+    /// Messages from one rank to another come in the order in which they are sent, and are in no order with others or with
+    /// collectives. Complete when `tensor` may be written again: on the CPU when this returns, on CUDA when `stream` is
+    /// past it. Where there is room for the message that waits for nobody; else for the receiver, for `timeout` seconds of
+    /// the communicator. Where that expects something else, or one of the two refuses its own arguments, both fail:
+    /// DivergedError. On the CPU a message that was sent already then fails the sender's next one to or from that rank,
+    /// which is not made, and the communicator stays usable. On CUDA it is closed on all ranks. `peer` is the former name
+    /// of `dst`, and is deprecated.
     #[pyo3(signature = (tensor, dst = None, stream = None, *, peer = None))]
     fn send(
         &self,
@@ -480,8 +453,7 @@ impl Communicator {
         self.calls.run(py, || self.calls.comm.barrier_on(channel, timeout, &stream))
     }
 
-    /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the
-    /// CPU calls are done when they return.
+    /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the CPU they are done.
     #[pyo3(signature = (stream = None))]
     fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
         let stream = stream::resolve(py, self.calls.device, stream)?;
@@ -622,14 +594,7 @@ impl Communicator {
 }
 
 impl Communicator {
-    /// Says to autograd that a call has written to tensors: their versions count up, so that a backward pass that needs
-    /// what was there before raises; and where they require grad, a gradient that comes back by way of them warns.
-    pub(crate) fn wrote(&self, tensors: &[Option<Argument<'_, '_>>]) -> PyResult<()> {
-        if self.is_seen { tensor::say_written(tensors) } else { Ok(()) }
-    }
-
-    /// The calls, for those that are other classes' methods.
-    pub(crate) fn calls(&self) -> &Calls {
-        &self.calls
+    fn on(calls: Arc<Calls>, algorithm: String, is_seen: bool) -> Self {
+        Self { calls, algorithm, selectors: selection::Selectors::default(), is_seen }
     }
 }

@@ -74,6 +74,7 @@ mod store;
 mod stream;
 mod tensor;
 mod torch;
+mod written;
 
 /// The native half of the package `symmpool`.
 #[pyo3::pymodule]
@@ -115,7 +116,9 @@ mod _symmpool {
     #[pymodule_export]
     use crate::slot::Slot;
     #[pymodule_export]
-    use crate::tensor::{count_versions, shows_memory};
+    use crate::tensor::shows_memory;
+    #[pymodule_export]
+    use crate::written::count_versions;
 
     use crate::convert;
     use crate::number::Number;

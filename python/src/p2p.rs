@@ -36,6 +36,12 @@ fn peer_of(
     }
 }
 
+/// The root of a broadcast that names none.
+pub(crate) fn root_of(py: Python<'_>) -> PyResult<Number<u32>> {
+    deprecated(py, "Communicator.broadcast without src", "src=0")?;
+    Ok(Number::of(0))
+}
+
 /// `recv` if `receives`, else `send`. The other rank is given by torch's name, or by its former one.
 pub(crate) fn send_or_recv(
     calls: &Calls,
