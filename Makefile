@@ -130,6 +130,7 @@ emulated-settings: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --beside-compute \
 		--algorithms two_shot_copy,all_gather_broadcast,reduce_scatter
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --grows --algorithms growth,fused
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms epochs,threads
 	$(EMULATED) EMULATED_PROCESSORS=3 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_few
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed
@@ -138,7 +139,8 @@ emulated-settings: emulated-begun
 
 emulated-faults: emulated-begun
 	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 8 \
-		--algorithms one_shot_ll,two_shot_push,p2p,plans,native,late,outside
+		--algorithms one_shot_ll,two_shot_push,p2p,plans,native,late,outside,captures
+	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --quick --ranks 2 --timeout 8 --algorithms launches
 	$(EMULATED) $(COLLECTIVES) killed $(PATIENCE) --quick --ranks 2 --algorithms growth
 else
 test-emulated:

@@ -88,8 +88,11 @@ pub use splits::Splits;
 /// [`Communicator::wait`].
 ///
 /// In host memory calls block until this rank's part is done; on devices they put kernels on a stream and return.
-/// Threads take turns. Threads that need to communicate at the same time need a communicator each; a pool can have
-/// many. A communicator keeps its pool alive, and dropping it needs no agreement between ranks.
+/// Threads take turns, in the order in which they come. You must see to it that this order is the same on all ranks, with a
+/// lock that a thread holds from when it is decided which call comes next until the call is made. Where ranks come in
+/// different orders, calls that differ are an error, as above; calls that are equal to each other, of as many elements of a
+/// type in memory that is no window, cannot be told apart, and give the sums of each other's data. Threads that need to
+/// communicate at the same time, or in no order, need a communicator each; a pool can have many. A communicator keeps its pool alive, and dropping it needs no agreement between ranks.
 ///
 /// A call commits the pool first if a commit is due, so that blocks are windows when they are
 /// used. Only one thread can commit at a time: call [`Pool::commit`] before several threads make calls.

@@ -32,6 +32,7 @@ enum : int {
     INVALID_IMAGE = 200,
     NOT_FOUND = 500,
     NOT_READY = 600,
+    LAUNCH_OUT_OF_RESOURCES = 701,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_MERGE = 902,
@@ -79,6 +80,12 @@ void stop_if_asked(Kind kind) {
     stop.stopped += 1;
     stop.changed.wait(held, [&] { return stop.stopped == 0; });
 }
+
+// A device without resources: a call of a kind that fails, counted from the request on.
+enum Failing : int { LAUNCH = 0, LOAD = 1, COPY = 2, MEMORY_OPERATION = 3, FAILING = 4 };
+std::atomic<int> calls_of[FAILING], failing[FAILING];
+
+bool fails(Failing kind) { return ++calls_of[kind] == failing[kind]; }
 
 Stream* known(void* handle) { return stream_of(handle); }
 
@@ -140,6 +147,9 @@ void* library_of(const std::string& code) {
 }
 
 int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
+    if (fails(LAUNCH)) {
+        return LAUNCH_OUT_OF_RESOURCES;
+    }
     if (shape.blocks == 0 || shape.threads == 0 || shape.threads > 1024) {
         return INVALID;
     }
@@ -183,6 +193,13 @@ int emulatedStopped(int kind) {
     return stop.stopped;
 }
 
+// For tests: of the calls of a kind from now on the one of that number fails; none if it is 0. Returns how many there
+// were since the last request.
+int emulatedFail(int kind, int nth) {
+    failing[kind] = nth;
+    return calls_of[kind].exchange(0);
+}
+
 int cuInit(unsigned) { return OK; }
 int cuDriverGetVersion(int* version) { return *version = 13000, OK; }
 
@@ -191,6 +208,7 @@ int cuGetErrorName(int code, const char** name) {
         case OK: *name = "CUDA_SUCCESS"; break;
         case INVALID: *name = "CUDA_ERROR_INVALID_VALUE"; break;
         case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+        case LAUNCH_OUT_OF_RESOURCES: *name = "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"; break;
         case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
         case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
         case CAPTURE_ISOLATION: *name = "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"; break;
@@ -333,6 +351,9 @@ static void copy_on_device(uint64_t to, uint64_t from, size_t bytes) {
 }
 
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+    if (fails(COPY)) {
+        return OUT_OF_MEMORY;
+    }
     return on(stream, [=](Stream* s) { put(s, [=] { copy_on_device(to, from, bytes); }); });
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
@@ -366,6 +387,9 @@ struct MemoryOperation {
     uint64_t alias, unused;
 };
 int cuStreamBatchMemOp_v2(void* handle, unsigned count, const MemoryOperation* given, unsigned) {
+    if (fails(MEMORY_OPERATION)) {
+        return OUT_OF_MEMORY;
+    }
     const std::vector<MemoryOperation> all(given, given + count);
     for (const MemoryOperation& each : all) {
         // Waits are for equal values.
@@ -392,13 +416,24 @@ int cuStreamBatchMemOp_v2(void* handle, unsigned count, const MemoryOperation* g
 }
 int cuStreamDestroy_v2(void* handle) { return on(handle, drop_stream); }
 int cuStreamDestroy(void* handle) { return cuStreamDestroy_v2(handle); }
+// A capture in which somebody asks how far its stream is ends in an error.
 int cuStreamSynchronize(void* handle) {
-    return on(handle, [](Stream* stream) { synchronize(stream); });
+    bool captured = false;
+    const int code = on(handle, [&](Stream* stream) {
+        captured = spoil_capture(stream);
+        if (!captured) {
+            synchronize(stream);
+        }
+    });
+    return captured ? CAPTURE_UNSUPPORTED : code;
 }
 int cuStreamQuery(void* handle) {
-    bool idle = false;
-    const int code = on(handle, [&](Stream* stream) { idle = is_idle(stream); });
-    return code != OK || idle ? code : NOT_READY;
+    bool idle = false, captured = false;
+    const int code = on(handle, [&](Stream* stream) {
+        captured = spoil_capture(stream);
+        idle = is_idle(stream);
+    });
+    return captured ? CAPTURE_UNSUPPORTED : code != OK || idle ? code : NOT_READY;
 }
 int cuStreamIsCapturing(void* handle, unsigned* capturing) {
     return on(handle, [=](Stream* stream) { *capturing = is_capturing(stream); });
@@ -451,6 +486,9 @@ int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
 
 // `compiler.cpp` makes shared libraries, with their length in front.
 int cuModuleLoadData(Module** module, const char* image) {
+    if (fails(LOAD)) {
+        return OUT_OF_MEMORY;
+    }
     // Loading may wait for all work in the context, and here it does.
     synchronize_all();
     if (strncmp(image + strspn(image, "\n"), ".version", 8) == 0) {

@@ -341,6 +341,12 @@ bool is_capturing(Stream* stream) {
     return stream->capture != nullptr;
 }
 
+bool spoil_capture(Stream* stream) {
+    Held held(state.lock);
+    spoil(stream->capture);
+    return stream->capture != nullptr;
+}
+
 unsigned long long capture_of(Stream* stream) {
     Held held(state.lock);
     return stream->capture == nullptr ? 0 : stream->capture->id;

@@ -42,6 +42,8 @@ void synchronize(Event* event);
 // False if the work before either event has not ended.
 bool elapsed(double* milliseconds, Event* from, Event* to);
 
+// Makes the capture of a stream end in an error, if it is captured.
+bool spoil_capture(Stream* stream);
 bool is_capturing(Stream* stream);
 // The number of the capture that a stream is part of, or 0.
 unsigned long long capture_of(Stream* stream);

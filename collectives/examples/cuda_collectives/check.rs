@@ -8,10 +8,10 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, all_gather_broadcast, all_to_all, call_order, equal_parts, experts,
-    first_calls, fused, growth, huge, matmul, matmul_few, matmul_gather, measured_barrier,
-    memory_operations, native, one_sided, one_sided_streams, p2p, plans, reduce_scatter, repeats,
-    slow, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, call_order, epochs, equal_parts, experts,
+    families, first_calls, fused, growth, huge, matmul, matmul_few, matmul_gather,
+    measured_barrier, memory_operations, native, one_sided, one_sided_streams, p2p, plans,
+    reduce_scatter, repeats, slow, streams, two_threads,
 };
 
 /// Room for the longest data and any alignment.
@@ -47,7 +47,7 @@ enum When {
 type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 25] = [
+const PARTS: [(&str, When, Part); 27] = [
     ("growth", When::Always, growth::run),
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
@@ -71,6 +71,8 @@ const PARTS: [(&str, When, Part); 25] = [
     ("repeats", When::Thorough, repeats::run),
     ("streams", When::Thorough, streams::run),
     ("slow", When::Thorough, slow::run),
+    ("epochs", When::Thorough, epochs::run),
+    ("threads", When::Thorough, two_threads::run),
     ("huge", When::Named, huge::run),
     ("experts_time", When::Named, experts::time::run),
 ];
@@ -90,6 +92,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     for algorithm in AllReduceAlgorithm::ALL {
         if !options.wants(algorithm.name()) {
             continue;
+        }
+        if pool.rank() == 0 {
+            families::announce(algorithm.name());
         }
         // Little room, so that large calls go in several rounds.
         let communicator = CommunicatorOptions {
@@ -131,6 +136,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             When::Named => named,
         };
         if wanted && options.wants(name) {
+            if pool.rank() == 0 {
+                families::announce(name);
+            }
             let (part_cases, part_wrong) = part(pool, options)?;
             cases += part_cases;
             wrong += part_wrong;

@@ -9,7 +9,8 @@ use symmpool_collectives::{
 
 use crate::cuda::stream;
 use crate::{
-    MOST_LATE, Options, all_to_all_faults, expect_error, late, native, outside, p2p_faults, plans,
+    MOST_LATE, Options, all_to_all_faults, captures, expect_error, late, launches, native, outside,
+    p2p_faults, plans,
 };
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
@@ -119,6 +120,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     }
     if options.wants("outside") {
         wrong += outside::run(pool, timeout)?;
+    }
+    if options.wants("captures") {
+        wrong += captures::run(pool, options, timeout)?;
+    }
+    if options.wants("launches") {
+        wrong += launches::run(pool, options, timeout)?;
     }
     if options.wants("plans") {
         wrong += plans::faults::run(pool, timeout)?;

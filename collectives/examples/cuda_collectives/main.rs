@@ -6,6 +6,7 @@
 //! - `killed` kills the process of a rank in the middle of a call.
 //! - `soak` makes many calls of random sizes and algorithms back to back, and replays graphs of calls.
 //! - `bench` times graphs of calls.
+//! - `families` prints what `check` has, with the tools of compute-sanitizer for each, and needs no device.
 //! - `tune` writes which all-reduce was the fastest up to which size, as a table of `collectives/tables`.
 //!
 //! Each rank is a process, rank r on device r modulo the number of devices.
@@ -17,10 +18,14 @@ mod all_to_all;
 mod all_to_all_faults;
 mod bench;
 mod call_order;
+mod captures;
 mod check;
 mod cuda;
+mod epochs;
 mod equal_parts;
+mod every_kind;
 mod experts;
+mod families;
 mod faults;
 mod first_calls;
 mod fused;
@@ -28,6 +33,7 @@ mod growth;
 mod huge;
 mod killed;
 mod late;
+mod launches;
 mod matmul;
 mod matmul_few;
 mod matmul_gather;
@@ -50,6 +56,7 @@ mod streams;
 mod tally;
 mod tools;
 mod tune;
+mod two_threads;
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -81,6 +88,7 @@ enum Mode {
     Soak,
     Bench,
     Tune,
+    Families,
 }
 
 #[derive(Clone, Debug, Parser)]
@@ -105,12 +113,14 @@ struct Options {
     /// on several streams), p2p, plans, odd_plans and native
     /// (collectives that programs bring along), fused (all-reduces with a residual and a norm), matmul (products whose parts are added
     /// up, or gathered), matmul_few (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
-    /// that read late), growth (communicators whose memory grows), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each
+    /// that read late), growth (communicators whose memory grows), epochs (all kinds of calls as their numbers begin anew), threads (two of a rank with one
+    /// communicator), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each
     /// of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather and reduce_scatter, and each of
     /// their algorithms, such as reduce_scatter_copy, fused (a table of its own), and one name for each plan and each
     /// kernel of docs/kernels.md, such as plan_two_shot and native_my_all_gather. `soak` has all_reduce (all
     /// algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, plans, native, late (ranks that come when the
-    /// others have given up) and outside (ranks that disagree on what is moved). `killed` has all_reduce,
+    /// others have given up), outside (ranks that disagree on what is moved) launches (devices without resources) and captures (calls that
+    /// are refused while a graph is captured). `killed` has all_reduce,
     /// two_shot_copy, reduce_scatter_copy, all_gather_copy, all_to_all, all_to_all_splits, all_to_all_copy and growth.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
@@ -230,6 +240,10 @@ fn main() -> ExitCode {
             }
         };
     }
+    if options.mode == Mode::Families {
+        families::print();
+        return ExitCode::SUCCESS;
+    }
     if let Some(path) = &options.json {
         // An error is better reported before the measurements than after them.
         if let Err(error) = std::fs::OpenOptions::new().append(true).create(true).open(path) {
@@ -320,6 +334,8 @@ fn run(options: &mut Options) -> Result<bool> {
         Mode::Soak => soak::run(&pool, options),
         Mode::Bench => bench::run(&pool, options),
         Mode::Tune => tune::run(&pool, options),
+        // `main` has printed them.
+        Mode::Families => Ok(true),
     }
 }
 

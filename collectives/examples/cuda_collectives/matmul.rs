@@ -1,6 +1,7 @@
 //! Checks of products of tensor cores whose parts are added up over all ranks: every bit is compared with what the CPU
 //! computes, from numbers whose products and sums are exact until they are rounded.
 
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
@@ -46,6 +47,15 @@ struct Memory {
     control: Block<u8>,
     scratch: Block<u8>,
 }
+
+/// A call of a product: its name, what makes it, what it writes, and what must be zeros before a communicator's first call;
+/// addresses with bytes.
+pub(crate) type ProductCall<'a> = (
+    &'static str,
+    Rc<dyn Fn(&Communicator, &Stream) -> Result<()> + 'a>,
+    (u64, usize),
+    (u64, usize),
+);
 
 /// What checks of products have in common.
 pub(crate) struct Matmul<'a> {
@@ -406,6 +416,27 @@ impl Matmul<'_> {
                 matmul.compare(&format!("{case:?}"), &memory.out, &case.wanted(seed, rank, world))
             },
         )
+    }
+
+    /// A product, for checks of all kinds of calls.
+    pub(crate) fn call_of_scatter(&self) -> Result<ProductCall<'_>> {
+        let case = Case { rows: 130, inner: &[72], columns: 264, ..Case::SMALL };
+        let memory = self.memory(&case)?;
+        self.upload(&case, &memory, 1)?;
+        let output = (memory.out.address(), memory.out.len());
+        let zeros = (memory.control.address(), memory.control.len());
+        let call = move |comm: &Communicator, stream: &Stream| {
+            let terms = self.terms(&case, &memory);
+            let product = Self::product(&case, &memory, &terms);
+            // SAFETY: as in `case`.
+            unsafe { comm.matmul_reduce_scatter_at(&product, 0, stream) }
+        };
+        Ok(("matmul_reduce_scatter", Rc::new(call), output, zeros))
+    }
+
+    /// A product of each kind.
+    pub(crate) fn calls_of_products(&self) -> Result<Vec<ProductCall<'_>>> {
+        Ok(vec![self.call_of_scatter()?, self.call_of_gather()?, self.call_of_few()?])
     }
 
     /// What is refused, on all ranks; and products that differ.

@@ -1,13 +1,15 @@
 //! Checks of products of few rows that are added up over all ranks: every bit is compared with what the CPU computes, from
 //! numbers whose products and sums are exact until they are rounded.
 
-use symmpool_allocator::{Block, Pool, Result};
+use std::rc::Rc;
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     Communicator, CommunicatorOptions, DType, MatmulAllReduce, ReduceOp, Rows,
 };
 
 use crate::cuda::upload;
-use crate::matmul::{Matmul, POISON, by_columns, bytes_of, number, rounded};
+use crate::matmul::{Matmul, POISON, ProductCall, by_columns, bytes_of, number, rounded};
 use crate::{ORDINARY, Options, expect_error};
 
 #[derive(Clone, Copy, Debug)]
@@ -158,6 +160,21 @@ impl Matmul<'_> {
                 matmul.compare(&format!("{case:?}"), &memory.out, &case.wanted(seed, world))
             },
         )
+    }
+
+    /// A product, for checks of all kinds of calls.
+    pub(crate) fn call_of_few(&self) -> Result<ProductCall<'_>> {
+        let case = Case::USUAL;
+        let memory = self.memory_of_few(&case)?;
+        let encode = |values: Vec<f32>| bytes_of(values, case.dtype);
+        upload(self.pool, memory.left.address(), &encode(case.left(1, self.pool.rank())))?;
+        upload(self.pool, memory.right.address(), &encode(case.right(1, self.pool.rank())))?;
+        let output = (memory.out.address(), memory.out.len());
+        let call = move |comm: &Communicator, stream: &Stream| {
+            // SAFETY: as in `few`.
+            unsafe { comm.matmul_all_reduce_at(&case.product(&memory), 0, stream) }
+        };
+        Ok(("matmul_all_reduce", Rc::new(call), output, (output.0, 0)))
     }
 
     /// What is refused, on all ranks; and products that differ.

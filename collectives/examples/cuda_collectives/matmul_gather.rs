@@ -1,10 +1,16 @@
 //! Checks of products of the rows of all ranks, as those of `matmul.rs`.
 
-use symmpool_allocator::{Block, Pool, Result};
-use symmpool_collectives::{CommunicatorOptions, DType, MatmulGather, RightMatrix, Rows};
+use std::rc::Rc;
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{
+    Communicator, CommunicatorOptions, DType, MatmulGather, RightMatrix, Rows,
+};
 
 use crate::cuda::{download, upload};
-use crate::matmul::{Matmul, POISON, SCALES, by_columns, bytes_of, bytes_of_scales, number};
+use crate::matmul::{
+    Matmul, POISON, ProductCall, SCALES, by_columns, bytes_of, bytes_of_scales, number,
+};
 use crate::{ORDINARY, Options};
 
 /// Products, and the types of their matrices.
@@ -242,6 +248,32 @@ impl Matmul<'_> {
             |gather, seed| gather.gather_upload(case, &memory, seed),
             |gather, seed| gather.compare_all(case, &memory, seed),
         )
+    }
+
+    /// A product, for checks of all kinds of calls.
+    pub(crate) fn call_of_gather(&self) -> Result<ProductCall<'_>> {
+        let case = Case {
+            rows: 130,
+            batches: 1,
+            inner: 72,
+            columns: vec![264],
+            dtype: DType::Bf16,
+            out_dtype: DType::Bf16,
+            right_by_rows: true,
+            gathers: false,
+        };
+        let memory = self.gather_memory(&case)?;
+        self.gather_upload(&case, &memory, 1)?;
+        let (_, out) = &memory.rights[0];
+        let output = (out.address(), out.len());
+        let zeros = (memory.control.address(), memory.control.len());
+        let call = move |comm: &Communicator, stream: &Stream| {
+            let rights = Self::gather_rights(&case, &memory);
+            let product = Self::gather_product(&case, &memory, &rights);
+            // SAFETY: as in `gather_case`.
+            unsafe { comm.all_gather_matmul_at(&product, 0, stream) }
+        };
+        Ok(("all_gather_matmul", Rc::new(call), output, zeros))
     }
 
     fn compare_all(&mut self, case: &Case, memory: &Memory, seed: u64) -> Result<()> {

@@ -220,32 +220,36 @@ impl Engine {
             // SAFETY: as above.
             (Self::Cuda(cuda), StandardCollective::AllReduce) => unsafe {
                 let requested = RequestedAlgorithm::of_code(code, by_environment);
-                cuda.all_reduce(places, count, (dtype, op), requested, *stream)
+                cuda.call(*stream, |cuda| {
+                    cuda.all_reduce(places, count, (dtype, op), requested, *stream)
+                })
             },
             // SAFETY: as above.
             (Self::Cuda(cuda), StandardCollective::ReduceScatter) => unsafe {
-                cuda.reduce_scatter(places, count, (dtype, op), code, *stream)
+                cuda.call(*stream, |cuda| {
+                    cuda.reduce_scatter(places, count, (dtype, op), code, *stream)
+                })
             },
             (Self::Cuda(cuda), StandardCollective::AllGather) => {
                 // SAFETY: as above.
                 let run = |cuda: &mut CudaEngine| unsafe {
                     cuda.all_gather(places, count, dtype, *stream)
                 };
-                cuda.exchanging(code, collective, *stream, run)
+                cuda.call(*stream, |cuda| cuda.exchanging(code, collective, *stream, run))
             }
             (Self::Cuda(cuda), StandardCollective::Broadcast) => {
                 // SAFETY: as above.
                 let run = |cuda: &mut CudaEngine| unsafe {
                     cuda.broadcast(to, count, dtype, root, *stream)
                 };
-                cuda.exchanging(code, collective, *stream, run)
+                cuda.call(*stream, |cuda| cuda.exchanging(code, collective, *stream, run))
             }
             (Self::Cuda(cuda), StandardCollective::AllToAll) => {
                 // SAFETY: as above.
                 let run = |cuda: &mut CudaEngine| unsafe {
                     cuda.all_to_all(places, count, dtype, *stream)
                 };
-                cuda.exchanging(code, collective, *stream, run)
+                cuda.call(*stream, |cuda| cuda.exchanging(code, collective, *stream, run))
             }
         }
     }
@@ -270,7 +274,9 @@ impl Engine {
             // SAFETY: as in `run`.
             Self::Host(host) => unsafe { host.all_to_all_v(input, send, output, receive, dtype) },
             // SAFETY: as in `run`.
-            Self::Cuda(cuda) => unsafe { cuda.all_to_all_v(places, sizes, dtype, *stream) },
+            Self::Cuda(cuda) => unsafe {
+                cuda.call(*stream, |cuda| cuda.all_to_all_v(places, sizes, dtype, *stream))
+            },
         }
     }
 
@@ -286,7 +292,9 @@ impl Engine {
             // SAFETY: as in `run`.
             Self::Host(host) => unsafe { host.all_to_all_splits(input, output, rows, splits) },
             // SAFETY: as in `run`.
-            Self::Cuda(cuda) => unsafe { cuda.all_to_all_splits(places, rows, splits, *stream) },
+            Self::Cuda(cuda) => unsafe {
+                cuda.call(*stream, |cuda| cuda.all_to_all_splits(places, rows, splits, *stream))
+            },
         }
     }
 
@@ -300,7 +308,9 @@ impl Engine {
             // SAFETY: as in `all_reduce`.
             Self::Host(host) => unsafe { host.run_plan_for(checked, arguments) },
             // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe { cuda.run_plan(checked, arguments, *stream) },
+            Self::Cuda(cuda) => unsafe {
+                cuda.call(*stream, |cuda| cuda.run_plan(checked, arguments, *stream))
+            },
         }
     }
 
@@ -316,7 +326,9 @@ impl Engine {
                 Err(host.decline(no_kernels(native, host.rank())))
             }
             // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe { cuda.run_native(native, arguments, *stream) },
+            Self::Cuda(cuda) => unsafe {
+                cuda.call(*stream, |cuda| cuda.run_native(native, arguments, *stream))
+            },
         }
     }
 
@@ -332,7 +344,9 @@ impl Engine {
             // SAFETY: as in `all_reduce`.
             Self::Host(host) => unsafe { host.all_reduce_norm(shape, buffers, input) },
             // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe { cuda.all_reduce_norm(shape, buffers, *stream) },
+            Self::Cuda(cuda) => unsafe {
+                cuda.call(*stream, |cuda| cuda.all_reduce_norm(shape, buffers, *stream))
+            },
         }
     }
 
@@ -359,7 +373,7 @@ impl Engine {
             // SAFETY: as in `run`.
             Self::Host(host) => unsafe { host.dispatch(call) },
             // SAFETY: as in `run`.
-            Self::Cuda(cuda) => unsafe { cuda.dispatch(call, *stream) },
+            Self::Cuda(cuda) => unsafe { cuda.call(*stream, |cuda| cuda.dispatch(call, *stream)) },
         }
     }
 
@@ -385,7 +399,7 @@ impl Engine {
             // SAFETY: as in `run`.
             Self::Host(host) => unsafe { host.combine(call) },
             // SAFETY: as in `run`.
-            Self::Cuda(cuda) => unsafe { cuda.combine(call, *stream) },
+            Self::Cuda(cuda) => unsafe { cuda.call(*stream, |cuda| cuda.combine(call, *stream)) },
         }
     }
 
@@ -400,7 +414,7 @@ impl Engine {
     pub(super) fn barrier(&mut self, stream: &Stream) -> Result<()> {
         match self {
             Self::Host(host) => host.barrier(),
-            Self::Cuda(cuda) => cuda.barrier(*stream),
+            Self::Cuda(cuda) => cuda.call(*stream, |cuda| cuda.barrier(*stream)),
         }
     }
 
@@ -414,7 +428,9 @@ impl Engine {
             // SAFETY: as in `run`.
             Self::Host(host) => unsafe { host.measured_barrier(waits) },
             // SAFETY: as in `run`.
-            Self::Cuda(cuda) => unsafe { cuda.measured_barrier(waits as u64, *stream) },
+            Self::Cuda(cuda) => unsafe {
+                cuda.call(*stream, |cuda| cuda.measured_barrier(waits as u64, *stream))
+            },
         }
     }
 

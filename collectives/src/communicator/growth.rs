@@ -123,7 +123,7 @@ impl Communicator {
         // Ranks that make different calls, or none, get their errors here, from the device, and the pool goes on. A rank may
         // pass a handshake that another one has given up; in the second one it misses that rank.
         for _ in 0..2 {
-            cuda.handshake_only(call.grows(), *stream)?;
+            cuda.call(*stream, |cuda| cuda.handshake_only(call.grows(), *stream))?;
             self.await_handshake(cuda, stream)?;
         }
         match self.allocate_growth(cuda) {

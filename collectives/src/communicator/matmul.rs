@@ -28,7 +28,9 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
             Engine::Host(host) => host.handshake_only(&shape.describe()),
-            Engine::Cuda(cuda) => cuda.handshake_only(shape.describe(), *stream),
+            Engine::Cuda(cuda) => {
+                cuda.call(*stream, |cuda| cuda.handshake_only(shape.describe(), *stream))
+            }
         }
     }
 
@@ -129,7 +131,7 @@ impl Communicator {
             Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise; the memory used on the way is a window.
             Engine::Cuda(cuda) => unsafe {
-                cuda.matmul_scatter(shape.describe(), product, *stream)
+                cuda.call(*stream, |cuda| cuda.matmul_scatter(shape.describe(), product, *stream))
             },
         }
     }
@@ -173,7 +175,9 @@ impl Communicator {
         match &mut inner.engine {
             Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise; the memory used on the way is a window.
-            Engine::Cuda(cuda) => unsafe { cuda.matmul_gather(shape.describe(), product, *stream) },
+            Engine::Cuda(cuda) => unsafe {
+                cuda.call(*stream, |cuda| cuda.matmul_gather(shape.describe(), product, *stream))
+            },
         }
     }
 
@@ -259,7 +263,9 @@ impl Communicator {
             Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise.
             Engine::Cuda(cuda) => unsafe {
-                cuda.matmul_all_reduce(shape.describe(), product, *stream)
+                cuda.call(*stream, |cuda| {
+                    cuda.matmul_all_reduce(shape.describe(), product, *stream)
+                })
             },
         }
     }

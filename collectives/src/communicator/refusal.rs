@@ -69,9 +69,16 @@ impl Shared {
     }
 
     /// Declines the calls that are pending, after the commit that the other ranks may wait in. Returns what to
-    /// report.
-    fn decline_pending(&self, pool: &Pool, why: Error, stream: &Stream) -> Error {
+    /// report. `begun` is called when no other call can come before them.
+    fn decline_pending(
+        &self,
+        pool: &Pool,
+        why: Error,
+        stream: &Stream,
+        begun: impl FnOnce(),
+    ) -> Error {
         let mut inner = self.lock();
+        begun();
         let mut reported = inner.decline(pool, why, stream);
         loop {
             let mut pending = self.pending();
@@ -150,17 +157,26 @@ impl Communicator {
     fn decline_in_background(&self, why: Error, stream: &Stream) -> Error {
         let (shared, pool, reason, stream) =
             (Arc::clone(&self.shared), self.pool.clone(), why.clone(), *stream);
+        let (begins, begun) = mpsc::channel();
         let (done, reported) = mpsc::channel();
         let decline = move || {
-            let error = shared.decline_pending(&pool, reason, &stream);
+            // The receiver waits.
+            let begin = || {
+                let _ = begins.send(());
+            };
+            let error = shared.decline_pending(&pool, reason, &stream, begin);
             // After `GRACE` the receiver is gone.
             let _ = done.send(error);
         };
         match thread::Builder::new().name("symmpool refusal".to_owned()).spawn(decline) {
-            Ok(_) => reported.recv_timeout(GRACE).unwrap_or(why),
+            Ok(_) => {
+                // This rank's next call must come behind the one that is declined.
+                let _ = begun.recv();
+                reported.recv_timeout(GRACE).unwrap_or(why)
+            }
             Err(error) => {
                 tracing::debug!(%error, "no thread could be started; this thread declines the call itself");
-                self.shared.decline_pending(&self.pool, why, &stream)
+                self.shared.decline_pending(&self.pool, why, &stream, || ())
             }
         }
     }

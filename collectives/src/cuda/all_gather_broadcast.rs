@@ -143,6 +143,7 @@ impl CudaEngine {
         let parts = Parts::from_root((rank, root), &shares, &begins);
         let gathered = Parts::gathered(rank, &shares, size);
         let longest = shares.iter().copied().max().unwrap_or(0);
+        self.load_exchanges()?;
         // SAFETY: likewise; shares do not overlap.
         unsafe { self.exchange_in_pieces(call, (place, own), (&parts, longest), dtype, stream) }?;
         // SAFETY: likewise.

@@ -43,16 +43,6 @@ impl CudaEngine {
         parts: EqualParts,
         stream: Stream,
     ) -> Result<()> {
-        let done = self.gather_parts_in_pieces(call, parts, stream);
-        self.or_close(done)
-    }
-
-    fn gather_parts_in_pieces(
-        &mut self,
-        call: Call,
-        parts: EqualParts,
-        stream: Stream,
-    ) -> Result<()> {
         let EqualParts { from, to, part, .. } = parts;
         let room = room(&self.control, self.world(), SLOTS);
         let ranges = pieces(part, room, LONGEST);

@@ -48,13 +48,12 @@ impl CudaEngine {
         work: &Work,
         output_window: bool,
     ) -> Result<()> {
-        let done = if self.goes_in_pieces() || !output_window {
+        if self.goes_in_pieces() || !output_window {
             // SAFETY: passed on.
             unsafe { self.two_shot_copy_in_pieces(work) }
         } else {
             self.two_shot_copy_in_rounds(work)
-        };
-        self.or_close(done)
+        }
     }
 
     fn two_shot_copy_in_rounds(&mut self, work: &Work) -> Result<()> {

@@ -271,6 +271,13 @@ impl CudaEngine {
         Ok(())
     }
 
+    /// Loads what several exchanges of one call may need, before the first of them is on the stream.
+    pub(super) fn load_exchanges(&mut self) -> Result<()> {
+        [AllToAllMode::INBOXES, AllToAllMode::DIRECT]
+            .into_iter()
+            .try_for_each(|mode| self.kernel(KernelSpec::all_to_all(self.world(), mode)).map(drop))
+    }
+
     /// Sends as many rows to every rank as the device's memory says when the stream comes to it.
     ///
     /// # Safety

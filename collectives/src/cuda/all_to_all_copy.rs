@@ -100,7 +100,11 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let EqualParts { from, to, part, input_stride } = parts;
+        // Loaded before anything is on the stream, as the handshakes are.
         let kernel = self.kernel(KernelSpec::new(&COPY_COMPANION, THREADS))?.after_copies();
+        for companion in [false, true] {
+            self.kernel(KernelSpec::barrier(companion))?;
+        }
         let in_place =
             from + u64::from(self.rank()) * input_stride == to + u64::from(self.rank()) * part;
         // Where SMs are wanted for something else none is taken, unless the own part must be copied.
@@ -126,8 +130,7 @@ impl CudaEngine {
             let most = kernel.resident(THREADS).saturating_sub(1).max(1);
             let grid = (BLOCKS.min(kernel.budget.most_blocks).min(most), THREADS);
             // SAFETY: parts of what the caller promised, and what no copy writes.
-            unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }
-                .map_err(|error| self.decline(error, stream))?;
+            unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }?;
         } else {
             self.handshake_before_copies(call, stream)?;
         }

@@ -83,12 +83,6 @@ pub(super) struct Reduction {
 }
 
 impl CudaEngine {
-    /// What a call by copies returns. If it failed halfway, the communicator is closed: peers could take what this rank has
-    /// sent already for a part of its next call.
-    pub(super) fn or_close(&mut self, done: Result<()>) -> Result<()> {
-        done.inspect_err(|why| self.close(why))
-    }
-
     /// Signals each of these peers, behind the copies so far.
     pub(super) fn signal_behind_copies(&mut self, peers: &[u32], channel: u32) -> Result<()> {
         self.fork(self.copy_stream, self.signal_stream)?;
@@ -111,7 +105,7 @@ impl CudaEngine {
         channel: u32,
         stream: Stream,
     ) -> Result<()> {
-        self.each_peer(peers, stream, |operations, peer, timeout| {
+        self.each_peer(peers, |operations, peer, timeout| {
             operations.signal((peer, channel), timeout, false, stream)
         })
     }
@@ -123,23 +117,19 @@ impl CudaEngine {
         channel: u32,
         stream: Stream,
     ) -> Result<()> {
-        self.each_peer(peers, stream, |operations, peer, timeout| {
+        self.each_peer(peers, |operations, peer, timeout| {
             operations.wait((peer, channel), timeout, false, stream)
         })
     }
 
-    /// Puts a memory operation on a stream for each of these peers. Where that is refused, the other ranks get an error too.
+    /// Puts a memory operation on a stream for each of these peers.
     fn each_peer(
         &mut self,
         peers: &[u32],
-        stream: Stream,
         put: impl Fn(&mut MemoryOperations, u32, u64) -> Result<()>,
     ) -> Result<()> {
         let timeout = self.comm.timeout;
-        peers.iter().try_for_each(|peer| {
-            let done = put(&mut self.memory_operations, *peer, timeout);
-            done.map_err(|error| self.decline(error, stream))
-        })
+        peers.iter().try_for_each(|peer| put(&mut self.memory_operations, *peer, timeout))
     }
 
     /// Whether calls go in pieces by themselves, if they are long enough.

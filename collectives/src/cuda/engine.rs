@@ -1,10 +1,12 @@
 //! One rank's side of a communicator on a device: its state, how calls begin, and how it ends.
 //!
 //! `engine/setup` makes one, `engine/launch` puts kernels and copies on streams, `engine/streams` keeps calls in order when
-//! they change streams, and `engine/growth` gives it more memory before its first large call.
+//! they change streams, `engine/decline` reports calls that this rank cannot make, and `engine/growth` gives it more memory
+//! before its first large call.
 
 #![allow(unsafe_code)] // destroys streams by their handles
 
+mod decline;
 mod growth;
 mod launch;
 mod setup;
@@ -38,6 +40,7 @@ use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
+use decline::Progress;
 use growth::Growth;
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
@@ -112,6 +115,7 @@ pub(crate) struct CudaEngine {
     channels: BTreeMap<ChannelEnd, StreamOrder>,
     pub(super) p2p: P2p,
     pub(super) memory_operations: MemoryOperations,
+    progress: Progress,
     failed: Option<Error>,
 }
 
@@ -222,6 +226,9 @@ impl CudaEngine {
         driver.stream_handle(stream)?;
         driver.with_context(|| api.synchronize(stream))?;
         self.ready()?;
+        if self.has_late_reports() {
+            self.report_late(stream)?;
+        }
         self.take_notice()
     }
 
@@ -251,15 +258,6 @@ impl CudaEngine {
         match self.fault.as_mut().and_then(|fault| fault.take_notice(rank)) {
             Some(error) => Err(error),
             None => Ok(()),
-        }
-    }
-
-    /// Makes this rank's next call one that says that it was declined, so that the other ranks get an error
-    /// too. Returns why it was declined.
-    pub(crate) fn decline(&mut self, why: Error, stream: Stream) -> Error {
-        match self.handshake_only(Call::new(Operation::Declined), stream) {
-            Ok(()) => why,
-            Err(error) => error,
         }
     }
 
@@ -319,11 +317,13 @@ impl CudaEngine {
 impl Drop for CudaEngine {
     /// Waits for the device: kernels under way use the control block and the fault record.
     fn drop(&mut self) {
+        self.report_at_the_end();
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, fault, sizes) = (self.api, self.fault.take(), self.sizes.take());
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams =
             [self.copy_stream, self.companion_stream, self.signal_stream, self.result_stream];
+        let streams = streams.into_iter().chain(self.progress.stream());
         let deadline = self.pool.group().deadline();
         let synchronized = self.pool.driver().synchronize_by(deadline);
         if let Err(error) = synchronized {

@@ -35,8 +35,13 @@ const FEW_COMBINED_TOKENS: u32 = 64;
 const _: () = assert!(MOST_COMBINE_INBOX_TOKENS >= MOST_DISPATCH_INBOX_TOKENS);
 
 impl CudaEngine {
-    /// Compiles and loads the kernels of a buffer ahead of calls, for all memory that the communicator may have then.
+    /// Compiles and loads the kernels of a buffer ahead of calls, for all memory that the communicator may have then. A rank
+    /// that cannot declines its next call, which the others make with their buffers.
     pub(crate) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
+        self.load_kernels_of(shape).map_err(|why| self.decline_outside_calls(why))
+    }
+
+    fn load_kernels_of(&mut self, shape: &ExpertShape) -> Result<()> {
         // Low-latency calls may measure their waits, in graphs too, where no kernel is loaded.
         let mut specs = vec![KernelSpec::measured_barrier()];
         for layout in self.layouts() {
@@ -122,21 +127,24 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<ReceivedSizes> {
         self.ready()?;
-        if self.is_capturing(stream) {
-            let why = Error::invalid_state(format!(
-                "experts on rank {}: exact sizes while a graph is captured: nothing runs that could tell them; read \
-                 them on the device",
-                self.rank()
-            ));
-            return Err(self.decline(why, stream));
-        }
-        let sizes =
-            self.sizes.as_mut().ok_or_else(|| Error::invalid_state("no buffer for experts"))?;
-        let (to, number) = sizes.next_call();
-        let mut call = *call;
-        (call.work.sizes, call.work.sizes_number) = (to, number);
-        // SAFETY: the caller's promises; sizes are given back behind all kernels.
-        unsafe { self.dispatch(&call, stream) }?;
+        let number = self.call(stream, |engine| {
+            if engine.is_capturing(stream) {
+                return Err(Error::invalid_state(format!(
+                    "experts on rank {}: exact sizes while a graph is captured: nothing runs that could tell them; \
+                     read them on the device",
+                    engine.rank()
+                )));
+            }
+            let sizes = engine.sizes.as_mut();
+            let sizes = sizes.ok_or_else(|| Error::invalid_state("no buffer for experts"))?;
+            let (to, number) = sizes.next_call();
+            let mut call = *call;
+            (call.work.sizes, call.work.sizes_number) = (to, number);
+            // SAFETY: the caller's promises; sizes are given back behind all kernels.
+            unsafe { engine.dispatch(&call, stream) }?;
+            Ok(number)
+        })?;
+        // The call is made, whatever becomes of the wait for its sizes.
         self.await_sizes(number, call.shape.local_experts(self.world()), stream)
     }
 

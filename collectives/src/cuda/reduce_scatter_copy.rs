@@ -78,7 +78,7 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::reduce_scatter`].
     pub(super) unsafe fn scatter_by_copies(&mut self, work: &Work) -> Result<()> {
-        let done = if self.goes_in_pieces() {
+        if self.goes_in_pieces() {
             let from_windows = work.call.has_input_window() && !work.call.is_in_place();
             if from_windows && self.world() == 2 {
                 self.scatter_from_windows(work)
@@ -87,8 +87,7 @@ impl CudaEngine {
             }
         } else {
             self.scatter_behind_barriers(work)
-        };
-        self.or_close(done)
+        }
     }
 
     fn scatter_behind_barriers(&mut self, work: &Work) -> Result<()> {

@@ -79,8 +79,8 @@ impl CudaEngine {
         unsafe { self.launch(kernel, (1, BARRIER_THREADS), &CallParams::of(&call), None, stream) }
     }
 
-    /// Puts a kernel of so many blocks and threads on the stream, behind what this communicator put on
-    /// another one before. Kernels of all-to-alls are given `traffic` too.
+    /// Puts a kernel of so many blocks and threads on the stream that opens with a handshake, behind what this communicator
+    /// put on another one before. Kernels of all-to-alls are given `traffic` too.
     ///
     /// # Safety
     ///
@@ -94,8 +94,10 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.switch_to(stream)?;
+        let params = self.numbered(params);
         // SAFETY: as the caller promised.
-        unsafe { self.launch_unordered(kernel, grid, &self.comm, params, traffic, stream) }?;
+        unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, traffic, stream) }?;
+        self.note_handshake();
         self.after_call(kernel, stream)
     }
 
@@ -119,13 +121,33 @@ impl CudaEngine {
         })
     }
 
-    /// Puts a kernel that is given `work` besides the call on the stream, behind what this communicator put on another
-    /// one before.
+    /// Puts a kernel that opens with a handshake and is given `work` besides the call on the stream, behind what this
+    /// communicator put on another one before.
     ///
     /// # Safety
     ///
     /// As [`Kernels::launch_with_work`](super::super::kernels::Kernels::launch_with_work).
     pub(in super::super) unsafe fn launch_with_work<W>(
+        &mut self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        params: &CallParams,
+        work: &W,
+        stream: Stream,
+    ) -> Result<()> {
+        let params = self.numbered(params);
+        // SAFETY: as the caller promised.
+        unsafe { self.launch_rest(kernel, grid, &params, work, stream) }?;
+        self.note_handshake();
+        Ok(())
+    }
+
+    /// [`Self::launch_with_work`] of a kernel without a handshake of its own, which goes on with a call.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch_with_work`](super::super::kernels::Kernels::launch_with_work).
+    pub(in super::super) unsafe fn launch_rest<W>(
         &mut self,
         kernel: LoadedKernel,
         grid: (u32, u32),
@@ -147,7 +169,7 @@ impl CudaEngine {
         self.kernels.prepare(self.comm.rank, specs)
     }
 
-    /// Puts one copy on the stream, by a copy engine. Where that is refused, the other ranks get an error too.
+    /// Puts one copy on the stream, by a copy engine.
     pub(in super::super) fn copy_by_engine(
         &mut self,
         to: u64,
@@ -157,8 +179,7 @@ impl CudaEngine {
     ) -> Result<()> {
         // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers' scratch or outputs,
         // which are windows at the same place, or from peers' inputs, which are such windows, to this rank's output.
-        let copied = unsafe { self.copy_outside_calls(to, from, bytes, stream) };
-        copied.map_err(|error| self.decline(error, stream))
+        unsafe { self.copy_outside_calls(to, from, bytes, stream) }
     }
 
     /// Puts one copy on the stream, by a copy engine.

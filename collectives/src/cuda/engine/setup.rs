@@ -20,6 +20,7 @@ use super::super::p2p::{self, P2p, P2pLayout};
 use super::super::params::Control;
 use super::super::stream_order::{CallEvents, StreamOrder};
 use super::super::table::MeasuredTable;
+use super::decline::Progress;
 use super::growth::Growth;
 use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
@@ -144,6 +145,7 @@ impl CudaEngine {
             channels: BTreeMap::new(),
             p2p,
             memory_operations,
+            progress: Progress::default(),
             failed: None,
         })
     }

@@ -96,9 +96,8 @@ impl CudaEngine {
         let most = kernel.resident(reductions::THREADS).min(kernel.budget.most_blocks);
         let grid = ((bytes / 16) as u32).div_ceil(reductions::THREADS).clamp(1, most);
         let grid = (grid, reductions::THREADS);
-        // SAFETY: as above. What peers send arrives whatever becomes of this launch.
-        let launched = unsafe { self.launch(kernel, grid, &params, None, stream) };
-        self.or_close(launched)
+        // SAFETY: as above; the kernel has no third parameter, and the driver reads none.
+        unsafe { self.launch_rest(kernel, grid, &params, &(), stream) }
     }
 
     fn few_rows(&self, product: &MatmulAllReduce) -> Result<FewRows> {

@@ -174,20 +174,17 @@ impl CudaEngine {
         if world == 1 {
             return Ok(());
         }
-        // The other ranks wait for what was not sent, and this one for what it has not made.
-        let sent = send(self, copies).and_then(|()| {
-            if let Some(wait) = wait {
-                let one = (1, WAIT_THREADS);
-                // SAFETY: as above.
-                unsafe { self.launch_with_work(wait, one, &params, &rest, stream) }?;
-                // SAFETY: as above.
-                unsafe { self.launch_with_work(kernel, grid, &params, &rest, stream) }?;
-            }
-            self.fork(copies, stream)?;
-            // Copies to peers may end after the kernel does, and read what the next call's kernel writes.
-            self.extend_order(stream)
-        });
-        self.or_close(sent)
+        send(self, copies)?;
+        if let Some(wait) = wait {
+            let one = (1, WAIT_THREADS);
+            // SAFETY: as above.
+            unsafe { self.launch_rest(wait, one, &params, &rest, stream) }?;
+            // SAFETY: as above.
+            unsafe { self.launch_rest(kernel, grid, &params, &rest, stream) }?;
+        }
+        self.fork(copies, stream)?;
+        // Copies to peers may end after the kernel does, and read what the next call's kernel writes.
+        self.extend_order(stream)
     }
 
     /// Describes a right matrix.

@@ -60,6 +60,21 @@ pub(crate) fn mismatch_of_two(
 ) -> Error {
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
+    let pieces = both.map(|(_, call)| call.piece_number());
+    // Whatever follows from the number of pieces may differ, too.
+    let whole = |call: &Call| call.piece(0).peer_blocks(0);
+    if whole(ours) == whole(theirs) && pieces[0] != pieces[1] {
+        let [(low, _), (high, _)] = both;
+        return Error::mismatch(format!(
+            "ranks are at different pieces of the same call ({ours}) as call {number}: rank {low} at piece {} and rank \
+             {high} at piece {}. A rank failed in the middle of the call, or its communicator divides calls in other ways; all \
+             ranks need the same options and the same memory of the communicator. What that call should have written is \
+             undefined. The communicator is closed: make a new one.",
+            pieces[0] + 1,
+            pieces[1] + 1
+        ))
+        .naming([rank, peer]);
+    }
     if ours.peer_blocks(0) == theirs.peer_blocks(0) {
         let [(low, mine), (high, other)] =
             both.map(|(rank, call)| (rank, call.words[3] >> PEER_BLOCKS_SHIFT));
@@ -85,7 +100,7 @@ pub(crate) fn mismatch_of_two(
     for (rank, call) in both {
         message.push_str(&format!("\n  rank {rank}: {call}"));
     }
-    if ours.without_growth() == theirs.without_growth() {
+    if ours.is_growth() != theirs.is_growth() && ours.without_growth() == theirs.without_growth() {
         message.push_str(
             "\nUntil a communicator whose memory grows has had its first large call, calls are captured in graphs on all \
              ranks or on none.",
@@ -177,6 +192,16 @@ mod tests {
         );
         let other = more.root(1);
         let text = mismatch_of_two(7, 3, &few, 1, &other).to_string();
+        assert!(text.contains("different collectives"), "{text}");
+    }
+
+    #[test]
+    fn different_pieces_of_a_call_give_an_error_of_their_own() {
+        let call = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let text = mismatch_of_two(7, 3, &call.piece(2), 1, &call.peer_blocks(9)).to_string();
+        assert!(text.contains("rank 1 at piece 1 and rank 3 at piece 3"), "{text}");
+        let other = Call::new(Operation::Barrier).piece(2);
+        let text = mismatch_of_two(7, 3, &other, 1, &call).to_string();
         assert!(text.contains("different collectives"), "{text}");
     }
 

@@ -16,6 +16,10 @@ const OUTPUT_WINDOW: u64 = 1 << 33;
 const IN_PLACE: u64 = 1 << 34;
 /// Ranks take memory before the call, which they describe again without this.
 const GROWS: u64 = 1 << 35;
+/// Where the number of a piece of a call lies, in two parts of four bits: nothing else has them. Numbers of more bits go
+/// round.
+const PIECE_SHIFTS: [u32; 2] = [36, 60];
+const PIECE: u64 = 0xf << PIECE_SHIFTS[0] | 0xf << PIECE_SHIFTS[1];
 /// The bit of the output's word at which the number of peer blocks begins. Offsets are smaller.
 const PEER_BLOCKS_SHIFT: u32 = 48;
 const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
@@ -127,6 +131,11 @@ impl Call {
         self
     }
 
+    /// Whether ranks take memory, and the call comes after that.
+    pub(super) fn is_growth(&self) -> bool {
+        self.words[0] & GROWS != 0
+    }
+
     /// What is left of the description of a call before which ranks take memory, without what those do not describe.
     pub(super) fn without_growth(&self) -> [u64; 2] {
         let not_described = GROWS | INPUT_WINDOW | OUTPUT_WINDOW | IN_PLACE | 0xff << 24;
@@ -204,6 +213,22 @@ impl Call {
         self
     }
 
+    /// Describes which piece of the call this is, of those that a device makes one after the other. A rank that failed in the
+    /// middle of a call, or divides it in another way, is found by it.
+    #[inline]
+    pub(crate) fn piece(mut self, nth: u32) -> Self {
+        let [low, high] = PIECE_SHIFTS;
+        let nth = u64::from(nth);
+        self.words[0] = self.words[0] & !PIECE | (nth & 0xf) << low | (nth >> 4 & 0xf) << high;
+        self
+    }
+
+    /// The number of the piece.
+    fn piece_number(&self) -> u64 {
+        let [low, high] = PIECE_SHIFTS.map(|shift| self.words[0] >> shift & 0xf);
+        low | high << 4
+    }
+
     #[inline]
     pub(crate) fn words(&self) -> &[u64; DESCRIPTION_WORDS] {
         &self.words
@@ -275,6 +300,8 @@ mod tests {
             base.output(Place::Window(64)),
             base.in_place(true),
             base.peer_blocks(4),
+            base.piece(1),
+            base.piece(16),
             base.registered(0),
             base.registered(1),
             base.registered(1 << 31),
@@ -284,6 +311,12 @@ mod tests {
             assert_ne!(call.to_string(), String::new());
         }
         assert_ne!(base.digest(0), base.digest(1));
+        for piece in 0..300 {
+            let call = base.root(7).algorithm(9).in_place(true).piece(piece);
+            assert_eq!(call.piece_number(), u64::from(piece) & 0xff);
+            assert_eq!(call.piece(0), base.root(7).algorithm(9).in_place(true));
+            assert_eq!(call.to_string(), call.piece(0).to_string(), "text has no pieces");
+        }
         assert_eq!(Call::from_words(*base.words()), base);
         assert_eq!(
             base.input(Place::Window(0x40)).to_string(),

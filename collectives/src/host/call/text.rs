@@ -41,7 +41,7 @@ impl Call {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [head, count, input, output] = self.words;
+        let [head, count, input, output] = self.piece(0).words;
         let (count, input, output) = (count & OFFSET, input & OFFSET, output & OFFSET);
         let Some(operation) = self.operation() else {
             return write!(f, "an operation this version does not know ({:#x})", head as u8);

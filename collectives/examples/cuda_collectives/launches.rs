@@ -1,0 +1,242 @@
+//! Checks calls that one rank cannot make, or cannot finish, as its device has no resources left: a launch, a copy or a memory
+//! operation fails, or a kernel cannot be loaded. That rank gets the driver's error, and the others one that names it; no
+//! later call of it is taken for what it has not done. Emulated devices alone fail when they are asked to.
+
+use std::ffi::{c_int, c_void};
+use std::mem::transmute;
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Pool, Result, Stream};
+use symmpool_collectives::{Communicator, CommunicatorOptions};
+
+use crate::cuda::stream;
+use crate::every_kind::{EveryKind, Kind};
+use crate::{MOST_LATE, Options, expect_error};
+
+/// What fails: `Failing` in `tests/emulator/driver.cpp`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Failing {
+    Launch = 0,
+    Load = 1,
+    Copy = 2,
+    MemoryOperation = 3,
+}
+
+/// An emulated device's calls, of which some may be made to fail.
+#[derive(Clone, Copy)]
+struct Emulated(unsafe extern "C" fn(c_int, c_int) -> c_int);
+
+impl Emulated {
+    fn find() -> Option<Self> {
+        let address: NonNull<c_void> = CudaDriver::function("emulatedFail").ok()?;
+        // SAFETY: the emulator's function of this name has this type.
+        Some(Self(unsafe {
+            transmute::<NonNull<c_void>, unsafe extern "C" fn(c_int, c_int) -> c_int>(address)
+        }))
+    }
+
+    /// Of the calls of a kind from now on the one of that number fails; none if it is 0. Returns how many there were since
+    /// the last request.
+    fn fail(self, what: Failing, nth: i32) -> i32 {
+        // SAFETY: takes two numbers.
+        unsafe { (self.0)(what as c_int, nth) }
+    }
+}
+
+struct Launches<'a> {
+    pool: &'a Pool,
+    emulated: Emulated,
+    stream: Stream,
+    /// The communicator with which ranks wait for each other.
+    meeting: Communicator,
+    timeout: Duration,
+    /// Whether nothing fails whose peers wait for the timeout.
+    quick: bool,
+    wrong: u32,
+}
+
+/// Runs the checks. Returns how many of them were wrong.
+pub(crate) fn run(pool: &Pool, options: &Options, timeout: Duration) -> Result<u32> {
+    let Some(emulated) = Emulated::find() else {
+        if pool.rank() == 0 {
+            println!("launches: skipped, as devices that are not emulated fail at no request");
+        }
+        return Ok(0);
+    };
+    let usual = CommunicatorOptions { timeout, ..options.communicator() };
+    let every = EveryKind::new(pool, options, usual)?;
+    let meeting = Communicator::new(pool)?;
+    meeting.set_timeout(20 * timeout)?;
+    let mut launches = Launches {
+        pool,
+        emulated,
+        stream: stream(pool)?,
+        meeting,
+        timeout,
+        quick: options.quick,
+        wrong: 0,
+    };
+    for kind in every.all(true)? {
+        // One kind, if it is named.
+        if options.kind.as_ref().is_none_or(|name| kind.name.contains(name)) {
+            launches.kind(&kind)?;
+        }
+    }
+    Ok(launches.wrong)
+}
+
+impl Launches<'_> {
+    fn kind(&mut self, kind: &Kind<'_>) -> Result<()> {
+        let began = Instant::now();
+        self.not_loaded(kind)?;
+        let comm = self.begin(kind)?;
+        comm.set_timeout(20 * self.timeout)?;
+        // Whatever is made in a first call is there then.
+        kind.call(&comm, &self.stream)?;
+        comm.synchronize(&self.stream)?;
+        let wanted = kind.written(self.pool)?;
+        let mut counts = Vec::new();
+        for what in [Failing::Launch, Failing::Copy, Failing::MemoryOperation] {
+            if self.quick && what != Failing::Launch {
+                continue;
+            }
+            self.emulated.fail(what, 0);
+            kind.call(&comm, &self.stream)?;
+            let count = self.emulated.fail(what, 0);
+            comm.synchronize(&self.stream)?;
+            // What a peer waits for when copies fail takes it the timeout.
+            let mut some =
+                if what == Failing::Launch { vec![1, 2, count] } else { vec![2.min(count)] };
+            some.retain(|nth| (1..=count).contains(nth));
+            some.dedup();
+            for nth in &some {
+                self.one_rank(kind, (what, *nth), &wanted)?;
+            }
+            counts.push(count);
+        }
+        self.all_ranks(kind, &wanted)?;
+        if self.pool.rank() == 0 {
+            let took = began.elapsed();
+            println!("{}: {counts:?} launches, copies, memory operations, {took:.1?}", kind.name);
+        }
+        Ok(())
+    }
+
+    fn expect(&mut self, what: &str, right: bool) {
+        if !right {
+            self.wrong += 1;
+            println!("rank {}: {what}", self.pool.rank());
+        }
+    }
+
+    /// A communicator for calls of a kind, whose ranks begin together.
+    fn begin(&self, kind: &Kind<'_>) -> Result<Communicator> {
+        let comm = Communicator::with_options(self.pool, &kind.options)?;
+        kind.reset(self.pool)?;
+        self.meet()?;
+        Ok(comm)
+    }
+
+    fn meet(&self) -> Result<()> {
+        self.meeting.barrier(&self.stream)?;
+        self.meeting.synchronize(&self.stream)
+    }
+
+    /// The kernels of the first call of a kind cannot be loaded on the last rank, if any is to be loaded.
+    fn not_loaded(&mut self, kind: &Kind<'_>) -> Result<()> {
+        let comm = self.begin(kind)?;
+        self.emulated.fail(Failing::Load, i32::from(self.is_last()));
+        let began = Instant::now();
+        let called = kind.call(&comm, &self.stream);
+        let loads = self.emulated.fail(Failing::Load, 0);
+        // Ranks have loaded the same kernels before.
+        if loads == 0 {
+            return called.and_then(|()| comm.synchronize(&self.stream));
+        }
+        self.judge(kind, (Failing::Load, 1), (called, began), (&comm, &[]))
+    }
+
+    fn is_last(&self) -> bool {
+        self.pool.rank() == self.pool.world() - 1
+    }
+
+    /// A call of which a part fails on the last rank.
+    fn one_rank(
+        &mut self,
+        kind: &Kind<'_>,
+        (what, nth): (Failing, i32),
+        wanted: &[u8],
+    ) -> Result<()> {
+        let comm = self.begin(kind)?;
+        kind.poison(self.pool)?;
+        self.meet()?;
+        self.emulated.fail(what, if self.is_last() { nth } else { 0 });
+        let began = Instant::now();
+        let called = kind.call(&comm, &self.stream);
+        self.emulated.fail(what, 0);
+        self.judge(kind, (what, nth), (called, began), (&comm, wanted))
+    }
+
+    /// The error of such a call, and of the next one, which is the same.
+    fn judge(
+        &mut self,
+        kind: &Kind<'_>,
+        (what, nth): (Failing, i32),
+        (called, began): (Result<()>, Instant),
+        (comm, wanted): (&Communicator, &[u8]),
+    ) -> Result<()> {
+        let last = self.pool.world() - 1;
+        let name = format!("{}: {what:?} {nth} fails", kind.name);
+        if self.is_last() {
+            match called {
+                Ok(()) => self.expect(&format!("{name}: no error"), false),
+                Err(error) => {
+                    let right = !error.is_diverged() && !error.is_timeout();
+                    self.expect(&format!("{name}: {error}"), right);
+                }
+            }
+        } else {
+            match called.and_then(|()| comm.synchronize(&self.stream)) {
+                // What a rank makes last may be for itself alone. Then the next call says that it failed.
+                Ok(()) => {
+                    let right = nth > 1 && kind.written(self.pool)? == wanted;
+                    self.expect(&format!("{name}: the others get no error"), right);
+                }
+                Err(error) => {
+                    let took = began.elapsed();
+                    let named = error.is_diverged() && error.ranks().contains(&last);
+                    // Where data of the call is on its way already, ranks miss what does not come, and the one that
+                    // failed does so, too.
+                    let has_begun =
+                        nth > 1 || what == Failing::Copy || what == Failing::MemoryOperation;
+                    let right = named || has_begun && error.is_timeout();
+                    // The others may have to compile what cannot be loaded here.
+                    let may_be_late = error.is_timeout() || what == Failing::Load;
+                    let in_time = may_be_late || took < self.timeout + MOST_LATE;
+                    self.expect(&format!("{name}: after {took:?}: {error}"), right && in_time);
+                }
+            }
+        }
+        // The same call again is not taken for the one before, on any rank.
+        let again = kind.call(comm, &self.stream).and_then(|()| comm.synchronize(&self.stream));
+        self.expect(&format!("{name}: the next call succeeds"), again.is_err());
+        self.meet()
+    }
+
+    /// All ranks decline the call alike, and the communicator stays usable.
+    fn all_ranks(&mut self, kind: &Kind<'_>, wanted: &[u8]) -> Result<()> {
+        let comm = self.begin(kind)?;
+        self.emulated.fail(Failing::Launch, 1);
+        let called = kind.call(&comm, &self.stream);
+        self.emulated.fail(Failing::Launch, 0);
+        expect_error(called, "a call without resources")?;
+        kind.poison(self.pool)?;
+        self.meet()?;
+        let next = kind.call(&comm, &self.stream).and_then(|()| comm.synchronize(&self.stream));
+        let right = next.is_ok() && kind.written(self.pool)? == wanted;
+        self.expect(&format!("{}: after all declined: {next:?}", kind.name), right);
+        self.meet()
+    }
+}

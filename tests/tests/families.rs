@@ -1,0 +1,105 @@
+//! Checks that every kernel is in a family of `cuda_collectives check`, which `bench/sanitize` runs under compute-sanitizer, and
+//! that docs/gpus.md lists them all.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use symmpool_collectives::AllReduceAlgorithm;
+
+const FAMILIES: &str = "collectives/examples/cuda_collectives/families.rs";
+/// A kernel for tests of the compiler.
+const FOR_TESTS: &str = "reduce_local/reduce_local.cu";
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().expect("the repository")
+}
+
+fn read(path: impl AsRef<Path>) -> String {
+    let path = root().join(path);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The families: the name, the kernels, and whether blocks share memory.
+fn families() -> Vec<(String, Vec<String>, bool)> {
+    let text = read(FAMILIES);
+    let (_, list) = text.split_once("const FAMILIES").expect("the list");
+    let list = &list[list.find("= [").expect("its beginning")..list.find("\n];").expect("its end")];
+    // A family ends with whether its kernels share memory.
+    let mut found = Vec::new();
+    let mut rest = list;
+    while let Some(end) = [rest.find("true"), rest.find("false")].into_iter().flatten().min() {
+        let names: Vec<&str> = rest[..end].split('"').skip(1).step_by(2).collect();
+        let kernels = names[1..].iter().map(|name| (*name).to_owned()).collect();
+        found.push((names[0].to_owned(), kernels, rest[end..].starts_with("true")));
+        rest = &rest[end + 4..];
+    }
+    assert!(found.len() > 20, "{found:?}");
+    found
+}
+
+/// The kernels' files, below `collectives/kernels`.
+fn kernels() -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    let folder = root().join("collectives/kernels");
+    for collective in fs::read_dir(&folder).expect("kernels").flatten() {
+        let Ok(files) = fs::read_dir(collective.path()) else { continue };
+        for file in
+            files.flatten().filter(|file| file.path().extension().is_some_and(|end| end == "cu"))
+        {
+            let path = file.path();
+            found.insert(path.strip_prefix(&folder).expect("below it").display().to_string());
+        }
+    }
+    assert!(found.len() > 15, "{found:?}");
+    found
+}
+
+/// Whether a file, or one that it includes, has memory of a block.
+fn shares_memory(file: &str, seen: &mut BTreeSet<String>) -> bool {
+    if !seen.insert(file.to_owned()) {
+        return false;
+    }
+    let text = read(Path::new("collectives/kernels").join(file));
+    let includes = text.lines().filter_map(|line| line.strip_prefix("#include <"));
+    let includes =
+        includes.filter_map(|line| line.split_once('>')).map(|(name, _)| name.to_owned());
+    text.contains("__shared__")
+        || includes.collect::<Vec<_>>().iter().any(|name| shares_memory(name, seen))
+}
+
+#[test]
+fn every_kernel_is_in_a_family() {
+    let listed: BTreeSet<String> =
+        families().into_iter().flat_map(|(_, kernels, _)| kernels).collect();
+    let mut all = kernels();
+    assert!(all.remove(FOR_TESTS), "{FOR_TESTS} is gone");
+    assert_eq!(listed, all, "{FAMILIES} lists the kernels");
+}
+
+#[test]
+fn races_are_looked_for_where_blocks_share_memory() {
+    for (name, kernels, shares) in families() {
+        if kernels.iter().any(|kernel| shares_memory(kernel, &mut BTreeSet::new())) {
+            assert!(shares, "{FAMILIES}: kernels of {name} share memory in a block");
+        }
+    }
+}
+
+#[test]
+fn every_check_is_a_family_and_the_document_has_them_all() {
+    let listed: BTreeSet<String> = families().into_iter().map(|(name, ..)| name).collect();
+    let check = read("collectives/examples/cuda_collectives/check.rs");
+    let parts = check.lines().filter(|line| line.contains("When::Always, "));
+    let parts = parts.map(|line| line.split('"').nth(1).expect("a name").to_owned());
+    // All-reduces of the host have no kernels, and those that choose between two have none of their own.
+    let of_their_own = |name: &str| !["cube_mesh", "one_shot", "two_shot"].contains(&name);
+    let algorithms = AllReduceAlgorithm::ALL.into_iter().map(AllReduceAlgorithm::name);
+    let algorithms = algorithms.filter(|name| of_their_own(name)).map(str::to_owned);
+    let checked: BTreeSet<String> = parts.chain(algorithms).collect();
+    assert_eq!(listed, checked, "{FAMILIES} lists what a quick check runs");
+    let document = read("docs/gpus.md");
+    for name in listed {
+        assert!(document.contains(&format!("`{name}`")), "docs/gpus.md does not name {name}");
+    }
+}
