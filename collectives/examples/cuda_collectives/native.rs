@@ -72,6 +72,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         }
     }
     native.refusals()?;
+    native.in_place_on_one_rank(options)?;
     Ok((native.cases, native.wrong))
 }
 
@@ -211,6 +212,30 @@ impl Native<'_> {
         }
         self.comm.barrier(&self.stream)?;
         self.comm.synchronize(&self.stream)
+    }
+
+    /// Ranks that are in place and ranks that are not make different calls.
+    fn in_place_on_one_rank(&mut self, options: &Options) -> Result<()> {
+        let is_reduced = |kernel: &NativeKernel| {
+            kernel.in_place && kernel.collective == StandardCollective::AllReduce
+        };
+        let Some(kernel) = kernels().into_iter().find(is_reduced) else { return Ok(()) };
+        let algorithm = Algorithm::native(kernel)?;
+        let comm = Communicator::with_options(self.pool, &options.communicator())?;
+        let at = self.buffers[0].address();
+        let to = if self.pool.rank() == 0 { at } else { at + 8192 } as *mut u8;
+        let (from, op) = (at as *const u8, ReduceOp::Sum);
+        // SAFETY: the buffer is longer.
+        let result =
+            unsafe { comm.execute_at(&algorithm, to, from, 8, DType::F32, op, 0, &self.stream) };
+        let result = result.and_then(|()| comm.synchronize(&self.stream));
+        let error = expect_error(result, "in place on rank 0 alone")?;
+        self.cases += 1;
+        if !error.is_diverged() {
+            self.wrong += 1;
+            println!("rank {}: {}: {error}", self.pool.rank(), algorithm.name());
+        }
+        Ok(())
     }
 }
 

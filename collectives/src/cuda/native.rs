@@ -41,7 +41,12 @@ impl CudaEngine {
             Ok(part) => part,
             Err(why) => return Err(self.decline(why, stream)),
         };
-        let call = describe(native, arguments);
+        // Nobody has proved that a kernel which is right in place on all ranks is so on some, so ranks compare it. Of a
+        // broadcast only the root has an input.
+        let is_in_place = part > 0
+            && native.collective != StandardCollective::Broadcast
+            && self.is_in_place(native.collective, arguments, part);
+        let call = describe(native, arguments).in_place(is_in_place);
         if part == 0 {
             return self.handshake_only(call, stream);
         }
@@ -120,12 +125,7 @@ impl CudaEngine {
         let (from, to) = (self.address(input), self.address(output));
         let (from_end, to_end) = (from + part * inputs, to + part * outputs);
         if part > 0 && from < to_end && to < from_end {
-            let own = u64::from(rank) * part;
-            let is_in_place = match native.collective {
-                StandardCollective::AllGather => from == to + own,
-                StandardCollective::ReduceScatter => from + own == to,
-                _ => from == to,
-            };
+            let is_in_place = self.is_in_place(native.collective, arguments, part);
             if !is_in_place || !native.in_place {
                 return Err(Error::invalid_argument(format!(
                     "the algorithm {name} on rank {rank}: input and output overlap{}",
@@ -134,6 +134,22 @@ impl CudaEngine {
             }
         }
         Ok(part)
+    }
+
+    /// Whether input and output lie as they do in place, with parts of so many bytes.
+    fn is_in_place(
+        &self,
+        collective: StandardCollective,
+        arguments: &Arguments,
+        part: u64,
+    ) -> bool {
+        let (from, to) = (self.address(arguments.input), self.address(arguments.output));
+        let own = u64::from(self.rank()) * part;
+        match collective {
+            StandardCollective::AllGather => from == to + own,
+            StandardCollective::ReduceScatter => from + own == to,
+            _ => from == to,
+        }
     }
 }
 

@@ -20,7 +20,9 @@ const MAX_BLOCKS: u32 = 128;
 /// Most worker blocks of a call in the LL protocol.
 const MAX_LL_BLOCKS: u32 = 264;
 /// Chunks that a rank's program may move or reduce on a device: its kernel has code for each.
-const MAX_ITEMS: usize = 2048;
+const MAX_READS: usize = 4096;
+/// Chunks that an operation may reduce on a device: a thread holds a vector of each.
+const MAX_SOURCES: usize = 64;
 /// Flags that a rank raises on one peer at most: kernels pack their numbers into 12 bits.
 const MAX_FLAGS: u32 = 1 << 12;
 /// Flags of peer blocks that the control block has for each index and rank: `FLAG_KINDS` in `symmpool/peer_blocks.cuh`.
@@ -246,11 +248,13 @@ impl CudaEngine {
             return Err(Error::unsupported(format!("{world} ranks on devices")));
         }
         let schedule = checked.schedule();
-        let items = (0..world).map(|rank| schedule.items(rank)).max().unwrap_or(0);
-        if items > MAX_ITEMS || schedule.flags >= MAX_FLAGS {
+        let reads = (0..world).map(|rank| schedule.reads(rank));
+        let (all, sources) =
+            reads.fold((0, 0), |most, reads| (reads.0.max(most.0), reads.1.max(most.1)));
+        if all > MAX_READS || sources > MAX_SOURCES || schedule.flags >= MAX_FLAGS {
             return Err(Error::unsupported(format!(
-                "the algorithm {name} on rank {rank}: a rank moves {items} chunks and signals a peer {} times; on \
-                 devices {MAX_ITEMS} and {} are possible",
+                "the algorithm {name} on rank {rank}: a rank moves or reduces {all} chunks, up to {sources} at once, and \
+                 signals a peer {} times; on devices {MAX_READS}, {MAX_SOURCES} and {} are possible",
                 schedule.flags,
                 MAX_FLAGS - 1
             )));

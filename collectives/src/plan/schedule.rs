@@ -234,9 +234,17 @@ impl Schedule {
         levels.filter(|(_, level)| level.items.iter().any(any)).map(|(number, _)| number).collect()
     }
 
-    /// Chunks that a rank's program moves or reduces.
-    pub(crate) fn items(&self, rank: u32) -> usize {
+    /// Chunks that a rank's program writes.
+    #[cfg(test)]
+    fn items(&self, rank: u32) -> usize {
         self.ranks[rank as usize].iter().map(|level| level.items.len()).sum()
+    }
+
+    /// Chunks that a rank's program reads, in all and in one operation at most.
+    pub(crate) fn reads(&self, rank: u32) -> (usize, usize) {
+        let items = self.ranks[rank as usize].iter().flat_map(|level| &level.items);
+        let reads = items.map(|item| item.srcs.len());
+        reads.fold((0, 0), |(all, most), reads| (all + reads, most.max(reads)))
     }
 }
 

@@ -153,6 +153,20 @@ pub(super) fn reduced_into_peers(world: u32) -> Plan {
     })
 }
 
+/// Everybody gets the sum of all chunks of all inputs, by one reduction of as many chunks as devices reduce at once.
+pub(super) fn wide(world: u32) -> Plan {
+    let chunks = 64 / world;
+    let all = || (0..world).flat_map(|rank| (0..chunks).map(move |chunk| (rank, chunk)));
+    let sum: Vec<_> = all().map(|(rank, chunk)| Contribution { rank, chunk }).collect();
+    let outputs = vec![vec![sum]; world as usize];
+    let collective = Collective::Custom { name: "sum_of_all".to_owned(), outputs };
+    plan("wide", collective, world, chunks, 0, |me| {
+        me.barrier();
+        me.reduce(me.output(0), all().map(|(rank, at)| place(rank, Buffer::Input, at)).collect());
+        me.barrier();
+    })
+}
+
 /// All of them for so many ranks. Those in LL have it at the end of their names.
 pub(super) fn all(world: u32) -> Vec<Plan> {
     let in_ll = [swapped_in_scratch(world), reduced_into_peers(world)].map(|plan| Plan {
@@ -168,6 +182,7 @@ pub(super) fn all(world: u32) -> Vec<Plan> {
         scribbled(world),
         swapped_in_scratch(world),
         reduced_into_peers(world),
+        wide(world),
     ];
     all.extend(in_ll);
     all
