@@ -31,10 +31,10 @@ def native(
     `world` is the number of ranks that it is for, any unless given. Peers may access what `windows` names,
     which calls must pass as memory of the pool; UnsupportedError if they do not. `in_place` says that it is
     right with input and output in one memory, on all ranks; calls in place on some ranks alone are
-    DivergedError, but for broadcasts, in which only the root has an input. `max_bytes` bounds the larger one of input and output, for
-    kernels whose data has to fit into an inbox; longer calls are UnsupportedError. `grid` is the most thread
-    blocks that do its work, each of `threads` threads (32, 64, 128, 256 or 512); without it that is left to
-    the size of a call.
+    DivergedError, but for broadcasts, in which only the root has an input. `max_bytes` bounds the larger one
+    of input and output, for kernels whose data has to fit into an inbox; longer calls are UnsupportedError.
+    `grid` is the most thread blocks that do its work, each of `threads` threads (32, 64, 128, 256 or 512);
+    without it that is left to the size of a call.
 
     It is compiled by NVRTC when a call first needs it, for the communicator's ranks and, if the collective
     reduces, the element type and the operation; compiled kernels are kept on disk. What the compiler says

@@ -1,5 +1,6 @@
 //! What a plan is: for each rank, the operations of its program, over chunks of three buffers.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 /// A program for every rank, for one number of ranks.
@@ -395,4 +396,34 @@ impl Plan {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
+
+/// Splits a program into phases: the operations of one strand, or of several block groups between two points where
+/// they join.
+pub(super) fn phases(program: &[Instruction]) -> VecDeque<Vec<Vec<usize>>> {
+    let mut phases = VecDeque::new();
+    let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    let mut alone = Vec::new();
+    for (index, each) in program.iter().enumerate() {
+        let joins = each.operation == Operation::Join;
+        if let (Some(group), false) = (each.group, joins) {
+            if !alone.is_empty() {
+                phases.push_back(vec![std::mem::take(&mut alone)]);
+            }
+            groups.entry(group).or_default().push(index);
+            continue;
+        }
+        if !groups.is_empty() {
+            phases.push_back(std::mem::take(&mut groups).into_values().collect());
+        }
+        if !joins {
+            alone.push(index);
+        }
+    }
+    if !groups.is_empty() {
+        phases.push_back(groups.into_values().collect());
+    } else if !alone.is_empty() {
+        phases.push_back(vec![alone]);
+    }
+    phases
 }

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::check::phases;
+use super::model::phases;
 use super::{Buffer, Cell, CheckedPlan, Instruction, Item, Operation, Protocol, Step};
 
 /// A peer and the number of the flag that one of the two raises on the other.

@@ -31,7 +31,6 @@ use std::sync::OnceLock;
 pub use error::{PlanError, PlanErrorKind, PlanErrorReason};
 use operations::{check_places, check_protocol, check_signals};
 use results::{check_in_place, check_results};
-pub(super) use run::phases;
 use run::{Held, Outcome, Run, Written};
 use value::Value;
 

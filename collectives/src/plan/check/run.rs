@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::super::model::{Buffer, Cell, Collective, Instruction, Operation, Plan};
+use super::super::model::{Buffer, Cell, Collective, Operation, Plan, phases};
 use super::clock::{Access, Clock, History, Moment};
 use super::error::{PlanError, PlanErrorReason};
 use super::value::{Value, Values};
@@ -85,36 +85,6 @@ pub(super) struct Run<'a> {
     order: Vec<Ran>,
     /// The first read of what was never written. A race or a deadlock says more, if there is one.
     undefined: Option<PlanError>,
-}
-
-/// Splits a program into phases: the operations of one strand, or of several block groups between two points where
-/// they join.
-pub(in super::super) fn phases(program: &[Instruction]) -> VecDeque<Vec<Vec<usize>>> {
-    let mut phases = VecDeque::new();
-    let mut groups: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-    let mut alone = Vec::new();
-    for (index, each) in program.iter().enumerate() {
-        let joins = each.operation == Operation::Join;
-        if let (Some(group), false) = (each.group, joins) {
-            if !alone.is_empty() {
-                phases.push_back(vec![std::mem::take(&mut alone)]);
-            }
-            groups.entry(group).or_default().push(index);
-            continue;
-        }
-        if !groups.is_empty() {
-            phases.push_back(std::mem::take(&mut groups).into_values().collect());
-        }
-        if !joins {
-            alone.push(index);
-        }
-    }
-    if !groups.is_empty() {
-        phases.push_back(groups.into_values().collect());
-    } else if !alone.is_empty() {
-        phases.push_back(vec![alone]);
-    }
-    phases
 }
 
 impl<'a> Run<'a> {
