@@ -16,6 +16,7 @@ use crate::communicator::Communicator;
 use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, invalid};
 use crate::memory::Memory;
+use crate::name::Name;
 use crate::number::Number;
 use crate::own::Own;
 use crate::reading::{Refusal, Tensor};
@@ -163,6 +164,29 @@ fn has_type(name: &str, found: DType, expected: &[DType]) -> Result<(), Refusal>
     )))
 }
 
+type MadeFor<'a, 'py> =
+    (Number<u64>, Number<u32>, Number<u32>, Number<u64>, Argument<'a, 'py>, Option<Number<u64>>);
+
+/// The options of a buffer: its shape, and the most SMs of its kernels.
+fn shape_of(
+    py: Python<'_>,
+    (hidden, experts, top_k, max_tokens, dtype, capacity): MadeFor<'_, '_>,
+    num_sms: Option<Number<u32>>,
+) -> PyResult<(ExpertShape, Option<u32>)> {
+    let shape = ExpertShape {
+        hidden: hidden.or_raise(py, "hidden")? as usize,
+        experts: experts.or_raise(py, "experts")?,
+        top_k: top_k.or_raise(py, "top_k")?,
+        max_tokens: max_tokens.or_raise(py, "max_tokens")? as usize,
+        dtype: convert::dtype(dtype)?,
+        capacity: capacity
+            .map(|capacity| capacity.or_raise(py, "capacity"))
+            .transpose()?
+            .map(|capacity| capacity as usize),
+    };
+    Ok((shape, num_sms.map(|num_sms| num_sms.or_raise(py, "num_sms")).transpose()?))
+}
+
 fn quantization(name: Option<&str>) -> Result<Quantization, Refusal> {
     match name {
         None => Ok(Quantization::None),
@@ -180,7 +204,9 @@ impl ExpertBuffer {
     /// A buffer on a communicator. It allocates memory of the pool, as `Pool.empty` does, and on CUDA waits for what
     /// runs; none is made while a graph is captured.
     #[new]
-    #[pyo3(signature = (comm, *, hidden, experts, top_k, max_tokens, dtype, capacity = None, num_sms = None))]
+    #[pyo3(signature = (
+        comm, *, hidden, experts, top_k, max_tokens, dtype, capacity = None, num_sms = None, any_layout = false
+    ))]
     #[allow(clippy::too_many_arguments)] // options, with names
     fn new(
         py: Python<'_>,
@@ -192,21 +218,12 @@ impl ExpertBuffer {
         dtype: &Bound<'_, PyAny>,
         capacity: Option<Number<u64>>,
         num_sms: Option<Number<u32>>,
+        any_layout: bool,
     ) -> PyResult<Self> {
         let calls = Arc::clone(&comm.get().calls);
         calls.comm.check("a communicator").or_raise(py)?;
-        let shape = ExpertShape {
-            hidden: hidden.or_raise(py, "hidden")? as usize,
-            experts: experts.or_raise(py, "experts")?,
-            top_k: top_k.or_raise(py, "top_k")?,
-            max_tokens: max_tokens.or_raise(py, "max_tokens")? as usize,
-            dtype: convert::dtype(dtype)?,
-            capacity: capacity
-                .map(|capacity| capacity.or_raise(py, "capacity"))
-                .transpose()?
-                .map(|capacity| capacity as usize),
-        };
-        let num_sms = num_sms.map(|num_sms| num_sms.or_raise(py, "num_sms")).transpose()?;
+        let made_for = (hidden, experts, top_k, max_tokens, dtype, capacity);
+        let (shape, num_sms) = shape_of(py, made_for, num_sms)?;
         let stream = stream::resolve(py, calls.device, None)?;
         let make = || {
             let (core, pool) = (calls.core(), calls.comm.pool());
@@ -219,10 +236,33 @@ impl ExpertBuffer {
             // SAFETY: the block is new and has as many bytes. This object keeps it, and its memory is used by nobody
             // else before the device has done what calls gave it.
             let buffer = unsafe { Buffer::at(core, shape, num_sms, region) }?;
+            let buffer = if any_layout { buffer.with_any_layout() } else { buffer };
             symmpool_allocator::Result::Ok((memory, buffer))
         };
         let (memory, buffer) = site::detach(py, make).or_raise(py)?;
         Ok(Self { buffer: Own::new(buffer), calls, memory })
+    }
+
+    /// Raises what is wrong with the options of a buffer on a communicator. Makes nothing.
+    #[staticmethod]
+    #[pyo3(signature = (comm, *, hidden, experts, top_k, max_tokens, dtype, capacity = None, num_sms = None))]
+    #[allow(clippy::too_many_arguments)] // options, with names
+    fn check(
+        py: Python<'_>,
+        comm: &Bound<'_, Communicator>,
+        hidden: Number<u64>,
+        experts: Number<u32>,
+        top_k: Number<u32>,
+        max_tokens: Number<u64>,
+        dtype: &Bound<'_, PyAny>,
+        capacity: Option<Number<u64>>,
+        num_sms: Option<Number<u32>>,
+    ) -> PyResult<()> {
+        let calls = &comm.get().calls;
+        let made_for = (hidden, experts, top_k, max_tokens, dtype, capacity);
+        let (shape, num_sms) = shape_of(py, made_for, num_sms)?;
+        Buffer::region_bytes(shape, calls.rank, calls.world).or_raise(py)?;
+        Buffer::check_sms(calls.rank, num_sms).or_raise(py)
     }
 
     /// The int32 elements of a handle, and where each part of it begins among them.
@@ -326,12 +366,12 @@ impl ExpertBuffer {
     /// Sends tokens. Without `topk_ids` the routing is that of the handle; with `out` rows lie by expert, and with
     /// `expert_rows` each expert has a part of so many rows, and scales are column-major in each part. With `exact` it
     /// waits until it is known how many rows arrive, and returns that: the rows, or the rows by expert if these lie so,
-    /// and a list of those of each expert of this rank.
+    /// and a list of those of each expert of this rank. `more` is how many calls follow that belong to this one.
     #[pyo3(signature = (
         handle, x, topk_ids, topk_weights = None, scales = None, quantize = None, out = None, out_scales = None,
-        alignment = Number::of(1), stream = None, expert_rows = Number::of(0), exact = false
+        alignment = Number::of(1), stream = None, expert_rows = Number::of(0), exact = false, more = 0
     ), text_signature = "(handle, x, topk_ids, topk_weights=None, scales=None, quantize=None, out=None, \
-                         out_scales=None, alignment=1, stream=None, expert_rows=0, exact=False)")]
+                         out_scales=None, alignment=1, stream=None, expert_rows=0, exact=False, more=0)")]
     #[allow(clippy::too_many_arguments)] // options, with names
     fn dispatch(
         &self,
@@ -341,13 +381,14 @@ impl ExpertBuffer {
         topk_ids: Option<Argument<'_, '_>>,
         topk_weights: Option<Argument<'_, '_>>,
         scales: Option<Argument<'_, '_>>,
-        quantize: Option<&str>,
+        quantize: Option<Name<'_>>,
         out: Option<Argument<'_, '_>>,
         out_scales: Option<Argument<'_, '_>>,
         alignment: Number<u32>,
         stream: Option<Argument<'_, '_>>,
         expert_rows: Number<u32>,
         exact: bool,
+        more: u32,
     ) -> PyResult<Option<(usize, Vec<usize>)>> {
         let calls = &*self.calls;
         let stream = calls.stream(py, stream)?;
@@ -355,6 +396,7 @@ impl ExpertBuffer {
         let arguments = || {
             let rows = self.matrix("x", x, Some(shape.hidden), false)?;
             has_type("x", rows.tensor.dtype, &[shape.dtype, DType::F8E4m3])?;
+            let quantize = quantize.map(|name| name.or_refuse("quantize")).transpose()?;
             let (tokens, quantize) = (rows.rows, quantization(quantize)?);
             let read = |name, object: Option<_>, columns, dtypes: &[DType]| {
                 let read = |object| self.of_tokens(name, object, (tokens, columns), dtypes);
@@ -398,6 +440,7 @@ impl ExpertBuffer {
                 quantize,
                 layout,
                 known: topk_ids.is_none(),
+                more,
             };
             Ok(Ready(self.handle(handle)?, dispatch))
         };
@@ -420,7 +463,7 @@ impl ExpertBuffer {
     }
 
     /// Sends rows back and sums them up. `rows` is how many rows the input has at least, as the dispatch had them.
-    #[pyo3(signature = (handle, out, input, rows, weights = None, by_expert = false, stream = None))]
+    #[pyo3(signature = (handle, out, input, rows, weights = None, by_expert = false, stream = None, more = 0))]
     #[allow(clippy::too_many_arguments)] // options, with names
     fn combine(
         &self,
@@ -428,10 +471,11 @@ impl ExpertBuffer {
         handle: Argument<'_, '_>,
         out: Argument<'_, '_>,
         input: Argument<'_, '_>,
-        rows: usize,
+        rows: Number<usize>,
         weights: Option<Argument<'_, '_>>,
         by_expert: bool,
         stream: Option<Argument<'_, '_>>,
+        more: u32,
     ) -> PyResult<()> {
         let calls = &*self.calls;
         let stream = calls.stream(py, stream)?;
@@ -439,6 +483,7 @@ impl ExpertBuffer {
         let arguments = || {
             let from = self.matrix("expert_output", input, Some(shape.hidden), false)?;
             has_type("expert_output", from.tensor.dtype, &[shape.dtype])?;
+            let rows = rows.or_refuse("rows")?;
             if from.rows < rows {
                 return Err(Refusal::Invalid(format!(
                     "expert_output: {} rows, where the dispatch had {rows}",
@@ -458,12 +503,14 @@ impl ExpertBuffer {
                 .transpose()?;
             let combine = CombineAt {
                 input: from.tensor.from(),
+                input_rows: from.rows,
                 output: to.tensor.to(),
                 tokens: to.rows,
                 // Where there are no tokens, torch gives an address of 0; that there are weights is said all the same.
                 weights: weights.map_or(0, |it| it.tensor.address.max(align_of::<f32>()))
                     as *const f32,
                 by_expert,
+                more,
             };
             Ok(Ready(self.handle(handle)?, combine))
         };

@@ -459,6 +459,19 @@ class ExpertBuffer:
         dtype: DType,
         capacity: int | None = None,
         num_sms: int | None = None,
+        any_layout: bool = False,
+    ) -> None: ...
+    @staticmethod
+    def check(
+        comm: Communicator,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        dtype: DType,
+        capacity: int | None = None,
+        num_sms: int | None = None,
     ) -> None: ...
     @staticmethod
     def bytes_for(
@@ -483,6 +496,7 @@ class ExpertBuffer:
         stream: Stream | None = None,
         expert_rows: int = 0,
         exact: bool = False,
+        more: int = 0,
     ) -> tuple[int, list[int]] | None: ...
     def combine(
         self,
@@ -493,6 +507,7 @@ class ExpertBuffer:
         weights: Tensor | None = None,
         by_expert: bool = False,
         stream: Stream | None = None,
+        more: int = 0,
     ) -> None: ...
 
 class Channels:

@@ -404,3 +404,28 @@ def test_parts_of_a_captured_calls_handle_are_those_of_the_last_replay(monkeypat
         parts = handles._LazyTuple([lambda looks=looks: next(looks)], torch.device("cuda"))
         times.append([parts[0], parts[0], next(iter(parts))])
     assert times == [[0, 1, 2], [0, 0, 0]]
+
+
+def no_token_at_first(group):
+    buffer = deep_ep.Buffer(group)
+    for count in (0, 3):
+        x = torch.ones(count, 128, dtype=BFLOAT16)
+        ids, weights = torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2)
+        ids[:, 1] = 1
+        of_ranks, _, of_experts, in_rank, _ = buffer.get_dispatch_layout(ids, 2 * group.world)
+        rows, found, _, counts, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=of_ranks,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=of_experts,
+            topk_idx=ids,
+            topk_weights=weights,
+        )
+        received = count * group.world if group.rank == 0 else 0
+        assert rows.shape == (received, 128) and found.shape == (received, 2) and counts == [received] * 2
+        sums, _, _ = buffer.combine(rows, handle)
+        assert torch.equal(sums, x)
+
+
+def test_a_first_dispatch_without_a_token():
+    values(2, no_token_at_first)

@@ -164,6 +164,7 @@ impl Check<'_> {
             quantize: Quantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
+            more: 0,
         })
     }
 
@@ -289,7 +290,12 @@ impl Check<'_> {
             let weights = if given { self.weights.as_ptr().cast() } else { std::ptr::null() };
             let (input, output) =
                 (self.rows.as_ptr().cast_const().cast(), self.result.as_ptr().cast());
-            self.combine(buffer, handle, &CombineAt { input, output, tokens, weights, by_expert })?;
+            let input_rows = usize::MAX;
+            self.combine(
+                buffer,
+                handle,
+                &CombineAt { input, input_rows, output, tokens, weights, by_expert, more: 0 },
+            )?;
             self.settle(buffer)?;
             let mut wanted =
                 encode(shape.dtype, routing.combined(rank, seed, shape.hidden, by_expert));

@@ -53,7 +53,7 @@ __device__ __forceinline__ void place_by_expert(const ExpertsWork& work, u32 loc
         const int expert = work.row_ids[first + i];
         const u32 before = static_cast<u32>(work.row_places[first + i]);
         work.places[first + i] =
-            expert < 0 ? -1 : place_for_expert(work, local, source, static_cast<u32>(expert), before);
+            is_index(expert, local) ? place_for_expert(work, local, source, static_cast<u32>(expert), before) : -1;
         work.kept_weights[first + i] = work.row_weights[first + i];
     }
     __syncthreads();
@@ -81,7 +81,7 @@ template <u32 COUNT>
 __device__ __forceinline__ void store_by_expert(const ExpertsWork& work, const int* places, const Piece<COUNT>& piece,
                                                 const uint4 (&vectors)[COUNT]) {
     for (u32 k = 0; k < work.top_k; ++k) {
-        if (places[k] >= 0) {
+        if (is_index(places[k], work.output_capacity)) {
             piece.store(work.output + places[k] * work.row_bytes, vectors);
         }
     }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_by_expert(const ExpertsWork& work, u32 sour
             const u64 of = (static_cast<u64>(tile) + row) * units + at;
             for (u32 k = 0; k < work.top_k; ++k) {
                 const int place = places[row * work.top_k + k];
-                if (place < 0) {
+                if (!is_index(place, work.output_capacity)) {
                     continue;
                 }
                 const ScaleRow scales(work, static_cast<u32>(place), units);

@@ -8,6 +8,7 @@
 
 #include <experts/bulk.cuh>
 #include <experts/combine_few.cuh>
+#include <experts/handle.cuh>
 
 using namespace symmpool;
 
@@ -43,8 +44,8 @@ __device__ __forceinline__ void send_weights(const Comm& comm, const ExpertsWork
         const float weight = work.weights[static_cast<u64>(token) * work.top_k + k];
         for (u32 rank = 0; rank < WORLD; ++rank) {
             const int position = work.positions[static_cast<u64>(token) * WORLD + rank];
-            if (position >= 0) {
-                const u64 row = static_cast<u32>(work.bases[rank]) + static_cast<u64>(position);
+            const u64 row = static_cast<u32>(work.bases[rank]) + static_cast<u64>(static_cast<u32>(position));
+            if (row < work.capacity) {
                 *comm.at_peer(work.combine_weights + row * work.top_k + k, rank) = weight;
             }
         }
@@ -73,7 +74,7 @@ __device__ __forceinline__ void for_rows_of_step(const Comm& comm, const Experts
         }
         const Chunks chunks(sources.tokens[source], work.peer_blocks);
         const u32 begin = sources.begin[source];
-        const u64 room = work.capacity - begin;
+        const u32 room = sources.rows(source, work.max_tokens);
         // At a peer, rows lie by the distance of their sender.
         char* slot = work.combined + (WORLD - distance - 1) * (work.max_tokens * work.row_bytes);
 #pragma unroll 1
@@ -81,7 +82,7 @@ __device__ __forceinline__ void for_rows_of_step(const Comm& comm, const Experts
             const int* begins = work.chunks + source * (MOST_CHUNKS + 1);
             const u32 first = static_cast<u32>(begins[chunk_of(chunks, index, step)]);
             const u32 last = static_cast<u32>(begins[chunk_of(chunks, index, step + 1)]);
-            const u32 end = last < room ? last : static_cast<u32>(room);
+            const u32 end = last < room ? last : room;
             if (first < end) {
                 send(begin + first, end - first, comm.at_peer(slot + first * work.row_bytes, source));
             }
@@ -179,7 +180,8 @@ __device__ __forceinline__ void sum_tokens(const Comm& comm, const ExpertsWork& 
         // At most a few places for each thread. Unrolled further, this loop takes registers of the sums below.
 #pragma unroll (TILE * WORLD > THREADS ? 2 : 1)
         for (u32 i = SUMMING.thread(); i < count * WORLD; i += SUMMING.threads()) {
-            places[i / WORLD][i % WORLD] = work.positions[static_cast<u64>(first) * WORLD + i];
+            const u32 most = i % WORLD == comm.rank ? sources.rows(comm.rank, work.tokens) : work.tokens;
+            places[i / WORLD][i % WORLD] = index_or_none(work.positions[static_cast<u64>(first) * WORLD + i], most);
         }
         SUMMING.sync();
         for_pieces<SUM_VECTORS>(count, vectors, SUMMING, [&](const Piece<SUM_VECTORS>& piece) {
@@ -191,6 +193,7 @@ __device__ __forceinline__ void sum_tokens(const Comm& comm, const ExpertsWork& 
 __device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
     const Session& session = few.session;
     send_handshake_of(session, call, few.work, THREADS);
+    check_handle(session, few.work, few.work.input_rows);
     session.advance();
     compare_handshakes(session, call, threadIdx.x, blockDim.x);
     if (must_expire_flags(session)) {
@@ -210,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (__syncthreads_or(session.failed)) {
         return;
     }
-    sources.keep(word);
+    sources.keep(work, word);
     const FewSums few(session, work);
     if (is_leader_block()) {
         lead(few, call);

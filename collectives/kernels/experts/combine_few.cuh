@@ -28,14 +28,23 @@ struct Sources {
         return from == nullptr ? 0 : static_cast<u32>(*from);
     }
 
-    // Called by all threads of a block, which wait for a barrier then.
-    __device__ __forceinline__ void keep(u32 word) {
+    // Called by all threads of a block, which wait for a barrier then. Rows are those that the handle has room for, and if
+    // they lie by rank those that there are.
+    __device__ __forceinline__ void keep(const ExpertsWork& work, u32 word) {
         const u32 at = threadIdx.x, of = threadIdx.x - 32;
         if (at <= WORLD) {
-            begin[at] = word;
+            const u64 rows = BY_EXPERT || work.capacity < work.input_rows ? work.capacity : work.input_rows;
+            begin[at] = word < rows ? word : static_cast<u32>(rows);
         } else if (of < WORLD) {
             tokens[of] = word;
         }
+    }
+
+    // How many rows a rank sent here: no more than it may have tokens.
+    __device__ __forceinline__ u32 rows(u32 source, u32 most) const {
+        const u32 from = begin[source], to = begin[source + 1];
+        const u32 found = from < to ? to - from : 0;
+        return found < most ? found : most;
     }
 };
 
@@ -56,7 +65,7 @@ struct FewSums {
 
     // How many rows this rank returns through the inbox of a rank.
     __device__ __forceinline__ u32 returns(u32 source) const {
-        return source != session.comm.rank && !has_many(source) ? sources.begin[source + 1] - sources.begin[source] : 0;
+        return source != session.comm.rank && !has_many(source) ? sources.rows(source, work.inbox_tokens) : 0;
     }
 };
 
@@ -72,7 +81,7 @@ __device__ __forceinline__ void send_few_weights(const FewSums& few, const Share
         const uint4 vector = make_uint4(weight(4 * nth), weight(4 * nth + 1), weight(4 * nth + 2), weight(4 * nth + 3));
         for (u32 rank = 0; rank < WORLD; ++rank) {
             const int row = work.positions[static_cast<u64>(token) * WORLD + rank];
-            if (rank != few.session.comm.rank && row >= 0) {
+            if (rank != few.session.comm.rank && is_index(row, work.tokens)) {
                 few.weights.send(few.session, rank, static_cast<u32>(row), nth, vector);
             }
         }
@@ -141,12 +150,12 @@ __device__ __forceinline__ bool return_few(const FewSums& few) {
 __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) {
     const ExpertsWork& work = few.work;
     const Session& session = few.session;
-    const u32 rank = session.comm.rank, begin = sources.begin[rank];
+    const u32 rank = session.comm.rank, begin = sources.begin[rank], rows = sources.rows(rank, work.tokens);
     bool bad = false;
     for_pieces<COMBINE_VECTORS>(share, share.to - share.from, few.rows.vectors, [&](const Piece<COMBINE_VECTORS>& piece) {
         const u64 token = share.from + piece.row;
         const int* positions = work.positions + token * WORLD;
-        const int own = positions[rank];
+        const int own = index_or_none(positions[rank], rows);
         const u32 received = begin + static_cast<u32>(own);
         const float* weights = nullptr;
 #if BY_EXPERT
@@ -160,7 +169,7 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
 #pragma unroll 1
         for (u32 other = 0; other < WORLD && !bad; ++other) {
             const int position = positions[other];
-            if (position < 0) {
+            if (!is_index(position, other == rank ? rows : work.tokens)) {
                 continue;
             }
             uint4 found[COMBINE_VECTORS];
@@ -198,7 +207,8 @@ __device__ __noinline__ void expire_unused(const Session& session, const Experts
         // Rows of a rank are numbered in the order of tokens, so the last one says how many there are.
         u32 rows = 0;
         for (u32 token = work.tokens; sums && token != 0 && rows == 0; --token) {
-            rows = static_cast<u32>(work.positions[static_cast<u64>(token - 1) * WORLD + other] + 1);
+            const int found = work.positions[static_cast<u64>(token - 1) * WORLD + other];
+            rows = static_cast<u32>(index_or_none(found, work.tokens) + 1);
         }
         few.rows.expire(session, other, rows);
     }

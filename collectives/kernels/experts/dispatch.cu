@@ -10,6 +10,7 @@
 //! With BY_EXPERT, blocks copy the rows that have arrived to the places of their experts.
 
 #include <experts/dispatch_few.cuh>
+#include <experts/handle.cuh>
 
 using namespace symmpool;
 
@@ -105,7 +106,8 @@ __device__ __forceinline__ void keep_counts(const Routing& routing) {
     }
     if (threadIdx.x < WORLD) {
         const u32 other = threadIdx.x;
-        work.bases[other] = static_cast<int>(shared.bases[other]);
+        const u32 base = shared.bases[other];
+        work.bases[other] = static_cast<int>(base < work.capacity ? base : work.capacity);
         work.source_tokens[other] = static_cast<int>(shared.counts.tokens[other]);
     }
     if (threadIdx.x <= WORLD) {
@@ -116,6 +118,7 @@ __device__ __forceinline__ void keep_counts(const Routing& routing) {
         work.head[0] = static_cast<int>(received_rows(work));
         work.head[1] = static_cast<int>(work.tokens);
         work.head[2] = static_cast<int>(expert_rows.offsets[routing.local]);
+        work.head[3] = LAYOUT_WORD;
     }
 }
 
@@ -174,6 +177,8 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
     }
     if (!work.known) {
         send_counts(session, routing, CountVectors(routing.local));
+    } else {
+        check_handle(session, work, 1ull << 31);
     }
     session.advance();
     const FewRows few(session, routing);
@@ -189,6 +194,8 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
         if (work.sizes != nullptr) {
             send_sizes(work, routing.local);
         }
+    } else if (BY_EXPERT && threadIdx.x == 0 && static_cast<u32>(work.head[2]) > work.output_capacity) {
+        write_notice(session, EXPERTS_OVERFLOW, session.comm.rank, static_cast<u32>(work.head[2]), work.output_capacity);
     }
     if (must_expire_flags(session)) {
         expire_unused(session, work);

@@ -242,7 +242,8 @@ __device__ __forceinline__ const int* places_of(const FewRows& few, u32 within) 
 #if BY_EXPERT
 // The place by expert for id `k` of a row, where the handle has it.
 __device__ __forceinline__ int known_place(const ExpertsWork& work, u32 place, u32 k) {
-    return place == NOWHERE ? -1 : work.places[static_cast<u64>(place) * work.top_k + k];
+    const int found = place == NOWHERE ? -1 : work.places[static_cast<u64>(place) * work.top_k + k];
+    return index_or_none(found, work.output_capacity);
 }
 #endif
 

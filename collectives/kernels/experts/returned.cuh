@@ -57,7 +57,8 @@ __device__ __forceinline__ void load_returned(const ExpertsWork& work, u32 row, 
                                               const Piece<COUNT>& piece, uint4 (&vectors)[COUNT]) {
     const u32 lane = threadIdx.x % 32;
     const bool has_id = lane < work.top_k;
-    const int place = has_id ? work.places[static_cast<u64>(row) * work.top_k + lane] : -1;
+    const int kept = has_id ? work.places[static_cast<u64>(row) * work.top_k + lane] : -1;
+    const int place = index_or_none(kept, work.input_rows);
     const float weight = has_id ? weights[lane] : 0.0f;
     float sums[COUNT][VALUES] = {};
     // An expert's vectors are under way while those of the one before are added.

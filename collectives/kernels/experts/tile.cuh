@@ -86,8 +86,9 @@ __device__ __forceinline__ void number_tile(const Routing& routing, u32 tile, u3
             }
             shared.before[within][rank] = row;
             if (within < tokens && work.known) {
-                // NOWHERE is -1.
-                row = static_cast<u32>(work.positions[(static_cast<u64>(tile) + within) * WORLD + rank]);
+                // NOWHERE is -1. A rank sends no more rows to another one than it has tokens.
+                const int found = work.positions[(static_cast<u64>(tile) + within) * WORLD + rank];
+                row = static_cast<u32>(index_or_none(found, work.tokens));
             } else {
                 row = mask >> rank & 1 ? row : NOWHERE;
             }
@@ -111,8 +112,8 @@ __device__ __forceinline__ void place_tile(const Routing& routing, u32 tile, u32
     for (u32 i = threadIdx.x; i < tokens * WORLD; i += THREADS) {
         const u32 within = i / WORLD, rank = i % WORLD, row = shared.places[within][rank];
         u32 place = row == NOWHERE ? NOWHERE : shared.bases[rank] + row;
+        place = place < work.capacity ? place : NOWHERE;
         if (!work.known) {
-            place = place < work.capacity ? place : NOWHERE;
             work.positions[static_cast<u64>(tile) * WORLD + i] = place == NOWHERE ? -1 : static_cast<int>(row);
         }
         shared.places[within][rank] = place;

@@ -45,6 +45,7 @@ struct ExpertsWork {
     u64 scale_bytes;
     u64 capacity;
     u64 output_capacity;
+    u64 input_rows;
     u64 expert_rows;
     u32 max_tokens;
     u32 tokens;
@@ -58,6 +59,8 @@ struct ExpertsWork {
     u32 sends_weights;
     u32 inbox_tokens;
     u32 sizes_number;
+    u32 any_layout;
+    u32 unused;
 };
 
 static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
@@ -179,5 +182,16 @@ constexpr u32 NO_EXPERT = 3;        // an id is no expert
 constexpr u32 ROWS_OVERFLOW = 4;    // a rank has no room for all its rows
 constexpr u32 EXPERTS_OVERFLOW = 5; // an output has no room for all rows by expert
 constexpr u32 EXPERT_OVERFLOW = 6;  // nor has the part of an expert for all rows of that one
+constexpr u32 WRONG_HANDLE = 7;     // a handle is of another layout, or was written to: which part, and what it has
+
+// A handle is the caller's memory, which a program may write to, and calls take indices from it. So each is compared with
+// its bound where it is used, by the instruction that finds out whether there is one: what is out of bounds counts as
+// none. The leader block looks at all of them, while it would wait for handshakes, and tells the host.
+
+// Whether an index that a handle has is one.
+__device__ __forceinline__ bool is_index(int found, u64 bound) { return static_cast<u32>(found) < bound; }
+
+// An index that a handle has, or -1.
+__device__ __forceinline__ int index_or_none(int found, u64 bound) { return is_index(found, bound) ? found : -1; }
 
 }  // namespace symmpool

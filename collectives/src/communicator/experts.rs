@@ -31,6 +31,8 @@ pub struct ExpertBuffer<C: Deref<Target = Communicator>> {
     shape: ExpertShape,
     /// The most SMs that kernels take; 0 for what is best.
     num_sms: AtomicU32,
+    /// Whether calls by rank take handles whose rows lie by expert.
+    any_layout: bool,
     /// Where the symmetric memory begins.
     region: u64,
     /// Keeps that memory, if it is the buffer's own.
@@ -94,7 +96,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         Self::check_sms(comm.rank(), num_sms)?;
         let num_sms = AtomicU32::new(num_sms.unwrap_or(0));
         comm.lock().engine.load_experts(&shape)?;
-        Ok(Self { comm, shape, num_sms, region: region as u64, _memory: None })
+        Ok(Self { comm, shape, num_sms, any_layout: false, region: region as u64, _memory: None })
     }
 
     /// Bytes of the symmetric memory of a buffer of this shape among `world` ranks.
@@ -104,6 +106,13 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     /// `is_invalid_argument` for an invalid shape.
     pub fn region_bytes(shape: ExpertShape, rank: u32, world: u32) -> Result<usize> {
         Ok(RegionParts::new(&shape.checked(rank, world)?, world).bytes as usize)
+    }
+
+    /// Has calls take handles whose rows lie by expert where they lie by rank here: for a buffer of what belongs to the
+    /// tokens of another buffer, such as their weights, that goes the way of that buffer's handles.
+    #[must_use]
+    pub fn with_any_layout(self) -> Self {
+        Self { any_layout: true, ..self }
     }
 
     /// What it was made for.
@@ -291,6 +300,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             known: dispatch.known,
             weights: false,
             quantized: row_bytes != self.shape.row_bytes() || dispatch.quantized,
+            more: dispatch.more,
             scale_bytes: scale_bytes as u32,
         };
         let mut inner = self.comm.begin(stream)?;
@@ -324,12 +334,13 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             input: combine.input as u64,
             weights: combine.weights as u64,
             output: combine.output as u64,
+            input_rows: combine.input_rows as u64,
             tokens: combine.tokens as u32,
             sends_weights: u32::from(!combine.weights.is_null()),
             ..self.work(handle)
         };
         let (by_expert, weights) = (combine.by_expert, !combine.weights.is_null());
-        let mode = ExpertMode { by_expert, weights, ..ExpertMode::default() };
+        let mode = ExpertMode { by_expert, weights, more: combine.more, ..ExpertMode::default() };
         let mut inner = self.comm.begin(stream)?;
         let call = self.call(&mut inner, (Operation::ExpertCombine, mode), work, stream)?;
         // SAFETY: as in `dispatch_at`.
@@ -337,7 +348,10 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     }
 
     fn work(&self, handle: *mut u8) -> ExpertsWork {
-        ExpertsWork::new(&self.shape, self.comm.world(), self.region, handle as u64)
+        ExpertsWork {
+            any_layout: self.any_layout.into(),
+            ..ExpertsWork::new(&self.shape, self.comm.world(), self.region, handle as u64)
+        }
     }
 
     /// A call, with the buffer's memory in a window, as `begin` has committed what was due.

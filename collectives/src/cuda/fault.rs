@@ -46,6 +46,17 @@ const NO_EXPERT: u32 = 3;
 const ROWS_OVERFLOW: u32 = 4;
 const EXPERTS_OVERFLOW: u32 = 5;
 const EXPERT_OVERFLOW: u32 = 6;
+const WRONG_HANDLE: u32 = 7;
+/// What is wrong in a handle, by the numbers of `experts/handle.cuh`, and what it has there.
+const PARTS_OF_HANDLES: [&str; 7] = [
+    "handle",
+    "layout",
+    "number of tokens",
+    "number of received rows",
+    "list of where ranks' rows begin",
+    "list of the places of rows that this rank sent",
+    "list of the places of received rows",
+];
 
 impl Notice {
     /// The notice as an error of `rank`, after `calls` calls with notices.
@@ -64,7 +75,8 @@ impl Notice {
             ))
             .naming([culprit]);
         }
-        if let NO_EXPERT | ROWS_OVERFLOW | EXPERTS_OVERFLOW | EXPERT_OVERFLOW = kind {
+        if let NO_EXPERT | ROWS_OVERFLOW | EXPERTS_OVERFLOW | EXPERT_OVERFLOW | WRONG_HANDLE = kind
+        {
             return self.error_of_experts(rank, &more).naming([culprit]);
         }
         Error::invalid_argument(format!(
@@ -82,6 +94,21 @@ impl Notice {
         let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
         let call =
             format!("dispatch to experts, collective {epoch} on the device, seen on rank {rank}");
+        if kind == WRONG_HANDLE {
+            let part = PARTS_OF_HANDLES.get(needed as usize).unwrap_or(&PARTS_OF_HANDLES[0]);
+            let found = room as u32 as i32;
+            let what = match (needed, room) {
+                (1, 1) => "is of a dispatch in the other layout".to_owned(),
+                (1, _) => "is none that a dispatch has written".to_owned(),
+                (2, _) => format!("is of a dispatch of {found} tokens, and this call has others"),
+                _ => format!("has {found} in its {part}, which is out of bounds"),
+            };
+            return Error::invalid_argument(format!(
+                "a call of experts, collective {epoch} on the device, seen on rank {rank}: the handle of rank {culprit} \
+                 {what}. Pass a handle as the dispatch of these tokens gave it. What the call wrote is wrong, and the \
+                 communicator stays usable.{more}"
+            ));
+        }
         let left = "The communicator stays usable";
         match kind {
             NO_EXPERT => Error::invalid_argument(format!(
@@ -418,6 +445,17 @@ mod tests {
                 error.to_string().contains("12") && error.to_string().contains("10"),
                 "{error}"
             );
+        }
+        for (needed, room, said) in [
+            (1, 1, "the other layout"),
+            (1, 0, "none that a dispatch"),
+            (2, 5, "5 tokens"),
+            (5, 0xffff_fff9, "-7 in its list"),
+            (9, 3, "3 in its handle"),
+        ] {
+            let error = Notice { kind: WRONG_HANDLE, needed, room, ..notice }.error(0, 1);
+            assert!(error.is_invalid_argument() && error.ranks() == [3], "{error}");
+            assert!(error.to_string().contains(said), "{error}");
         }
         let nonsense = Notice { kind: 2, ..notice }.error(0, 5);
         assert!(nonsense.is_invalid_argument() && nonsense.ranks() == [3], "{nonsense}");

@@ -62,7 +62,7 @@ impl RegionParts {
 #[derive(Clone, Copy, Debug)]
 pub struct HandleParts {
     /// How many rows were received, then how many tokens this rank had, then how many rows by expert there are,
-    /// padding included.
+    /// padding included, then which layout the rows have: [`HandleParts::layout_word`].
     pub head: usize,
     /// Where the rows of each source begin, and behind them the end: `world + 1` numbers.
     pub source_offsets: usize,
@@ -89,6 +89,12 @@ pub struct HandleParts {
 }
 
 impl HandleParts {
+    /// The number by which a handle says how the rows of its dispatch lie. No other memory is likely to have it.
+    pub(crate) fn layout_word(by_expert: bool) -> i32 {
+        // As in `experts/work.cuh`.
+        0x5e1d_ab00 + i32::from(by_expert)
+    }
+
     pub(crate) fn new(shape: &ExpertShape, world: u32) -> Self {
         let (ranks, capacity) = (u64::from(world), shape.received(world) as u64);
         let (top_k, local) = (u64::from(shape.top_k), u64::from(shape.local_experts(world)));
@@ -164,6 +170,8 @@ pub(crate) struct ExpertsWork {
     /// Rows that a rank can receive, and rows by expert that `output` has room for.
     pub(crate) capacity: u64,
     pub(crate) output_capacity: u64,
+    /// Rows that the input of a combine has.
+    pub(crate) input_rows: u64,
     /// The rows of each expert's part of `output`; 0 if rows of experts lie one after the other.
     pub(crate) expert_rows: u64,
     pub(crate) max_tokens: u32,
@@ -187,6 +195,9 @@ pub(crate) struct ExpertsWork {
     pub(crate) inbox_tokens: u32,
     /// What it writes there when it has told all.
     pub(crate) sizes_number: u32,
+    /// Whether the handle may be of a dispatch whose rows lie otherwise.
+    pub(crate) any_layout: u32,
+    pub(crate) unused: u32,
 }
 
 impl ExpertsWork {
@@ -226,6 +237,7 @@ impl ExpertsWork {
             scale_bytes: 0,
             capacity: shape.received(world) as u64,
             output_capacity: 0,
+            input_rows: 0,
             expert_rows: 0,
             max_tokens: shape.max_tokens as u32,
             tokens: 0,
@@ -239,6 +251,8 @@ impl ExpertsWork {
             sends_weights: 0,
             inbox_tokens: 0,
             sizes_number: 0,
+            any_layout: 0,
+            unused: 0,
         }
     }
 }

@@ -116,6 +116,8 @@ pub(crate) struct ExpertMode {
     pub(crate) weights: bool,
     /// Whether rows are quantised when they travel.
     pub(crate) quantized: bool,
+    /// How many calls follow that belong to this one; less than 4.
+    pub(crate) more: u32,
     /// Bytes of the scales of a row; less than 2^16.
     pub(crate) scale_bytes: u32,
 }
@@ -124,7 +126,7 @@ impl ExpertMode {
     pub(crate) fn bits(self) -> u32 {
         let flags = [self.by_expert, self.known, self.weights, self.quantized];
         let flags = (0..).zip(flags).map(|(bit, flag)| u32::from(flag) << bit).sum::<u32>();
-        flags | self.scale_bytes << 4
+        flags | (self.scale_bytes & 0xffff) << 4 | (self.more & 3) << 20
     }
 
     pub(crate) fn of_bits(bits: u32) -> Self {
@@ -135,6 +137,7 @@ impl ExpertMode {
             weights: flag(2),
             quantized: flag(3),
             scale_bytes: bits >> 4 & 0xffff,
+            more: bits >> 20 & 3,
         }
     }
 }
@@ -153,6 +156,11 @@ impl fmt::Display for ExpertMode {
         }
         if self.weights {
             f.write_str(", weights given")?;
+        }
+        match self.more {
+            0 => {}
+            1 => f.write_str(", one call of weights behind it")?,
+            more => write!(f, ", {more} calls of weights behind it")?,
         }
         Ok(())
     }
@@ -183,6 +191,9 @@ pub struct DispatchAt {
     pub layout: ExpertLayout,
     /// Whether the handle is one of an earlier dispatch, whose routing is used again. Ids and weights are not sent.
     pub known: bool,
+    /// How many calls follow that belong to this one, such as one that sends weights: less than 4. Ranks compare it, so
+    /// that those which make other calls find that out in the first one.
+    pub more: u32,
 }
 
 /// How many rows a rank received in a dispatch.
@@ -201,6 +212,9 @@ pub struct ReceivedSizes {
 pub struct CombineAt {
     /// Rows of experts, as they lay after the dispatch.
     pub input: *const u8,
+    /// How many rows the input has. A handle that names others is an error, and none of them is read. `usize::MAX` where
+    /// the caller answers for the handle.
+    pub input_rows: usize,
     /// Where the sums are written, `[tokens, hidden]`.
     pub output: *mut u8,
     /// The tokens of this rank in the dispatch.
@@ -210,6 +224,8 @@ pub struct CombineAt {
     pub weights: *const f32,
     /// Whether rows lie by expert.
     pub by_expert: bool,
+    /// As in [`DispatchAt`].
+    pub more: u32,
 }
 
 impl ExpertShape {

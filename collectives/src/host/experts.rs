@@ -17,7 +17,7 @@ use self::routing::{BadId, Routing};
 use super::HostEngine;
 use super::call::{Call, Operation};
 use super::kernels::{ExpertRows, copy};
-use crate::experts::{ExpertCall, ExpertsWork};
+use crate::experts::{ExpertCall, ExpertsWork, HandleParts};
 use crate::{Quantization, ReceivedSizes};
 
 /// What calls use for themselves; it is kept so that calls need not allocate.
@@ -74,7 +74,9 @@ impl HostEngine {
         let (world, work, region) = (self.world(), &call.work, Region::of(call, self.world()));
         // SAFETY: the handle is one of this buffer, which has these parts.
         let handle = unsafe { Handle::new(work, world) };
-        self.begin_with(&handle, work, work.known != 0)?;
+        // A known routing names rows of peers only, and those by expert are as many as the output has room for or less.
+        let known = (work.known != 0).then_some((call.mode.by_expert, u64::MAX));
+        self.begin_with(&handle, work, known)?;
         if work.known == 0 {
             // SAFETY: the caller's promise about the ids.
             unsafe { scratch.routing.read(work, world) };
@@ -83,6 +85,7 @@ impl HostEngine {
         let description = Call::new(Operation::ExpertDispatch);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
         let routed = if work.known == 0 {
+            handle.head.set(Handle::LAYOUT, HandleParts::layout_word(call.mode.by_expert));
             self.keep_routing(&handle, &scratch.routing, work)
         } else {
             Ok(())
@@ -114,19 +117,20 @@ impl HostEngine {
         routed.and_then(|()| self.check_room(work.expert_rows != 0))
     }
 
-    /// Waits for calls that this rank refused before, and declines this one if a handle that is used again is of another
-    /// number of tokens.
-    fn begin_with(&mut self, handle: &Handle, work: &ExpertsWork, again: bool) -> Result<()> {
-        let kept = handle.head.get(Handle::TOKENS);
-        let found = if again && i64::from(kept) != i64::from(work.tokens) {
-            Err(Error::invalid_argument(format!(
-                "experts on rank {}: {} tokens with a handle of {kept}: pass the handle of the dispatch of the same tokens",
-                self.rank(),
-                work.tokens
-            )))
-        } else {
-            Ok(())
-        };
+    /// Waits for calls that this rank refused before, and declines this one if it cannot use the handle of an earlier
+    /// dispatch: `again` is how rows lie, and how many rows by expert there may be.
+    fn begin_with(
+        &mut self,
+        handle: &Handle,
+        work: &ExpertsWork,
+        again: Option<(bool, u64)>,
+    ) -> Result<()> {
+        let ranks = (self.rank() as usize, self.world() as usize);
+        let refusal =
+            again.and_then(|(by_expert, rows)| handle.refusal(work, ranks, by_expert, rows));
+        let found = refusal.map_or(Ok(()), |why| {
+            Err(Error::invalid_argument(format!("experts on rank {}: {why}", self.rank())))
+        });
         self.or_decline(found)
     }
 
@@ -335,7 +339,7 @@ impl HostEngine {
         let clamped = |row: u64| row.min(work.output_capacity) as i32;
         let mut most = 0_u64;
         for expert in 0..local {
-            let rows = handle.expert_counts.get(expert) as u64;
+            let rows = handle.expert_counts.get(expert).max(0) as u64;
             most = most.max(rows);
             handle.expert_offsets.set(expert, clamped(begin));
             handle.expert_counts.set(expert, clamped(begin));
@@ -350,7 +354,7 @@ impl HostEngine {
             handle.weights.set(at, weights.get(at));
             // SAFETY: the id is that of a received row.
             let Some(expert) = (unsafe { self.expert_at(region, at, work) }) else { continue };
-            let place = handle.expert_counts.get(expert);
+            let place = handle.expert_counts.get(expert).max(0);
             let end = match work.expert_rows {
                 0 => work.output_capacity,
                 of_each => of_each * (expert as u64 + 1),
@@ -361,7 +365,8 @@ impl HostEngine {
             }
         }
         for expert in 0..local {
-            let rows = handle.expert_counts.get(expert) - handle.expert_offsets.get(expert);
+            let rows =
+                handle.expert_counts.get(expert).wrapping_sub(handle.expert_offsets.get(expert));
             handle.expert_counts.set(expert, rows);
         }
         if work.expert_rows == 0 { begin } else { most }

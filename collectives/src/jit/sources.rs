@@ -45,6 +45,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "experts/combine_few.cuh",
     "experts/counts.cuh",
     "experts/dispatch_few.cuh",
+    "experts/handle.cuh",
     "experts/inbox.cuh",
     "experts/returned.cuh",
     "experts/tile.cuh",
@@ -157,7 +158,7 @@ const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
 const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
 const ANY_TOKENS: Axis = ("ONLY_FEW", &["0"]);
 const ONLY_FEW: Axis = ("ONLY_FEW", &["1"]);
-const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["304"]);
+const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["320"]);
 
 // A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
 macro_rules! collective {

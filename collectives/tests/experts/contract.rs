@@ -101,6 +101,7 @@ fn tokens_that_are_quantised_already_travel_with_their_scales() {
             quantize: Quantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
+            more: 0,
         };
         // SAFETY: the blocks have these lengths.
         unsafe { rank.buffer.dispatch_at(handle.memory.as_ptr(), &dispatch, STREAM) }.unwrap();
@@ -178,14 +179,17 @@ fn invalid_arguments_are_refused_and_an_error_on_the_others() {
             quantize: Quantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
+            more: 0,
         };
         let odd = block.as_ptr().wrapping_add(1);
         let good_combine = CombineAt {
             input: block.as_ptr(),
+            input_rows: usize::MAX,
             output: block.as_ptr().wrapping_add(1024),
             tokens: 1 + rank.me,
             weights: std::ptr::null(),
             by_expert: false,
+            more: 0,
         };
         let by_expert = |output, alignment| ExpertLayout::ByExpert {
             output,

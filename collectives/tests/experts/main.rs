@@ -113,6 +113,7 @@ impl<'a> Rank<'a> {
             quantize: how.quantize,
             layout,
             known,
+            more: 0,
         };
         // SAFETY: the blocks have these lengths, and nobody else uses them.
         unsafe { self.buffer.dispatch_at(handle.memory.as_ptr(), &dispatch, STREAM) }
@@ -207,10 +208,12 @@ impl<'a> Rank<'a> {
         let given = self.block(&self.weights(routing, call + 1));
         let combine = CombineAt {
             input: input.as_ptr(),
+            input_rows: rows,
             output: output.as_ptr(),
             tokens,
             weights: if weights { given.as_ptr().cast() } else { std::ptr::null() },
             by_expert: how.by_expert.is_some(),
+            more: 0,
         };
         // SAFETY: the blocks have these lengths, and nobody else uses them.
         unsafe { self.buffer.combine_at(handle.memory.as_ptr(), &combine, STREAM) }.unwrap();

@@ -268,6 +268,7 @@ impl DispatchInfo {
             quantize,
             layout,
             known: self.known,
+            more: 0,
         })
     }
 }
@@ -285,10 +286,13 @@ impl CombineInfo {
         }
         Ok(CombineAt {
             input: self.input.cast(),
+            // The caller promises that it has all rows that were received.
+            input_rows: usize::MAX,
             output: self.output.cast(),
             tokens: self.tokens,
             weights: self.weights,
             by_expert: by_expert(self.layout)?,
+            more: 0,
         })
     }
 }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from symmpool.deep_ep.streams import CommStream, overlap
 from symmpool.deep_ep.utils import EventHandle, EventOverlap
 from symmpool.engines.core import group_of
 from symmpool.errors import InvalidStateError, UnsupportedError
+from symmpool.experts.checks import switch
 from symmpool.groups import resolution
 from symmpool.groups.names import resolved
 
@@ -221,28 +221,30 @@ class Buffer:
         have so many rows, ids are -1 behind those received, the list is empty, and graphs can capture it
         after a first call. With `handle` tokens go as those of its dispatch did, and the host does not wait
         either; the other parts of the result are None then."""
-        with self._declining("normal", handle is not None, num_worst_tokens):
+        cores, stream = self._parts(x)
+        with cores.door(lambda: handle is not None or cores.is_made_for(num_worst_tokens)) as door:
             checks.check_events(previous_event, async_finish, allocate_on_comm_stream)
             tokens, scales = checks.tokens_and_scales(x)
             sms = self._sms(config)
-        cores, stream = self._parts(tokens)
-        inputs = [tokens, scales, topk_idx, topk_weights, num_tokens_per_expert, is_token_in_rank]
-        if handle is not None:
-            found_handle = self._own(handle, NormalHandle, cores)
-            call = normal.again(found_handle, tokens, scales, topk_idx, topk_weights, sms)
-            inputs.append(found_handle.kept.memory)
+            inputs = [tokens, scales, topk_idx, topk_weights, num_tokens_per_expert, is_token_in_rank]
+            if handle is not None:
+                found_handle = self._own(handle, NormalHandle)
+                call = normal.again(door, found_handle, tokens, scales, topk_idx, topk_weights, sms)
+                inputs.append(found_handle.kept.memory)
+                found, event = stream.run(call, inputs, previous_event, async_finish)
+                received = found[0] if scales is None else tuple(found)
+                return received, None, None, None, None, overlap(event, found)
+            routing = {
+                "num_tokens_per_rank": num_tokens_per_rank,
+                "is_token_in_rank": is_token_in_rank,
+                "num_tokens_per_expert": num_tokens_per_expert,
+                "topk_idx": topk_idx,
+                "topk_weights": topk_weights,
+            }
+            call = normal.dispatch(
+                door, self, cores, tokens, scales, routing, num_worst_tokens, expert_alignment, sms
+            )
             found, event = stream.run(call, inputs, previous_event, async_finish)
-            received = found[0] if scales is None else tuple(found)
-            return received, None, None, None, None, overlap(event, found)
-        routing = {
-            "num_tokens_per_rank": num_tokens_per_rank,
-            "is_token_in_rank": is_token_in_rank,
-            "num_tokens_per_expert": num_tokens_per_expert,
-            "topk_idx": topk_idx,
-            "topk_weights": topk_weights,
-        }
-        call = normal.dispatch(self, cores, tokens, scales, routing, num_worst_tokens, expert_alignment, sms)
-        found, event = stream.run(call, inputs, previous_event, async_finish)
         rows, row_scales, ids, weights, _, counts, made = found
         received = rows if scales is None else (rows, row_scales)
         return received, ids, weights, counts, made, overlap(event, found)
@@ -262,15 +264,15 @@ class Buffer:
         in the order of ranks: `(combined_x, combined_topk_weights, event)`. Rows of `topk_weights` are summed
         up alike, which takes a small buffer more. Up to two tensors `bias` are added to the sums, which are
         rounded once more then."""
-        with self._declining("normal", True):
+        cores, stream = self._parts(x)
+        with cores.door(lambda: True) as door:
             checks.check_events(previous_event, async_finish, allocate_on_comm_stream)
             sms = self._sms(config)
-        cores, stream = self._parts(x)
-        found_handle = self._own(handle, NormalHandle, cores)
-        call = normal.combine(found_handle, x, topk_weights, bias, sms)
-        biases = bias if isinstance(bias, (tuple, list)) else (bias,)
-        inputs = [x, topk_weights, *biases, found_handle.kept.memory]
-        found, event = stream.run(call, inputs, previous_event, async_finish)
+            found_handle = self._own(handle, NormalHandle)
+            call = normal.combine(door, found_handle, x, topk_weights, bias, sms)
+            biases = bias if isinstance(bias, (tuple, list)) else (bias,)
+            inputs = [x, topk_weights, *biases, found_handle.kept.memory]
+            found, event = stream.run(call, inputs, previous_event, async_finish)
         sums, weights = found
         return sums, weights, overlap(event, (*inputs, *found))
 
@@ -309,16 +311,18 @@ class Buffer:
         With `dispatch_wait_recv_cost_stats`, int64 `[ranks]`, on every rank, a barrier goes before the
         dispatch, and how long this rank waited there for each other one is added: in clock cycles of an SM,
         on the CPU in nanoseconds."""
-        with self._declining("low_latency", False):
-            self._check_hook(async_finish, return_recv_hook)
         cores, stream = self._parts(x)
-        formats = (bool(use_fp8), bool(round_scale), bool(use_ue8m0))
-        call = low_latency.dispatch(
-            self, cores, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, formats,
-            cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, self._mask_on(x.device),
-        )  # fmt: skip
-        inputs = [x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats]
-        found, event = stream.run(call, inputs, None, async_finish or return_recv_hook)
+        with cores.door(lambda: "low_latency" in cores.last) as door:
+            self._check_hook(async_finish, return_recv_hook)
+            named = {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}
+            formats = tuple(switch(name, given) for name, given in named.items())
+            statistics, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+            call = low_latency.dispatch(
+                door, self, cores, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, formats,
+                statistics, waits, self._mask_on(cores.device),
+            )  # fmt: skip
+            inputs = [x, topk_idx, statistics, waits]
+            found, event = stream.run(call, inputs, None, async_finish or return_recv_hook)
         rows, scales, counts, memory, handle = found
         received = rows if scales is None else (rows, scales)
         hook = stream.hook(event, (rows, scales, memory)) if return_recv_hook else None
@@ -343,21 +347,21 @@ class Buffer:
         rounded to bfloat16 as they travel; with `use_logfmt` too, which lets them be rounded to less. Rows
         are read where they lie in any case; with `zero_copy`, in what `get_next_low_latency_combine_buffer`
         gave. `combine_wait_recv_cost_stats` is as in `low_latency_dispatch`."""
-        with self._declining("low_latency", True):
-            self._check_hook(async_finish, return_recv_hook)
         cores, stream = self._parts(x)
-        found_handle = self._own(handle, LowLatencyHandle, cores)
-        if zero_copy:
-            taken = self._combine_buffers.take(found_handle)
-            if taken is None:
-                why = "zero_copy: get_next_low_latency_combine_buffer was not called for this shape"
-                found_handle.kept.buffer._entry.refuse(why)
-                raise InvalidStateError(f"deep_ep on rank {self.rank}: {why}")
-            x = taken
-        waits = combine_wait_recv_cost_stats
-        call = low_latency.combine(found_handle, x, topk_idx, topk_weights, out, waits)
-        inputs = [x, topk_idx, topk_weights, out, found_handle.kept.memory, waits]
-        found, event = stream.run(call, inputs, None, async_finish or return_recv_hook)
+        with cores.door(lambda: True) as door:
+            self._check_hook(async_finish, return_recv_hook)
+            found_handle = self._own(handle, LowLatencyHandle)
+            switch("use_logfmt", use_logfmt)
+            if switch("zero_copy", zero_copy):
+                taken = self._combine_buffers.take(found_handle)
+                if taken is None:
+                    why = "zero_copy: get_next_low_latency_combine_buffer was not called for this shape"
+                    raise InvalidStateError(f"deep_ep on rank {self.rank}: {why}")
+                x = taken
+            waits = combine_wait_recv_cost_stats
+            call = low_latency.combine(door, found_handle, x, topk_idx, topk_weights, out, waits)
+            inputs = [x, topk_idx, topk_weights, out, found_handle.kept.memory, waits]
+            found, event = stream.run(call, inputs, None, async_finish or return_recv_hook)
         hook = stream.hook(event, found) if return_recv_hook else None
         event = None if return_recv_hook else event
         return found[0], overlap(event, (*inputs, *found)), hook
@@ -365,8 +369,8 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> torch.Tensor:
         """A tensor, bfloat16 `[local experts, ranks * num_max_dispatch_tokens_per_rank, hidden]`, that the
         next combine with `zero_copy` reads. There are two of each shape, by turns."""
-        cores = self._parts()[0]
-        return self._combine_buffers.next(self._own(handle, LowLatencyHandle, cores))
+        self._parts()
+        return self._combine_buffers.next(self._own(handle, LowLatencyHandle))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank, or ends that: tokens do not go to the experts of masked ranks, and a masked rank
@@ -393,10 +397,13 @@ class Buffer:
     # --- what these share
 
     def _parts(self, tensor: Any = None) -> tuple[Cores, CommStream]:
-        """What serves calls on the device of a tensor."""
+        """What serves calls on the device of a tensor, or of tokens with their scales; of what is none, calls
+        on the device of the last one."""
         if self._destroyed:
             raise InvalidStateError(f"deep_ep on rank {self.rank}: the buffer was destroyed")
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, (tuple, list)) and tensor:
+            tensor = tensor[0]
+        if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "cuda"):
             device = tensor.device
         elif self._by_device:
             device = next(reversed(self._by_device))
@@ -415,33 +422,17 @@ class Buffer:
     def _cores_on(self, device: torch.device) -> Cores:
         return self._by_device[device][0]
 
-    def _own(self, handle: Any, kind: type, cores: Cores) -> Any:
-        """A handle that this buffer made in this mode. The other ranks raise too if it is none."""
-        why: Exception | None = None
+    def _own(self, handle: Any, kind: type) -> Any:
+        """A handle that this buffer made in this mode."""
         if not isinstance(handle, (NormalHandle, LowLatencyHandle)):
-            why = TypeError(
+            raise TypeError(
                 f"deep_ep: handle: one that a dispatch of this buffer returned is needed, not {type(handle)}"
             )
-        elif not isinstance(handle, kind):
-            why = refuse("handle: of the other mode's dispatch")
-        elif handle.owner is not self:
-            why = refuse("handle: of another Buffer")
-        if why is None:
-            return handle
-        with cores.declining(next(iter(cores.last.values()), None)):
-            raise why
-
-    @contextlib.contextmanager
-    def _declining(self, mode: str, known: bool, worst: int = 0) -> Iterator[None]:
-        """Tells the other ranks of arguments that are refused inside, if there were calls before. `known`
-        says that they are in a call with a handle."""
-        if not self._by_device:
-            yield
-            return
-        cores = self._parts()[0]
-        serving = cores.serving(worst) if mode == "normal" and not known else cores.last.get(mode)
-        with cores.declining(serving):
-            yield
+        if not isinstance(handle, kind):
+            raise refuse("handle: of the other mode's dispatch")
+        if handle.owner is not self:
+            raise refuse("handle: of another Buffer")
+        return handle
 
     def _sms(self, config: Config | None) -> int:
         if config is None:
@@ -450,8 +441,12 @@ class Buffer:
             raise TypeError(f"deep_ep: config: a Config is needed, not {type(config)}")
         return config.num_sms
 
-    def _check_hook(self, async_finish: bool, return_recv_hook: bool) -> None:
-        if async_finish and return_recv_hook:
+    def _check_hook(self, async_finish: Any, return_recv_hook: Any) -> None:
+        asynchronous, hook = (
+            switch("async_finish", async_finish),
+            switch("return_recv_hook", return_recv_hook),
+        )
+        if asynchronous and hook:
             raise refuse("async_finish, return_recv_hook: ask for one of them")
 
     def _check_shrink(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from symmpool.deep_ep.cores import DTYPES, refuse
+from symmpool.experts.checks import readable, shown, switch
 
 __all__ = [
     "check_events",
@@ -14,17 +16,21 @@ __all__ = [
     "check_low_latency",
     "check_normal",
     "check_waits",
+    "integer",
     "matrix",
     "tokens_and_scales",
 ]
 
 _INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
+# The most tokens, rows or experts that a number may say.
+_MOST = (1 << 31) - 1
 
 
 def matrix(name: str, tensor: Any, dtypes: Any, shape: tuple[int | None, ...], device: Any) -> torch.Tensor:
     """A tensor of one of these types, with a shape in which None stands for any length, on a device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"deep_ep: {name}: a torch.Tensor is needed, not {type(tensor)}")
+    readable(name, tensor)
     dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     if tensor.dtype not in dtypes:
         raise refuse(f"{name}: elements of {tensor.dtype}, where {' or '.join(map(str, dtypes))} is needed")
@@ -35,6 +41,17 @@ def matrix(name: str, tensor: Any, dtypes: Any, shape: tuple[int | None, ...], d
     if tensor.device != device:
         raise refuse(f"{name}: on {tensor.device}, and the tokens are on {device}")
     return tensor
+
+
+def integer(name: str, given: Any, least: int = 0) -> int:
+    """A number of tokens, of experts and the like."""
+    try:
+        found = operator.index(given)
+    except TypeError:
+        raise TypeError(f"deep_ep: {name}: an integer is needed, not {shown(given)}") from None
+    if not least <= found <= _MOST:
+        raise refuse(f"{name}={shown(found)}: it is {least} to {_MOST}")
+    return found
 
 
 def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -55,7 +72,10 @@ def check_waits(name: str, waits: Any, world: int, device: Any) -> None:
         raise refuse(f"{name}: it is not contiguous")
 
 
-def check_events(previous: Any, asynchronous: bool, on_comm_stream: bool) -> None:
+def check_events(previous: Any, asynchronous: Any, on_comm_stream: Any) -> None:
+    """Checks how a call of normal mode is to run."""
+    asynchronous = switch("async_finish", asynchronous)
+    on_comm_stream = switch("allocate_on_comm_stream", on_comm_stream)
     if previous is not None and not hasattr(previous, "event"):
         raise TypeError(f"deep_ep: previous_event: an EventOverlap is needed, not {type(previous)}")
     if on_comm_stream and not (asynchronous and previous is not None):
@@ -66,6 +86,7 @@ def check_layout(topk_idx: Any, num_experts: int, world: int) -> None:
     if not isinstance(topk_idx, torch.Tensor):
         raise TypeError(f"deep_ep: topk_idx: a torch.Tensor is needed, not {type(topk_idx)}")
     matrix("topk_idx", topk_idx, _INT64, (None, None), topk_idx.device)
+    num_experts = integer("num_experts", num_experts)
     if num_experts < 1 or num_experts % world != 0:
         raise refuse(f"num_experts={num_experts}: each of {world} ranks has equally many, and one at least")
 
@@ -92,6 +113,7 @@ def check_normal(
     x: torch.Tensor, scales: Any, world: int, routing: dict[str, Any], worst: int, alignment: int
 ) -> dict[str, int]:
     """Checks a dispatch without a handle; returns what ranks compare of it."""
+    worst, alignment = integer("num_worst_tokens", worst), integer("expert_alignment", alignment, 1)
     scale_bytes = _check_rows(x, scales)
     tokens, hidden = x.shape
     ids, weights = routing["topk_idx"], routing["topk_weights"]
@@ -114,9 +136,7 @@ def check_normal(
         matrix("topk_weights", weights, _FLOAT32, (tokens, top_k), x.device)
         if top_k == 0:
             raise refuse("topk_idx: a token has one expert at least")
-    if alignment < 1:
-        raise refuse(f"expert_alignment={alignment}: 1 or more is needed")
-    if worst < 0 or (worst > 0 and ids is None):
+    if worst > 0 and ids is None:
         raise refuse(f"num_worst_tokens={worst}: 0, or the most tokens of a call with topk_idx")
     dtype = DTYPES.index(x.dtype) if scales is None else 0
     return {
@@ -142,6 +162,8 @@ def check_low_latency(
     x: Any, topk_idx: Any, most: int, count: int, world: int, formats: tuple[bool, bool, bool]
 ) -> dict[str, int]:
     """Checks a low-latency dispatch; returns what ranks compare of its shape."""
+    most = integer("num_max_dispatch_tokens_per_rank", most, 1)
+    count = integer("num_experts", count)
     use_fp8, round_scale, use_ue8m0 = formats
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"deep_ep: x: a torch.Tensor is needed, not {type(x)}")
@@ -152,7 +174,7 @@ def check_low_latency(
         raise refuse("x, topk_idx: they are not contiguous")
     if hidden == 0 or hidden % 8 != 0:
         raise refuse(f"x: {hidden} channels, where a multiple of 8 is needed")
-    if most < 1 or tokens > most:
+    if tokens > most:
         raise refuse(f"x: {tokens} tokens, where num_max_dispatch_tokens_per_rank={most}")
     if count < 1 or count % world != 0:
         raise refuse(f"num_experts={count}: each of {world} ranks has equally many, and one at least")

@@ -7,17 +7,18 @@ that differ are an error on every rank before anything is sent."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from symmpool import experts
 from symmpool._symmpool import Pool
-from symmpool.collectives.functions import all_gather_into_tensor
 from symmpool.communicators import cache, devices
+from symmpool.communicators.entry import CommunicatorEntry, reason_of
 from symmpool.errors import DivergedError, InvalidArgumentError, InvalidStateError
+from symmpool.experts.door import Door
+from symmpool.groups import refusals, resolution
 
 __all__ = ["DTYPES", "Cores"]
 
@@ -26,10 +27,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CALLS = ("dispatch", "low_latency_dispatch")
 # What ranks exchange about a call, and which of these numbers may differ between them.
 _FIELDS = (
-    "refused", "call", "hidden", "num_experts", "dtype", "quantized tokens", "bytes of scales", "top-k",
+    "call", "hidden", "num_experts", "dtype", "quantized tokens", "bytes of scales", "top-k",
     "num_worst_tokens", "num_max_dispatch_tokens_per_rank", "tokens",
 )  # fmt: skip
-_OWN = ("refused", "tokens")
+_OWN = ("tokens",)
 
 
 class Cores:
@@ -38,8 +39,8 @@ class Cores:
     def __init__(self, group: Any, rank: int, world: int, device: torch.device):
         self.group, self.rank, self.world, self.device = group, rank, world, device
         self._buffers: dict[tuple[Any, ...], experts.Buffer] = {}
-        # Whether the ranks have exchanged anything yet.
-        self._met = False
+        # What serves the exchanges, once there was one.
+        self._meeting: Any = None
         #: The buffer of the last call in each mode.
         self.last: dict[str, experts.Buffer] = {}
 
@@ -51,45 +52,69 @@ class Cores:
                 found[each] = found.get(each, 0) + buffer.memory()["total"]
         return {"normal": 0, "low_latency": 0, "total": 0, **found}
 
-    @contextlib.contextmanager
-    def declining(self, serving: experts.Buffer | None) -> Iterator[None]:
-        """Tells the other ranks of arguments that are refused inside. They are in a call of `serving`, or,
-        without it, wait for what this rank is given."""
-        try:
-            yield
-        except (TypeError, ValueError) as why:
-            if serving is None:
-                self.agree(refused=str(why))
-            else:
-                serving._entry.refuse(str(why))
-            raise
+    def door(self, is_made: Callable[[], bool]) -> Door:
+        """The door of a call. The other ranks call a buffer if `is_made`, as far as this rank knows. Else
+        they exchange what they are given. In host memory and on a pool both are one communicator."""
 
-    def agree(self, refused: str | None = None, **fields: int) -> list[dict[str, int]]:
+        def preparing() -> Any:
+            if self._buffers and is_made():
+                return next(iter(self._buffers.values()))._entry.preparing()
+            return _Meeting(self)
+
+        return Door(preparing)
+
+    def is_made_for(self, worst: Any) -> bool:
+        """Whether dispatches with so many `num_worst_tokens`, of any shape, have a buffer already."""
+        if not isinstance(worst, int) or worst <= 0:
+            return False
+        return any(
+            name[0] == "normal" and (buffer.capacity == worst or worst in name[4:5])
+            for name, buffer in self._buffers.items()
+        )
+
+    def _entry(self) -> CommunicatorEntry:
+        """The device's communicator, made if need be, which is collective."""
+        entry = cache.look_up(None, self.group, devices.number_of(str(self.device)))
+        if entry is None:
+            raise InvalidArgumentError("group: this process is no member of it")
+        return entry
+
+    def meeting(self) -> CommunicatorEntry:
+        """What serves the exchange of what calls are given: made by the first one, which is collective."""
+        if self._meeting is None:
+            # The device's communicator comes first: other calls go to the first pool of a group by default.
+            self._entry()
+            self._meeting = cache.communicator_for(self._row([]), self.group)
+        if self._meeting is None:
+            raise InvalidArgumentError("group: this process is no member of it")
+        return self._meeting
+
+    def _row(self, numbers: list[int]) -> torch.Tensor:
+        device = self.device if isinstance(self.group, Pool) else torch.device("cpu")
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    def agree(self, door: Door, **fields: int) -> list[dict[str, int]]:
         """Exchanges what a call is given; `fields` are by the names above, with `_` for a space. Returns
-        those of every rank. Waits for the other ranks' hosts, not for devices.
+        those of every rank. Waits for the other ranks' hosts, not for devices. The door is open again then:
+        the other ranks make a buffer, or call one.
 
         Raises on every rank if one refuses its arguments or they differ between ranks."""
         named = {name.replace(" ", "_").replace("-", "_"): name for name in _FIELDS}
         given = {named[name]: value for name, value in fields.items()}
-        given["refused"] = int(refused is not None)
-        row = [given.get(name, 0) for name in _FIELDS]
-        if not self._met:
-            # The device's communicator comes first: other calls go to the first pool of a group by default.
-            cache.look_up(None, self.group, devices.number_of(str(self.device)))
-            self._met = True
-        device = self.device if isinstance(self.group, Pool) else torch.device("cpu")
-        sent = torch.tensor(row, dtype=torch.int64, device=device)
-        rows = torch.empty((self.world, len(row)), dtype=torch.int64, device=device)
-        all_gather_into_tensor(rows.view(-1), sent, group=self.group)
+        sent = self._row([given.get(name, 0) for name in _FIELDS])
+        rows = sent.new_empty((self.world, len(_FIELDS)))
+        meeting = self.meeting()
+        call = door.closing(meeting.comm.all_gather_into_tensor, False)
+        meeting.run(call, (rows.view(-1), sent), [], False)
         found = [dict(zip(_FIELDS, each)) for each in rows.tolist()]
-        if refused is not None:
-            return found
-        for rank, other in enumerate(found):
-            if other["refused"]:
-                raise _diverged(
-                    rank, f"rank {rank} refused its own arguments; rank {self.rank} was in the call"
-                )
-        self._compare(found)
+        # What ranks do next is on the device's communicator.
+        door.lead(self._entry().preparing)
+        try:
+            self._compare(found)
+        except DivergedError:
+            # Every rank finds that.
+            door.close()
+            raise
         return found
 
     def _compare(self, found: list[dict[str, int]]) -> None:
@@ -102,17 +127,20 @@ class Cores:
                     why = f"{name} is {here}, and {there} on rank {rank}; every rank passes the same"
                     raise _diverged(rank, f"{call}: {why}. Nothing was sent")
 
-    def normal(self, key: tuple[Any, ...], found: list[dict[str, int]], top_k: int) -> experts.Buffer:
+    def normal(
+        self, door: Door, key: tuple[Any, ...], found: list[dict[str, int]], top_k: int
+    ) -> experts.Buffer:
         """The buffer of normal mode for tokens of a shape, `(hidden, experts, dtype)`, and for as many as any
         rank has."""
         name = ("normal", *key)
-        most = max(each["tokens"] for each in found)
+        # A buffer is for one token at least, where no rank has any yet.
+        most = max(1, *(each["tokens"] for each in found))
         buffer = self._buffers.get(name)
         if buffer is None or buffer.max_tokens < most or buffer.top_k < top_k:
             had = (0, 0) if buffer is None else (buffer.max_tokens, buffer.top_k)
             # It grows by half at least, so that programs with more and more tokens make few buffers.
-            tokens = had[0] if had[0] >= most else max(most, had[0] * 3 // 2, 1)
-            buffer = self._make(name, -(-tokens // 64) * 64, max(top_k, had[1]))
+            tokens = had[0] if had[0] >= most else max(most, had[0] * 3 // 2)
+            buffer = self._make(door, name, -(-tokens // 64) * 64, max(top_k, had[1]))
         self.last["normal"] = buffer
         return buffer
 
@@ -129,22 +157,13 @@ class Cores:
         return found
 
     def worst(
-        self, key: tuple[Any, ...], found: list[dict[str, int]], worst: int, top_k: int
+        self, door: Door, key: tuple[Any, ...], found: list[dict[str, int]], worst: int, top_k: int
     ) -> experts.Buffer:
         """Makes such a buffer: it receives `worst` tokens and no more."""
         most = max(-(-worst // self.world), *(each["tokens"] for each in found), 1)
         name = ("normal", *key, worst, top_k)
-        self.last["normal"] = self._make(name, most, top_k, min(worst, most * self.world))
+        self.last["normal"] = self._make(door, name, most, top_k, min(worst, most * self.world))
         return self.last["normal"]
-
-    def serving(self, worst: int) -> experts.Buffer | None:
-        """A buffer that serves calls with so many `num_worst_tokens`, of any shape, if there is one."""
-        if worst <= 0:
-            return None
-        for name, buffer in self._buffers.items():
-            if name[0] == "normal" and (buffer.capacity == worst or worst in name[4:5]):
-                return buffer
-        return None
 
     def find_low_latency(self, key: tuple[int, int, int, int]) -> experts.Buffer | None:
         """The buffer of low-latency mode for `(hidden, experts, top_k, tokens)`, if there is one."""
@@ -153,28 +172,24 @@ class Cores:
             self.last["low_latency"] = found
         return found
 
-    def low_latency(self, key: tuple[int, int, int, int]) -> experts.Buffer:
+    def low_latency(self, door: Door, key: tuple[int, int, int, int]) -> experts.Buffer:
         """Makes such a buffer."""
         _, _, top_k, most = key
-        self.last["low_latency"] = self._make(_low_latency_name(key), most, top_k)
+        self.last["low_latency"] = self._make(door, _low_latency_name(key), most, top_k)
         return self.last["low_latency"]
 
     def _make(
-        self, name: tuple[Any, ...], tokens: int, top_k: int, capacity: int | None = None
+        self, door: Door, name: tuple[Any, ...], tokens: int, top_k: int, capacity: int | None = None
     ) -> experts.Buffer:
         _, hidden, count, dtype, *_ = name
+        made_for = {
+            "hidden": hidden, "experts": count, "top_k": top_k, "max_tokens": tokens, "capacity": capacity
+        }  # fmt: skip
+        buffer = experts.Buffer.__new__(experts.Buffer)
+        buffer._make(door, self._entry(), made_for, dtype)
         # The former one goes when nothing uses it any more: handles keep theirs.
-        self._buffers[name] = experts.Buffer(
-            self.group,
-            hidden=hidden,
-            experts=count,
-            top_k=top_k,
-            max_tokens=tokens,
-            dtype=dtype,
-            device=self.device,
-            capacity=capacity,
-        )
-        return self._buffers[name]
+        self._buffers[name] = buffer
+        return buffer
 
     def check_capture(self, why: str) -> None:
         """Raises InvalidStateError while a graph is captured."""
@@ -182,6 +197,24 @@ class Cores:
             raise InvalidStateError(
                 f"deep_ep on rank {self.rank}: {why} while a graph is captured; call it once before"
             )
+
+
+class _Meeting:
+    """The door where the other ranks exchange what they are given, or wait for this rank before the first
+    exchange: then a thread meets them, and this rank goes on."""
+
+    def __init__(self, cores: Cores):
+        self._cores = cores
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        cores = self._cores
+        assert error is not None
+        if cores._meeting is not None:
+            cores._meeting.refuse(reason_of(error))
+            return
+        reason, group = reason_of(error), cores.group
+        key = group if isinstance(group, Pool) else resolution.key_of(group)
+        refusals.report(key, lambda: cores.meeting().refuse(reason))
 
 
 def _low_latency_name(key: tuple[int, int, int, int]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from symmpool.deep_ep import checks
 from symmpool.deep_ep.cores import Cores
 from symmpool.deep_ep.handles import LowLatencyHandle
+from symmpool.experts.door import Door
 from symmpool.experts.packed import combine_packed, dispatch_packed
 
 __all__ = ["CombineBuffers", "combine", "dispatch"]
@@ -18,25 +20,23 @@ Call = Callable[[], Any]
 
 
 def dispatch(
-    owner: Any, cores: Cores, x: torch.Tensor, topk_idx: torch.Tensor, most: int, count: int,
+    door: Door, owner: Any, cores: Cores, x: torch.Tensor, topk_idx: torch.Tensor, most: int, count: int,
     formats: tuple[bool, bool, bool], statistics: Any, waits: Any, masked: torch.Tensor | None,
 ) -> Call:  # fmt: skip
     """What makes a dispatch: a function that returns `(x, scales or None, counts, memory of the handle,
     handle)`."""
     world = cores.world
-
-    with cores.declining(cores.last.get("low_latency")):
-        compared = checks.check_low_latency(x, topk_idx, most, count, world, formats)
-        if statistics is not None:
-            name, shape = "cumulative_local_expert_recv_stats", (count // world,)
-            checks.matrix(name, statistics, torch.int32, shape, x.device)
-        checks.check_waits("dispatch_wait_recv_cost_stats", waits, world, x.device)
+    compared = checks.check_low_latency(x, topk_idx, most, count, world, formats)
+    if statistics is not None:
+        name, shape = "cumulative_local_expert_recv_stats", (count // world,)
+        checks.matrix(name, statistics, torch.int32, shape, x.device)
+    checks.check_waits("dispatch_wait_recv_cost_stats", waits, world, x.device)
     key = (compared["hidden"], count, compared["top_k"], most)
     core = cores.find_low_latency(key)
     if core is None:
         cores.check_capture("there is no buffer for this shape, and none is made")
-        cores.agree(**compared)
-        core = cores.low_latency(key)
+        cores.agree(door, **compared)
+        core = cores.low_latency(door, key)
     use_fp8, round_scale, use_ue8m0 = formats
     rows, local = world * most, count // world
 
@@ -47,8 +47,8 @@ def dispatch(
         ids = topk_idx
         if masked is not None:
             ids = torch.where(masked[(ids // local).clamp(0, world - 1)] | masked[cores.rank], -1, ids)
-        _measure(core, waits)
-        out, scales, kept = dispatch_packed(core, x.detach(), ids, rows, quantize)
+        _measure(door, core, waits)
+        out, scales, kept = dispatch_packed(door, core, x.detach(), ids, rows, quantize)
         counts = kept.expert_counts
         if statistics is not None:
             statistics.add_(counts)
@@ -61,41 +61,46 @@ def dispatch(
 
 
 def combine(
-    handle: LowLatencyHandle, x: torch.Tensor, topk_idx: Any, topk_weights: Any, out: Any, waits: Any
+    door: Door,
+    handle: LowLatencyHandle,
+    x: torch.Tensor,
+    topk_idx: Any,
+    topk_weights: Any,
+    out: Any,
+    waits: Any,
 ) -> Call:
     """What makes a combine: a function that returns `(sums,)`."""
     core, kept = handle.kept.buffer, handle.kept
     local, rows = handle.shape
 
-    def check() -> None:
-        checks.matrix("x", x, torch.bfloat16, (local, rows, core.hidden), core.device)
-        if not x.is_contiguous():
-            raise checks.refuse("x: it is not contiguous")
-        chosen = (kept.tokens, core.top_k)
-        checks.matrix("topk_idx", topk_idx, torch.int64, chosen, core.device)
-        checks.matrix("topk_weights", topk_weights, torch.float32, chosen, core.device)
-        if out is not None:
-            checks.matrix("out", out, torch.bfloat16, (kept.tokens, core.hidden), core.device)
-            if not out.is_contiguous():
-                raise checks.refuse("out: it is not contiguous")
-        checks.check_waits("combine_wait_recv_cost_stats", waits, core.world, core.device)
-
-    core._refusing(check)
+    checks.matrix("x", x, torch.bfloat16, (local, rows, core.hidden), core.device)
+    if not x.is_contiguous():
+        raise checks.refuse("x: it is not contiguous")
+    chosen = (kept.tokens, core.top_k)
+    checks.matrix("topk_idx", topk_idx, torch.int64, chosen, core.device)
+    checks.matrix("topk_weights", topk_weights, torch.float32, chosen, core.device)
+    if out is not None:
+        checks.matrix("out", out, torch.bfloat16, (kept.tokens, core.hidden), core.device)
+        if not out.is_contiguous():
+            raise checks.refuse("out: it is not contiguous")
+    checks.check_waits("combine_wait_recv_cost_stats", waits, core.world, core.device)
 
     def call() -> Any:
         given = topk_weights.detach().contiguous()
         to = None if out is None else out.detach()
-        _measure(core, waits)
-        sums = combine_packed(core, x.detach(), kept, given, to)
+        _measure(door, core, waits)
+        sums = combine_packed(door, core, x.detach(), kept, given, to)
         return (sums if out is None else out,)
 
     return call
 
 
-def _measure(core: Any, waits: torch.Tensor | None) -> None:
+def _measure(door: Door, core: Any, waits: torch.Tensor | None) -> None:
     """Waits for all ranks, and adds how long that took for each."""
-    if waits is not None:
-        core._entry.run(lambda: core._entry.comm.barrier(waits=waits), (), [], False)
+    if waits is None:
+        return
+    barrier = functools.partial(core._entry.comm.barrier, waits=waits)
+    core._entry.run(door.closing(barrier, False), (), [], False)
 
 
 class CombineBuffers:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from symmpool.collectives.functions import all_to_all_single
 from symmpool.deep_ep import checks
 from symmpool.deep_ep.cores import DTYPES, Cores
 from symmpool.deep_ep.handles import NormalHandle
+from symmpool.experts.checks import Dispatch
+from symmpool.experts.door import Door
 
 __all__ = ["again", "combine", "dispatch", "layout"]
 
@@ -34,21 +35,21 @@ def layout(topk_idx: torch.Tensor, num_experts: int, world: int) -> tuple[torch.
 
 
 def dispatch(
-    owner: Any, cores: Cores, x: torch.Tensor, scales: Any, routing: dict[str, Any],
+    door: Door, owner: Any, cores: Cores, x: torch.Tensor, scales: Any, routing: dict[str, Any],
     worst: int, alignment: int, num_sms: int,
 ) -> Call:  # fmt: skip
     """What makes a dispatch: a function that returns `(x, scales, ids, weights, memory of the handle, list of
     counts, handle)`."""
-    with cores.declining(cores.serving(worst)):
-        compared = checks.check_normal(x, scales, cores.world, routing, worst, alignment)
+    compared = checks.check_normal(x, scales, cores.world, routing, worst, alignment)
     key = (compared["hidden"], compared["num_experts"], DTYPES[compared["dtype"]])
     ids, weights = routing["topk_idx"], routing["topk_weights"]
     top_k = compared["top_k"] or cores.world
     core = cores.find_worst(key, worst, top_k) if worst else None
     if core is None:
         cores.check_capture("the host waits for sizes" if not worst else "there is no buffer for this shape")
-        found = cores.agree(**compared)
-        core = cores.worst(key, found, worst, top_k) if worst else cores.normal(key, found, top_k)
+        found = cores.agree(door, **compared)
+        make = (cores.worst, worst, top_k) if worst else (cores.normal, top_k)
+        core = make[0](door, key, found, *make[1:])
     core._core.set_num_sms(num_sms)
 
     def call() -> Any:
@@ -68,30 +69,35 @@ def dispatch(
         if ids is None:
             counts = torch.empty((cores.world, local), dtype=torch.int32, device=x.device)
             sent = routing["num_tokens_per_expert"].clone()
-            all_to_all_single(counts.view(-1), sent, group=cores.group)
+            entry = core._entry
+            call = door.closing(entry.comm.all_to_all_single, False)
+            entry.run(call, (counts.view(-1), sent), [], False)
             if not worst:
                 # Read ahead of the dispatch, for whose rows nobody waits then.
                 lists = counts.sum(0).tolist()
-        received, kept = core._dispatch(
+        asked = Dispatch(
             x.detach(),
             chosen.contiguous(),
             None if given is None else given.detach().contiguous(),
             scales=None if scales is None else scales.detach().contiguous(),
             exact=not worst,
         )
-        rows = worst
-        if not worst:
-            rows = kept.rows
-            lists = [-(-count // alignment) * alignment for count in lists or kept.counts]
-        kept.rows = rows
-        of_ids = of_weights = None
-        if ids is not None:
-            of_ids, of_weights = _chosen(received, kept, rows, compared["top_k"], bool(worst))
+        # Until what the call has left is copied.
+        with core._turn:
+            received, kept, _ = core._dispatch(door, asked)
+            rows = worst
+            if not worst:
+                rows = kept.rows
+                lists = [-(-count // alignment) * alignment for count in lists or kept.counts]
+            kept.rows = rows
+            of_ids = of_weights = None
+            if ids is not None:
+                of_ids, of_weights = _chosen(received, kept, rows, compared["top_k"], bool(worst))
+            found = _rows(received, rows)
+            # Received rows were read: the next call, on whatever stream, comes behind that.
+            core.extend_order()
         handle = NormalHandle(owner, kept, rows, compared["top_k"] or None, routing["is_token_in_rank"])
-        own = _rows(received, rows)
-        # Received rows were read: the next call, on whatever stream, comes behind that.
-        core.extend_order()
-        return (*own, of_ids, of_weights, kept.memory, lists, handle)
+        return (*found, of_ids, of_weights, kept.memory, lists, handle)
 
     return call
 
@@ -126,53 +132,54 @@ def _chosen(received: Any, kept: Any, rows: int, top_k: int, tail: bool) -> tupl
     return ids, weights
 
 
-def again(handle: NormalHandle, x: torch.Tensor, scales: Any, ids: Any, weights: Any, num_sms: int) -> Call:
+def again(
+    door: Door, handle: NormalHandle, x: torch.Tensor, scales: Any, ids: Any, weights: Any, num_sms: int
+) -> Call:
     """A dispatch of other tokens the same way: what returns `(x, scales)`."""
     core = handle.kept.buffer
-    core._refusing(checks.check_again, x, scales, handle, ids, weights)
+    checks.check_again(x, scales, handle, ids, weights)
     core._core.set_num_sms(num_sms)
 
     def call() -> Any:
         given = None if scales is None else scales.detach().contiguous()
-        received, _ = core._dispatch(x.detach(), None, None, scales=given, handle=handle.kept)
-        own = _rows(received, handle.rows)
-        core.extend_order()
-        return own
+        asked = Dispatch(x.detach(), None, None, scales=given, handle=handle.kept)
+        with core._turn:
+            received, _, _ = core._dispatch(door, asked)
+            own = _rows(received, handle.rows)
+            core.extend_order()
+            return own
 
     return call
 
 
-def combine(handle: NormalHandle, x: Any, topk_weights: Any, bias: Any, num_sms: int) -> Call:
+def combine(door: Door, handle: NormalHandle, x: Any, topk_weights: Any, bias: Any, num_sms: int) -> Call:
     """A combine: what returns `(x, topk_weights)`."""
     core, kept = handle.kept.buffer, handle.kept
     biases = bias if isinstance(bias, (tuple, list)) else (bias,)
 
-    def check() -> None:
-        checks.matrix("x", x, core.dtype, (handle.rows, core.hidden), core.device)
-        if not x.is_contiguous():
-            raise checks.refuse("x: it is not contiguous")
-        if topk_weights is not None:
-            checks.matrix("topk_weights", topk_weights, torch.float32, (handle.rows, None), core.device)
-            if topk_weights.shape[1] > core.top_k:
-                raise checks.refuse(
-                    f"topk_weights: {topk_weights.shape[1]} of a token, where there are {core.top_k}"
-                )
-        if len(biases) > 2:
-            raise checks.refuse(f"bias: {len(biases)} tensors, where there are at most two")
-        for each in biases:
-            if each is not None:
-                checks.matrix("bias", each, core.dtype, (kept.tokens, core.hidden), core.device)
-
-    core._refusing(check)
+    checks.matrix("x", x, core.dtype, (handle.rows, core.hidden), core.device)
+    if not x.is_contiguous():
+        raise checks.refuse("x: it is not contiguous")
+    if topk_weights is not None:
+        checks.matrix("topk_weights", topk_weights, torch.float32, (handle.rows, None), core.device)
+        if topk_weights.shape[1] > core.top_k:
+            raise checks.refuse(
+                f"topk_weights: {topk_weights.shape[1]} of a token, where there are {core.top_k}"
+            )
+    if len(biases) > 2:
+        raise checks.refuse(f"bias: {len(biases)} tensors, where there are at most two")
+    for each in biases:
+        if each is not None:
+            checks.matrix("bias", each, core.dtype, (kept.tokens, core.hidden), core.device)
     if topk_weights is not None and core._weights_buffer is None:
         handle.owner._cores_on(core.device).check_capture("the first weights make a buffer, and none is made")
     core._core.set_num_sms(num_sms)
 
     def call() -> Any:
-        sums = core._combine(x.detach(), kept)
+        sums, _ = core._combine(door, x.detach(), kept, more=int(topk_weights is not None))
         weights = None
         if topk_weights is not None:
-            weights = core._for_weights().send_back(topk_weights.detach(), kept)
+            weights = core._for_weights(door).send_back(door, topk_weights.detach(), kept)
             weights = weights[:, : topk_weights.shape[1]].contiguous()
         added = [each for each in biases if each is not None]
         if added:

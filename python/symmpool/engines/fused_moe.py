@@ -24,6 +24,8 @@ import torch
 from symmpool._symmpool import Pool
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 from symmpool.experts import Buffer
+from symmpool.experts.checks import Dispatch, checked_combine, readable, shown, switch, tensor
+from symmpool.experts.door import Door
 from symmpool.experts.packed import combine_packed, dispatch_packed
 
 __all__ = ["ActivationFormat", "ExpertTokensMetadata", "PrepareAndFinalize", "for_vllm"]
@@ -130,10 +132,18 @@ class PrepareAndFinalize:
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Sends `a1`, `[tokens, hidden]`. Returns `(rows, scales or None, counts, ids or None, weights or
         None)`. Ids are numbers of all experts; those of other ranks are one of another rank's."""
-        self._check(a1, topk_ids, num_experts, apply_router_weight_on_input)
-        sent = self._send(
-            a1, topk_weights, topk_ids, apply_router_weight_on_input, quant_config, defer_input_quant
-        )
+        with Door(self.buffer._entry.preparing) as door:
+            self._check(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
+            switch("defer_input_quant", defer_input_quant)
+            sent = self._send(
+                door,
+                a1,
+                topk_weights,
+                topk_ids,
+                apply_router_weight_on_input,
+                quant_config,
+                defer_input_quant,
+            )
         return self._given(sent, quant_config, defer_input_quant)
 
     def prepare_async(
@@ -149,13 +159,13 @@ class PrepareAndFinalize:
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
         """As `prepare`, beside the current stream: `(hook, receiver)`. `hook()` makes the current stream
         wait, and `receiver()` then returns what `prepare` does."""
-        self._check(a1, topk_ids, num_experts, apply_router_weight_on_input)
-        sent, wait = self._beside(
-            lambda: self._send(
-                a1, topk_weights, topk_ids, apply_router_weight_on_input, quant_config, defer_input_quant
-            ),
-            (a1, topk_weights, topk_ids),
-        )
+        with Door(self.buffer._entry.preparing) as door:
+            self._check(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
+            on_input, defer = apply_router_weight_on_input, switch("defer_input_quant", defer_input_quant)
+            sent, wait = self._beside(
+                lambda: self._send(door, a1, topk_weights, topk_ids, on_input, quant_config, defer),
+                (a1, topk_weights, topk_ids),
+            )
         return wait, lambda: self._given(sent, quant_config, defer_input_quant)
 
     def finalize(
@@ -169,14 +179,16 @@ class PrepareAndFinalize:
     ) -> None:
         """Writes the sums of this rank's tokens to `output`. Experts have left weights and the sum over a
         token's experts to `weight_and_reduce_impl`; where that only passes them on, they are done here."""
-        self._return(
-            output,
-            fused_expert_output,
-            topk_weights,
-            topk_ids,
-            apply_router_weight_on_input,
-            weight_and_reduce_impl,
-        )
+        with Door(self.buffer._entry.preparing) as door:
+            self._return(
+                door,
+                output,
+                fused_expert_output,
+                topk_weights,
+                topk_ids,
+                apply_router_weight_on_input,
+                weight_and_reduce_impl,
+            )
 
     def finalize_async(
         self,
@@ -188,62 +200,78 @@ class PrepareAndFinalize:
         weight_and_reduce_impl: Any = None,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """As `finalize`, beside the current stream: `(hook, receiver)`."""
-        _, wait = self._beside(
-            lambda: self._return(
-                output,
-                fused_expert_output,
-                topk_weights,
-                topk_ids,
-                apply_router_weight_on_input,
-                weight_and_reduce_impl,
-            ),
-            (output, fused_expert_output, topk_weights, topk_ids),
-        )
+        with Door(self.buffer._entry.preparing) as door:
+            _, wait = self._beside(
+                lambda: self._return(
+                    door,
+                    output,
+                    fused_expert_output,
+                    topk_weights,
+                    topk_ids,
+                    apply_router_weight_on_input,
+                    weight_and_reduce_impl,
+                ),
+                (output, fused_expert_output, topk_weights, topk_ids),
+            )
         return wait, lambda: None
 
     # --- how
 
-    def _check(self, a1: Any, topk_ids: Any, num_experts: int, on_input: bool) -> None:
-        if num_experts != self.buffer.experts:
-            why = f"num_experts={num_experts}, and the buffer is made for {self.buffer.experts}"
-        elif on_input and topk_ids.shape[1] != 1:
-            why = f"apply_router_weight_on_input with {topk_ids.shape[1]} experts a token: there may be one"
+    def _check(self, a1: Any, weights: Any, ids: Any, num_experts: Any, on_input: Any) -> None:
+        for what, given in (("a1", a1), ("topk_weights", weights), ("topk_ids", ids)):
+            _readable(f"prepare: {what}", given)
+            if given.dim() != 2 or given.shape[0] != a1.shape[0]:
+                raise InvalidArgumentError(
+                    f"prepare: {what}: of shape {tuple(given.shape)}, with tokens of shape {tuple(a1.shape)}"
+                )
+        if not isinstance(num_experts, int) or num_experts != self.buffer.experts:
+            why = f"num_experts={shown(num_experts)}, and the buffer is made for {self.buffer.experts}"
+        elif switch("apply_router_weight_on_input", on_input) and ids.shape[1] != 1:
+            why = f"apply_router_weight_on_input with {ids.shape[1]} experts a token: there may be one"
         else:
             return
-        self.buffer._entry.refuse(why)
         raise InvalidArgumentError(f"prepare: {why}")
 
     def _send(
-        self, a1: Any, weights: Any, ids: Any, on_input: bool, quant_config: Any, defer: bool
+        self, door: Door, a1: Any, weights: Any, ids: Any, on_input: bool, quant_config: Any, defer: bool
     ) -> tuple[Any, ...]:
+        # A program's function says it, before there is anything to keep.
+        batch = self._batch()
         if on_input:
             a1 = a1 * weights.to(a1.dtype)
         quantize = "fp8" if _in_blocks(quant_config) and not defer else None
         ids = ids.contiguous()
+        buffer = self.buffer
         if self.batched:
             rows, scales, handle = dispatch_packed(
-                self.buffer, a1.contiguous(), ids, self.buffer.world * self.buffer.max_tokens, quantize
+                door, buffer, a1.contiguous(), ids, buffer.world * buffer.max_tokens, quantize
             )
-            self._handles[self._batch()] = handle
+            self._handles[batch] = handle
             return rows, scales, handle, None, None
-        received, handle = self.buffer._dispatch(
-            a1.contiguous(), ids, weights.float().contiguous(), quantize=quantize, exact=self.exact
+        asked = Dispatch(
+            a1.detach().contiguous(),
+            ids,
+            weights.detach().float().contiguous(),
+            quantize=quantize,
+            exact=self.exact,
         )
-        self._handles[self._batch()] = handle
-        first = self.buffer.rank * self.buffer.local_experts
-        # Experts of another rank, which kernels leave out by the map of experts.
-        elsewhere = self.buffer.experts - 1 if first == 0 else 0
-        there = received.topk_ids >= 0
-        if not self.exact:
-            at = torch.arange(len(there), device=there.device)
-            there = there & (at < handle.num_received)[:, None]
-        shown = torch.where(there, received.topk_ids + first, elsewhere).to(ids.dtype)
-        row_weights = torch.where(there, received.topk_weights, 0)
-        # The next dispatch of the buffer writes where received rows lie.
-        scales = None if received.scales is None else received.scales.clone()
-        rows = received.x.clone()
-        self.buffer.extend_order()
-        return rows, scales, handle, shown, row_weights
+        # Until what the call has left is copied: the next dispatch writes where received rows lie.
+        with buffer._turn:
+            received, handle, _ = buffer._dispatch(door, asked)
+            self._handles[batch] = handle
+            first = buffer.rank * buffer.local_experts
+            # Experts of another rank, which kernels leave out by the map of experts.
+            elsewhere = buffer.experts - 1 if first == 0 else 0
+            there = received.topk_ids >= 0
+            if not self.exact:
+                at = torch.arange(len(there), device=there.device)
+                there = there & (at < handle.num_received)[:, None]
+            shown = torch.where(there, received.topk_ids + first, elsewhere).to(ids.dtype)
+            row_weights = torch.where(there, received.topk_weights, 0)
+            scales = None if received.scales is None else received.scales.clone()
+            rows = received.x.clone()
+            buffer.extend_order()
+            return rows, scales, handle, shown, row_weights
 
     def _given(self, sent: tuple[Any, ...], quant_config: Any, defer: bool) -> tuple[Any, Any, Any, Any, Any]:
         rows, scales, handle, ids, weights = sent
@@ -284,23 +312,44 @@ class PrepareAndFinalize:
         )
 
     def _return(
-        self, output: Any, made: Any, weights: Any, ids: Any, on_input: bool, reduce: Any
+        self, door: Door, output: Any, made: Any, weights: Any, ids: Any, on_input: bool, reduce: Any
     ) -> tuple[torch.Tensor, ...]:
-        handle = self._handles.pop(self._batch(), None)
+        batch = self._batch()
+        handle = self._handles.get(batch)
         if handle is None:
-            why = "finalize: there was no prepare before"
-            self.buffer._entry.refuse(why)
-            raise InvalidStateError(why)
+            raise InvalidStateError("finalize: there was no prepare before")
+        for what, given in (("output", output), ("fused_expert_output", made)):
+            _readable(f"finalize: {what}", given)
+        if output.shape != (handle.tokens, self.buffer.hidden):
+            raise InvalidArgumentError(
+                f"finalize: output: of shape {tuple(output.shape)}, where [{handle.tokens}, "
+                f"{self.buffer.hidden}] is needed"
+            )
+        if output.requires_grad or any(
+            step == 0 and length > 1 for step, length in zip(output.stride(), output.shape)
+        ):
+            raise InvalidArgumentError("finalize: output: sums cannot be written to it; pass a plain tensor")
+        if not made.is_floating_point():
+            raise InvalidArgumentError(f"finalize: fused_expert_output: elements of {made.dtype}")
+        if not _passes_on(reduce) and not callable(getattr(reduce, "apply", None)):
+            raise TypeError(f"finalize: weight_and_reduce_impl: {shown(reduce)} has no apply")
+        on_input = switch("apply_router_weight_on_input", on_input)
+        if self.batched or made.dim() == 3:
+            _readable("finalize: topk_weights", weights)
         same_type = output.dtype == self.buffer.dtype and output.is_contiguous()
         out = output if same_type else None
         if self.batched:
             given = (
                 torch.ones_like(weights, dtype=torch.float32) if on_input else weights.float().contiguous()
             )
-            sums = combine_packed(self.buffer, made.contiguous(), handle, given, out)
+            sums = combine_packed(door, self.buffer, made.contiguous(), handle, given, out)
         else:
             rows = _reduced(made, weights, ids, on_input, reduce)
-            sums = self.buffer._combine(rows.to(self.buffer.dtype).contiguous(), handle, None, out)
+            rows = rows.to(self.buffer.dtype).contiguous()
+            checked_combine(self.buffer, rows, handle, out)
+            sums, _ = self.buffer._combine(door, rows, handle, None, out)
+        # A finalize that is refused can be made again.
+        self._handles.pop(batch, None)
         if out is None:
             output.copy_(sums)
         return (sums, handle.memory)
@@ -317,13 +366,17 @@ class PrepareAndFinalize:
         with torch.cuda.stream(stream):
             found = call()
             event = stream.record_event()
-        for tensor in inputs:
-            Pool.record_stream(tensor, stream)
+        for given in inputs:
+            Pool.record_stream(given, stream)
         made = [getattr(each, "memory", each) for each in found]
-        for tensor in made:
-            if isinstance(tensor, torch.Tensor):
-                Pool.record_stream(tensor, current)
+        for each in made:
+            if isinstance(each, torch.Tensor):
+                Pool.record_stream(each, current)
         return found, lambda: torch.cuda.current_stream(device).wait_event(event)
+
+
+def _readable(name: str, given: Any) -> None:
+    readable(name, tensor(name, given, optional=False))
 
 
 def _in_blocks(quant_config: Any) -> bool:
@@ -333,11 +386,16 @@ def _in_blocks(quant_config: Any) -> bool:
     return of_type and shape is not None and shape[1] == _BLOCK
 
 
+def _passes_on(reduce: Any) -> bool:
+    """Whether experts leave weights and sums to what takes the rows back."""
+    return reduce is None or "Delegate" in type(reduce).__name__
+
+
 def _reduced(
     made: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, on_input: bool, reduce: Any
 ) -> Any:
     """The sum over the experts of each row, with weights: `[rows, hidden]`."""
-    if reduce is not None and "Delegate" not in type(reduce).__name__ and made.numel() != 0:
+    if not _passes_on(reduce) and made.numel() != 0:
         return reduce.apply(
             output=None,
             fused_expert_output=made,

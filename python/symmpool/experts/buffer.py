@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +11,15 @@ import torch
 
 from symmpool._symmpool import ExpertBuffer, Pool
 from symmpool.communicators import cache, devices, torch_state
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, InvalidStateError
 from symmpool.experts import operators
-from symmpool.experts.received import SCALES, Handle, Received, scales_of
+from symmpool.experts.checks import Dispatch, checked_combine, checked_dispatch, has_grad, switch
+from symmpool.experts.door import Door
+from symmpool.experts.received import Handle, Received, copied, scales_of
 from symmpool.groups import pool_registry, resolution
 from symmpool.groups.names import resolved
 
 __all__ = ["Buffer", "combine", "dispatch"]
-
-_LAYOUTS = ("rank", "expert")
 
 
 class Buffer:
@@ -33,7 +35,9 @@ class Buffer:
     Calls are collective: every rank makes them in the same order, with tokens or without. On CUDA they run on
     the current stream, the host waits for nothing unless `exact` asks for it (but in a group's first large
     call, which takes memory and meets the other ranks), and graphs that captured them replay with the routing
-    of that moment. Gradients flow through both calls. After an error about ids or
+    of that moment. Gradients flow through both calls. Threads take turns: what a call of one has left in
+    the buffer is copied before the next one begins. Whatever goes wrong on a rank before its call, a wrong
+    argument or a lack of memory, is an error on every rank. After an error about ids or
     room the communicator stays usable; on the CPU the call raises it, on CUDA `synchronize`."""
 
     def __init__(
@@ -50,11 +54,17 @@ class Buffer:
         capacity: int | None = None,
         count_load: bool = False,
     ):
-        number = devices.number_of(_device_for(group) if device is None else str(device))
+        wrong: Exception | None = None
+        try:
+            if not (device is None or isinstance(device, (str, torch.device))):
+                raise TypeError(f"device: a name or a torch.device is needed, not {type(device)}")
+            number = devices.number_of(_device_for(group) if device is None else str(device))
+        except (InvalidArgumentError, TypeError, ValueError) as why:
+            # The other ranks are most likely where a group's buffers are without a device.
+            wrong, number = why, devices.number_of(_device_for(group))
         entry = cache.look_up(None, group, number)
         if entry is None:
             raise InvalidArgumentError("group: this process is no member of it")
-        entry.join_pending()
         made_for = {
             "hidden": hidden,
             "experts": experts,
@@ -62,9 +72,32 @@ class Buffer:
             "max_tokens": max_tokens,
             "capacity": capacity,
         }
-        self._core = ExpertBuffer(entry.comm, dtype=dtype, num_sms=num_sms, **made_for)
+        with Door(entry.preparing) as door:
+            if wrong is not None:
+                raise wrong
+            count_load = switch("count_load", count_load)
+            self._make(door, entry, made_for, dtype, num_sms, count_load)
+            door.close()
+
+    def _make(
+        self,
+        door: Door,
+        entry: Any,
+        made_for: dict[str, Any],
+        dtype: torch.dtype,
+        num_sms: int | None = None,
+        count_load: bool = False,
+    ) -> None:
+        """Makes the buffer on a communicator. The door is open behind it."""
+        ExpertBuffer.check(entry.comm, dtype=dtype, num_sms=num_sms, **made_for)
+        self._core = made_by_all(entry, door, dtype=dtype, num_sms=num_sms, **made_for)
         self._entry, self._made_for, self._num_sms = entry, made_for, num_sms
-        self.device = torch.device(devices.name_of(number))
+        # Held from before a call until what it has left in the buffer's memory was read.
+        self._turn = threading.RLock()
+        hidden, experts, top_k, max_tokens = (
+            int(self._made_for[name]) for name in ("hidden", "experts", "top_k", "max_tokens")
+        )
+        self.device = torch.device(devices.name_of(entry.device))
         self.hidden, self.experts, self.top_k, self.max_tokens = hidden, experts, top_k, max_tokens
         self.dtype = dtype
         self.rank, self.world = entry.comm.rank, entry.comm.world
@@ -103,6 +136,7 @@ class Buffer:
         handle: Handle | None = None,
         out: torch.Tensor | None = None,
         out_scales: torch.Tensor | None = None,
+        copy: bool | None = None,
     ) -> Any:
         """Sends the tokens `x`, `[tokens, hidden]`, to the ranks of their experts `topk_ids`, `[tokens,
         top_k]`, int32 or int64, where -1 stands for none. Returns `(received, handle)`; with `hook=True`
@@ -110,11 +144,16 @@ class Buffer:
         current stream wait for it.
 
         A token goes to a rank once. In layout "rank" there is a row for each token, by source rank and there
-        in the order of tokens; `received.x` is a view of the buffer's memory, which the next dispatch
-        overwrites. In layout "expert" there is a row for each token and expert of it on this rank, by expert,
-        source and token, and the first row of each expert is a multiple of `alignment`; rows between experts
-        are not written. They are written to `out` and `out_scales`, `[rows, hidden]` and `[rows, n]`, or to
-        new tensors that have room for all there may be.
+        in the order of tokens. In layout "expert" there is a row for each token and expert of it on this
+        rank, by expert, source and token, and the first row of each expert is a multiple of `alignment`; rows
+        between experts are not written. They are written to `out` and `out_scales`, `[rows, hidden]` and
+        `[rows, n]`, or to new tensors that have room for all there may be.
+
+        Rows by rank lie in the buffer's memory, where the next dispatch, also that of a backward pass, writes
+        over them. So where autograd is on (`torch.is_grad_enabled()`), whether `x` requires grad or not,
+        `received` has copies of rows, ids, weights and scales, and rows that are not in use are zeros. Under
+        `torch.no_grad()` it has views of that memory. `copy` says otherwise: `True` for copies, `False` for
+        views, which you must not use in what autograd saves.
 
         `topk_weights`, float32, travel with the rows. `quantize` makes float8_e4m3fn of tokens, with a scale
         for each 128 channels: "fp8", "fp8_pow2" (powers of two), "fp8_ue8m0" (their exponents, uint8). Tokens
@@ -125,21 +164,25 @@ class Buffer:
 
         Raises InvalidArgumentError, on every rank, for an id that is no expert, which counts as -1, and
         OverflowError where a rank has no room for all its rows, the last of which are not written."""
-        options = {
-            "scales": scales,
-            "quantize": quantize,
-            "layout": layout,
-            "alignment": alignment,
-            "exact": exact,
-            "hook": hook,
-        }
-        options.update(handle=handle, out=out, out_scales=out_scales)
-        weighted = topk_weights is not None and layout == "rank"
-        if torch.is_grad_enabled() and (_has_grad(x) or (weighted and _has_grad(topk_weights))):
-            from symmpool.experts import gradients
+        with Door(self._entry.preparing) as door:
+            options = {
+                "scales": scales,
+                "quantize": quantize,
+                "layout": layout,
+                "alignment": alignment,
+                "exact": exact,
+                "hook": hook,
+            }
+            options.update(handle=handle, out=out, out_scales=out_scales)
+            given = checked_dispatch(self, x, topk_ids, topk_weights, copy, options)
+            if torch.is_grad_enabled() and (
+                has_grad(x) or (given.layout == "rank" and has_grad(topk_weights))
+            ):
+                from symmpool.experts import gradients
 
-            return gradients.dispatch(self, x, topk_ids, topk_weights, options)
-        return self._dispatch(x, topk_ids, topk_weights, **options)
+                return gradients.dispatch(door, self, given, copy)
+            received, found, wait = self._dispatch(door, given)
+        return (received, found, wait) if given.hook else (received, found)
 
     @torch_state.opaque
     def combine(
@@ -159,15 +202,21 @@ class Buffer:
         In layout "rank" rows are what a rank has summed up over its experts already. In layout "expert" they
         are multiplied by the weights that the dispatch was given, or by `weights`, `[tokens, top_k]`, and
         summed up on their rank in the order of the token's experts; these sums travel rounded to the buffer's
-        type."""
-        given = weights
-        if weights is None and isinstance(handle, Handle) and handle.layout == "expert":
-            given = handle.weights
-        if torch.is_grad_enabled() and (_has_grad(expert_output) or _has_grad(given)):
-            from symmpool.experts import gradients
+        type.
 
-            return gradients.combine(self, expert_output, handle, weights, out, hook)
-        return self._combine(expert_output, handle, weights, out, hook)
+        Raises InvalidArgumentError for a handle that was written to since its dispatch."""
+        with Door(self._entry.preparing) as door:
+            hook = switch("hook", hook)
+            checked_combine(self, expert_output, handle, out)
+            given = weights
+            if weights is None and handle.layout == "expert":
+                given = handle.weights
+            if torch.is_grad_enabled() and (has_grad(expert_output) or has_grad(given)):
+                from symmpool.experts import gradients
+
+                return gradients.combine(door, self, expert_output, handle, weights, out, hook)
+            sums, wait = self._combine(door, expert_output, handle, weights, out, hook)
+        return (sums, wait) if hook else sums
 
     def rows_by_expert(self, alignment: int = 1) -> int:
         """The most rows that this rank can receive in layout "expert"."""
@@ -213,116 +262,74 @@ class Buffer:
             ("weights", chosen),
         ]
 
-    def _refusing(self, check: Callable[..., None], *arguments: Any) -> None:
-        """Checks arguments. What is refused is reported to the other ranks."""
-        try:
-            check(*arguments)
-        except (InvalidArgumentError, TypeError) as why:
-            self._entry.refuse(str(why))
-            raise
-
-    def _check_handle(self, handle: Any) -> None:
-        if not isinstance(handle, Handle):
-            raise TypeError(f"handle: one that dispatch returned is needed, not {type(handle)}")
-        if handle.buffer is not self:
-            raise InvalidArgumentError(f"handle: of another buffer, {handle.buffer!r}")
-
-    def _check_dispatch(self, x: Any, topk_ids: Any, topk_weights: Any, layout: Any, handle: Any) -> None:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x: a torch.Tensor is needed, not {type(x)}")
-        if x.dim() != 2:
-            raise InvalidArgumentError(
-                f"x: of shape {tuple(x.shape)}, where [tokens, {self.hidden}] is needed"
-            )
-        if layout not in _LAYOUTS:
-            raise InvalidArgumentError(f"layout: {layout!r} is neither 'rank' nor 'expert'")
-        if handle is None:
-            if topk_ids is None:
-                raise InvalidArgumentError("topk_ids: they are missing, and there is no handle")
-            return
-        self._check_handle(handle)
-        if topk_ids is not None or topk_weights is not None:
-            raise InvalidArgumentError("topk_ids, topk_weights: a handle says where tokens go; pass None")
-        if layout != handle.layout:
-            raise InvalidArgumentError(f"layout: {layout!r} with a handle of layout {handle.layout!r}")
-        if x.shape[0] != handle.tokens:
-            raise InvalidArgumentError(f"x: {x.shape[0]} tokens with a handle of {handle.tokens}")
-
-    def _check_exact(self, exact: bool, hook: bool) -> None:
-        if exact and hook:
-            raise InvalidArgumentError("exact, hook: exact sizes are waited for at once; ask for one of them")
-
     def _dispatch(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        *,
-        scales: torch.Tensor | None = None,
-        quantize: str | None = None,
-        layout: str = "rank",
-        alignment: int = 1,
-        exact: bool = False,
-        hook: bool = False,
-        handle: Handle | None = None,
-        out: torch.Tensor | None = None,
-        out_scales: torch.Tensor | None = None,
-    ) -> Any:
-        self._refusing(self._check_dispatch, x, topk_ids, topk_weights, layout, handle)
-        self._refusing(self._check_exact, exact, hook)
-        known, by_expert = handle is not None, layout == "expert"
-        dtype = torch.float8_e4m3fn if quantize in SCALES else x.dtype
+        self, door: Door, given: Dispatch, rows_of_each: int = 0
+    ) -> tuple[Received, Handle, Callable[[], None]]:
+        """Makes a dispatch whose arguments make sense. With `rows_of_each` each expert has a part of so many
+        rows in `given.out`."""
+        known, by_expert, out, out_scales = given.handle is not None, given.layout == "expert", None, None
+        x, scales, quantize, alignment = given.x, given.scales, given.quantize, given.alignment
+        dtype = x.dtype if quantize is None else torch.float8_e4m3fn
         scaled: tuple[int, torch.dtype] | None = None
-        if quantize in SCALES:
+        if quantize is not None:
             scaled = scales_of(self.hidden, quantize)
-        elif isinstance(scales, torch.Tensor) and scales.dim() == 2:
+        elif scales is not None and scales.dim() == 2:
             scaled = (scales.shape[1], scales.dtype)
+        handle = given.handle
         if handle is None:
-            handle = Handle(self, x.shape[0], layout, alignment, self.capacity)
-            handle.weights = topk_weights
-            if by_expert and out is None:
-                handle.rows = self._core.capacity(True, alignment)
+            handle = Handle(self, x.shape[0], given.layout, alignment, self.capacity)
+            handle.weights = given.weights
         if by_expert:
+            out, out_scales = given.out, given.out_scales
             if out is None:
-                out = torch.empty((handle.rows, self.hidden), dtype=dtype, device=self.device)
-            elif not known and isinstance(out, torch.Tensor) and out.dim() == 2:
+                if not known:
+                    handle.rows = self._core.capacity(True, alignment)
+                make = torch.zeros if given.copy else torch.empty
+                out = make((handle.rows, self.hidden), dtype=dtype, device=self.device)
+            elif not known and out.dim() == 2:
                 handle.rows = out.shape[0]
             if scaled is not None and out_scales is None:
                 out_scales = torch.empty((out.shape[0], scaled[0]), dtype=scaled[1], device=self.device)
-        else:
-            out = out_scales = None
-        arguments = (
-            handle.memory, x, topk_ids, topk_weights, scales, quantize, out, out_scales, handle.alignment
+        arguments: tuple[Any, ...] = (
+            handle.memory, x, given.ids, given.weights, scales, quantize, out, out_scales, handle.alignment
         )  # fmt: skip
-        call, sizes = self._core.dispatch, []
-        if exact and not known:
-            call = self._exact_dispatch(sizes)
-        wait = self._run(call, arguments, hook, None if known else handle)
-        received = self._received(handle, known, dtype, scaled, out, out_scales)
-        if exact:
-            self._cut(received, handle, *sizes)
-        return (received, handle, wait) if hook else (received, handle)
+        is_waited_for = given.exact and not known
+        if rows_of_each or is_waited_for or given.more:
+            arguments = (*arguments, None, rows_of_each, is_waited_for, given.more)
 
-    def _received(
-        self, handle: Handle, known: bool, dtype: torch.dtype, scaled: Any, out: Any, out_scales: Any
-    ) -> Received:
-        if handle.layout == "expert":
-            return Received(out, out_scales, None, None, handle)
+        def left() -> Received:
+            """What the call has left. It runs on the call's stream, before another call can begin."""
+            counts = self._load is not None and not known
+            if counts:
+                self._load += handle.expert_counts
+            if by_expert:
+                received = Received(out, out_scales, None, None, handle)
+            else:
+                received = self._received(handle, known, dtype, scaled)
+            if given.exact:
+                self._cut(received, handle, door.result)
+            copies = given.copy and not by_expert
+            if copies:
+                copied(received, handle, given.exact)
+            if copies or counts:
+                self.extend_order()
+            return received
+
+        received, wait = self._run(door, self._core.dispatch, arguments, given.hook, left, given.more)
+        for written in (given.out, given.out_scales):
+            if written is not None:
+                torch.autograd.graph.increment_version(written)
+        return received, handle, wait
+
+    def _received(self, handle: Handle, known: bool, dtype: torch.dtype, scaled: Any) -> Received:
+        """Views of the buffer's memory."""
         x = self._view("rows", self.hidden, dtype)
         scales = None if scaled is None else self._view("scales", *scaled)
         ids = None if known else self._view("ids", self.top_k, torch.int32)
         weights = None if known else self._view("weights", self.top_k, torch.float32)
         return Received(x, scales, ids, weights, handle)
 
-    def _exact_dispatch(self, sizes: list[tuple[int, list[int]]]) -> Callable[..., None]:
-        """The dispatch that waits until it is known how many rows arrive, which it appends to `sizes`."""
-
-        def dispatch(*arguments: Any) -> None:
-            sizes.append(self._core.dispatch(*arguments, exact=True))
-
-        return dispatch
-
-    def _cut(self, received: Received, handle: Handle, sizes: tuple[int, list[int]] | None = None) -> None:
+    def _cut(self, received: Received, handle: Handle, sizes: tuple[int, list[int]] | None) -> None:
         """Cuts tensors to the rows in use. Where the call gave no sizes, it waits for those of the handle."""
         if sizes is not None:
             count, handle.counts = sizes
@@ -346,72 +353,98 @@ class Buffer:
         return found
 
     def _combine(
-        self, expert_output: Any, handle: Handle, weights: Any = None, out: Any = None, hook: bool = False
-    ) -> Any:
-        self._refusing(self._check_handle, handle)
-        if out is None:
-            out = torch.empty((handle.tokens, self.hidden), dtype=self.dtype, device=self.device)
-        else:
-            self._refusing(self._check_out, out, handle)
+        self,
+        door: Door,
+        expert_output: torch.Tensor,
+        handle: Handle,
+        weights: Any = None,
+        out: torch.Tensor | None = None,
+        hook: bool = False,
+        more: int = 0,
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Makes a combine whose arguments make sense. `more` calls follow that belong to it."""
+        sums = out
+        if sums is None:
+            sums = torch.empty((handle.tokens, self.hidden), dtype=self.dtype, device=self.device)
         rows = handle.rows
         if self.device.type == "cpu":
             # Nothing is waited for here.
-            rows = min(rows, int(handle.num_rows))
-        arguments = (handle.memory, out, expert_output, rows, weights, handle.layout == "expert")
-        wait = self._run(self._core.combine, arguments, hook, None)
-        return (out, wait) if hook else out
-
-    def _check_out(self, out: Any, handle: Handle) -> None:
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"out: a torch.Tensor is needed, not {type(out)}")
-        if out.requires_grad:
-            raise InvalidArgumentError("out: it requires grad, and no gradient flows through what is written")
-        if out.dim() != 2 or out.shape[0] != handle.tokens:
-            raise InvalidArgumentError(
-                f"out: of shape {tuple(out.shape)}, where [{handle.tokens}, {self.hidden}] is needed"
-            )
+            rows = min(rows, max(int(handle.num_rows), 0))
+        by_expert = handle.layout == "expert"
+        arguments = (handle.memory, sums, expert_output, rows, weights, by_expert, None, more)
+        _, wait = self._run(door, self._core.combine, arguments, hook, _nothing, more)
+        if out is not None:
+            torch.autograd.graph.increment_version(out)
+        return sums, wait
 
     def _run(
-        self, call: Any, arguments: tuple[Any, ...], hook: bool, counted: Handle | None
-    ) -> Callable[[], None]:
-        """Makes a call on the current stream, or with a hook on another. Returns what waits for it."""
+        self,
+        door: Door,
+        call: Any,
+        arguments: tuple[Any, ...],
+        hook: bool,
+        left: Callable[[], Any],
+        more: int = 0,
+    ) -> tuple[Any, Callable[[], None]]:
+        """Makes a call on the current stream, or with a hook on another, and `left` behind it. Returns what
+        that returns, and what waits for both."""
         if not hook or self.device.type == "cpu":
-            self._make(call, arguments, counted)
-            return _nothing
+            with self._turn:
+                self._entry.run(door.closing(call, not more), arguments, [], False)
+                return left(), _nothing
         current = torch.cuda.current_stream(self.device)
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
         side = self._side
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            self._make(call, arguments, counted)
+        with self._turn, contextlib.ExitStack() as on:
+            side.wait_stream(current)
+            on.enter_context(torch.cuda.stream(side))
+            self._entry.run(door.closing(call, not more), arguments, [], False)
+            found = left()
             event = side.record_event()
         for tensor in arguments:
             if isinstance(tensor, torch.Tensor):
                 Pool.record_stream(tensor, side)
-        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
-    def _make(self, call: Any, arguments: tuple[Any, ...], counted: Handle | None) -> None:
-        self._entry.run(call, arguments, [], False)
-        if counted is not None and self._load is not None:
-            self._load += counted.expert_counts
-            self.extend_order()
+        def wait() -> None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(event)
+            if isinstance(found, Received):
+                for tensor in found.tensors():
+                    Pool.record_stream(tensor, stream)
+
+        return found, wait
 
     def extend_order(self) -> None:
         """Has the next call, on whatever stream, come behind what the current stream was given so far: for
         whoever reads received rows behind a dispatch, as the next one overwrites them."""
         self._entry.extend_order()
 
-    def _for_weights(self) -> Any:
+    def _for_weights(self, door: Door) -> Any:
         """A buffer of the same routing whose rows are the weights of a token, for their gradients. Making it
         is collective."""
         if self._weights_buffer is None:
             made_for = {**self._made_for, "hidden": -(-self.top_k // 4) * 4}
-            core = ExpertBuffer(self._entry.comm, dtype=torch.float32, num_sms=self._num_sms, **made_for)
+            options = {"dtype": torch.float32, "num_sms": self._num_sms, "any_layout": True, **made_for}
+            core = made_by_all(self._entry, door, **options)
             from symmpool.experts.gradients import WeightsBuffer
 
             self._weights_buffer = WeightsBuffer(self, core, made_for["hidden"])
         return self._weights_buffer
+
+
+def made_by_all(entry: Any, door: Door, **options: Any) -> ExpertBuffer:
+    """Makes a buffer's memory and kernels once every rank has come to do so: memory of a pool must be
+    allocated by all ranks alike, so it is by none if one refuses its arguments."""
+    on_device = entry.device >= 0
+    if on_device and torch.cuda.is_current_stream_capturing():
+        raise InvalidStateError(
+            "a buffer for experts is made while a graph is captured; make the call before"
+        )
+    entry.run(door.closing(entry.comm.barrier, False), (), [], False)
+    if on_device:
+        entry.comm.synchronize()
+    return ExpertBuffer(entry.comm, **options)
 
 
 def dispatch(buffer: Buffer, *arguments: Any, **options: Any) -> Any:
@@ -422,10 +455,6 @@ def dispatch(buffer: Buffer, *arguments: Any, **options: Any) -> Any:
 def combine(buffer: Buffer, *arguments: Any, **options: Any) -> Any:
     """`buffer.combine`."""
     return buffer.combine(*arguments, **options)
-
-
-def _has_grad(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.requires_grad
 
 
 def _nothing() -> None:

@@ -2,7 +2,10 @@
 
 Every rank goes backward through the same calls, in the same order: what comes of a dispatch belongs to the
 loss on every rank, with rows or without. Received rows are copies here, whose unused rows are zeros, so that
-no gradient of parameters depends on what lay there."""
+no gradient of parameters depends on what lay there.
+
+`Buffer` and the operators go backward through the same two functions, `dispatched` and `combined`. Each makes
+up to three calls, and its door stands open until the last of them."""
 
 from __future__ import annotations
 
@@ -11,10 +14,15 @@ import weakref
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from symmpool.errors import InvalidArgumentError
+from symmpool.experts import checks
+from symmpool.experts.checks import Dispatch
+from symmpool.experts.door import Door
+from symmpool.experts.received import received_rows
 
-__all__ = ["WeightsBuffer", "combine", "dispatch"]
+__all__ = ["WeightsBuffer", "combine", "combined", "dispatch", "dispatched"]
 
 
 class WeightsBuffer:
@@ -34,95 +42,141 @@ class WeightsBuffer:
         rows[:, : values.shape[1]] = values
         return rows
 
-    def send(self, weights: torch.Tensor, handle: Any) -> torch.Tensor:
-        """The weights of received tokens, `[capacity, top_k]`; of experts elsewhere, too."""
+    def send(self, door: Door, weights: torch.Tensor, handle: Any, more: int) -> torch.Tensor:
+        """The weights of received tokens, `[capacity, top_k]`; of experts elsewhere, too. `more` calls follow
+        that belong to it."""
         buffer = self._buffer
         arguments = (handle.memory, self._padded(weights), None)
-        buffer._run(self._core.dispatch, arguments, False, None)
-        received = self._rows[:, : buffer.top_k].clone()
-        buffer.extend_order()
-        return received
 
-    def send_back(self, gradients: torch.Tensor, handle: Any) -> torch.Tensor:
+        def left() -> torch.Tensor:
+            # The next call, on whatever stream, writes where these rows lie.
+            received = self._rows[:, : buffer.top_k].clone()
+            buffer.extend_order()
+            return received
+
+        found, _ = buffer._run(door, self._core.dispatch, arguments, False, left, more)
+        return found
+
+    def send_back(self, door: Door, gradients: torch.Tensor, handle: Any) -> torch.Tensor:
         """The sums of `gradients`, `[received, top_k]`, of each token: `[tokens, top_k]`."""
         buffer, rows = self._buffer, self._padded(gradients)
         out = rows.new_empty((handle.tokens, self._width))
-        buffer._run(self._core.combine, (handle.memory, out, rows, 0), False, None)
-        return out[:, : buffer.top_k].contiguous()
+        arguments = (handle.memory, out, rows, 0)
+        found, _ = buffer._run(
+            door, self._core.combine, arguments, False, lambda: out[:, : buffer.top_k].contiguous()
+        )
+        return found
 
 
-def _received(handle: Any, rows: int) -> torch.Tensor:
-    """Which of so many rows are received tokens: `[rows, 1]`."""
-    at = torch.arange(rows, device=handle.memory.device)
-    return (at < handle.num_received)[:, None]
+# --- what goes backward
 
 
-def _used(rows: torch.Tensor, handle: Any) -> torch.Tensor:
-    """A copy of rows by rank, with zeros where none was received."""
-    return torch.where(_received(handle, rows.shape[0]), rows, 0)
+def dispatched(
+    door: Door, buffer: Any, handle: Any, rows: Any, row_weights: Any, here: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of a dispatch's tokens and weights, from those of its rows and, by rank, of their
+    weights. What there is none of is None. `here` says which weights are of experts of this rank."""
+    x = weights = None
+    if rows is not None:
+        ones = None
+        if handle.layout == "expert":
+            ones = torch.ones((handle.tokens, buffer.top_k), device=buffer.device)
+        more = int(row_weights is not None)
+        x, _ = buffer._combine(door, rows.contiguous(), handle, ones, more=more)
+    if row_weights is not None:
+        gradients = torch.where(here, row_weights, 0)
+        weights = buffer._for_weights(door).send_back(door, gradients, handle)
+    return x, weights
 
 
-def _refuse(buffer: Any, why: str) -> None:
-    buffer._entry.refuse(why)
-    raise InvalidArgumentError(why)
+def combined(
+    door: Door, buffer: Any, handle: Any, gradient: Any, expert_output: Any, weights: Any, of_weights: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of a combine's rows and, with `of_weights`, of weights, from that of its sums. Rows by
+    expert were multiplied by `weights`, or without them by those that the handle keeps. Rows by rank are as
+    many as `expert_output` has."""
+    gradient = gradient.contiguous()
+    count = expert_output.shape[0]
+    if handle.layout == "rank":
+        given = Dispatch(gradient, None, None, handle=handle, copy=True)
+        received, _, _ = buffer._dispatch(door, given)
+        return received.x[:count], None
+    out = torch.zeros_like(expert_output)
+    more = int(weights is not None) + int(of_weights)
+    given = Dispatch(gradient, None, None, layout="expert", handle=handle, out=out, more=more)
+    buffer._dispatch(door, given)
+    by_weights = handle.kept_weights
+    if weights is not None:
+        by_weights = buffer._for_weights(door).send(door, weights, handle, int(of_weights))
+    places = handle.places.long()
+    valid = received_rows(handle, places.shape[0]) & (places >= 0)
+    # What is not valid goes to a row behind the last one.
+    at = torch.where(valid, places, count).clamp(max=count)
+    row_weights = torch.zeros(count + 1, device=buffer.device)
+    row_weights[at.flatten()] = by_weights.flatten()
+    rows = (out.float() * row_weights[:count, None]).to(buffer.dtype)
+    weights_gradient = None
+    if of_weights:
+        products = torch.zeros(count + 1, device=buffer.device)
+        products[:count] = (out.float() * expert_output.float()).sum(1)
+        parts = torch.where(valid, products[at], 0)
+        weights_gradient = buffer._for_weights(door).send_back(door, parts, handle)
+    return rows, weights_gradient
+
+
+# --- `Buffer.dispatch` and `Buffer.combine` where a gradient flows
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weights: Any, buffer: Any, ids: Any, options: Any, result: Any) -> Any:
-        given = None if weights is None else weights.detach()
-        received, handle = buffer._dispatch(x.detach(), ids, given, **options)
+    def forward(ctx: Any, x: Any, weights: Any, door: Door, buffer: Any, given: Any, result: Any) -> Any:
+        detached = None if weights is None else weights.detach()
+        given = dataclasses.replace(given, x=x.detach(), weights=detached)
+        received, handle, _ = buffer._dispatch(door, given)
         result.extend((received, handle))
         ctx.buffer, ctx.handle = buffer, handle
-        ctx.weighted = weights is not None and ctx.needs_input_grad[1]
-        if handle.layout == "expert":
-            return received.x, None
-        rows = _used(received.x, handle)
+        ctx.weighted = weights is not None and ctx.needs_input_grad[1] and handle.layout == "rank"
         if received.topk_weights is None:
-            buffer.extend_order()
-            return rows, None
-        here = _received(handle, rows.shape[0]) & (received.topk_ids >= 0)
+            return received.x, None
+        here = received.topk_ids >= 0
         ctx.save_for_backward(here)
         row_weights = torch.where(here, received.topk_weights, 0)
-        # Received rows were read: the next call, on whatever stream, comes behind that.
-        buffer.extend_order()
         if not ctx.weighted:
             ctx.mark_non_differentiable(row_weights)
-        return rows, row_weights
+        return received.x, row_weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, rows: Any, row_weights: Any) -> Any:
-        buffer, handle = ctx.buffer, ctx.handle
-        x = weights = None
-        if ctx.needs_input_grad[0]:
-            ones = None
-            if handle.layout == "expert":
-                ones = torch.ones((handle.tokens, buffer.top_k), device=buffer.device)
-            x = buffer._combine(rows.contiguous(), handle, ones)
-        if ctx.weighted and handle.layout == "rank":
-            (here,) = ctx.saved_tensors
-            weights = buffer._for_weights().send_back(torch.where(here, row_weights, 0), handle)
+        with Door(ctx.buffer._entry.preparing) as door:
+            (here,) = ctx.saved_tensors or (None,)
+            rows = rows if ctx.needs_input_grad[0] else None
+            row_weights = row_weights if ctx.weighted else None
+            x, weights = dispatched(door, ctx.buffer, ctx.handle, rows, row_weights, here)
         return x, weights, None, None, None, None
 
 
-def dispatch(buffer: Any, x: Any, ids: Any, weights: Any, options: dict[str, Any]) -> Any:
+def dispatch(door: Door, buffer: Any, given: Dispatch, copy: Any) -> Any:
     """`Buffer.dispatch` where a gradient flows."""
-    if options["quantize"] is not None or options["scales"] is not None:
-        _refuse(buffer, "quantize, scales: no gradient flows through quantised tokens; pass x.detach()")
-    if options["hook"]:
-        _refuse(buffer, "hook: no gradient flows through calls with hooks; pass x.detach()")
-    if options["out"] is not None:
-        _refuse(buffer, "out: no gradient flows through what is written; pass x.detach()")
-    by_expert = options["layout"] == "expert"
-    if by_expert and options["handle"] is None and isinstance(options["alignment"], int):
-        rows = buffer._core.capacity(True, options["alignment"])
-        options = {**options, "out": x.new_zeros((rows, buffer.hidden))}
-    elif by_expert and options["handle"] is not None:
-        options = {**options, "out": x.new_zeros((options["handle"].rows, buffer.hidden))}
-    if not by_expert and weights is not None and weights.requires_grad:
-        buffer._for_weights()
+    if given.quantize is not None or given.scales is not None:
+        raise InvalidArgumentError(
+            "quantize, scales: no gradient flows through quantised tokens; pass x.detach()"
+        )
+    if given.hook:
+        raise InvalidArgumentError("hook: no gradient flows through calls with hooks; pass x.detach()")
+    if given.out is not None:
+        raise InvalidArgumentError("out: no gradient flows through what is written; pass x.detach()")
+    if copy is not None and not copy:
+        raise InvalidArgumentError("copy=False: gradients flow through copies; pass x.detach()")
+    weights = checks.tensor("topk_weights", given.weights)
+    for name, tensor in (("x", given.x), ("topk_weights", weights)):
+        if tensor is not None:
+            checks.readable(name, tensor)
+    by_expert = given.layout == "expert"
+    if not by_expert and checks.has_grad(weights):
+        buffer._for_weights(door)
     result: list[Any] = []
-    rows, row_weights = _Dispatch.apply(x, weights, buffer, ids, options, result)
+    rows, row_weights = _Dispatch.apply(given.x, weights, door, buffer, given, result)
     received, handle = result
     if by_expert:
         handle.weights = weights
@@ -132,54 +186,44 @@ def dispatch(buffer: Any, x: Any, ids: Any, weights: Any, options: dict[str, Any
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, expert_output: Any, weights: Any, buffer: Any, handle: Any, given: Any) -> Any:
-        ctx.buffer, ctx.handle, ctx.given = buffer, handle, given
-        ctx.save_for_backward(expert_output, weights)
-        sent = weights.detach() if given else None
-        return buffer._combine(expert_output.detach(), handle, sent)
+    def forward(
+        ctx: Any, expert_output: Any, weights: Any, door: Door, buffer: Any, handle: Any, is_given: bool
+    ) -> Any:
+        ctx.buffer, ctx.handle, ctx.is_given = buffer, handle, is_given
+        # By rank the number of rows alone matters.
+        by_rank = handle.layout == "rank"
+        ctx.save_for_backward(expert_output[:, :0] if by_rank else expert_output, weights)
+        sent = weights.detach() if is_given else None
+        return buffer._combine(door, expert_output.detach(), handle, sent)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Any) -> Any:
-        buffer, handle = ctx.buffer, ctx.handle
-        expert_output, weights = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        if handle.layout == "rank":
-            received, _ = buffer._dispatch(gradient, None, None, handle=handle)
-            count = expert_output.shape[0]
-            rows = _used(received.x, handle)[:count]
-            buffer.extend_order()
-            return rows, None, None, None, None
-        out = torch.zeros_like(expert_output)
-        buffer._dispatch(gradient, None, None, layout="expert", handle=handle, out=out)
-        by_weights = handle.kept_weights
-        if ctx.given:
-            by_weights = buffer._for_weights().send(weights, handle)
-        places = handle.places.long()
-        valid = _received(handle, places.shape[0]) & (places >= 0)
-        # What is not valid goes to a row behind the last one.
-        count = expert_output.shape[0]
-        at = torch.where(valid, places, count)
-        row_weights = torch.zeros(count + 1, device=buffer.device)
-        row_weights[at.flatten()] = by_weights.flatten()
-        rows = (out.float() * row_weights[:count, None]).to(buffer.dtype)
-        weights_gradient = None
-        if weights is not None and ctx.needs_input_grad[1]:
-            products = torch.zeros(count + 1, device=buffer.device)
-            products[:count] = (out.float() * expert_output.float()).sum(1)
-            parts = torch.where(valid, products[at], 0)
-            weights_gradient = buffer._for_weights().send_back(parts, handle)
-        return rows, weights_gradient, None, None, None
+        with Door(ctx.buffer._entry.preparing) as door:
+            expert_output, weights = ctx.saved_tensors
+            of_weights = weights is not None and ctx.needs_input_grad[1]
+            given = weights if ctx.is_given else None
+            rows, weights_gradient = combined(
+                door, ctx.buffer, ctx.handle, gradient, expert_output, given, of_weights
+            )
+        return rows, weights_gradient, None, None, None, None
 
 
-def combine(buffer: Any, expert_output: Any, handle: Any, weights: Any, out: Any, hook: bool) -> Any:
+def combine(
+    door: Door, buffer: Any, expert_output: Any, handle: Any, weights: Any, out: Any, hook: bool
+) -> Any:
     """`Buffer.combine` where a gradient flows."""
-    buffer._refusing(buffer._check_handle, handle)
     if hook or out is not None:
-        _refuse(buffer, "out, hook: no gradient flows through such calls; pass expert_output.detach()")
-    given = weights is not None
-    differentiable = weights if given else handle.weights
-    if handle.layout == "expert" and differentiable is not None and (given or differentiable.requires_grad):
-        buffer._for_weights()
+        raise InvalidArgumentError(
+            "out, hook: no gradient flows through such calls; pass expert_output.detach()"
+        )
+    is_given = weights is not None
+    checks.readable("expert_output", expert_output)
     if handle.layout == "rank":
-        differentiable = weights
-    return _Combine.apply(expert_output, differentiable, buffer, handle, given)
+        if is_given:
+            raise InvalidArgumentError("weights for rows by rank: those are summed as they are")
+        return _Combine.apply(expert_output, None, door, buffer, handle, False)
+    differentiable = checks.tensor("weights", weights if is_given else handle.weights)
+    if is_given or checks.has_grad(differentiable):
+        buffer._for_weights(door)
+    return _Combine.apply(expert_output, differentiable, door, buffer, handle, is_given)

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from symmpool.experts.checks import Dispatch, checked_combine
+from symmpool.experts.door import Door
 from symmpool.experts.received import Handle, scales_of
 
 __all__ = ["combine_packed", "dispatch_packed"]
 
 
 def dispatch_packed(
-    buffer: Any, x: torch.Tensor, topk_ids: torch.Tensor, rows: int, quantize: str | None = None
+    door: Door, buffer: Any, x: torch.Tensor, topk_ids: torch.Tensor, rows: int, quantize: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, Handle]:
     """Sends tokens of a `Buffer` as its `dispatch` does. Returns `(x, scales, handle)`: the rows of each
     expert begin its part, by source rank and there in the order of tokens; `handle.expert_counts` says how
@@ -34,15 +36,21 @@ def dispatch_packed(
     if count:
         scales = torch.empty((local, count, rows), dtype=scales_dtype, device=buffer.device)
         flat = scales.view(local * rows, count)
-    handle = Handle(buffer, x.shape[0], "expert", 1, local * rows)
     flat_rows = out.view(local * rows, hidden)
-    arguments = (handle.memory, x, topk_ids, None, None, quantize, flat_rows, flat, 1, None, rows)
-    buffer._run(buffer._core.dispatch, arguments, False, handle)
+    given = Dispatch(x, topk_ids, None, quantize=quantize, layout="expert", out=flat_rows, out_scales=flat)
+    _, handle, _ = buffer._dispatch(door, given, rows)
     return out, None if scales is None else scales.transpose(1, 2), handle
 
 
 def combine_packed(
-    buffer: Any, x: torch.Tensor, handle: Handle, weights: torch.Tensor, out: torch.Tensor | None = None
+    door: Door,
+    buffer: Any,
+    x: torch.Tensor,
+    handle: Handle,
+    weights: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sends the rows of such parts back, multiplied by `weights`, `[tokens, top_k]`, and sums them up."""
-    return buffer._combine(x.view(-1, buffer.hidden), handle, weights, out)
+    rows = x.view(-1, buffer.hidden)
+    checked_combine(buffer, rows, handle, out)
+    return buffer._combine(door, rows, handle, weights, out)[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SCALES", "Handle", "Received", "scales_of"]
+__all__ = ["SCALES", "Handle", "Received", "copied", "received_rows", "scales_of"]
 
 #: The element type of the scales that dispatch makes.
 SCALES = {"fp8": torch.float32, "fp8_pow2": torch.float32, "fp8_ue8m0": torch.uint8}
@@ -110,7 +110,8 @@ class Received:
     """The rows that a rank received. Of each tensor the first `num_rows` rows are in use, unless the dispatch
     was `exact`."""
 
-    #: `[capacity, hidden]`. In layout "rank" a view of the buffer's memory, until its next dispatch.
+    #: `[capacity, hidden]`. In layout "rank" a copy where autograd is on, whose unused rows are zeros. Else a
+    #: view of the buffer's memory, until its next dispatch.
     x: torch.Tensor
     #: The scales of quantised rows: `[capacity, n]`, or None.
     scales: torch.Tensor | None
@@ -121,6 +122,11 @@ class Received:
     topk_weights: torch.Tensor | None
     #: How the rows were routed. The tensors below are views of it, made when they are asked for.
     handle: Handle
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the tensors above that there are."""
+        all_ = (self.x, self.scales, self.topk_ids, self.topk_weights)
+        return [tensor for tensor in all_ if tensor is not None]
 
     @property
     def num_rows(self) -> torch.Tensor:
@@ -146,3 +152,37 @@ class Received:
     def host_expert_counts(self) -> list[int] | None:
         """The same, known to the host; None unless the dispatch that made the handle was exact."""
         return self.handle.counts
+
+
+#: Integers of so many bytes, as which elements of any type are selected.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def received_rows(handle: Handle, rows: int) -> torch.Tensor:
+    """Which of so many rows are received tokens: `[rows, 1]`."""
+    at = torch.arange(rows, device=handle.memory.device)
+    return (at < handle.num_received)[:, None]
+
+
+def copied(received: Received, handle: Handle, exact: bool) -> None:
+    """Has tensors by rank be copies of the views that they are. What is not in use is zeros, so that no
+    gradient depends on what lay there; of ids it is -1. With `exact` all is in use."""
+    if exact:
+        for name in ("x", "scales", "topk_ids", "topk_weights"):
+            tensor = getattr(received, name)
+            setattr(received, name, None if tensor is None else tensor.clone())
+        return
+    used = received_rows(handle, received.x.shape[0])
+    received.x = _used(used, received.x)
+    if received.scales is not None:
+        received.scales = _used(used, received.scales)
+    if received.topk_ids is not None and received.topk_weights is not None:
+        received.topk_ids = torch.where(used, received.topk_ids, -1)
+        received.topk_weights = torch.where(used, received.topk_weights, 0)
+
+
+def _used(used: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if rows.dtype.is_floating_point and rows.dtype.itemsize > 1:
+        return torch.where(used, rows, 0)
+    integers = rows.view(_INTEGERS.get(rows.dtype.itemsize, torch.uint8))
+    return torch.where(used, integers, 0).view(rows.dtype)

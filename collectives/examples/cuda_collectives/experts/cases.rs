@@ -258,7 +258,15 @@ impl Check<'_> {
         self.combine(
             &buffer,
             0,
-            &CombineAt { input, output, tokens: 20, weights, by_expert: false },
+            &CombineAt {
+                input,
+                input_rows: usize::MAX,
+                output,
+                tokens: 20,
+                weights,
+                by_expert: false,
+                more: 0,
+            },
         )?;
         self.settle(&buffer)?;
         let came = |token: usize| self.pool.rank() == 0 && token < 10;
@@ -295,7 +303,19 @@ impl Check<'_> {
             self.dispatch(buffer, 0, &call)?;
             let input = buffer.received().rows.cast_const();
             let (output, weights) = (self.result.as_ptr().cast(), std::ptr::null());
-            self.combine(buffer, 0, &CombineAt { input, output, tokens, weights, by_expert: false })
+            self.combine(
+                buffer,
+                0,
+                &CombineAt {
+                    input,
+                    input_rows: usize::MAX,
+                    output,
+                    tokens,
+                    weights,
+                    by_expert: false,
+                    more: 0,
+                },
+            )
         })?;
         for round in 0..20 {
             let seed = random(seed, 500 + round);

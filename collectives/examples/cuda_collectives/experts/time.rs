@@ -66,6 +66,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                 quantize: Quantization::None,
                 layout: ExpertLayout::ByRank,
                 known: false,
+                more: 0,
             };
             let known = DispatchAt { known: true, ..fresh };
             let (fp8, fp8_known) = (
@@ -80,10 +81,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             };
             let back = CombineAt {
                 input: rows.as_ptr().cast_const().cast(),
+                input_rows: usize::MAX,
                 output,
                 tokens,
                 weights: std::ptr::null(),
                 by_expert: false,
+                more: 0,
             };
             let at = handle.as_ptr().cast();
             // SAFETY: the blocks are as long as these calls need, and nothing else uses them; so it is below.

@@ -82,13 +82,16 @@ impl Experts {
             quantize: Quantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
+            more: 0,
         };
         let combine = CombineAt {
             input: buffer.received().rows,
+            input_rows: usize::MAX,
             output: calls.output.as_ptr().cast(),
             tokens: routed.tokens,
             weights: std::ptr::null(),
             by_expert: false,
+            more: 0,
         };
         let again = number >> 40 & 1 == 1;
         // SAFETY: the blocks are as long as the calls need, and only calls on this stream use them.

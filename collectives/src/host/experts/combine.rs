@@ -15,6 +15,8 @@ use crate::host::numbers::Numbers;
 struct Rows<'a> {
     call: &'a ExpertCall,
     handle: &'a Handle,
+    /// How many rows were received: those for which there are weights. It is read once.
+    received: usize,
     /// The weights of rows by expert.
     weights: Numbers<f32>,
 }
@@ -42,22 +44,23 @@ impl HostEngine {
         let region = Region::of(call, world);
         // SAFETY: the handle is one of this buffer, which has these parts.
         let handle = unsafe { Handle::new(work, world) };
-        self.begin_with(&handle, work, true)?;
+        self.begin_with(&handle, work, Some((call.mode.by_expert, work.input_rows)))?;
         let description = Call::new(Operation::ExpertCombine);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
+        let received = handle.received(work.capacity);
         let mut weights = handle.weights;
         if call.mode.weights {
             // SAFETY: every rank has made this call, so nobody uses what the last one left in the region.
             unsafe { self.send_weights(&region, &handle, call) };
             self.step()?;
-            let count = handle.received(work.capacity) * work.top_k as usize;
+            let count = received * work.top_k as usize;
             // SAFETY: the part has room for the capacity.
             weights = unsafe { region.numbers(self, me, region.parts.combine_weights, 0, count) };
         }
         let ExpertScratch { row, sum, own, .. } = scratch;
         own.resize(call.shape.hidden, 0.0);
         let mut sums = ExpertRows::new(call.shape.dtype, call.shape.hidden, (row, sum));
-        let rows = Rows { call, handle: &handle, weights };
+        let rows = Rows { call, handle: &handle, received, weights };
         // SAFETY: as above; this rank alone writes its rows.
         unsafe { self.send_back(&region, &rows, &mut sums) };
         self.step()?;
@@ -102,7 +105,7 @@ impl HostEngine {
     /// As [`Self::combine`], after the handshake.
     unsafe fn send_back(&self, region: &Region, rows: &Rows<'_>, sums: &mut ExpertRows<'_>) {
         let (call, row_bytes) = (rows.call, rows.call.shape.row_bytes());
-        let received = rows.handle.received(call.work.capacity);
+        let received = rows.received;
         for peer in self.peers() {
             let offset = |index: u32| {
                 (rows.handle.source_offsets.get(index as usize).max(0) as usize).min(received)
@@ -132,23 +135,26 @@ impl HostEngine {
         let (call, row_bytes) = (rows.call, rows.call.shape.row_bytes());
         let (me, world, work) = (self.rank(), self.world(), &call.work);
         for token in 0..work.tokens as usize {
-            let position =
-                |rank: u32| rows.handle.positions.get(token * world as usize + rank as usize);
-            let mine = rows.handle.row_at(me as usize, position(me), work.capacity);
+            let position = |rank: u32| {
+                let found = rows.handle.positions.get(token * world as usize + rank as usize);
+                usize::try_from(found).ok().filter(|at| *at < call.shape.max_tokens)
+            };
+            let mine = position(me)
+                .and_then(|at| rows.handle.row_at(me as usize, at as i32, work.capacity))
+                .filter(|row| *row < rows.received);
             if let Some(row) = mine {
                 // SAFETY: the row was received.
                 unsafe { rows.write(row, sums, own) };
             }
             for rank in 0..world {
-                let there = rows.handle.row_at(rank as usize, position(rank), work.capacity);
-                if there.is_none() {
-                    continue;
-                }
                 let from = if rank == me {
+                    if mine.is_none() {
+                        continue;
+                    }
                     own.cast_const()
                 } else {
-                    let begin = self.combined_at(region, (rank, me), call);
-                    begin.wrapping_add(position(rank) as usize * row_bytes)
+                    let Some(at) = position(rank) else { continue };
+                    self.combined_at(region, (rank, me), call).wrapping_add(at * row_bytes)
                 };
                 // SAFETY: the rank has received the row, and has sent it back.
                 unsafe { sums.add(from, None) };
@@ -168,16 +174,21 @@ impl Rows<'_> {
     /// The row was received, and `to` has room for one.
     unsafe fn write(&self, row: usize, sums: &mut ExpertRows<'_>, to: *mut u8) {
         let (work, row_bytes) = (&self.call.work, self.call.shape.row_bytes());
-        let input = |row: usize| (work.input as *const u8).wrapping_add(row * row_bytes);
+        let input = |row: usize| {
+            let at = (work.input as *const u8).wrapping_add(row * row_bytes);
+            ((row as u64) < work.input_rows).then_some(at)
+        };
         if !self.call.mode.by_expert {
-            // SAFETY: the caller's promise about the input.
-            return unsafe { copy(input(row), to, row_bytes) };
+            let Some(from) = input(row) else { return };
+            // SAFETY: the input has this row.
+            return unsafe { copy(from, to, row_bytes) };
         }
         let top_k = work.top_k as usize;
         for at in row * top_k..(row + 1) * top_k {
             let Ok(place) = usize::try_from(self.handle.places.get(at)) else { continue };
+            let Some(from) = input(place) else { continue };
             // SAFETY: as above.
-            unsafe { sums.add(input(place), Some(self.weights.get(at))) };
+            unsafe { sums.add(from, Some(self.weights.get(at))) };
         }
         // SAFETY: the caller's promise.
         unsafe { sums.store(to) };

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // arrays by address
 
 use crate::Place;
-use crate::experts::{ExpertCall, ExpertsWork, RegionParts};
+use crate::experts::{ExpertCall, ExpertsWork, HandleParts, RegionParts};
 use crate::host::HostEngine;
 use crate::host::numbers::Numbers;
 
@@ -78,10 +78,11 @@ pub(super) struct Handle {
 }
 
 impl Handle {
-    /// Where the numbers of the head are: rows received, tokens, rows by expert.
+    /// Where the numbers of the head are: rows received, tokens, rows by expert, how rows lie.
     pub(super) const RECEIVED: usize = 0;
     pub(super) const TOKENS: usize = 1;
     pub(super) const BY_EXPERT: usize = 2;
+    pub(super) const LAYOUT: usize = 3;
 
     /// # Safety
     ///
@@ -111,10 +112,81 @@ impl Handle {
         (self.head.get(Self::RECEIVED).max(0) as usize).min(capacity as usize)
     }
 
+    /// Why a call cannot use the handle, if it cannot. `rows` is how many rows by expert there may be, in a combine.
+    ///
+    /// A handle is the caller's memory, which a program may write to. Calls that pass this check read it again, and
+    /// check what is an index once more.
+    pub(super) fn refusal(
+        &self,
+        work: &ExpertsWork,
+        (me, world): (usize, usize),
+        by_expert: bool,
+        rows: u64,
+    ) -> Option<String> {
+        let number = |what: &str, at: usize, found: i32| {
+            Some(format!(
+                "the handle was written to since its dispatch: its {what} {at} is {found}; pass one as dispatch gave it"
+            ))
+        };
+        let layout = self.head.get(Self::LAYOUT);
+        let other = layout == HandleParts::layout_word(!by_expert);
+        if layout != HandleParts::layout_word(by_expert) && !(other && work.any_layout != 0) {
+            return Some(if other {
+                let (call, made) = if by_expert { ("expert", "rank") } else { ("rank", "expert") };
+                format!("layout {call:?} with a handle of layout {made:?}")
+            } else {
+                "the handle is none that a dispatch has written".to_owned()
+            });
+        }
+        let tokens = self.head.get(Self::TOKENS);
+        if i64::from(tokens) != i64::from(work.tokens) {
+            return Some(format!(
+                "{} tokens with a handle of {tokens}: pass the handle of the dispatch of the same tokens",
+                work.tokens
+            ));
+        }
+        let received = self.head.get(Self::RECEIVED);
+        if received < 0 || received as u64 > work.capacity {
+            return number("number of received rows,", 0, received);
+        }
+        if !by_expert && received as u64 > rows {
+            return Some(format!("{rows} rows, where the handle's dispatch received {received}"));
+        }
+        let mut before = 0;
+        for rank in 0..=world {
+            let begin = self.source_offsets.get(rank);
+            let last = rank == world && begin != received;
+            let many = i64::from(begin) - i64::from(before) > i64::from(work.max_tokens);
+            if begin < before || begin > received || last || many || (rank == 0 && begin != 0) {
+                return number("source offset", rank, begin);
+            }
+            before = begin;
+        }
+        let own = self.source_offsets.get(me + 1) - self.source_offsets.get(me);
+        for at in 0..work.tokens as usize * world {
+            let (rank, position) = (at % world, self.positions.get(at));
+            let fits = self.row_at(rank, position, work.capacity).is_some()
+                && (position as u64) < u64::from(work.tokens)
+                && (rank != me || position < own);
+            if position != -1 && !fits {
+                return number("position", at, position);
+            }
+        }
+        if by_expert {
+            for at in 0..received as usize * work.top_k as usize {
+                let place = self.places.get(at);
+                if place < -1 || place >= 0 && place as u64 >= rows {
+                    return number("place", at, place);
+                }
+            }
+        }
+        None
+    }
+
     /// The row, among those that a rank receives, of the one at `position` among those that this rank sends there.
     pub(super) fn row_at(&self, rank: usize, position: i32, capacity: u64) -> Option<usize> {
         let position = usize::try_from(position).ok()?;
         let base = usize::try_from(self.bases.get(rank)).ok()?;
-        Some(base + position).filter(|at| (*at as u64) < capacity)
+        base.checked_add(position).filter(|at| (*at as u64) < capacity)
     }
 }

@@ -1,0 +1,196 @@
+"""What calls of `experts.Buffer` are given, checked before anything is allocated or sent. The extension
+checks types, shapes and strides of the tensors that it reads, in the call."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from symmpool.errors import InvalidArgumentError
+from symmpool.experts.received import SCALES, Handle
+
+__all__ = [
+    "LAYOUTS",
+    "Dispatch",
+    "alignment_of",
+    "checked_combine",
+    "checked_dispatch",
+    "has_grad",
+    "layout_of",
+    "readable",
+    "switch",
+    "tensor",
+]
+
+LAYOUTS = ("rank", "expert")
+_MOST_ALIGNMENT = 1 << 16
+
+
+@dataclass
+class Dispatch:
+    """A dispatch whose arguments make sense."""
+
+    x: torch.Tensor
+    ids: Any
+    weights: Any
+    scales: Any = None
+    quantize: str | None = None
+    layout: str = "rank"
+    alignment: int = 1
+    exact: bool = False
+    hook: bool = False
+    handle: Handle | None = None
+    out: torch.Tensor | None = None
+    out_scales: torch.Tensor | None = None
+    # Whether rows by rank are copied, and rows by expert that are not used are zeros.
+    copy: bool = False
+    # How many calls follow that belong to this one. Ranks compare it.
+    more: int = 0
+
+
+def has_grad(tensor: Any) -> bool:
+    """Whether autograd records what is done with a tensor, if it is one."""
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad
+
+
+def switch(name: str, given: Any) -> bool:
+    """An argument that is True or False."""
+    if isinstance(given, int) and given in (0, 1):
+        return bool(given)
+    raise TypeError(f"{name}: True or False is needed, not {shown(given)}")
+
+
+def alignment_of(given: Any) -> int:
+    """What the first row of each expert is a multiple of."""
+    try:
+        found = operator.index(given)
+    except TypeError:
+        raise TypeError(f"alignment: an integer is needed, not {shown(given)}") from None
+    if not 1 <= found <= _MOST_ALIGNMENT:
+        raise InvalidArgumentError(f"alignment={shown(found)}: it is 1 to {_MOST_ALIGNMENT}")
+    return found
+
+
+def shown(given: Any) -> str:
+    """What an argument is, in an error. Tensors are not printed: where a storage was freed that ends the
+    process."""
+    if isinstance(given, int) and not abs(given) < 1 << 64:
+        return "a huge number"
+    if given is None or isinstance(given, (bool, int, float, str)):
+        return f"{given!r:.80}"
+    return f"an object of type {type(given).__name__}"
+
+
+def tensor(name: str, given: Any, optional: bool = True) -> Any:
+    """A tensor of torch, or None."""
+    if isinstance(given, torch.Tensor) or (optional and given is None):
+        return given
+    raise TypeError(f"{name}: a torch.Tensor is needed, not {type(given)}")
+
+
+def readable(name: str, given: torch.Tensor) -> torch.Tensor:
+    """A tensor whose elements torch can read before the extension looks at it: torch's own operations end the
+    process where a storage was freed."""
+    if given.layout is not torch.strided or given.is_nested:
+        raise InvalidArgumentError(f"{name}: its elements do not lie row by row; pass a dense tensor")
+    if (
+        isinstance(given, FakeTensor)
+        or given.is_meta
+        or (given.untyped_storage().nbytes() == 0 and given.numel() > 0)
+    ):
+        raise InvalidArgumentError(
+            f"{name}: it has no memory of its own; pass the tensor that holds its elements"
+        )
+    return given
+
+
+def _out(name: str, given: Any) -> Any:
+    if tensor(name, given) is not None and given.requires_grad:
+        raise InvalidArgumentError(f"{name}: it requires grad, and no gradient flows through what is written")
+    return given
+
+
+def _quantize(given: Any) -> str | None:
+    if given is None or (isinstance(given, str) and given in SCALES):
+        return given
+    if isinstance(given, str):
+        raise InvalidArgumentError(
+            f'quantize: "{given:.80}" is none of None, "fp8", "fp8_pow2" and "fp8_ue8m0"'
+        )
+    raise TypeError(f"quantize: a name or None is needed, not {type(given)}")
+
+
+def layout_of(given: Any) -> str:
+    """The name of a layout."""
+    if not isinstance(given, str) or given not in LAYOUTS:
+        raise InvalidArgumentError(f"layout: {shown(given)} is neither 'rank' nor 'expert'")
+    return given
+
+
+def checked_handle(buffer: Any, handle: Any) -> Handle:
+    """A handle of a buffer."""
+    if not isinstance(handle, Handle):
+        raise TypeError(f"handle: one that dispatch returned is needed, not {type(handle)}")
+    if handle.buffer is not buffer:
+        raise InvalidArgumentError(f"handle: of another buffer, {handle.buffer!r}")
+    return handle
+
+
+def checked_dispatch(
+    buffer: Any, x: Any, ids: Any, weights: Any, copy: Any, options: dict[str, Any]
+) -> Dispatch:
+    """Checks a dispatch. `copy` is None where the caller does not say."""
+    x = tensor("x", x, optional=False)
+    if x.dim() != 2:
+        raise InvalidArgumentError(f"x: of shape {tuple(x.shape)}, where [tokens, {buffer.hidden}] is needed")
+    options = {
+        **options,
+        "scales": tensor("scales", options["scales"]),
+        "quantize": _quantize(options["quantize"]),
+        "layout": layout_of(options["layout"]),
+        "alignment": alignment_of(options["alignment"]),
+        "exact": switch("exact", options["exact"]),
+        "hook": switch("hook", options["hook"]),
+        "out": _out("out", options["out"]),
+        "out_scales": _out("out_scales", options["out_scales"]),
+    }
+    copy = torch.is_grad_enabled() if copy is None else switch("copy", copy)
+    found = Dispatch(x, ids, weights, copy=copy, **options)
+    if found.exact and found.hook:
+        raise InvalidArgumentError("exact, hook: exact sizes are waited for at once; ask for one of them")
+    if found.layout == "rank" and (found.out is not None or found.out_scales is not None):
+        raise InvalidArgumentError("out, out_scales: rows by rank are the buffer's; pass layout='expert'")
+    handle = found.handle
+    if handle is None:
+        if ids is None:
+            raise InvalidArgumentError("topk_ids: they are missing, and there is no handle")
+        return found
+    checked_handle(buffer, handle)
+    if ids is not None or weights is not None:
+        raise InvalidArgumentError("topk_ids, topk_weights: a handle says where tokens go; pass None")
+    if found.layout != handle.layout:
+        raise InvalidArgumentError(f"layout: {found.layout!r} with a handle of layout {handle.layout!r}")
+    if x.shape[0] != handle.tokens:
+        raise InvalidArgumentError(f"x: {x.shape[0]} tokens with a handle of {handle.tokens}")
+    return found
+
+
+def checked_combine(buffer: Any, rows: Any, handle: Any, out: Any) -> None:
+    """Checks a combine."""
+    checked_handle(buffer, handle)
+    if tensor("expert_output", rows, optional=False).dim() != 2:
+        raise InvalidArgumentError(
+            f"expert_output: of shape {tuple(rows.shape)}, where [rows, {buffer.hidden}] is needed"
+        )
+    layout_of(handle.layout)
+    if out is None:
+        return
+    _out("out", out)
+    if out.dim() != 2 or out.shape[0] != handle.tokens:
+        raise InvalidArgumentError(
+            f"out: of shape {tuple(out.shape)}, where [{handle.tokens}, {buffer.hidden}] is needed"
+        )
