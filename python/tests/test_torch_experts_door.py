@@ -290,35 +290,34 @@ def interrupted(group, which, error):
     return found
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+INTERRUPTED = [
+    "dispatch by expert",
+    "dispatch with a gradient",
+    "combine",
+    "deep dispatch",
+    "deep dispatch without ids",
+    "deep dispatch of at most",
+    "deep dispatch again",
+    "deep combine",
+    "low-latency dispatch",
+    "low-latency combine",
+    "prepare_async",
+    "finalize",
+    "backward dispatch rank",
+    "backward dispatch expert",
+    "backward combine rank",
+    "backward combine expert",
+]
+# The same lines as with Ctrl-C.
+WITHOUT_MEMORY = ["dispatch by expert", "deep combine", "backward combine expert"]
+
+
 @pytest.mark.parametrize(
-    "which",
-    [
-        "dispatch by expert",
-        "dispatch with a gradient",
-        "combine",
-        "deep dispatch",
-        "deep dispatch without ids",
-        "deep dispatch of at most",
-        "deep dispatch again",
-        "deep combine",
-        "low-latency dispatch",
-        "low-latency combine",
-        "prepare_async",
-        "finalize",
-        "backward dispatch rank",
-        "backward dispatch expert",
-        "backward combine rank",
-        "backward combine expert",
-    ],
+    "which, error",
+    [(which, KeyboardInterrupt) for which in INTERRUPTED]
+    + [(which, MemoryError) for which in WITHOUT_MEMORY],
 )
 def test_an_error_at_any_line_before_a_call_reaches_every_rank(which, error):
-    if error is MemoryError and which not in (
-        "dispatch by expert",
-        "deep combine",
-        "backward combine expert",
-    ):
-        pytest.skip("the same lines as with Ctrl-C")
     right, interrupted_rank = values(2, interrupted, which, error, limit=300)
     assert interrupted_rank.count("raised") > 5
     pairs = list(zip(right, interrupted_rank))

@@ -2,6 +2,7 @@
 //! quantised and not, with handles that are used again, and graphs whose routing changes between replays.
 
 mod cases;
+mod handles;
 pub(crate) mod model;
 pub(crate) mod time;
 
@@ -86,6 +87,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     check.bad_ids(&buffer, options.seed, exact)?;
                 }
                 check.graphs(&buffer, options.seed)?;
+                // Through inboxes, and with flags.
+                for tokens in [3, max_tokens.min(200)] {
+                    check.wrong_handles(&buffer, tokens, options.seed)?;
+                }
             }
         }
     }

@@ -11,6 +11,7 @@ import torch
 
 from symmpool._symmpool import ExpertBuffer, Pool
 from symmpool.communicators import cache, devices, torch_state
+from symmpool.communicators.tensors import say_written
 from symmpool.errors import InvalidArgumentError, InvalidStateError
 from symmpool.experts import operators
 from symmpool.experts.checks import Dispatch, checked_combine, checked_dispatch, has_grad, switch
@@ -316,9 +317,8 @@ class Buffer:
             return received
 
         received, wait = self._run(door, self._core.dispatch, arguments, given.hook, left, given.more)
-        for written in (given.out, given.out_scales):
-            if written is not None:
-                torch.autograd.graph.increment_version(written)
+        if given.out is not None:
+            say_written(given.out, given.out_scales)
         return received, handle, wait
 
     def _received(self, handle: Handle, known: bool, dtype: torch.dtype, scaled: Any) -> Received:
@@ -374,7 +374,7 @@ class Buffer:
         arguments = (handle.memory, sums, expert_output, rows, weights, by_expert, None, more)
         _, wait = self._run(door, self._core.combine, arguments, hook, _nothing, more)
         if out is not None:
-            torch.autograd.graph.increment_version(out)
+            say_written(out)
         return sums, wait
 
     def _run(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from symmpool._symmpool import _shows_memory
 from symmpool.errors import InvalidArgumentError
 from symmpool.experts.received import SCALES, Handle
 
@@ -95,16 +95,7 @@ def tensor(name: str, given: Any, optional: bool = True) -> Any:
 def readable(name: str, given: torch.Tensor) -> torch.Tensor:
     """A tensor whose elements torch can read before the extension looks at it: torch's own operations end the
     process where a storage was freed."""
-    if given.layout is not torch.strided or given.is_nested:
-        raise InvalidArgumentError(f"{name}: its elements do not lie row by row; pass a dense tensor")
-    if (
-        isinstance(given, FakeTensor)
-        or given.is_meta
-        or (given.untyped_storage().nbytes() == 0 and given.numel() > 0)
-    ):
-        raise InvalidArgumentError(
-            f"{name}: it has no memory of its own; pass the tensor that holds its elements"
-        )
+    _shows_memory(name, given)
     return given
 
 

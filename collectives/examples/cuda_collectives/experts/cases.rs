@@ -206,7 +206,7 @@ impl Check<'_> {
     }
 
     /// Puts this rank's ids into memory, with 64 bits.
-    fn put_ids(&self, routing: &Routing) -> Result<()> {
+    pub(super) fn put_ids(&self, routing: &Routing) -> Result<()> {
         let ids = routing.ids[self.pool.rank() as usize].iter().flatten();
         let ids: Vec<u8> = ids.flat_map(|id| id.to_le_bytes()).collect();
         upload(self.pool, self.ids.address(), &ids)
