@@ -75,8 +75,9 @@ impl Check<'_> {
                     }
                     let found = self.settle(buffer);
                     // A dispatch by a handle may place rows anywhere in an output that has room.
-                    let good = found.as_ref().is_err_and(|error| error.is_invalid_argument())
-                        || (known && only_by_expert);
+                    let good =
+                        found.as_ref().is_err_and(symmpool_allocator::Error::is_invalid_argument)
+                            || (known && only_by_expert);
                     let which = format!("{tokens} tokens, by_expert={by_expert}, known={known}");
                     self.judge(
                         &format!("{what}={number} in a handle, {which}: {found:?}"),
