@@ -48,6 +48,9 @@ mod outside;
 mod p2p;
 mod p2p_faults;
 mod plans;
+mod random_calls;
+#[path = "../../tests/random_plans/mod.rs"]
+mod random_plans;
 mod reduce_scatter;
 mod repeats;
 mod slow;
@@ -110,7 +113,7 @@ struct Options {
     ///
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
     /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, call_order (of calls
-    /// on several streams), p2p, plans, odd_plans and native
+    /// on several streams), p2p, plans, odd_plans, random_plans (programs of a seed; only if named) and native
     /// (collectives that programs bring along), fused (all-reduces with a residual and a norm), matmul (products whose parts are added
     /// up, or gathered), matmul_few (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
     /// that read late), growth (communicators whose memory grows), epochs (all kinds of calls as their numbers begin anew), threads (two of a rank with one
@@ -176,6 +179,12 @@ struct Options {
     /// The calls that are under way when a rank is killed (set by killed, for its ranks).
     #[arg(long, hide = true)]
     kind: Option<String>,
+    /// How many programs to try (random_plans); each rank compiles a kernel for each.
+    #[arg(long, default_value_t = 20)]
+    programs: u64,
+    /// How many kernels each rank compiles at a time (random_plans).
+    #[arg(long, default_value_t = 4)]
+    compilers: usize,
     /// The seed of all random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,

@@ -314,6 +314,18 @@ impl Engine {
         }
     }
 
+    /// Compiles this rank's kernels of plans, so many at a time. In host memory there are none.
+    pub(super) fn compile_plans(
+        &self,
+        plans: &[(&CheckedPlan, DType, crate::ReduceOp, u32)],
+        threads: usize,
+    ) {
+        match self {
+            Self::Host(_) => {}
+            Self::Cuda(cuda) => cuda.compile_plans(plans, threads),
+        }
+    }
+
     pub(super) unsafe fn run_native(
         &mut self,
         native: &NativeKernel,

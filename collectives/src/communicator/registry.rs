@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // callers hand over raw memory, and promise what it is
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use symmpool_allocator::{Block, Error, Result, Stream, short};
 
@@ -65,6 +65,21 @@ impl Registry {
 }
 
 impl Communicator {
+    /// Compiles the kernels that this rank needs for calls by programs, `threads` at a time, so that first calls do not
+    /// wait for the compiler: each for an element type, an operation and the root of broadcasts, else 0. Compiled kernels
+    /// are kept where [`kernel_cache`](crate::kernel_cache) says. It exchanges nothing with other ranks. Algorithms that
+    /// are no programs have no kernels here, nor has any in host memory. What does not compile is an error of the call
+    /// that needs it.
+    pub fn compile_ahead(&self, calls: &[(Algorithm, DType, ReduceOp, u32)], threads: usize) {
+        let plan = |(algorithm, dtype, op, root): &(Algorithm, DType, ReduceOp, u32)| {
+            Some((Arc::clone(algorithm.plan()?), *dtype, *op, *root))
+        };
+        let plans: Vec<_> = calls.iter().filter_map(plan).collect();
+        let plans: Vec<_> =
+            plans.iter().map(|(plan, dtype, op, root)| (&**plan, *dtype, *op, *root)).collect();
+        self.lock().engine.compile_plans(&plans, threads);
+    }
+
     /// Makes an algorithm known under its name and collective. It comes before a built-in one of the same name.
     ///
     /// It exchanges nothing with other ranks. All ranks must have registered the same before a call names it: calls

@@ -171,6 +171,11 @@ impl Kernels {
         Ok(LoadedKernel { budget, ..loaded })
     }
 
+    /// Compiles kernels whose sources are no files of ours, so many at a time, and loads none.
+    pub(super) fn compile_made(&self, kernels: &[(MadeKernel, MadeSource)], threads: usize) {
+        self.modules.compile_made(kernels, threads);
+    }
+
     /// Keeps loaded kernels for as long as the process runs, as one of them may never end.
     pub(super) fn keep(&self) {
         std::mem::forget(Arc::clone(&self.modules));

@@ -69,6 +69,7 @@ mod one_sided;
 mod p2p;
 mod params;
 mod plan;
+mod plan_kernel;
 mod reduce_scatter;
 mod reduce_scatter_copy;
 mod reductions;

@@ -72,6 +72,25 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Does `work` for every number below `count`, on as many threads as there are cores, but no more than `most`.
+fn at_once(count: usize, most: usize, work: impl Fn(usize) + Sync) {
+    let next = AtomicUsize::new(0);
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(most);
+    thread::scope(|scope| {
+        for _ in 0..threads.min(count) {
+            scope.spawn(|| {
+                loop {
+                    let nth = next.fetch_add(1, Ordering::Relaxed);
+                    if nth >= count {
+                        return;
+                    }
+                    work(nth);
+                }
+            });
+        }
+    });
+}
+
 impl Modules {
     /// The modules of the driver's device, which all of the process's communicators on it share.
     pub(super) fn of(driver: &Driver) -> Result<Arc<Self>> {
@@ -145,23 +164,10 @@ impl Modules {
         };
         let (began, count) = (Instant::now(), missing.len());
         if count > 1 {
-            let (first, next) =
-                (count * rank as usize / world.max(1) as usize, AtomicUsize::new(0));
-            let threads =
-                thread::available_parallelism().map_or(1, usize::from).min(COMPILER_THREADS);
-            thread::scope(|scope| {
-                for _ in 0..threads.min(count) {
-                    scope.spawn(|| {
-                        loop {
-                            let nth = next.fetch_add(1, Ordering::Relaxed);
-                            if nth >= count {
-                                return;
-                            }
-                            // An error occurs again below, in the same order on all ranks.
-                            let _ = self.compile(world, missing[(first + nth) % count]);
-                        }
-                    });
-                }
+            let first = count * rank as usize / world.max(1) as usize;
+            // An error occurs again below, in the same order on all ranks.
+            at_once(count, COMPILER_THREADS, |nth| {
+                let _ = self.compile(world, missing[(first + nth) % count]);
             });
         }
         missing.iter().try_for_each(|each| self.get(world, *each).map(|_| ()))?;
@@ -194,6 +200,15 @@ impl Modules {
         })?;
         lock(&self.made).insert(key, made);
         Ok(made.0)
+    }
+
+    /// Compiles kernels whose sources are no files of ours, so many at a time. What fails does so again when it is loaded.
+    pub(super) fn compile_made(&self, kernels: &[(MadeKernel, MadeSource)], threads: usize) {
+        at_once(kernels.len(), threads, |nth| {
+            let (key, MadeSource { name, path, entry, source }) = &kernels[nth];
+            let kernel = Kernel { name, path, entry, source, variants: &[] };
+            let _ = self.compile_as(&kernel, key.world, &key.spec());
+        });
     }
 
     fn compile(&self, world: u32, spec: KernelSpec) -> Result<(Image, String)> {

@@ -7,13 +7,13 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
 use super::launch_config::LaunchConfig;
-use super::made::{MadeKernel, MadeSource};
 use super::params::{CallParams, MAX_PEER_BLOCKS, MAX_RANKS, PlanWork};
+use super::plan_kernel;
 use super::reductions::THREADS;
+use crate::ReduceOp;
 use crate::host::plan_call::Arguments;
 use crate::plan::schedule::Schedule;
-use crate::plan::{CheckedPlan, Collective, Protocol, cuda};
-use crate::{DType, ReduceOp};
+use crate::plan::{CheckedPlan, Collective, Protocol};
 
 /// Most peer blocks of a call, as of `two_shot_push`.
 const MAX_BLOCKS: u32 = 128;
@@ -112,21 +112,9 @@ impl CudaEngine {
         }
         let (rank, world, plan) = (self.rank(), self.world(), checked.plan());
         let of_plan = (rank + world - arguments.root) % world;
-        let (dtype, op) = if plan.collective.reduces() {
-            (arguments.dtype, arguments.op)
-        } else {
-            (DType::U8, ReduceOp::Sum)
-        };
-        let (dtype, op) = (dtype as u8, op as u8);
-        let (threads, hash) = (THREADS, checked.hash());
-        let key = MadeKernel { world, hash, rank: of_plan, dtype, op, threads };
+        let key = plan_kernel::key(checked, world, of_plan, (arguments.dtype, arguments.op));
         let schedule = checked.schedule();
-        let source = || MadeSource {
-            name: plan.name.clone(),
-            path: "plan.cu".to_owned(),
-            entry: cuda::ENTRY.to_owned(),
-            source: cuda::source(checked, schedule, of_plan),
-        };
+        let source = || plan_kernel::source(checked, of_plan);
         let kernel = match self.made_kernel(key, source) {
             Ok(kernel) => kernel,
             Err(why) => return Err(self.decline(why, stream)),

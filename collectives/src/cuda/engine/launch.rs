@@ -27,6 +27,15 @@ impl CudaEngine {
         self.kernels.get_made(key, source)
     }
 
+    /// Compiles kernels whose sources are no files of ours, so many at a time.
+    pub(in super::super) fn compile_made(
+        &self,
+        kernels: &[(MadeKernel, MadeSource)],
+        threads: usize,
+    ) {
+        self.kernels.compile_made(kernels, threads);
+    }
+
     /// The device's compute capability.
     pub(in super::super) fn arch(&self) -> Arch {
         self.kernels.arch()
