@@ -192,6 +192,19 @@ pub(crate) fn declined(
     .naming([culprit])
 }
 
+/// The error of `rank` where it is known of a message that it failed, and not why.
+pub(crate) fn refused_elsewhere(
+    rank: u32,
+    (sender, receiver): (u32, u32),
+    afterwards: Afterwards,
+) -> Error {
+    Error::mismatch(format!(
+        "what rank {sender} sends to rank {receiver} is not what that expects, or one of the two refused its own          arguments, seen on rank {rank}. {}; these ranks' errors say more.",
+        afterwards.text()
+    ))
+    .naming([sender, receiver])
+}
+
 /// The error of a call that was not made, as its peer has refused an earlier message meanwhile.
 pub(crate) fn refused_before(earlier: Error, direction: Direction, rank: u32, peer: u32) -> Error {
     earlier.context(format!(

@@ -40,7 +40,7 @@ constexpr u32 SENDING = CHANNEL + CHANNELS;
 constexpr u32 RECEIVING = SENDING + 1;
 constexpr u32 PAYLOADS = 5;
 // In a withdrawn handshake, in place of the rank that was waited for: a message was refused. Its sender is the lowest
-// byte, and its receiver the next one. The next two words are what was sent and what was expected.
+// byte, and its receiver the next one. With MESSAGE_FOLLOWS, the next two words are what was sent and what was expected.
 constexpr u32 REFUSED_MESSAGE = 1u << 31;
 
 // The words of a refused message: its sender, what was sent, what was expected, and whether the others are there.
@@ -123,7 +123,7 @@ __device__ __forceinline__ void describe(const Comm& comm, u32 receiver, const R
     fault->ours[1] = receiver;
     fault->ours[2] = refusal.sent;
     fault->ours[3] = refusal.expected;
-    fault->theirs[0] = static_cast<u64>(REFUSED_MESSAGE | receiver << 8 | static_cast<u32>(refusal.sender)) << 32;
+    fault->theirs[0] = (REFUSED_MESSAGE | MESSAGE_FOLLOWS | receiver << 8 | refusal.sender) << 32;
     fault->theirs[1] = refusal.sent;
     fault->theirs[2] = refusal.expected;
 }
@@ -168,6 +168,29 @@ __device__ __noinline__ u64 still_there(const Lane& lane, u64 number, u64 since,
     return GIVE_UP;
 }
 
+// Withdraws this rank's handshake of a call from the other ranks, with what the record says of a message. Peers look at
+// the first word, which comes last.
+__device__ __noinline__ void withdraw_for_message(const Comm& comm, u32 epoch) {
+    const volatile u64* words = comm.fault->theirs;
+#pragma unroll 1
+    for (u32 peer = 0; peer < WORLD; ++peer) {
+        if (peer == comm.rank) {
+            continue;
+        }
+        char* handshake = handshake_slot(comm, epoch, peer, comm.rank);
+        char* row = traffic_row_slot(comm, epoch, peer, comm.rank);
+#pragma unroll 1
+        for (u32 word = 4 + TRAFFIC_ROW_WORDS; word-- > 0;) {
+            const u64 says = words[word < 4 ? word : 0];
+            if (word == 0) {
+                fence();
+            }
+            store_relaxed(word < 4 ? handshake + 16 * word : row + 16 * (word - 4),
+                          make_uint4(static_cast<u32>(says), 0, static_cast<u32>(says >> 32), withdrawal(epoch)));
+        }
+    }
+}
+
 // Refuses the peer's message, which is not the expected one, and fails. All ranks learn that, whatever they wait for.
 // Called by one thread.
 __device__ __noinline__ void refuse(const Lane& lane, u64 sent) {
@@ -190,8 +213,8 @@ __device__ __noinline__ void refuse(const Lane& lane, u64 sent) {
     // The call of that epoch may be under way. Those that come later do nothing on this rank: they find that it has failed.
     const u32 epoch = *static_cast<volatile u32*>(&comm.local()->epoch);
     describe(comm, comm.rank, refusal);
-    withdraw(comm, epoch);
-    withdraw(comm, Session::following(epoch));
+    withdraw_for_message(comm, epoch);
+    withdraw_for_message(comm, Session::following(epoch));
     complete(comm);
 }
 

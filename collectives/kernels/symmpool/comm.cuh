@@ -35,7 +35,7 @@ struct Fault {
     u32 peer;
     u32 phase;
     u64 ours[4];    // for MISMATCH, this rank's call description; for COUNTS, the pair and its two counts
-    u64 theirs[4];  // for MISMATCH, the peer's call description; else what the handshake is withdrawn with
+    u64 theirs[4];  // for MISMATCH, the peer's call description; for GAVE_UP, what its handshake is withdrawn with
     Notice notice;
 };
 
@@ -200,35 +200,31 @@ __device__ __forceinline__ char* traffic_row_slot(const Comm& comm, u32 epoch, u
 
 // A rank that gives up on a call withdraws its handshake and its row of the traffic matrix from all peers: its
 // memory may be used for something else from then on, so a peer that comes late must not find them. A peer that
-// has found them already goes on until it misses something. The upper half of each LL word's data then holds the rank
-// that was waited for, or the words say what a refused message was (`p2p/p2p.cu`); and this flag, which no call uses:
-// its parity is that of the other slots, and it is not 0, which fresh memory holds. There is no more than that
-// because the callers have few registers to spare.
+// has found them already goes on until it misses something. The second half of each LL word then holds the rank
+// that was waited for, or the ranks of a message that was refused, and this flag, which no call uses: its parity is that
+// of the other slots, and it is not 0, which fresh memory holds. There is no more than that because the callers have few
+// registers to spare; only `p2p/p2p.cu` says what the message was, in the words that follow.
+constexpr u64 MESSAGE_FOLLOWS = 1ull << 30;
 __device__ __forceinline__ u32 withdrawal(u32 epoch) { return ~epoch | 2; }
 
 __device__ __forceinline__ bool withdrawn(const char* ll_word, u32 epoch) {
     return *reinterpret_cast<const volatile u32*>(ll_word + 12) == withdrawal(epoch);
 }
 
-// Called by one thread, when the record of the failure is written except for `complete`: it has what the words say. Peers
-// look at the first word of the handshake, which comes last.
-__device__ __noinline__ void withdraw(const Comm& comm, u32 epoch) {
-    const volatile u64* words = comm.fault->theirs;
+// Called by one thread, when the record of the failure is written except for `complete`.
+__device__ __noinline__ void withdraw(const Comm& comm) {
+    const volatile Fault* fault = comm.fault;
+    const u32 epoch = fault->epoch;
+    // The words of a message are not passed on.
+    const u64 missing = fault->kind == GAVE_UP ? fault->theirs[0] >> 32 & ~MESSAGE_FOLLOWS : fault->peer;
+    const u64 half = static_cast<u64>(withdrawal(epoch)) << 32 | missing;
+    char* handshake = handshake_slot(comm, epoch, 0, comm.rank) + 8;
+    const u32 to_row = static_cast<u32>(traffic_row_slot(comm, epoch, 0, comm.rank) + 8 - handshake) - 64;
 #pragma unroll 1
-    for (u32 peer = 0; peer < WORLD; ++peer) {
-        if (peer == comm.rank) {
-            continue;
-        }
-        char* handshake = handshake_slot(comm, epoch, peer, comm.rank);
-        char* row = traffic_row_slot(comm, epoch, peer, comm.rank);
+    for (u32 peer = 0; peer < WORLD; ++peer, handshake += comm.stride) {
 #pragma unroll 1
-        for (u32 word = 4 + TRAFFIC_ROW_WORDS; word-- > 0;) {
-            const u64 says = words[word < 4 ? word : 0];
-            if (word == 0) {
-                fence();
-            }
-            store_relaxed(word < 4 ? handshake + 16 * word : row + 16 * (word - 4),
-                          make_uint4(static_cast<u32>(says), 0, static_cast<u32>(says >> 32), withdrawal(epoch)));
+        for (u32 word = 0; word < 16 * (4 + TRAFFIC_ROW_WORDS) && peer != comm.rank; word += 16) {
+            *reinterpret_cast<volatile u64*>(handshake + (word < 64 ? word : word + to_row)) = half;
         }
     }
 }
@@ -244,17 +240,16 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     fault->epoch = epoch;
     fault->peer = peer;
     fault->phase = phase;
-    // A withdrawal's first word comes after the others.
+    // The first word of a withdrawal comes after the others.
     fence();
     for (u32 word = 0; word < 4; ++word) {
         uint4 theirs = load_relaxed(handshake_slot(comm, epoch, comm.rank, peer) + 16 * word);
-        const u64 says = static_cast<u64>(theirs.z) << 32 | theirs.x;
-        fault->theirs[word] = kind == TIMEOUT ? static_cast<u64>(peer) << 32 : says;
+        fault->theirs[word] = static_cast<u64>(theirs.z) << 32 | theirs.x;
         fault->ours[word] = call ? call->description[word] : 0;
     }
     // Where call descriptions differ, every rank finds that itself; signals on channels belong to no call.
     if (kind != MISMATCH && phase < CHANNEL) {
-        withdraw(comm, epoch);
+        withdraw(comm);
     }
     fence();
     *static_cast<volatile u32*>(&fault->complete) = 1;

@@ -11,7 +11,7 @@ use symmpool_allocator::{Error, Pool, Result};
 use super::api::Api;
 use super::memory_operations::{MEMORY_CHANNELS, PIECE_CHANNELS};
 use crate::host::call::{Call, mismatch_of_two};
-use crate::p2p::{Afterwards, Payload, payloads_differ};
+use crate::p2p::{Afterwards, Payload, payloads_differ, refused_elsewhere};
 use crate::signal::channel::CHANNELS;
 
 /// `Fault` in `symmpool/comm.cuh`.
@@ -142,6 +142,8 @@ const GAVE_UP: u32 = 4;
 const PAYLOADS: u32 = 5;
 /// In place of the rank that was waited for: `REFUSED_MESSAGE` in `p2p/p2p.cu`.
 const REFUSED_MESSAGE: u32 = 1 << 31;
+/// With it, the next two words say what was sent and what was expected: `MESSAGE_FOLLOWS` in `symmpool/comm.cuh`.
+const MESSAGE_FOLLOWS: u32 = 1 << 30;
 /// The phase in which a companion kernel and its call's other kernels wait for each other: `COMPANION` in
 /// `symmpool/comm.cuh`.
 const COMPANION: u32 = 4;
@@ -192,9 +194,14 @@ impl Record {
             ),
             GAVE_UP if (theirs[0] >> 32) as u32 & REFUSED_MESSAGE != 0 => {
                 // The words, as `describe` in `p2p/p2p.cu` writes them.
-                let ends = (theirs[0] >> 32) as u32;
-                refused_message(rank, (ends & 0xff, ends >> 8 & 0xff), theirs[1], theirs[2])
-                    .context(format!("collective {epoch} on the device, which rank {peer} left"))
+                let word = (theirs[0] >> 32) as u32;
+                let ends = (word & 0xff, word >> 8 & 0xff);
+                let error = if word & MESSAGE_FOLLOWS == 0 {
+                    refused_elsewhere(rank, ends, Afterwards::Closed)
+                } else {
+                    refused_message(rank, ends, theirs[1], theirs[2])
+                };
+                error.context(format!("collective {epoch} on the device, which rank {peer} left"))
             }
             GAVE_UP => {
                 // The upper half of the word, as `withdraw` in `symmpool/comm.cuh` writes it.
@@ -532,7 +539,8 @@ mod tests {
         let words = [(100, DType::F32), (99, DType::U8)]
             .map(|(count, dtype)| Payload::new("", 0, count, dtype).expect("sound").word());
         let refused = Record { ours: [2, 1, words[0], words[1]], ..record(PAYLOADS, RECEIVING) };
-        let theirs = [u64::from(REFUSED_MESSAGE | 1 << 8 | 2) << 32, words[0], words[1], 0];
+        let ends = REFUSED_MESSAGE | 1 << 8 | 2;
+        let theirs = [u64::from(MESSAGE_FOLLOWS | ends) << 32, words[0], words[1], 0];
         let left = Record { theirs, peer: 1, ..record(GAVE_UP, 0) };
         for error in [refused.error(&there), left.error(&there)] {
             assert!(error.is_diverged() && error.ranks() == [1, 2], "{error}");
@@ -541,6 +549,10 @@ mod tests {
             assert!(text.contains(line) && text.contains("closed"), "{text}");
         }
         assert!(left.error(&there).to_string().contains("which rank 1 left"));
+        let theirs = [u64::from(ends) << 32, 7, 7, 7];
+        let elsewhere = Record { theirs, peer: 3, ..record(GAVE_UP, 0) }.error(&there);
+        assert!(elsewhere.is_diverged() && elsewhere.ranks() == [1, 2], "{elsewhere}");
+        assert!(elsewhere.to_string().contains("rank 2 sends to rank 1"), "{elsewhere}");
         let unknown = record(9, 0).error(&there);
         assert!(unknown.to_string().contains("kind 9"), "{unknown}");
     }
