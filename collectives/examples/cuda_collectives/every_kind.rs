@@ -294,13 +294,22 @@ impl<'a> EveryKind<'a> {
                 quantize: Quantization::None,
                 layout: ExpertLayout::ByRank,
                 known: false,
+                more: 0,
             };
             let handle = self.handle.as_ptr();
             // SAFETY: the blocks are as long as the call needs, and nothing else uses them; so it is below.
             unsafe { buffer.dispatch_at(handle, &dispatch, stream) }?;
             let (input, output) = (buffer.received().rows.cast_const(), to.as_ptr());
             let (tokens, weights) = (dispatch.tokens, std::ptr::null());
-            let combine = CombineAt { input, output, tokens, weights, by_expert: false };
+            let combine = CombineAt {
+                input,
+                input_rows: usize::MAX,
+                output,
+                tokens,
+                weights,
+                by_expert: false,
+                more: 0,
+            };
             // SAFETY: as above.
             unsafe { buffer.combine_at(handle, &combine, stream) }
         };

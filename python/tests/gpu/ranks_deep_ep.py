@@ -124,6 +124,31 @@ class Parts:
         buffer.destroy()
         return f"{held['total'] / 1e6:.0f} MB on a rank for {self.tokens} tokens of {self.hidden}"
 
+    def refusals(self):
+        """A first dispatch where no rank has a token, and a rank whose arguments are wrong: all ranks raise
+        at once."""
+        kinds = (symmpool.DivergedError, symmpool.InvalidArgumentError, TypeError)
+        for wrong in ({"x": 7}, {"num_worst_tokens": "5"}, {"expert_alignment": 2**70}, {"topk_idx": None}):
+            buffer = deep_ep.Buffer(dist.group.WORLD)
+            x = torch.ones((0, self.hidden), dtype=torch.bfloat16, device=self.device)
+            ids = torch.zeros((0, 2), dtype=torch.int64, device=self.device)
+            weights = torch.zeros((0, 2), dtype=torch.float32, device=self.device)
+            of_ranks, _, of_experts, in_rank, _ = buffer.get_dispatch_layout(ids, 2 * self.world)
+            call = {
+                "x": x, "num_tokens_per_rank": of_ranks, "num_tokens_per_expert": of_experts,
+                "is_token_in_rank": in_rank, "topk_idx": ids, "topk_weights": weights,
+            }  # fmt: skip
+            rows, *_ = buffer.dispatch(**call)
+            assert rows.shape == (0, self.hidden)
+            try:
+                buffer.dispatch(**{**call, **(wrong if self.me == self.world - 1 else {})})
+            except kinds:
+                pass
+            else:
+                raise AssertionError(f"no error of {wrong}")
+            rows, *_ = buffer.dispatch(**call)
+            buffer.synchronize()
+
     def low_latency(self):
         """Low-latency mode in each format, with hooks or events, twice with the same bits."""
         tokens = 128
@@ -345,7 +370,7 @@ def main():
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     parts, failed = Parts(device, options.tokens, options.hidden), 0
     beside = dist.new_group(backend="gloo")
-    for name in ("normal", "low_latency", "streams", "hooks", "graphs", "errors"):
+    for name in ("normal", "refusals", "low_latency", "streams", "hooks", "graphs", "errors"):
         why = said = None
         try:
             said = getattr(parts, name)()

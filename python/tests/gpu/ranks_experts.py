@@ -158,6 +158,83 @@ class Trial:
         expect(same(self.buffer.combine(self.answer, exact).cpu(), wanted), "sums of an exact dispatch")
         self.buffer.synchronize()
 
+    def copies(self):
+        """Where autograd is on, what was received stays as it is in later calls, on any stream."""
+        self.fill(self.routing, self.seed)
+        received, handle = self.buffer.dispatch(self.x, self.ids, self.weights, **self.options())
+        hooked, again, wait = self.buffer.dispatch(
+            self.x, self.ids, self.weights, hook=True, **self.options()
+        )
+        wait()
+        other = torch.zeros_like(self.x)
+        for _ in range(3):
+            self.buffer.dispatch(other, self.ids, **self.options())
+        self.check_received(self.routing, received, handle)
+        self.check_received(self.routing, hooked, again)
+        with torch.no_grad():
+            view, _ = self.buffer.dispatch(self.x, self.ids, self.weights, **self.options())
+        if self.layout == "rank":
+            memory = self.buffer._memory["rows"].data_ptr()
+            expect(view.x.data_ptr() == memory, "a view without autograd")
+            expect(received.x.data_ptr() != memory, "a copy with autograd")
+        self.buffer.synchronize()
+
+    def spoilt(self):
+        """A handle that was written to is an error of this rank, and touches no other memory."""
+        options = {"layout": self.layout, "alignment": self.alignment}
+        for part, value in [("num_received", 2**30), ("num_received", -1), ("places", 2**30), ("places", -9)]:
+            if part == "places" and self.layout == "rank":
+                continue
+            _, handle = self.buffer.dispatch(self.x, self.ids, self.weights, **options)
+            if self.layout == "expert" and part == "places" and int(handle.num_received) == 0:
+                spoilt = False
+            else:
+                spoilt = True
+                getattr(handle, part)[0 if part == "places" else ...].fill_(value)
+            self.buffer.combine(self.answer, handle)
+            try:
+                self.buffer.synchronize()
+            except symmpool.InvalidArgumentError as error:
+                expect(spoilt and "the handle of rank" in str(error), f"another error: {error}")
+            else:
+                expect(not spoilt, f"no error where {part} is {value}")
+        self.eager()
+
+    def gradients(self):
+        """Those of a matrix, of tokens that need none and of such that do, through the operators too."""
+        if self.dtype != torch.float32 or self.quantize is not None:
+            return
+        x = self.x.clone()
+        found = []
+        for compiled in (False, True):
+            for needs in (False, True):
+                matrix = torch.eye(self.hidden, device=self.device).requires_grad_()
+                rows = x.clone().requires_grad_(needs)
+                if compiled:
+                    call = (self.buffer.name, self.layout, self.alignment)
+                    got, _, _, _, memory = torch.ops.symmpool.experts_dispatch(
+                        rows, self.ids, None, *call, None
+                    )
+                    made = torch.nn.functional.linear(got, matrix)
+                    sums = torch.ops.symmpool.experts_combine(made, memory, None, len(x), *call)
+                else:
+                    options = {"layout": self.layout, "alignment": self.alignment}
+                    received, handle = self.buffer.dispatch(rows, self.ids, **options)
+                    made = torch.nn.functional.linear(received.x, matrix)
+                    sums = self.buffer.combine(made, handle)
+                sums.square().sum().backward()
+                found.append((matrix.grad.cpu(), rows.grad.cpu() if needs else None))
+        local = self.routing.on
+        reached = torch.zeros(len(x))
+        for rank in range(self.routing.world):
+            there = local(rank)[self.me] >= 0
+            reached += there.sum(1) if self.layout == "expert" else there.any(1)
+        wanted = 2 * x.cpu() * reached[:, None] ** 2
+        for matrix, rows in found:
+            expect(torch.allclose(matrix, found[0][0], rtol=1e-4, atol=1e-4), "gradients of a matrix")
+            expect(rows is None or torch.allclose(rows, wanted, rtol=1e-4, atol=1e-4), "gradients of tokens")
+        self.buffer.synchronize()
+
     def captured(self):
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -192,7 +269,8 @@ def main():
     failed = 0
     for seed in range(options.begin, options.begin + options.seeds):
         trial, why = Trial(seed, pool, device), None
-        for step in [trial.eager, trial.captured] if device.type == "cuda" else [trial.eager]:
+        steps = [trial.eager, trial.copies, trial.gradients]
+        for step in [*steps, trial.spoilt, trial.captured] if device.type == "cuda" else steps:
             try:
                 step()
             except Exception as error:
