@@ -142,7 +142,7 @@ def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def _plan_all_gather(out: torch.Tensor, x: torch.Tensor) -> Any:
-    return lambda rank, world: plans.all_gather_into_tensor(out, x)
+    return lambda rank, world: plans.all_gather_into_tensor(out, x, world)
 
 
 def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: st
 
 def _plan_all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any) -> Any:
     sizes = (list(output_splits) or None, list(input_splits) or None)
-    return lambda rank, world: plans.all_to_all_single(out, x, *sizes)
+    return lambda rank, world: plans.all_to_all_single(out, x, *sizes, world)
 
 
 def _all_to_all(

@@ -43,12 +43,47 @@ def test_what_nobody_waits_for_is_made_soon_and_by_the_thread(owner):
     assert all(maker != me for _, maker in made)
 
 
-def test_calls_whose_results_are_copied_and_waits_with_a_timeout_are_left_to_the_thread(owner):
+def test_calls_that_go_by_copies_and_waits_with_a_timeout_are_left_to_the_thread(owner):
     worker, made, me = Worker(owner), [], threading.get_ident()
-    worker.submit(here, (made, 0), [], lambda: here(made, 1)).wait()
-    worker.submit(here, (made, 2), []).wait(30)
-    assert [number for number, _ in made] == [0, 1, 2]
+
+    def prepared():
+        here(made, 0)
+        return (made, 1), lambda: here(made, 2)
+
+    worker.submit(here, (None, None), [], prepared).wait()
+    worker.submit(here, (made, 3), []).wait(30)
+    assert [number for number, _ in made] == [0, 1, 2, 3]
     assert all(maker != me for _, maker in made)
+
+
+def test_ctrl_c_right_before_a_call_leaves_it_to_be_made_once(owner):
+    class Once:
+        """A bell whose answer is interrupted once."""
+
+        def __init__(self, bell):
+            self.bell, self.is_over = bell, False
+            self.ring, self.wait = bell.ring, bell.wait
+
+        def answer(self):
+            self.bell.answer()
+            if not self.is_over and threading.current_thread() is threading.main_thread():
+                self.is_over = True
+                raise KeyboardInterrupt
+
+    worker, made = Worker(owner), []
+    calls = worker._queue
+    worker.submit(here, (made, 0), []).wait()
+    calls._bell = Once(calls._bell)
+    stopped = 0
+    for number in range(1, 40):
+        work = worker.submit(here, (made, number), [])
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            stopped += 1
+        worker.submit(here, (made, -number), []).wait()
+    assert [number for number, _ in made] == [0, *(each for n in range(1, 40) for each in (n, -n))]
+    assert stopped <= 1
 
 
 def test_threads_that_wait_at_once_make_each_call_once(owner):

@@ -103,3 +103,52 @@ def test_what_ends_a_program_goes_through_a_selector_and_the_other_ranks_hear_of
         assert seconds < 10 and total == [3.0] * 4 and failure is None, rank.value
     assert stop in zero.value[0], zero.value
     assert all("rank 0" in other.value[0] for other in others), others
+
+
+class Alarm(Exception):
+    pass
+
+
+def behind_others(group, stop):
+    """A synchronous call waits for those that were begun before it, and ends by a signal. What follows is in
+    order all the same."""
+    pool = symmpool.Pool(group, "cpu")
+    me, kind = pool.rank, {"alarm": Alarm, "ctrl-c": KeyboardInterrupt}[stop]
+
+    def ring(*_):
+        raise kind
+
+    symmpool.barrier(pool)
+    signal.signal(signal.SIGALRM, ring)
+    found, raised = [], None
+    for _ in range(3):
+        # The other ranks are late, so that the calls that were begun wait for them in a thread.
+        if me != 0:
+            time.sleep(0.6)
+        begun = [np.full(8, (me + 1.0) * 10 ** (at + 3)) for at in range(3)]
+        works = [symmpool.all_reduce(x, group=pool, async_op=True) for x in begun]
+        x = np.full(8, 100.0)
+        if me == 0:
+            time.sleep(0.05)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            symmpool.all_reduce(x, group=pool)
+        except (Alarm, KeyboardInterrupt, symmpool.DivergedError) as error:
+            raised = type(error).__name__
+        later = [np.full(8, (me + 1.0) * 10**at) for at in range(3)]
+        for each in later:
+            symmpool.all_reduce(each, group=pool)
+        for work in works:
+            work.wait()
+        found.append(([each[0] for each in (*later, *begun)], raised, x.tolist() == [100.0] * 8))
+    return found
+
+
+@pytest.mark.parametrize("stop", ["alarm", "ctrl-c"])
+def test_a_wait_for_earlier_calls_that_a_signal_ends_leaves_the_order_of_calls(stop):
+    zero, one = run(2, behind_others, stop)
+    assert zero.error is None and one.error is None, (zero.error, one.error)
+    sums = [3.0 * 10**at for at in range(6)]
+    own = {"alarm": "Alarm", "ctrl-c": "KeyboardInterrupt"}[stop]
+    assert zero.value == [(sums, own, True)] * 3, zero.value
+    assert one.value == [(sums, "DivergedError", True)] * 3, one.value

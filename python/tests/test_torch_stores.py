@@ -64,8 +64,55 @@ def connected(group, port):
 
 
 def test_a_store_has_one_connection_for_each_thread():
-    # That of another group, which has a store of its own; and that of another thread.
-    assert values(2, connected, free_port()) == [(True, [1, 2, 3], 0)] * 2
+    # Another group, which has a store of its own on the same server, has none of its own; another thread has.
+    assert values(2, connected, free_port()) == [(True, [1, 1, 2], 0)] * 2
+
+
+def taken(kind, port, group, count):
+    """Descriptors and threads of this process for each group that it keeps open."""
+    dist.init_process_group(
+        kind, init_method=f"tcp://127.0.0.1:{port}", rank=group.rank, world_size=group.world
+    )
+    dist.all_reduce(torch.ones(1))
+    found = [[len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]]
+    groups = [dist.new_group(range(group.world), backend=kind) for _ in range(count)]
+    total = [torch.ones(2) for _ in groups]
+    for each, x in zip(groups, total, strict=True):
+        dist.all_reduce(x, group=each)
+    found.append([len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")])
+    right = all(x.tolist() == [group.world] * 2 for x in total)
+    dist.destroy_process_group()
+    gc.collect()
+    return right, [(after - before) / count for before, after in zip(*found, strict=True)]
+
+
+def many_groups(group, ports, count):
+    return [taken(kind, port, group, count) for kind, port in zip(("gloo", "symmpool"), ports, strict=True)]
+
+
+def test_a_group_takes_no_more_descriptors_and_threads_than_one_of_gloo():
+    for gloo, ours in values(2, many_groups, (free_port(), free_port()), 25):
+        assert gloo[0] and ours[0]
+        assert all(mine <= theirs for mine, theirs in zip(ours[1], gloo[1], strict=True)), (gloo, ours)
+
+
+def with_equal_keys(group, port):
+    """Stores with prefixes in prefixes, whose keys do not meet."""
+    store = dist.TCPStore("127.0.0.1", port, group.world, group.rank == 0)
+    stores = [dist.PrefixStore(f"a{at}/", dist.PrefixStore("b", store)) for at in range(3)]
+    adapters = [StoreAdapter(each) for each in stores]
+    # One that is made anew on the same keys finds what was there.
+    adapters.append(StoreAdapter(dist.PrefixStore("a1/", dist.PrefixStore("b", store))))
+    for at, adapter in enumerate(adapters[:3]):
+        if group.rank == at % group.world:
+            adapter.set("key", f"{at}".encode(), 5)
+    found = [adapter.get("key", 20) for adapter in adapters]
+    adapters[0].all_gather("end/0/x", group.rank, group.world, b"", 20)
+    return found, len({id(adapter._connections) for adapter in adapters})
+
+
+def test_stores_of_one_server_share_its_connections_and_no_keys():
+    assert values(2, with_equal_keys, free_port()) == [([b"0", b"1", b"2", b"1"], 1)] * 2
 
 
 def child_of(group):

@@ -229,27 +229,28 @@ def test_training_is_as_with_gloo(world, tmp_path):
             assert "symmpool" in served or way == "in_a_pipeline", (way, served)
 
 
-def times_one(group, folder):
+def sharded_with_a_factor(group, folder, factor):
+    """A step of FSDP2, whose gradients are divided by a number that is neither 1 nor the number of ranks."""
+    from torch.distributed.fsdp import fully_shard
+
     me, world = begin(group, folder, "symmpool")
-    part = torch.empty(2)
-    once, half = (dist._make_nccl_premul_sum(factor) for factor in (1.0, 0.5))
-    dist.reduce_scatter_tensor(part, torch.arange(2.0 * world), once)
-    right = part.tolist() == [2.0 * me * world, (2.0 * me + 1) * world]
-    x = torch.full((3,), me + 1.0)
-    dist.all_reduce(x, once)
-    right = right and x.tolist() == [world * (world + 1) / 2] * 3
-    # Other factors are for who can multiply, as NCCL can.
-    with pytest.raises(RuntimeError, match="PREMUL_SUM"):
-        dist.all_reduce(x, half)
+    torch.manual_seed(3)
+    model = torch.nn.Linear(6, 6, bias=False)
+    weight = model.weight.detach().clone()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (world,)))
+    model.set_gradient_divide_factor(factor)
+    inputs = torch.arange(6.0 * world).view(world, 6)
+    model(inputs[me : me + 1]).sum().backward()
+    expected = torch.ones(6, 1) @ inputs.sum(0, keepdim=True) / factor
+    found = model.weight.grad.full_tensor()
     counts = backend.backend_counts()
     dist.destroy_process_group()
-    return right, counts
+    return torch.allclose(found, expected), weight.shape == found.shape, counts["reduce_scatter_tensor"]
 
 
-def test_sums_of_inputs_times_one_are_sums(tmp_path):
-    for right, counts in values(2, times_one, str(tmp_path)):
-        assert right and counts["reduce_scatter_tensor"] == {"symmpool": 1}
-        assert counts["all_reduce"] == {"symmpool": 1, "gloo": 1}
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_gradients_of_fsdp_are_divided_by_any_factor(factor, tmp_path):
+    assert values(2, sharded_with_a_factor, str(tmp_path), factor) == [(True, True, {"symmpool": 1})] * 2
 
 
 def uneven(group, folder, kind):

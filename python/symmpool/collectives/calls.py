@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,11 +74,9 @@ def _method(comm: Any, call: str, algorithm: str | None, of: str) -> Any:
             f"algorithm: {algorithm!r} is for {of} as it is; with such tensors or operations it is made of "
             f"{call}"
         )
-
-    def named(*arguments: Any) -> Any:
-        return method(*arguments, algorithm=algorithm)
-
-    named.__name__ = call
+    # No function of Python's own: Ctrl-C could come between its begin and the call.
+    named = functools.partial(method, algorithm=algorithm)
+    named.__name__ = call  # type: ignore[attr-defined]
     return named
 
 
@@ -121,7 +120,9 @@ def make(
     one, and the method that it is for."""
 
     def first(rank: int, world: int) -> tuple[str, tuple[Any, ...]]:
-        return plan(rank, world)[:2]
+        call, arguments, prepare, _ = plan(rank, world)
+        # A plan with a preparation has checked everything.
+        return call, arguments if prepare is None else ()
 
     if tensor is None:
         entry = look_up(None, group, devices.number_of(first_device(group)), first)
@@ -130,17 +131,13 @@ def make(
     if entry is None:
         return None
     with entry.preparing():
-        call, arguments, finish, results = plan(entry.comm.rank, entry.comm.world)
+        call, arguments, prepare, results = plan(entry.comm.rank, entry.comm.world)
         method = _method(entry.comm, call, *algorithm)
-    if not async_op and entry.pending is not None:
-        # Copies are made anew behind the calls that were begun, which may write to what is copied.
-        entry.check_and_join_pending(method, arguments)
-        call, arguments, finish, results = plan(entry.comm.rank, entry.comm.world)
-    for each in writes:
-        if getattr(each, "requires_grad", False):
-            watch(each)
-    _say_written(entry, call, arguments, writes)
-    return entry.run(method, arguments, results, async_op, finish)
+        for each in writes:
+            if getattr(each, "requires_grad", False):
+                watch(each)
+        _say_written(entry, call, arguments, writes)
+    return entry.run(method, arguments, results, async_op, prepare)
 
 
 def with_results(plan: Any, results: list[Any]) -> Any:

@@ -21,9 +21,9 @@ when they come to the call; where that is the group's first one, which all ranks
 
 With `async_op=True` a call returns a `symmpool.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
-those before, as collectives of one group must run in the same order on every rank. Where such a call goes by
-way of copies, they are made when it is called: wait for a call before its results are passed to one with
-`async_op=True` that copies.
+those before, as collectives of one group must run in the same order on every rank. Copies that a call goes by
+way of are a part of it: what a call has written is what the next one copies, whoever waited for it. A wait
+for earlier calls that ends by Ctrl-C leaves this call out on every rank: the others raise DivergedError.
 
 A call waits for a late rank as long as the timeout of the group that it names, or that the pool is on,
 when its communicator is made; on a pool made of `(store, rank, world)`, as long as the pool's `timeout`
@@ -179,7 +179,7 @@ def all_gather_into_tensor(
         from symmpool.collectives import layout, plans
 
         output = layout.as_torch("output_tensor", output_tensor)
-        made = plans.all_gather_into_tensor(output, layout.as_torch("input_tensor", input_tensor))
+        made = plans.all_gather_into_tensor(output, layout.as_torch("input_tensor", input_tensor), world)
         return with_results(made, [output_tensor])
 
     named = (algorithm, "all_gather_into_tensor")
@@ -216,7 +216,7 @@ def all_to_all_single(
         from symmpool.collectives import layout, plans
 
         tensors = layout.as_torch("output", output), layout.as_torch("input", input)
-        return with_results(plans.all_to_all_single(*tensors, *sizes), [output])
+        return with_results(plans.all_to_all_single(*tensors, *sizes, world), [output])
 
     return make(output, group, plan, async_op, [output], (algorithm, "all_to_all_single"))
 
@@ -433,23 +433,17 @@ def _point_to_point(call: str, tensor: Any, group: Any, **peers: Any) -> None:
     entry = cache.communicator_for(tensor, group)
     if entry is None:
         return
-    method, finish, place = getattr(entry.comm, call), None, tensor
+    prepare = None
     with entry.preparing_message(call, peer):
         if needs_plan(tensor):
             from symmpool.collectives import layout
 
-            place, finish = (layout.plain(tensor), None) if call == "send" else layout.destination(tensor)
+            prepare = layout.message(tensor, peer, call == "send")
         if call == "recv":
             if getattr(tensor, "requires_grad", False):
                 watch(tensor)
             _count_versions([tensor])
-    if entry.pending is not None:
-        # A copy is made anew behind the calls that were begun, which may write to what is copied.
-        entry.check_and_join_pending(method, (place, peer))
-        if call == "send" and place is not tensor:
-            with entry.preparing_message(call, peer):
-                place = layout.plain(tensor)
-    entry.run(method, (place, peer), [tensor], False, finish)
+    entry.run_message(call, tensor, peer, prepare)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None) -> Any:

@@ -13,17 +13,27 @@ import torch
 from symmpool._symmpool import Block
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["as_torch", "copy_back", "destination", "first_tensor", "plain", "row"]
+__all__ = [
+    "as_torch",
+    "check_destination",
+    "check_source",
+    "contiguous",
+    "copy_back",
+    "destination",
+    "first_tensor",
+    "is_plain",
+    "message",
+    "plain",
+    "row",
+]
 
 
 def as_torch(name: str, tensor: Any) -> torch.Tensor:
     """A tensor of torch on the memory of one of torch, numpy or this package. `name` is the argument's."""
     if isinstance(tensor, torch.Tensor):
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise InvalidArgumentError(
-                f"{name}: a tensor of layout {tensor.layout}, of {tensor.dtype}; its elements must lie in "
-                "memory as they are: pass tensor.to_dense(), tensor.int_repr() or tensor.values()"
-            )
+        if tensor.is_nested:
+            raise _not_dense(name, tensor)
+        check_dense(name, tensor)
         return tensor
     if isinstance(tensor, Block):
         return torch.from_dlpack(tensor)
@@ -34,6 +44,26 @@ def as_torch(name: str, tensor: Any) -> torch.Tensor:
             raise InvalidArgumentError(f"{name}: torch takes no such array of numpy ({error})") from None
     kind = type(tensor)
     raise TypeError(f"{name}: a torch.Tensor, numpy.ndarray or symmpool.Block is needed, not {kind}")
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that does not hold its elements as they are, with strides or without."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise _not_dense(name, tensor)
+
+
+def _not_dense(name: str, tensor: torch.Tensor) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{name}: a tensor of layout {tensor.layout}, of {tensor.dtype}; its elements must lie in memory as "
+        "they are: pass tensor.to_dense(), tensor.int_repr() or tensor.values()"
+    )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its elements row by row, as they show. Refuses one that has no rows."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise _not_dense("symmpool", tensor)
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,22 +85,62 @@ def destination(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] 
     return (tensor, None) if copy is tensor else (copy, copy_back([(tensor, copy)]))
 
 
+def check_source(tensor: torch.Tensor) -> None:
+    """Refuses a tensor that has no memory to read: one of torch's fake mode, one on no device, or one whose
+    storage was freed, as FSDP frees its parameters'."""
+    check_dense("symmpool", tensor)
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":
+        raise InvalidArgumentError(
+            f"symmpool: a tensor of shape {tuple(tensor.shape)} has no memory: it is fake, or on the meta "
+            "device; pass one that holds its elements"
+        )
+    if tensor.numel() == 0:
+        return
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in spans)
+    if (last + 1) * tensor.element_size() > storage.nbytes():
+        raise InvalidArgumentError(
+            f"symmpool: a tensor of shape {tuple(tensor.shape)} reaches past its storage of "
+            f"{storage.nbytes()} bytes, which was freed or made smaller; pass it while it holds its elements"
+        )
+
+
 def check_destination(tensor: torch.Tensor) -> None:
-    """Refuses a tensor whose elements share their memory."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in sizes):
+    """Refuses a tensor that cannot be written to: one without memory, or whose elements share theirs."""
+    check_source(tensor)
+    if _overlaps(tensor):
         raise InvalidArgumentError(
             "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
             "them; pass tensor.clone()"
         )
 
 
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor share memory."""
+    if tensor.numel() < 2 or tensor.is_contiguous():
+        return False
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return True
+    # Strides that are rare, and may or may not lead two elements to one place.
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return places.unique().numel() < tensor.numel()
+
+
 def copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
     """What copies results to where they belong: pairs of a destination and a source. It may run in another
     thread, whose modes are not the caller's: a tensor made in inference mode, or one that requires grad, is
     written to in that mode only."""
-    for to, _ in pairs:
-        check_destination(to)
 
     def copy() -> None:
         with torch.inference_mode():
@@ -78,6 +148,42 @@ def copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], No
                 to.copy_(found)
 
     return copy
+
+
+def message(tensor: torch.Tensor, peer: int, sends: bool) -> Callable[[], Any]:
+    """What makes the arguments of a send or a receive of a tensor that is not plain: see
+    `symmpool.collectives.plans.Prepare`. Raises what is wrong with the tensor."""
+    (check_source if sends else check_destination)(tensor)
+
+    def prepare() -> Any:
+        place, finish = (plain(tensor), None) if sends else destination(tensor)
+        return (place, peer), finish
+
+    return prepare
+
+
+def contiguous(arguments: tuple[Any, ...], writes: bool) -> tuple[list[Any], Callable[[], None] | None]:
+    """The arguments of a call of another backend, with copies of tensors that are not plain, also in lists.
+    If the call `writes` to those of the first argument, also what copies them back."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def replaced(argument: Any, written: bool) -> Any:
+        if isinstance(argument, (list, tuple)):
+            found = [replaced(each, written) for each in argument]
+            same = all(new is old for new, old in zip(found, argument, strict=True))
+            return argument if same else found
+        if not isinstance(argument, torch.Tensor) or argument.layout is not torch.strided:
+            return argument
+        if argument.is_quantized or is_plain(argument):
+            return argument
+        (check_destination if written else check_source)(argument)
+        copy = plain(argument)
+        if written:
+            pairs.append((argument, copy))
+        return copy
+
+    found = [replaced(each, writes and at == 0) for at, each in enumerate(arguments)]
+    return found, copy_back(pairs) if pairs else None
 
 
 def first_tensor(arguments: Any) -> torch.Tensor | None:

@@ -1,9 +1,12 @@
 """What torch.distributed's collectives become as calls of a communicator.
 
 A communicator's tensors are contiguous and in one piece, and it has no gather, scatter or reduce. Each
-function plans one collective: which method of the communicator is called, with which arguments, and what
-copies results to where they belong. Tensors are torch's. Module-level calls and the backend of
-torch.distributed both make their calls of these plans.
+function plans one collective: which method of the communicator is called, with which arguments. Tensors are
+torch's. Module-level calls and the backend of torch.distributed both make their calls of these plans.
+
+A plan is made at once, and raises what is wrong with the call by looking at shapes, types and lists alone.
+Copies of inputs, and memory for results that are copied afterwards, are its preparation, which runs in the
+order of the group's calls: behind those that were begun before, which may write to what is copied.
 
 Which call a plan makes follows from what is the same on every rank: the operation, the element type, the
 sizes. All ranks allocate the same amounts in the same order, as they may be in a pool's scope.
@@ -11,58 +14,77 @@ sizes. All ranks allocate the same amounts in the same order, as they may be in 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from symmpool.collectives.layout import check_destination, copy_back, destination, plain, row
+from symmpool.collectives.layout import (
+    check_destination,
+    check_source,
+    copy_back,
+    destination,
+    is_plain,
+    plain,
+    row,
+)
 from symmpool.collectives.reduce_op import NATIVE
-from symmpool.collectives.reductions import REDUCED, Reduction, reduction
+from symmpool.collectives.reductions import REDUCED, Op, Reduction, reduction
 from symmpool.errors import InvalidArgumentError
 
 __all__ = ["Plan", "check_lists"]
 
+# What gives the arguments of the communicator's method, and what copies results to where they belong behind
+# the call, if anything does.
+Prepare = Callable[[], tuple[tuple[Any, ...], Callable[[], None] | None]]
+# The name of the communicator's method, its arguments, its preparation, and the tensors that hold results
+# then. With a preparation, which gives the arguments itself, those here are the caller's tensors: they are
+# kept until the call is done. A plain tuple: small calls take about as long as making an object.
+Plan = tuple[str, tuple[Any, ...], Prepare | None, list[Any]]
 
-# The name of the communicator's method, its arguments, what copies results to where they belong behind the
-# call, and the tensors that hold results then. A plain tuple: small calls take about as long as making an
-# object.
-Plan = tuple[str, tuple[Any, ...], Callable[[], None] | None, list[Any]]
 
-
-def all_reduce(tensor: torch.Tensor, op: str, world: int, out: torch.Tensor | None = None) -> Plan:
+def all_reduce(tensor: torch.Tensor, op: Op, world: int, out: torch.Tensor | None = None) -> Plan:
     """Every rank's `tensor` reduced, in place or into `out`."""
-    target = tensor if out is None else out
-    if out is not None and (out.dtype != tensor.dtype or out.numel() != tensor.numel()):
-        raise InvalidArgumentError(
-            f"out: {out.numel()} elements of {out.dtype} where the input has {tensor.numel()} of "
-            f"{tensor.dtype}"
-        )
     # Asked here, too: a call less is felt by small calls of the backend.
     made = None if op in NATIVE and tensor.dtype in REDUCED else reduction(op, tensor.dtype)
+    if made is None and is_plain(tensor) and (out is None or is_plain(out)):
+        arguments = (tensor, op) if out is None else (tensor, op, out)
+        return ("all_reduce", arguments, None, [tensor if out is None else out])
+    target = tensor if out is None else out
+    _check_alike("out", target, tensor, tensor.numel())
     if made is not None:
         return _encoded(tensor, made, world, target, True)
-    place, finish = destination(target)
-    if out is None:
-        return ("all_reduce", (place, op), finish, [target])
-    return ("all_reduce", (plain(tensor), op, place), finish, [target])
+    check_destination(target)
+
+    def prepare() -> Any:
+        place, finish = destination(target)
+        return (place, op) if out is None else (plain(tensor), op, place), finish
+
+    return ("all_reduce", (tensor, target), prepare, [target])
 
 
 def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Tensor, keeps: bool) -> Plan:
     """An all-reduce of encoded elements. Only a rank that `keeps` the result has it in `target`."""
-    source = made.encode(tensor)
-    if made.combine is None:
-        total = torch.empty_like(source)
-        finish = _decoded(target, made, lambda: total) if keeps else None
-        return ("all_reduce", (source, made.op, total), finish, [target])
-    parts = source.new_empty(world, source.numel())
-    finish = _decoded(target, made, lambda: made.combine(parts)) if keeps else None
-    return ("all_gather_into_tensor", (parts, source), finish, [target])
+    check_source(tensor)
+    if keeps:
+        check_destination(target)
+
+    def prepare() -> Any:
+        source = made.encode(tensor)
+        if made.combine is None:
+            total = torch.empty_like(source)
+            return (source, made.op, total), _decoded(target, made, lambda: total) if keeps else None
+        parts = source.new_empty(world, source.numel())
+        finish = _decoded(target, made, lambda: made.combine(parts)) if keeps else None
+        return (parts, source), finish
+
+    call = "all_reduce" if made.combine is None else "all_gather_into_tensor"
+    return (call, (tensor, target), prepare, [target])
 
 
 def _decoded(target: torch.Tensor, made: Reduction, total: Callable[[], torch.Tensor]) -> Callable[[], None]:
     """What decodes the reduced elements into `target`."""
-    check_destination(target)
 
     def finish() -> None:
         with torch.inference_mode():
@@ -71,131 +93,251 @@ def _decoded(target: torch.Tensor, made: Reduction, total: Callable[[], torch.Te
     return finish
 
 
-def reduce(tensor: torch.Tensor, op: str, root: int, rank: int, world: int) -> Plan:
+def reduce(tensor: torch.Tensor, op: Op, root: int, rank: int, world: int) -> Plan:
     """Every rank's `tensor` reduced into the root's. Every rank's call looks alike to the others, and only
     the root's tensor is written to."""
+    _check_root("reduce", root, world)
     made = reduction(op, tensor.dtype)
     if made is not None:
         return _encoded(tensor, made, world, tensor, rank == root)
-    source = plain(tensor)
-    total = torch.empty_like(source)
-    finish = copy_back([(tensor, total)]) if rank == root else None
-    return ("all_reduce", (source, op, total), finish, [tensor])
+    check_source(tensor)
+    if rank == root:
+        check_destination(tensor)
+
+    def prepare() -> Any:
+        source = plain(tensor)
+        total = torch.empty_like(source)
+        return (source, op, total), copy_back([(tensor, total)]) if rank == root else None
+
+    return ("all_reduce", (tensor,), prepare, [tensor])
 
 
 def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Plan:
     """The root's `tensor` copied into every other rank's."""
+    if is_plain(tensor):
+        return ("broadcast", (tensor, root), None, [tensor])
     # The root's is only read.
-    place, finish = (plain(tensor), None) if rank == root else destination(tensor)
-    return ("broadcast", (place, root), finish, [tensor])
+    (check_source if rank == root else check_destination)(tensor)
+
+    def prepare() -> Any:
+        place, finish = (plain(tensor), None) if rank == root else destination(tensor)
+        return (place, root), finish
+
+    return ("broadcast", (tensor, root), prepare, [tensor])
 
 
-def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor) -> Plan:
+def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, world: int) -> Plan:
     """Every rank's `input`, one behind the other in `output`."""
-    place, finish = destination(output)
-    return ("all_gather_into_tensor", (place, plain(input)), finish, [output])
+    if is_plain(output) and is_plain(input):
+        return ("all_gather_into_tensor", (output, input), None, [output])
+    _check_alike("output_tensor", output, input, input.numel() * world)
+    check_source(input)
+    check_destination(output)
 
-
-def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: str, world: int) -> Plan:
-    """This rank's part of every rank's `input` reduced, in `output`."""
-    made = reduction(op, input.dtype)
-    if made is None:
+    def prepare() -> Any:
         place, finish = destination(output)
-        return ("reduce_scatter_tensor", (place, plain(input), op), finish, [output])
+        return (place, plain(input)), finish
+
+    return ("all_gather_into_tensor", (output, input), prepare, [output])
+
+
+def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, world: int) -> Plan:
+    """This rank's part of every rank's `input` reduced, in `output`."""
+    made = None if op in NATIVE and input.dtype in REDUCED else reduction(op, input.dtype)
+    if made is None and is_plain(output) and is_plain(input):
+        return ("reduce_scatter_tensor", (output, input, op), None, [output])
     if output.dtype != input.dtype or input.numel() != output.numel() * world:
         raise InvalidArgumentError(
             f"input: {input.numel()} elements of {input.dtype} where {output.numel() * world} of "
             f"{output.dtype} are needed, one part for every rank of {world}"
         )
-    source = made.encode(input)
+    _check_alike("input", input, output, input.numel())
+    check_source(input)
+    check_destination(output)
+    call, prepare = _scattered(output, lambda: input, made, op, world)
+    return (call, (output, input), prepare, [output])
+
+
+def _scattered(
+    output: torch.Tensor, whole: Callable[[], torch.Tensor], made: Reduction | None, op: Op, world: int
+) -> tuple[str, Prepare]:
+    """A reduce-scatter of what `whole` gives: the name of the call, and its preparation."""
+    if made is None:
+
+        def prepare() -> Any:
+            place, finish = destination(output)
+            return (place, plain(whole()), op), finish
+
+        return "reduce_scatter_tensor", prepare
     if made.combine is None:
-        total = source.new_empty(source.numel() // world)
-        finish = _decoded(output, made, lambda: total)
-        return ("reduce_scatter_tensor", (total, source, made.op), finish, [output])
-    parts = torch.empty_like(source)
-    finish = _decoded(output, made, lambda: made.combine(parts.view(world, -1)))
-    return ("all_to_all_single", (parts, source), finish, [output])
+
+        def prepare() -> Any:
+            source = made.encode(whole())
+            total = source.new_empty(source.numel() // world)
+            return (total, source, made.op), _decoded(output, made, lambda: total)
+
+        return "reduce_scatter_tensor", prepare
+
+    def prepare() -> Any:
+        source = made.encode(whole())
+        parts = torch.empty_like(source)
+        return (parts, source), _decoded(output, made, lambda: made.combine(parts.view(world, -1)))
+
+    return "all_to_all_single", prepare
 
 
 def all_to_all_single(
-    output: torch.Tensor, input: torch.Tensor, output_sizes: Any = None, input_sizes: Any = None
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_sizes: Any,
+    input_sizes: Any,
+    world: int,
 ) -> Plan:
     """Part r of every rank's `input`, sent to rank r."""
-    place, finish = destination(output)
-    arguments = (place, plain(input), output_sizes, input_sizes)
-    return ("all_to_all_single", arguments, finish, [output])
+    if is_plain(output) and is_plain(input):
+        return ("all_to_all_single", (output, input, output_sizes, input_sizes), None, [output])
+    given = output_sizes is not None or input_sizes is not None
+    _check_alike("output", output, input, output.numel() if given else input.numel())
+    for name, tensor, sizes in (("output", output, output_sizes), ("input", input, input_sizes)):
+        _check_sizes(name, tensor, sizes, world)
+    check_source(input)
+    check_destination(output)
+
+    def prepare() -> Any:
+        place, finish = destination(output)
+        return (place, plain(input), output_sizes, input_sizes), finish
+
+    return ("all_to_all_single", (output, input), prepare, [output])
+
+
+def all_to_all_whole(
+    output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, rank: int, world: int
+) -> Plan:
+    """As `all_to_all_single`, where split sizes must be for all rows, as torch's other backends have it: a
+    communicator would leave the last rows where they are."""
+    for name, tensor, sizes in (("output", output, output_sizes), ("input", input, input_sizes)):
+        if sizes is not None and tensor.dim() > 0 and sum(sizes) != tensor.shape[0]:
+            raise InvalidArgumentError(
+                f"all_to_all_single: {name}_split_sizes: {sizes} are {sum(sizes)} rows, and {name} has "
+                f"{tensor.shape[0]} on rank {rank}; the sizes must be for all of them"
+            )
+    return all_to_all_single(output, input, output_sizes, input_sizes, world)
 
 
 def all_gather(outputs: list[torch.Tensor], input: torch.Tensor, world: int) -> Plan:
     """Every rank's `input`, in a tensor of `outputs` each. Inputs may be of different sizes."""
     check_lists("all_gather", world, single=input, output=outputs)
-    sizes, sent = [each.numel() for each in outputs], row(input)
-    flat, finish = _split(outputs, sizes)
-    if len(set(sizes)) == 1:
-        return ("all_gather_into_tensor", (flat, sent), finish, outputs)
-    # Every rank sends all it has to every rank.
-    counts = [sent.numel()] * world
-    return ("all_to_all_single", (flat, sent.repeat(world), sizes, counts), finish, outputs)
+    sizes = [each.numel() for each in outputs]
+    is_even = len(set(sizes)) == 1
+    if is_even and input.numel() != sizes[0]:
+        raise InvalidArgumentError(
+            f"symmpool: all_gather: the input has {input.numel()} elements, and the output tensors have "
+            f"{sizes[0]} each"
+        )
+    _check_written(outputs)
+    check_source(input)
+
+    def prepare() -> Any:
+        (flat, finish), sent = _split(outputs, sizes), row(input)
+        if is_even:
+            return (flat, sent), finish
+        # Every rank sends all it has to every rank.
+        return (flat, sent.repeat(world), sizes, [sent.numel()] * world), finish
+
+    call = "all_gather_into_tensor" if is_even else "all_to_all_single"
+    return (call, (input, *outputs), prepare, outputs)
 
 
-def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], op: str, rank: int, world: int) -> Plan:
+def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], op: Op, rank: int, world: int) -> Plan:
     """Input r of every rank reduced, in rank r's `output`. Inputs may be of different sizes."""
     check_lists("reduce_scatter", world, single=output, input=inputs)
-    sizes, whole = [each.numel() for each in inputs], _joined(inputs)
-    if len(set(sizes)) == 1:
-        return reduce_scatter_tensor(output, whole, op, world)
+    made, sizes = reduction(op, output.dtype), [each.numel() for each in inputs]
     if output.numel() != sizes[rank]:
         raise InvalidArgumentError(
             f"symmpool: reduce_scatter: rank {rank}'s output has {output.numel()} elements, and input "
             f"tensor {rank} has {sizes[rank]}"
         )
-    part = whole.split(sizes)[rank].view(output.shape)
-    call, arguments, decode, _ = all_reduce(whole, op, world)
-    copy = copy_back([(output, part)])
+    for each in inputs:
+        check_source(each)
+    check_destination(output)
+    if len(set(sizes)) == 1:
+        call, prepare = _scattered(output, lambda: _joined(inputs), made, op, world)
+        return (call, (output, *inputs), prepare, [output])
 
-    def finish() -> None:
-        if decode is not None:
-            decode()
-        copy()
+    def prepare_uneven() -> Any:
+        whole = _joined(inputs)
+        _, arguments, encode, _ = all_reduce(whole, op, world)
+        decode = None
+        if encode is not None:
+            arguments, decode = encode()
+        copy = copy_back([(output, whole.split(sizes)[rank].view(output.shape))])
 
-    return (call, arguments, finish, [output])
+        def finish() -> None:
+            if decode is not None:
+                decode()
+            copy()
+
+        return arguments, finish
+
+    call = "all_gather_into_tensor" if made is not None and made.combine is not None else "all_reduce"
+    return (call, (output, *inputs), prepare_uneven, [output])
 
 
 def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], world: int) -> Plan:
     """Input r of every rank, sent to rank r. Tensors may be of different sizes."""
     check_lists("all_to_all", world, output=outputs, input=inputs)
     sizes = [each.numel() for each in outputs]
-    flat, finish = _split(outputs, sizes)
     counts = [each.numel() for each in inputs]
-    return ("all_to_all_single", (flat, _joined(inputs), sizes, counts), finish, outputs)
+    _check_written(outputs)
+    for each in inputs:
+        check_source(each)
+
+    def prepare() -> Any:
+        flat, finish = _split(outputs, sizes)
+        return (flat, _joined(inputs), sizes, counts), finish
+
+    return ("all_to_all_single", (*outputs, *inputs), prepare, outputs)
 
 
 def gather(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, rank: int, world: int) -> Plan:
     """Every rank's `tensor`, in a tensor of the root's `parts` each."""
     _check_root_list("gather", "gather_list", tensor, parts, root, rank, world)
     count = tensor.numel()
-    flat = tensor.new_empty(world * count)
-    sent = [count if peer == root else 0 for peer in range(world)]
-    if rank != root:
-        return ("all_to_all_single", (flat[:0], row(tensor), [0] * world, sent), None, [])
-    assert parts is not None
-    pairs = zip(parts, flat.split(count) if count else [flat] * world, strict=True)
-    finish = copy_back([(to, part.view(to.shape)) for to, part in pairs])
-    return ("all_to_all_single", (flat, row(tensor), [count] * world, sent), finish, parts)
+    check_source(tensor)
+    _check_written(parts or [])
+
+    def prepare() -> Any:
+        flat = tensor.new_empty(world * count)
+        sent = [count if peer == root else 0 for peer in range(world)]
+        if rank != root:
+            return (flat[:0], row(tensor), [0] * world, sent), None
+        assert parts is not None
+        pairs = zip(parts, flat.split(count) if count else [flat] * world, strict=True)
+        finish = copy_back([(to, part.view(to.shape)) for to, part in pairs])
+        return (flat, row(tensor), [count] * world, sent), finish
+
+    return ("all_to_all_single", (tensor, *(parts or ())), prepare, parts or [])
 
 
 def scatter(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, rank: int, world: int) -> Plan:
     """Part r of the root's `parts`, in rank r's `tensor`."""
     _check_root_list("scatter", "scatter_list", tensor, parts, root, rank, world)
     count = tensor.numel()
-    place, finish = destination(tensor)
-    received = [count if peer == root else 0 for peer in range(world)]
-    if rank == root:
-        assert parts is not None
-        flat, sent = _joined(parts), [count] * world
-    else:
-        flat, sent = tensor.new_empty(world * count)[:0], [0] * world
-    return ("all_to_all_single", (place.view(-1), flat, received, sent), finish, [tensor])
+    check_destination(tensor)
+    for each in parts or ():
+        check_source(each)
+
+    def prepare() -> Any:
+        place, finish = destination(tensor)
+        received = [count if peer == root else 0 for peer in range(world)]
+        if rank == root:
+            assert parts is not None
+            flat, sent = _joined(parts), [count] * world
+        else:
+            flat, sent = tensor.new_empty(world * count)[:0], [0] * world
+        return (place.view(-1), flat, received, sent), finish
+
+    return ("all_to_all_single", (tensor, *(parts or ())), prepare, [tensor])
 
 
 def check_lists(operation: str, world: int, *, single: torch.Tensor | None = None, **lists: Any) -> None:
@@ -211,10 +353,51 @@ def check_lists(operation: str, world: int, *, single: torch.Tensor | None = Non
         raise InvalidArgumentError(f"symmpool: {operation}: all tensors must be of one type, on one device")
 
 
+def _check_written(tensors: list[torch.Tensor]) -> None:
+    for each in tensors:
+        check_destination(each)
+
+
+def _check_alike(name: str, tensor: torch.Tensor, other: torch.Tensor, count: int) -> None:
+    """Refuses a tensor that is not of another one's type and device, and of so many elements."""
+    if tensor.dtype != other.dtype or tensor.numel() != count:
+        raise InvalidArgumentError(
+            f"{name}: {tensor.numel()} elements of {tensor.dtype} where {count} of {other.dtype} are needed"
+        )
+    if tensor.device != other.device:
+        raise InvalidArgumentError(f"{name}: on {tensor.device}, where the other tensor is on {other.device}")
+
+
+def _check_sizes(name: str, tensor: torch.Tensor, sizes: Any, world: int) -> None:
+    """Refuses split sizes of a tensor that are not rows for every rank, or are more than it has."""
+    what = f"{name}_split_sizes"
+    if sizes is None:
+        if tensor.numel() % world:
+            raise InvalidArgumentError(
+                f"{name}: {tensor.numel()} elements are not a part for every rank of {world}"
+            )
+        return
+    try:
+        counts = [operator.index(size) for size in sizes]
+    except TypeError:
+        raise InvalidArgumentError(f"{what}: {sizes!r} is no sequence of numbers of rows") from None
+    if len(counts) != world:
+        raise InvalidArgumentError(f"{what}: {len(counts)} of them for {world} ranks")
+    rows = tensor.shape[0] if tensor.dim() > 0 else 1
+    if any(count < 0 for count in counts) or sum(counts) > rows:
+        raise InvalidArgumentError(f"{what}: {sizes} are more than the {rows} rows of {name}")
+
+
+def _check_root(operation: str, root: int, world: int) -> None:
+    if not 0 <= root < world:
+        raise InvalidArgumentError(f"{operation}: root {root} of a group of {world} ranks")
+
+
 def _check_root_list(
     operation: str, name: str, tensor: torch.Tensor, parts: Any, root: int, rank: int, world: int
 ) -> None:
     """Refuses a list of parts where there is to be none, and one that does not fit the root's tensor."""
+    _check_root(operation, root, world)
     if rank != root:
         if parts:
             raise InvalidArgumentError(

@@ -1,4 +1,5 @@
-"""How reductions are made that communicators have not: of other types of elements, and bit by bit.
+"""How reductions are made that communicators have not: of other types of elements, bit by bit, and of inputs
+times a factor.
 
 A communicator reduces floats and integers of most sizes by sum, product, minimum, maximum and average. What
 torch reduces beyond that is made of it: elements are encoded as a type that is reduced, and results are
@@ -8,7 +9,7 @@ so that every rank has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,20 @@ from symmpool.collectives.layout import plain, row
 from symmpool.collectives.reduce_op import BITWISE, NATIVE
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["REDUCED", "Reduction", "named", "reduction"]
+__all__ = ["REDUCED", "Op", "Premultiplied", "Reduction", "operation", "reduction"]
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Premultiplied(NamedTuple):
+    """The sum of inputs times a factor, a number or a tensor of one element: torch's PREMUL_SUM, by which
+    FSDP2 divides gradients."""
+
+    factor: Any
+
+
+#: The name of an operation, or the sum of inputs times a factor.
+Op = str | Premultiplied
 
 # By number, as a `ReduceOp` and its constants both give it.
 _OPS = {
@@ -31,6 +43,9 @@ _OPS = {
         ("MIN", "min"),
         ("MAX", "max"),
         ("AVG", "avg"),
+        ("BAND", "band"),
+        ("BOR", "bor"),
+        ("BXOR", "bxor"),
     )
 }
 # What communicators reduce. They move other types, too.
@@ -38,23 +53,21 @@ REDUCED = {
     getattr(torch, name)
     for name in ("float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split())
 }
+# What torch multiplies by a factor before a sum.
+_MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-def named(op: Any, tensors: Iterable[torch.Tensor]) -> str | None:
-    """The name of torch's operation where communicators reduce such tensors by it; else None."""
-    # Small calls take about as long as this, and a generator as long as all the rest.
-    for tensor in tensors:
-        if tensor.dtype not in REDUCED:
-            return None
-    return _OPS.get(int(getattr(op, "op", op))) or _sum_of_inputs(op)
+def operation(op: Any) -> Op | None:
+    """What torch's operation is here; None for one that is not known."""
+    return _OPS.get(int(getattr(op, "op", op))) or _premultiplied(op)
 
 
-def _sum_of_inputs(op: Any) -> str | None:
-    """The sum's name, where an operation sums inputs times 1. FSDP2 asks for that where it has to divide
-    gradients by 1, as torchtitan does."""
+def _premultiplied(op: Any) -> Op | None:
     state = op.__getstate__() if isinstance(op, dist.ReduceOp) else (None, None)
-    by_one = state[0] == dist.ReduceOp.PREMUL_SUM and isinstance(state[1], float) and state[1] == 1
-    return "sum" if by_one else None
+    if state[0] != dist.ReduceOp.PREMUL_SUM or state[1] is None:
+        return None
+    # FSDP2 asks for a factor of 1 where it has to divide gradients by 1, as torchtitan does.
+    return "sum" if isinstance(state[1], float) and state[1] == 1 else Premultiplied(state[1])
 
 
 class Reduction(NamedTuple):
@@ -68,23 +81,48 @@ class Reduction(NamedTuple):
     combine: Convert | None = None
 
 
-def reduction(op: str, dtype: torch.dtype) -> Reduction | None:
-    """How elements of a type are reduced by the operation of that name. None where a communicator does so
-    itself. Raises InvalidArgumentError where nobody does."""
+def reduction(op: Op, dtype: torch.dtype) -> Reduction | None:
+    """How elements of a type are reduced by an operation. None where a communicator does so itself. Raises
+    InvalidArgumentError where nobody does."""
+    if isinstance(op, Premultiplied):
+        return _multiplied(op.factor, dtype)
     if dtype in REDUCED and op in NATIVE:
         return None
     made = _bitwise(op, dtype) if op in BITWISE else _arithmetic(op, dtype)
     if made is None:
         kind = "bitwise operations take integers and bool" if op in BITWISE else "nothing reduces them so"
-        name = str(dtype).removeprefix("torch.")
-        raise InvalidArgumentError(f"op: {op.upper()} of elements of {name}: {kind}")
+        raise InvalidArgumentError(f"op: {op.upper()} of elements of {_name(dtype)}: {kind}")
     return made
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _multiplied(factor: Any, dtype: torch.dtype) -> Reduction:
+    """A sum of inputs times a factor, which is multiplied in the elements' own type, as in NCCL."""
+    if dtype not in _MULTIPLIED:
+        raise InvalidArgumentError(
+            f"op: PREMUL_SUM of elements of {_name(dtype)}: factors are multiplied by elements of "
+            f"{', '.join(_name(each) for each in _MULTIPLIED)}"
+        )
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        raise InvalidArgumentError(
+            f"op: PREMUL_SUM: a factor of {factor.numel()} elements; it is a number, or a tensor of one"
+        )
+
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        values = _as_real(x) if dtype.is_complex else row(x)
+        by = factor.detach().reshape(()).to(values) if isinstance(factor, torch.Tensor) else factor
+        return values * by
+
+    return Reduction("sum", encode, _as_complex if dtype.is_complex else _same)
 
 
 def _arithmetic(op: str, dtype: torch.dtype) -> Reduction | None:
     if dtype == torch.bool:
         ours = {"sum": "max", "max": "max", "prod": "min", "min": "min"}.get(op)
-        return Reduction(ours, _as(torch.uint8), _to(torch.bool)) if ours else None
+        return Reduction(ours, _to(torch.uint8), _to(torch.bool)) if ours else None
     if dtype in (torch.int16, torch.uint16):
         return Reduction(op, _to(torch.int32), _to(dtype))
     if dtype == torch.uint32:
@@ -100,7 +138,7 @@ def _arithmetic(op: str, dtype: torch.dtype) -> Reduction | None:
         return None
     if dtype.is_complex:
         if op in ("sum", "avg"):
-            return Reduction(op, _as_real, lambda x: torch.view_as_complex(x.view(-1, 2)))
+            return Reduction(op, _as_real, _as_complex)
         if op == "prod":
             return Reduction(None, row, _same, lambda parts: _in_order(parts, torch.mul))
     return None
@@ -110,8 +148,8 @@ def _bitwise(op: str, dtype: torch.dtype) -> Reduction | None:
     if dtype == torch.bool:
         if op == "bxor":
             # The number of ranks that have True, of whose bits the lowest counts.
-            return Reduction("sum", _as(torch.uint8), lambda x: (x & 1).to(torch.bool))
-        return Reduction("min" if op == "band" else "max", _as(torch.uint8), _to(torch.bool))
+            return Reduction("sum", _to(torch.uint8), lambda x: (x & 1).to(torch.bool))
+        return Reduction("min" if op == "band" else "max", _to(torch.uint8), _to(torch.bool))
     if dtype.is_floating_point or dtype.is_complex or dtype.itemsize > 8:
         return None
     # torch has bitwise operations of signed integers of each size, and of few unsigned ones.
@@ -134,6 +172,10 @@ def _as(dtype: torch.dtype) -> Convert:
 
 def _as_real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(plain(x.detach())).reshape(-1)
+
+
+def _as_complex(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(x.view(-1, 2))
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from symmpool._symmpool import Communicator, Pool, check_call
 from symmpool.communicators import sm_budget
 from symmpool.communicators.devices import number_of
+from symmpool.communicators.work import Prepare, Prepared, reason_of
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError
 from symmpool.groups import pool_registry
 
@@ -19,7 +21,17 @@ __all__ = ["CommunicatorEntry", "Preparation", "name_pool", "reason_of"]
 class CommunicatorEntry:
     """A pool's communicator, and what is under way on it."""
 
-    __slots__ = ("comm", "public", "device", "pending", "runner", "registered", "_pool", "__weakref__")
+    __slots__ = (
+        "comm",
+        "public",
+        "device",
+        "pending",
+        "runner",
+        "registered",
+        "_pool",
+        "_lock",
+        "__weakref__",
+    )
 
     def __init__(self, pool: Pool):
         self.device = number_of(pool.device)
@@ -33,34 +45,45 @@ class CommunicatorEntry:
         self._pool = weakref.ref(pool)
         # What has `join`, for the calls with async_op that nothing has waited for yet.
         self.pending: Any = None
+        # Held while `pending` changes.
+        self._lock = threading.Lock()
         # What makes such calls: a stream, or a thread.
         self.runner: Any = None
         # Where torch has the process group that the pool is on, for as long as it is not destroyed.
         self.registered: Any = None
 
     def join_pending(self) -> None:
-        """What follows comes after all that was begun."""
+        """What follows comes after all that was begun. Where the wait for that ends by an error, such as
+        Ctrl-C, later calls still come after it."""
         pending = self.pending
         if pending is None or (self.device < 0 and pending.is_here()):
             # In a callback, which waits for nothing: calls of other threads still come after what was begun.
             return
-        if self.device >= 0:
-            # Where a capture cannot wait for it that is an error, and later calls still come after it.
-            pending.join()
-            self.pending = None
-            return
-        self.pending = None
-        pending.join()
+        # On CUDA a capture may be unable to wait for it, which is an error.
+        waited = pending.join()
+        with self._lock:
+            # A callback, or another thread, may have begun a call meanwhile.
+            if self.pending is pending and pending.ends_with(waited):
+                self.pending = None
 
-    def check_and_join_pending(self, call: Any, arguments: tuple[Any, ...]) -> None:
-        """As `join_pending`, before such a call. Wrong arguments are refused first: what was begun may wait
-        for ranks that are elsewhere."""
-        try:
-            check_call(self.device, self.comm.rank, self.comm.world, call.__name__, arguments)
-        except (InvalidArgumentError, TypeError):
-            self.decline(call, *arguments)
-            raise
-        self.join_pending()
+    def _join_for(self, call: Any, arguments: tuple[Any, ...] | None) -> None:
+        """As `join_pending`, before such a call; without arguments, one that was checked. Wrong arguments are
+        refused first: what was begun may wait for ranks that are elsewhere."""
+        if self.device >= 0:
+            # The thread does not wait here. What a capture cannot wait for is no error of this call.
+            if arguments is not None:
+                with self.preparing():
+                    self._check(call, arguments)
+            self.join_pending()
+            return
+        with self.preparing():
+            if arguments is not None:
+                self._check(call, arguments)
+            self.join_pending()
+
+    def _check(self, call: Any, arguments: tuple[Any, ...]) -> None:
+        name = getattr(call, "__name__", "")
+        check_call(self.device, self.comm.rank, self.comm.world, name, arguments)
 
     def decline(self, call: Any, *arguments: Any) -> None:
         """Makes a call with arguments that the communicator refuses, so that the other ranks raise an error
@@ -103,14 +126,18 @@ class CommunicatorEntry:
         arguments: tuple[Any, ...],
         results: list[Any],
         async_op: bool,
-        finish: Callable[[], None] | None = None,
+        prepare: Prepare | None = None,
     ) -> Any:
-        """Makes a call after those that were begun, and `finish` behind it: Work with `async_op`, else
-        None."""
+        """Makes a call after those that were begun: Work with `async_op`, else None. With a preparation the
+        call's arguments are what that gives, and `arguments` the caller's tensors."""
         if async_op:
-            return self.begin(call, arguments, results, finish)
+            return self.begin(call, arguments, results, prepare)
         if self.pending is not None:
-            self.check_and_join_pending(call, arguments)
+            self._join_for(call, arguments if prepare is None else None)
+        finish = None
+        if prepare is not None:
+            with self.preparing():
+                arguments, finish = prepare()
         try:
             call(*arguments)
         except TimeoutError as error:
@@ -123,7 +150,7 @@ class CommunicatorEntry:
     def run_function(self, function: Any, *arguments: Any) -> Any:
         """As `run`, for a function of the extension that is given the communicator. What that returns."""
         if self.pending is not None:
-            self.join_pending()
+            self._join_for(function, None)
         try:
             return function(self.comm, *arguments)
         except TimeoutError as error:
@@ -137,14 +164,43 @@ class CommunicatorEntry:
         if self.device >= 0:
             self.comm.extend_order()
 
-    def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None) -> Any:
-        """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
+    def run_message(self, name: str, tensor: Any, peer: int, prepare: Prepare | None) -> None:
+        """As `run`, for a send or a receive. What goes wrong before it is reported to the other of the two."""
+        call, arguments = getattr(self.comm, name), (tensor, peer)
+        finish = None
+        if self.pending is not None and self.device >= 0:
+            self.join_pending()  # see `_join_for`
+        if self.pending is not None or prepare is not None:
+            with self.preparing_message(name, peer):
+                if self.pending is not None:
+                    if prepare is None:
+                        self._check(call, arguments)
+                    self.join_pending()
+                if prepare is not None:
+                    arguments, finish = prepare()
+        try:
+            call(*arguments)
+        except TimeoutError as error:
+            self.explain(error)
+            raise
+        if finish is not None:
+            finish()
+
+    def begin(
+        self,
+        call: Any,
+        arguments: tuple[Any, ...],
+        results: list[Any],
+        prepare: Prepare | None = None,
+    ) -> Any:
+        """Makes a call without waiting for it, and its preparation before it, wherever the call is made."""
+        prepared = None if prepare is None else Prepared(prepare, self.comm._refuse)
         if self.device < 0:
             if self.runner is None:
                 from symmpool.communicators.host_work import Worker
 
                 self.runner = Worker(self, explainer(self))
-            begun = self.runner.submit(call, arguments, results, finish)
+            begun = self.runner.submit(call, arguments, results, prepared)
         else:
             if self.runner is None:
                 import torch
@@ -152,8 +208,9 @@ class CommunicatorEntry:
                 from symmpool.communicators.stream_work import SideStream
 
                 self.runner = SideStream(torch, self.device, explainer(self))
-            begun = self.runner.submit(self.comm, call, arguments, results, finish)
-        self.pending = begun.order
+            begun = self.runner.submit(self.comm, call, arguments, results, prepared)
+        with self._lock:
+            self.pending = begun.order
         return begun
 
     def explain(self, error: TimeoutError) -> None:
@@ -190,16 +247,7 @@ class _MessagePreparation(Preparation):
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if error is not None:
-            why = reason_of(error).removeprefix("symmpool: ")
-            self._entry.decline(self._entry.comm._refuse, why, (self._call, self._peer))
-
-
-def reason_of(error: BaseException) -> str:
-    """What the other ranks are told of an error of this one's: errors of ours speak for themselves."""
-    if isinstance(error, (Error, TypeError)) and str(error):
-        return str(error)
-    name = type(error).__name__
-    return f"{name}: {error}" if str(error) else name
+            self._entry.decline(self._entry.comm._refuse, reason_of(error), (self._call, self._peer))
 
 
 def name_pool(pool: Pool, error: TimeoutError) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import check_call
-from symmpool.communicators.entry import reason_of
+from symmpool.communicators.work import reason_of
 from symmpool.groups import refusals
 
 # A communicator's method and its arguments; or what gives them for this rank of a number of ranks, or raises
@@ -25,7 +25,19 @@ def check(key: Any, device: int, member: tuple[int, int], call: Call, make: Call
         name, arguments = call if isinstance(call, tuple) else call(*member)
         check_call(device, *member, name, arguments)
     except BaseException as why:
-        reason = reason_of(why)
-        # What goes wrong there is raised again by the next call, which makes it anew, or finds it closed.
-        refusals.report(key, lambda: make().refuse(reason))
+        report(key, why, make)
         raise
+
+
+def report(key: Any, why: BaseException, make: Callable[[], Any], calls: int = 1) -> None:
+    """Has a thread `make` the entry of a group's communicator and report that this rank refuses a call, or
+    several that are begun together."""
+    reason = reason_of(why)
+
+    def refuse() -> None:
+        entry = make()
+        for _ in range(calls):
+            entry.refuse(reason)
+
+    # What goes wrong there is raised again by the next call, which makes it anew, or finds it closed.
+    refusals.report(key, refuse)

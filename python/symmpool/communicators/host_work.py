@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import threading
 import time
@@ -24,7 +25,7 @@ import weakref
 from typing import Any
 
 from symmpool._symmpool import Bell
-from symmpool.communicators.work import Explain, Finish, Work, leave_as_it_is, seconds_or_none
+from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import InvalidStateError, TimeoutError
 
 __all__ = ["HostWork", "Worker"]
@@ -50,15 +51,22 @@ class _Done:
     def set(self) -> None:
         """Called once, by the thread that has made the call."""
         self._is_set = True
-        self._held.release()
+        self._release()
+
+    def _release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # where another thread has
+            self._held.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is set, `timeout` seconds at most. Returns whether it is."""
         if self._is_set:
             return True
-        if self._held.acquire(timeout=-1 if timeout is None else timeout):
-            # Other threads may wait for it as well.
-            self._held.release()
+        try:
+            self._held.acquire(timeout=-1 if timeout is None else timeout)
+        finally:
+            # Other threads may wait for it as well, also where Ctrl-C ends this wait.
+            if self._is_set:
+                self._release()
         return self._is_set
 
     def wait_for_callbacks(self) -> None:
@@ -70,7 +78,7 @@ class _Done:
 class HostWork(Work):
     """A call that a thread makes."""
 
-    __slots__ = ("_queue", "_done", "_error", "_lock")
+    __slots__ = ("_queue", "_done", "_error", "_lock", "is_begun")
 
     def __init__(self, results: list[Any], calls: _CallQueue):
         super().__init__(results)
@@ -78,16 +86,21 @@ class HostWork(Work):
         self._done = _Done()
         self._error: Exception | None = None
         self._lock = threading.Lock()
+        # Whether the call is made, or was: Ctrl-C before that leaves it to be made.
+        self.is_begun = False
 
     def run(
         self,
         call: Any,
         arguments: tuple[Any, ...],
-        finish: Finish | None,
+        prepared: Prepared | None,
         explain: Explain,
     ) -> None:
         try:
-            self._queue.make(call, arguments)
+            finish = None
+            if prepared is not None:
+                arguments, finish = prepared()
+            self._queue.make(self, call, arguments)
             if finish is not None:
                 finish()
         except Exception as error:
@@ -95,6 +108,8 @@ class HostWork(Work):
             self._error = error
         except BaseException as error:
             # Ctrl-C in a thread of the program that makes the call itself.
+            if prepared is None and not self.is_begun:
+                raise  # the call is still to be made
             self._error = InvalidStateError(f"symmpool: {type(error).__name__} ended the call")
             self._end()
             raise
@@ -192,8 +207,9 @@ class _CallQueue:
         self.thread = self._helper = 0
         self.last: _Done | None = None
         self._lock = threading.Lock()
-        # Held by the thread that takes and makes a call, and runs its callbacks.
-        self._turn = threading.Lock()
+        # Held by the thread that takes and makes a call, and runs its callbacks. It knows its owner, as a
+        # Ctrl-C may come right behind its acquisition.
+        self._turn = threading.RLock()
         self._bell = Bell()
         self._calling = self._given_up = False
 
@@ -206,11 +222,13 @@ class _CallQueue:
         self.waiting.append(item)
         self._bell.ring()
 
-    def make(self, call: Any, arguments: tuple[Any, ...]) -> None:
+    def make(self, work: HostWork, call: Any, arguments: tuple[Any, ...]) -> None:
         """Makes a call. Never comes back from one that was given up."""
         with self._lock:
             self._calling = True
         try:
+            # Nothing comes between these two, as the call is none of Python's own.
+            work.is_begun = True
             call(*arguments)
         finally:
             with self._lock:
@@ -231,22 +249,38 @@ class _CallQueue:
         return True
 
     def _make_next(self) -> bool:
-        """Makes the next call, in the thread whose turn it is. Returns False if there will be no more."""
-        item = self.waiting.popleft()
-        self._bell.answer()
+        """Makes the next call, in the thread whose turn it is. Returns False if there will be no more. A call
+        that Ctrl-C keeps from being made stays the next one."""
+        item = self.waiting[0]
         if item is None:
+            self.waiting.popleft()
+            self._bell.answer()
             return False
-        work, call, arguments, finish = item
-        work.run(call, arguments, finish, self.explain)
+        work, call, arguments, prepared = item
+        is_answered = False
+        try:
+            self.waiting.popleft()
+            self._bell.answer()
+            is_answered = True
+            work.run(call, arguments, prepared, self.explain)
+        except BaseException:
+            if not work.is_begun and not work.is_completed():
+                if not self.waiting or self.waiting[0] is not item:
+                    self.waiting.appendleft(item)
+                if is_answered:
+                    self._bell.ring()
+            raise
         return True
 
     def help(self, done: _Done) -> None:
         """Makes calls in this thread up to the one that it waits for, as far as they were not begun. Those
-        that somebody has a future of are left to the thread that runs callbacks, and so are those whose
-        results are copied afterwards."""
-        if done.is_set() or self.is_here() or not self._turn.acquire(blocking=False):
+        that somebody has a future of are left to the thread that runs callbacks, and so are those that go by
+        way of copies."""
+        if done.is_set() or self.is_here():
             return
         try:
+            if not self._turn.acquire(blocking=False):
+                return
             self._helper = threading.get_ident()
             while not done.is_set() and self.waiting:
                 item = self.waiting[0]
@@ -254,8 +288,9 @@ class _CallQueue:
                     break
                 self._make_next()
         finally:
-            self._helper = 0
-            self._turn.release()
+            if self._turn._is_owned():  # type: ignore[attr-defined]
+                self._helper = 0
+                self._turn.release()
 
     def advance(self, done: _Done) -> None:
         """Where this is a callback, which keeps the thread from its calls: makes the calls up to the one
@@ -269,13 +304,18 @@ class _CallQueue:
             # `_work`, which this callback was called from, ends by it.
             self.put(None)
 
-    def join(self) -> None:
+    def join(self) -> _Done | None:
         """Whatever this thread does next comes after all that was begun, and after the callbacks; in a
-        callback, after the call that it follows, as it does already."""
+        callback, after the call that it follows, as it does already. Returns what was waited for."""
         last = self.last
         if last is not None and not self.is_here():
             self.help(last)
             last.wait_for_callbacks()
+        return last
+
+    def ends_with(self, waited: _Done | None) -> bool:
+        """Whether nothing was begun since `join` began to wait, which returned this."""
+        return self.last is waited
 
     def give_up(self) -> bool:
         """Has the thread stop after the call that it is making. Returns whether it is making one."""
@@ -305,7 +345,7 @@ class Worker:
         call: Any,
         arguments: tuple[Any, ...],
         results: list[Any],
-        finish: Finish | None = None,
+        prepared: Prepared | None = None,
     ) -> HostWork:
         if not self.is_alive():
             raise InvalidStateError(
@@ -317,10 +357,10 @@ class Worker:
         if calls.is_here():
             # A callback may wait for its calls, so they are made at once: it keeps the thread until it
             # returns.
-            work.run(call, arguments, finish, calls.explain)
+            work.run(call, arguments, prepared, calls.explain)
         else:
             calls.last = work._done
-            calls.put((work, call, arguments, finish))
+            calls.put((work, call, arguments, prepared))
         return work
 
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from symmpool._symmpool import Pool
-from symmpool.communicators.work import Explain, Finish, Work, leave_as_it_is, seconds_or_none
+from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import TimeoutError
 
 __all__ = ["SideStream", "StreamWork"]
@@ -63,6 +63,10 @@ class StreamWork(Work):
     def join(self) -> None:
         self._mark.wait()
 
+    def ends_with(self, waited: None) -> bool:
+        """Whether `join` has waited for all that was begun when this was the last."""
+        return True
+
     def get_future(self) -> Any:
         if self._future is None:
             # A future records an event of the current stream when it is completed: here the side stream's,
@@ -111,7 +115,7 @@ class SideStream:
         call: Any,
         arguments: tuple[Any, ...],
         results: list[Any],
-        finish: Finish | None = None,
+        prepared: Prepared | None = None,
     ) -> StreamWork:
         # Marks are used, as torch's streams and events cost the host more than the call itself.
         handle = self.handle
@@ -121,11 +125,17 @@ class SideStream:
             # captured.
             self._last.wait()
         comm.follow(handle)
-        call(*arguments, stream=handle)
-        if finish is not None:
+        if prepared is None:
+            call(*arguments, stream=handle)
+        else:
+            # Copies are made behind earlier calls, which may write to what is copied. Their memory is of the
+            # side stream, on which it is reused behind the call.
             with self._torch.cuda.stream(self.stream):
-                finish()
-            # `finish` writes to the results on the side stream.
+                ready, finish = prepared(stream=handle)
+                call(*ready, stream=handle)
+                if finish is not None:
+                    finish()
+            # The side stream reads the arguments, and writes to the results.
             arguments = (*arguments, *results)
         mark = comm.mark(handle)
         # The memory of a tensor that the program lets go of is not reused before the call is done.

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DoneWork", "Work"]
+from symmpool.errors import Error, InvalidArgumentError
+
+__all__ = ["DoneWork", "Prepared", "Work", "reason_of"]
 
 # Adds to an error what is known of the call.
 Explain = Callable[[Exception], None]
-# Copies the results of a call to where they belong. It is a part of the call.
-Finish = Callable[[], None]
+# What a call needs before it: `symmpool.collectives.plans.Prepare`.
+Prepare = Callable[[], Any]
+
+
+class Prepared:
+    """The preparation of a call, for whoever makes the call when its turn has come. What goes wrong in it is
+    reported to the other ranks by `decline`, which is given the reason, and raised."""
+
+    __slots__ = ("_prepare", "_decline")
+
+    def __init__(self, prepare: Prepare, decline: Callable[..., Any]):
+        self._prepare, self._decline = prepare, decline
+
+    def __call__(self, **stream: Any) -> Any:
+        """The arguments of the call, and what copies its results to where they belong, or None. `stream` is
+        where the call is made, as it is passed to a communicator's methods."""
+        try:
+            return self._prepare()
+        except BaseException as why:
+            with contextlib.suppress(InvalidArgumentError, TypeError):
+                self._decline(reason_of(why), **stream)
+            raise
+
+
+def reason_of(error: BaseException) -> str:
+    """What is reported to the other ranks of an error of this one's. Errors of ours speak for themselves."""
+    if isinstance(error, (Error, TypeError)) and str(error):
+        return str(error).removeprefix("symmpool: ")
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name
 
 
 def leave_as_it_is(error: Exception) -> None:

@@ -11,6 +11,7 @@ their way.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -44,8 +45,11 @@ class StoreAdapter:
                     f"store: {store!r} has no method {name}; a torch.distributed.Store is needed"
                 )
         self._store = store
-        self._waits_by_itself = tcp_below(store) is not None
-        self._connections = _connections_of(store) if self._waits_by_itself else None
+        below = tcp_below(store)
+        self._waits_by_itself = below is not None
+        self._connections = None if below is None else _connections_of(below)
+        # What stands before keys on a connection of the store below, in place of this store's own prefix.
+        self._prefix = None if below is None or below is not store else ""
         # Which run of a rank this is; a rank of a group takes part under one number.
         self._runs: dict[int, int] = {}
         self._met = False
@@ -56,19 +60,26 @@ class StoreAdapter:
         """This thread's handle of the store: a blocking call holds up those that share its own."""
         return self._store if self._connections is None else self._connections.here()
 
+    def _key(self, key: str) -> str:
+        if self._connections is None:
+            return f"symmpool/{key}"
+        if self._prefix is None:
+            self._prefix = _prefix_of(self._store)
+        return f"{self._prefix}symmpool/{key}"
+
     def set(self, key: str, value: bytes, seconds: float) -> None:
-        self._call(self._here().set, _key(key), bytes(value))
+        self._call(self._here().set, self._key(key), bytes(value))
 
     def get(self, key: str, seconds: float) -> bytes:
-        store = self._here()
-        self._wait(store, [_key(key)], seconds)
-        return self._call(store.get, _key(key))
+        store, place = self._here(), self._key(key)
+        self._wait(store, [place], seconds)
+        return self._call(store.get, place)
 
     def add(self, key: str, delta: int, seconds: float) -> int:
-        return self._call(self._here().add, _key(key), delta)
+        return self._call(self._here().add, self._key(key), delta)
 
     def delete(self, key: str, seconds: float) -> bool:
-        return self._call(self._here().delete_key, _key(key))
+        return self._call(self._here().delete_key, self._key(key))
 
     def all_gather(self, key: str, rank: int, world: int, value: bytes, seconds: float) -> list[bytes]:
         if world == 1:
@@ -76,9 +87,9 @@ class StoreAdapter:
         store = self._here()
         run = self._runs.get(rank)
         if run is None:
-            run = self._runs[rank] = self._call(store.add, _key(f"{key}/run/{rank}"), 1)
+            run = self._runs[rank] = self._call(store.add, self._key(f"{key}/run/{rank}"), 1)
         sequence = key.rpartition("/")[0].rpartition("/")[0]
-        prefix = _key(f"{run}/{key}")
+        prefix = self._key(f"{run}/{key}")
         own = f"{prefix}/{rank}"
         self._call(store.set, own, world.to_bytes(HEADER, "little") + value)
         last = self._last.setdefault(sequence, [])
@@ -95,7 +106,7 @@ class StoreAdapter:
                 self._call(store.delete_key, own)
             if not self._met:
                 # Nobody met in this run: a new try, also of another object, begins it again.
-                self._call(store.add, _key(f"{key}/run/{rank}"), -1)
+                self._call(store.add, self._key(f"{key}/run/{rank}"), -1)
                 del self._runs[rank]
             error = TimeoutError(f"rank {rank} of {world} waited in the store")
             error.ranks = tuple(peer for peer in missing if peer != rank)
@@ -156,8 +167,22 @@ class StoreAdapter:
             raise Error(text) from error
 
 
-def _key(key: str) -> str:
-    return f"symmpool/{key}"
+# Prefixes that stand for stores' own, by store.
+_prefixes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# Where a store keeps it.
+_PREFIX = "symmpool/prefix"
+
+
+def _prefix_of(store: Any) -> str:
+    """What keys of a store begin with on a connection of the store below it. Torch does not say what a store
+    with a prefix puts before keys. So the first to ask makes another prefix up, which the store keeps."""
+    found = _prefixes.get(store)
+    if found is None:
+        own = f"symmpool/{secrets.token_hex(8)}/"
+        kept = StoreAdapter._call(store.compare_set, _PREFIX, "", own)
+        found = kept.decode() if isinstance(kept, bytes) else kept
+        _prefixes[store] = found
+    return found
 
 
 def tcp_below(store: Any) -> Any:
@@ -196,8 +221,9 @@ class _Connections:
         self._own = threading.local()
 
 
-# By the store's id, which is its own for as long as its connections are there: all that meet in a store
-# share them. Each one is a thing to wait for: torch has the name server say who is at its ends. References
+# By the store's id, which is its own for as long as its connections are there: all groups that meet in a
+# store share them, under prefixes of their own. Each connection is a thing to wait for: torch has the name
+# server say who is at its ends, which takes seconds where that is slow. Each is a descriptor, too. References
 # without callbacks: a Ctrl-C that comes while one runs is lost, and adapters go where it is to be raised.
 _connections: dict[int, weakref.ref[_Connections]] = {}
 _lock = threading.Lock()

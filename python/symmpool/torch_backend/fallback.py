@@ -5,6 +5,8 @@ host."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +68,25 @@ _Gloo = _in_group(dist.ProcessGroupGloo) if dist.is_gloo_available() else None
 _Nccl = _in_group(dist.ProcessGroupNCCL) if dist.is_nccl_available() else None
 
 
+@functools.cache
+def _gloo_devices(process: int, interfaces: str | None) -> list[Any]:
+    """What gloo's connections are made by: a thread, a listening socket and what the thread waits for. All
+    groups of a process share it, or each would take four descriptors for it."""
+    kind = dist.ProcessGroupGloo
+    if not interfaces:
+        return [kind.create_default_device()]
+    return [kind.create_device(interface=name) for name in interfaces.split(",")]
+
+
+def _gloo_options(timeout: Any) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
+    # As torch has it where it makes the devices.
+    options._threads = 2 * len(options._devices)
+    options._timeout = timeout
+    return options
+
+
 def _registered(group: dist.ProcessGroup, found: list[tuple[str, Any, Any]]) -> dist.ProcessGroup:
     for number, (device, kind, backend) in enumerate(found):
         group._register_backend(torch.device(device), kind, backend)
@@ -102,7 +123,7 @@ class FallbackBackends:
         found = []
         try:
             if _Gloo is not None:
-                gloo = _Gloo(self._meeting("gloo", store), *self._place, timeout=timeout)
+                gloo = _Gloo(self._meeting("gloo", store), *self._place, _gloo_options(timeout))
                 found.append(("cpu", kinds.GLOO, gloo))
             if not torch.cuda.is_available():
                 pass

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from symmpool._symmpool import Pool
 from symmpool.collectives import layout
-from symmpool.communicators.entry import reason_of
 from symmpool.communicators.stream_work import SideStream
+from symmpool.communicators.work import Prepared, reason_of
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError
-from symmpool.torch_backend.work import TorchWork, opaque
+from symmpool.torch_backend.work import CopyingWork, TorchWork, opaque
 
 __all__ = ["PointToPoint"]
 
@@ -73,22 +73,28 @@ class PointToPoint:
         with self._lock:
             comm = self._comm if number == self._device and channel not in self._nccl_channels else None
             if comm is None:
-                begun = self._fallback(channel, tensor)
+                (place,), finish = layout.contiguous((tensor,), writes=not sends)
+                begun = self._fallback(channel, place)
                 self._nccl_channels.add(channel)
-                return begun, False
+                return begun if finish is None else CopyingWork(begun, finish, [tensor]), False
             stream = self._streams.get((peer, sends))
             if stream is None:
                 stream = self._streams[peer, sends] = SideStream(torch, number, self._explain)
-        call = comm.send if sends else comm.recv
-        try:
-            place, finish = (layout.plain(tensor), None) if sends else layout.destination(tensor)
-        except BaseException as error:
-            # The other rank's call fails too, where it would wait or take the next message.
-            refused = (reason_of(error).removeprefix("symmpool: "), (call.__name__, peer))
-            with contextlib.suppress(Error):
-                stream.submit(comm, comm._refuse, refused, [])
-            raise
-        return TorchWork(stream.submit(comm, call, (place, peer), [tensor], finish)), True
+        call, prepared = comm.send if sends else comm.recv, None
+
+        # The other rank's call fails too, where it would wait or take the next message.
+        def decline(why: str, **on: Any) -> None:
+            comm._refuse(why, (call.__name__, peer), **on)
+
+        if not layout.is_plain(tensor):
+            try:
+                prepared = Prepared(layout.message(tensor, peer, sends), decline)
+            except BaseException as error:
+                refused = (reason_of(error), (call.__name__, peer))
+                with contextlib.suppress(Error):
+                    stream.submit(comm, comm._refuse, refused, [])
+                raise
+        return TorchWork(stream.submit(comm, call, (tensor, peer), [tensor], prepared)), True
 
     def use_communicator(
         self, exchange: Callable[[str], list[str]], comm: Any, device: int, explain: Any

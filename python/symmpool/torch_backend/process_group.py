@@ -51,25 +51,24 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from symmpool._symmpool import Group, share_sms
 from symmpool.collectives import layout, plans, reductions
+from symmpool.collectives.reductions import operation
 from symmpool.communicators import cache
-from symmpool.errors import InvalidArgumentError, TimeoutError
 from symmpool.groups import process_groups, resolution
 from symmpool.torch_backend import allocation, fsdp, teardown
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.fallback import FallbackBackends
 from symmpool.torch_backend.p2p import PointToPoint
+from symmpool.torch_backend.served_calls import ServedCalls
 from symmpool.torch_backend.served_devices import NAME, ServedDevices, number_of
-from symmpool.torch_backend.work import DoneWork, Recording, TorchWork, joined, opaque
+from symmpool.torch_backend.work import CopyingWork, DoneWork, TorchWork, joined, opaque
 
 __all__ = ["NAME", "SymmpoolProcessGroup"]
-
-_profiler_enabled = torch.autograd._profiler_enabled
 
 # How many Works of one number a group keeps: more than a forward pass makes.
 _SMALL_KEPT = 256
 
 
-class SymmpoolProcessGroup(dist.ProcessGroup):
+class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     """A process group whose collectives are ours where they serve."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Any = None):
@@ -163,145 +162,107 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             share_sms(number_of(device))
         note(operation, name)
 
-    def _run(self, operation: str, plan: plans.Plan, opts: Any, recorded: bool = False) -> dist.Work:
-        """Makes a call of ours. `operation` is its name in torch.distributed, under which torch's profiler
-        shows it, as "symmpool:all_reduce"."""
-        if not recorded and _profiler_enabled():
-            with torch.profiler.record_function(f"{NAME}:{operation}"):
-                return self._run(operation, plan, opts, True)
-        note(operation, NAME)
-        call, arguments, finish, results = plan
-        entry = cache.communicator_for(arguments[0], self)
-        function = getattr(entry.comm, call)
-        if getattr(opts, "asyncOp", True):
-            work = TorchWork(entry.begin(function, arguments, results, finish))
-            if results and results[0].numel() == 1:
-                self._small.append(work)
-            return self._begun(work)
-        if entry.pending is None and finish is None:
-            # As `entry.run` does; a call less is felt by small calls.
-            try:
-                function(*arguments)
-            except TimeoutError as error:
-                entry.explain(error)
-                raise
-        else:
-            entry.run(function, arguments, results, False, finish)
-        return DoneWork(results, arguments[0].device)
-
-    def _reduces(self, opts: Any, *tensors: torch.Tensor) -> str | None:
-        """The operation's name, where communicators reduce such tensors by it; else None."""
-        name = reductions.named(opts.reduceOp, tensors)
-        return name if name is not None and self._moves(*tensors) else None
-
-    def _moves(self, *tensors: torch.Tensor) -> bool:
-        """Whether ours takes such tensors at all. Only what is the same on every rank decides that; whatever
-        else may be wrong with them is raised by the backend that takes them."""
-        for tensor in tensors:
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                return False
-        first = tensors[0]
-        if not (first.is_cpu or first.is_cuda):
-            return False
-        # Answers are kept by the device's number, as an object for the device costs as much as a call.
-        served = self._served.known.get(first.get_device())
-        return self._served.serves(self, first.device) if served is None else served
-
     # Collectives that ours serves. Two names for one call are those of older and newer torch.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.AllreduceOptions()
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-        op = self._reduces(opts, *tensors) if len(tensors) == 1 else None
-        if op is None:
-            return self._pass("all_reduce", "allreduce", tensors, opts)
-        return self._run("all_reduce", plans.all_reduce(tensors[0], op, self._size), opts)
+        op, work = operation(opts.reduceOp), None
+        if op is not None and len(tensors) == 1 and self._reduces(tensors[0]):
+            work = self._run("all_reduce", opts, tensors[0], plans.all_reduce, tensors[0], op, self._size)
+        return work if work is not None else self._pass("all_reduce", "allreduce", tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-        if len(tensors) != 1 or not self._moves(*tensors):
-            return self._pass("broadcast", "broadcast", tensors, opts)
-        return self._run("broadcast", plans.broadcast(tensors[0], opts.rootRank, self._rank), opts)
+        return self._run_one("broadcast", tensors, opts, plans.broadcast, opts.rootRank, self._rank)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceOptions()
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-        # In host memory an all-reduce takes less time than gloo's reduce; on CUDA NCCL's moves half as much.
-        ours = len(tensors) == 1 and tensors[0].is_cpu
-        op = self._reduces(opts, *tensors) if ours else None
-        if op is None:
+        op = operation(opts.reduceOp)
+        # In host memory an all-reduce takes less time than gloo's reduce; on CUDA NCCL's moves half as much,
+        # where it has the operation and the type.
+        if op is None or (
+            self._names.get(tensors[0].device.type) == "nccl" and _nccl_reduces(op, tensors[0])
+        ):
             return self._pass("reduce", "reduce", tensors, opts)
-        plan = plans.reduce(tensors[0], op, opts.rootRank, self._rank, self._size)
-        return self._run("reduce", plan, opts)
+        given = (op, opts.rootRank, self._rank, self._size)
+        return self._run_one("reduce", tensors, opts, plans.reduce, *given)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else AllgatherOptions()
-        if not self._moves(output, input):
-            return self._pass("all_gather_into_tensor", "_allgather_base", output, input, opts)
-        return self._run("all_gather_into_tensor", plans.all_gather_into_tensor(output, input), opts)
+        opts, name = opts if opts is not None else AllgatherOptions(), "all_gather_into_tensor"
+        work = None
+        if self._moves(output):
+            work = self._run(name, opts, output, plans.all_gather_into_tensor, output, input, self._size)
+        return work if work is not None else self._pass(name, "_allgather_base", output, input, opts)
 
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else dist.ReduceScatterOptions()
-        op = self._reduces(opts, output, input)
-        if op is None:
-            return self._pass("reduce_scatter_tensor", "_reduce_scatter_base", output, input, opts)
-        plan = plans.reduce_scatter_tensor(output, input, op, self._size)
-        return self._run("reduce_scatter_tensor", plan, opts)
+        opts, name = opts if opts is not None else dist.ReduceScatterOptions(), "reduce_scatter_tensor"
+        op, work = operation(opts.reduceOp), None
+        if op is not None and self._moves(output):
+            work = self._run(name, opts, output, plans.reduce_scatter_tensor, output, input, op, self._size)
+        return work if work is not None else self._pass(name, "_reduce_scatter_base", output, input, opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else AllgatherOptions()
-        if not _is_one(inputs, outputs) or not self._moves(*inputs, *outputs[0]):
-            return self._pass("allgather", "allgather", outputs, inputs, opts)
-        return self._run("allgather", plans.all_gather(outputs[0], inputs[0], self._size), opts)
+        opts, work = opts if opts is not None else AllgatherOptions(), None
+        if len(inputs) == len(outputs) == 1 and self._moves(inputs[0]):
+            given = (outputs[0], inputs[0], self._size)
+            work = self._run("allgather", opts, inputs[0], plans.all_gather, *given)
+        return work if work is not None else self._pass("allgather", "allgather", outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
-        one = _is_one(outputs, inputs)
-        op = self._reduces(opts, *outputs, *inputs[0]) if one else None
-        if op is None:
-            return self._pass("reduce_scatter", "reduce_scatter", outputs, inputs, opts)
-        plan = plans.reduce_scatter(outputs[0], inputs[0], op, self._rank, self._size)
-        return self._run("reduce_scatter", plan, opts)
+        op, name, work = operation(opts.reduceOp), "reduce_scatter", None
+        if op is not None and len(outputs) == len(inputs) == 1 and self._moves(outputs[0]):
+            given = (outputs[0], inputs[0], op, self._rank, self._size)
+            work = self._run(name, opts, outputs[0], plans.reduce_scatter, *given)
+        return work if work is not None else self._pass(name, name, outputs, inputs, opts)
 
     # What functional collectives, DTensor with them, and Megatron's data parallelism call. Most lists are of
     # one tensor, which need not be looked at twice.
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
+        opts, work = opts if opts is not None else dist.AllreduceCoalescedOptions(), None
         if len(tensors) == 1:
             return self.allreduce(tensors, opts)
-        if not tensors or self._reduces(opts, *tensors) is None:
-            return self._pass("allreduce_coalesced", "allreduce_coalesced", tensors, opts)
-        return joined([self.allreduce([tensor], opts) for tensor in tensors])
+        op = operation(opts.reduceOp)
+        if tensors and op is not None and all(map(self._reduces, tensors)):
+            calls = [(plans.all_reduce, tensor, op, self._size) for tensor in tensors]
+            work = self._run_each("all_reduce", opts, calls)
+        name = "allreduce_coalesced"
+        return work if work is not None else self._pass(name, name, tensors, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else AllgatherOptions()
+        opts, work = opts if opts is not None else AllgatherOptions(), None
         if len(outputs) == len(inputs) == 1:
             return self.all_gather_single(outputs[0], inputs[0], opts)
-        if _are_pairs(outputs, inputs) and self._moves(*outputs, *inputs):
+        if _are_pairs(outputs, inputs) and self._moves(outputs[0]):
             pairs = zip(outputs, inputs, strict=True)
-            return joined([self.all_gather_single(*pair, opts) for pair in pairs])
+            calls = [(plans.all_gather_into_tensor, *pair, self._size) for pair in pairs]
+            work = self._run_each("all_gather_into_tensor", opts, calls)
         name = "allgather_into_tensor_coalesced"
-        return self._pass(name, name, outputs, inputs, opts)
+        return work if work is not None else self._pass(name, name, outputs, inputs, opts)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else dist.ReduceScatterOptions()
+        opts, work = opts if opts is not None else dist.ReduceScatterOptions(), None
         if len(outputs) == len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
-        if _are_pairs(outputs, inputs) and self._reduces(opts, *outputs, *inputs) is not None:
+        op = operation(opts.reduceOp)
+        if op is not None and _are_pairs(outputs, inputs) and self._moves(outputs[0]):
             pairs = zip(outputs, inputs, strict=True)
-            return joined([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+            calls = [(plans.reduce_scatter_tensor, *pair, op, self._size) for pair in pairs]
+            work = self._run_each("reduce_scatter_tensor", opts, calls)
         name = "reduce_scatter_tensor_coalesced"
-        return self._pass(name, name, outputs, inputs, opts)
+        return work if work is not None else self._pass(name, name, outputs, inputs, opts)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -333,10 +294,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._served.refuse_at_end(self)
         self._batch = []
-        self._rest = Recording(self._fallbacks.group, self._batch)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work | None:
-        works, self._batch, self._rest = self._batch, None, self._fallbacks.group
+        works, self._batch = self._batch, None
         return joined(works) if works else None
 
     def _begun(self, work: dist.Work) -> dist.Work:
@@ -345,60 +305,51 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return work
 
     def _pass(self, operation: str, method: str, *arguments: Any, **options: Any) -> Any:
-        """Has the fallback backend of the first tensor's device make a call."""
+        """Has the fallback backend of the first tensor's device make a call on contiguous tensors."""
         self._note_fallback(operation, layout.first_tensor(arguments))
-        return getattr(self._rest, method)(*arguments, **options)
-
-    def _refuse_splits(self, *divided: tuple[str, torch.Tensor, list[int] | None]) -> None:
-        """Refuses split sizes that are not for all rows of a tensor, as torch's other backends do, on all
-        ranks; a communicator of ours would leave the last rows where they are."""
-        for name, tensor, sizes in divided:
-            if sizes is not None and tensor.dim() > 0 and sum(sizes) != tensor.shape[0]:
-                why = (
-                    f"all_to_all_single: {name}_split_sizes: {sizes} are {sum(sizes)} rows, and {name} has "
-                    f"{tensor.shape[0]} on rank {self.rank()}; the sizes must be for all of them"
-                )
-                cache.communicator_for(tensor, self).refuse(why)
-                raise InvalidArgumentError(why)
+        plain, finish = layout.contiguous(arguments, writes=method != "send")
+        work = getattr(self._rest, method)(*plain, **options)
+        if work is None:
+            return None
+        return self._begun(work if finish is None else CopyingWork(work, finish, arguments[0]))
 
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
-        opts = opts if opts is not None else dist.AllToAllOptions()
-        if not self._moves(output, input):
-            arguments = (output, input, output_splits, input_splits, opts)
-            return self._pass("all_to_all_single", "alltoall_base", *arguments)
-        sizes = (list(output_splits) or None, list(input_splits) or None)
-        self._refuse_splits(("output", output, sizes[0]), ("input", input, sizes[1]))
-        return self._run("all_to_all_single", plans.all_to_all_single(output, input, *sizes), opts)
+        opts, work = opts if opts is not None else dist.AllToAllOptions(), None
+        if self._moves(output):
+            given = (output, input, list(output_splits) or None, list(input_splits) or None)
+            planner = plans.all_to_all_whole
+            work = self._run("all_to_all_single", opts, output, planner, *given, self._rank, self._size)
+        if work is not None:
+            return work
+        arguments = (output, input, output_splits, input_splits, opts)
+        return self._pass("all_to_all_single", "alltoall_base", *arguments)
 
     alltoall_base = all_to_all_single
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else dist.GatherOptions()
-        if len(inputs) != 1 or not self._moves(*inputs):
-            return self._pass("gather", "gather", outputs, inputs, opts)
-        parts = outputs[0] if outputs else None
-        plan = plans.gather(inputs[0], parts, opts.rootRank, self._rank, self._size)
-        return self._run("gather", plan, opts)
+        opts, work = opts if opts is not None else dist.GatherOptions(), None
+        if len(inputs) == 1 and self._moves(inputs[0]):
+            given = (inputs[0], outputs[0] if outputs else None, opts.rootRank, self._rank, self._size)
+            work = self._run("gather", opts, inputs[0], plans.gather, *given)
+        return work if work is not None else self._pass("gather", "gather", outputs, inputs, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else dist.ScatterOptions()
-        if len(outputs) != 1 or not self._moves(*outputs):
-            return self._pass("scatter", "scatter", outputs, inputs, opts)
-        parts = inputs[0] if inputs else None
-        plan = plans.scatter(outputs[0], parts, opts.rootRank, self._rank, self._size)
-        return self._run("scatter", plan, opts)
+        opts, work = opts if opts is not None else dist.ScatterOptions(), None
+        if len(outputs) == 1 and self._moves(outputs[0]):
+            given = (outputs[0], inputs[0] if inputs else None, opts.rootRank, self._rank, self._size)
+            work = self._run("scatter", opts, outputs[0], plans.scatter, *given)
+        return work if work is not None else self._pass("scatter", "scatter", outputs, inputs, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else dist.AllToAllOptions()
+        opts, work = opts if opts is not None else dist.AllToAllOptions(), None
+        first = layout.first_tensor((outputs, inputs))
+        first = torch.empty(0) if first is None else first
         # NCCL takes lists as they are; gloo takes none.
-        if not outputs or self._names.get(outputs[0].device.type) == "nccl":
-            return self._pass("alltoall", "alltoall", outputs, inputs, opts)
-        plans.check_lists("all_to_all", self._size, output=outputs, input=inputs)
-        if not self._moves(*outputs, *inputs):
-            return self._pass("alltoall", "alltoall", outputs, inputs, opts)
-        return self._run("alltoall", plans.all_to_all(outputs, inputs, self._size), opts)
+        if self._names.get(first.device.type) != "nccl" and self._moves(first):
+            work = self._run("alltoall", opts, first, plans.all_to_all, outputs, inputs, self._size)
+        return work if work is not None else self._pass("alltoall", "alltoall", outputs, inputs, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.BarrierOptions()
@@ -414,8 +365,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         entry = cache.look_up(None, self, number_of(device))
         if getattr(opts, "asyncOp", True):
             return TorchWork(entry.begin(entry.comm.barrier, (), []))
-        entry.join_pending()
-        entry.comm.barrier()
+        entry.run(entry.comm.barrier, (), [], False)
         # This thread waits too, as in NCCL's barrier.
         entry.comm.synchronize()
         return DoneWork([], device)
@@ -427,9 +377,10 @@ def _has_windows(group: Any, device: Any) -> bool:
     return ours and allocation.has_windows(group, device)
 
 
-def _is_one(tensors: Any, lists_of_parts: Any) -> bool:
-    """Whether there is one tensor, and one list of its parts."""
-    return len(tensors) == 1 and len(lists_of_parts) == 1 and len(lists_of_parts[0]) > 0
+def _nccl_reduces(op: Any, tensor: torch.Tensor) -> bool:
+    """Whether NCCL reduces such elements by an operation."""
+    is_named = op in ("sum", "prod", "min", "max", "avg")
+    return is_named and tensor.dtype in reductions.REDUCED and tensor.layout == torch.strided
 
 
 def _are_pairs(outputs: Any, inputs: Any) -> bool:
@@ -455,4 +406,5 @@ for _method in (
         setattr(SymmpoolProcessGroup, _method, _passes(_method))
 
 
+opaque(ServedCalls)
 opaque(SymmpoolProcessGroup)

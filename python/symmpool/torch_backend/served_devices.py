@@ -10,7 +10,7 @@ import torch
 from symmpool.communicators import cache
 from symmpool.communicators.entry import explainer
 from symmpool.errors import Error, TimeoutError
-from symmpool.groups import agreement, process_groups, resolution
+from symmpool.groups import agreement, process_groups, refusals, resolution
 
 __all__ = ["NAME", "ServedDevices", "number_of"]
 
@@ -62,9 +62,21 @@ class ServedDevices:
         found = self.known.get(number)
         if found is None:
             self.refuse_at_end(group)
+            # A thread may still meet the ranks, to report a call that this one has refused.
+            refusals.await_reports(group)
+            found = self.known.get(number)
+        if found is None:
             found = _is_named(group, device.type) and self._agree(group, number)
             self.known[number] = found
         return found
+
+    def is_known(self, device: torch.device) -> bool:
+        """Whether the ranks have agreed on the device, or the group has ended."""
+        return self.ended or number_of(device) in self.known
+
+    def entry(self, group: Any, device: torch.device) -> Any:
+        """What serves calls on a device; None where ours does not. The first call is collective."""
+        return cache.look_up(None, group, number_of(device)) if self.serves(group, device) else None
 
     def _agree(self, group: Any, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"

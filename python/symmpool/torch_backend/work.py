@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from symmpool.communicators import torch_state
 
-__all__ = ["DoneWork", "Recording", "TorchWork", "joined", "opaque"]
+__all__ = ["CopyingWork", "DoneWork", "TorchWork", "joined", "opaque", "register"]
+
+# Whether torch's `wait_tensor` is to find the Work of collectives of eager code, which may be under way where
+# compiled code begins: `allow_inflight_collective_as_graph_input_ctx`. Older versions have no such thing.
+_registers = getattr(c10d, "_allow_inflight_collective_as_graph_input", lambda: False)
+# Work that torch has registered. Torch keeps its C++ half alone.
+_registered: set[Any] = set()
+
+
+class _Popped(threading.local):
+    """Work that torch lets go of in this thread, while it is not to wait for it."""
+
+    works: list[Any] | None = None
+
+
+_popped = _Popped()
 
 
 def opaque(owner: Any) -> Any:
@@ -29,7 +47,15 @@ class TorchWork(dist.Work):
         self._work = work
 
     def wait(self, timeout: Any = None) -> bool:
-        return self._work.wait(timeout)
+        if _popped.works is not None:
+            _popped.works.append(self)
+            return True
+        if self not in _registered:
+            return self._work.wait(timeout)
+        try:
+            return self._work.wait(timeout)
+        finally:
+            _unregister(self, self._work._results)
 
     def synchronize(self) -> None:
         self.wait()
@@ -48,6 +74,30 @@ class TorchWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         return self._work.get_future()
+
+
+def register(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
+    """Has torch's `wait_tensor` wait for Work, where torch's own backends have it do so for theirs."""
+    if _registers():
+        _registered.add(work)
+        for tensor in tensors:
+            c10d._register_work(tensor, work)
+
+
+def _unregister(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
+    """Takes back what `register` did, once the Work was waited for. Torch has a way only for all Work of a
+    tensor, so that of later calls is registered again."""
+    _registered.discard(work)
+    for tensor in tensors:
+        _popped.works = popped = []
+        try:
+            with torch.no_grad():
+                torch.ops._c10d_functional.wait_tensor(tensor)
+        finally:
+            _popped.works = None
+        for other in dict.fromkeys(popped):
+            if other is not work:
+                c10d._register_work(tensor, other)
 
 
 @opaque
@@ -81,6 +131,38 @@ class DoneWork(dist.Work):
         future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return future
+
+
+@opaque
+class CopyingWork(TorchWork):
+    """Work of a fallback backend in copies of the caller's tensors. Whoever waits copies the results to where
+    they belong, once: gloo's receives come to an end by nothing else."""
+
+    def __init__(self, work: Any, finish: Callable[[], None], results: Any):
+        super().__init__(work)
+        self._finish: Callable[[], None] | None = finish
+        self._results = results
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: Any = None) -> bool:
+        # torch's own takes no None.
+        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+        return done
+
+    def result(self) -> Any:
+        self.wait()
+        return self._results
+
+    def get_future(self) -> torch.futures.Future:
+        def copied(_: Any) -> Any:
+            self.wait()
+            return self._results
+
+        return self._work.get_future().then(copied)
 
 
 @opaque
@@ -118,21 +200,3 @@ class JoinedWork(dist.Work):
 def joined(works: list[Any]) -> Any:
     """Work of several calls, of one at least."""
     return works[0] if len(works) == 1 else JoinedWork(works)
-
-
-class Recording:
-    """A group whose calls also append their Work to a list."""
-
-    def __init__(self, group: Any, works: list[Any]):
-        self._group, self._works = group, works
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._group, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            work = method(*arguments, **options)
-            if work is not None:
-                self._works.append(work)
-            return work
-
-        return call
