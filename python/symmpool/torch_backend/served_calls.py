@@ -11,7 +11,7 @@ import torch.distributed as dist
 from symmpool.communicators import first_call
 from symmpool.communicators.cache import looked_up
 from symmpool.communicators.work import reason_of
-from symmpool.errors import TimeoutError
+from symmpool.errors import InvalidArgumentError, TimeoutError
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.served_devices import NAME, number_of
 from symmpool.torch_backend.work import DoneWork, TorchWork, joined, register
@@ -125,10 +125,23 @@ class ServedCalls:
         """Whether ours takes calls on a tensor's device, as far as is known before the first one there. What
         is wrong with the call ours refuses, on every rank."""
         if not (tensor.is_cpu or tensor.is_cuda):
+            if tensor.is_meta:
+                self._refuse_meta(tensor)
             return False
         # Answers are kept by the device's number, as an object for the device costs as much as a call.
         served = self._served.known.get(tensor.get_device())
         return self.may_serve(tensor.device) if served is None else served
+
+    def _refuse_meta(self: Any, tensor: torch.Tensor) -> None:
+        """Refuses a tensor without memory, which torch's own backends take and leave as it is. The other
+        ranks' tensors are where the group has calls."""
+        why = InvalidArgumentError(
+            f"symmpool: a tensor of shape {tuple(tensor.shape)} is on the meta device, without elements for "
+            "the other ranks; pass one that has"
+        )
+        served = [number for number, is_served in self._served.known.items() if is_served]
+        if self._refuse(torch.device("cpu" if not served or -1 in served else f"cuda:{served[0]}"), why):
+            raise why
 
     def _reduces(self: Any, tensor: torch.Tensor) -> bool:
         """As `_moves`, for an all-reduce. Those of sparse tensors are made by torch's other backends."""
