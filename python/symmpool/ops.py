@@ -37,7 +37,6 @@ import torch
 from symmpool._symmpool import Group, Pool
 from symmpool.collectives import plans, traced
 from symmpool.collectives.calls import make, needs_plan, op_name, reduction_needs_plan
-from symmpool.collectives.layout import plain
 from symmpool.collectives.traced import name_of_op, text_of
 from symmpool.communicators.gradients import warn_of_gradient, watch
 from symmpool.errors import InvalidArgumentError
@@ -156,9 +155,9 @@ def _all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
 
 def _plan_reduce_scatter(out: torch.Tensor, x: torch.Tensor, op: str) -> Any:
     def plan(rank: int, world: int) -> Any:
-        if needs_plan(out) or reduction_needs_plan(op, x):
+        if needs_plan(out, x) or reduction_needs_plan(op, x):
             return plans.reduce_scatter_tensor(out, x, op_name(op), world)
-        return ("reduce_scatter_tensor", (out, plain(x), op), None, [])
+        return ("reduce_scatter_tensor", (out, x, op), None, [])
 
     return plan
 

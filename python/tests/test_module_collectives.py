@@ -1,5 +1,6 @@
 """The package's own collectives: which communicator serves a call, and in which order they run."""
 
+import contextlib
 import gc
 import threading
 import types
@@ -359,3 +360,38 @@ def average_of_the_largest(group):
 def test_averages_overflow_as_their_sums_do():
     for bfloat16, float16, float32 in values(2, average_of_the_largest):
         assert bfloat16 == float32 == float("inf") and float16 == 65504.0
+
+
+def test_copies_of_a_call_are_made_on_its_stream_behind_what_was_begun():
+    class Tensor(list):
+        pass
+
+    @contextlib.contextmanager
+    def on_stream(stream):
+        torch.observed.append(("on", stream.cuda_stream))
+        yield
+        torch.observed.append(("off", stream.cuda_stream))
+
+    torch = Streams()
+    torch.cuda.stream = on_stream
+    side = SideStream(torch, 0)
+    copied, copy = Tensor([1]), Tensor([2])
+    gone = weakref.ref(copied)
+
+    def prepared(stream):
+        torch.observed.append(("copy", stream))
+        return (copy,), lambda: torch.observed.append(("copied back", 7))
+
+    side.submit(torch, torch.call, (copied,), [], prepared)
+    assert torch.observed == [
+        ("follow", 7),
+        ("on", 7),
+        ("copy", 7),
+        ("call", 7),
+        ("copied back", 7),
+        ("off", 7),
+        ("mark", 7),
+    ]
+    # What is copied is kept until then, as the side stream reads it.
+    del copied
+    assert gone() is not None

@@ -1,5 +1,6 @@
 """The backend of torch.distributed: every reduction of every type that torch has, of every kind of tensor."""
 
+import datetime
 import itertools
 
 import pytest
@@ -311,3 +312,40 @@ def _under_way(me, world):
 
 def test_torchs_wait_for_a_tensor_waits_for_eager_calls(tmp_path):
     assert values(2, waited_by_torch, str(tmp_path)) == [[], []]
+
+
+def of_another_type(group, folder):
+    """A message of float32 for a receiver of int32, which has elements of the same size."""
+    me, _ = begin(group, folder, "symmpool", timeout=datetime.timedelta(seconds=3))
+    x = torch.full((4,), 7.5) if me == 0 else torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(symmpool.TimeoutError, match="another type of elements") as raised:
+        (dist.send if me == 0 else dist.recv)(x, 1 - me)
+    return str(raised.value), x.tolist()
+
+
+def test_a_message_of_another_type_is_an_error_on_both_ranks(tmp_path):
+    (sent, _), (got, here) = values(2, of_another_type, str(tmp_path))
+    assert "of float32, tag 0, to rank 1" in sent and "of int32, tag 0, from rank 0" in got
+    assert here == [0] * 4
+
+
+def from_anybody(group, folder):
+    """Messages with tags, from a rank that is not named."""
+    me, world = begin(group, folder, "symmpool")
+    found = []
+    for tag in (0, 5, (1 << 26) - 1, 1 << 27):
+        for dtype in (torch.float32, torch.bool, torch.int64):
+            x = torch.tensor([me, 1, 0]).to(dtype)
+            if me == 1:
+                dist.send(x, 0, tag=tag)
+            elif me == 0:
+                got = torch.zeros(3, 2, dtype=dtype)[:, 0]
+                source = dist.recv(got, tag=tag)
+                found.append(source == 1 and got.tolist() == torch.tensor([1, 1, 0]).to(dtype).tolist())
+    dist.destroy_process_group()
+    return found
+
+
+def test_messages_are_found_by_tag_and_type_from_any_rank(tmp_path):
+    zero, one = values(2, from_anybody, str(tmp_path))
+    assert zero == [True] * 12 and one == []

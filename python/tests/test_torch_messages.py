@@ -168,7 +168,9 @@ class Side:
     def __init__(self, *_):
         self.handle = 1
 
-    def submit(self, comm, call, arguments, results, finish=None):
+    def submit(self, comm, call, arguments, results, prepared=None):
+        if prepared is not None:
+            arguments, _ = prepared(stream=self.handle)
         call(*arguments, stream=self.handle)
 
 
@@ -184,5 +186,5 @@ def test_a_message_of_the_backend_that_cannot_be_begun_is_reported(monkeypatch):
     messages.begin(x, 1, True)
     monkeypatch.setattr(p2p.layout, "plain", no_memory)
     with pytest.raises(MemoryError):
-        messages.begin(x, 1, True)
+        messages.begin(torch.ones(3, 2)[:, 0], 1, True)
     assert comm.given == [("send", 1), ("MemoryError: no memory for the copy", ("send", 1))]

@@ -12,6 +12,7 @@ from test_torch_distributed import begin
 from walk import AT_ONCE, observed
 
 import symmpool
+from symmpool import ops
 
 ONES = torch.ones
 
@@ -234,6 +235,32 @@ def test_what_goes_wrong_in_copies_is_an_error_on_all_ranks(where, asynchronous,
     assert all(one[1::2]), one
 
 
+def without_threads(group, folder, where):
+    """Rank 1 can start no thread for its first asynchronous call."""
+    me, world = begin(group, folder, "symmpool" if where == "backend" else "gloo")
+    module = dist if where == "backend" else symmpool
+    module.all_reduce(ONES(1))
+    patched = pytest.MonkeyPatch()
+    if me == 1:
+
+        def none(_):
+            raise RuntimeError("can't start new thread")
+
+        patched.setattr("symmpool.communicators.host_work.threading.Thread.start", none)
+    raised, seconds = observed(lambda: module.all_reduce(ONES(3), async_op=True).wait())
+    patched.undo()
+    total = torch.full((3,), float(me + 1))
+    module.all_reduce(total, async_op=True).wait()
+    dist.destroy_process_group()
+    return type(raised).__name__, seconds < AT_ONCE, total.tolist()
+
+
+@pytest.mark.parametrize("where", ["backend", "module"])
+def test_a_rank_that_can_start_no_thread_is_an_error_on_all(where, tmp_path):
+    zero, one = values(2, without_threads, str(tmp_path), where)
+    assert zero == ("DivergedError", True, [3.0] * 3) and one == ("RuntimeError", True, [3.0] * 3)
+
+
 def behind(group, folder, where, waits):
     """Strided, uneven and list calls behind an asynchronous one that writes what they read."""
     me, world = begin(group, folder, "symmpool" if where == "backend" else "gloo")
@@ -280,6 +307,9 @@ def behind(group, folder, where, waits):
     flag = written(lambda value: torch.full((2,), value))
     half = flag.view(torch.complex64)
     made("complex", lambda: module.all_reduce(half, async_op=waits), [flag], [[total * world] * 2])
+    if where == "module" and not waits:
+        seen = written(lambda value: torch.full((2, world), value))
+        right["operator"] = ops.reduce_scatter_tensor(seen.t()).tolist() == [[total * world] * 2]
     dist.destroy_process_group()
     return right
 

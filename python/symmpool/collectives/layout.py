@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from symmpool._symmpool import Block
+from symmpool._symmpool import Block, _shows_memory
+from symmpool.communicators.tensors import check_distinct
 from symmpool.errors import InvalidArgumentError
 
 __all__ = [
@@ -88,53 +89,13 @@ def destination(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] 
 def check_source(tensor: torch.Tensor) -> None:
     """Refuses a tensor that has no memory to read: one of torch's fake mode, one on no device, or one whose
     storage was freed, as FSDP frees its parameters'."""
-    check_dense("symmpool", tensor)
-    storage = tensor.untyped_storage()
-    if storage.device.type == "meta":
-        raise InvalidArgumentError(
-            f"symmpool: a tensor of shape {tuple(tensor.shape)} has no memory: it is fake, or on the meta "
-            "device; pass one that holds its elements"
-        )
-    if tensor.numel() == 0:
-        return
-    spans = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in spans)
-    if (last + 1) * tensor.element_size() > storage.nbytes():
-        raise InvalidArgumentError(
-            f"symmpool: a tensor of shape {tuple(tensor.shape)} reaches past its storage of "
-            f"{storage.nbytes()} bytes, which was freed or made smaller; pass it while it holds its elements"
-        )
+    _shows_memory("symmpool: tensor", tensor)
 
 
 def check_destination(tensor: torch.Tensor) -> None:
     """Refuses a tensor that cannot be written to: one without memory, or whose elements share theirs."""
-    check_source(tensor)
-    if _overlaps(tensor):
-        raise InvalidArgumentError(
-            "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
-            "them; pass tensor.clone()"
-        )
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor share memory."""
-    if tensor.numel() < 2 or tensor.is_contiguous():
-        return False
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    reach = 0
-    for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
-        if stride <= reach:
-            break
-        reach += (size - 1) * stride
-    else:
-        return False
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return True
-    # Strides that are rare, and may or may not lead two elements to one place.
-    places = torch.zeros((), dtype=torch.int64)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
-    return places.unique().numel() < tensor.numel()
+    _shows_memory("symmpool: tensor", tensor)
+    check_distinct("symmpool: tensor", tensor)
 
 
 def copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:

@@ -165,7 +165,7 @@ class CommunicatorEntry:
             self.comm.extend_order()
 
     def run_message(self, name: str, tensor: Any, peer: int, prepare: Prepare | None) -> None:
-        """As `run`, for a send or a receive. What goes wrong before it is reported to the other of the two."""
+        """As `run`, for a send or a receive. What goes wrong before it is reported to the other rank."""
         call, arguments = getattr(self.comm, name), (tensor, peer)
         finish = None
         if self.pending is not None and self.device >= 0:
@@ -195,23 +195,27 @@ class CommunicatorEntry:
     ) -> Any:
         """Makes a call without waiting for it, and its preparation before it, wherever the call is made."""
         prepared = None if prepare is None else Prepared(prepare, self.comm._refuse)
+        if self.runner is None:
+            with self.preparing():
+                self.runner = self._make_runner()
         if self.device < 0:
-            if self.runner is None:
-                from symmpool.communicators.host_work import Worker
-
-                self.runner = Worker(self, explainer(self))
             begun = self.runner.submit(call, arguments, results, prepared)
         else:
-            if self.runner is None:
-                import torch
-
-                from symmpool.communicators.stream_work import SideStream
-
-                self.runner = SideStream(torch, self.device, explainer(self))
             begun = self.runner.submit(self.comm, call, arguments, results, prepared)
         with self._lock:
             self.pending = begun.order
         return begun
+
+    def _make_runner(self) -> Any:
+        if self.device < 0:
+            from symmpool.communicators.host_work import Worker
+
+            return Worker(self, explainer(self))
+        import torch
+
+        from symmpool.communicators.stream_work import SideStream
+
+        return SideStream(torch, self.device, explainer(self))
 
     def explain(self, error: TimeoutError) -> None:
         """Has an error of a call say which pool it went to, if there are several."""

@@ -81,19 +81,16 @@ class PointToPoint:
             if stream is None:
                 stream = self._streams[peer, sends] = SideStream(torch, number, self._explain)
         call, prepared = comm.send if sends else comm.recv, None
-
-        # The other rank's call fails too, where it would wait or take the next message.
-        def decline(why: str, **on: Any) -> None:
-            comm._refuse(why, (call.__name__, peer), **on)
-
         if not layout.is_plain(tensor):
+            # The other rank's call fails too, where it would wait or take the next message.
+            message = (call.__name__, peer)
             try:
-                prepared = Prepared(layout.message(tensor, peer, sends), decline)
+                prepare = layout.message(tensor, peer, sends)
             except BaseException as error:
-                refused = (reason_of(error), (call.__name__, peer))
                 with contextlib.suppress(Error):
-                    stream.submit(comm, comm._refuse, refused, [])
+                    stream.submit(comm, comm._refuse, (reason_of(error), message), [])
                 raise
+            prepared = Prepared(prepare, lambda why, **on: comm._refuse(why, message, **on))
         return TorchWork(stream.submit(comm, call, (tensor, peer), [tensor], prepared)), True
 
     def use_communicator(

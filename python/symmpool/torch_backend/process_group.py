@@ -60,7 +60,7 @@ from symmpool.torch_backend.fallback import FallbackBackends
 from symmpool.torch_backend.p2p import PointToPoint
 from symmpool.torch_backend.served_calls import ServedCalls
 from symmpool.torch_backend.served_devices import NAME, ServedDevices, number_of
-from symmpool.torch_backend.work import CopyingWork, DoneWork, TorchWork, joined, opaque
+from symmpool.torch_backend.work import CopyingWork, DoneWork, TorchWork, joined, opaque, register
 
 __all__ = ["NAME", "SymmpoolProcessGroup"]
 
@@ -268,13 +268,33 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
         if not self._p2p.carries(tensors, to):
-            return self._pass("send", "send", tensors, to, tag)
+            return self._message("send", f"to rank {to}", tensors, (to,), tag)
         return self._point_to_point("send", tensors[0], to)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
         if not self._p2p.carries(tensors, source):
-            return self._pass("recv", "recv", tensors, source, tag)
+            return self._message("recv", f"from rank {source}", tensors, (source,), tag)
         return self._point_to_point("recv", tensors[0], source)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        return self._message("recv_anysource", "from any rank", tensors, (), tag)
+
+    def _message(
+        self, method: str, between: str, tensors: list[torch.Tensor], peer: tuple[int, ...], tag: int
+    ) -> dist.Work:
+        """A message that a fallback backend carries. Gloo's are bytes, which are found by their tag: with the
+        elements' type in it, a message of another type is none that was waited for."""
+        if len(tensors) != 1 or self._names.get(tensors[0].device.type) != "gloo":
+            return self._pass(method, method, tensors, *peer, tag)
+        name = str(tensors[0].dtype).removeprefix("torch.")
+
+        def late() -> str:
+            return (
+                f"{method}: rank {self._rank} waited in vain for a message of {name}, tag {tag}, {between}; "
+                "the other rank has made no such call, or one with another type of elements or another tag"
+            )
+
+        return self._pass(method, method, tensors, *peer, message_tag(tag, name), late=late)
 
     def _point_to_point(self, operation: str, tensor: torch.Tensor, peer: int) -> dist.Work:
         """Tags are not looked at, as NCCL does not look at them."""
@@ -282,6 +302,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         work, ours = self._p2p.begin(tensor, peer, operation == "send")
         if ours:
             note(operation, NAME)
+            if isinstance(work, TorchWork):
+                register(work, [tensor])
         else:
             self._count_fallback(operation, tensor.device)
         return self._begun(work)
@@ -304,14 +326,16 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
             self._batch.append(work)
         return work
 
-    def _pass(self, operation: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def _pass(self, operation: str, method: str, *arguments: Any, late: Any = None, **options: Any) -> Any:
         """Has the fallback backend of the first tensor's device make a call on contiguous tensors."""
         self._note_fallback(operation, layout.first_tensor(arguments))
         plain, finish = layout.contiguous(arguments, writes=method != "send")
         work = getattr(self._rest, method)(*plain, **options)
         if work is None:
             return None
-        return self._begun(work if finish is None else CopyingWork(work, finish, arguments[0]))
+        if finish is not None or late is not None:
+            work = CopyingWork(work, finish, arguments[0], late)
+        return self._begun(work)
 
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
@@ -387,6 +411,23 @@ def _are_pairs(outputs: Any, inputs: Any) -> bool:
     return len(outputs) > 0 and len(outputs) == len(inputs)
 
 
+# Types of elements, whose places here are a part of a message's tag.
+_TYPES = (
+    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool uint16 uint32 uint64 complex32 "
+    "complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+).split()
+# Gloo's tags have 31 bits.
+_TAG_BITS = 26
+
+
+def message_tag(tag: int, name: str) -> int:
+    """The tag by which gloo finds a message of a type, the same on both ranks. Tags that leave no room for
+    the type stay as they are."""
+    if not 0 <= tag < 1 << _TAG_BITS:
+        return tag
+    return (_TYPES.index(name) + 1 if name in _TYPES else 0) << _TAG_BITS | tag
+
+
 def _passes(method: str) -> Any:
     """A method for which communicators have nothing, so that a fallback backend serves it."""
 
@@ -397,13 +438,9 @@ def _passes(method: str) -> Any:
     return pass_on
 
 
-# Methods that classes derived from ProcessGroup may have, in whichever version of torch this is.
-for _method in (
-    "allgather_coalesced",
-    "recv_anysource",
-):
-    if hasattr(dist.ProcessGroup, _method):
-        setattr(SymmpoolProcessGroup, _method, _passes(_method))
+# A method that classes derived from ProcessGroup have in some versions of torch.
+if hasattr(dist.ProcessGroup, "allgather_coalesced"):
+    SymmpoolProcessGroup.allgather_coalesced = _passes("allgather_coalesced")
 
 
 opaque(ServedCalls)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from symmpool.communicators import torch_state
+from symmpool.errors import TimeoutError
 
 __all__ = ["CopyingWork", "DoneWork", "TorchWork", "joined", "opaque", "register"]
 
@@ -136,17 +137,23 @@ class DoneWork(dist.Work):
 @opaque
 class CopyingWork(TorchWork):
     """Work of a fallback backend in copies of the caller's tensors. Whoever waits copies the results to where
-    they belong, once: gloo's receives come to an end by nothing else."""
+    they belong, once: gloo's receives come to an end by nothing else. `late()` says what may have been
+    wrong where a message has not come in time."""
 
-    def __init__(self, work: Any, finish: Callable[[], None], results: Any):
+    def __init__(self, work: Any, finish: Callable[[], None] | None, results: Any, late: Any = None):
         super().__init__(work)
-        self._finish: Callable[[], None] | None = finish
+        self._finish, self._late = finish, late
         self._results = results
         self._lock = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        # torch's own takes no None.
-        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        try:
+            # torch's own takes no None.
+            done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            if self._late is None or "timed out" not in str(error).lower():
+                raise
+            raise TimeoutError(f"symmpool: {self._late()} ({error})") from error
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
@@ -156,6 +163,9 @@ class CopyingWork(TorchWork):
     def result(self) -> Any:
         self.wait()
         return self._results
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
 
     def get_future(self) -> torch.futures.Future:
         def copied(_: Any) -> Any:

@@ -37,6 +37,11 @@ def test_everything_with_torchs_signatures(run):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+def test_calls_by_way_of_copies_are_in_order(run, world):
+    assert f"calls in order on {world} ranks, 0 wrong" in run(world, "ranks_calls_in_order.py")
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_random_programs_on_several_groups(run, world):
     assert f"programs on {world} ranks" in run(world, "ranks_programs.py", "--count", 20, "--most", 65536)
 
