@@ -79,12 +79,12 @@ class Ours(Contender):
         buffer = self.buffers[0 if routing.tokens <= DECODED else -1]
         x = routing.x[routing.rank]
         ids, weights = routing.ids[routing.rank], routing.weights[routing.rank]
-        received, handle = buffer.dispatch(x, ids, weights)
+        received, handle = buffer.dispatch(x, ids, weights, copy=False)
         count = int(handle.num_rows)
         found, out = {}, self.torch.empty_like(x)
 
         def dispatch(quantize):
-            found["received"], _ = buffer.dispatch(x, handle=handle, quantize=quantize)
+            found["received"], _ = buffer.dispatch(x, handle=handle, quantize=quantize, copy=False)
 
         def wrong_dispatch(quantize):
             wanted, found_rows = routing.received(), found["received"].x[:count]
@@ -97,11 +97,11 @@ class Ours(Contender):
             buffer.combine(rows, handle, out=out)
 
         def routed(exact=False):
-            received, new = buffer.dispatch(x, ids, weights, exact=exact)
+            received, new = buffer.dispatch(x, ids, weights, exact=exact, copy=False)
             buffer.combine(received.x, new, out=out)
 
         def routed_fp8(rows):
-            _, new = buffer.dispatch(x, ids, weights, quantize="fp8")
+            _, new = buffer.dispatch(x, ids, weights, quantize="fp8", copy=False)
             # What experts made of the rows, as if they were done at once.
             buffer.combine(rows, new, out=out)
 
