@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import threading
 from typing import Any
 
 import torch
@@ -27,18 +26,6 @@ _WAVE = 128 * 128 * 256
 _MOST_STEPS = 4
 # Whether a stream waits for a peer's step, or tells the peer of its own.
 _SIGNAL, _WAIT = False, True
-
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
-_lock = threading.Lock()
-
-
-def _stream(device: torch.device, which: int) -> torch.cuda.Stream:
-    """A stream of a device: 0 for copies, 1 for products beside the current stream's, 2 for flags."""
-    key = (device.index or 0, which)
-    with _lock:
-        if key not in _streams:
-            _streams[key] = torch.cuda.Stream(device)
-        return _streams[key]
 
 
 @functools.cache
@@ -60,6 +47,10 @@ class Call:
     def peers(self, sign: int) -> list[int]:
         """The other ranks: from the next one up (1), or down (-1)."""
         return [(self.rank + sign * step) % self.world for step in range(1, self.world)]
+
+    def stream(self, which: int) -> torch.cuda.Stream:
+        """A stream of the group's: 0 for copies, 1 for products beside the current stream's, 2 for flags."""
+        return workspace.stream_of(self.entry, self.device, which)
 
     def reserve(self, bytes: int, control: int) -> torch.Tensor:
         """Memory of so many bytes, and control memory, for a kernel that makes the handshake itself: another
@@ -101,6 +92,7 @@ def _aligned(bytes: int) -> int:
     return -(-bytes // 512) * 512
 
 
+@workspace.in_turn
 def gather_multiply(
     call: Call,
     rows: torch.Tensor,
@@ -126,7 +118,7 @@ def gather_multiply(
             for each in range(world)
         ]
     current = torch.cuda.current_stream(call.device)
-    copies, beside = _stream(call.device, 0), _stream(call.device, 1)
+    copies, beside = call.stream(0), call.stream(1)
     copies.wait_stream(current)
     beside.wait_stream(current)
     for peer in call.peers(1):
@@ -168,6 +160,7 @@ def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
     return 1
 
 
+@workspace.in_turn
 def multiply_scatter(
     call: Call,
     parts: list[tuple[torch.Tensor, torch.Tensor | None, Product]],
@@ -192,7 +185,7 @@ def multiply_scatter(
         others = None
         if not accumulates:
             others = torch.empty((world if world > 2 else 1, *shape), dtype=dtype, device=call.device)
-        copies, flags = _stream(call.device, 0), _stream(call.device, 2)
+        copies, flags = call.stream(0), call.stream(2)
     memory = call.begin(world * size)
     assert memory is not None
     slots = [_window(memory, each * size, shape, dtype) for each in range(world)]
@@ -246,6 +239,7 @@ def multiply_scatter(
     return out
 
 
+@workspace.in_turn
 def pull_all(call: Call, parts: list[torch.Tensor], found: torch.Tensor) -> None:
     """Part `r` of each rank goes to rank `r`, where it becomes part `rank` of `found`, by copy engines;
     parts are of one size. Where all parts are one tensor, that is gathered."""

@@ -217,6 +217,7 @@ class _Scales:
         return self.kept[-1].data_ptr()
 
 
+@workspace.in_turn
 def gather_multiply(
     call: Call,
     rows: torch.Tensor,
@@ -261,6 +262,7 @@ def gather_multiply(
     return None if gathered is None else gathered.contiguous(), found
 
 
+@workspace.in_turn
 def multiply_scatter(
     call: Call,
     lefts: Sequence[torch.Tensor],

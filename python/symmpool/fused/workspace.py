@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from symmpool.errors import InvalidStateError
 
-__all__ = ["control_of", "forget", "is_enough", "refuse_in_capture", "reserve"]
+__all__ = ["control_of", "forget", "in_turn", "is_enough", "refuse_in_capture", "reserve", "stream_of"]
 
 # Memory is made in whole numbers of so many bytes.
 _GRAIN = 2 << 20
@@ -24,9 +27,38 @@ class _Workspace:
         #: What calls keep from one to the next; None before the first one that does.
         self.control: torch.Tensor | None = None
         self.kept: list[torch.Tensor] = []
+        #: Held by a call until all of it is on streams.
+        self.turn = threading.RLock()
+        self.streams: dict[int, torch.cuda.Stream] = {}
 
 
 _workspaces: weakref.WeakKeyDictionary[Any, _Workspace] = weakref.WeakKeyDictionary()
+
+
+def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a group's calls come one after the other, whole, also those of several threads: they have steps and
+    memory in common."""
+
+    @functools.wraps(function)
+    def made(call: Any, *arguments: Any) -> Any:
+        with _workspace_of(call.entry).turn:
+            return function(call, *arguments)
+
+    return made
+
+
+def stream_of(entry: Any, device: torch.device, which: int) -> torch.cuda.Stream:
+    """A stream of a group's, by number. No group has another one's: a call waits there for its peers, and
+    calls of two groups may come in another order on these."""
+    streams = _workspace_of(entry).streams
+    if which not in streams:
+        streams[which] = torch.cuda.Stream(device)
+    return streams[which]
+
+
+def _workspace_of(entry: Any) -> _Workspace:
+    found = _workspaces.get(entry)
+    return _workspaces.setdefault(entry, _Workspace()) if found is None else found
 
 
 def is_enough(entry: Any, bytes: int, control: int = 0) -> bool:
@@ -50,9 +82,7 @@ def reserve(entry: Any, bytes: int, control: int = 0) -> torch.Tensor:
     """Bytes at one offset on all ranks, which have the same; collective where there are too few. Their
     handshake has begun the call, so nobody uses what an earlier call left there. With `control`, there are
     as many bytes afterwards that no other call uses, which were zeros at first."""
-    workspace = _workspaces.get(entry)
-    if workspace is None:
-        workspace = _workspaces.setdefault(entry, _Workspace())
+    workspace = _workspace_of(entry)
     if not is_enough(entry, bytes, control):
         # Ranks that passed something else would not make memory: this raises what the handshake has found.
         entry.comm.synchronize()
