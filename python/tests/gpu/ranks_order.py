@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import symmpool
 from symmpool import experts, fused
+from symmpool.communicators.entry import CommunicatorEntry
 from symmpool.deep_ep import Buffer, normal
 from symmpool.experts import gradients
 from symmpool.fused import pipeline
@@ -290,7 +291,10 @@ PARTS = ("fused", "groups", "tensor_cores", "deep_ep", "experts", "records")
 def main():
     parser = ranks_start.parser(__doc__, 1, "rounds")
     parser.add_argument("--only", choices=PARTS, help="one part alone")
+    parser.add_argument("--without", action="store_true", help="calls end with their kernels: much is wrong")
     options = parser.parse_args()
+    if options.without:
+        CommunicatorEntry.extend_order = lambda entry: None
     if options.device == "cpu":
         print("skipped: the CPU has no streams")
         return 0
