@@ -299,7 +299,7 @@ impl Check<'_> {
         })?;
         graph.destroy(self.pool)?;
         self.judge("exact sizes while a graph is captured", &[refused], &[true]);
-        // The other ranks are told of that before the next capture.
+        // The other ranks learn of that before the next capture.
         self.settle(buffer)?;
         let graph = Graph::capture(self.pool, self.stream, || {
             self.dispatch(buffer, 0, &call)?;
