@@ -75,6 +75,7 @@ pub(crate) fn run_odd(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let mut plans = Plans::new(pool, options)?;
     plans.first_calls()?;
     plans.programs(odd_programs::all(pool.world()))?;
+    plans.broadcasts_without_an_input()?;
     plans.in_place_on_one_rank()?;
     Ok((plans.cases, plans.wrong))
 }

@@ -1,11 +1,11 @@
-//! Calls with plans that are the first of their communicator, or around the end of epochs, and calls that are in place on
-//! one rank alone.
+//! Calls with plans that are the first of their communicator, or around the end of epochs, calls that are in place on one
+//! rank alone, and broadcasts of which only the root has an input.
 
 use symmpool_allocator::Result;
 use symmpool_collectives::plan::Plan;
 use symmpool_collectives::{Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp};
 
-use super::{Plans, odd_programs, programs};
+use super::{Plans, more_programs, odd_programs, programs};
 use crate::oracle::{input, reduce};
 
 impl Plans<'_> {
@@ -43,6 +43,32 @@ impl Plans<'_> {
                         self.judge(&what, &got, &reduce(&all, dtype, op), dtype);
                     }
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// Who is not the root of a broadcast has no input.
+    pub(super) fn broadcasts_without_an_input(&mut self) -> Result<()> {
+        let (world, rank) = (self.pool.world(), self.pool.rank());
+        let [input_at, output_at] = [0, 1].map(|nth: usize| self.buffers.windows[nth].address());
+        let (dtype, op, count) = (DType::I32, ReduceOp::Sum, 1000);
+        for plan in [programs::broadcast_tree(world), more_programs::broadcast_chain(world)] {
+            let algorithm = Algorithm::from_plan(plan).expect("a right program");
+            for root in 0..world {
+                let data = input(root.into(), root, dtype, count);
+                crate::cuda::upload(self.pool, input_at, &data)?;
+                crate::cuda::upload(self.pool, output_at, &vec![0xa5; 4 * count])?;
+                let from = if rank == root { input_at } else { 0 } as *const u8;
+                let to = output_at as *mut u8;
+                // SAFETY: both blocks are longer, and nothing else uses them; no other input is read than the root's.
+                unsafe {
+                    self.comm.execute_at(&algorithm, to, from, count, dtype, op, root, &self.stream)
+                }?;
+                self.comm.synchronize(&self.stream)?;
+                let got = crate::cuda::download(self.pool, output_at, 4 * count)?;
+                let what = format!("{} from rank {root}", algorithm.name());
+                self.judge(&what, &got, &data, dtype);
             }
         }
         Ok(())
