@@ -433,6 +433,7 @@ impl ExpertBuffer {
                 quantized: rows.tensor.dtype == DType::F8E4m3,
                 scales: at(given),
                 scale_bytes: given_bytes,
+                scale_dtype: given.map_or(DType::U8, |it| it.tensor.dtype),
                 tokens,
                 ids: at(ids),
                 ids_dtype: ids.map_or(DType::I32, |ids| ids.tensor.dtype),

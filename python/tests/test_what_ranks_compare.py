@@ -317,6 +317,11 @@ def of_experts(me, world, pool):
             rows = torch.cat([got.x[b : b + n] for b, n in zip(begins, counts, strict=False)]).clone().float()
         return got, handle, rows
 
+    def scaled(odd, change):
+        given = {"scales": torch.ones(tokens, 1), **(change if odd else {})}
+        got, _, rows = dispatched(False, {}, x=x.to(torch.float8_e4m3fn), **given)
+        return [rows, got.scales[: int(got.num_rows)].clone()]
+
     def dispatch(odd, change):
         return [dispatched(odd, change)[2]]
 
@@ -355,6 +360,13 @@ def of_experts(me, world, pool):
                 "exact": ({"exact": True}, FREE),
                 "number of tokens": ({"x": x[:0], "ids": ids[:0], "weights": weights[:0]}, "other rows"),
                 "ids": ({"ids": none}, "other rows"),
+            },
+        ),
+        "dispatch with scales": (
+            scaled,
+            {
+                "type of scales": ({"scales": torch.ones(tokens, 1, dtype=torch.int32)}, COMPARED),
+                "bytes of scales": ({"scales": torch.ones(tokens, 1, dtype=torch.uint8)}, COMPARED),
             },
         ),
         "dispatch by expert": (

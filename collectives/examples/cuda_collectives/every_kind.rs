@@ -287,6 +287,7 @@ impl<'a> EveryKind<'a> {
                 quantized: false,
                 scales: std::ptr::null(),
                 scale_bytes: 0,
+                scale_dtype: DType::U8,
                 tokens: self.ids.len() / 2,
                 ids: self.ids.as_ptr().cast_const().cast(),
                 ids_dtype: DType::I32,

@@ -162,6 +162,7 @@ impl Check<'_> {
             quantized: false,
             scales: std::ptr::null(),
             scale_bytes: 0,
+            scale_dtype: DType::U8,
             tokens,
             ids: self.ids.as_ptr(),
             ids_dtype: if wide { DType::I64 } else { DType::I32 },

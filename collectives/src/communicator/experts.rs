@@ -302,6 +302,10 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             quantized: row_bytes != self.shape.row_bytes() || dispatch.quantized,
             more: dispatch.more,
             scale_bytes: scale_bytes as u32,
+            scale_dtype: match scale_bytes {
+                0 => 0,
+                _ => ExpertShape::scale_dtype(dispatch.quantize, dispatch.scale_dtype) as u8,
+            },
         };
         let mut inner = self.comm.begin(stream)?;
         let call = self.call(&mut inner, (Operation::ExpertDispatch, mode), work, stream)?;

@@ -120,13 +120,16 @@ pub(crate) struct ExpertMode {
     pub(crate) more: u32,
     /// Bytes of the scales of a row; less than 2^16.
     pub(crate) scale_bytes: u32,
+    /// The code of the [`DType`] of scales, 0 without any.
+    pub(crate) scale_dtype: u8,
 }
 
 impl ExpertMode {
     pub(crate) fn bits(self) -> u32 {
         let flags = [self.by_expert, self.known, self.weights, self.quantized];
         let flags = (0..).zip(flags).map(|(bit, flag)| u32::from(flag) << bit).sum::<u32>();
-        flags | (self.scale_bytes & 0xffff) << 4 | (self.more & 3) << 20
+        let scales = (self.scale_bytes & 0xffff) << 4 | u32::from(self.scale_dtype) << 22;
+        flags | scales | (self.more & 3) << 20
     }
 
     pub(crate) fn of_bits(bits: u32) -> Self {
@@ -138,6 +141,7 @@ impl ExpertMode {
             quantized: flag(3),
             scale_bytes: bits >> 4 & 0xffff,
             more: bits >> 20 & 3,
+            scale_dtype: (bits >> 22) as u8,
         }
     }
 }
@@ -149,7 +153,8 @@ impl fmt::Display for ExpertMode {
             f.write_str(", quantised")?;
         }
         if self.scale_bytes > 0 {
-            write!(f, ", {} bytes of scales a row", self.scale_bytes)?;
+            let dtype = DType::from_code(self.scale_dtype).map_or("?", DType::name);
+            write!(f, ", {} bytes of {dtype} scales a row", self.scale_bytes)?;
         }
         if self.known {
             f.write_str(", the routing of a handle")?;
@@ -177,6 +182,9 @@ pub struct DispatchAt {
     pub scales: *const u8,
     /// Bytes of the scales of a row, a multiple of 4 or less than 4 times the groups of a row.
     pub scale_bytes: usize,
+    /// The type of these scales, which ranks compare: the bytes travel as they are. Those that dispatch makes are `f32`,
+    /// and `u8` where an exponent alone is stored.
+    pub scale_dtype: DType,
     /// How many tokens there are.
     pub tokens: usize,
     /// For each token its `top_k` experts, `i32` or `i64`; -1 stands for none. Null where `known`.
@@ -249,6 +257,15 @@ impl ExpertShape {
         match quantize {
             Quantization::None => given,
             quantize => self.groups() * quantize.scale_bytes(),
+        }
+    }
+
+    /// The type of these scales, or else `given`.
+    pub(crate) fn scale_dtype(quantize: Quantization, given: DType) -> DType {
+        match quantize {
+            Quantization::None => given,
+            Quantization::Fp8 | Quantization::Fp8PowerOfTwo => DType::F32,
+            Quantization::Fp8Ue8m0 => DType::U8,
         }
     }
 

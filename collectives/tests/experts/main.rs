@@ -106,6 +106,7 @@ impl<'a> Rank<'a> {
             quantized: false,
             scales: none,
             scale_bytes: 0,
+            scale_dtype: DType::U8,
             tokens,
             ids: if known { none } else { ids.as_ptr() },
             ids_dtype: if how.wide { DType::I64 } else { DType::I32 },

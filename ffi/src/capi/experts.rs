@@ -260,6 +260,8 @@ impl DispatchInfo {
             quantized: self.quantized,
             scales: self.scales.cast(),
             scale_bytes: self.scale_bytes,
+            // As the scales that dispatch makes: an exponent is a byte, and any other scale has four.
+            scale_dtype: if self.scale_bytes.is_multiple_of(4) { DType::F32 } else { DType::U8 },
             tokens: self.tokens,
             ids: self.ids.cast(),
             // Ids that are not read have no type.

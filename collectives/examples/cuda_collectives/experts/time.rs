@@ -59,6 +59,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                 quantized: false,
                 scales: std::ptr::null(),
                 scale_bytes: 0,
+                scale_dtype: DType::U8,
                 tokens,
                 ids: ids.as_ptr().cast(),
                 ids_dtype: DType::I32,

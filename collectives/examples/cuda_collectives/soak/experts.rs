@@ -75,6 +75,7 @@ impl Experts {
             quantized: false,
             scales: std::ptr::null(),
             scale_bytes: 0,
+            scale_dtype: DType::U8,
             tokens: routed.tokens,
             ids: routed.ids.as_ptr(),
             ids_dtype: DType::I64,

@@ -20,6 +20,8 @@ const GROWS: u64 = 1 << 35;
 /// round.
 const PIECE_SHIFTS: [u32; 2] = [36, 60];
 const PIECE: u64 = 0xf << PIECE_SHIFTS[0] | 0xf << PIECE_SHIFTS[1];
+/// The bits of the mode of a call of experts that fit between root and the piece's number. The others lie behind its shape.
+const MODE_HEAD: u64 = 0xf_ffff;
 /// The bit of the output's word at which the number of peer blocks begins. Offsets are smaller.
 const PEER_BLOCKS_SHIFT: u32 = 48;
 const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
@@ -198,11 +200,19 @@ impl Call {
     pub(crate) fn experts(mut self, shape: &ExpertShape, mode: ExpertMode) -> Self {
         let capacity = shape.capacity.unwrap_or(0) as u64;
         let rows = shape.max_tokens as u64 | capacity << 21;
-        self.words[0] |= (shape.dtype as u64) << 8 | u64::from(mode.bits()) << 40;
-        self.words[1] =
-            shape.hidden as u64 | u64::from(shape.experts) << 24 | u64::from(shape.top_k) << 40;
+        let mode = u64::from(mode.bits());
+        self.words[0] |= (shape.dtype as u64) << 8 | (mode & MODE_HEAD) << 40;
+        let fields = u64::from(shape.experts) << 24 | u64::from(shape.top_k) << 40;
+        self.words[1] = shape.hidden as u64 | fields | (mode >> MODE_HEAD.count_ones()) << 48;
         self.words[2] = rows;
         self
+    }
+
+    /// The mode of such a call.
+    fn expert_mode(&self) -> ExpertMode {
+        let [head, shape, ..] = self.words;
+        let mode = head >> 40 & MODE_HEAD | shape >> 48 << MODE_HEAD.count_ones();
+        ExpertMode::of_bits(mode as u32)
     }
 
     /// Describes among how many peer blocks a device divides the call: blocks of one index on all ranks signal each
@@ -317,6 +327,17 @@ mod tests {
             assert_eq!(call.piece(0), base.root(7).algorithm(9).in_place(true));
             assert_eq!(call.to_string(), call.piece(0).to_string(), "text has no pieces");
         }
+        let shape = ExpertShape {
+            hidden: 64,
+            experts: 4,
+            top_k: 2,
+            max_tokens: 9,
+            dtype: DType::F32,
+            capacity: None,
+        };
+        let mode = ExpertMode { more: 3, scale_bytes: 4, scale_dtype: 5, ..Default::default() };
+        let experts = Call::new(Operation::ExpertDispatch).experts(&shape, mode).piece(1);
+        assert_eq!(experts.expert_mode(), mode, "a piece's number leaves the mode as it is");
         assert_eq!(Call::from_words(*base.words()), base);
         assert_eq!(
             base.input(Place::Window(0x40)).to_string(),

@@ -4,13 +4,12 @@ use std::fmt;
 
 use super::{Call, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, Operation};
 use crate::algorithm::{AUTO, name_of};
-use crate::experts::ExpertMode;
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
 
 impl Call {
     /// What follows the name and the type of a dispatch to experts or a combine.
     fn fmt_experts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [head, shape, rows, output] = self.words;
+        let [_, shape, rows, output] = self.words;
         let (hidden, experts, top_k) =
             (shape & 0xff_ffff, shape >> 24 & 0xffff, shape >> 40 & 0xff);
         let (max_tokens, capacity) = (rows & 0x1f_ffff, rows >> 21);
@@ -18,7 +17,7 @@ impl Call {
         if capacity > 0 {
             write!(f, ", capacity {capacity}")?;
         }
-        write!(f, ", {}", ExpertMode::of_bits((head >> 40) as u32))?;
+        write!(f, ", {}", self.expert_mode())?;
         write!(f, ", in a buffer at window offset {:#x}", output & OFFSET)
     }
 
