@@ -103,9 +103,9 @@ mod _symmpool {
     use crate::mark::Mark;
     #[pymodule_export]
     use crate::matmul::{
-        begin_matmul, end_watching, gather_memory, gather_multiply, has_room_for_product,
-        has_tensor_kernels, make_room_for_product, matmul_memory, multiply_all_reduce,
-        multiply_scatter, pull, push_step, step,
+        begin_matmul, end_watching, fail_matmul, gather_memory, gather_multiply,
+        has_room_for_product, has_tensor_kernels, make_room_for_product, matmul_memory,
+        multiply_all_reduce, multiply_scatter, pull, push_step, step,
     };
     #[pymodule_export]
     use crate::pool::Pool;

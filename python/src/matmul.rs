@@ -4,6 +4,7 @@
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
 use pyo3::prelude::*;
+use symmpool_allocator::Error;
 use symmpool_collectives::{
     DType, MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm,
     RightMatrix, Rows,
@@ -43,6 +44,22 @@ pub(crate) fn begin_matmul(
     let (rows, inner, columns) = sizes;
     let shape = MatmulShape { kind, dtype, rows, inner, columns, rest };
     calls.run(py, || calls.comm.begin_matmul(&shape, &stream))
+}
+
+/// Closes the communicator where a fused product fails for a reason of this rank's behind its handshake, and notifies the other
+/// ranks.
+#[pyfunction]
+#[pyo3(name = "_fail_matmul")]
+pub(crate) fn fail_matmul(
+    py: Python<'_>,
+    communicator: &Bound<'_, Communicator>,
+    why: String,
+) -> PyResult<()> {
+    let calls = communicator.get().calls();
+    let stream = calls.stream(py, None)?;
+    let why = Error::invalid_state(why);
+    py.detach(|| calls.comm.fail_matmul(why, &stream));
+    Ok(())
 }
 
 /// Copies `bytes` bytes of this rank at `src` to where a peer has what this rank has at `dst`, by a copy engine, and tells the

@@ -1,6 +1,6 @@
 //! Checks calls that are refused while a graph is captured: the capture ends in an error, so that there is no graph without
 //! the call, and the other ranks get an error when they launch theirs, as soon as this rank does anything else. Where all
-//! ranks refuse alike, all goes on.
+//! ranks refuse alike, all goes on. So it is with messages between two ranks.
 
 use std::time::{Duration, Instant};
 
@@ -58,6 +58,12 @@ pub(crate) fn run(pool: &Pool, options: &Options, timeout: Duration) -> Result<u
         for anew in [false, true] {
             captures.all_ranks(last, anew)?;
         }
+    }
+    for sends in [true, false] {
+        for then in [Then::CapturesAnew, Then::MakesTheCall, Then::Synchronizes, Then::Drops] {
+            captures.one_end(sends, then)?;
+        }
+        captures.both_ends(sends)?;
     }
     Ok(captures.wrong)
 }
@@ -239,6 +245,103 @@ impl Captures<'_> {
         comm.synchronize(&self.streams[1])?;
         let right = self.holds(number * world)?;
         self.expect(&format!("{name}: an eager call afterwards"), right);
+        self.meet()
+    }
+
+    /// This rank's end of a message between ranks 0 and the last one, of the first half of the block; null for one that is
+    /// refused.
+    fn message(&self, comm: &Communicator, sends: bool, is_refused: bool) -> Result<()> {
+        let at = if is_refused { 0 } else { self.block.address() };
+        let odd = self.pool.world() - 1;
+        let peer = if self.pool.rank() == odd { 0 } else { odd };
+        let stream = &self.streams[0];
+        match sends {
+            // SAFETY: the block is longer, and nothing else uses it; what is refused is not touched.
+            true => unsafe { comm.send_at(at as *const u8, COUNT, DType::F32, peer, stream) },
+            // SAFETY: the same.
+            false => unsafe { comm.recv_at(at as *mut u8, COUNT, DType::F32, peer, stream) },
+        }
+    }
+
+    fn message_by_graph(&self, comm: &Communicator, sends: bool) -> Result<()> {
+        let captured = self.streams[0];
+        let graph = Graph::capture(self.pool, captured, || self.message(comm, sends, false))?;
+        graph.launch(self.pool, captured)?;
+        let ended = comm.synchronize(&captured);
+        graph.destroy(self.pool)?;
+        ended
+    }
+
+    /// Refuses this rank's end of a message in a capture, which is to end in an error.
+    fn refuse_message(&mut self, name: &str, comm: &Communicator, sends: bool) {
+        let mut refused = None;
+        let graph = Graph::capture(self.pool, self.streams[0], || {
+            refused = self.message(comm, sends, true).err();
+            Ok(())
+        });
+        self.expect(&format!("{name}: a graph without the message"), graph.is_err());
+        let right = refused.as_ref().is_some_and(Error::is_invalid_argument);
+        self.expect(&format!("{name}: refused by {refused:?}"), right);
+    }
+
+    /// The last rank refuses its end of a message, which it `sends` or receives, that rank 0 captures.
+    fn one_end(&mut self, sends: bool, then: Then) -> Result<()> {
+        let name = format!("a message refused in a capture, sent by its rank: {sends}, {then:?}");
+        let (comm, captured) = (self.begin(None)?, self.streams[0]);
+        let (rank, odd) = (self.pool.rank(), self.pool.world() - 1);
+        let began = Instant::now();
+        let ended = if rank == odd {
+            self.refuse_message(&name, &comm, sends);
+            match then {
+                Then::CapturesAnew => self.message_by_graph(&comm, sends),
+                Then::MakesTheCall => self.message(&comm, sends, false),
+                Then::Synchronizes => comm.synchronize(&captured),
+                Then::Drops => {
+                    drop(comm);
+                    return self.meet();
+                }
+            }
+        } else if rank == 0 {
+            self.message_by_graph(&comm, !sends)
+        } else {
+            Ok(())
+        };
+        // A sender may be past the message, and other ranks have no part in it.
+        let ended = ended.and_then(|()| comm.synchronize(&captured)).and_then(|()| {
+            comm.barrier(&captured)?;
+            comm.synchronize(&captured)
+        });
+        let took = began.elapsed();
+        match ended {
+            Ok(()) => self.expect(&format!("{name}: no error"), false),
+            Err(error) => {
+                let right = error.is_diverged() && error.ranks().contains(&odd);
+                self.expect(&format!("{name}: {error}"), right);
+                self.expect(&format!("{name}: after {took:?}"), took < self.timeout + MOST_LATE);
+            }
+        }
+        self.meet()
+    }
+
+    /// Both ends refuse a message of their captures. What they send afterwards arrives.
+    fn both_ends(&mut self, sends: bool) -> Result<()> {
+        let name = format!("a message that both ends refuse in a capture, {sends}");
+        let (comm, captured) = (self.begin(None)?, self.streams[0]);
+        let (rank, odd) = (self.pool.rank(), self.pool.world() - 1);
+        if rank == 0 || rank == odd {
+            let sends = sends == (rank == odd);
+            self.refuse_message(&name, &comm, sends);
+            let number = if sends { 3_f32 } else { 1.0 };
+            upload(self.pool, self.block.address(), &number.to_le_bytes().repeat(COUNT))?;
+            for _ in 0..2 {
+                self.message(&comm, sends, false)?;
+                comm.synchronize(&captured)?;
+            }
+            let right = self.holds(3.0)?;
+            self.expect(&format!("{name}: it does not arrive"), right);
+        }
+        self.call(&comm, captured)?;
+        comm.synchronize(&captured)?;
         self.meet()
     }
 }

@@ -123,6 +123,14 @@ impl Engine {
         }
     }
 
+    /// Closes the communicator where work that belongs to a call failed behind its handshake. Returns why.
+    pub(super) fn fail_halfway(&mut self, why: Error, stream: &Stream) -> Error {
+        match self {
+            Self::Host(host) => host.give_up(why),
+            Self::Cuda(cuda) => cuda.fail_halfway(why, *stream),
+        }
+    }
+
     /// Declines the call if a length is not the expected one.
     pub(super) fn fits(
         &mut self,

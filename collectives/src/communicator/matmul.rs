@@ -34,6 +34,15 @@ impl Communicator {
         }
     }
 
+    /// To be called where a fused product fails behind [`Self::begin_matmul`] on this rank: closes the communicator, so that
+    /// no later call of this rank is taken for what it has not done, and notifies the other ranks, whose next calls fail.
+    /// Those that wait for a step of this rank do so up to the timeout. Returns what to report: `why`, or why the
+    /// communicator is closed already.
+    #[cold]
+    pub fn fail_matmul(&self, why: Error, stream: &Stream) -> Error {
+        self.shared.lock().engine.fail_halfway(why, stream)
+    }
+
     /// In an open fused product on a device: copies `bytes` bytes from `src` to where `peer` has what this rank has at
     /// `dst`, by a copy engine, and tells the peer so in a step below [`Self::STEPS`], whose [`Self::await_step`] sees
     /// it. No SM takes part. A step is used once in a product for each pair of ranks.

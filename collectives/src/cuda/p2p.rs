@@ -7,7 +7,7 @@
 #![allow(unsafe_code)] // launches kernels on raw addresses
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Error, HeapLayout, Result, Stream};
+use symmpool_allocator::{HeapLayout, Result, Stream};
 
 use super::engine::CudaEngine;
 use super::kernel_mode::{KernelMode, P2pMode};
@@ -154,6 +154,11 @@ fn kernel_spec(direction: Direction) -> KernelSpec {
     KernelSpec { mode: KernelMode::PointToPoint(mode), ..KernelSpec::new(&P2P, THREADS) }
 }
 
+/// The end of a channel whose order messages to or from a peer have.
+pub(super) fn end_of_messages(direction: Direction, peer: u32) -> ChannelEnd {
+    ChannelEnd { set: 0, sends: direction == Direction::Send, peer, number: CHANNELS }
+}
+
 /// The kernels of both directions.
 pub(super) fn kernel_specs() -> [KernelSpec; 2] {
     [Direction::Send, Direction::Receive].map(kernel_spec)
@@ -167,6 +172,24 @@ impl CudaEngine {
     /// The memory is readable, or, to receive, writable, on the device for the payload's bytes until the stream is
     /// past the operation. Nobody else writes it meanwhile, or, to receive, touches it.
     pub(crate) unsafe fn send_or_recv(
+        &mut self,
+        (direction, address): (Direction, u64),
+        payload: Payload,
+        peer: u32,
+        stream: Stream,
+    ) -> Result<()> {
+        self.message((direction, peer), stream, |engine| {
+            // SAFETY: the caller's promise.
+            unsafe { engine.put_message((direction, address), payload, peer, stream) }
+        })
+    }
+
+    /// Puts a message on the stream. An error says that nothing was put there, or closes the communicator.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::send_or_recv`].
+    unsafe fn put_message(
         &mut self,
         (direction, address): (Direction, u64),
         payload: Payload,
@@ -195,7 +218,7 @@ impl CudaEngine {
         };
         // Sends to one peer run in the order of the calls, and so do receives; they are independent of everything
         // else. So the next one on another stream waits for this one alone, not for what follows it here.
-        let end = ChannelEnd { set: 0, sends, peer, number: CHANNELS };
+        let end = end_of_messages(direction, peer);
         self.switch_channel_to(end, stream)?;
         // A collective on another stream waits for the last collective here, and not for this operation.
         self.before_wait(stream)?;
@@ -210,23 +233,20 @@ impl CudaEngine {
                 stream,
             )
         }?;
-        self.after_operation(end, stream)
+        // The message is made, but later ones would have no order.
+        let ordered = self.after_operation(end, stream);
+        ordered.inspect_err(|why| self.close(why))
     }
 
-    /// To be called instead of a message whose arguments this rank refuses: an empty message that its other end
-    /// cannot expect, so that both fail. Returns what to report.
-    pub(crate) fn decline_message(
+    /// Puts an empty message that its other end cannot expect on the stream, so that both fail.
+    pub(super) fn put_declined(
         &mut self,
-        why: Error,
         direction: Direction,
         peer: u32,
         stream: Stream,
-    ) -> Error {
+    ) -> Result<()> {
         // SAFETY: an empty message touches no memory.
-        match unsafe { self.send_or_recv((direction, 0), Payload::DECLINED, peer, stream) } {
-            Ok(()) => why,
-            Err(error) => error,
-        }
+        unsafe { self.put_message((direction, 0), Payload::DECLINED, peer, stream) }
     }
 }
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from symmpool._symmpool import _begin_matmul, _end_watching, _pull, _push_step, _step
+from symmpool._symmpool import _begin_matmul, _end_watching, _fail_matmul, _pull, _push_step, _step
+from symmpool.communicators.work import reason_of
 from symmpool.fused import workspace
 from symmpool.fused.products import DTYPES, Product
 
@@ -43,6 +45,8 @@ class Call:
         self.described = (name, DTYPES[left.dtype], sizes, rest)
         self.rank, self.world = self.comm.rank, self.comm.world
         self.device = left.device
+        # Whether peers may be in the middle of the product.
+        self.is_open = False
 
     def peers(self, sign: int) -> list[int]:
         """The other ranks: from the next one up (1), or down (-1)."""
@@ -74,7 +78,31 @@ class Call:
         self._open()
         if self.device.type != "cuda" or bytes == 0:
             return None
-        return workspace.reserve(self.entry, bytes)
+        memory = workspace.reserve(self.entry, bytes)
+        self.is_open = True
+        return memory
+
+    def fail(self, error: BaseException) -> None:
+        """Closes the communicator if peers may be in the middle of the product, and notifies them."""
+        if self.is_open:
+            _fail_matmul(self.comm, f"{self.name}: {reason_of(error)}")
+
+
+def _or_fail(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a product of a call. What it raises behind the handshake closes the
+    communicator: peers wait for data that does not come, and this rank's next call must not stand for it."""
+
+    @functools.wraps(product)
+    def made(call: Call, *arguments: Any) -> Any:
+        try:
+            found = product(call, *arguments)
+        except BaseException as error:
+            call.fail(error)
+            raise
+        call.is_open = False
+        return found
+
+    return made
 
 
 def _window(memory: torch.Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -93,6 +121,7 @@ def _aligned(bytes: int) -> int:
 
 
 @workspace.in_turn
+@_or_fail
 def gather_multiply(
     call: Call,
     rows: torch.Tensor,
@@ -161,6 +190,7 @@ def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
 
 
 @workspace.in_turn
+@_or_fail
 def multiply_scatter(
     call: Call,
     parts: list[tuple[torch.Tensor, torch.Tensor | None, Product]],
@@ -240,6 +270,7 @@ def multiply_scatter(
 
 
 @workspace.in_turn
+@_or_fail
 def pull_all(call: Call, parts: list[torch.Tensor], found: torch.Tensor) -> None:
     """Part `r` of each rank goes to rank `r`, where it becomes part `rank` of `found`, by copy engines;
     parts are of one size. Where all parts are one tensor, that is gathered."""

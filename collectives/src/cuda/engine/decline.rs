@@ -8,18 +8,31 @@
 //!
 //! The handshake is never captured: a replay would report a call that nobody makes. Nor can it run at once, as graphs that
 //! are launched later do not wait for it. So a capture in which a call is declined ends in an error, and the handshake comes
-//! before what this rank does next: a call, a look for errors, or the end of the communicator.
+//! before what this rank does next: a call, a message, a look for errors, or the end of the communicator.
+//!
+//! Messages between two ranks go the same way: in place of one that is declined its other end gets one that it cannot expect.
 
 use std::time::Duration;
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use super::super::p2p::end_of_messages;
 use super::super::params::CallParams;
 use super::{CudaEngine, cuda};
 use crate::host::call::{Call, Operation};
+use crate::p2p::Direction;
 
 /// How often the host looks whether a stream is idle.
 const POLL: Duration = Duration::from_micros(100);
+
+/// What a rank declines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) enum Declined {
+    /// A call of all ranks.
+    Call,
+    /// A message to or from that rank.
+    Message(Direction, u32),
+}
 
 /// How far the call under way has come, and calls that are still to be reported.
 #[derive(Debug, Default)]
@@ -28,8 +41,8 @@ pub(super) struct Progress {
     handshakes: u32,
     /// Whether the other ranks were notified that this one does not make the call.
     reported: bool,
-    /// Calls that were declined during a capture, and are reported before the next call.
-    late: u32,
+    /// What was declined during a capture, and is reported before the next call or message.
+    late: Vec<Declined>,
     /// A stream for handshakes that the caller's stream cannot have, made when one is first needed.
     stream: Option<Stream>,
 }
@@ -49,7 +62,7 @@ impl CudaEngine {
         stream: Stream,
         make: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        if self.progress.late > 0
+        if self.has_late_reports()
             && let Err(why) = self.report_late(stream)
         {
             return Err(self.decline(why, stream));
@@ -94,8 +107,52 @@ impl CudaEngine {
         if let Err(closed) = self.ready() {
             return closed;
         }
-        if let Err(error) = self.report(stream) {
-            tracing::warn!(%error, %why, "the other ranks cannot be notified of a call that was declined");
+        self.report_or_close(Declined::Call, why, stream)
+    }
+
+    /// Puts a message on the stream with `put`, which fails where it has put none, or closes the communicator. Its error is
+    /// reported to the other end.
+    pub(in super::super) fn message(
+        &mut self,
+        (direction, peer): (Direction, u32),
+        stream: Stream,
+        put: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        let reported = if self.has_late_reports() { self.report_late(stream) } else { Ok(()) };
+        let done = reported.and_then(|()| put(self));
+        done.map_err(|why| self.decline_message(why, direction, peer, stream))
+    }
+
+    /// To be called instead of a message that this rank cannot make: its other end fails too. Returns what to report.
+    #[cold]
+    pub(crate) fn decline_message(
+        &mut self,
+        why: Error,
+        direction: Direction,
+        peer: u32,
+        stream: Stream,
+    ) -> Error {
+        if let Err(closed) = self.ready() {
+            return closed;
+        }
+        self.report_or_close(Declined::Message(direction, peer), why, stream)
+    }
+
+    /// To be called where work that belongs to a call of all ranks failed behind its handshake: closes the communicator, and
+    /// notifies the other ranks. Returns what to report.
+    #[cold]
+    pub(crate) fn fail_halfway(&mut self, why: Error, stream: Stream) -> Error {
+        if let Err(closed) = self.ready() {
+            return closed;
+        }
+        let why = self.decline(why, stream);
+        self.close_halfway(&why);
+        why
+    }
+
+    fn report_or_close(&mut self, what: Declined, why: Error, stream: Stream) -> Error {
+        if let Err(error) = self.report(what, stream) {
+            tracing::warn!(%error, %why, ?what, "the other ranks cannot be notified of what was declined");
             // A later call must not stand for this one.
             self.close_halfway(&why);
         }
@@ -118,35 +175,50 @@ impl CudaEngine {
         )));
     }
 
-    /// Puts the handshake of a declined call on the stream, or on another one where that is none of the device. While the
+    /// Puts what stands for a declined call on the stream, or on another one where that is none of the device. While the
     /// stream or that of the last call is captured, that is left for later.
-    fn report(&mut self, stream: Stream) -> Result<()> {
+    fn report(&mut self, what: Declined, stream: Stream) -> Result<()> {
         if self.is_capturing(stream) {
             // Asking whether a captured stream is idle ends its capture in an error.
             let asked = self.is_idle(stream);
             tracing::debug!(?asked, "a call was declined during a capture, which cannot go on");
-        } else if self.declined_on(stream).is_ok() {
+        } else if self.declined_on(what, stream).is_ok() {
             return Ok(());
-        } else if self.last_is_free() {
+        } else if self.last_is_free(what) {
             let own = self.stream_of_reports()?;
-            return self.declined_on(own);
+            return self.declined_on(what, own);
         }
-        self.progress.late += 1;
+        self.progress.late.push(what);
         Ok(())
     }
 
-    /// Whether a call may come behind the last one, whose stream is not captured.
-    fn last_is_free(&mut self) -> bool {
-        self.stream_of_reports().is_ok_and(|own| self.switch_to(own).is_ok())
+    /// Whether something may come behind the last call, or message, whose stream is not captured.
+    fn last_is_free(&mut self, what: Declined) -> bool {
+        self.stream_of_reports().is_ok_and(|own| self.may_follow(what, own))
     }
 
-    fn declined_on(&mut self, stream: Stream) -> Result<()> {
-        self.progress.handshakes = 0;
-        self.handshake_only(Call::new(Operation::Declined), stream)
+    fn may_follow(&mut self, what: Declined, on: Stream) -> bool {
+        let switched = match what {
+            Declined::Call => self.switch_to(on),
+            Declined::Message(direction, peer) => {
+                self.switch_channel_to(end_of_messages(direction, peer), on)
+            }
+        };
+        switched.is_ok()
     }
 
-    /// Reports calls that were declined during a capture, once it has ended. A graph that is captured next may be launched at
-    /// once, so the other ranks' handshakes are waited for then.
+    fn declined_on(&mut self, what: Declined, stream: Stream) -> Result<()> {
+        match what {
+            Declined::Call => {
+                self.progress.handshakes = 0;
+                self.handshake_only(Call::new(Operation::Declined), stream)
+            }
+            Declined::Message(direction, peer) => self.put_declined(direction, peer, stream),
+        }
+    }
+
+    /// Reports calls and messages that were declined during a capture, once it has ended. A graph that is captured next may be launched at
+    /// once, so the other ranks are waited for then.
     ///
     /// # Errors
     ///
@@ -156,17 +228,17 @@ impl CudaEngine {
         self.ready()?;
         let is_captured = self.is_capturing(stream);
         let on = if is_captured { self.stream_of_reports()? } else { stream };
-        if self.switch_to(on).is_err() {
+        let late = self.progress.late.clone();
+        if !late.iter().all(|what| self.may_follow(*what, on)) {
             return Err(Error::invalid_state(format!(
                 "rank {}: a call was declined during an earlier capture, which the other ranks do not know yet, and the stream \
                  of the last call is captured again; call synchronize, or make any call, outside of captures first",
                 self.rank()
             )));
         }
-        while self.progress.late > 0 {
-            let reported = self.declined_on(on);
-            reported.inspect_err(|why| self.close_halfway(why))?;
-            self.progress.late -= 1;
+        self.progress.late.clear();
+        for what in late {
+            self.declined_on(what, on).inspect_err(|why| self.close_halfway(why))?;
         }
         if is_captured {
             while !self.is_idle(on)? {
@@ -187,9 +259,10 @@ impl CudaEngine {
         }
     }
 
-    /// Whether declined calls are still to be reported.
+    /// Whether declined calls or messages are still to be reported.
+    #[inline]
     pub(super) fn has_late_reports(&self) -> bool {
-        self.progress.late > 0
+        !self.progress.late.is_empty()
     }
 
     fn stream_of_reports(&mut self) -> Result<Stream> {
