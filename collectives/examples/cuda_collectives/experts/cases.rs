@@ -296,9 +296,10 @@ impl Check<'_> {
             let found = self.dispatch_exact(buffer, 0, &call);
             refused = found.is_err_and(|error| error.is_invalid_state());
             Ok(())
-        })?;
-        graph.destroy(self.pool)?;
-        self.judge("exact sizes while a graph is captured", &[refused], &[true]);
+        });
+        // A call that is declined ends the capture.
+        let outcome = [refused, graph.is_err()];
+        self.judge("exact sizes while a graph is captured", &outcome, &[true, true]);
         // The other ranks learn of that before the next capture.
         self.settle(buffer)?;
         let graph = Graph::capture(self.pool, self.stream, || {
