@@ -62,7 +62,7 @@ impl RegionParts {
 #[derive(Clone, Copy, Debug)]
 pub struct HandleParts {
     /// How many rows were received, then how many tokens this rank had, then how many rows by expert there are,
-    /// padding included, then which layout the rows have: [`HandleParts::layout_word`].
+    /// padding included, then which layout the rows have (`HandleParts::layout_word`).
     pub head: usize,
     /// Where the rows of each source begin, and behind them the end: `world + 1` numbers.
     pub source_offsets: usize,
