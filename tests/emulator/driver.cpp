@@ -270,10 +270,10 @@ int cuCtxSynchronize() {
     stop_if_asked(SYNCHRONIZE);
     return synchronize_all(), OK;
 }
-int cuThreadExchangeStreamCaptureMode(unsigned* mode) {
-    thread_local unsigned now = 0;
-    return std::swap(*mode, now), OK;
-}
+// This thread's capture mode: global, or relaxed while it does what would disturb a capture otherwise.
+thread_local unsigned capture_mode = 0;
+constexpr unsigned GLOBAL_MODE = 0, RELAXED_MODE = 2;
+int cuThreadExchangeStreamCaptureMode(unsigned* mode) { return std::swap(*mode, capture_mode), OK; }
 
 int cuMemGetInfo_v2(size_t* left, size_t* total) { return *total = TOTAL, *left = TOTAL - used(), OK; }
 int cuMemGetAllocationGranularity(size_t* bytes, const void*, unsigned) { return *bytes = GRANULARITY, OK; }
@@ -431,6 +431,9 @@ int cuStreamQuery(void* handle) {
     bool idle = false, captured = false;
     const int code = on(handle, [&](Stream* stream) {
         captured = spoil_capture(stream);
+        if (!captured && capture_mode != RELAXED_MODE) {
+            captured = spoil_global_captures();
+        }
         idle = is_idle(stream);
     });
     return captured ? CAPTURE_UNSUPPORTED : code != OK || idle ? code : NOT_READY;
@@ -448,9 +451,9 @@ int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
     Stream* stream = known(handle);
     return stream == nullptr ? INVALID : code_of(wait(stream, event));
 }
-int cuStreamBeginCapture_v2(void* handle, int) {
+int cuStreamBeginCapture_v2(void* handle, unsigned mode) {
     Stream* stream = known(handle);
-    return stream != nullptr && begin_capture(stream) ? OK : CAPTURE_UNSUPPORTED;
+    return stream != nullptr && begin_capture(stream, mode == GLOBAL_MODE) ? OK : CAPTURE_UNSUPPORTED;
 }
 int cuStreamEndCapture(void* handle, Graph** graph) {
     Stream* stream = known(handle);

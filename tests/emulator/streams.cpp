@@ -86,6 +86,8 @@ struct State {
     unsigned taken = 0;
     unsigned blocks = 0;
     unsigned long long next_kernel = 0, turn = 0, captures = 0;
+    // Captures under way that threads must not disturb by what waits or asks, unless their mode is relaxed.
+    std::set<std::shared_ptr<Capture>> global_captures;
 };
 State& state = *new State();
 using Held = std::unique_lock<std::mutex>;
@@ -352,7 +354,15 @@ unsigned long long capture_of(Stream* stream) {
     return stream->capture == nullptr ? 0 : stream->capture->id;
 }
 
-bool begin_capture(Stream* stream) {
+bool spoil_global_captures() {
+    Held held(state.lock);
+    for (const auto& capture : state.global_captures) {
+        spoil(capture);
+    }
+    return !state.global_captures.empty();
+}
+
+bool begin_capture(Stream* stream, bool is_global) {
     Held held(state.lock);
     if (stream->capture != nullptr || stream == state.of_default) {
         return false;
@@ -362,6 +372,9 @@ bool begin_capture(Stream* stream) {
     stream->capture->streams.insert(stream);
     stream->capture->graph->lanes = 1;
     stream->capture->id = ++state.captures;
+    if (is_global) {
+        state.global_captures.insert(stream->capture);
+    }
     stream->tails.clear();
     stream->lane = 0;
     return true;
@@ -378,6 +391,7 @@ Graph* end_capture(Stream* stream) {
         other->tails.clear();
     }
     capture->has_ended = true;
+    state.global_captures.erase(capture);
     return capture->is_spoiled ? nullptr : new Graph(*capture->graph);
 }
 

@@ -47,7 +47,9 @@ bool spoil_capture(Stream* stream);
 bool is_capturing(Stream* stream);
 // The number of the capture that a stream is part of, or 0.
 unsigned long long capture_of(Stream* stream);
-bool begin_capture(Stream* stream);
+// Makes all captures of the global mode end in an error. Whether there are any.
+bool spoil_global_captures();
+bool begin_capture(Stream* stream, bool is_global);
 // Ends a capture. Null if the stream was not captured, or if other streams that joined the capture were not joined with
 // it again.
 Graph* end_capture(Stream* stream);

@@ -54,6 +54,16 @@ def held_up(owner, name, late, stream_of=lambda arguments: None):
         setattr(owner, name, usual)
 
 
+def is_close(found, wanted):
+    """Whether two results of one call are alike: their sums may have another order, and are rounded."""
+    close = 1e-3 if found.dtype == torch.float32 else 2e-2
+    scale = wanted.float().abs().max().item()
+    difference = (found.float() - wanted.float()).abs().max().item()
+    if difference > close * scale:
+        print(f"rank {dist.get_rank()}: differs by {difference:.3g} of {scale:.3g}", flush=True)
+    return difference <= close * scale
+
+
 class Checks:
     def __init__(self, device):
         self.device = device
@@ -94,7 +104,7 @@ class Checks:
                 found = self.on_both(call, *inputs)
                 torch.cuda.synchronize()
             for nth, (a, b) in enumerate(zip(found, alone)):
-                right = all(torch.allclose(x, y, rtol=1e-3, atol=1e-3) for x, y in zip(a, b))
+                right = all(is_close(x, y) for x, y in zip(a, b))
                 self.judge(f"{what}: call {nth}, rank {turn % self.world} is late", right)
         return alone
 
@@ -109,7 +119,7 @@ class Checks:
                 graph.replay()
                 torch.cuda.synchronize()
                 for nth, (a, b) in enumerate(zip(found, alone)):
-                    right = all(torch.allclose(x, y, rtol=1e-3, atol=1e-3) for x, y in zip(a, b))
+                    right = all(is_close(x, y) for x, y in zip(a, b))
                     self.judge(f"{what}, captured: call {nth}, rank {late} is late", right)
 
     def fused(self):

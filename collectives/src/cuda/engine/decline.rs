@@ -241,7 +241,9 @@ impl CudaEngine {
             self.declined_on(what, on).inspect_err(|why| self.close_halfway(why))?;
         }
         if is_captured {
-            while !self.is_idle(on)? {
+            let (api, pool) = (self.api, self.pool.clone());
+            // The stream is not captured, and asking is allowed to a thread that captures another one only so.
+            while !cuda(&pool)?.with_context_unordered(|| api.is_idle(on))? {
                 std::thread::sleep(POLL);
             }
             self.ready()?;
