@@ -198,10 +198,10 @@ mod tests {
         let slot = bind(&pool, &pool.default_lane()).unwrap();
         let n = slot.index();
         let block = call(n, 4096);
-        // A lane remembers 64 streams, of which the block's own is the first.
+        // A lane remembers 64 streams, of which the block's own is the first: 1 is another name for the default stream.
         let record = |stream| slots::record_stream(n, block as u64, stream);
-        assert!((1..64).all(|stream| record(stream).is_ok()));
-        assert!(record(64).unwrap_err().is_invalid_argument());
+        assert!((1..65).all(|stream| record(stream).is_ok()));
+        assert!(record(65).unwrap_err().is_invalid_argument());
         give(n, block);
         assert!(slot.take_failure().unwrap().is_invalid_state());
         assert_eq!((slot.live(), pool.commit().unwrap().blocks_returned), (0, 0));

@@ -318,14 +318,18 @@ def of_another_type(group, folder):
     """A message of float32 for a receiver of int32, which has elements of the same size."""
     me, _ = begin(group, folder, "symmpool", timeout=datetime.timedelta(seconds=3))
     x = torch.full((4,), 7.5) if me == 0 else torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(symmpool.TimeoutError, match="another type of elements") as raised:
+    with pytest.raises((symmpool.TimeoutError, RuntimeError)) as raised:
         (dist.send if me == 0 else dist.recv)(x, 1 - me)
     return str(raised.value), x.tolist()
 
 
 def test_a_message_of_another_type_is_an_error_on_both_ranks(tmp_path):
     (sent, _), (got, here) = values(2, of_another_type, str(tmp_path))
-    assert "of float32, tag 0, to rank 1" in sent and "of int32, tag 0, from rank 0" in got
+    # Gloo closes the connection of a message that ran out of time: the other rank may see that first.
+    theirs = "Connection closed by peer"
+    assert "of float32, tag 0, to rank 1" in sent or theirs in sent, sent
+    assert "of int32, tag 0, from rank 0" in got or theirs in got, got
+    assert not (theirs in sent and theirs in got)
     assert here == [0] * 4
 
 

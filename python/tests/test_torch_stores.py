@@ -108,6 +108,11 @@ def with_equal_keys(group, port):
             adapter.set("key", f"{at}".encode(), 5)
     found = [adapter.get("key", 20) for adapter in adapters]
     adapters[0].all_gather("end/0/x", group.rank, group.world, b"", 20)
+    # Rank 0 serves the store: it stays until the others have read all of it.
+    if group.rank == 0:
+        adapters[0].get("left", 20)
+    else:
+        adapters[0].set("left", b"", 5)
     return found, len({id(adapter._connections) for adapter in adapters})
 
 

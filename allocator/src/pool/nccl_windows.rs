@@ -124,8 +124,13 @@ impl Pool {
             deadline,
         )?;
         let mut attached = committer.nccl.remove(ready?);
-        let done = self.deregister(&mut attached, |_| true, deadline);
-        done.inspect_err(|error| committer.stop_commits_after(error))
+        let done = self.deregister(&mut attached, |_| true, for_nccl(deadline));
+        self.agree_on_nccl(
+            &mut committer,
+            ("nccl-unregistered", "deregistering windows from NCCL"),
+            done.map(|()| 0),
+            deadline,
+        )
     }
 
     /// Checks that a communicator has the pool's ranks, and that the pool's lanes suit NCCL.

@@ -288,16 +288,19 @@ def reduce(
     """Reduces every rank's `tensor` into rank `dst`'s; the others keep theirs. `dst` and `group_dst` are as
     `broadcast`'s sources. Otherwise as `all_reduce`, of which it is made."""
     _end_graph("reduce", tensor, group)
+    # What this rank's call writes to: the root's tensor alone.
+    written: list[Any] = []
 
     def plan(rank: int, world: int) -> Any:
         from symmpool.collectives import layout, plans
 
         root = rank_in(group, "reduce", dst=dst, group_dst=group_dst)
         _check_rank("reduce", "dst", root, world)
+        written[:] = [tensor] if rank == root else []
         x = layout.as_torch("tensor", tensor)
         return with_results(plans.reduce(x, op_name(op), root, rank, world), [tensor])
 
-    return make(tensor, group, plan, async_op, [tensor])
+    return make(tensor, group, plan, async_op, written)
 
 
 def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:

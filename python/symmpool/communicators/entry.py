@@ -224,6 +224,10 @@ class CommunicatorEntry:
             name_pool(pool, error)
 
 
+#: The attribute of an error that the other ranks know already.
+REPORTED = "_symmpool_reported"
+
+
 class Preparation:
     """What this rank does between finding a call's communicator and making the call."""
 
@@ -237,6 +241,8 @@ class Preparation:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if error is not None:
+            # The door of a call that is made of several parts does not report it again.
+            error.__dict__[REPORTED] = True
             self._entry.refuse(reason_of(error))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from symmpool.communicators.entry import REPORTED
+
 __all__ = ["Door"]
 
 
@@ -47,6 +49,7 @@ class Door:
         self._preparing = preparing
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and self._is_open:
+        if error is not None and self._is_open and not error.__dict__.pop(REPORTED, False):
             self._is_open = False
             self._preparing().__exit__(kind, error, traceback)
+            error.__dict__.pop(REPORTED, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -86,6 +87,9 @@ def _make(
     x = given[0]
 
     def check(_: int) -> None:
+        nonlocal quant
+        if isinstance(quant, functools.partial):
+            quant = quant()
         _check_how(numbers, algorithm)
         _check(given, quant)
 
@@ -240,7 +244,7 @@ def _operator(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gives the norm, the sum and the scales, of which those that there are not are empty."""
     given = (x, residual, weight, bias, None, None, None)
-    way = _quant_of(quant, scale, layout, powers_of_two)
+    way = functools.partial(_quant_of, quant, scale, layout, powers_of_two)
     made = _make(given, (eps, weight_bias), way, group_of(group), algorithm)
     out = made.out if weight is not None else x.new_empty(0)
     # An operator gives no tensor that it was given.
@@ -283,7 +287,7 @@ def _operator_into_fake(
 def _operator_into(out: Any, residual_out: Any, norm_out: Any, x: Any, *rest: Any) -> None:
     residual, weight, bias, eps, weight_bias, quant, scale, layout, powers_of_two, algorithm, group = rest
     given = (x, residual, weight, bias, out, residual_out, norm_out)
-    way = _quant_of(quant, scale, layout, powers_of_two)
+    way = functools.partial(_quant_of, quant, scale, layout, powers_of_two)
     _make(given, (eps, weight_bias), way, group_of(group), algorithm)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmpool._symmpool import check_call
 from symmpool.communicators import first_call
 from symmpool.communicators.cache import looked_up
 from symmpool.communicators.work import reason_of
@@ -88,6 +89,10 @@ class ServedCalls:
         tensor = calls[0][1]
         try:
             made = [planner(*given) for planner, *given in calls]
+            for call, arguments, prepare, _ in made:
+                # A plan with a preparation has checked everything.
+                if prepare is None:
+                    check_call(number_of(tensor.device), self._rank, self._size, call, arguments)
         except BaseException as why:
             is_async = getattr(opts, "asyncOp", True)
             if self._refuse(tensor.device, why, len(calls) if is_async else 1):
