@@ -338,3 +338,26 @@ def timed_out(group, folder):
 def test_a_rank_raises_its_refusal_before_the_others_come(tmp_path):
     zero, one = values(2, timed_out, str(tmp_path))
     assert one == ("InvalidArgumentError", True) and zero == ("DivergedError", True)
+
+
+def wrong_barriers(group, folder):
+    """Barriers with a device that makes no sense on one rank: the group's first call, and a later one."""
+    me, _ = begin(group, folder, "gloo")
+    found = []
+    for options in ({"device_ids": [1, 2]}, {"device": "nowhere"}):
+        try:
+            symmpool.barrier(**(options if me == 1 else {}))
+            found.append(None)
+        except symmpool.Error as error:
+            found.append(type(error).__name__)
+        x = torch.full((2,), me + 1.0)
+        symmpool.all_reduce(x)
+        found.append(x.tolist())
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_barrier_that_one_rank_refuses_is_an_error_on_all(tmp_path):
+    zero, one = values(2, wrong_barriers, str(tmp_path))
+    assert zero == ["DivergedError", [3.0, 3.0]] * 2
+    assert one == ["InvalidArgumentError", [3.0, 3.0]] * 2

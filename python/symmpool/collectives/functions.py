@@ -458,20 +458,36 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
         from symmpool.ops import traced
 
         return traced.end_graph("barrier")
-    if device is None and device_ids is not None:
-        device = _device_of(device_ids)
-    if device is None:
-        try:
-            device = cache.first_device(group)
-        except TypeError:
-            device = "cpu"  # of what can be no group, as is said below
-    number = devices.number_of(str(device))
+    try:
+        if device is None and device_ids is not None:
+            device = _device_of(device_ids)
+        if device is None:
+            try:
+                device = cache.first_device(group)
+            except TypeError:
+                device = "cpu"  # of what can be no group, as is said below
+        number = devices.number_of(str(device))
+    except InvalidArgumentError as why:
+        _refuse_barrier(group, why)
+        raise
     if torch_state.modes._is_in_torch_dispatch_mode and torch_state.is_seen(None, group):
         from symmpool.ops import traced
 
         return traced.dispatched_barrier(number, group, async_op)
     entry = cache.look_up(None, group, number)
     return None if entry is None else entry.run(entry.comm.barrier, (), [], async_op)
+
+
+def _refuse_barrier(group: Any, why: BaseException) -> None:
+    """Reports to the other ranks that this one makes no barrier, where the group's first pool is."""
+
+    def refused(rank: int, world: int) -> Any:
+        raise why
+
+    entry = cache.look_up(None, group, devices.number_of(cache.first_device(group)), refused)
+    if entry is not None:
+        with entry.preparing():
+            raise why
 
 
 def _device_of(device_ids: Any) -> str:
