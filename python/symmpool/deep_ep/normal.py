@@ -83,7 +83,7 @@ def dispatch(
             exact=not worst,
         )
         # Until what the call has left is copied.
-        with core._turn:
+        with core.in_turn():
             received, kept, _ = core._dispatch(door, asked)
             rows = worst
             if not worst:
@@ -143,7 +143,7 @@ def again(
     def call() -> Any:
         given = None if scales is None else scales.detach().contiguous()
         asked = Dispatch(x.detach(), None, None, scales=given, handle=handle.kept)
-        with core._turn:
+        with core.in_turn():
             received, _, _ = core._dispatch(door, asked)
             own = _rows(received, handle.rows)
             core.extend_order()

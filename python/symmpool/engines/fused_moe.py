@@ -256,7 +256,7 @@ class PrepareAndFinalize:
             exact=self.exact,
         )
         # Until what the call has left is copied: the next dispatch writes where received rows lie.
-        with buffer._turn:
+        with buffer.in_turn():
             received, handle, _ = buffer._dispatch(door, asked)
             self._handles[batch] = handle
             first = buffer.rank * buffer.local_experts

@@ -377,6 +377,13 @@ class Buffer:
             say_written(out)
         return sums, wait
 
+    def in_turn(self) -> threading.RLock:
+        """The lock of the thread that makes a call and copies what it leaves. On the CPU what was begun is
+        waited for before that: its callbacks may make calls of this buffer, too."""
+        if self._entry.pending is not None and self.device.type == "cpu":
+            self._entry.join_pending()
+        return self._turn
+
     def _run(
         self,
         door: Door,
@@ -389,14 +396,14 @@ class Buffer:
         """Makes a call on the current stream, or with a hook on another, and `left` behind it. Returns what
         that returns, and what waits for both."""
         if not hook or self.device.type == "cpu":
-            with self._turn:
+            with self.in_turn():
                 self._entry.run(door.closing(call, not more), arguments, [], False)
                 return left(), _nothing
         current = torch.cuda.current_stream(self.device)
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
         side = self._side
-        with self._turn, contextlib.ExitStack() as on:
+        with self.in_turn(), contextlib.ExitStack() as on:
             side.wait_stream(current)
             on.enter_context(torch.cuda.stream(side))
             self._entry.run(door.closing(call, not more), arguments, [], False)
