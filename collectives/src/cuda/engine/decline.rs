@@ -241,9 +241,9 @@ impl CudaEngine {
             self.declined_on(what, on).inspect_err(|why| self.close_halfway(why))?;
         }
         if is_captured {
-            let (api, pool) = (self.api, self.pool.clone());
+            let api = self.api;
             // The stream is not captured, and asking is allowed to a thread that captures another one only so.
-            while !cuda(&pool)?.with_context_unordered(|| api.is_idle(on))? {
+            while !cuda(&self.pool)?.with_context_unordered(|| api.is_idle(on))? {
                 std::thread::sleep(POLL);
             }
             self.ready()?;
