@@ -246,13 +246,14 @@ def test_names_of_groups_are_given_once():
 
 
 def test_a_barrier_takes_torchs_device_ids_and_refuses_what_names_no_device():
-    symmpool.barrier(symmpool.Group.in_process(1)[0])
+    (group,) = symmpool.Group.in_process(1)
+    symmpool.barrier(group)
     for wrong in ([0, 1], [], 0, ["cuda:0"], [None]):
         with pytest.raises(symmpool.InvalidArgumentError, match="device_ids"):
-            symmpool.barrier(device_ids=wrong)
+            symmpool.barrier(group, device_ids=wrong)
     # A number is a CUDA device's: none has this one.
     with pytest.raises(symmpool.Error, match="77|CUDA"):
-        symmpool.barrier(symmpool.Group.in_process(1)[0], device_ids=[77])
+        symmpool.barrier(group, device_ids=[77])
 
 
 def test_on_the_cpu_there_is_nothing_to_mark():

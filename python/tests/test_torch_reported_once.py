@@ -43,6 +43,9 @@ def interrupted(group, folder):
     if me == 1:
         time.sleep(2)
     work = symmpool.all_reduce(torch.ones(8), async_op=True)
+    # Where its thread has not begun it, the dispatch makes the sum itself, and Ctrl-C would end that.
+    while not work.is_begun:
+        time.sleep(0.01)
     if me == 0:
         threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
     raised = None
