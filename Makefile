@@ -184,6 +184,9 @@ $(PASSED)/rust: $(call files,$(ENGINE) ffi python/src tests)
 $(PASSED)/python: $(call files,$(ENGINE) ffi python bench docs examples README.md)
 	@+$(MAKE) --no-print-directory test-python
 
+# What is built to be measured or given away says from which commit it was built.
+extension wheel: export SYMMPOOL_COMMIT = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null)
+
 # The Python package, in place: python/symmpool in the virtual environment.
 extension: $(VENV)/ready
 	VIRTUAL_ENV=$(abspath $(VENV)) $(VENV)/bin/maturin develop -q -m python/Cargo.toml

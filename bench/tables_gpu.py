@@ -11,6 +11,7 @@ from statistics import median
 
 import tables_models
 from cells import ANY, FOUR, ONE, TWO, exact, figure, recorded, score, size, table
+from kernel_versions import changed_since
 
 #: The note above tables whose times were measured in one form only.
 ONE_FORM = """\
@@ -49,14 +50,22 @@ WINDOW_BARS = {
 }
 
 
+def measured_with(place, report):
+    """The paragraph's words above a table: where it was measured, and whether its kernels have changed."""
+    words = [measured_on(place, report), changed_since(report)]
+    return ", ".join(word for word in words if word)
+
+
 def measured_on(place, report):
-    """The devices, versions and date, as they stand above a table."""
+    """The devices, versions and date, and the commit where that is recorded."""
     device, world = place
     words = [f"{world} x {device.upper()}"]
     words += [f"{what} {report[key]}" for key, what in
               (("torch", "torch"), ("nccl", "NCCL"), ("driver", "driver")) if report.get(key)]  # fmt: skip
     if day := report.get("measured_at", "")[:10]:
         words.append(day)
+    if commit := report.get("commit"):
+        words.append(f"commit {commit}")
     return ", ".join(words)
 
 
@@ -77,7 +86,7 @@ def note(report):
 def heading(place, report):
     """The paragraph above a table."""
     said = note(report)
-    return measured_on(place, report) + (f".\n{said}" if said else ":")
+    return measured_with(place, report) + (f".\n{said}" if said else ":")
 
 
 def timed(figures, name):
@@ -494,7 +503,7 @@ def more():
         made = maker()
         if made is not None:
             title, place, report, head, rows = made
-            parts.append(f"{title}; {measured_on(place, report)}:\n\n{table(head, rows)}")
+            parts.append(f"{title}; {measured_with(place, report)}:\n\n{table(head, rows)}")
     return "\n\n".join(parts)
 
 

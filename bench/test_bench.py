@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cells
 import charts
 import collect
+import kernel_versions
 import tables
 import tables_gpu
 
@@ -340,3 +341,47 @@ def test_the_documents_ask_for_every_table():
     texts = [document.read_text() for document in tables.DOCUMENTS]
     shown = {found[3] for text in texts for found in tables.MARKED.finditer(text)}
     assert shown <= set(tables.MAKERS) and set(tables_gpu.MAKERS) <= shown
+
+
+def test_the_kernels_of_the_extension_are_those_of_the_sources():
+    from symmpool import _symmpool
+
+    assert _symmpool.built()[1] == kernel_versions.of_this_tree()
+
+
+def test_a_table_says_whose_kernels_have_changed_since(tmp_path):
+    for path, text in {
+        "one/a.cu": '#include "two/b.cuh"\n',
+        "two/b.cuh": "",
+        "three/c.cu": "// nothing is included\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    before = kernel_versions.kernel_versions(tmp_path)
+    (tmp_path / "two/b.cuh").write_text("int x;\n")
+    after = kernel_versions.kernel_versions(tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {"one", "two"}
+
+    now = {"all_reduce": "1", "all_to_all": "2", "broadcast": "3", "fused": "4"}
+    report = {"benchmark": "collectives", "kernels": now | {"fused": "0"}}
+    changed_since = kernel_versions.changed_since
+    assert changed_since(report, now) == ""
+    assert changed_since(report | {"benchmark": "fused"}, now) == "with older kernels of fused than today's"
+    assert changed_since({"benchmark": "fused"}, now) == "with which kernels is not recorded"
+    assert changed_since({"benchmark": "windows"}, now) == ""
+
+
+def test_times_of_small_calls_beside_peers_are_those_of_their_fastest_form():
+    found = 0
+    for path in sorted((cells.RESULTS / "gpu").glob("*.json")):
+        report = json.loads(path.read_text())
+        if report.get("benchmark") not in ("allreduce", "alltoallv", "collectives", "experts", "fused"):
+            continue
+        if all(name.startswith("ours") for name in report["contenders"]):
+            continue
+        for entry in report["results"]:
+            if entry.get("bytes", 0) < 16 << 20:
+                found += 1
+                missing = [name for name, each in entry["figures"].items() if "form" not in each]
+                assert not missing, f"{path.name}, {entry}"
+    assert found > 100

@@ -13,6 +13,7 @@
 extern crate self as symmpool_collectives;
 
 mod algorithm;
+mod built;
 mod communicator;
 mod cuda;
 mod dtype;
@@ -34,6 +35,7 @@ pub use algorithm::{
     Algorithm, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints, LaunchShape,
     NativeKernel, Origin, StandardCollective,
 };
+pub use built::{built_from, kernel_versions};
 pub use communicator::{
     ChannelSet, Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, ReceivedParts,
     Selector, Splits,

@@ -151,6 +151,13 @@ mod _symmpool {
         crate::errors::ENDING.store(true, std::sync::atomic::Ordering::Relaxed);
     }
 
+    /// The commit that the extension was built from (None where the build was not told), and the version of the
+    /// kernels in each folder, by its name.
+    #[pyo3::pyfunction]
+    fn built() -> (Option<&'static str>, std::collections::BTreeMap<&'static str, String>) {
+        (symmpool_collectives::built_from(), symmpool_collectives::kernel_versions())
+    }
+
     /// The package's version.
     #[pyo3::pyfunction]
     fn version() -> &'static str {

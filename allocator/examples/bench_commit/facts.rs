@@ -14,6 +14,7 @@ pub(crate) fn facts() -> Value {
     json!({
         "command": command(),
         "version": env!("CARGO_PKG_VERSION"),
+        "commit": option_env!("SYMMPOOL_COMMIT").filter(|commit| !commit.is_empty()),
         "optimised": !cfg!(debug_assertions),
         "architecture": std::env::consts::ARCH,
         "cpu": field("/proc/cpuinfo", "model name"),

@@ -227,6 +227,7 @@ fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec
         format!("{cores} cores, {}", model.map_or("unknown", |(_, model)| model)),
         format!("load before: {}", load.split(' ').take(3).collect::<Vec<_>>().join(" ")),
         format!("measured: {}", names.join(", ")),
+        format!("symmpool's commit: {}", symmpool_collectives::built_from().unwrap_or("not recorded")),
         "symmpool works on blocks of a pool, without copies on the way; its all_to_all is the \
          call\nwith split sizes. Peers work on ordinary memory. gloo is called from Python, which is \
          the way to it."

@@ -11,6 +11,7 @@ use serde_json::json;
 use symmpool_allocator::{Block, Deadline, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+    built_from, kernel_versions,
 };
 
 use crate::Options;
@@ -307,6 +308,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             let facts = driver(pool).facts();
             let results = json!({
                 "benchmark": "cuda_collectives", "symmpool": env!("CARGO_PKG_VERSION"),
+                "commit": built_from(), "kernels": kernel_versions(),
                 "command": command(), "world": pool.world(),
                 "devices": vec![&facts.name; pool.world() as usize],
                 "driver_api": facts.driver_version, "dtype": "bf16", "op": "sum",

@@ -1,7 +1,7 @@
 //! Which headers a kernel includes, directly and through others. A kernel is compiled with these alone, and is kept until
 //! one of them changes.
 
-use super::sources::HEADERS;
+use super::sources::{HEADERS, KERNELS};
 
 /// The name of a header, and its text.
 pub(super) type Header = (&'static str, &'static str);
@@ -21,6 +21,17 @@ pub(super) fn headers_of(source: &str) -> Vec<Header> {
     }
     let all = HEADERS.iter().zip(taken);
     all.filter_map(|(header, taken)| taken.then_some(*header)).collect()
+}
+
+/// For every kernel and header: its folder, and its path and text with those of all that it includes.
+pub(crate) fn sources_below() -> impl Iterator<Item = (&'static str, Vec<Header>)> {
+    let kernels = KERNELS.iter().map(|kernel| (kernel.path, kernel.source));
+    kernels.chain(HEADERS.iter().copied()).map(|(path, source)| {
+        let folder = path.split_once('/').map_or("", |(folder, _)| folder);
+        let mut files = headers_of(source);
+        files.push((path, source));
+        (folder, files)
+    })
 }
 
 /// The names between angle brackets or quotation marks behind each `#include`, whatever conditions it stands under. `None`

@@ -43,6 +43,7 @@ pub(crate) use sources::Kernel;
 
 use arch::Target;
 use cache::{Cache, Entry, Key};
+pub(crate) use includes::sources_below;
 use includes::{Header, headers_of};
 use nvrtc::{Nvrtc, Output, Program};
 

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import symmpool
+from symmpool import _symmpool
 from symmpool.bench import peers
 from symmpool.bench.arguments import comma_separated
 
@@ -63,6 +64,7 @@ def facts(torch, benchmark, command, world, on_cuda=True):
     """On what and how results were measured, for programs with one process for each device of one machine.
     `command` begins with names of this repository; folders in its arguments are left out."""
     cuda = torch.cuda
+    commit, kernels = _symmpool.built()
     nccl, devices = None, [platform.machine()] * world
     if on_cuda:
         nccl = ".".join(map(str, cuda.nccl.version()))
@@ -71,6 +73,8 @@ def facts(torch, benchmark, command, world, on_cuda=True):
     return {
         "benchmark": benchmark,
         "symmpool": symmpool.__version__,
+        "commit": commit,
+        "kernels": kernels,
         "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "world": world,

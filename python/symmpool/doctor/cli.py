@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(facts: dict[str, Any], verdicts: list[Verdict]) -> list[str]:
-    lines = [f"symmpool {facts['symmpool']}", ""]
+    commit = f", commit {facts['commit']}" if facts.get("commit") else ""
+    lines = [f"symmpool {facts['symmpool']}{commit}", ""]
     lines += table(rows(facts)) + [""]
     lines += matrix(facts["cuda"])
     lines += ["What will work:", ""]

@@ -27,6 +27,7 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
     found = _symmpool.machine()
     return {
         "symmpool": _symmpool.version(),
+        "commit": _symmpool.built()[0],
         "system": system_facts(),
         "memory": memory_facts(),
         "torch": torch,

@@ -1,0 +1,55 @@
+//! What this library was built from: reports of measurements say it, so that a table can tell whether its code has changed
+//! since.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::jit::sources_below;
+
+/// The commit that the library was built from, with `-dirty` behind it where files had changed: what the environment variable
+/// `SYMMPOOL_COMMIT` said at the build. `make wheel`, `make extension` and `bench/record_gpu` set it. `None` where it was
+/// not set.
+#[must_use]
+pub fn built_from() -> Option<&'static str> {
+    option_env!("SYMMPOOL_COMMIT").filter(|commit| !commit.is_empty())
+}
+
+/// The version of the kernels in each folder of `collectives/kernels`: 8 hexadecimal digits. It changes with any file of the
+/// folder, and with any header that one of them includes.
+///
+/// It is the CRC-32 of the paths and texts of all these files, in the order of their paths, with a zero byte behind each
+/// path and each text.
+#[must_use]
+pub fn kernel_versions() -> BTreeMap<&'static str, String> {
+    let mut folders: BTreeMap<&str, BTreeSet<(&str, &str)>> = BTreeMap::new();
+    for (folder, files) in sources_below() {
+        folders.entry(folder).or_default().extend(files);
+    }
+    let version = |files: BTreeSet<(&str, &str)>| {
+        let mut sum = crc32fast::Hasher::new();
+        for (path, text) in files {
+            for part in [path, text] {
+                sum.update(part.as_bytes());
+                sum.update(&[0]);
+            }
+        }
+        format!("{:08x}", sum.finalize())
+    };
+    folders.into_iter().map(|(folder, files)| (folder, version(files))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_folder_of_kernels_has_a_version() {
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
+        let folders = std::fs::read_dir(root).unwrap().map(Result::unwrap);
+        let folders = folders.filter(|entry| entry.file_type().unwrap().is_dir());
+        let names: BTreeSet<_> =
+            folders.map(|entry| entry.file_name().into_string().unwrap()).collect();
+        let versions = kernel_versions();
+        assert_eq!(versions.keys().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>(), names);
+        assert_eq!(versions.values().collect::<BTreeSet<_>>().len(), versions.len());
+    }
+}
