@@ -2,17 +2,19 @@
 //!
 //! A file is written under another name and renamed. It holds its key, length and checksum; if these are wrong the
 //! kernel is compiled again. Device code runs with the user's rights, so only files of the user in a folder of the user
-//! are trusted. No call fails because there is no cache: kernels are compiled then.
+//! are trusted. No call fails because there is no cache: kernels are compiled then. The images that were not used for
+//! longest are removed where there are more than a GiB of them.
 
 #[cfg(test)]
 mod tests;
+mod trim;
 
 use std::fs::{DirBuilder, File};
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -26,6 +28,9 @@ const HASH: usize = blake3::OUT_LEN;
 const HEADER: usize = MAGIC.len() + HASH + 8 + 8;
 /// Most bytes of a file; larger ones were not made here.
 const LARGEST: u64 = 1 << 28;
+
+/// Images that a process writes between two looks at how much there is.
+const WRITES_A_LOOK: u32 = 64;
 
 /// The hash of all that an image is made from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -60,6 +65,8 @@ pub(super) struct Cache {
     wait: Duration,
     /// Whether a failure to write was logged already.
     reported: AtomicBool,
+    /// How many images were written.
+    writes: AtomicU32,
 }
 
 impl Cache {
@@ -76,7 +83,8 @@ impl Cache {
             .map_err(|error| format!("it cannot be opened: {error}"))?;
         let stat = rustix::fs::fstat(&folder).map_err(|error| error.to_string())?;
         trusted(&stat, owner)?;
-        Ok(Self { folder, path: path.to_owned(), owner, wait, reported: AtomicBool::new(false) })
+        let (reported, writes) = (AtomicBool::new(false), AtomicU32::new(0));
+        Ok(Self { folder, path: path.to_owned(), owner, wait, reported, writes })
     }
 
     /// The image of `key`: from disk, made here, or made by another process that is compiling it.
@@ -95,7 +103,13 @@ impl Cache {
             Turn::Unknown => None,
         };
         let entry = make()?;
-        if let Err(error) = self.store(key, &entry)
+        let kept = self.store(key, &entry).and_then(|()| {
+            match self.writes.fetch_add(1, Ordering::Relaxed) % WRITES_A_LOOK {
+                0 => self.trim(trim::MAX_KEPT),
+                _ => Ok(()),
+            }
+        });
+        if let Err(error) = kept
             && !self.reported.swap(true, Ordering::Relaxed)
         {
             tracing::warn!("compiled kernels are not kept in {}: {error}", self.path.display());
@@ -125,7 +139,9 @@ impl Cache {
             }
             let mut bytes = Vec::new();
             (&file).take(LARGEST).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
-            decode(key, &bytes)
+            let entry = decode(key, &bytes)?;
+            trim::note_use(&file, &stat);
+            Ok(entry)
         };
         read().inspect_err(|why| self.distrust(&name, why)).ok()
     }

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -83,6 +83,25 @@ pub(super) fn read_at_most(path: &Path, limit: usize) -> Result<Option<Vec<u8>>>
     Ok(Some(bytes))
 }
 
+/// Refuses a directory in which another user could leave or replace files: ranks map memory and open sockets by what
+/// they find there.
+fn trust(path: &Path, found: &fs::Metadata, user: u32) -> Result<()> {
+    let why = if !found.is_dir() {
+        "is no directory".to_owned()
+    } else if found.uid() != user {
+        format!("belongs to user {}, and this process is user {user}'s", found.uid())
+    } else if found.mode() & 0o022 != 0 {
+        format!("may be written to by others (mode {:o})", found.mode() & 0o7777)
+    } else {
+        return Ok(());
+    };
+    Err(Error::invalid_argument(format!(
+        "file store: {} {why}; name a directory that does not exist yet, which is then made for this user \
+         alone, or take that right from others (chmod go-w)",
+        path.display()
+    )))
+}
+
 impl Directory {
     /// Opens `path`, which is created, for this user only, if need be.
     pub(super) fn open(path: &Path) -> Result<Self> {
@@ -93,6 +112,8 @@ impl Directory {
             .map_err(|error| io_error("cannot create", path, &error))?;
         // Later changes of the working directory must not move the store.
         let path = fs::canonicalize(path).map_err(|error| io_error("cannot open", path, &error))?;
+        let found = fs::metadata(&path).map_err(|error| io_error("cannot open", &path, &error))?;
+        trust(&path, &found, rustix::process::geteuid().as_raw())?;
         let instance = format!("{:032x}", u128::from_le_bytes(random_bytes()?));
         Ok(Self { path, instance, next: AtomicU64::new(0) })
     }
@@ -193,5 +214,45 @@ mod tests {
         let long = [file_name("v", &"x".repeat(1024)), file_name("v", &"x".repeat(1023))];
         assert_ne!(long[0], long[1]);
         assert!(long.iter().all(|name| name.len() < 255));
+    }
+
+    #[test]
+    fn a_directory_that_others_may_write_to_is_refused() {
+        use std::os::unix::fs::PermissionsExt;
+
+        let root = tempfile::tempdir().unwrap();
+        let user = rustix::process::geteuid().as_raw();
+        for (mode, is_trusted) in [
+            (0o700, true),
+            (0o755, true),
+            (0o750, true),
+            (0o775, false),
+            (0o777, false),
+            (0o1777, false),
+            (0o702, false),
+        ] {
+            let path = root.path().join(format!("{mode:o}"));
+            fs::create_dir(&path).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let opened = Directory::open(&path);
+            assert_eq!(opened.is_ok(), is_trusted, "{mode:o}: {opened:?}");
+            if let Err(error) = opened {
+                let error = error.to_string();
+                assert!(
+                    error.contains(&format!("mode {mode:o}")) && error.contains("chmod go-w"),
+                    "{error}"
+                );
+            }
+            // By a link, too.
+            let link = root.path().join(format!("to-{mode:o}"));
+            std::os::unix::fs::symlink(&path, &link).unwrap();
+            assert_eq!(Directory::open(&link).is_ok(), is_trusted);
+            let found = fs::metadata(&path).unwrap();
+            let error = trust(&path, &found, user + 1).unwrap_err().to_string();
+            assert!(error.contains(&format!("belongs to user {user}")), "{error}");
+        }
+        let file = root.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(Directory::open(&file).is_err());
     }
 }

@@ -23,7 +23,8 @@
 //!
 //! The filesystem must have hard links and `flock` that works between its users (local
 //! filesystems, NFS 3 and later, Lustre with `-o flock`). On NFS another host's files may be
-//! seen seconds late. Anyone who can write to the directory can write anything to the store.
+//! seen seconds late. Anyone who can write to the directory can write anything to the store, so one of another user, or
+//! one that others may write to, is refused.
 
 mod directory;
 mod gather;
@@ -58,6 +59,10 @@ impl Clone for FileStore {
 impl FileStore {
     /// Opens the store in `dir`, which is created, for this user only, if need be. One directory
     /// serves one job: what an earlier one left in it is content like any other.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_invalid_argument`] if `dir` is no directory, belongs to another user, or may be written to by others.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let directory = Arc::new(Directory::open(dir.as_ref())?);
         Ok(Self { directory, counters: Counters::default() })

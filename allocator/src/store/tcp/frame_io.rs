@@ -150,12 +150,26 @@ pub(super) struct Outgoing {
     pieces: VecDeque<Payload>,
     /// Bytes of the first piece already sent.
     sent: usize,
+    /// Whether the last piece is news, which later news replaces.
+    ends_with_news: bool,
 }
 
 impl Outgoing {
     pub(super) fn push(&mut self, frame: Frame) {
         self.pieces.push_back(frame.head);
         self.pieces.extend(frame.tail);
+        self.ends_with_news = false;
+    }
+
+    /// Sends a frame that makes those like it before it void. Those that were not begun are left out, so that a client
+    /// that reads nothing while it has nothing to ask takes no more memory with time.
+    pub(super) fn push_news(&mut self, frame: Frame) {
+        let is_begun = self.pieces.len() == 1 && self.sent > 0;
+        if self.ends_with_news && !self.is_empty() && !is_begun {
+            self.pieces.pop_back();
+        }
+        self.push(frame);
+        self.ends_with_news = true;
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -192,7 +206,8 @@ impl Outgoing {
 mod tests {
     use std::net::TcpListener;
 
-    use super::super::wire::{Request, encode};
+    use super::super::server_state::State;
+    use super::super::wire::{Request, ToClient, decode, decode_header, encode};
     use super::*;
 
     /// Two ends of a connection; the second does not block.
@@ -234,5 +249,51 @@ mod tests {
             }
             assert!(matches!(read(), Input::Partial(false)), "nothing has begun");
         }
+    }
+
+    #[test]
+    fn news_that_nobody_reads_takes_no_more_room_with_time() {
+        let meter = Meter::new(1 << 20);
+        let state = State::new(meter.clone());
+        let news = |first| state.frame(&ToClient::FirstLeft(Some(first)), None);
+        let reply = || state.frame(&ToClient::Later { why: "a reply".to_owned() }, None);
+        let ((mut near, mut far), mut outgoing) = (pair(), Outgoing::default());
+        let mut told = 0;
+        // Fills the socket, so that nothing more is sent.
+        while outgoing.is_empty() {
+            outgoing.push_news(news(told));
+            outgoing.flush(&mut far).unwrap();
+            told += 1;
+        }
+        let used = meter.held();
+        for _ in 0..1000 {
+            outgoing.push_news(news(told));
+            outgoing.flush(&mut far).unwrap();
+            told += 1;
+        }
+        assert!(outgoing.pieces.len() <= 2 && meter.held() <= used + 64);
+        outgoing.push(reply());
+        outgoing.push_news(news(told));
+        outgoing.push_news(news(told + 1));
+        // Whoever reads at last finds whole frames, the reply among them, and the last news last.
+        let reader = std::thread::spawn(move || {
+            let mut found = Vec::new();
+            loop {
+                let mut header = [0; HEADER];
+                near.read_exact(&mut header).unwrap();
+                let mut head = vec![0; decode_header(&header, Caps::REPLY).unwrap().head];
+                near.read_exact(&mut head).unwrap();
+                match decode(&head).unwrap() {
+                    ToClient::FirstLeft(Some(first)) if first == told + 1 => return found,
+                    frame => found.push(frame),
+                }
+            }
+        });
+        while !outgoing.is_empty() {
+            outgoing.flush(&mut far).unwrap();
+            std::thread::yield_now();
+        }
+        let found = reader.join().unwrap();
+        assert!(matches!(found.last(), Some(ToClient::Later { .. })), "{:?}", found.last());
     }
 }

@@ -236,3 +236,36 @@ fn a_compiler_that_dies_is_replaced_at_once() {
     assert!(before.elapsed() < LONG / 2);
     assert_eq!(fs::read(folder.path().join("count")).expect("a count"), b".");
 }
+
+/// Has a file look as if it had last been used so many days ago.
+fn age(path: &Path, days: u64) {
+    let then = std::time::SystemTime::now() - Duration::from_secs(days * 24 * 3600);
+    File::options().write(true).open(path).unwrap().set_modified(then).unwrap();
+}
+
+#[test]
+fn what_was_not_used_for_longest_is_removed_first() {
+    let (_folder, cache) = cache();
+    let keys: Vec<_> = (0..8u8).map(|nth| Key::of([[nth].as_slice()])).collect();
+    let file = |key: &Key| cache.path.join(file_name(*key));
+    for (key, days) in keys.iter().zip([8, 7, 6, 5, 4, 3, 2, 9]) {
+        cache.store(*key, &entry()).unwrap();
+        age(&file(key), days);
+    }
+    let bytes = fs::metadata(file(&keys[0])).unwrap().len();
+    let others = ["x.kernel.0123456789abcdef", "y.kernel.0123456789abcdef", "notes.txt"];
+    for name in others {
+        fs::write(cache.path.join(name), "unfinished").unwrap();
+    }
+    age(&cache.path.join(others[0]), 2);
+    age(&cache.path.join(others[2]), 2);
+    // The last one is used again, so it is not the oldest any more.
+    assert!(cache.load(keys[7]).is_some());
+    cache.trim(8 * bytes).unwrap();
+    assert!(keys.iter().all(|key| file(key).exists()), "all fit");
+    assert_eq!(others.map(|name| cache.path.join(name).exists()), [false, true, true]);
+    cache.trim(8 * bytes - 1).unwrap();
+    let left = keys.iter().map(|key| file(key).exists()).collect::<Vec<_>>();
+    assert_eq!(left, [false, false, false, true, true, true, true, true]);
+    assert!(cache.load(keys[0]).is_none() && cache.load(keys[7]).is_some());
+}

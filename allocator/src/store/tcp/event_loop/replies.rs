@@ -40,10 +40,10 @@ impl EventLoop {
         }
     }
 
-    /// Sends a client what is no reply.
+    /// Sends a client news, which is no reply. It may take long to read it: only the last one waits for it.
     pub(super) fn tell(&mut self, client: Client, frame: Frame) {
         let Some(connection) = self.connections.get_mut(&client) else { return };
-        connection.outgoing.push(frame);
+        connection.outgoing.push_news(frame);
         self.flush(client);
     }
 
