@@ -151,10 +151,10 @@ def test_a_callback_waits_for_what_was_begun_before():
         return third.wait()
 
     followed = first.get_future().then(observed)
-    fourth = worker.submit(made.append, (4,), [])
+    worker.submit(made.append, (4,), [])
     go.set()
     # What follows calls comes after the callbacks, too.
-    fourth.order.join()
+    worker.order.join()
     assert made == ["called", 2, "second is done", "at once", 3, 4]
     assert followed.done() and followed.wait() == ["third"]
 

@@ -198,12 +198,17 @@ class CommunicatorEntry:
         if self.runner is None:
             with self.preparing():
                 self.runner = self._make_runner()
-        if self.device < 0:
-            begun = self.runner.submit(call, arguments, results, prepared)
-        else:
-            begun = self.runner.submit(self.comm, call, arguments, results, prepared)
+        runner = self.runner
+        if self.device >= 0:
+            # Before the call: behind it Ctrl-C leaves one that later calls come behind.
+            self.pending = held = runner.announce(self.comm)
+            return runner.submit(self.comm, call, arguments, results, prepared, held)
+        if runner.is_here():
+            return runner.submit(call, arguments, results, prepared)
         with self._lock:
-            self.pending = begun.order
+            # Also before it. Held until the call waits in the queue: nobody finds that empty meanwhile.
+            self.pending = runner.order
+            begun = runner.submit(call, arguments, results, prepared)
         return begun
 
     def _make_runner(self) -> Any:

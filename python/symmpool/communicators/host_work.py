@@ -113,7 +113,12 @@ class HostWork(Work):
             self._error = InvalidStateError(f"symmpool: {type(error).__name__} ended the call")
             self._end()
             raise
-        self._end()
+        try:
+            self._end()
+        except BaseException:
+            # Ctrl-C, which leaves nobody waiting.
+            self._done.set()
+            raise
 
     def _end(self) -> None:
         """Releases those who wait, and completes the future, if somebody has it."""
@@ -152,12 +157,6 @@ class HostWork(Work):
         self._queue.advance(self._done)
         self._queue.help(self._done)
         self._done.wait()
-
-    @property
-    def order(self) -> _CallQueue:
-        # Not the work: its error keeps the frames that it came through, and what is in them, often the group.
-        # And not this call alone: calls of a callback do not come behind what was begun before.
-        return self._queue
 
     def get_future(self) -> Any:
         with self._lock:
@@ -203,9 +202,10 @@ class _CallQueue:
     def __init__(self, explain: Explain) -> None:
         self.waiting: collections.deque = collections.deque()
         self.explain = explain
-        # The thread that makes the calls, another that makes one now, and the last one begun by another.
+        # The thread that makes the calls, and another that makes one now.
         self.thread = self._helper = 0
-        self.last: _Done | None = None
+        # The last call that was taken to be made.
+        self._taken: _Done | None = None
         self._lock = threading.Lock()
         # Held by the thread that takes and makes a call, and runs its callbacks. It knows its owner, as a
         # Ctrl-C may come right behind its acquisition.
@@ -218,15 +218,28 @@ class _CallQueue:
         return threading.get_ident() in (self.thread, self._helper)
 
     def put(self, item: Any) -> None:
-        """Has the thread make a call, or end (None), after those that were put before."""
-        self.waiting.append(item)
-        self._bell.ring()
+        """Has the thread make a call, or end (None), after those that were put before. It is one step: behind
+        it Ctrl-C leaves a call that is made."""
+        try:
+            self.waiting.append(item)
+        finally:
+            self._bell.ring()
+
+    def newest(self) -> _Done | None:
+        """The last call that was put. What waits is looked at before what was taken, as a call is in both
+        places while it is taken."""
+        waiting = self.waiting.copy()
+        while waiting:
+            item = waiting.pop()
+            if item is not None:
+                return item[0]._done
+        return self._taken
 
     def make(self, work: HostWork, call: Any, arguments: tuple[Any, ...]) -> None:
         """Makes a call. Never comes back from one that was given up."""
-        with self._lock:
-            self._calling = True
         try:
+            with self._lock:
+                self._calling = True
             # Nothing comes between these two, as the call is none of Python's own.
             work.is_begun = True
             call(*arguments)
@@ -243,6 +256,9 @@ class _CallQueue:
         be no more."""
         self._bell.wait()
         with self._turn:
+            if not self.waiting:
+                # Another thread has made the call before its bell rang.
+                self._bell.answer()
             while self.waiting:
                 if not self._make_next():
                     return False
@@ -258,6 +274,7 @@ class _CallQueue:
             return False
         work, call, arguments, prepared = item
         is_answered = False
+        self._taken = work._done
         try:
             self.waiting.popleft()
             self._bell.answer()
@@ -279,6 +296,14 @@ class _CallQueue:
         if done.is_set() or self.is_here():
             return
         try:
+            self._help(done)
+        except BaseException:
+            # Ctrl-C may have come while the turn was being given back.
+            self._end_turn()
+            raise
+
+    def _help(self, done: _Done) -> None:
+        try:
             if not self._turn.acquire(blocking=False):
                 return
             self._helper = threading.get_ident()
@@ -288,9 +313,12 @@ class _CallQueue:
                     break
                 self._make_next()
         finally:
-            if self._turn._is_owned():  # type: ignore[attr-defined]
-                self._helper = 0
-                self._turn.release()
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._turn._is_owned():  # type: ignore[attr-defined]
+            self._helper = 0
+            self._turn.release()
 
     def advance(self, done: _Done) -> None:
         """Where this is a callback, which keeps the thread from its calls: makes the calls up to the one
@@ -307,15 +335,15 @@ class _CallQueue:
     def join(self) -> _Done | None:
         """Whatever this thread does next comes after all that was begun, and after the callbacks; in a
         callback, after the call that it follows, as it does already. Returns what was waited for."""
-        last = self.last
-        if last is not None and not self.is_here():
-            self.help(last)
-            last.wait_for_callbacks()
-        return last
+        newest = self.newest()
+        if newest is not None and not self.is_here():
+            self.help(newest)
+            newest.wait_for_callbacks()
+        return newest
 
     def ends_with(self, waited: _Done | None) -> bool:
         """Whether nothing was begun since `join` began to wait, which returned this."""
-        return self.last is waited
+        return self.newest() is waited
 
     def give_up(self) -> bool:
         """Has the thread stop after the call that it is making. Returns whether it is making one."""
@@ -340,6 +368,17 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def is_here(self) -> bool:
+        """Whether `submit` makes a call at once."""
+        return self._queue.is_here()
+
+    @property
+    def order(self) -> _CallQueue:
+        """What `join`s the calls that were begun. Not one's work: its error keeps the frames that it came
+        through, and what is in them, often the group. And not one call alone: calls of a callback do not come
+        behind what was begun before."""
+        return self._queue
+
     def submit(
         self,
         call: Any,
@@ -359,7 +398,6 @@ class Worker:
             # returns.
             work.run(call, arguments, prepared, calls.explain)
         else:
-            calls.last = work._done
             calls.put((work, call, arguments, prepared))
         return work
 

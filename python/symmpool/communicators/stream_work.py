@@ -23,7 +23,7 @@ class StreamWork(Work):
 
     __slots__ = ("_comm", "_side", "_mark", "_held")
 
-    def __init__(self, comm: Any, side: SideStream, mark: Any, results: list[Any], held: _Held | None):
+    def __init__(self, comm: Any, side: SideStream, mark: Any, results: list[Any], held: Held | None):
         """`held` is None for a captured call."""
         self._results, self._future = results, None
         self._comm, self._side, self._mark, self._held = comm, side, mark, held
@@ -50,9 +50,9 @@ class StreamWork(Work):
         return self._held is None or self._mark.query() or self._comm.failure is not None
 
     def __del__(self) -> None:
-        # Nobody may make another call or wait for one, so tensors of completed calls are let go of here too.
+        # Nobody may make another call or wait for one, so its tensors are let go of here too.
         if self._held is not None and self._held.tensors is not None:
-            self._side.drain()
+            self._side.leave(self._held)
 
     def exception(self) -> Exception | None:
         failure = self._comm.failure
@@ -62,10 +62,6 @@ class StreamWork(Work):
 
     def join(self) -> None:
         self._mark.wait()
-
-    def ends_with(self, waited: None) -> bool:
-        """Whether `join` has waited for all that was begun when this was the last."""
-        return True
 
     def get_future(self) -> Any:
         if self._future is None:
@@ -80,13 +76,27 @@ class StreamWork(Work):
         return self._future
 
 
-class _Held:
-    """The tensors of a call, which are not to be given back to torch's allocator while it uses them."""
+class Held:
+    """A call on a side stream: what later calls come behind, and its tensors, which are not to be given back
+    to torch's allocator while it uses them."""
 
-    __slots__ = ("mark", "tensors", "stream")
+    __slots__ = ("_comm", "_side", "mark", "tensors", "stream")
 
-    def __init__(self, mark: Any, tensors: tuple[Any, ...], stream: int):
-        self.mark, self.tensors, self.stream = mark, tensors, stream
+    def __init__(self, comm: Any, side: int):
+        self._comm, self._side = comm, side
+        # Behind the call, once that is on the side stream.
+        self.mark: Any = None
+        self.tensors: tuple[Any, ...] | None = None
+        self.stream = 0
+
+    def join(self) -> None:
+        """What the current stream gets from now on comes after the call; also after one that Ctrl-C has ended
+        somewhere."""
+        (self.mark or self._comm.mark(self._side)).wait()
+
+    def ends_with(self, waited: None) -> bool:
+        """Whether `join` has waited for all that was begun when this was the last."""
+        return True
 
 
 class SideStream:
@@ -94,7 +104,7 @@ class SideStream:
 
     A call's tensors are let go of when the stream that was current at the call waits for it, as whatever that
     stream gets from then on comes after the call; otherwise when the call is found to be done, at another
-    call or when its Work goes."""
+    call. When its Work goes they are left to torch's allocator, which waits for the side stream."""
 
     def __init__(self, torch: Any, device: int, explain: Explain = leave_as_it_is):
         self._torch, self.device, self.explain = torch, device, explain
@@ -103,11 +113,15 @@ class SideStream:
         self._capturing = torch.cuda.is_current_stream_capturing
         # An object for the current stream would cost as much as the rest of a small call's way through here.
         self._current = torch._C._cuda_getCurrentRawStream
-        self._held: collections.deque[_Held] = collections.deque()
+        self._held: collections.deque[Held] = collections.deque()
         # The last call's, which a capture asks for.
         self._last: Any = None
         # Letting go of a tensor may let go of another call's Work, which drains as well.
         self._draining = threading.RLock()
+
+    def announce(self, comm: Any) -> Held:
+        """The next call, before it is made."""
+        return Held(comm, self.handle)
 
     def submit(
         self,
@@ -116,6 +130,7 @@ class SideStream:
         arguments: tuple[Any, ...],
         results: list[Any],
         prepared: Prepared | None = None,
+        held: Held | None = None,
     ) -> StreamWork:
         # Marks are used, as torch's streams and events cost the host more than the call itself.
         handle = self.handle
@@ -124,34 +139,53 @@ class SideStream:
             # A capture cannot wait for the last call: if that is not done, this raises before anything is
             # captured.
             self._last.wait()
+        held = held or self.announce(comm)
+        held.stream = self._current(self.device)
+        # The side stream reads the arguments, and writes to the results.
+        tensors = arguments if prepared is None else (*arguments, *results)
         comm.follow(handle)
-        if prepared is None:
-            call(*arguments, stream=handle)
-        else:
-            # Copies are made behind earlier calls, which may write to what is copied. Their memory is of the
-            # side stream, on which it is reused behind the call.
-            with self._torch.cuda.stream(self.stream):
-                ready, finish = prepared(stream=handle)
-                call(*ready, stream=handle)
-                if finish is not None:
-                    finish()
-            # The side stream reads the arguments, and writes to the results.
-            arguments = (*arguments, *results)
-        mark = comm.mark(handle)
-        # The memory of a tensor that the program lets go of is not reused before the call is done.
+        try:
+            if prepared is None:
+                call(*arguments, stream=handle)
+            else:
+                # Copies are made behind earlier calls, which may write to what is copied. Their memory is of
+                # the side stream, on which it is reused behind the call.
+                with self._torch.cuda.stream(self.stream):
+                    ready, finish = prepared(stream=handle)
+                    call(*ready, stream=handle)
+                    if finish is not None:
+                        finish()
+            held.mark = comm.mark(handle)
+            if capturing:
+                # An event of a captured call cannot be queried.
+                self._leave_to_torch(tensors)
+            else:
+                held.tensors = tensors
+                self._held.append(held)
+        except BaseException:
+            # The call may be on the stream, as where Ctrl-C comes right behind it.
+            self._leave_to_torch(tensors)
+            raise
         if capturing:
-            # An event of a captured call cannot be queried, so torch's allocator is to wait for the stream.
-            for tensor in arguments:
-                if isinstance(tensor, self._torch.Tensor):
-                    Pool.record_stream(tensor, self.stream)
-            return StreamWork(comm, self, mark, results, None)
+            return StreamWork(comm, self, held.mark, results, None)
         self.drain()
-        held = _Held(mark, arguments, self._current(self.device))
-        self._held.append(held)
-        self._last = mark
-        return StreamWork(comm, self, mark, results, held)
+        self._last = held.mark
+        return StreamWork(comm, self, held.mark, results, held)
 
-    def let_go(self, held: _Held) -> None:
+    def _leave_to_torch(self, tensors: tuple[Any, ...]) -> None:
+        """Has torch's allocator not reuse the memory of tensors before the side stream has come this far."""
+        for tensor in tensors:
+            if isinstance(tensor, self._torch.Tensor):
+                Pool.record_stream(tensor, self.stream)
+
+    def leave(self, held: Held) -> None:
+        """Lets go of the tensors of a call that nobody will wait for."""
+        self.drain()
+        tensors, held.tensors = held.tensors, None
+        if tensors is not None:
+            self._leave_to_torch(tensors)
+
+    def let_go(self, held: Held) -> None:
         """Lets go of the tensors of a call for which the current stream waits, if that was the current one at
         the call. Otherwise of those of completed calls."""
         if held.stream == self._current(self.device) != _PER_THREAD:

@@ -79,11 +79,6 @@ class Work:
         """Whatever this thread, or the current stream, does next comes after the call."""
         raise NotImplementedError
 
-    @property
-    def order(self) -> Any:
-        """An object with `join` that keeps less than the work does, for calls that come behind it."""
-        return self
-
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
