@@ -384,6 +384,57 @@ def test_what_a_programs_own_function_raises_reaches_every_rank():
     values(2, callbacks)
 
 
+def begun_before_the_lock(group):
+    """Another thread begins a call whose callback dispatches, where this one has waited for what was begun and
+    is about to take the buffer's lock, or holds it."""
+    calls = Calls(group)
+    buffer, entry = calls.buffer, calls.buffer._entry
+    x = torch.ones((1, buffer.hidden), dtype=buffer.dtype)
+    ids = torch.zeros((1, buffer.top_k), dtype=torch.int64)
+    made, futures = [], []
+
+    def follow(_):
+        made.append(buffer.dispatch(x, ids)[0].x.shape)
+
+    def begin():
+        go = threading.Event()
+        work = entry.begin(lambda: go.wait(5) and None, (), [])
+        futures.append(work.get_future().then(follow))
+        go.set()
+
+    class Lock:
+        def __init__(self, lock, times):
+            self.lock, self.left = lock, times
+            self._is_owned = lock._is_owned
+
+        def __enter__(self):
+            if threading.current_thread() is threading.main_thread() and self.left:
+                self.left -= 1
+                other = threading.Thread(target=begin)
+                if self.left:
+                    self.lock.acquire()
+                other.start()
+                other.join()
+                if self.left:
+                    return
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    for times in (1, 2):
+        buffer._turn = Lock(threading.RLock(), times)
+        for _ in range(2):
+            buffer.dispatch(x, ids)
+        for each in futures:
+            each.wait()
+    return len(made)
+
+
+def test_a_call_begun_between_a_wait_and_the_lock_of_a_buffer_may_have_a_callback_that_needs_it():
+    assert values(1, begun_before_the_lock, limit=60) == [3]
+
+
 def no_collective(group):
     """What talks to nobody is refused here alone."""
     calls = Calls(group)

@@ -147,6 +147,17 @@ class CommunicatorEntry:
             finish()
         return None
 
+    def run_joined(self, call: Any, arguments: tuple[Any, ...]) -> None:
+        """As `run`, for a thread that holds a lock which callbacks need, and has joined what was begun before
+        it took that. On the CPU it waits for no callbacks here."""
+        if self.device >= 0:
+            return self.run(call, arguments, [], False)
+        try:
+            call(*arguments)
+        except TimeoutError as error:
+            self.explain(error)
+            raise
+
     def run_function(self, function: Any, *arguments: Any) -> Any:
         """As `run`, for a function of the extension that is given the communicator. What that returns."""
         if self.pending is not None:

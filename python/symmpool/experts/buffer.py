@@ -379,8 +379,10 @@ class Buffer:
 
     def in_turn(self) -> threading.RLock:
         """The lock of the thread that makes a call and copies what it leaves. On the CPU what was begun is
-        waited for before that: its callbacks may make calls of this buffer, too."""
-        if self._entry.pending is not None and self.device.type == "cpu":
+        waited for before that: its callbacks may make calls of this buffer, too. So who holds the lock waits
+        for no callbacks; what another thread begins meanwhile is in no order with this thread's calls."""
+        is_held = self._turn._is_owned()  # type: ignore[attr-defined]
+        if self._entry.pending is not None and self.device.type == "cpu" and not is_held:
             self._entry.join_pending()
         return self._turn
 
@@ -397,7 +399,7 @@ class Buffer:
         that returns, and what waits for both."""
         if not hook or self.device.type == "cpu":
             with self.in_turn():
-                self._entry.run(door.closing(call, not more), arguments, [], False)
+                self._entry.run_joined(door.closing(call, not more), arguments)
                 return left(), _nothing
         current = torch.cuda.current_stream(self.device)
         if self._side is None:
@@ -406,7 +408,7 @@ class Buffer:
         with self.in_turn(), contextlib.ExitStack() as on:
             side.wait_stream(current)
             on.enter_context(torch.cuda.stream(side))
-            self._entry.run(door.closing(call, not more), arguments, [], False)
+            self._entry.run_joined(door.closing(call, not more), arguments)
             found = left()
             event = side.record_event()
         for tensor in arguments:
