@@ -295,13 +295,14 @@ def _keep_reduction(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.op, ctx.group = inputs[1], inputs[-1]
 
 
-def _needs_sum(ctx: Any, what: str) -> None:
-    if ctx.op not in ("sum", "avg"):
-        raise InvalidArgumentError(f"{what}: no gradient flows through {ctx.op!r}")
+def _refused_gradient(ctx: Any, what: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Refuses a gradient that there is none of, as a call: another rank may go backward elsewhere."""
+    return _ops._refused(gradient, f"{what}: no gradient flows through {ctx.op!r}", ctx.group)
 
 
 def _all_reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    _needs_sum(ctx, "all_reduce")
+    if ctx.op not in ("sum", "avg"):
+        return _refused_gradient(ctx, "all_reduce", gradient), None, None
     return _ops.all_reduce(gradient, ctx.op, ctx.group), None, None
 
 
@@ -325,7 +326,8 @@ def _keep_scatter(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _reduce_scatter_backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    _needs_sum(ctx, "reduce_scatter")
+    if ctx.op not in ("sum", "avg"):
+        return _refused_gradient(ctx, "reduce_scatter", gradient), None, None, None
     whole = _ops.all_gather(gradient, ctx.world, ctx.group)
     return whole / ctx.world if ctx.op == "avg" else whole, None, None, None
 
@@ -404,6 +406,12 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Ten
 def all_gather_tensor(x: torch.Tensor, gather_dim: int = 0, group: Any = None) -> torch.Tensor:
     """Every rank's `x`, one after the other along a dimension; with a gradient."""
     world = world_of(group)
+    # Of what comes out, which has a dimension where a single element comes in.
+    if not isinstance(gather_dim, (int, torch.SymInt)) or not -max(x.dim(), 1) <= gather_dim < max(
+        x.dim(), 1
+    ):
+        why = f"all_gather_tensor: a tensor of shape {tuple(x.shape)} has no dimension {gather_dim}"
+        return _ops._refused(x, why, text_of(group))
     found = _ops.all_gather(x, world, text_of(group))
     return found if gather_dim == 0 else torch.cat(found.chunk(world), dim=gather_dim)
 
@@ -415,7 +423,8 @@ def reduce_scatter_tensor(
     "sum" and "avg"."""
     world = world_of(group)
     if scatter_dim != 0:
-        if not -x.dim() <= scatter_dim < x.dim() or x.shape[scatter_dim] % world:
+        is_dim = isinstance(scatter_dim, (int, torch.SymInt)) and -x.dim() <= scatter_dim < x.dim()
+        if not is_dim or x.shape[scatter_dim] % world:
             why = (
                 f"reduce_scatter_tensor: dimension {scatter_dim} of {tuple(x.shape)} is not for {world} ranks"
             )
@@ -432,6 +441,10 @@ def all_to_all_single(
 ) -> torch.Tensor:
     """What every rank sends to this one; rows are sent in equal parts, or by split sizes (both are
     needed then); with a gradient."""
+    for name, given in (("output", output_split_sizes), ("input", input_split_sizes)):
+        if not traced.are_sizes(given):
+            why = f"all_to_all_single: {name}_split_sizes: a list of integers is needed, or None"
+            return _ops._refused(x, why, text_of(group))
     received = [] if output_split_sizes is None else list(output_split_sizes)
     sent = [] if input_split_sizes is None else list(input_split_sizes)
     return _ops.all_to_all(x, received, sent, world_of(group), text_of(group))

@@ -212,6 +212,50 @@ def through_operators(group, backend):
     assert torch.equal(buffer.dispatch(x.detach(), ids, exact=True)[0].num_rows, received_of(me))
 
 
+def written_in_between(group):
+    """A tensor that the backward pass needs is written to, on one rank."""
+    pool = symmpool.Pool(group, "cpu")
+    me = pool.rank
+    buffer = experts.Buffer(
+        pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32
+    )
+    found = []
+    for nth in range(3):
+        x, ids, weights = tokens_of(1, False)[me]
+        x = x.float().requires_grad_()
+        weights.requires_grad_()
+        layout = "expert" if nth == 1 else "rank"
+        given = weights.detach() if layout == "expert" else weights
+        rows, _, row_ids, row_weights, handle = torch.ops.symmpool.experts_dispatch(
+            x, ids, given, buffer.name, layout, 1, None
+        )
+        # One of the operators alone goes backward.
+        if nth == 0:
+            written, loss = row_ids, rows.sum() + row_weights.sum()
+        else:
+            output = rows.detach().clone().requires_grad_()
+            made = output * 1
+            by = weights if layout == "expert" else None
+            sums = torch.ops.symmpool.experts_combine(made, handle, by, x.shape[0], buffer.name, layout, 1)
+            written, loss = handle if nth == 2 else made, sums.sum()
+        if me == 1:
+            with torch.no_grad():
+                written.add_(0)
+        try:
+            loss.backward()
+            found.append("served")
+        except symmpool.DivergedError as error:
+            found.append("rank 1: a call with arguments that rank itself refused" in str(error))
+        except RuntimeError as error:
+            found.append("inplace" in str(error))
+        found.append(torch.equal(buffer.dispatch(x.detach(), ids, exact=True)[0].num_rows, received_of(me)))
+    return found
+
+
+def test_what_autograd_refuses_on_a_rank_is_an_error_on_every_rank():
+    assert values(WORLD, written_in_between, limit=100) == [[True] * 6] * WORLD
+
+
 def received_of(me):
     local = EXPERTS // WORLD
     count = sum(int((ids // local == me).any(1).sum()) for _, ids, _ in tokens_of(1, False))

@@ -1,5 +1,6 @@
 """The collectives as operators of torch: eager, compiled, and with gradients."""
 
+import functools
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import values
 from test_torch_distributed import begin
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import symmpool
 from symmpool import ops
@@ -123,6 +125,17 @@ def test_operators_refuse_nonsense():
         ops.all_reduce(y, "max", group).sum().backward()
 
 
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def seen_all_to_all(sizes, wrong):
+    out = torch.empty(3)
+    with Seen():
+        symmpool.all_to_all_single(out, torch.ones(3), sizes if wrong else [1] * 3, [1] * 3)
+
+
 def refused_here_told_there(group, folder):
     me, world = begin(group, folder)
     # Without rank 0, so that numbers in the group and in the default one differ.
@@ -139,6 +152,33 @@ def refused_here_told_there(group, folder):
         ("not for", lambda wrong: ops.all_to_all_single(torch.ones(7 if wrong else 9))),
         ("both", lambda wrong: ops.all_to_all_single(torch.ones(3), None if wrong else [1] * 3, [1] * 3)),
     ]
+    grad = torch.ones(9, requires_grad=True)
+    greatest = [ops.all_reduce(grad, "max"), ops.reduce_scatter_tensor(grad, "min")]
+    right = [ops.all_reduce(grad), ops.reduce_scatter_tensor(grad)]
+    for wrongs, rights in zip(greatest, right, strict=True):
+        calls.append(("no gradient", lambda wrong, w=wrongs, r=rights: (w if wrong else r).sum().backward()))
+    for sizes in (5, ["a"] * 3, [1.5] * 3, "abc", {1: 2}):
+        calls.append(
+            (
+                "integers",
+                lambda wrong, sizes=sizes: ops.all_to_all_single(
+                    torch.ones(3), sizes if wrong else [1] * 3, [1] * 3
+                ),
+            )
+        )
+        calls.append(("integers", functools.partial(seen_all_to_all, sizes)))
+    for dim in ("1", None, 1.5, 7):
+        calls.append(
+            (
+                "dimension",
+                lambda wrong, dim=dim: ops.reduce_scatter_tensor(
+                    torch.ones(3, 3), scatter_dim=dim if wrong else 1
+                ),
+            )
+        )
+        calls.append(
+            ("dimension", lambda wrong, dim=dim: ops.all_gather_tensor(torch.ones(3), dim if wrong else 0))
+        )
     if me > 0:
         calls.append(("no rank of", lambda wrong: symmpool.broadcast(x, 0 if wrong else 1, pair)))
     found = []

@@ -15,6 +15,7 @@ from symmpool.communicators.work import DoneWork
 from symmpool.groups.names import name_of
 
 __all__ = [
+    "are_sizes",
     "dispatched_barrier",
     "end_graph",
     "name_of_op",
@@ -115,11 +116,25 @@ def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool, algor
     return _done(async_op, output)
 
 
+def are_sizes(given: Any) -> bool:
+    """Whether split sizes are such as an operator takes."""
+    if given is None:
+        return True
+    if not isinstance(given, (list, tuple)):
+        return False
+    return all(isinstance(each, (int, torch.SymInt)) for each in given)
+
+
 def traced_all_to_all(
     output: Any, input: Any, sizes: Any, group: Any, async_op: bool, algorithm: Any = None
 ) -> Any:
     if _is_refused(output, group, async_op, algorithm):
         return None
+    for name, given in zip(("output", "input"), sizes, strict=True):
+        if not are_sizes(given):
+            why = f"all_to_all_single: {name}_split_sizes: a list of integers is needed, or None"
+            torch.ops.symmpool._refused_(output, why, text_of(group))
+            return None
     received, sent = ([] if each is None else list(each) for each in sizes)
     torch.ops.symmpool.all_to_all_into_(output, input, received, sent, text_of(group))
     return _done(async_op, output)
