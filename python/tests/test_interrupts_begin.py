@@ -1,5 +1,5 @@
-"""Ctrl-C while a call with `async_op=True` is begun: whether or not it was begun, nothing hangs and later calls
-come behind it."""
+"""Ctrl-C while a call with `async_op=True` is begun: whether or not it was begun, nothing hangs and later
+calls come behind it."""
 
 import faulthandler
 import threading
@@ -17,7 +17,7 @@ MODULES = ("symmpool.communicators.entry", "symmpool.communicators.host_work")
 
 @pytest.fixture(autouse=True)
 def limited():
-    faulthandler.dump_traceback_later(20, exit=True)
+    faulthandler.dump_traceback_later(100, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 

@@ -292,11 +292,16 @@ class Streams:
         )
 
 
-def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors():
-    class Tensor(list):
-        def record_stream(self, stream):
-            self.recorded = stream
+class Tensor(list):
+    """As much of a tensor as calls on a stream of their own need."""
 
+    recorded = None
+
+    def record_stream(self, stream):
+        self.recorded = stream
+
+
+def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors():
     torch = Streams()
     side = SideStream(torch, 0)
     tensors = [Tensor([n]) for n in range(3)]
@@ -325,10 +330,45 @@ def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors()
     assert gone[2]() is None and not side._held
 
 
-def test_a_calls_tensors_are_let_go_of_where_its_stream_waits_for_it():
-    class Tensor(list):
-        pass
+def test_what_later_calls_come_behind_keeps_no_tensors_of_a_call_whose_work_is_gone():
+    torch = Streams()
+    side, tensor = SideStream(torch, 0), Tensor([0])
+    order = side.announce(torch)
+    work = side.submit(torch, torch.call, (tensor,), [tensor], None, order)
+    gone, observed = weakref.ref(tensor), []
+    tensor.record_stream = lambda stream: observed.append(stream.cuda_stream)
+    del tensor
+    assert gone() is not None
+    # The call is not done: torch's allocator waits for the side stream instead.
+    del work
+    assert gone() is None and observed == [7]
+    order.join()
+    assert torch.observed[-1] == ("wait", 2)
 
+
+@pytest.mark.parametrize("when", ["in the call", "behind it"])
+def test_ctrl_c_in_a_call_on_a_stream_of_its_own_leaves_its_tensors_and_the_order(when):
+    torch = Streams()
+    side, tensor = SideStream(torch, 0), Tensor([0])
+
+    def stop(*arguments, stream):
+        torch.call(*arguments, stream=stream)
+        raise KeyboardInterrupt
+
+    mark = torch.mark
+    if when == "behind it":
+        torch.mark = lambda stream: (mark(stream), stop(stream=stream))
+    order = side.announce(torch)
+    with pytest.raises(KeyboardInterrupt):
+        side.submit(torch, torch.call if when == "behind it" else stop, (tensor,), [], None, order)
+    torch.mark = mark
+    assert tensor.recorded.cuda_stream == 7
+    # What follows comes behind all that the side stream was given.
+    order.join()
+    assert torch.observed[-2:] == [("mark", 7), ("wait", len(torch.observed) - 2)]
+
+
+def test_a_calls_tensors_are_let_go_of_where_its_stream_waits_for_it():
     torch = Streams()
     side = SideStream(torch, 0)
     tensors = [Tensor([n]) for n in range(2)]
@@ -364,9 +404,6 @@ def test_averages_overflow_as_their_sums_do():
 
 
 def test_copies_of_a_call_are_made_on_its_stream_behind_what_was_begun():
-    class Tensor(list):
-        pass
-
     @contextlib.contextmanager
     def on_stream(stream):
         torch.observed.append(("on", stream.cuda_stream))
@@ -383,7 +420,7 @@ def test_copies_of_a_call_are_made_on_its_stream_behind_what_was_begun():
         torch.observed.append(("copy", stream))
         return (copy,), lambda: torch.observed.append(("copied back", 7))
 
-    side.submit(torch, torch.call, (copied,), [], prepared)
+    work = side.submit(torch, torch.call, (copied,), [], prepared)
     assert torch.observed == [
         ("follow", 7),
         ("on", 7),
@@ -395,4 +432,4 @@ def test_copies_of_a_call_are_made_on_its_stream_behind_what_was_begun():
     ]
     # What is copied is kept until then, as the side stream reads it.
     del copied
-    assert gone() is not None
+    assert gone() is not None and not work.is_completed()

@@ -385,8 +385,8 @@ def test_what_a_programs_own_function_raises_reaches_every_rank():
 
 
 def begun_before_the_lock(group):
-    """Another thread begins a call whose callback dispatches, where this one has waited for what was begun and
-    is about to take the buffer's lock, or holds it."""
+    """Another thread begins a call whose callback dispatches, where this one has waited for what was begun
+    and is about to take the buffer's lock, or holds it."""
     calls = Calls(group)
     buffer, entry = calls.buffer, calls.buffer._entry
     x = torch.ones((1, buffer.hidden), dtype=buffer.dtype)
