@@ -227,7 +227,9 @@ def tolerance(world, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     # Defaults on a GPU, and on the CPU, where the training takes seconds with them and not hours.
     defaults = {
         "layers": (8, 2), "width": (2048, 256), "heads": (16, 8), "vocabulary": (8192, 1024),

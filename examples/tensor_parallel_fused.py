@@ -220,7 +220,9 @@ def measure(program, ways, options, device, stream):
 
 
 def parsed():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     # Defaults on a GPU, those of layers of Llama 3 8B, and on the CPU.
     defaults = {
         "layers": (4, 2), "hidden": (4096, 128), "heads": (32, 8), "kv-heads": (8, 4), "wide": (14336, 256),

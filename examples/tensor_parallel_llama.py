@@ -5,6 +5,8 @@ added up over the ranks by a `way` to communicate, which the program has several
 they are computed within a rank.
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -128,3 +130,13 @@ class Llama(torch.nn.Module):
             hidden = gated(x @ layer.gate_up.t())
             x, residual = way.reduce_norm(hidden, layer.down, residual, after)
         return F.cross_entropy((x @ self.head.t()).float(), targets)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="It is a part of tensor_parallel_fused.py, which is the program to start.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args()
+    parser.error("this is no program: start tensor_parallel_fused.py")

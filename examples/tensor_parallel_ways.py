@@ -1,5 +1,6 @@
 """The ways to communicate of `tensor_parallel_fused.py`: NCCL, symmpool, and symmpool's fused calls."""
 
+import argparse
 import contextlib
 
 import torch
@@ -198,3 +199,13 @@ class MultiplyScatter(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         whole, of_x = ctx.way.gather_multiply(gradient.contiguous(), weight)
         return of_x, whole.t() @ x, None
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="It is a part of tensor_parallel_fused.py, which is the program to start.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args()
+    parser.error("this is no program: start tensor_parallel_fused.py")

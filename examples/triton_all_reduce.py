@@ -13,6 +13,7 @@ hang.
 It prints the time of a call next to that of symmpool's own all-reduce.
 """
 
+import argparse
 import os
 import sys
 
@@ -134,6 +135,10 @@ def microseconds(call, calls=50):
 
 
 def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
         sys.exit("this runs under torchrun, with a GPU for each rank")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

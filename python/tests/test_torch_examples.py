@@ -1,6 +1,9 @@
 """Examples that need a GPU to run compile without one; those that do not are run."""
 
+import ast
+import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -44,6 +47,31 @@ def test_an_example_without_a_launcher_or_a_gpu_says_what_it_needs(name):
         pytest.skip("triton is not installed")
     [(alone, launched)] = values(1, ends_of_an_example, name, limit=120)
     assert "torchrun" in alone and "GPU" in launched
+
+
+def helps(group, name):
+    """What --help of an example prints, and how the example ends without an argument that it knows."""
+    sys.path.insert(0, str(EXAMPLES))
+    shown = []
+    for argument in ("--help", "--no-such-option"):
+        sys.argv = [f"{name}.py", argument]
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+            except SystemExit as end:
+                shown.append((end.code, out.getvalue() + err.getvalue()))
+    return shown
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_every_example_describes_itself(name):
+    if name == "triton_all_reduce" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    [[(status, shown), (unknown, refused)]] = values(1, helps, name, limit=120)
+    first = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())).splitlines()[0]
+    assert status == 0 and first in shown and "usage:" in shown, shown
+    assert unknown == 2 and "--no-such-option" in refused, refused
 
 
 def ends_of_an_example(group, name):
