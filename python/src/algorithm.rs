@@ -24,8 +24,10 @@ use crate::selection::standard;
 /// `symmpool.native` of CUDA C++.
 ///
 /// A plan is for one number of ranks. `Communicator.register` makes it known under its name, so that calls take it by
-/// `algorithm=`; `execute` runs it as it is.
-#[pyclass(frozen, module = "symmpool.language")]
+/// `algorithm=`; `execute` runs it as it is. Algorithms are equal that ranks may take for each other: of one name and
+/// collective, with one program or kernel, whatever file it is from.
+#[pyclass(frozen, eq, hash, module = "symmpool.language")]
+#[derive(PartialEq, Eq, Hash)]
 pub(crate) struct Algorithm {
     pub(crate) algorithm: symmpool_collectives::Algorithm,
 }
@@ -182,7 +184,8 @@ impl Algorithm {
 
     /// Writes the plan to a file, for `symmpool.language.load` or a program in Rust.
     fn save(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        Ok(std::fs::write(path, self.to_json(py)?)?)
+        let text = self.to_json(py)?;
+        Ok(py.detach(|| std::fs::write(path, text))?)
     }
 
     /// The plan as a table: a column for each rank, a row for each step.
@@ -192,7 +195,50 @@ impl Algorithm {
 
     /// Draws the plan as an SVG file: ranks, operations and signals over time.
     fn plot(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        Ok(std::fs::write(path, self.plan(py)?.draw())?)
+        let plan = self.plan(py)?;
+        Ok(py.detach(|| std::fs::write(path, plan.draw()))?)
+    }
+
+    /// Compiles a kernel that `symmpool.native` made, for devices of an architecture ("sm_80", "sm_90", ...), and
+    /// returns the bytes of code. No device is needed, but NVRTC is: UnsupportedError where there is none, or for what is
+    /// no kernel.
+    ///
+    /// InvalidArgumentError says what is wrong: what the compiler says of the source, with its lines, or that the
+    /// source has no kernel of the name, with the lines of those that it has. `world` is the number of ranks (unless
+    /// given, that of `symmpool.native`, else 2). For what reduces it is compiled for elements of `dtype` and `op`.
+    #[pyo3(
+        signature = (arch = "sm_90", *, world = None, dtype = None, op = None),
+        text_signature = "($self, arch='sm_90', *, world=None, dtype='float32', op='sum')"
+    )]
+    fn compile(
+        &self,
+        py: Python<'_>,
+        arch: &str,
+        world: Option<Number<u32>>,
+        dtype: Option<Argument<'_, '_>>,
+        op: Option<Argument<'_, '_>>,
+    ) -> PyResult<usize> {
+        let Some(kernel) = self.algorithm.kernel() else {
+            let why =
+                format!("{} of {} is no kernel of symmpool.native", self.name(), self.collective());
+            return Err(exception(py, &Error::unsupported(why)));
+        };
+        let number = arch.strip_prefix("sm_").and_then(|rest| {
+            let digits = rest.strip_suffix('a').unwrap_or(rest);
+            digits.parse::<u32>().ok().filter(|_| digits.len() >= 2)
+        });
+        let Some(number) = number else {
+            let arch = symmpool_allocator::short(arch);
+            return Err(invalid(
+                py,
+                format!("arch={arch:?}: it is \"sm_80\", \"sm_90\" or the like"),
+            ));
+        };
+        let world = world.map(|world| world.or_raise(py, "world")).transpose()?;
+        let world = world.or(kernel.world).unwrap_or(2);
+        let dtype = dtype.map_or(Ok(DType::F32), convert::dtype)?;
+        let op = operation::reduce_op(op).map_err(|why| invalid(py, why))?;
+        py.detach(|| kernel.compile((number / 10, number % 10), world, dtype, op)).or_raise(py)
     }
 
     /// Runs it: a call like any other, which every rank makes in the same order. Without `output` it is in place. A rank that
@@ -250,6 +296,43 @@ impl Algorithm {
             ),
         }
     }
+}
+
+/// The algorithms of a communicator, for one collective or for all.
+pub(crate) fn all(calls: &Calls, collective: Option<&str>) -> Vec<Algorithm> {
+    let all = calls.comm.algorithms().into_iter();
+    all.filter(|each| collective.is_none_or(|of| each.collective() == of))
+        .map(|algorithm| Algorithm { algorithm })
+        .collect()
+}
+
+/// Runs an algorithm on a communicator: one that is registered there, by its name, or one as it is.
+pub(crate) fn execute(
+    comm: &Bound<'_, Communicator>,
+    algorithm: Argument<'_, '_>,
+    both: (Argument<'_, '_>, Option<Argument<'_, '_>>),
+    options: Option<&Bound<'_, PyDict>>,
+) -> PyResult<()> {
+    let (py, calls) = (comm.py(), comm.get().calls());
+    let found = match algorithm.cast::<Algorithm>() {
+        Ok(algorithm) => Ok(algorithm.clone()),
+        Err(_) => algorithm
+            .extract::<String>()
+            .map_err(|_| {
+                let kind = algorithm.get_type().to_string();
+                Refusal::Invalid(format!("algorithm: a name or an Algorithm is needed, not {kind}"))
+            })
+            .and_then(|name| {
+                let found = calls.comm.registered_under(&name);
+                found.map_err(|why| Refusal::Raised(exception(py, &why)))
+            })
+            .and_then(|algorithm| Ok(Bound::new(py, Algorithm { algorithm })?)),
+    };
+    let stream = options.map_or(Ok(None), |options| options.get_item("stream"))?;
+    let stream = calls.stream(py, stream.as_ref())?;
+    let found = calls.or_decline(py, stream, found)?;
+    found.call_method("execute", (comm, both.0, both.1), options)?;
+    Ok(())
 }
 
 impl Algorithm {
@@ -375,8 +458,10 @@ fn prepare(
     }
     if output.is_none() && outputs != Some(from.count) {
         return Err(Refusal::Invalid(format!(
-            "output: {} is in place only where input and output are as long as each other; pass an output",
-            algorithm.name()
+            "output: without one {} is in place, which needs an input and an output of one length; pass an output of {} \
+             elements",
+            algorithm.name(),
+            outputs.map_or_else(|| "an impossible number of".to_owned(), |n| n.to_string())
         )));
     }
     Ok(Prepared { input: from, output: to, count, op, src })

@@ -11,7 +11,7 @@ use pyo3::types::PyDict;
 use symmpool_collectives::ReduceOp::Sum as SUM;
 use symmpool_collectives::StandardCollective::{AllGather, AllReduce, Broadcast, ReduceScatter};
 
-use crate::algorithm::Algorithm;
+use crate::algorithm::{self, Algorithm};
 use crate::arguments::{Argument, Calls};
 use crate::convert::deprecated;
 use crate::errors::{OrRaise, exception};
@@ -235,17 +235,7 @@ impl Communicator {
         self.wrote(&[(src != self.rank()).then_some(tensor)])
     }
 
-    /// Sends part r of `input` to rank r, where it becomes part `rank` of `output`.
-    ///
-    /// Without split sizes all parts are equal, and both tensors have the same number of elements. With them, rank r is
-    /// sent `input_split_sizes[r]` rows (indices of the first dimension) and sends `output_split_sizes[r]`; any may be
-    /// 0, and they may sum to fewer rows than there are. Where only one of both is given, parts on the other side are
-    /// equal; with uneven `input_split_sizes` that would be a guess, so `output_split_sizes` are needed too.
-    ///
-    /// On CUDA, without split sizes, copy engines carry parts of 16 MiB and more, once 48 MiB or more
-    /// leave a rank and outputs are memory of the pool. These then lie at one offset on all ranks:
-    /// allocate them in the same order everywhere, or make the communicator with
-    /// `all_to_all="direct"`. DivergedError says so otherwise, and the communicator is closed.
+    #[doc = include_str!("all_to_all_single.md")]
     #[pyo3(signature = (
         output, input, output_split_sizes = None, input_split_sizes = None, stream = None, *, algorithm = None
     ))]
@@ -500,7 +490,7 @@ impl Communicator {
 
     /// Makes an algorithm known under its name and collective: calls take it by `algorithm=`. It exchanges nothing
     /// with other ranks; all must have registered the same before a call names it, and one that differs is named by
-    /// DivergedError then. Another algorithm of a name that is taken is refused, the same is not.
+    /// DivergedError then. A name that a built-in or another algorithm has is refused; the same algorithm is not.
     fn register(&self, py: Python<'_>, algorithm: &Bound<'_, Algorithm>) -> PyResult<()> {
         self.calls.comm.check("a communicator").or_raise(py)?;
         self.calls.comm.register(algorithm.get().algorithm.clone()).or_raise(py)
@@ -510,10 +500,23 @@ impl Communicator {
     /// then the built-in ones that can serve calls here.
     #[pyo3(signature = (collective = None))]
     fn algorithms(&self, collective: Option<&str>) -> Vec<Algorithm> {
-        let all = self.calls.comm.algorithms().into_iter();
-        all.filter(|each| collective.is_none_or(|of| each.collective() == of))
-            .map(|algorithm| Algorithm { algorithm })
-            .collect()
+        algorithm::all(&self.calls, collective)
+    }
+
+    /// Runs an algorithm that was registered, by its name, or one that is given, whatever it computes. The other arguments
+    /// are those of `Algorithm.execute`.
+    #[pyo3(
+        signature = (algorithm, input, output = None, **options),
+        text_signature = "($self, algorithm, input, output=None, *, op='sum', src=0, stream=None, count=None, dtype=None)"
+    )]
+    fn execute(
+        slf: &Bound<'_, Self>,
+        algorithm: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+        output: Option<Argument<'_, '_>>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        algorithm::execute(slf, algorithm, (input, output), options)
     }
 
     /// Loads a table of algorithms, as `python -m symmpool tune` writes it, for calls whose algorithm nothing else
@@ -531,14 +534,7 @@ impl Communicator {
         statistics::of_communicator(py, &self.calls.comm.memory())
     }
 
-    /// Has `selector(bytes, dtype, op, world, windows, topology)` choose the algorithm of calls of a collective that
-    /// name none: it returns the name of a registered or built-in one, or None to leave it open. None ends that.
-    ///
-    /// `bytes` are those of the larger one of input and output; `dtype` and `op` are names, `op` None for what does not
-    /// reduce; `windows` has "input" and "output" if they are memory of the pool; `topology` is "fully_connected",
-    /// "hybrid_cube_mesh", "other" or "unknown". All ranks must choose alike, or DivergedError names those that differ.
-    /// Where it raises, or returns a name that is unknown or does not fit, the call is made as without it, and a
-    /// RuntimeWarning says so once. It must not make calls itself. Of all-to-alls only those of equal parts come to it.
+    #[doc = include_str!("select.md")]
     fn select(&self, py: Python<'_>, collective: &str, selector: Argument<'_, '_>) -> PyResult<()> {
         self.selectors.select(py, &self.calls, collective, selector)
     }

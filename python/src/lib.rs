@@ -79,6 +79,8 @@ mod written;
 /// The native half of the package `symmpool`.
 #[pyo3::pymodule]
 mod _symmpool {
+    use std::path::PathBuf;
+
     #[pymodule_export]
     use crate::algorithm::Algorithm;
     #[pymodule_export]
@@ -122,6 +124,19 @@ mod _symmpool {
 
     use crate::convert;
     use crate::number::Number;
+
+    /// Tells where the interpreter's packages are, one of which may be the compiler.
+    #[pymodule_init]
+    fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
+        use pyo3::types::PyAnyMethods;
+        let path = module.py().import("sys")?.getattr("path")?;
+        let folders = path.try_iter()?.filter_map(|folder| folder.ok()?.extract::<PathBuf>().ok());
+        let has_packages = |folder: &PathBuf| {
+            folder.ends_with("site-packages") || folder.ends_with("dist-packages")
+        };
+        symmpool_collectives::search_packages(folders.filter(has_packages).collect());
+        Ok(())
+    }
 
     /// Names that `algorithm` of a `Communicator` takes, "auto" first.
     #[pyo3::pyfunction]

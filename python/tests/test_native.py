@@ -8,6 +8,7 @@ import pytest
 from ranks import values
 
 import symmpool
+from symmpool.language import programs
 
 SOURCE = """
 #include <symmpool/device.cuh>
@@ -73,3 +74,47 @@ def on_the_host(group):
 
 def test_there_are_no_kernels_in_host_memory():
     assert values(2, on_the_host) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100"])
+def test_a_kernel_is_compiled_without_a_device(arch):
+    algorithm = symmpool.native(SOURCE, "gather", "all_gather")
+    assert algorithm.compile(arch=arch) > 100
+    assert algorithm.compile(arch, world=8) > 100
+
+
+def test_what_is_wrong_with_a_kernel_is_said_with_its_line():
+    with pytest.raises(symmpool.InvalidArgumentError, match=r"no kernel gathr.*gather in line 3"):
+        symmpool.native(SOURCE, "gathr", "all_gather").compile()
+    mangled = SOURCE.replace('extern "C" ', "")
+    with pytest.raises(symmpool.InvalidArgumentError, match=r'gather.cu:3: gather must be extern "C"'):
+        symmpool.native(mangled, "gather", "all_gather").compile()
+    broken = SOURCE.replace("{}", "{\n    undeclared = 1;\n}")
+    with pytest.raises(symmpool.InvalidArgumentError, match=r"gather\.cu\(5\): error.*undeclared"):
+        symmpool.native(broken, "gather", "all_gather").compile("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"arch": "hopper"}, "hopper"),
+        ({"arch": "sm_"}, "sm_"),
+        ({"arch": "9.0"}, "9.0"),
+        ({"world": 9}, "1 to 8"),
+        ({"world": 0}, "1 to 8"),
+        ({"op": "median"}, "median"),
+        ({"dtype": "bool"}, "bool"),
+    ],
+)
+def test_compile_refuses_nonsense(options, words):
+    reduces = symmpool.native(SOURCE, "gather", "all_reduce")
+    with pytest.raises((symmpool.InvalidArgumentError, TypeError), match=words):
+        reduces.compile(**options)
+
+
+def test_only_kernels_are_compiled():
+    plan = programs.ring_all_reduce.compile(2)
+    with pytest.raises(symmpool.UnsupportedError, match=r"ring_all_reduce of all_reduce is no kernel"):
+        plan.compile(arch="sm_90")
+    with pytest.raises(symmpool.UnsupportedError, match="7.5"):
+        symmpool.native(SOURCE, "gather", "all_gather").compile("sm_75")

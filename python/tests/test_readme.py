@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     ("README.md", "own"): ("[1, 1, 2, 2]", "[1, 1, 2, 2]"),
     ("docs/python.md", "first"): ("3.0", "3.0"),
+    ("docs/language.md", "first"): ("3.0", "3.0"),
     ("docs/python.md", "one_sided"): ("[2.0, 2.0, 2.0, 2.0]", "[1.0, 1.0, 1.0, 1.0]"),
 }
 if importlib.util.find_spec("torch"):

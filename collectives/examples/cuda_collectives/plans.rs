@@ -97,14 +97,17 @@ impl<'a> Plans<'a> {
     }
 
     fn programs(&mut self, plans: Vec<Plan>) -> Result<()> {
-        for plan in plans {
+        for mut plan in plans {
+            // Some are called as built-in algorithms are, whose names nothing else may have.
+            let name = plan.name.clone();
+            plan.name = format!("own_{name}");
             let algorithm = Algorithm::from_plan(plan).expect("a right program");
             self.comm.register(algorithm.clone())?;
             let (cases, wrong) = (self.cases, self.wrong);
             self.program(&algorithm)?;
             if self.pool.rank() == 0 {
                 let (cases, wrong) = (self.cases - cases, self.wrong - wrong);
-                println!("plan {}: {cases} cases, {wrong} wrong", algorithm.name());
+                println!("plan {name}: {cases} cases, {wrong} wrong");
             }
         }
         Ok(())

@@ -5,6 +5,7 @@ mod all_reduce;
 mod all_to_all;
 mod built_in;
 mod constraints;
+mod known;
 mod names;
 mod native;
 mod registered;
@@ -20,6 +21,7 @@ pub(crate) use built_in::{
     AUTO, COPY, DIRECT, LAMPORT, LL, RING, STAGED, STAGES, code_of, name_of,
 };
 pub use constraints::{Constraints, LaunchShape, Origin};
+pub(crate) use known::known;
 pub use native::NativeKernel;
 pub use registered::Algorithm;
 pub(crate) use registered::{BuiltIn, Source};

@@ -1,8 +1,10 @@
 //! Algorithms as things: what communicators have and programs make, register and run.
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
+use super::known::remember;
 use super::{Constraints, LaunchShape, NativeKernel, Origin, StandardCollective, name_of};
 use crate::plan::{CheckedPlan, Plan, PlanError};
 
@@ -40,7 +42,7 @@ impl Algorithm {
     ///
     /// What is wrong with the plan, with the rank and the line.
     pub fn from_plan(plan: Plan) -> Result<Self, PlanError> {
-        Ok(Self { source: Source::Plan(Arc::new(plan.check()?)) })
+        Ok(Self { source: Source::Plan(Arc::new(plan.check()?)) }.remembered())
     }
 
     /// An algorithm that is a CUDA kernel, for communicators on devices. It is compiled by a call that needs it.
@@ -50,7 +52,13 @@ impl Algorithm {
     /// `is_invalid_argument` for what cannot be a kernel: no source or name, or a grid that no device has.
     pub fn native(kernel: NativeKernel) -> symmpool_allocator::Result<Self> {
         kernel.check()?;
-        Ok(Self { source: Source::Native(Arc::new(kernel)) })
+        Ok(Self { source: Source::Native(Arc::new(kernel)) }.remembered())
+    }
+
+    /// Has errors know it by its name.
+    fn remembered(self) -> Self {
+        remember(self.hash(), self.name(), self.collective());
+        self
     }
 
     pub(crate) fn built_in(built_in: BuiltIn) -> Self {
@@ -170,12 +178,38 @@ impl Algorithm {
         }
     }
 
+    /// The kernel, if it is one of a program.
+    pub fn kernel(&self) -> Option<&NativeKernel> {
+        match &self.source {
+            Source::BuiltIn(_) | Source::Plan(_) => None,
+            Source::Native(kernel) => Some(kernel),
+        }
+    }
+
     /// The plan, if it is one.
     pub fn plan(&self) -> Option<&Arc<CheckedPlan>> {
         match &self.source {
             Source::BuiltIn(_) | Source::Native(_) => None,
             Source::Plan(plan) => Some(plan),
         }
+    }
+}
+
+/// Algorithms are equal that ranks may take for each other: of one name and collective, with one program, kernel or
+/// built-in algorithm. The file and lines of a program do not matter.
+impl PartialEq for Algorithm {
+    fn eq(&self, other: &Self) -> bool {
+        let parts = |it: &Self| (it.hash(), it.origin().name());
+        (self.name(), self.collective()) == (other.name(), other.collective())
+            && parts(self) == parts(other)
+    }
+}
+
+impl Eq for Algorithm {}
+
+impl Hash for Algorithm {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.hash().hash(state);
     }
 }
 

@@ -80,7 +80,7 @@ impl Communicator {
         self.lock().engine.compile_plans(&plans, threads);
     }
 
-    /// Makes an algorithm known under its name and collective. It comes before a built-in one of the same name.
+    /// Makes an algorithm known under its name and collective.
     ///
     /// It exchanges nothing with other ranks. All ranks must have registered the same before a call names it: calls
     /// with different ones are an error on every rank that names who differs. Registering the same once more changes
@@ -88,7 +88,8 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// `is_invalid_argument` if it is for another number of ranks, or another algorithm has its name here.
+    /// `is_invalid_argument` if it is for another number of ranks, or another algorithm has its name here, a built-in one
+    /// of its collective or one that was registered.
     pub fn register(&self, algorithm: Algorithm) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let made_for = match algorithm.source() {
@@ -104,6 +105,12 @@ impl Communicator {
         if algorithm.name() == "auto" {
             return Err(Error::invalid_argument(format!(
                 "{algorithm:?} on rank {rank}: \"auto\" leaves the choice open; give it another name"
+            )));
+        }
+        let standard = StandardCollective::named(algorithm.collective());
+        if standard.is_some_and(|of| code_of(of, algorithm.name()).is_some()) {
+            return Err(Error::invalid_argument(format!(
+                "{algorithm:?} on rank {rank}: a built-in algorithm has this name; give it a name of its own"
             )));
         }
         let mut registered = self.registry.lock();
@@ -142,14 +149,39 @@ impl Communicator {
         found.ok_or_else(|| self.registry.unknown(collective, name, self.rank()))
     }
 
+    /// The registered algorithm of this name, whatever it computes.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` if there is none, with the names that there are, or if algorithms of several collectives
+    /// have the name.
+    pub fn registered_under(&self, name: &str) -> Result<Algorithm> {
+        let registered = self.registry.lock();
+        let found: Vec<&Algorithm> = registered.iter().filter(|each| each.name() == name).collect();
+        if let [one] = found.as_slice() {
+            return Ok((*one).clone());
+        }
+        let (name, rank) = (short(name), self.rank());
+        let listed = |all: &mut dyn Iterator<Item = &str>| {
+            let names: Vec<&str> = all.collect();
+            if names.is_empty() { "nothing".to_owned() } else { names.join(", ") }
+        };
+        Err(Error::invalid_argument(if found.is_empty() {
+            let names = listed(&mut registered.iter().map(Algorithm::name));
+            format!("no algorithm called {name:?} is registered on rank {rank}; there are {names}")
+        } else {
+            let of = listed(&mut found.iter().map(|each| each.collective()));
+            format!(
+                "{name:?} on rank {rank} is an algorithm of each of {of}: pass the algorithm in place of its name"
+            )
+        }))
+    }
+
     /// The algorithms for calls of this communicator: those that were registered, by collective and name, and then the
-    /// built-in ones that can serve any call here. A built-in one whose name a registered one has is not among them.
+    /// built-in ones that can serve any call here.
     pub fn algorithms(&self) -> Vec<Algorithm> {
         let registered = self.registry.lock();
-        let built_in = self.registry.built_in.iter().filter(|each| {
-            each.constraints().is_some()
-                && find(&registered, each.collective(), each.name()).is_err()
-        });
+        let built_in = self.registry.built_in.iter().filter(|each| each.constraints().is_some());
         registered.iter().chain(built_in).cloned().collect()
     }
 

@@ -65,6 +65,7 @@ mod matmul;
 mod memory_operations;
 mod modules;
 mod native;
+mod native_compile;
 mod one_sided;
 mod p2p;
 mod params;

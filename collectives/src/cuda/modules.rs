@@ -68,6 +68,55 @@ pub(super) fn cuda(driver: &Driver) -> Result<&CudaDriver> {
     })
 }
 
+/// Compiles a kernel for so many ranks.
+fn compile_with(
+    jit: &Jit,
+    arch: Arch,
+    kernel: &Kernel<'_>,
+    world: u32,
+    spec: &KernelSpec,
+) -> Result<(Image, String)> {
+    let KernelSpec { dtype, op, mode, lamport, threads, blocks, .. } = *spec;
+    let numbers = [
+        ("WORLD", u64::from(world)),
+        ("DTYPE", u64::from(dtype)),
+        ("OP", u64::from(op)),
+        ("THREADS", u64::from(threads)),
+        ("BLOCKS", u64::from(blocks)),
+        ("COMM_BYTES", size_of::<Comm>() as u64),
+        ("CALL_BYTES", size_of::<CallParams>() as u64),
+        ("FAULT_BYTES", RECORD_BYTES as u64),
+        ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
+        ("EXPERTS_WORK_BYTES", size_of::<ExpertsWork>() as u64),
+        ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
+        ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),
+        ("MATMUL_WORK_BYTES", size_of::<MatmulWork>() as u64),
+        ("FEW_ROWS_BYTES", size_of::<FewRows>() as u64),
+    ]
+    .map(|(name, value)| (name, value.to_string()));
+    let mut defines: Vec<(&str, &str)> =
+        numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    defines.push(("PROTOCOL", if lamport { "LAMPORT" } else { "LL" }));
+    defines.extend(mode.defines());
+    let variant = Variant { kernel, defines: &defines };
+    let image = jit.compile(&variant, arch)?;
+    tracing::debug!(%variant, kind = ?image.kind, compiled = jit.compiled(), "kernel");
+    Ok((image, variant.to_string()))
+}
+
+/// Compiles a kernel for devices of an architecture, of which none need be there.
+pub(super) fn compile_without_device(
+    (major, minor): (u32, u32),
+    (key, source): (&MadeKernel, &MadeSource),
+) -> Result<Image> {
+    static JIT: OnceLock<Jit> = OnceLock::new();
+    let jit = JIT.get_or_init(|| Jit::new(JitOptions::from_env()));
+    let MadeSource { name, path, entry, source } = source;
+    let kernel = Kernel { name, path, entry, source, variants: &[] };
+    let (image, _) = compile_with(jit, Arch::new(major, minor)?, &kernel, key.world, &key.spec())?;
+    Ok(image)
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -221,33 +270,7 @@ impl Modules {
         world: u32,
         spec: &KernelSpec,
     ) -> Result<(Image, String)> {
-        let KernelSpec { dtype, op, mode, lamport, threads, blocks, .. } = *spec;
-        let numbers = [
-            ("WORLD", u64::from(world)),
-            ("DTYPE", u64::from(dtype)),
-            ("OP", u64::from(op)),
-            ("THREADS", u64::from(threads)),
-            ("BLOCKS", u64::from(blocks)),
-            ("COMM_BYTES", size_of::<Comm>() as u64),
-            ("CALL_BYTES", size_of::<CallParams>() as u64),
-            ("FAULT_BYTES", RECORD_BYTES as u64),
-            ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
-            ("EXPERTS_WORK_BYTES", size_of::<ExpertsWork>() as u64),
-            ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
-            ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),
-            ("MATMUL_WORK_BYTES", size_of::<MatmulWork>() as u64),
-            ("FEW_ROWS_BYTES", size_of::<FewRows>() as u64),
-        ]
-        .map(|(name, value)| (name, value.to_string()));
-        let mut defines: Vec<(&str, &str)> =
-            numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        defines.push(("PROTOCOL", if lamport { "LAMPORT" } else { "LL" }));
-        defines.extend(mode.defines());
-        let variant = Variant { kernel, defines: &defines };
-        let jit = jit(cuda(&self.driver)?);
-        let image = jit.compile(&variant, self.arch)?;
-        tracing::debug!(%variant, kind = ?image.kind, compiled = jit.compiled(), "kernel");
-        Ok((image, variant.to_string()))
+        compile_with(jit(cuda(&self.driver)?), self.arch, kernel, world, spec)
     }
 
     /// The context must be current.

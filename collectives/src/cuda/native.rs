@@ -7,7 +7,6 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::engine::CudaEngine;
 use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
-use super::made::{MadeKernel, MadeSource};
 use super::params::{CallParams, MAX_PEER_BLOCKS, PlanWork};
 use crate::algorithm::{NativeKernel, StandardCollective};
 use crate::host::call::{Call, Operation};
@@ -54,21 +53,8 @@ impl CudaEngine {
             true => (arguments.dtype, arguments.op),
             false => (DType::U8, ReduceOp::Sum),
         };
-        let key = MadeKernel {
-            world: self.world(),
-            hash: native.hash(),
-            rank: 0,
-            dtype: dtype as u8,
-            op: op as u8,
-            threads: native.threads,
-        };
-        let source = || MadeSource {
-            name: native.name.clone(),
-            path: native.path.clone(),
-            entry: native.kernel.clone(),
-            source: native.source.clone(),
-        };
-        let kernel = match self.made_kernel(key, source) {
+        let key = native.key(self.world(), dtype, op);
+        let kernel = match self.made_kernel(key, || native.made()) {
             Ok(kernel) => kernel,
             // What the compiler says of a program's source is about an argument.
             Err(why) => {

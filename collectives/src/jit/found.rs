@@ -1,6 +1,7 @@
 //! Which compiler and which cache kernels would use, for programs that report it.
 
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
 use symmpool_allocator::Result;
 
@@ -34,6 +35,19 @@ pub fn kernel_compiler(driver_major: Option<u32>) -> Result<KernelCompiler> {
 /// The folder in which compiled kernels are kept, or `None` if the environment says that they are not.
 pub fn kernel_cache() -> Option<PathBuf> {
     JitOptions::from_env().cache
+}
+
+static PACKAGES: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Has NVRTC be searched in these folders of Python packages (`site-packages`) too, from the next search on. An
+/// interpreter knows its folders, whether or not its environment is active.
+pub fn search_packages(folders: Vec<PathBuf>) {
+    *PACKAGES.lock().unwrap_or_else(PoisonError::into_inner) = folders;
+}
+
+/// The folders that were given to [`search_packages`].
+pub(super) fn packages() -> Vec<PathBuf> {
+    PACKAGES.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ use std::time::Duration;
 use symmpool_allocator::{Error, Result};
 
 pub(crate) use arch::Arch;
-pub use found::{KernelCompiler, kernel_cache, kernel_compiler};
+pub use found::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub(crate) use sources::Kernel;
 
 use arch::Target;
@@ -112,7 +112,8 @@ impl JitOptions {
     /// The options that the environment gives: `SYMMPOOL_NVRTC` names the library. Compiled kernels are kept below
     /// `SYMMPOOL_CACHE_DIR` (not at all if it is empty), else `$XDG_CACHE_HOME/symmpool`, else `~/.cache/symmpool`.
     pub(crate) fn from_env() -> Self {
-        Self::from_variables(|name| env::var_os(name))
+        let packages = found::packages();
+        Self { packages, ..Self::from_variables(|name| env::var_os(name)) }
     }
 
     /// Where the compiler may be.

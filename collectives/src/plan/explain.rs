@@ -117,8 +117,7 @@ fn short(rank: u32, operation: &Operation) -> String {
             format!("{} {} > {}", operation.name(), place(src), place(dst))
         }
         Operation::Reduce { dst, srcs } => {
-            let srcs: Vec<String> = srcs.iter().map(place).collect();
-            format!("reduce {} > {}", srcs.join(" "), place(dst))
+            format!("reduce {} > {}", Operation::listed(srcs, " ", place), place(dst))
         }
         Operation::Signal { peer, channel } => format!("signal {peer}{}", on(channel)),
         Operation::Wait { peer, channel } => format!("wait {peer}{}", on(channel)),

@@ -18,7 +18,11 @@
 //! needs them, `dst`, `src`, `srcs`, `peer`, `channel` (0 if absent), `group`, `line`. A place is an object with
 //! `buffer`, `index`, `count` (1 if absent) and `rank` (the program's own if absent).
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use symmpool_allocator::{Error, Result, short};
 
 use super::model::{
@@ -31,7 +35,7 @@ pub const PLAN_VERSION: u32 = 1;
 /// More operations than any sensible program has; what a check takes grows with them.
 const MOST_NAME: usize = crate::algorithm::MOST_NAME;
 const MAX_OPERATIONS: usize = 1 << 18;
-/// More bytes than so many operations need.
+/// More bytes than so many operations need. `symmpool.language.load` reads no more of a file.
 const MAX_BYTES: usize = 64 << 20;
 /// More ranks than collectives in host memory have.
 const MAX_WORLD: u32 = 1024;
@@ -39,6 +43,8 @@ const MAX_WORLD: u32 = 1024;
 const MAX_CHUNKS: u32 = 1 << 16;
 /// More chunks that operations read and write, in all.
 const MAX_ACCESSES: u64 = 1 << 20;
+/// Thread blocks on a device, as [`Plan::blocks`] gives them.
+const MAX_BLOCKS: u32 = 1024;
 /// Block groups of a rank, and channels between two ranks.
 pub(super) const MAX_GROUPS: u32 = 16;
 
@@ -71,11 +77,45 @@ fn simple() -> String {
     Protocol::Simple.name().to_owned()
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Serialize)]
 #[serde(untagged)]
 enum FileCollective {
     Named(String),
-    Own { name: String, outputs: Vec<Vec<Vec<(u32, u32)>>> },
+    Own(FilePromise),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FilePromise {
+    name: String,
+    outputs: Vec<Vec<Vec<(u32, u32)>>>,
+}
+
+/// By hand, as what serde makes of untagged enums cannot say what is wrong, and where.
+impl<'de> Deserialize<'de> for FileCollective {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct EitherForm;
+        impl<'de> Visitor<'de> for EitherForm {
+            type Value = FileCollective;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a collective's name, or an object with a name and outputs")
+            }
+
+            fn visit_str<E>(self, name: &str) -> std::result::Result<FileCollective, E> {
+                Ok(FileCollective::Named(name.to_owned()))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                map: A,
+            ) -> std::result::Result<FileCollective, A::Error> {
+                let promise = FilePromise::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(FileCollective::Own(promise))
+            }
+        }
+        deserializer.deserialize_any(EitherForm)
+    }
 }
 
 #[derive(Default, Serialize, Deserialize)]
@@ -115,7 +155,7 @@ impl Plan {
     /// # Errors
     ///
     /// `is_invalid_argument` for what is not a plan, which says where; for another version; and for plans beyond the
-    /// limits: 262,144 operations in all, 1,024 ranks, 65,536 chunks of a buffer, 16 block groups, 16 channels.
+    /// limits: 262,144 operations in all, 1,024 ranks, 65,536 chunks of a buffer, 16 block groups, 16 channels, 1,024 thread blocks.
     pub fn from_json(text: &str) -> Result<Self> {
         if text.len() > MAX_BYTES {
             return Err(Error::invalid_argument(format!(
@@ -134,7 +174,7 @@ impl Plan {
     /// The plan as JSON, from which [`Plan::from_json`] makes the same plan.
     pub fn to_json(&self) -> String {
         let collective = match &self.collective {
-            Collective::Custom { name, outputs } => FileCollective::Own {
+            Collective::Custom { name, outputs } => FileCollective::Own(FilePromise {
                 name: name.clone(),
                 outputs: outputs
                     .iter()
@@ -145,7 +185,7 @@ impl Plan {
                         chunks.iter().map(pairs).collect()
                     })
                     .collect(),
-            },
+            }),
             named => FileCollective::Named(named.name().to_owned()),
         };
         let programs = (0u32..).zip(&self.programs);
@@ -211,6 +251,14 @@ impl Plan {
         over("chunks of scratch", self.scratch.into(), MAX_CHUNKS.into())?;
         let outputs = (0..self.world).map(|rank| self.output_chunks(rank)).max().unwrap_or(0);
         over("chunks of output", outputs.into(), MAX_CHUNKS.into())?;
+        if let Some(blocks) = self.blocks
+            && !(1..=MAX_BLOCKS).contains(&blocks)
+        {
+            let name = short(&self.name);
+            return Err(Error::invalid_argument(format!(
+                "plan {name:?} has {blocks} thread blocks; 1 to {MAX_BLOCKS} are possible"
+            )));
+        }
         let mut accesses = 0;
         for each in self.programs.iter().flatten() {
             over(
@@ -271,7 +319,7 @@ fn read(file: File) -> Read<Plan> {
             "all_to_all" => Collective::AllToAll,
             _ => return Err(reading(format!("is of an unknown collective, {:?}", short(&of)))),
         },
-        FileCollective::Own { name, outputs } => {
+        FileCollective::Own(FilePromise { name, outputs }) => {
             let chunk = |pairs: Vec<(u32, u32)>| {
                 pairs.into_iter().map(|(rank, chunk)| Contribution { rank, chunk }).collect()
             };

@@ -223,6 +223,9 @@ pub enum Operation {
     Join,
 }
 
+/// Sources of a reduction that messages and tables list.
+const MAX_LISTED: usize = 32;
+
 impl Operation {
     /// The name in files and messages.
     pub const fn name(&self) -> &'static str {
@@ -263,6 +266,16 @@ impl Operation {
         self.sources().iter().copied().chain(self.destination())
     }
 
+    /// The sources of a reduction in words: all of them, or the first ones and how many more there are.
+    pub(crate) fn listed(srcs: &[Span], between: &str, word: impl Fn(&Span) -> String) -> String {
+        let (shown, more) = srcs.split_at(srcs.len().min(MAX_LISTED));
+        let mut words: Vec<String> = shown.iter().map(word).collect();
+        if !more.is_empty() {
+            words.push(format!("and {} more", more.len()));
+        }
+        words.join(between)
+    }
+
     /// As a program of `rank` has it.
     pub(crate) fn seen_by(&self, rank: u32) -> String {
         let on = |channel: u32| match channel {
@@ -274,8 +287,8 @@ impl Operation {
                 format!("{} {} to {}", self.name(), src.seen_by(rank), dst.seen_by(rank))
             }
             Self::Reduce { dst, srcs } => {
-                let srcs: Vec<String> = srcs.iter().map(|src| src.seen_by(rank)).collect();
-                format!("reduce {} to {}", srcs.join(", "), dst.seen_by(rank))
+                let srcs = Self::listed(srcs, ", ", |src| src.seen_by(rank));
+                format!("reduce {srcs} to {}", dst.seen_by(rank))
             }
             Self::Signal { peer, channel } => format!("signal rank {peer}{}", on(*channel)),
             Self::Wait { peer, channel } => format!("wait for rank {peer}{}", on(*channel)),

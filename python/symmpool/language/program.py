@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import inspect
 import json
+import operator
 import os
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from symmpool._symmpool import Algorithm
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, PlanError
 from symmpool.language.rank import Rank, Tracer, plan_error, whole
 
 #: The collectives, and how many chunks their inputs have unless a program says otherwise.
@@ -21,20 +23,40 @@ CHUNKS: dict[str, int | str] = {
     "all_to_all": "world",
 }
 
+#: Bytes of the longest plan, as collectives/src/plan/format.rs has it.
+MOST_BYTES = 64 << 20
+
 #: What one chunk of an output must hold: the reduction of chunks of inputs, each given as (rank, chunk).
 OutputChunk = Sequence[tuple[int, int]]
+
+
+def check_name(name: Any, of: str) -> str:
+    """Refuses what is no name."""
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: the name of {of} is a string")
+    if not name:
+        raise InvalidArgumentError(f"name='': {of} has a name")
+    return name
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective of one's own: `outputs(rank, world)` says for each chunk of that rank's output of
-    which chunks of inputs it is the reduction, as a list of `(rank, chunk)`; a copy where it is one.
+    which chunks of inputs it is the reduction, as a list of `(rank, chunk)`; a copy where it is one. `[]` is
+    for a rank without output.
 
         neighbours = sl.Collective("shift", lambda rank, world: [[((rank + 1) % world, 0)]])
     """
 
     name: str
     outputs: Callable[[int, int], Sequence[OutputChunk]]
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "a collective")
+        if not callable(self.outputs):
+            raise TypeError(
+                f"outputs={self.outputs!r}: a function of a rank and the number of ranks is needed"
+            )
 
 
 class Program:
@@ -54,7 +76,7 @@ class Program:
         self._chunks = chunks
         self._reproducible = reproducible
         #: The name of the algorithm.
-        self.name = name or function.__name__
+        self.name = function.__name__ if name is None else check_name(name, "an algorithm")
 
     @property
     def collective(self) -> str:
@@ -86,7 +108,7 @@ class Program:
         if protocol not in ("simple", "ll"):
             raise InvalidArgumentError(f"protocol={protocol!r}: there are 'simple' and 'll'")
         chunks = self._input_chunks(world)
-        outputs = self._outputs(world)
+        outputs = self._outputs(chunks, world)
         if outputs is None:
             sizes = [self._output_chunks(chunks, world)] * world
         else:
@@ -154,14 +176,36 @@ class Program:
             case _:
                 return chunks
 
-    def _outputs(self, world: int) -> list[list[list[list[int]]]] | None:
+    def _outputs(self, chunks: int, world: int) -> list[list[list[list[int]]]] | None:
         """Of a collective of one's own, what each chunk of each rank's output must hold."""
         if isinstance(self._collective, str):
             return None
-        return [
-            [[[whole(of, "a rank"), whole(chunk, "a chunk")] for of, chunk in place] for place in of_rank]
-            for of_rank in (self._collective.outputs(rank, world) for rank in range(world))
-        ]
+        return [self._outputs_of(rank, chunks, world) for rank in range(world)]
+
+    def _outputs_of(self, rank: int, chunks: int, world: int) -> list[list[list[int]]]:
+        name = self.collective
+        promised = self._collective.outputs(rank, world)
+        try:
+            outputs = [
+                [[operator.index(of), operator.index(chunk)] for of, chunk in place] for place in promised
+            ]
+        except (TypeError, ValueError):
+            shown = reprlib.repr(promised)
+            raise TypeError(
+                f"{name}: outputs(rank {rank}, {world}) is {shown}. It must be a list with, for each chunk "
+                "of the output, a list of (rank, chunk); [] for a rank without output"
+            ) from None
+        for index, place in enumerate(outputs):
+            for of, chunk in place:
+                if not (0 <= of < world and 0 <= chunk < chunks):
+                    raise PlanError(
+                        f"out_of_range: {name}: output[{index}] of rank {rank} must hold input[{chunk}] of "
+                        f"rank {of}, which is not there",
+                        "out_of_range",
+                        rank,
+                        0,
+                    )
+        return outputs
 
 
 def algorithm(
@@ -199,5 +243,8 @@ def algorithm(
 def load(path: str | os.PathLike[str]) -> Algorithm:
     """Reads an algorithm that `Algorithm.save` has written, and proves it anew. OSError where there is no
     file, InvalidArgumentError for what is no plan, PlanError for a plan that is wrong."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return Algorithm(file.read())
+    with open(path, "rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise InvalidArgumentError(f"{os.fspath(path)}: more than {MOST_BYTES} bytes; no plan has so many")
+    return Algorithm(data.decode("utf-8", "replace"))

@@ -6,6 +6,7 @@ program that it stands in; `symmpool.language.program` makes a plan of what all 
 
 import contextlib
 import operator
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -22,6 +23,7 @@ BufferName = Literal["input", "output", "scratch"]
 def plan_error(kind: str, rank: int, place: tuple[str, int], why: str) -> PlanError:
     """The error of an operation that cannot be written down."""
     file, line = place
+    file = os.path.basename(file)
     return PlanError(f"{file}:{line}: {kind}: line {line} on rank {rank}: {why}", kind, rank, line)
 
 

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::{Call, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, Operation};
-use crate::algorithm::{AUTO, name_of};
+use crate::algorithm::{AUTO, known, name_of};
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
 
 impl Call {
@@ -52,7 +52,11 @@ impl fmt::Display for Call {
         if operation == Operation::FusedMatmul {
             return self.fmt_matmul(f);
         }
-        f.write_str(operation.name())?;
+        let known = self.registered_hash().and_then(known);
+        match &known {
+            Some(known) if operation == Operation::Custom => f.write_str(&known.collective)?,
+            _ => f.write_str(operation.name())?,
+        }
         if matches!(operation, Operation::Declined | Operation::Barrier) {
             return Ok(());
         }
@@ -128,7 +132,8 @@ impl fmt::Display for Call {
             }
         }
         if let Some(hash) = self.registered_hash() {
-            return write!(f, ", by a registered algorithm of hash {hash:08x}");
+            let name = known.map_or_else(String::new, |known| format!("{:?}, ", known.name));
+            return write!(f, ", by {name}a registered algorithm of hash {hash:08x}");
         }
         let code = (head >> 24) as u8;
         match operation.standard().and_then(|collective| name_of(collective, code)) {

@@ -53,34 +53,46 @@ pub(super) struct Access {
     pub(super) writes: bool,
 }
 
-/// The accesses of every chunk with which a later one may conflict: the last write, and the reads since.
+/// The accesses of every chunk with which a later one may conflict: the last write, and each strand's last read since.
 ///
 /// That is enough: what is ordered behind the last write is ordered behind all accesses before it, which were
-/// compared with it.
+/// compared with it. What is ordered behind a strand's last read is ordered behind that strand's former ones.
 #[derive(Default)]
 pub(super) struct History {
-    cells: BTreeMap<Cell, Vec<Access>>,
+    cells: BTreeMap<Cell, Accesses>,
+}
+
+#[derive(Default)]
+struct Accesses {
+    write: Option<Access>,
+    /// By strand.
+    reads: BTreeMap<usize, Access>,
 }
 
 impl History {
     /// Adds an access. Returns the access that it conflicts with, if there is one that `clock`, the clock of the new
     /// one, does not cover.
     pub(super) fn add(&mut self, cell: Cell, access: Access, clock: &Clock) -> Option<Access> {
-        let since = self.cells.entry(cell).or_default();
-        let conflicts = |other: &&Access| access.writes || other.writes;
-        let found = since.iter().filter(conflicts).find(|other| !clock.covers(other.moment));
+        let Accesses { write, reads } = self.cells.entry(cell).or_default();
+        let unordered = |other: &&Access| !clock.covers(other.moment);
+        let found = write.iter().find(unordered);
+        let found = found.or_else(|| reads.values().filter(|_| access.writes).find(unordered));
         if let Some(other) = found {
             return Some(*other);
         }
         if access.writes {
-            since.clear();
+            *write = Some(access);
+            reads.clear();
+        } else {
+            reads.insert(access.moment.strand, access);
         }
-        since.push(access);
         None
     }
 
     /// All accesses that are kept, in the order of chunks.
     pub(super) fn all(&self) -> impl Iterator<Item = (Cell, &Access)> {
-        self.cells.iter().flat_map(|(cell, accesses)| accesses.iter().map(|each| (*cell, each)))
+        self.cells.iter().flat_map(|(cell, Accesses { write, reads })| {
+            write.iter().chain(reads.values()).map(|each| (*cell, each))
+        })
     }
 }

@@ -219,7 +219,7 @@ impl PlanErrorReason {
             }
             Self::Limits => {
                 "there are more than 262,144 operations, 1,048,576 chunks that they read and write, 1,024 ranks, \
-                 65,536 chunks of a buffer, 16 block groups, or 16 channels"
+                 65,536 chunks of a buffer, 16 block groups, or 16 channels, or thread blocks that are not 1 to 1,024"
             }
             Self::WritesInput => "an operation writes to an input, which stays the caller's",
             Self::Orders => "outputs hold the same reduction in different orders",

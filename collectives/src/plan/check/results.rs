@@ -52,24 +52,33 @@ pub(super) fn check_results(plan: &Plan, outcome: &Outcome) -> Result<(), PlanEr
 /// What is missing in a chunk, and what is too much.
 fn difference(found: Option<&[Contribution]>, expected: &[Contribution]) -> String {
     let Some(found) = found else { return "far too many inputs take part in it".to_owned() };
+    let (found, expected) = (counts(found), counts(expected));
     let count =
-        |of: &[Contribution], each: &Contribution| of.iter().filter(|other| *other == each).count();
-    for each in expected {
-        let (has, must) = (count(found, each), count(expected, each));
-        if has < must {
+        |of: &BTreeMap<Contribution, u32>, each: &Contribution| of.get(each).map_or(0, |n| *n);
+    for (each, must) in &expected {
+        if count(&found, each) < *must {
             return format!("it lacks {each}");
         }
     }
-    for each in found {
-        let (has, must) = (count(found, each), count(expected, each));
+    for (each, has) in &found {
+        let must = count(&expected, each);
         if must == 0 {
             return format!("{each} does not belong there");
         }
-        if has > must {
+        if *has > must {
             return format!("{each} takes part {has} times");
         }
     }
     "it differs".to_owned()
+}
+
+/// How often each input takes part.
+fn counts(of: &[Contribution]) -> BTreeMap<Contribution, u32> {
+    let mut counts = BTreeMap::new();
+    for each in of {
+        *counts.entry(*each).or_insert(0) += 1;
+    }
+    counts
 }
 
 /// Whether the plan is right where input and output are one memory, on whichever ranks that is so.

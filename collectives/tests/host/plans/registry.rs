@@ -120,10 +120,29 @@ fn built_in_algorithms_say_what_they_serve() {
         let error = comm.registered("all_reduce", "nonsense").unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("two_shot"), "{error}");
         assert!(comm.registered("nothing", "nonsense").unwrap_err().is_invalid_argument());
-        // Registering a built-in one changes nothing, and a plan of its name comes before it.
+        // Registering a built-in one changes nothing, and nothing takes its name, former and devices' names included.
         comm.register(one_shot).unwrap();
-        comm.register(named(programs::one_shot(3), "one_shot")).unwrap();
-        assert_eq!(found("all_reduce", "one_shot").origin(), Origin::Plan);
+        for (plan, name) in [
+            (programs::one_shot(3), "one_shot"),
+            (programs::one_shot(3), "one_shot_ll128"),
+            (programs::one_shot(3), "one_shot_packet"),
+            (programs::all_gather(3), "ring"),
+            (programs::all_gather(3), "direct"),
+        ] {
+            let error = comm.register(named(plan, name)).unwrap_err();
+            let text = error.to_string();
+            assert!(error.is_invalid_argument() && text.contains("a built-in algorithm"), "{text}");
+        }
+        // Another collective's name is free.
+        comm.register(named(programs::one_shot(3), "staged")).unwrap();
+        assert_eq!(comm.registered_under("staged").unwrap().origin(), Origin::Plan);
+        let error = comm.registered_under("one_shot").unwrap_err();
+        assert!(error.to_string().contains("there are staged"), "{error}");
+        comm.register(named(programs::all_gather(3), "two_shot")).unwrap();
+        comm.register(named(programs::reduce_scatter(3), "two_shot")).unwrap();
+        let error = comm.registered_under("two_shot").unwrap_err();
+        assert!(error.to_string().contains("all_gather, reduce_scatter"), "{error}");
+        assert_eq!(found("all_reduce", "one_shot").origin(), Origin::BuiltIn);
         let count = comm.algorithms().iter().filter(|each| each.name() == "one_shot").count();
         assert_eq!(count, 1);
         assert!(comm.register(named(programs::one_shot(3), "auto")).is_err());
