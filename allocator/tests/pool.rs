@@ -34,22 +34,32 @@ fn pool_of_two_lanes(group: Group) -> Pool {
 }
 
 #[test]
-fn a_vote_is_the_same_on_all_ranks_and_changes_nothing() {
+fn a_step_that_a_rank_is_not_ready_for_changes_nothing_on_any() {
     let outcomes = ranks(3, |group| {
         let (rank, timeout) = (group.rank(), Duration::from_secs(20));
         let pool = pool_of_two_lanes(group);
-        let vote = |ready| pool.all_ready_by(ready, Deadline::after(timeout));
-        vote(Ok(())).unwrap();
-        // What ranks have allocated is not compared.
-        let block = (rank == 1).then(|| pool.lane("a").unwrap().alloc::<u8>(100).unwrap());
-        let error = vote(match rank {
-            1 => Err(Error::out_of_memory("nothing is left")),
-            _ => Ok(()),
-        });
-        drop(block);
-        vote(Ok(())).unwrap();
-        assert!(pool.can_commit());
-        error.unwrap_err()
+        let step = |subject, ready| {
+            let allocate = || pool.lane("a").unwrap().alloc::<u8>(100);
+            pool.commit_together(subject, ready, Deadline::after(timeout), allocate)
+        };
+        let before = step(7, Ok(())).unwrap().unwrap();
+        assert!(pool.is_window(before.address(), before.bytes()));
+        let refused = step(
+            7,
+            match rank {
+                1 => Err(Error::out_of_memory("nothing is left")),
+                _ => Ok(()),
+            },
+        );
+        let differs = step(u64::from(rank), Ok(())).unwrap().unwrap_err();
+        assert!(
+            differs.is_invalid_state() && differs.to_string().contains("ranks 0 and 1"),
+            "{differs}"
+        );
+        // Nothing was allocated meanwhile, by which ranks would differ.
+        let block = step(8, Ok(())).unwrap().unwrap();
+        assert!(pool.can_commit() && pool.is_window(block.address(), block.bytes()));
+        refused.unwrap().unwrap_err()
     });
     for (error, rank) in outcomes.iter().zip(0..) {
         assert!(error.is_out_of_memory() && error.ranks() == [1], "{error}");
@@ -60,7 +70,7 @@ fn a_vote_is_the_same_on_all_ranks_and_changes_nothing() {
 }
 
 #[test]
-fn a_vote_without_a_rank_ends_in_time_and_ends_commits() {
+fn a_step_without_a_rank_ends_in_time_and_ends_commits() {
     ranks(2, |group| {
         let rank = group.rank();
         let pool = pool_of_two_lanes(group);
@@ -68,9 +78,64 @@ fn a_vote_without_a_rank_ends_in_time_and_ends_commits() {
             return thread::sleep(Duration::from_millis(600));
         }
         let deadline = Deadline::after(Duration::from_millis(200));
-        let error = pool.all_ready_by(Ok(()), deadline).unwrap_err();
+        let error = pool.commit_together(1, Ok(()), deadline, || Ok(())).unwrap_err();
         assert!(error.is_timeout() && error.ranks() == [1], "{error}");
         assert!(!pool.can_commit());
+    });
+}
+
+/// Threads that come to steps of two subjects in opposite orders on two ranks, over and over: either all ranks have made a
+/// step, or none has, and blocks of one subject lie at one offset.
+#[test]
+fn steps_of_two_subjects_are_never_taken_for_each_other() {
+    let outcomes = ranks(2, |group| {
+        let rank = group.rank();
+        let pool = pool_of_two_lanes(group);
+        let step = |subject: u64| {
+            let allocate = || pool.lane("a").unwrap().alloc::<u8>(100 + subject as usize);
+            let deadline = Deadline::after(Duration::from_secs(20));
+            pool.commit_together(subject, Ok(()), deadline, allocate).unwrap().ok()
+        };
+        let mut found = Vec::new();
+        for turn in 0..50_u32 {
+            let (one, other) = thread::scope(|scope| {
+                let swap = turn % 2 == 1 && rank == 1;
+                let later = scope.spawn(move || {
+                    thread::sleep(Duration::from_micros(if swap { 0 } else { 300 }));
+                    step(1)
+                });
+                if swap {
+                    thread::sleep(Duration::from_micros(300));
+                }
+                (step(0), later.join().unwrap())
+            });
+            found.push([one, other].map(|block| block.map(|block| block.offset())));
+        }
+        assert!(pool.can_commit());
+        found
+    });
+    assert_eq!(outcomes[0], outcomes[1]);
+    let made = outcomes[0].iter().flatten().flatten().count();
+    assert!(made > 0, "{outcomes:?}");
+}
+
+/// A rank whose other thread commits meanwhile waits for that, and reports nothing of it as an answer of all.
+#[test]
+fn a_step_waits_for_another_threads_commit() {
+    ranks(2, |group| {
+        let pool = pool_of_two_lanes(group);
+        let deadline = Deadline::after(Duration::from_secs(20));
+        thread::scope(|scope| {
+            let step = scope.spawn(|| {
+                // The other rank's thread comes to it behind its commit.
+                thread::sleep(Duration::from_millis(if pool.rank() == 1 { 200 } else { 30 }));
+                pool.commit_together(1, Ok(()), deadline, || Ok(())).unwrap().unwrap();
+            });
+            // The other rank comes later, so that the commit is under way when this rank's step begins.
+            thread::sleep(Duration::from_millis(if pool.rank() == 1 { 60 } else { 0 }));
+            pool.commit_by(deadline).unwrap();
+            step.join().unwrap();
+        });
     });
 }
 

@@ -11,7 +11,7 @@
 //! | `expert_memory` | the memory that a buffer for experts has for itself |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `matmul` | products of matrices that hide their communication |
-//! | `growth` | more memory for a communicator, before its first large call |
+//! | `growth` | which memory a call uses, and more of it before the first large call |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
 //! | `registry` | the algorithms, and calls with one that is named |
@@ -337,7 +337,11 @@ impl Communicator {
     /// In host memory a stream has no work that could be pending; it is only named in traces.
     fn begin(&self, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
         tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
-        self.shared.begin(&self.pool, stream)
+        let mut inner = self.shared.begin(&self.pool, stream)?;
+        if let Engine::Cuda(cuda) = &mut inner.engine {
+            cuda.use_small_area();
+        }
+        Ok(inner)
     }
 
     /// Where a block lies, for the engine.

@@ -74,7 +74,7 @@ pub(crate) fn of_communicator<'py>(
     py: Python<'py>,
     memory: &CommunicatorMemory,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let CommunicatorMemory { total, control, inboxes, scratch, staging, idle } = *memory;
+    let CommunicatorMemory { total, control, inboxes, scratch, staging, wanted } = *memory;
     let dict = PyDict::new(py);
     dict.set_item("total", total)?;
     for (name, bytes) in [
@@ -82,7 +82,7 @@ pub(crate) fn of_communicator<'py>(
         ("inboxes", inboxes),
         ("scratch", scratch),
         ("staging", staging),
-        ("idle", idle),
+        ("wanted", wanted),
     ] {
         dict.set_item(name, bytes)?;
     }

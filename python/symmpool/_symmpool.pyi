@@ -44,7 +44,7 @@ class CommunicatorMemory(TypedDict):
     inboxes: int
     scratch: int
     staging: int
-    idle: int
+    wanted: int
 
 class PoolStats(TypedDict):
     allocated: int

@@ -239,7 +239,7 @@ def test_a_forked_child_has_no_numbers_and_does_not_wait_for_its_parents_commit(
     assert pool.stats()["commits"] > 0
 
 
-PARTS = ("control", "inboxes", "scratch", "staging", "idle")
+PARTS = ("control", "inboxes", "scratch", "staging", "wanted")
 
 
 def held_by_communicators(group):

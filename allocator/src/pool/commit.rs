@@ -78,8 +78,17 @@ impl Pool {
     /// The same, in front of a commit in the background.
     pub(super) fn commit_now(&self, deadline: Deadline) -> Result<CommitReport> {
         let mut committer = self.committer()?;
+        self.commit_with(&mut committer, deadline)
+    }
+
+    /// The same by a thread that has the right to commit.
+    pub(super) fn commit_with(
+        &self,
+        committer: &mut Committer,
+        deadline: Deadline,
+    ) -> Result<CommitReport> {
         let mut locked = self.lock_lanes();
-        let outcome = self.commit_locked(&mut committer, &mut locked, deadline);
+        let outcome = self.commit_locked(committer, &mut locked, deadline);
         outcome.map_err(|error| {
             committer.stop_commits_after(&error);
             let number = committer.commits + 1;
@@ -112,6 +121,11 @@ impl Pool {
             }
             None => Ok(committer),
         }
+    }
+
+    /// Whether a thread of this process commits now.
+    pub(super) fn is_committing(&self) -> bool {
+        self.0.committing.load(Ordering::Acquire)
     }
 
     /// Locks the symmetric lanes, in the order of the configuration.

@@ -65,8 +65,17 @@ impl Pool {
         self.check_process()?;
         self.await_background(deadline)?;
         let mut committer = self.committer()?;
+        self.resync_with(&mut committer, deadline)
+    }
+
+    /// The same by a thread that has the right to commit.
+    pub(super) fn resync_with(
+        &self,
+        committer: &mut Committer,
+        deadline: Deadline,
+    ) -> Result<bool> {
         let mut locked = self.lock_lanes();
-        let outcome = self.resync_locked(&mut committer, &mut locked, deadline);
+        let outcome = self.resync_locked(committer, &mut locked, deadline);
         outcome.map_err(|error| {
             committer.stop_commits_after(&error);
             error.context(format!("rank {}, resync", self.rank()))

@@ -1,16 +1,23 @@
-//! Asking all ranks whether they are ready for a step, before any of them begins it.
+//! Steps that all ranks make together, or none: they say whether they are ready before any of them begins.
+
+use std::thread;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::Pool;
-use super::committer::{incomplete_commit, own_failure_or};
+use super::commit_guard::CommitGuard;
+use super::committer::{Committer, incomplete_commit, own_failure_or};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
-/// Whether a rank is ready, or why not.
+/// Between two looks whether another thread still commits.
+const PAUSE: Duration = Duration::from_micros(200);
+
+/// What a rank votes on, and whether it is ready for that, or why not.
 #[derive(Debug, Serialize, Deserialize)]
-struct Vote(Status<()>);
+struct Vote(Status<u64>);
 
 impl Message for Vote {
     const KIND: u16 = 12;
@@ -18,24 +25,72 @@ impl Message for Vote {
 }
 
 impl Pool {
-    /// Succeeds if every rank passes `Ok`, and is the same error on every rank if one does not. Collective, like a commit;
-    /// unlike one it changes nothing and compares nothing, so that ranks may ask before they allocate, which all of them must
-    /// do or none.
+    /// Commits with what `prepare` allocates, if every rank passes `Ok`: as a commit, but no rank begins to allocate unless all
+    /// are ready. Collective. `subject` says what the step is for, by a number that it has on all ranks, so that threads which
+    /// come to steps of several subjects in another order on another rank do not take one for the other.
+    ///
+    /// Returns what `prepare` did, or why no rank has allocated anything, which is the same on every rank: the error of a rank
+    /// that is not ready or could not prepare, which is named, or that ranks were at steps of different subjects. Then
+    /// all ranks may try again.
+    ///
+    /// No other commit of this pool comes between the question and the commit, and it waits for one that another thread makes.
     ///
     /// # Errors
     ///
-    /// That of a rank that is not ready, which is named. [`Error::is_timeout`] and [`Error::is_peer_lost`], after which no
-    /// commit of the pool can succeed, and [`Error::is_invalid_state`], as of [`commit_by`](Self::commit_by).
-    pub fn all_ready_by(&self, ready: Result<()>, deadline: Deadline) -> Result<()> {
+    /// Those of this rank alone, after which the ranks are no longer alike. [`Error::is_timeout`] and [`Error::is_peer_lost`],
+    /// after which no commit of the pool can succeed; others as of [`commit_by`](Self::commit_by).
+    pub fn commit_together<T>(
+        &self,
+        subject: u64,
+        ready: Result<()>,
+        deadline: Deadline,
+        prepare: impl FnOnce() -> Result<T>,
+    ) -> Result<Result<T>> {
         self.check_process()?;
         self.await_background(deadline)?;
-        let mut committer = self.committer()?;
+        let mut committer = self.committer_by(deadline)?;
+        if let Err(why) = self.vote(&mut committer, subject, ready, deadline)? {
+            return Ok(Err(why));
+        }
+        let prepared = prepare();
+        let committed = self.commit_with(&mut committer, deadline);
+        match committed {
+            // Had one rank alone failed, the commit had found that ranks differ.
+            Ok(_) => Ok(prepared),
+            // There was room when ranks were asked, and some rank found none then.
+            Err(why) if why.is_out_of_memory() && committer.broken.is_none() => {
+                drop(prepared);
+                self.resync_with(&mut committer, deadline)?;
+                Ok(Err(why))
+            }
+            Err(why) => Err(why),
+        }
+    }
+
+    /// The right to commit, once no other thread has it.
+    fn committer_by(&self, deadline: Deadline) -> Result<CommitGuard<'_>> {
+        loop {
+            match self.committer() {
+                Err(_) if self.is_committing() && !deadline.expired() => thread::sleep(PAUSE),
+                other => return other,
+            }
+        }
+    }
+
+    fn vote(
+        &self,
+        committer: &mut Committer,
+        subject: u64,
+        ready: Result<()>,
+        deadline: Deadline,
+    ) -> Result<Result<()>> {
         let ready = match &committer.incomplete {
             Some(cause) => Err(incomplete_commit(cause)),
             None => ready,
         };
         let own = ready.as_ref().err().cloned();
-        let votes = encode_status(Vote, ready.map_err(|error| error.kind().clone()))
+        let ready = ready.map(|()| subject).map_err(|error| error.kind().clone());
+        let votes = encode_status(Vote, ready)
             .and_then(|vote| committer.peers.all_gather(&self.0.group, "vote", &vote, deadline))
             .map_err(|error| own_failure_or(own, error))
             .and_then(|gathered| decode_all::<Vote>(&gathered));
@@ -44,7 +99,18 @@ impl Pool {
             self.in_vote(error)
         })?;
         let agreed = all_ok("a vote", votes.into_iter().map(|Vote(status)| status));
-        agreed.map(drop).map_err(|error| self.in_vote(error))
+        let subjects = match agreed {
+            Ok(subjects) => subjects,
+            Err(why) => return Ok(Err(self.in_vote(why))),
+        };
+        match subjects.iter().position(|other| *other != subjects[0]) {
+            None => Ok(Ok(())),
+            Some(rank) => Ok(Err(self.in_vote(Error::invalid_state(format!(
+                "ranks 0 and {rank} were at steps of different subjects ({:#x} and {:#x}): threads came to them in \
+                 another order",
+                subjects[0], subjects[rank]
+            ))))),
+        }
     }
 
     fn in_vote(&self, error: Error) -> Error {

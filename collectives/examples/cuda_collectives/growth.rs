@@ -1,5 +1,5 @@
-//! Checks communicators whose memory grows: before each kind of call that has use for it, not in captures and not after
-//! them, on all ranks or on none, and with the errors of other calls where ranks differ.
+//! Checks communicators whose memory grows: before each kind of call that has use for it, but in captures, on all ranks or on
+//! none, with graphs that were captured before and after it, and with the errors of other calls where ranks differ.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -77,8 +77,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         growth.keeps_one_sided_operations_off()?;
         growth.grows_for_named_algorithms()?;
         growth.grows_for_equal_parts_and_splits()?;
-        growth.stays_after_captures()?;
-        growth.stays_where_one_rank_cannot()?;
+        growth.grows_after_captures()?;
+        growth.old_flags_expire_in_both_areas()?;
+        growth.grows_where_one_rank_captured()?;
         growth.says_which_ranks_differ()?;
         growth.says_which_rank_is_late()?;
         growth.can_be_interrupted()?;
@@ -204,51 +205,111 @@ impl Growth<'_> {
         Ok(())
     }
 
-    /// A graph keeps the places that its calls were captured with, so none move after that.
-    fn stays_after_captures(&mut self) -> Result<()> {
+    /// What was captured before, small calls and large ones, costs later calls nothing, and stays right when memory was taken
+    /// since.
+    fn grows_after_captures(&mut self) -> Result<()> {
         self.renew()?;
         // Captured calls of any size take no memory.
-        let graphs = [1000, MANY].map(|count| {
-            Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, count))
-                .map(|graph| (count, graph))
-        });
-        for graph in graphs {
-            let (count, graph) = graph?;
-            for _ in 0..3 {
-                self.case_by(Kind::AllReduce, count, |growth| {
-                    graph.launch(growth.pool, growth.stream)
-                })?;
-                self.case(Kind::AllReduce, MANY)?;
-                self.case(Kind::AllGather, 1000)?;
-            }
-            graph.destroy(self.pool)?;
+        let captured = [(Kind::AllReduce, 1000), (Kind::AllGather, 77), (Kind::AllReduce, MANY)];
+        let mut graphs = Vec::new();
+        for (kind, count) in captured {
+            let graph = Graph::capture(self.pool, self.stream, || self.call(kind, count))?;
+            graphs.push((kind, count, graph));
         }
-        self.check("memory stays after captures", self.comm.memory().total <= SMALL);
+        let replays = |growth: &mut Self, turns: usize| {
+            for (kind, count, graph) in graphs.iter().cycle().take(turns) {
+                growth.case_by(*kind, *count, |growth| graph.launch(growth.pool, growth.stream))?;
+                growth.case(Kind::AllGather, 1000)?;
+            }
+            Ok::<_, symmpool_allocator::Error>(())
+        };
+        replays(self, 4)?;
+        self.check("captures take no memory", self.comm.memory().total <= SMALL);
+        self.case(Kind::AllReduce, MANY)?;
+        let total = self.comm.memory().total;
+        self.check("the first large call behind them does", (SMALL + 1..=GROWN).contains(&total));
+        for kind in KINDS {
+            self.case(kind, MANY)?;
+            replays(self, 5)?;
+            self.case(kind, MANY)?;
+        }
+        // Large calls that are captured now are in the memory for them.
+        let large = Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, MANY))?;
+        for _ in 0..3 {
+            self.case_by(Kind::AllReduce, MANY, |growth| large.launch(growth.pool, growth.stream))?;
+            self.case(Kind::AllReduce, MANY)?;
+            replays(self, 2)?;
+        }
+        self.check("memory is taken once", self.comm.memory().total == total);
+        large.destroy(self.pool)?;
+        graphs.into_iter().try_for_each(|(_, _, graph)| graph.destroy(self.pool))
+    }
+
+    /// Numbers of calls begin anew while calls are made in both areas, in graphs and outside.
+    fn old_flags_expire_in_both_areas(&mut self) -> Result<()> {
+        for first_epoch in [(1 << 30) - 6, u32::MAX - 6] {
+            self.renew()?;
+            let options = CommunicatorOptions { first_epoch, ..self.options.clone() };
+            self.comm = Communicator::with_options(self.pool, &options)?;
+            let small =
+                Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, 4096))?;
+            self.case(Kind::AllReduce, MANY)?;
+            let large =
+                Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, MANY))?;
+            for turn in 0..6 {
+                self.case_by(Kind::AllReduce, 4096, |growth| {
+                    small.launch(growth.pool, growth.stream)
+                })?;
+                if turn % 2 == 0 {
+                    self.case_by(Kind::AllReduce, MANY, |growth| {
+                        large.launch(growth.pool, growth.stream)
+                    })?;
+                }
+                self.case(Kind::Broadcast, if turn % 3 == 0 { MANY * 2 } else { 500 })?;
+            }
+            small.destroy(self.pool)?;
+            large.destroy(self.pool)?;
+        }
         Ok(())
     }
 
-    /// If one rank captured a call, no rank takes memory, and the pool goes on.
-    fn stays_where_one_rank_cannot(&mut self) -> Result<()> {
+    /// Small calls that one rank alone captured keep nobody from taking memory. A large call that one rank captured before,
+    /// and the others make outside of a capture afterwards, is an error that says so.
+    fn grows_where_one_rank_captured(&mut self) -> Result<()> {
         self.renew()?;
         let last = self.pool.world() - 1;
-        let graph = (self.pool.rank() == last)
-            .then(|| Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, 1000)))
-            .transpose()?;
-        self.case_by(Kind::AllReduce, 1000, |growth| match &graph {
+        let is_last = self.pool.rank() == last;
+        let capture = |growth: &Self, count| {
+            is_last
+                .then(|| {
+                    Graph::capture(growth.pool, growth.stream, || {
+                        growth.call(Kind::AllReduce, count)
+                    })
+                })
+                .transpose()
+        };
+        let graphs = [capture(self, 1000)?, capture(self, MANY)?];
+        let replayed = |growth: &Self, nth: usize, count| match &graphs[nth] {
             Some(graph) => graph.launch(growth.pool, growth.stream),
-            None => growth.call(Kind::AllReduce, 1000),
-        })?;
+            None => growth.call(Kind::AllReduce, count),
+        };
+        self.case_by(Kind::AllReduce, 1000, |growth| replayed(growth, 0, 1000))?;
         for count in [MANY, 1000, MANY] {
             self.case(Kind::AllReduce, count)?;
             self.case(Kind::AllToAll, count)?;
+            self.case_by(Kind::AllReduce, 1000, |growth| replayed(growth, 0, 1000))?;
         }
-        self.check("memory stays where one rank cannot", self.comm.memory().total <= SMALL);
-        if let Some(graph) = graph {
-            graph.destroy(self.pool)?;
-        }
+        self.check("one rank's graph is no obstacle", self.comm.memory().total > SMALL);
         let block = self.pool.alloc::<u8>(4 << 20)?;
         self.pool.commit()?;
         self.check("the pool commits", self.pool.is_window(block.address(), 4 << 20));
+        let called = replayed(self, 1, MANY);
+        let ended = called.and_then(|()| self.comm.synchronize(&self.stream));
+        let error = expect_error(ended, "a call in different memory")?;
+        let named =
+            error.is_diverged() && error.to_string().contains(&format!("rank {last} alone"));
+        self.check(&format!("which rank captured it: {error}"), named);
+        graphs.into_iter().flatten().try_for_each(|graph| graph.destroy(self.pool))?;
         // What a communicator makes later grows again.
         self.grows_before(Kind::AllReduce)
     }

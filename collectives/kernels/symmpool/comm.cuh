@@ -58,25 +58,43 @@ constexpr u32 CHANNELS = 16;
 // Each has the four counts that `one_sided/one_sided.cu` describes.
 constexpr u64 CHANNELS_BYTES = 4 * 8ull * WORLD * CHANNELS;
 
+// What of an area's memory holds flags of epochs: offsets from the control block, and bytes of all parities together.
+struct AreaFlags {
+    u64 ll;
+    u64 ll_bytes;
+    u64 ll128;
+    u64 ll128_bytes;
+    u64 escape_marks;
+    u64 escape_mark_bytes;
+};
+
+// Areas of memory for data, each of which has calls of its own: one for small calls, and one for large ones where a
+// communicator's memory has grown. A graph keeps the area that its calls were captured with.
+constexpr u32 AREAS = 2;
+
 // The first 16 bytes are read by one load, by every block of every call.
 struct Local {
-    u32 epoch;         // of the last call
-    u32 failed;        // whether a wait expired or ranks differed: later calls do nothing
-    u32 lamport_turn;  // which third of the Lamport inbox the next call uses
-    u32 lamport_used;  // vectors that the call before used of its third
+    u32 epoch;           // of the last call
+    u32 failed;          // whether a wait expired or ranks differed: later calls do nothing
+    u32 lamport[AREAS];  // of each area: which third of its Lamport inbox the next call there uses, in the lowest two bits,
+                         // and how many vectors the call before there used of its third
     u32 blocks_arrived;    // blocks of the running call that have read the four words above
     // These three belong to `symmpool/companion.cuh`.
     u32 companion_blocks;
     u64 handshakes_reported;
     u64 handshakes_consumed;
+    AreaFlags areas[AREAS];  // what calls in the other area expire; the host writes both when the memory grows, and else none
 };
+
+constexpr u64 AREAS_OFFSET = 40;  // `LOCAL_AREAS` in `cuda/params.rs`
+static_assert(sizeof(Local) == AREAS_OFFSET + AREAS * sizeof(AreaFlags), "the host writes there");
 
 struct Comm {
     char* base;    // of slot 0
     u64 stride;    // from one slot to the next
     u64 control;   // offset of the control block in every slot
-    // Offsets from the control block, and the lengths of all parities together, in bytes. Where a communicator's memory has
-    // grown, data lies in another block, which may be in front of this one: offsets are added modulo 2^64.
+    // Offsets from the control block, and the lengths of all parities together, in bytes. Those for data are the call's area,
+    // which may lie in another block in front of this one: offsets are added modulo 2^64.
     u64 handshake;
     u64 flags;
     u64 flags_bytes;
@@ -97,7 +115,8 @@ struct Comm {
     u64 timeout;   // nanoseconds
     Fault* fault;
     u32 rank;
-    u32 early;     // whether the stream's next kernel may start while this one still runs
+    unsigned short early;  // whether the stream's next kernel may start while this one still runs
+    unsigned short area;   // which of the areas the call uses
 
     __device__ __forceinline__ char* of(u32 peer) const { return base + peer * stride + control; }
     __device__ __forceinline__ char* own() const { return of(rank); }
@@ -155,8 +174,9 @@ struct Session {
         uint4 state = load_relaxed(c.local());
         epoch = following(state.x);
         failed = state.y;
-        lamport_turn = state.z;
-        lamport_used = state.w;
+        const u32 lamport = c.area == 0 ? state.z : state.w;
+        lamport_turn = lamport & 3;
+        lamport_used = lamport >> 2;
     }
 
     // The epoch after another. It is never 0, which fresh memory holds; 2 follows the largest, so that
@@ -177,8 +197,7 @@ struct Session {
         Local* local = comm.local();
         if (atomicAdd(&local->blocks_arrived, 1) == gridDim.x - 1) {
             local->blocks_arrived = 0;
-            local->lamport_turn = lamport_turn;
-            local->lamport_used = lamport_used;
+            local->lamport[comm.area] = lamport_turn | lamport_used << 2;
             local->epoch = epoch;
         }
     }

@@ -146,6 +146,10 @@ __device__ __noinline__ void expire_old_flags(const Session& session, UsedBytes 
     expire_region(session, comm.ll128, comm.ll128_bytes, used.ll128);
     expire_region(session, comm.flags, comm.flags_bytes, used.flags);
     expire_region(session, traffic_rows(comm), TRAFFIC_ROWS_BYTES, used.traffic_rows);
+    const AreaFlags& other = comm.local()->areas[1 - comm.area];
+    expire_region(session, other.ll, other.ll_bytes, 0);
+    expire_region(session, other.ll128, other.ll128_bytes, 0);
+    expire_region(session, other.escape_marks, other.escape_mark_bytes, 0);
 }
 
 // For calls that write no escape marks (`protocol/lamport_escaped.cuh`).

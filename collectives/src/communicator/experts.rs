@@ -366,10 +366,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         work: ExpertsWork,
         stream: &Stream,
     ) -> Result<ExpertCall> {
-        // The first call, whichever it is: how much memory ranks have decides how rows travel, which must be the same in a
-        // dispatch and its combine.
         let described = Call::new(operation).experts(&self.shape, mode);
-        self.comm.grow(inner, described, stream)?;
+        self.comm.grow_for_experts(inner, described, stream)?;
         let bytes = RegionParts::new(&self.shape, self.comm.world()).bytes as usize;
         let place = self.comm.place_at(inner, self.region as *mut u8, bytes, stream)?;
         match place {

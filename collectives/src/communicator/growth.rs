@@ -1,12 +1,13 @@
-//! How a communicator gets more memory: before the first call that has use for it.
+//! Which memory a call uses, and how a communicator gets more of it: before the first call that has use for it.
 //!
 //! Small calls need little memory, and many groups of a program make no others. So a communicator whose memory may grow
-//! ([`device_memory_grows`](super::CommunicatorOptions::device_memory_grows)) begins with little. Its first large call waits
-//! on the host until every rank has come to it; then all ranks allocate a block of one size and commit, and the engine moves
-//! data there (`cuda/engine/growth.rs`). Where a rank cannot, for instance as its device is full, all keep what they have, and
-//! the call is made in more pieces.
+//! ([`device_memory_grows`](super::CommunicatorOptions::device_memory_grows)) begins with an area for small calls. Its first
+//! large call waits on the host until every rank has come to it; then all ranks allocate a block of one size and commit, and it
+//! is the area of this call and of all large ones to come (`cuda/engine/areas.rs`). Where a rank has no room on its device, all
+//! keep what they have, the call is made in more pieces, and it is tried again, after twice as many large calls each time.
 //!
-//! Whether a call is the first large one must follow from what ranks have alike: its kind, its size, and the calls before it.
+//! Whether a call is large must follow from what ranks have alike: its kind and its size. A large call that is captured before
+//! there is an area for it uses the one of small calls, in that graph for good.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -29,7 +30,7 @@ const SPIN: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(50);
 const ASK_TO_STOP: Duration = Duration::from_millis(100);
 
-/// Inboxes that hold what all ranks send in a call that needs no more memory. LL's is the smallest one.
+/// Small inboxes that hold what all ranks send in a small call. LL's is the smallest one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Inbox {
     Lamport,
@@ -37,8 +38,8 @@ pub(super) enum Inbox {
 }
 
 impl Communicator {
-    /// Gives the communicator more memory if a call of a collective is the first that has use for it. `is_open` says whether
-    /// the engine chooses the algorithm.
+    /// Has a call of a collective use the memory for large calls if it is one. `is_open` says whether the engine chooses the
+    /// algorithm.
     pub(super) fn grow_for(
         &self,
         inner: &mut Inner,
@@ -46,7 +47,7 @@ impl Communicator {
         is_open: bool,
         stream: &Stream,
     ) -> Result<()> {
-        if !matches!(&inner.engine, Engine::Cuda(cuda) if cuda.may_grow()) {
+        if !matches!(&inner.engine, Engine::Cuda(cuda) if cuda.may_have_large_area()) {
             return Ok(());
         }
         let Request { collective, count, dtype, root, .. } = *request;
@@ -102,14 +103,14 @@ impl Communicator {
     ) -> Result<()> {
         let is_large = |cuda: &CudaEngine| cuda.is_large(bytes, inbox == Inbox::Lamport);
         match &inner.engine {
-            Engine::Cuda(cuda) if cuda.may_grow() && is_large(cuda) => {
+            Engine::Cuda(cuda) if cuda.may_have_large_area() && is_large(cuda) => {
                 self.grow(inner, call, stream)
             }
             _ => Ok(()),
         }
     }
 
-    /// Gives the communicator more memory if it may have more, before a call that has use for it.
+    /// Has a large call use the memory for large calls, which the communicator takes now if it has none yet.
     ///
     /// # Errors
     ///
@@ -117,29 +118,69 @@ impl Communicator {
     /// commit.
     pub(super) fn grow(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
         let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
-        if !cuda.may_grow() || self.pool.driver().is_capturing(*stream) {
+        if !self.pool.driver().is_capturing(*stream) && cuda.is_time_to_grow() {
+            self.take_memory(inner, call, stream)?;
+        }
+        if let Engine::Cuda(cuda) = &mut inner.engine {
+            cuda.use_large_area();
+        }
+        Ok(())
+    }
+
+    /// The same for a call of experts. All of these use the memory that the first one used, whichever it is: how much that
+    /// is decides how rows travel, which must be the same in a dispatch and its combine.
+    pub(super) fn grow_for_experts(
+        &self,
+        inner: &mut Inner,
+        call: Call,
+        stream: &Stream,
+    ) -> Result<()> {
+        let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
+        if cuda.use_area_of_experts() {
             return Ok(());
         }
+        self.grow(inner, call, stream)?;
+        if let Engine::Cuda(cuda) = &mut inner.engine {
+            cuda.keep_area_of_experts();
+        }
+        Ok(())
+    }
+
+    /// Takes the memory for large calls, on every rank or on none.
+    #[cold]
+    fn take_memory(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
+        let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         // Ranks that make different calls, or none, get their errors here, from the device, and the pool goes on. A rank may
         // pass a handshake that another one has given up; in the second one it misses that rank.
         for _ in 0..2 {
             cuda.call(*stream, |cuda| cuda.handshake_only(call.grows(), *stream))?;
             self.await_handshake(cuda, stream)?;
         }
+        let total = self.memory().total;
         match self.allocate_growth(cuda) {
-            Ok(Some(block)) => {
+            Ok(Ok(block)) => {
                 inner.windows = self.pool.windows();
-                let total = self.memory().total + block.bytes();
-                cuda.grow(block.offset());
-                self.set_memory(cuda.memory(total));
+                cuda.grow(block.offset()).map_err(|why| cuda.fail_halfway(why, *stream))?;
+                self.set_memory(cuda.memory(total + block.bytes()));
                 self.shared.keep_grown(block);
                 Ok(())
             }
-            Ok(None) => {
+            Ok(Err(why)) => {
                 cuda.stay_small();
+                self.set_memory(cuda.memory(total));
+                tracing::warn!(
+                    rank = self.rank(),
+                    %why,
+                    wanted = cuda.growth_bytes(),
+                    "a communicator's memory does not grow now; large calls go in more pieces, and it is tried again"
+                );
                 Ok(())
             }
-            Err(error) if self.pool.can_commit() => Err(inner.engine.decline(error, stream)),
+            // The commit found that ranks had differed before, on all of them alike.
+            Err(error) if error.is_diverged() && self.pool.can_commit() => {
+                Err(inner.engine.decline(error, stream))
+            }
+            // Of this rank alone, or of ranks that cannot communicate any more: this rank cannot tell what the others have.
             Err(error) => Err(inner.engine.give_up(error, stream)),
         }
     }
@@ -170,29 +211,16 @@ impl Communicator {
         cuda.ready()
     }
 
-    /// The block that the memory grows by, as a window; `None` where a rank has none to give. The same on every rank.
-    fn allocate_growth(&self, cuda: &CudaEngine) -> Result<Option<Block<u8>>> {
-        let deadline = self.pool.group().deadline();
-        let ready = cuda.check_growth().and_then(|()| self.check_room(cuda));
-        let why = match self.pool.all_ready_by(ready, deadline) {
-            Ok(()) => match self.commit_growth(cuda) {
-                Ok(block) => return Ok(Some(block)),
-                // There was room when ranks were asked, and some rank found none then.
-                Err(error) if error.is_out_of_memory() => {
-                    self.pool.resync()?;
-                    error
-                }
-                Err(error) => return Err(error),
-            },
-            Err(error) if !self.pool.can_commit() => return Err(error),
-            Err(error) => error,
-        };
-        tracing::warn!(
-            rank = self.rank(),
-            %why,
-            "a communicator's memory does not grow; large calls go in more pieces"
-        );
-        Ok(None)
+    /// The block that the memory grows by, as a window; or why no rank has taken one, which is the same on every rank.
+    fn allocate_growth(&self, cuda: &CudaEngine) -> Result<Result<Block<u8>>> {
+        let (subject, deadline) = (cuda.subject(), self.pool.group().deadline());
+        let lane = self.pool.lane(CONTROL_LANE)?;
+        self.pool.commit_together(subject, self.check_room(cuda), deadline, || {
+            let block = lane.alloc_bytes(cuda.growth_bytes() as usize, 4096, Stream::DEFAULT);
+            // A failure counts at the first event in which ranks differ: freeing the block again is one.
+            let prepared = block.and_then(|block| cuda.prepare_growth(&block).map(|()| block));
+            prepared.inspect_err(|why| lane.note_failure(why))
+        })
     }
 
     /// Refuses to grow on a device that has no room.
@@ -207,20 +235,6 @@ impl Communicator {
             )));
         }
         Ok(())
-    }
-
-    fn commit_growth(&self, cuda: &CudaEngine) -> Result<Block<u8>> {
-        let lane = self.pool.lane(CONTROL_LANE)?;
-        let allocated = lane.alloc_bytes(cuda.growth_bytes() as usize, 4096, Stream::DEFAULT);
-        let prepared = allocated.and_then(|block| {
-            // A failure counts at the first event in which ranks differ: freeing the block again is one.
-            cuda.prepare_growth(&block).inspect_err(|why| lane.note_failure(why))?;
-            Ok(block)
-        });
-        let prepared = prepared.inspect_err(|why| lane.note_failure(why));
-        self.pool.commit()?;
-        // Had one rank alone failed, the commit had found that ranks differ.
-        prepared
     }
 }
 

@@ -19,15 +19,16 @@ pub struct CommunicatorMemory {
     pub scratch: u64,
     /// Slots of point-to-point messages.
     pub staging: u64,
-    /// Where data of calls was before the memory [grew](super::CommunicatorOptions::device_memory_grows); not used any more.
-    pub idle: u64,
+    /// What it [would have grown by](super::CommunicatorOptions::device_memory_grows), had each rank's device had room: large
+    /// calls go in more pieces meanwhile, and it is tried again. No part of the total.
+    pub wanted: u64,
 }
 
 impl CommunicatorMemory {
     /// So much memory with these parts; the rest of it is the control block.
     pub(crate) fn of(self, total: u64) -> Self {
-        let Self { inboxes, scratch, staging, idle, .. } = self;
-        let control = total.saturating_sub(inboxes + scratch + staging + idle);
+        let Self { inboxes, scratch, staging, .. } = self;
+        let control = total.saturating_sub(inboxes + scratch + staging);
         Self { total, control, ..self }
     }
 

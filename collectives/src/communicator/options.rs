@@ -46,11 +46,11 @@ pub struct CommunicatorOptions {
     /// On a device: begins with 16 MiB of memory, and takes 389 MiB more before the first call that has use for them: of more
     /// than 768 KiB of all ranks together (256 where integers or `f64` are reduced, or an algorithm is named), an all-to-all,
     /// of experts, or by an algorithm that a program brings along. That call waits on the host until every rank has come to
-    /// it, and commits. So ranks make the first such calls of several communicators in one order, one thread at a time does,
-    /// and none waits there for what another rank does after its own. Not while a stream is captured, nor after a call was: a
-    /// communicator whose first such call comes then keeps what it has, as do all ranks where a device has no room; calls go
-    /// in more pieces then. Until it has grown, ranks capture a call all or none. No effect where anything else says how much memory there is (`device_memory_bytes`, an inbox, scratch,
-    /// the environment). Default false. The same on every rank.
+    /// it, and commits. So you must see to it that no rank waits there for what another rank does after its own first such
+    /// call. It takes none while a stream is captured: such calls go in more pieces, in that graph for good, and until it has grown
+    /// ranks capture them all or none. Nor do any ranks take memory where one of their devices has no room: it is tried again
+    /// after 2, 4, 8, ... such calls. No effect where anything else says how much memory there is (`device_memory_bytes`, an
+    /// inbox, scratch, the environment). Default false. The same on every rank.
     pub device_memory_grows: bool,
     /// On a device: bytes of each of the three parts of an inbox, which holds what ranks send each
     /// other in one call of up to some MiB: usually twice the bytes of an all-reduce. A multiple

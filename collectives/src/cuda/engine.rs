@@ -1,13 +1,13 @@
 //! One rank's side of a communicator on a device: its state, how calls begin, and how it ends.
 //!
 //! `engine/setup` makes one, `engine/launch` puts kernels and copies on streams, `engine/streams` keeps calls in order when
-//! they change streams, `engine/decline` reports calls that this rank cannot make, and `engine/growth` gives it more memory
-//! before its first large call.
+//! they change streams, `engine/decline` reports calls that this rank cannot make, and `engine/areas` has its memory for
+//! small calls and for large ones.
 
 #![allow(unsafe_code)] // destroys streams by their handles
 
+mod areas;
 mod decline;
-mod growth;
 mod launch;
 mod setup;
 mod streams;
@@ -40,8 +40,8 @@ use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
+use areas::Areas;
 use decline::Progress;
-use growth::Growth;
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
 #[derive(Clone, Debug)]
@@ -50,7 +50,7 @@ pub(crate) struct CudaOptions {
     pub(crate) timeout: Duration,
     /// The sizes of the parts of its memory.
     pub(crate) footprint: Footprint,
-    /// Those of its parts for data from its first large call on, if its memory may grow.
+    /// Those of its area for large calls, if its memory grows before the first of them.
     pub(crate) grown: Option<Footprint>,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
@@ -76,11 +76,9 @@ pub(crate) struct CudaEngine {
     pub(super) pool: Pool,
     maker: Maker,
     pub(super) api: &'static Api,
+    /// The layout of the area that the call under way uses.
     pub(super) control: Control,
-    /// Until the memory has grown, or cannot any more.
-    growth: Option<Growth>,
-    /// Bytes that data had before the memory grew.
-    idle_bytes: u64,
+    areas: Areas,
     /// What was measured on devices of this kind.
     pub(super) measured: MeasuredTable,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
@@ -174,9 +172,6 @@ impl CudaEngine {
         self.switch_to(stream)?;
         let driver = self.pool.driver();
         let is_captured = LazyCell::new(|| driver.is_capturing(stream));
-        if let Some(growth) = &mut self.growth {
-            growth.note_call(stream, || *is_captured);
-        }
         let budget = self.kernels.begin(stream, || *is_captured);
         self.comm.early = budget.early.into();
         Ok(())
@@ -184,14 +179,18 @@ impl CudaEngine {
 
     /// What it holds of memory, `total` bytes in all.
     pub(crate) fn memory(&self, total: u64) -> CommunicatorMemory {
-        let places = &self.control;
-        let inboxes = places.ll_bytes
-            + places.ll128_bytes
-            + places.lamport_bytes
-            + places.escaped_bytes / 16 * 17;
-        let scratch = places.scratch_bytes + places.plan_scratch_bytes;
-        let (staging, idle) = (self.p2p.staging(self.world()), self.idle_bytes);
-        let parts = CommunicatorMemory { inboxes, scratch, staging, idle, ..Default::default() };
+        let mut parts = CommunicatorMemory {
+            staging: self.p2p.staging(self.world()),
+            wanted: self.wanted_bytes(),
+            ..Default::default()
+        };
+        for area in std::iter::once(&self.areas.small).chain(&self.areas.large) {
+            parts.inboxes += area.ll_bytes
+                + area.ll128_bytes
+                + area.lamport_bytes
+                + area.escaped_bytes / 16 * 17;
+            parts.scratch += area.scratch_bytes + area.plan_scratch_bytes;
+        }
         parts.of(total)
     }
 

@@ -57,14 +57,13 @@ impl CudaEngine {
         self.prepare_kernels(&specs)?;
         self.make_sizes()?;
         // What the ranks tell each other of their rows travels through the LL inbox.
-        let vectors = self.count_vectors(shape);
-        if vectors > self.control.ll_vectors() {
+        let (vectors, room) = (self.count_vectors(shape), self.layouts()[0].ll_vectors());
+        if vectors > room {
             return Err(Error::unsupported(format!(
-                "{} experts on rank {}: their counts take {vectors} vectors of the LL inbox, which has {}; \
+                "{} experts on rank {}: their counts take {vectors} vectors of the LL inbox, which has {room}; \
                  make the communicator with more device memory (device_memory_bytes)",
                 shape.experts,
-                self.rank(),
-                self.control.ll_vectors()
+                self.rank()
             )));
         }
         Ok(())

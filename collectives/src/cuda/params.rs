@@ -21,6 +21,8 @@ pub(super) const LOCAL: u64 = 256;
 
 /// Where `failed` of `Local` lies in a control block.
 pub(super) const LOCAL_FAILED: u64 = 4;
+/// Where `areas` of `Local` lies in a control block.
+pub(super) const LOCAL_AREAS: u64 = 40;
 
 /// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
@@ -43,7 +45,9 @@ pub(super) struct Comm {
     pub(super) fault: u64,
     pub(super) rank: u32,
     /// Whether the stream's next kernel may start while this one runs (programmatic dependent launch).
-    pub(super) early: u32,
+    pub(super) early: u16,
+    /// The number of the call's [`Area`](super::engine::Area).
+    pub(super) area: u16,
 }
 
 /// `Call` in `symmpool/comm.cuh`.
@@ -323,6 +327,12 @@ impl Control {
         }
     }
 
+    /// What holds flags of epochs in the parts for data: `AreaFlags` in `symmpool/comm.cuh`.
+    pub(super) fn area_flags(&self) -> [u64; 6] {
+        let marks = self.escaped_bytes / 16;
+        [self.ll, self.ll_bytes, self.ll128, self.ll128_bytes, self.escape_marks, marks]
+    }
+
     /// Bytes from the beginning of the parts for data to their end.
     pub(super) fn data_bytes(&self) -> u64 {
         self.data_end().wrapping_sub(self.ll)
@@ -360,6 +370,7 @@ impl Control {
             fault,
             rank: layout.rank,
             early: 0,
+            area: 0,
         }
     }
 

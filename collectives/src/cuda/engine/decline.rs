@@ -75,7 +75,9 @@ impl CudaEngine {
     /// of a call is taken for another one.
     #[inline]
     pub(super) fn numbered(&self, params: &CallParams) -> CallParams {
-        let description = Call::from_words(params.description).piece(self.progress.handshakes);
+        let description = Call::from_words(params.description)
+            .piece(self.progress.handshakes)
+            .in_large_area(self.comm.area != 0);
         CallParams { description: *description.words(), ..*params }
     }
 
@@ -211,6 +213,8 @@ impl CudaEngine {
         match what {
             Declined::Call => {
                 self.progress.handshakes = 0;
+                // Ranks may decline a call alike, whether or not they know yet how large it is.
+                self.use_small_area();
                 self.handshake_only(Call::new(Operation::Declined), stream)
             }
             Declined::Message(direction, peer) => self.put_declined(direction, peer, stream),

@@ -20,8 +20,8 @@ use super::super::p2p::{self, P2p, P2pLayout};
 use super::super::params::Control;
 use super::super::stream_order::{CallEvents, StreamOrder};
 use super::super::table::MeasuredTable;
+use super::areas::Areas;
 use super::decline::Progress;
-use super::growth::Growth;
 use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
 use crate::timeout::Timeout;
@@ -126,8 +126,7 @@ impl CudaEngine {
             direct,
             beside_compute: options.budget.beside_compute,
             control,
-            growth: options.grown.map(Growth::new),
-            idle_bytes: 0,
+            areas: Areas::new(control, options.grown),
             comm,
             exchange: Exchange::of(options.all_to_all as u8),
             kernels,

@@ -61,6 +61,19 @@ pub(crate) fn mismatch_of_two(
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
     let pieces = both.map(|(_, call)| call.piece_number());
+    // The algorithm may differ, too.
+    if ours.is_in_large_area() != theirs.is_in_large_area()
+        && ours.without_growth() == theirs.without_growth()
+    {
+        let [(low, first), (high, _)] = both;
+        let small = if first.is_in_large_area() { high } else { low };
+        return Error::mismatch(format!(
+            "ranks made the same call ({ours}) as call {number}, but rank {small} alone by the memory for small calls: it \
+             captured the call before the communicator's first large call outside of captures. Capture calls on all \
+             ranks or on none, or make one large call on all ranks before. The communicator is closed."
+        ))
+        .naming([rank, peer]);
+    }
     // Whatever follows from the number of pieces may differ, too.
     let whole = |call: &Call| call.piece(0).peer_blocks(0);
     if whole(ours) == whole(theirs) && pieces[0] != pieces[1] {
@@ -102,8 +115,8 @@ pub(crate) fn mismatch_of_two(
     }
     if ours.is_growth() != theirs.is_growth() && ours.without_growth() == theirs.without_growth() {
         message.push_str(
-            "\nUntil a communicator whose memory grows has had its first large call, calls are captured in graphs on all \
-             ranks or on none.",
+            "\nUntil a communicator whose memory grows has had its first large call, large calls are captured in graphs on \
+             all ranks or on none.",
         );
     }
     let alike = ours.without_parts().operation() == theirs.without_parts().operation();
@@ -177,6 +190,24 @@ mod tests {
             let text = mismatch_of_two(7, 0, &sum(1 << 20).grows(), 1, &other).to_string();
             assert!(text.contains(grows) && !text.contains("captured"), "{text}");
         }
+    }
+
+    #[test]
+    fn a_call_in_the_memory_for_small_calls_on_one_rank_alone_is_named_with_the_reason() {
+        let sum = Call::new(Operation::AllReduce).elements(DType::F32, 1 << 20);
+        let sum = sum.reduce(ReduceOp::Sum);
+        let (small, large) = (sum.algorithm(3).piece(2), sum.algorithm(4).in_large_area(true));
+        for (ours, theirs, alone) in [(&small, &large, 3), (&large, &small, 1)] {
+            let text = mismatch_of_two(7, 3, ours, 1, theirs).to_string();
+            assert!(
+                text.contains(&format!("rank {alone} alone by the memory for small")),
+                "{text}"
+            );
+        }
+        let other = large.elements(DType::F32, 8);
+        let text = mismatch_of_two(7, 3, &small, 1, &other).to_string();
+        assert!(text.contains("different collectives"), "{text}");
+        assert_eq!(large.to_string(), sum.algorithm(4).to_string(), "text has no areas");
     }
 
     #[test]

@@ -16,10 +16,12 @@ const OUTPUT_WINDOW: u64 = 1 << 33;
 const IN_PLACE: u64 = 1 << 34;
 /// Ranks take memory before the call, which they describe again without this.
 const GROWS: u64 = 1 << 35;
-/// Where the number of a piece of a call lies, in two parts of four bits: nothing else has them. Numbers of more bits go
-/// round.
+/// Where the number of a piece of a call lies, in two parts of four and three bits: nothing else has them. Numbers of more
+/// bits go round.
 const PIECE_SHIFTS: [u32; 2] = [36, 60];
-const PIECE: u64 = 0xf << PIECE_SHIFTS[0] | 0xf << PIECE_SHIFTS[1];
+const PIECE: u64 = 0xf << PIECE_SHIFTS[0] | 0x7 << PIECE_SHIFTS[1];
+/// The call's data goes by the memory for large calls.
+const LARGE_AREA: u64 = 1 << 63;
 /// The bits of the mode of a call of experts that fit between root and the piece's number. The others lie behind its shape.
 const MODE_HEAD: u64 = 0xf_ffff;
 /// The bit of the output's word at which the number of peer blocks begins. Offsets are smaller.
@@ -138,10 +140,12 @@ impl Call {
         self.words[0] & GROWS != 0
     }
 
-    /// What is left of the description of a call before which ranks take memory, without what those do not describe.
+    /// What is left of the description of a call without what those before which ranks take memory do not describe, and without
+    /// what follows from the memory that a call uses.
     pub(super) fn without_growth(&self) -> [u64; 2] {
-        let not_described = GROWS | INPUT_WINDOW | OUTPUT_WINDOW | IN_PLACE | 0xff << 24;
-        [self.words[0] & !not_described, self.words[1] & OFFSET]
+        let not_described =
+            GROWS | LARGE_AREA | INPUT_WINDOW | OUTPUT_WINDOW | IN_PLACE | 0xff << 24;
+        [self.piece(0).words[0] & !not_described, self.words[1] & OFFSET]
     }
 
     #[inline]
@@ -229,13 +233,24 @@ impl Call {
     pub(crate) fn piece(mut self, nth: u32) -> Self {
         let [low, high] = PIECE_SHIFTS;
         let nth = u64::from(nth);
-        self.words[0] = self.words[0] & !PIECE | (nth & 0xf) << low | (nth >> 4 & 0xf) << high;
+        self.words[0] = self.words[0] & !PIECE | (nth & 0xf) << low | (nth >> 4 & 0x7) << high;
         self
+    }
+
+    /// Describes whether the call's data goes by the memory for large calls.
+    #[inline]
+    pub(crate) fn in_large_area(mut self, yes: bool) -> Self {
+        self.words[0] = self.words[0] & !LARGE_AREA | if yes { LARGE_AREA } else { 0 };
+        self
+    }
+
+    fn is_in_large_area(&self) -> bool {
+        self.words[0] & LARGE_AREA != 0
     }
 
     /// The number of the piece.
     fn piece_number(&self) -> u64 {
-        let [low, high] = PIECE_SHIFTS.map(|shift| self.words[0] >> shift & 0xf);
+        let [low, high] = PIECE_SHIFTS.map(|shift| (self.words[0] & PIECE) >> shift & 0xf);
         low | high << 4
     }
 
@@ -323,7 +338,10 @@ mod tests {
         assert_ne!(base.digest(0), base.digest(1));
         for piece in 0..300 {
             let call = base.root(7).algorithm(9).in_place(true).piece(piece);
-            assert_eq!(call.piece_number(), u64::from(piece) & 0xff);
+            assert_eq!(call.piece_number(), u64::from(piece) & 0x7f);
+            let large = call.in_large_area(true);
+            assert!(large.is_in_large_area() && large.piece_number() == call.piece_number());
+            assert_eq!(large.in_large_area(false), call);
             assert_eq!(call.piece(0), base.root(7).algorithm(9).in_place(true));
             assert_eq!(call.to_string(), call.piece(0).to_string(), "text has no pieces");
         }

@@ -40,7 +40,7 @@ impl Call {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [head, count, input, output] = self.piece(0).words;
+        let [head, count, input, output] = self.piece(0).in_large_area(false).words;
         let (count, input, output) = (count & OFFSET, input & OFFSET, output & OFFSET);
         let Some(operation) = self.operation() else {
             return write!(f, "an operation this version does not know ({:#x})", head as u8);

@@ -1,0 +1,264 @@
+//! The areas of an engine's memory: where data of calls lies on its way.
+//!
+//! Every engine has an area for small calls. One whose memory grows gets another one, for large calls, before the first of
+//! them (`communicator/growth.rs`). Which area a call uses follows from its kind and size, never from when it is made. So a
+//! graph of small calls stays right when the memory has grown since, and what was captured first costs later calls nothing.
+//!
+//! The areas share flags, counts and descriptions of calls, channels and slots of messages. Each has inboxes and scratch of
+//! its own, and on the device its own turn of the Lamport inbox. A call leaves the other area as it is. Only where numbers of
+//! calls begin anew does it expire old flags there too, for which the device knows both areas (`AreaFlags` in
+//! `symmpool/comm.cuh`).
+
+use symmpool_allocator::{Block, Result};
+
+use super::super::footprint::Footprint;
+use super::super::params::{Control, LOCAL_AREAS};
+use super::setup::initial_data;
+use super::{CudaEngine, cuda};
+
+/// Where data of a call lies on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub(in super::super) enum Area {
+    Small = 0,
+    Large = 1,
+}
+
+/// The layouts of the areas that there are, and what the memory may grow to.
+#[derive(Debug)]
+pub(super) struct Areas {
+    pub(super) small: Control,
+    pub(super) large: Option<Control>,
+    /// Until the memory has grown; `None` if it never does.
+    growth: Option<Growth>,
+    /// That of all calls of experts, as a dispatch and its combine have the same.
+    of_experts: Option<Area>,
+}
+
+/// What an engine's memory may grow to, and when that is tried again.
+#[derive(Debug)]
+struct Growth {
+    /// The parts of the area for large calls.
+    footprint: Footprint,
+    /// How often some device had no room.
+    failures: u32,
+    /// Large calls until the next try. All ranks count alike.
+    calls_left: u64,
+}
+
+impl Areas {
+    pub(super) fn new(small: Control, grown: Option<Footprint>) -> Self {
+        let growth = grown.map(|footprint| Growth { footprint, failures: 0, calls_left: 0 });
+        Self { small, large: None, growth, of_experts: None }
+    }
+
+    /// The layout of an area: of the small one where there is no large one.
+    fn layout(&self, area: Area) -> (Area, Control) {
+        match (area, self.large) {
+            (Area::Large, Some(large)) => (Area::Large, large),
+            _ => (Area::Small, self.small),
+        }
+    }
+
+    /// The layout of the large area from `begin` on, relative to the control block.
+    fn grown(&self, begin: u64) -> Option<Control> {
+        self.growth.as_ref().map(|growth| self.small.with_data(begin, growth.footprint))
+    }
+}
+
+impl CudaEngine {
+    /// Whether there is an area for large calls, or may be one. The same on every rank.
+    #[inline]
+    pub(crate) fn may_have_large_area(&self) -> bool {
+        self.areas.large.is_some() || self.areas.growth.is_some()
+    }
+
+    /// Has the next call use the area for small calls. Every call begins so.
+    #[inline]
+    pub(crate) fn use_small_area(&mut self) {
+        if self.comm.area != Area::Small as u16 {
+            self.use_area(Area::Small);
+        }
+    }
+
+    /// Has the next call use the area for large calls, if there is one.
+    #[inline]
+    pub(crate) fn use_large_area(&mut self) {
+        if self.areas.large.is_some() {
+            self.use_area(Area::Large);
+        }
+    }
+
+    fn use_area(&mut self, area: Area) {
+        let (area, control) = self.areas.layout(area);
+        self.control = control;
+        self.comm.places = control.for_links(self.direct);
+        self.comm.area = area as u16;
+    }
+
+    /// Whether calls of experts have an area yet. Has them use that one, if they do.
+    pub(crate) fn use_area_of_experts(&mut self) -> bool {
+        match self.areas.of_experts {
+            Some(area) => self.use_area(area),
+            None => return false,
+        }
+        true
+    }
+
+    /// Has all calls of experts use the area that the next call uses.
+    pub(crate) fn keep_area_of_experts(&mut self) {
+        let is_large = self.comm.area == Area::Large as u16;
+        self.areas.of_experts = Some(if is_large { Area::Large } else { Area::Small });
+    }
+
+    /// Whether a call in which every rank sends so many bytes to each has use for the large area: a small inbox, of Lamport's
+    /// protocol or else of LL, has no room for those of all ranks.
+    pub(crate) fn is_large(&self, bytes: u64, by_lamport: bool) -> bool {
+        exceeds_inbox(&self.areas.small, self.world(), bytes, by_lamport)
+    }
+
+    /// Whether the memory is to grow before a large call. To be asked once a call.
+    pub(crate) fn is_time_to_grow(&mut self) -> bool {
+        let Some(growth) = &mut self.areas.growth else { return false };
+        let is_time = growth.calls_left == 0;
+        growth.calls_left = growth.calls_left.saturating_sub(1);
+        is_time
+    }
+
+    /// Notes that the memory has not grown: it is tried again after twice as many large calls as the last time.
+    pub(crate) fn stay_small(&mut self) {
+        if let Some(growth) = &mut self.areas.growth {
+            growth.failures += 1;
+            growth.calls_left = 1 << growth.failures.min(32);
+        }
+    }
+
+    /// What tells this engine from others of the pool in a question to all ranks.
+    pub(crate) fn subject(&self) -> u64 {
+        self.comm.control
+    }
+
+    /// Bytes of the block that the memory grows by.
+    pub(crate) fn growth_bytes(&self) -> u64 {
+        self.areas.grown(0).map_or(0, |large| large.data_bytes())
+    }
+
+    /// Bytes that the memory would have grown by, had each device had room.
+    pub(super) fn wanted_bytes(&self) -> u64 {
+        let has_failed = self.areas.growth.as_ref().is_some_and(|growth| growth.failures > 0);
+        if has_failed { self.growth_bytes() } else { 0 }
+    }
+
+    /// Bytes of the device that nobody has.
+    pub(crate) fn free_bytes(&self) -> Result<u64> {
+        cuda(&self.pool)?.memory_info().map(|(free, _)| free)
+    }
+
+    /// Fills such a block as kernels expect it, before peers can see it. Waits for nothing that calls have put on the device,
+    /// which may wait for other ranks. Nothing else is under way in the block: those of the control lane are freed without
+    /// order, and given out again when no rank uses them any more.
+    pub(crate) fn prepare_growth(&self, block: &Block<u8>) -> Result<()> {
+        let Some(large) = self.areas.grown(0) else { return Ok(()) };
+        let (at, api, stream) = (block.address(), self.api, self.copy_stream);
+        cuda(&self.pool)?.with_context(|| {
+            for (begin, word, bytes) in initial_data(&large) {
+                // SAFETY: a part of a block that the caller holds, of which no other rank knows; parts begin and end at
+                // multiples of 4096.
+                unsafe { api.fill(at + begin, word, bytes / 4, stream) }?;
+            }
+            api.synchronize(stream)
+        })
+    }
+
+    /// Uses a block of that offset as the area for large calls. Every rank has prepared and committed its own, and all calls
+    /// before have ended.
+    pub(crate) fn grow(&mut self, block: u64) -> Result<()> {
+        // The block may lie in front of the control block: places are added modulo 2^64.
+        let Some(large) = self.areas.grown(block.wrapping_sub(self.comm.control)) else {
+            return Ok(());
+        };
+        let areas = [self.areas.small, large].map(|area| area.for_links(self.direct).area_flags());
+        let own = self.pool.layout().address(self.comm.rank, self.comm.control) + LOCAL_AREAS;
+        let words = areas.into_iter().flatten().flat_map(|word| [word as u32, (word >> 32) as u32]);
+        let (api, stream) = (self.api, self.copy_stream);
+        cuda(&self.pool)?.with_context(|| {
+            for (nth, word) in (0..).zip(words) {
+                // SAFETY: words of the control block that only this rank's kernels read, none of which runs: the call
+                // before has ended, and the next one comes behind this.
+                unsafe { api.fill(own + 4 * nth, word, 1, stream) }?;
+            }
+            api.synchronize(stream)
+        })?;
+        (self.areas.large, self.areas.growth) = (Some(large), None);
+        Ok(())
+    }
+
+    /// The layouts that calls may have, the largest one last.
+    pub(in super::super) fn layouts(&self) -> Vec<Control> {
+        let large = self.areas.large.or_else(|| self.areas.grown(self.areas.small.ll));
+        std::iter::once(self.areas.small).chain(large).collect()
+    }
+}
+
+/// Whether an inbox of a layout, of a Lamport protocol or of LL, has no room for so many bytes of every rank. All-to-alls and
+/// what is made of them have an inbox as large as Lamport's.
+fn exceeds_inbox(control: &Control, world: u32, bytes: u64, lamport: bool) -> bool {
+    bytes.saturating_mul(world.into()) > 16 * control.inbox_vectors(lamport)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::all_gather_broadcast::LL_BYTES;
+    use super::super::super::constraints::{AllReduceShape, fits_lamport};
+    use super::super::super::footprint::Requested;
+    use super::super::super::table::MeasuredTable;
+    use super::*;
+    use crate::algorithm::RequestedAlgorithm;
+    use crate::{AllReduceAlgorithm, DType};
+
+    /// What a call of so many bytes is launched with: the algorithm, and how many bytes of it a launch takes at most.
+    fn served(
+        shape: &AllReduceShape,
+        control: &Control,
+        measured: &MeasuredTable,
+    ) -> (&'static str, bool) {
+        let auto =
+            RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
+        let (entry, _) = shape.entry(auto, control, measured).expect("one serves");
+        (entry.name.name(), (entry.most_bytes)(shape, control) >= shape.bytes)
+    }
+
+    #[test]
+    fn calls_that_take_no_memory_are_served_as_with_all_of_it() {
+        for world in 2..=8 {
+            let small = Control::new(world, Footprint::at_first(world)).unwrap();
+            let full = Footprint::new(world, Requested::default()).unwrap();
+            let full = Control::new(world, full).unwrap();
+            assert_eq!(small.escaped_bytes / 2, small.lamport_bytes / 3, "one bound for both");
+            // All-gathers and broadcasts in LL take one launch.
+            let in_ll = LL_BYTES / (u64::from(world) - 1);
+            assert!(!exceeds_inbox(&small, world, in_ll, false), "{world} ranks: {small:?}");
+            for device in ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "another device"] {
+                let measured = MeasuredTable::of(&vec![device; world as usize]);
+                for (dtype, window) in [DType::Bf16, DType::F64, DType::I32, DType::U8]
+                    .into_iter()
+                    .flat_map(|dtype| [(dtype, true), (dtype, false)])
+                {
+                    let sizes = (4..22).flat_map(|power| [1 << power, 3 << (power - 1)]);
+                    let kept = sizes
+                        .filter(|bytes| !exceeds_inbox(&small, world, *bytes, fits_lamport(dtype)));
+                    for bytes in kept {
+                        let shape = AllReduceShape {
+                            input_window: window,
+                            output_window: window,
+                            ..AllReduceShape::between_windows(bytes, dtype, world)
+                        };
+                        let [now, then] =
+                            [&small, &full].map(|control| served(&shape, control, &measured));
+                        assert_eq!(now, then, "{bytes} {dtype:?} of {world} on {device}, {window}");
+                    }
+                }
+            }
+        }
+    }
+}
