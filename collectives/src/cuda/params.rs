@@ -46,7 +46,7 @@ pub(super) struct Comm {
     pub(super) rank: u32,
     /// Whether the stream's next kernel may start while this one runs (programmatic dependent launch).
     pub(super) early: u16,
-    /// The number of the call's [`Area`](super::engine::Area).
+    /// The number of the area of memory that the call uses (`engine/areas.rs`).
     pub(super) area: u16,
 }
 
