@@ -8,9 +8,7 @@ use std::time::Duration;
 use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::testing::on_ranks;
-use symmpool_allocator::{
-    Block, Deadline, Driver, Error, Group, Pool, PoolBuilder, Result, Stream,
-};
+use symmpool_allocator::{Block, Driver, Error, Group, Pool, PoolBuilder, Result, Stream};
 
 /// Runs `body` as every rank of a group of `world`; returns their results in rank order.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {

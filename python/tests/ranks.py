@@ -51,7 +51,7 @@ def run(world, function, *arguments, limit=120, silent=(), environment=None):
         processes = []
         try:
             variables = {**os.environ, **(environment or {})}
-            # Libraries in the fork server have already read its environment, and CUDA's may have begun to work
+            # Libraries in the fork server have already read its environment. CUDA's may have begun to work
             # there, which no child can go on with.
             on_devices = Path(folder_of_file).name == "gpu"
             forked = environment is None and "torch" in function.__globals__ and not on_devices
