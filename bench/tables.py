@@ -75,6 +75,26 @@ def all_to_all_v():
     return f"{table(head, cells)}\n\nBest peer / ours: {score(ratios)}."
 
 
+def messages():
+    """Our time and gloo's of point-to-point messages and of pipelines, a column for each number of ranks."""
+    report = load("host_messages")
+    rows = {}
+    for entry in report["results"]:
+        what = f"`{entry['what']}`" + (f", {size(entry['bytes'])}" if "bytes" in entry else "")
+        rows.setdefault(what, {})[entry["ranks"]] = entry["us"]
+    worlds = sorted({entry["ranks"] for entry in report["results"]})
+
+    def cell(us):
+        return f"{figure(us['symmpool'])} / {figure(us['gloo'])}: {us['gloo'] / us['symmpool']:.2f}"
+
+    cells = [[what, *[cell(row[world]) for world in worlds]] for what, row in rows.items()]
+    ratios = [each.rsplit(" ", 1)[-1] for row in cells for each in row[1:]]
+    head = ["symmpool us / gloo us: ratio", *[f"{world} ranks" for world in worlds]]
+    versions = report["versions"]
+    where = f"{report['device']}, torch {versions['torch']}, {report['measured_at'][:10]}"
+    return f"{where}:\n\n{table(head, cells)}\n\ngloo / ours: {score(ratios)}."
+
+
 def packing():
     rows = {}
     for entry in load("packing")["results"]:
@@ -122,6 +142,7 @@ MAKERS = {
         all_reduce_shared_cores,
         all_to_all_shared_cores,
         all_to_all_v,
+        messages,
         packing,
         lane,
         commit,

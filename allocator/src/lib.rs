@@ -44,4 +44,5 @@ pub use pool::{
 };
 pub use quote::{Short, short};
 pub use random::random_bytes;
+pub use rendezvous::pairs::{Accepted, Dialled, PairAddress, PairListener, PairSocket};
 pub use window::{Window, Windows};

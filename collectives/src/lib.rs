@@ -49,7 +49,7 @@ pub use experts::{
 };
 pub use float8::{F8E4m3, F8E5m2};
 pub use fused::{FusedAlgorithm, NormBuffers, NormOutput, NormShape};
-pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};
+pub use host::{HostEngine, HostOptions, Mailbox, Operation, Place, SplitRows, SplitsAt};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub use matmul::{
     MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm, RightMatrix,

@@ -134,6 +134,8 @@ impl std::fmt::Display for Payload {
 pub(crate) enum Afterwards {
     /// Both ends know of it, and go on with the next message.
     Usable,
+    /// As before, of messages of a group, which no communicator carries.
+    UsableGroup,
     /// On devices, whose streams may have gone on already.
     Closed,
 }
@@ -143,6 +145,9 @@ impl Afterwards {
         match self {
             Self::Usable => {
                 "Nothing was received. The communicator stays usable, and the calls count as made on both ranks"
+            }
+            Self::UsableGroup => {
+                "Nothing was received, the message is gone, and the group stays usable"
             }
             Self::Closed => {
                 "What recv should have written is undefined. The communicator is closed: make a new one"

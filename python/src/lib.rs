@@ -18,6 +18,7 @@
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `arguments` | what calls of a communicator are given, checked |
 //! | `options`, `p2p`, `one_sided` | a communicator's options, its messages, its copies and signals |
+//! | `mailbox` | messages of pairs of ranks, which need no communicator |
 //! | `splits` | how all-to-alls divide their tensors, checked |
 //! | `number` | counts, ranks, addresses and times, or which argument is none |
 //! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
@@ -50,6 +51,7 @@ mod experts;
 mod fused;
 mod group;
 mod machine;
+mod mailbox;
 mod mark;
 mod matmul;
 mod memory;
@@ -101,6 +103,8 @@ mod _symmpool {
     use crate::group::Group;
     #[pymodule_export]
     use crate::machine::machine;
+    #[pymodule_export]
+    use crate::mailbox::{Mailbox, Operation};
     #[pymodule_export]
     use crate::mark::Mark;
     #[pymodule_export]

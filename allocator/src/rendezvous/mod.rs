@@ -11,6 +11,7 @@
 //! | [`peers`] | the result of the handshake |
 //! | [`agreement`] | what ranks propose to commit, and what follows |
 //! | [`search`] | the first event at which ranks differ |
+//! | [`pairs`] | connections between two ranks, in which no third one takes part |
 //! | [`sockets`] | Unix sockets between ranks of one machine: gathers, and exchanges of file descriptors |
 
 pub(crate) mod agreement;
@@ -19,6 +20,7 @@ pub(crate) mod handshake;
 mod hello;
 pub(crate) mod identity;
 pub(crate) mod message;
+pub(crate) mod pairs;
 pub(crate) mod peers;
 pub(crate) mod search;
 pub(crate) mod sockets;

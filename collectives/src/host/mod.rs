@@ -19,6 +19,7 @@
 //! | `experts` | dispatch to experts, and combine |
 //! | `numbers` | numbers that others may write meanwhile |
 //! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
+//! | `mailbox` | point-to-point messages of pairs of ranks, which need no communicator |
 //! | `kernels` | the loops over memory: reductions and copies |
 
 mod algorithms;
@@ -31,6 +32,7 @@ mod experts;
 mod fault;
 mod fused;
 pub(crate) mod kernels;
+mod mailbox;
 mod numbers;
 mod one_sided;
 mod operation;
@@ -45,6 +47,7 @@ mod wait;
 
 pub use collectives::all_to_all::{SplitRows, SplitsAt};
 pub use engine::HostEngine;
+pub use mailbox::{Mailbox, Operation};
 pub(crate) use one_sided::{HostChannels, HostOneSided};
 pub use options::HostOptions;
 pub use place::Place;

@@ -123,7 +123,7 @@ class FallbackBackends:
         found = []
         try:
             if _Gloo is not None:
-                gloo = _Gloo(self._meeting("gloo", store), *self._place, _gloo_options(timeout))
+                gloo = _Gloo(self.meeting("gloo", store), *self._place, _gloo_options(timeout))
                 found.append(("cpu", kinds.GLOO, gloo))
             if not torch.cuda.is_available():
                 pass
@@ -144,13 +144,15 @@ class FallbackBackends:
         self.group = _registered(dist.ProcessGroup(store, *self._place), found)
         _registered(group, found)
 
-    def _meeting(self, name: str, store: Any) -> Any:
+    def meeting(self, name: str, store: Any = None) -> Any:
+        """The store of this run of the group for what has that name; on another connection with `store`."""
+        store = self._store if store is None else store
         return dist.PrefixStore(f"{name}/{self._run}", store)
 
     def _nccl(self, timeout: Any) -> Any:
         options = self._options if self._options is not None else dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return _Nccl(self._meeting("nccl", self._store), *self._place, options)
+        return _Nccl(self.meeting("nccl", self._store), *self._place, options)
 
     def begin(self, channel: tuple[int, int], tensor: torch.Tensor) -> Any:
         """Begins to send or to receive a CUDA tensor by NCCL, on the channel from one rank to another.
@@ -169,7 +171,7 @@ class FallbackBackends:
     def _connected(self, source: int, target: int, meet: Callable[..., None]) -> Any:
         """The group of two ranks that carries a channel, made once both are there."""
         number = 0 if self._place[0] == source else 1
-        store = self._meeting(f"nccl/{source}-{target}", own_connection(self._store))
+        store = self.meeting(f"nccl/{source}-{target}", own_connection(self._store))
         meet(store, number, seconds_of(self._timeout) or DEFAULT_TIMEOUT)
         options = dist.ProcessGroupNCCL.Options()
         if self._options is not None:

@@ -12,23 +12,25 @@ process group's timeout says. Where groups have calls on several streams, or NCC
 large calls take a part of the device only: kernels of other calls may have to run while they wait
 (`symmpool.communicators.sm_budget`).
 
-Point-to-point calls (`dist.send` and the like) of CUDA tensors go through the memory of the group's
-communicator once the group has had a collective on CUDA. Each direction between two ranks has a stream of its
-own: the calls of a batch may be begun in any order, no host waits for another rank, and graphs may capture
-them (`symmpool.torch_backend.p2p`). Before that collective, and from then on between two ranks that began
-before it, NCCL carries them. The first one, and those that follow before the other rank comes to it, wait in
-a queue while the program goes on; the first cannot be captured in a graph. To connect two ranks, NCCL needs
-the device for itself. So a program that has calls of other groups under way at its first point-to-point call
-should begin with a collective of CUDA tensors on the group. What a rank sends to itself is copied.
+Point-to-point calls (`dist.send` and the like) of CPU tensors go through shared memory from the first one on,
+and only the two ranks take part (`symmpool.torch_backend.mailbox`). Those of CUDA tensors go through the
+memory of the group's communicator once the group has had a collective on CUDA. Each direction between two
+ranks has a stream of its own: the calls of a batch may be begun in any order, no host waits for another rank,
+and graphs may capture them (`symmpool.torch_backend.p2p`). Before that collective, and from then on between
+two ranks that began before it, NCCL carries them. The first one, and those that follow before the other rank
+comes to it, wait in a queue while the program goes on; the first cannot be captured in a graph. To connect
+two ranks, NCCL needs the device for itself. So a program that has calls of other groups under way at its
+first point-to-point call should begin with a collective of CUDA tensors on the group. What a rank sends to
+itself is copied.
 
 A group's first call on a kind of device meets the other ranks before it returns, with `async_op=True` too:
 first calls of several groups are begun in one order on all ranks, and none waits for what another rank does
 after its own. So it is with a group's first large call on GPUs, which takes memory (docs/gpus.md).
-`destroy_process_group` waits for what was begun and lets go of the group's memory; later calls
-raise InvalidStateError. `dist.monitored_barrier` asks for gloo by its name before torch 2.15, so it needs a
-group of gloo's there. Calls of a group of this backend are not seen by modes of torch (fake tensors,
-`make_fx`, `CommDebugMode`), nor traced by its compiler; those of `symmpool` itself are. DDP's hooks written
-in Python are served, its built-in ones in C++ are not.
+`destroy_process_group` waits for what was begun and lets go of the group's memory; later calls raise
+InvalidStateError. `dist.monitored_barrier` asks for gloo by its name before torch 2.15, so it needs a group
+of gloo's there. Calls of a group of this backend are not seen by modes of torch (fake tensors, `make_fx`,
+`CommDebugMode`), nor traced by its compiler; those of `symmpool` itself are. DDP's hooks written in Python
+are served, its built-in ones in C++ are not.
 
 With SYMMPOOL_SHARED_DEVICE=1 on every rank several may use one GPU, to try a program where there are fewer:
 gloo is the fallback on CUDA then, and point-to-point calls of CUDA tensors need a collective on the group
@@ -57,6 +59,7 @@ from symmpool.groups import process_groups, resolution
 from symmpool.torch_backend import allocation, fsdp, teardown
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.fallback import FallbackBackends
+from symmpool.torch_backend.mailbox import HostMessages
 from symmpool.torch_backend.p2p import PointToPoint
 from symmpool.torch_backend.served_calls import ServedCalls
 from symmpool.torch_backend.served_devices import NAME, ServedDevices, number_of
@@ -64,6 +67,7 @@ from symmpool.torch_backend.work import CopyingWork, DoneWork, TorchWork, joined
 
 __all__ = ["NAME", "SymmpoolProcessGroup"]
 
+_CPU = torch.device("cpu")
 # How many Works of one number a group keeps: more than a forward pass makes.
 _SMALL_KEPT = 256
 
@@ -87,6 +91,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         self._fallbacks = FallbackBackends(self, store, timeout, options)
         self._names, self._rest = self._fallbacks.names, self._fallbacks.group
         self._p2p = PointToPoint(rank, size, self._fallbacks.begin)
+        self._messages = HostMessages(rank, size, self._fallbacks.meeting("p2p"), seconds)
         self._served = ServedDevices(seconds, self._p2p)
         # A Work has a C++ and a Python half, and C++ code that keeps a Work keeps its C++ half alone. Once
         # the Python half is gone, nobody answers the C++ half, and a wait for it never ends. DDP's `join`
@@ -102,6 +107,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         if seconds is not None:
             self._timeout = timeout
             self._served.seconds = seconds
+            self._messages.set_timeout(seconds)
             self._fallbacks.timeout_is(timeout)
             cache.set_timeout(self, seconds)
 
@@ -140,6 +146,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         self._served.end()
         self._small.clear()
         self._p2p.end(wait)
+        self._messages.end()
         cache.end(self, wait)
 
     def may_serve(self, device: torch.device) -> bool:
@@ -267,17 +274,39 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
+        if self._messages.fits(tensors, to, tag) and self._has_mailbox():
+            return self._host_message("send", tensors[0], to, tag)
         if not self._p2p.carries(tensors, to):
             return self._message("send", f"to rank {to}", tensors, (to,), tag)
         return self._point_to_point("send", tensors[0], to)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
+        if self._messages.fits(tensors, source, tag) and self._has_mailbox():
+            return self._host_message("recv", tensors[0], source, tag)
         if not self._p2p.carries(tensors, source):
             return self._message("recv", f"from rank {source}", tensors, (source,), tag)
         return self._point_to_point("recv", tensors[0], source)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        if self._messages.fits(tensors, None, tag) and self._has_mailbox():
+            return self._host_message("recv", tensors[0], None, tag)
         return self._message("recv_anysource", "from any rank", tensors, (), tag)
+
+    def _has_mailbox(self) -> bool:
+        """Whether a mailbox carries messages of CPU tensors, which all ranks answer alike."""
+        used = self._messages.is_used
+        return used if used is not None else self.may_serve(_CPU) and self._messages.meet()
+
+    def _host_message(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
+        """A message that the group's mailbox carries."""
+        self._served.refuse_at_end(self)
+        if operation == "send":
+            work = self._messages.send(tensor, peer, tag)
+        else:
+            work = self._messages.recv(tensor, peer, tag)
+        note(operation, NAME)
+        register(work, [tensor])
+        return self._begun(work)
 
     def _message(
         self, method: str, between: str, tensors: list[torch.Tensor], peer: tuple[int, ...], tag: int

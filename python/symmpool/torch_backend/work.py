@@ -13,7 +13,16 @@ from torch._C import _distributed_c10d as c10d
 from symmpool.communicators import torch_state
 from symmpool.errors import TimeoutError
 
-__all__ = ["CopyingWork", "DoneWork", "TorchWork", "joined", "opaque", "register"]
+__all__ = [
+    "CopyingWork",
+    "DoneWork",
+    "TorchWork",
+    "is_let_go",
+    "joined",
+    "opaque",
+    "register",
+    "unregister",
+]
 
 # Whether torch's `wait_tensor` is to find the Work of collectives of eager code, which may be under way where
 # compiled code begins: `allow_inflight_collective_as_graph_input_ctx`. Older versions have no such thing.
@@ -48,15 +57,14 @@ class TorchWork(dist.Work):
         self._work = work
 
     def wait(self, timeout: Any = None) -> bool:
-        if _popped.works is not None:
-            _popped.works.append(self)
+        if is_let_go(self):
             return True
         if self not in _registered:
             return self._work.wait(timeout)
         try:
             return self._work.wait(timeout)
         finally:
-            _unregister(self, self._work._results)
+            unregister(self, self._work._results)
 
     def synchronize(self) -> None:
         self.wait()
@@ -85,9 +93,19 @@ def register(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
             c10d._register_work(tensor, work)
 
 
-def _unregister(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
+def is_let_go(work: TorchWork) -> bool:
+    """Whether torch lets go of Work, and is not to wait for it."""
+    if _popped.works is None:
+        return False
+    _popped.works.append(work)
+    return True
+
+
+def unregister(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
     """Takes back what `register` did, once the Work was waited for. Torch has a way only for all Work of a
     tensor, so that of later calls is registered again."""
+    if work not in _registered:
+        return
     _registered.discard(work)
     for tensor in tensors:
         _popped.works = popped = []

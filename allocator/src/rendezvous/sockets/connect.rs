@@ -5,6 +5,7 @@
 //! dialled is noticed because its listener is gone.
 
 use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -53,7 +54,7 @@ impl Listener {
     }
 
     /// A connection that waits to be accepted. `None` when there is none.
-    fn accept(&self) -> Result<Option<Socket>> {
+    pub(crate) fn accept(&self) -> Result<Option<Socket>> {
         loop {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             return match rustix::net::accept_with(&self.socket, flags) {
@@ -65,6 +66,12 @@ impl Listener {
                 }
             };
         }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 
@@ -373,7 +380,8 @@ fn known_caller(
     (caller.to == rank && expected && caller.proven(secret)).then_some(caller.from)
 }
 
-enum Dial {
+#[derive(Debug)]
+pub(crate) enum Dial {
     Connected(Socket),
     /// Its listener is full.
     Busy,
@@ -381,7 +389,7 @@ enum Dial {
     Gone,
 }
 
-fn dial(name: &str) -> Result<Dial> {
+pub(crate) fn dial(name: &str) -> Result<Dial> {
     let socket = new_socket()?;
     let address = address(name)?;
     loop {
@@ -408,7 +416,7 @@ fn address(name: &str) -> Result<SocketAddrUnix> {
 }
 
 /// Whether the process at the other end runs as this process's user. Root is not an exception.
-fn same_user(socket: &Socket) -> Result<bool> {
+pub(crate) fn same_user(socket: &Socket) -> Result<bool> {
     let peer = rustix::net::sockopt::socket_peercred(socket)
         .map_err(|error| Error::system("asking who is at the other end of a socket", error))?;
     Ok(peer.uid == rustix::process::geteuid())

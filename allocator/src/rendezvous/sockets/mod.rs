@@ -36,17 +36,18 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
 
-use self::packet::{Farewell, PacketBuffer, Received};
+use self::packet::Farewell;
 use self::round::Fault;
 use crate::fork::{Maker, Own};
 use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
-pub(crate) use connect::Listener;
+pub(crate) use connect::{Dial, Listener, dial, same_user};
+pub(crate) use packet::{PacketBuffer, Received, Sent, send};
 
 /// A connection, or what becomes one. Forked children do not inherit it: with a copy in a child, peers
 /// would not see that this process is gone.
-type Socket = Own<OwnedFd>;
+pub(crate) type Socket = Own<OwnedFd>;
 
 /// The connections of one rank to all others of its group.
 #[derive(Debug)]

@@ -145,7 +145,7 @@ impl Farewell {
 
 /// What became of a packet to be sent.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Sent {
+pub(crate) enum Sent {
     Yes,
     /// The socket's buffer is full; poll for it.
     WouldBlock,
@@ -157,7 +157,7 @@ pub(super) enum Sent {
 }
 
 /// Sends one packet, without waiting.
-pub(super) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Sent> {
+pub(crate) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Sent> {
     if fds.len() > FDS_PER_PACKET {
         return Err(Error::invalid_argument(format!(
             "{} descriptors in one packet; it takes {FDS_PER_PACKET}",
@@ -179,7 +179,7 @@ pub(super) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Re
 
 /// What receiving came to.
 #[derive(Debug)]
-pub(super) enum Received<'a> {
+pub(crate) enum Received<'a> {
     Packet {
         frame: &'a [u8],
         fds: Vec<OwnedFd>,
@@ -191,7 +191,7 @@ pub(super) enum Received<'a> {
 }
 
 /// Receives packets, one at a time.
-pub(super) struct PacketBuffer(Vec<u8>);
+pub(crate) struct PacketBuffer(Vec<u8>);
 
 impl fmt::Debug for PacketBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -200,7 +200,7 @@ impl fmt::Debug for PacketBuffer {
 }
 
 impl PacketBuffer {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(vec![0; MAX_FRAME])
     }
 
@@ -221,7 +221,7 @@ impl PacketBuffer {
     }
 
     /// Receives one packet of `rank`, without waiting. Descriptors are close-on-exec.
-    pub(super) fn receive(&mut self, rank: u32, socket: &OwnedFd) -> Result<Received<'_>> {
+    pub(crate) fn receive(&mut self, rank: u32, socket: &OwnedFd) -> Result<Received<'_>> {
         let mut resets = 0;
         let ReceivedMessage { bytes, fds, flags } = loop {
             match receive_with_descriptors(socket, &mut self.0, RecvFlags::DONTWAIT) {

@@ -1,0 +1,154 @@
+//! What a mailbox knows of one peer, and how bytes pass between the two.
+
+#![allow(unsafe_code)] // copies between callers' memory and segments
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use symmpool_allocator::{Error, PairSocket};
+
+use super::operation::Op;
+use super::segment::{Entry, Segment};
+
+/// A segment, and the connection by which its two ranks wake each other.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) segment: Segment,
+    pub(super) socket: Arc<PairSocket>,
+}
+
+/// An entry that is still to be written, and the message that is sent by it.
+pub(super) struct Queued {
+    pub(super) entry: Entry,
+    pub(super) op: Option<Arc<Op>>,
+}
+
+/// A message that came before its receive.
+pub(super) struct Unexpected {
+    /// Its number among all that came to this rank.
+    pub(super) arrival: u64,
+    pub(super) number: u64,
+    pub(super) tag: u64,
+    pub(super) payload: u64,
+    /// Its bytes, if it came whole.
+    pub(super) data: Option<Box<[u8]>>,
+    /// The send, if this rank sends it to itself and its bytes are there.
+    pub(super) own: Option<Arc<Op>>,
+}
+
+/// A large message that is under way, and how many of its bytes have passed.
+pub(super) struct Stream {
+    pub(super) op: Arc<Op>,
+    pub(super) number: u64,
+    pub(super) passed: u64,
+}
+
+/// Messages to and from one rank.
+#[derive(Default)]
+pub(super) struct Peer {
+    pub(super) outgoing: Option<Link>,
+    pub(super) incoming: Option<Link>,
+    /// Why there can be no more messages.
+    pub(super) lost: Option<Error>,
+    /// Number of the last message to it, and bytes of all that were sent whole.
+    pub(super) sent: u64,
+    pub(super) sent_whole: u64,
+    pub(super) queue: VecDeque<Queued>,
+    /// Messages whose bytes the peer has not asked for.
+    pub(super) offered: BTreeMap<u64, Arc<Op>>,
+    /// Messages whose bytes it has asked for, and those whose bytes this rank has asked for, in that order.
+    pub(super) streams: VecDeque<Stream>,
+    pub(super) awaited: VecDeque<Stream>,
+    pub(super) unexpected: VecDeque<Unexpected>,
+    /// That it refused messages which were sent whole, as no call has reported yet.
+    pub(super) reports: VecDeque<Error>,
+}
+
+impl Link {
+    /// Wakes the peer, if it sleeps.
+    pub(super) fn wake(&self) {
+        if self.segment.wakes() {
+            self.socket.wake();
+        }
+    }
+}
+
+impl Peer {
+    pub(super) fn has_ended(&self) -> bool {
+        [&self.outgoing, &self.incoming].into_iter().flatten().any(|link| link.segment.has_ended())
+    }
+
+    /// Writes what there is room for. Returns whether that was anything.
+    pub(super) fn write(&mut self) -> bool {
+        let Some(link) = &mut self.outgoing else { return false };
+        let mut has_written = false;
+        while let Some(Queued { entry, op }) = self.queue.front() {
+            let data = op.as_ref().map_or(std::ptr::null(), |op| op.memory().cast_const());
+            // SAFETY: whoever made the operation promised that its memory is readable for its payload's bytes.
+            if !unsafe { link.segment.write(*entry, data) } {
+                break;
+            }
+            if let (Some(op), Some(peer)) = (op, op.as_ref().and_then(|op| op.peer)) {
+                op.finish(Ok(peer));
+            }
+            self.queue.pop_front();
+            has_written = true;
+        }
+        while let Some(stream) = self.streams.front_mut() {
+            let (from, left) = stream.rest();
+            // SAFETY: the rest of the operation's memory, as above.
+            let part = unsafe { link.segment.write_bulk(from, left) };
+            stream.passed += part;
+            has_written |= part > 0;
+            if part < left {
+                if part == 0 {
+                    break;
+                }
+                link.wake();
+                continue;
+            }
+            if let Some(Stream { op, .. }) = self.streams.pop_front() {
+                op.finish(Ok(op.peer.unwrap_or_default()));
+            }
+        }
+        if has_written {
+            link.wake();
+        }
+        has_written
+    }
+
+    /// Reads what is there of the large messages that were asked for.
+    pub(super) fn read_bulk(&mut self, rank: u32) -> bool {
+        let Some(link) = &mut self.incoming else { return false };
+        let mut has_read = false;
+        while let Some(stream) = self.awaited.front_mut() {
+            let (to, left) = stream.rest();
+            // SAFETY: the rest of the operation's memory, which is writable for its payload's bytes, as many as the
+            // sender has.
+            let part = unsafe { link.segment.read_bulk(to, left) };
+            stream.passed += part;
+            has_read |= part > 0;
+            if part < left {
+                if part == 0 {
+                    break;
+                }
+                continue;
+            }
+            if let Some(Stream { op, .. }) = self.awaited.pop_front() {
+                op.finish(Ok(rank));
+            }
+        }
+        if has_read {
+            link.wake();
+        }
+        has_read
+    }
+}
+
+impl Stream {
+    /// Where the bytes lie that have not passed yet, and how many those are.
+    fn rest(&self) -> (*mut u8, u64) {
+        let left = self.op.payload.bytes() - self.passed;
+        (self.op.memory().wrapping_add(self.passed as usize), left)
+    }
+}

@@ -1,0 +1,442 @@
+//! Memory through which one rank sends to another, made by the sender and mapped by both.
+//!
+//! It holds two queues, each with one writer and one reader: a ring of *entries* (small messages, and what the ranks
+//! say about large ones), and a ring of the bytes of large messages, which the receiver has asked for.
+//!
+//! A writer fills a part of a ring, then stores its count of bytes written with release; the reader loads that with
+//! acquire, and stores its count of bytes read when it is done with them.
+
+#![allow(unsafe_code)] // views of shared memory
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use symmpool_allocator::{Error, Result};
+
+/// Bytes of the ring of entries, and of the ring of large messages.
+const ENTRIES: u64 = 1 << 20;
+const BULK: u64 = 1 << 18;
+/// Where the rings begin: behind the counts.
+const RINGS: u64 = 4096;
+const BYTES: u64 = RINGS + ENTRIES + BULK;
+/// A receiver sees the first part of a large message when so much of it is there.
+const CHUNK: u64 = 1 << 16;
+/// Entries lie at multiples of this, and begin with a header of this length.
+pub(super) const HEADER: u64 = 64;
+
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// What an entry says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A message whose bytes follow.
+    Whole = 1,
+    /// A message whose bytes come when the receiver asks for them.
+    Offer,
+    /// The receiver asks for the bytes of a message of that number.
+    Want,
+    /// The receiver expects something else than the message of that number. Its payload is what it expects.
+    Refusal,
+    /// The sender no longer offers the message of that number.
+    Withdrawal,
+    /// Nothing: what follows lies at the beginning of the ring.
+    Skip,
+}
+
+/// An entry's header.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub(super) kind: Kind,
+    /// Number of the message among those of its sender.
+    pub(super) number: u64,
+    pub(super) tag: u64,
+    /// The word of a [`Payload`](crate::p2p::Payload).
+    pub(super) payload: u64,
+    /// Bytes that follow.
+    pub(super) bytes: u64,
+}
+
+/// One word alone on its cache lines.
+#[repr(C, align(128))]
+struct Line<T>(T);
+
+/// The counts and flags in front of the rings.
+#[repr(C)]
+struct Counts {
+    entries_written: Line<AtomicU64>,
+    entries_read: Line<AtomicU64>,
+    bulk_written: Line<AtomicU64>,
+    bulk_read: Line<AtomicU64>,
+    /// Bytes of small messages that the receiver has taken for good.
+    released: Line<AtomicU64>,
+    /// Whether the sender, and the receiver, sleeps until it is woken.
+    asleep: [Line<AtomicU32>; 2],
+    /// Whether the sender, and the receiver, has ended in good order.
+    ended: [Line<AtomicU32>; 2],
+}
+
+const _: () = assert!(size_of::<Counts>() as u64 <= RINGS);
+
+/// Which end of a segment a rank is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    Sender = 0,
+    Receiver = 1,
+}
+
+impl End {
+    fn other(self) -> Self {
+        match self {
+            Self::Sender => Self::Receiver,
+            Self::Receiver => Self::Sender,
+        }
+    }
+}
+
+/// A mapped segment.
+#[derive(Debug)]
+pub(super) struct Segment {
+    base: NonNull<u8>,
+    end: End,
+    /// This end's own counts, which a faulty peer cannot change.
+    entries: u64,
+    bulk: u64,
+}
+
+// SAFETY: the memory is mapped until the value is dropped, whichever thread uses it. Shared words are atomics, and rings are
+// written and read through `&mut self` alone.
+unsafe impl Send for Segment {}
+
+impl Segment {
+    /// A new segment, and the file to hand to the receiver.
+    pub(super) fn create() -> Result<(Self, OwnedFd)> {
+        let failed = |error| Error::system("making memory for messages", error);
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("symmpool-messages", flags).map_err(failed)?;
+        rustix::fs::ftruncate(&file, BYTES).map_err(failed)?;
+        rustix::fs::fcntl_add_seals(&file, SEALS).map_err(failed)?;
+        Ok((Self::map(file.as_fd(), End::Sender)?, file))
+    }
+
+    /// The segment that a sender has handed over.
+    pub(super) fn open(file: &OwnedFd) -> Result<Self> {
+        let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
+        let bytes = rustix::fs::fstat(file).map_or(0, |found| found.st_size);
+        if !seals.contains(SEALS) || u64::try_from(bytes) != Ok(BYTES) {
+            return Err(Error::refused(format!(
+                "a peer handed over {bytes} bytes sealed as {seals:?} for its messages; {BYTES} sealed as {SEALS:?} are \
+                 needed"
+            )));
+        }
+        Self::map(file.as_fd(), End::Receiver)
+    }
+
+    fn map(file: BorrowedFd<'_>, end: End) -> Result<Self> {
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+        // SAFETY: the kernel chooses an address where nothing lies.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), BYTES as usize, access, flags, file, 0)
+        };
+        let base = base.map_err(|error| Error::system("mapping memory for messages", error))?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| Error::invalid_state("mapped at 0"))?;
+        Ok(Self { base, end, entries: 0, bulk: 0 })
+    }
+
+    fn counts(&self) -> &Counts {
+        // SAFETY: mapped, aligned to a page, zero at first, and made of atomics.
+        unsafe { self.base.cast::<Counts>().as_ref() }
+    }
+
+    /// Where an entry of that count begins.
+    fn entry_at(&self, count: u64) -> *mut u8 {
+        // SAFETY: inside the mapping.
+        unsafe { self.base.as_ptr().add((RINGS + count % ENTRIES) as usize) }
+    }
+
+    /// Whether a writer can put an entry with so many bytes into the ring, which is so far free; with how many bytes to
+    /// skip before.
+    fn room(&self, bytes: u64) -> Option<u64> {
+        let read = self.counts().entries_read.0.load(Ordering::Acquire);
+        let (at, used) = (self.entries % ENTRIES, self.entries.wrapping_sub(read));
+        let length = HEADER + bytes.next_multiple_of(HEADER);
+        // The beginning of an empty ring is in the caches of both ranks.
+        let skip = match () {
+            () if used == 0 && at > 0 && length <= at => ENTRIES - at,
+            () if at + length > ENTRIES => ENTRIES - at,
+            () => 0,
+        };
+        (used + skip + length <= ENTRIES).then_some(skip)
+    }
+
+    /// Writes an entry, and `entry.bytes` bytes from `data` on. Returns false if there is no room for it. [`Self::wakes`]
+    /// must follow.
+    ///
+    /// # Safety
+    ///
+    /// `data` is readable for these bytes, and nobody writes them meanwhile.
+    pub(super) unsafe fn write(&mut self, entry: Entry, data: *const u8) -> bool {
+        let Some(skip) = self.room(entry.bytes) else { return false };
+        if skip > 0 {
+            let nothing = Entry { kind: Kind::Skip, number: 0, tag: 0, payload: 0, bytes: 0 };
+            self.write_header(nothing);
+            self.entries += skip;
+        }
+        self.write_header(entry);
+        let to = self.entry_at(self.entries).wrapping_add(HEADER as usize);
+        // SAFETY: the caller's promise; the ring has room for it, in one piece, which the reader does not read before it
+        // is counted.
+        unsafe { std::ptr::copy_nonoverlapping(data, to, entry.bytes as usize) };
+        self.entries += HEADER + entry.bytes.next_multiple_of(HEADER);
+        self.counts().entries_written.0.store(self.entries, Ordering::Release);
+        true
+    }
+
+    fn write_header(&self, entry: Entry) {
+        let words = [entry.kind as u64, entry.number, entry.tag, entry.payload, entry.bytes];
+        let to = self.entry_at(self.entries).cast::<[u64; 5]>();
+        // SAFETY: a header's bytes are left at every multiple of one, and the reader reads none before it is counted.
+        unsafe { to.write(words) };
+    }
+
+    /// The next entry, and where its bytes lie, until [`Self::pass`] is called; `None` if there is none.
+    pub(super) fn next(&mut self) -> Result<Option<(Entry, *const u8)>> {
+        loop {
+            let written = self.counts().entries_written.0.load(Ordering::Acquire);
+            if written == self.entries {
+                return Ok(None);
+            }
+            let at = self.entry_at(self.entries);
+            // SAFETY: inside the mapping, as entries begin at multiples of a header's length. The writer has counted it.
+            let [kind, number, tag, payload, bytes] = unsafe { at.cast::<[u64; 5]>().read() };
+            let kind = match kind {
+                1 => Kind::Whole,
+                2 => Kind::Offer,
+                3 => Kind::Want,
+                4 => Kind::Refusal,
+                5 => Kind::Withdrawal,
+                6 => Kind::Skip,
+                _ => return Err(damaged()),
+            };
+            if kind == Kind::Skip && !self.entries.is_multiple_of(ENTRIES) {
+                self.entries = self.entries.next_multiple_of(ENTRIES);
+                self.counts().entries_read.0.store(self.entries, Ordering::Release);
+                continue;
+            }
+            if kind == Kind::Skip || bytes > ENTRIES - HEADER - self.entries % ENTRIES {
+                return Err(damaged());
+            }
+            let entry = Entry { kind, number, tag, payload, bytes };
+            return Ok(Some((entry, at.wrapping_add(HEADER as usize))));
+        }
+    }
+
+    /// The reader is done with an entry.
+    pub(super) fn pass(&mut self, entry: &Entry) {
+        self.entries += HEADER + entry.bytes.next_multiple_of(HEADER);
+        self.counts().entries_read.0.store(self.entries, Ordering::Release);
+    }
+
+    /// Writes as much of `bytes` bytes from `data` on as there is room for. Returns how much. [`Self::wakes`] must
+    /// follow.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Self::write`].
+    pub(super) unsafe fn write_bulk(&mut self, data: *const u8, bytes: u64) -> u64 {
+        let read = self.counts().bulk_read.0.load(Ordering::Acquire);
+        let room = BULK - self.bulk.wrapping_sub(read).min(BULK);
+        let part = room.min(bytes).min(CHUNK).min(BULK - self.bulk % BULK);
+        // SAFETY: the caller's promise; the part is free, in one piece, and inside the mapping.
+        unsafe { std::ptr::copy_nonoverlapping(data, self.bulk_at(), part as usize) };
+        self.bulk += part;
+        self.counts().bulk_written.0.store(self.bulk, Ordering::Release);
+        part
+    }
+
+    /// Reads what is there of `bytes` bytes, in one piece. Returns how much that was. [`Self::wakes`] must follow.
+    ///
+    /// # Safety
+    ///
+    /// `to` is writable for these bytes, and nobody else touches them.
+    pub(super) unsafe fn read_bulk(&mut self, to: *mut u8, bytes: u64) -> u64 {
+        let written = self.counts().bulk_written.0.load(Ordering::Acquire);
+        let there = written.wrapping_sub(self.bulk).min(BULK);
+        let part = there.min(bytes).min(BULK - self.bulk % BULK);
+        // SAFETY: the caller's promise; the part is written, in one piece, and inside the mapping.
+        unsafe { std::ptr::copy_nonoverlapping(self.bulk_at().cast_const(), to, part as usize) };
+        self.bulk += part;
+        self.counts().bulk_read.0.store(self.bulk, Ordering::Release);
+        part
+    }
+
+    fn bulk_at(&self) -> *mut u8 {
+        // SAFETY: inside the mapping.
+        unsafe { self.base.as_ptr().add((RINGS + ENTRIES + self.bulk % BULK) as usize) }
+    }
+
+    /// Bytes of small messages that the receiver has taken.
+    pub(super) fn released(&self) -> u64 {
+        self.counts().released.0.load(Ordering::Relaxed)
+    }
+
+    /// The receiver has taken small messages of so many bytes.
+    pub(super) fn release(&self, bytes: u64) {
+        self.counts().released.0.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Whether the other end sleeps and is to be woken, by whoever has written or read. Says so once.
+    pub(super) fn wakes(&self) -> bool {
+        // Pairs with the fence in `fall_asleep`.
+        fence(Ordering::SeqCst);
+        let asleep = &self.counts().asleep[self.end.other() as usize].0;
+        asleep.load(Ordering::Relaxed) != 0 && asleep.swap(0, Ordering::Relaxed) != 0
+    }
+
+    /// This end is about to sleep. It must look once more at what is there before it does, behind a fence
+    /// ([`before_sleep`]).
+    pub(super) fn fall_asleep(&self) {
+        self.counts().asleep[self.end as usize].0.store(1, Ordering::Relaxed);
+    }
+
+    /// This end is awake.
+    pub(super) fn wake_up(&self) {
+        self.counts().asleep[self.end as usize].0.store(0, Ordering::Relaxed);
+    }
+
+    /// This end takes no part any more.
+    pub(super) fn end_here(&self) {
+        self.counts().ended[self.end as usize].0.store(1, Ordering::Release);
+    }
+
+    /// Whether the other end has said that it takes no part any more.
+    pub(super) fn has_ended(&self) -> bool {
+        self.counts().ended[self.end.other() as usize].0.load(Ordering::Acquire) != 0
+    }
+}
+
+/// Orders a sleeper's flags before what it looks at.
+pub(super) fn before_sleep() {
+    fence(Ordering::SeqCst);
+}
+
+#[cold]
+fn damaged() -> Error {
+    Error::mismatch("the memory that a peer sends messages through is damaged")
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map`, and nobody has a view of it any more.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), BYTES as usize) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> (Segment, Segment) {
+        let (sender, file) = Segment::create().unwrap();
+        (sender, Segment::open(&file).unwrap())
+    }
+
+    fn entry(number: u64, bytes: u64) -> Entry {
+        Entry { kind: Kind::Whole, number, tag: number * 3, payload: !number, bytes }
+    }
+
+    #[test]
+    fn entries_of_all_lengths_arrive_in_order_and_whole() {
+        let (mut from, mut to) = pair();
+        let data: Vec<u8> = (0..1 << 17).map(|i| (i % 251) as u8).collect();
+        let (mut sent, mut taken, mut random) = (0_u64, 0_u64, 7_u64);
+        let length = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 47;
+        while taken < 4000 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            // Bursts of writes and of reads, so that the ring is empty, full, and between.
+            for _ in 0..random >> 60 {
+                // SAFETY: as long as the longest message.
+                if !unsafe { from.write(entry(sent, length(sent)), data.as_ptr()) } {
+                    break;
+                }
+                sent += 1;
+            }
+            for _ in 0..(random >> 56) & 15 {
+                let Some((found, at)) = to.next().unwrap() else { break };
+                assert_eq!((found.kind, found.number, found.tag), (Kind::Whole, taken, taken * 3));
+                assert_eq!((found.payload, found.bytes), (!taken, length(taken)));
+                // SAFETY: so long, and not passed yet.
+                let bytes = unsafe { std::slice::from_raw_parts(at, found.bytes as usize) };
+                assert_eq!(bytes, &data[..bytes.len()]);
+                to.pass(&found);
+                taken += 1;
+            }
+        }
+        assert!(to.next().unwrap().is_some() || sent == taken);
+    }
+
+    #[test]
+    fn a_full_ring_takes_nothing_and_an_empty_one_begins_anew() {
+        let (mut from, mut to) = pair();
+        let data = vec![1_u8; 1 << 16];
+        let mut number = 0;
+        // SAFETY: as long as the data.
+        while unsafe { from.write(entry(number, 1 << 16), data.as_ptr()) } {
+            number += 1;
+        }
+        assert_eq!(number, 15, "each takes a header more than 64 KiB");
+        for _ in 0..number {
+            let (found, _) = to.next().unwrap().unwrap();
+            to.pass(&found);
+        }
+        assert!(to.next().unwrap().is_none());
+        for _ in 0..100 {
+            // SAFETY: as long as the data.
+            assert!(unsafe { from.write(entry(0, 64), data.as_ptr()) });
+            let (found, at) = to.next().unwrap().unwrap();
+            assert_eq!(at as u64 - to.base.as_ptr() as u64, RINGS + HEADER, "at the beginning");
+            to.pass(&found);
+        }
+    }
+
+    #[test]
+    fn large_messages_pass_in_parts() {
+        let (mut from, mut to) = pair();
+        let data: Vec<u8> = (0..3_000_001_u32).map(|i| (i % 251) as u8).collect();
+        let mut came = vec![0_u8; data.len()];
+        let (mut written, mut read) = (0, 0);
+        while read < data.len() {
+            let rest = &data[written..];
+            // SAFETY: as long as it is.
+            written += unsafe { from.write_bulk(rest.as_ptr(), rest.len() as u64) } as usize;
+            assert!(written - read <= BULK as usize);
+            if written % 3 != 0 || written == data.len() || written - read > BULK as usize / 2 {
+                let rest = &mut came[read..];
+                // SAFETY: as long as it is.
+                read += unsafe { to.read_bulk(rest.as_mut_ptr(), rest.len() as u64) } as usize;
+            }
+        }
+        assert!(came == data);
+    }
+
+    #[test]
+    fn a_sleeper_is_woken_once_and_damage_is_an_error() {
+        let (mut from, mut to) = pair();
+        assert!(!from.wakes());
+        to.fall_asleep();
+        assert!(from.wakes() && !from.wakes() && !to.wakes());
+        from.end_here();
+        assert!(to.has_ended() && !from.has_ended());
+        let odd = Entry { bytes: 0, ..entry(1, 0) };
+        // SAFETY: no bytes are read.
+        assert!(unsafe { from.write(odd, std::ptr::null()) });
+        // SAFETY: the header of the first entry.
+        unsafe { to.entry_at(0).cast::<u64>().write(99) };
+        assert!(to.next().unwrap_err().is_diverged());
+        assert!(
+            Segment::open(&rustix::fs::memfd_create("x", MemfdFlags::CLOEXEC).unwrap()).is_err()
+        );
+    }
+}
