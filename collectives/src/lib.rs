@@ -40,8 +40,6 @@ pub use communicator::{
     ChannelSet, Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, ReceivedParts,
     Selector, Splits,
 };
-#[allow(deprecated)]
-pub use cuda::leave_room;
 pub use cuda::{end_watching, share_sms};
 pub use dtype::{DType, Element};
 pub use experts::{

@@ -13,17 +13,16 @@ use symmpool_collectives::StandardCollective::{AllGather, AllReduce, Broadcast, 
 
 use crate::algorithm::{self, Algorithm};
 use crate::arguments::{Argument, Calls};
-use crate::convert::deprecated;
 use crate::errors::{OrRaise, exception};
 use crate::mark::Mark;
 use crate::name::Name;
 use crate::number::Number;
 use crate::one_sided::{self, Way};
 use crate::options::{self, Sizes};
-use crate::p2p::{refuse_message, root_of, send_or_recv};
+use crate::p2p::{refuse_message, send_or_recv};
 use crate::pool::Pool;
 use crate::reading::Refusal;
-use crate::{row_exchange, selection, statistics, stream};
+use crate::{selection, statistics, stream};
 
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
@@ -164,23 +163,6 @@ impl Communicator {
         self.wrote(&[Some(output)])
     }
 
-    /// An earlier name of `reduce_scatter_tensor`.
-    #[pyo3(
-        signature = (output, input, op = None, stream = None),
-        text_signature = "($self, output, input, op='sum', stream=None)"
-    )]
-    fn reduce_scatter(
-        &self,
-        py: Python<'_>,
-        output: Argument<'_, '_>,
-        input: Argument<'_, '_>,
-        op: Option<Argument<'_, '_>>,
-        stream: Option<Argument<'_, '_>>,
-    ) -> PyResult<()> {
-        deprecated(py, "Communicator.reduce_scatter", "Communicator.reduce_scatter_tensor")?;
-        self.reduce_scatter_tensor(py, output, input, op, stream, None)
-    }
-
     /// Copies rank r's `input_tensor` to part r of every rank's `output_tensor`, which has as many elements
     /// as all inputs together.
     #[pyo3(signature = (output_tensor, input_tensor, stream = None, *, algorithm = None))]
@@ -201,30 +183,16 @@ impl Communicator {
         self.wrote(&[Some(output_tensor)])
     }
 
-    /// An earlier name of `all_gather_into_tensor`.
-    #[pyo3(signature = (output, input, stream = None))]
-    fn all_gather(
-        &self,
-        py: Python<'_>,
-        output: Argument<'_, '_>,
-        input: Argument<'_, '_>,
-        stream: Option<Argument<'_, '_>>,
-    ) -> PyResult<()> {
-        deprecated(py, "Communicator.all_gather", "Communicator.all_gather_into_tensor")?;
-        self.all_gather_into_tensor(py, output, input, stream, None)
-    }
-
-    /// Copies rank `src`'s `tensor` into every other rank's. Without `src` that is rank 0, which is deprecated.
-    #[pyo3(signature = (tensor, src = None, stream = None, *, algorithm = None))]
+    /// Copies rank `src`'s `tensor` into every other rank's.
+    #[pyo3(signature = (tensor, src, stream = None, *, algorithm = None))]
     fn broadcast(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        src: Option<Number<u32>>,
+        src: Number<u32>,
         stream: Option<Argument<'_, '_>>,
         algorithm: Option<Name<'_>>,
     ) -> PyResult<()> {
-        let src = src.map_or_else(|| root_of(py), Ok)?;
         let stream = self.calls.stream(py, stream)?;
         let (found, src) =
             self.calls.or_decline(py, stream, self.calls.of_broadcast(tensor, src))?;
@@ -283,17 +251,6 @@ impl Communicator {
         self.wrote(&[Some(output), written.0, written.1])
     }
 
-    /// A `RowExchange` of up to `rows` rows a rank, of torch's tensors where `dtype` is torch's or a name,
-    /// else of numpy's. Deprecated; use `symmpool.experts.Buffer` with `top_k=1`, or `all_to_all_v`.
-    fn row_exchange<'py>(
-        slf: &Bound<'py, Self>,
-        rows: Number<u64>,
-        row_shape: &Bound<'py, PyAny>,
-        dtype: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        row_exchange::make(slf, rows, row_shape, dtype)
-    }
-
     /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every rank's stream
     /// has come to it. It adds to each element of `waits`, int64, an element for each rank, how long this rank
     /// waited for that one: in nanoseconds on the CPU, in clock cycles of an SM on CUDA.
@@ -314,33 +271,30 @@ impl Communicator {
     /// past it. Where there is room for the message that waits for nobody; else for the receiver, for `timeout` seconds of
     /// the communicator. Where that expects something else, or one of the two refuses its own arguments, both fail:
     /// DivergedError. On the CPU a message that was sent already then fails the sender's next one to or from that rank,
-    /// which is not made, and the communicator stays usable. On CUDA it is closed on all ranks. `peer` is the former name
-    /// of `dst`, and is deprecated.
-    #[pyo3(signature = (tensor, dst = None, stream = None, *, peer = None))]
+    /// which is not made, and the communicator stays usable. On CUDA it is closed on all ranks.
+    #[pyo3(signature = (tensor, dst, stream = None))]
     fn send(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        dst: Option<Number<u32>>,
+        dst: Number<u32>,
         stream: Option<Argument<'_, '_>>,
-        peer: Option<Number<u32>>,
     ) -> PyResult<()> {
-        send_or_recv(&self.calls, py, false, tensor, (dst, peer), stream)
+        send_or_recv(&self.calls, py, false, tensor, dst, stream)
     }
 
     /// Receives rank `src`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
     /// the message is there when this returns, on CUDA when `stream` is past it. One that does not come
-    /// closes the communicator, as a late rank does. `peer` is the former name of `src`, and is deprecated.
-    #[pyo3(signature = (tensor, src = None, stream = None, *, peer = None))]
+    /// closes the communicator, as a late rank does.
+    #[pyo3(signature = (tensor, src, stream = None))]
     fn recv(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        src: Option<Number<u32>>,
+        src: Number<u32>,
         stream: Option<Argument<'_, '_>>,
-        peer: Option<Number<u32>>,
     ) -> PyResult<()> {
-        send_or_recv(&self.calls, py, true, tensor, (src, peer), stream)?;
+        send_or_recv(&self.calls, py, true, tensor, src, stream)?;
         self.wrote(&[Some(tensor)])
     }
 

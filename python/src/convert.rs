@@ -1,6 +1,5 @@
 //! Names as Python programs write them: element types, operations, algorithms, devices.
 
-use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
@@ -113,7 +112,6 @@ pub(crate) fn all_to_all_algorithm(py: Python<'_>, name: &str) -> PyResult<AllTo
         let names = all_to_all_algorithm_names().join(", ");
         invalid(py, format!("all_to_all: {:?} is none of {names}", short(name)))
     })?;
-    warn_of_a_former_name(py, name, algorithm.name())?;
     Ok(algorithm)
 }
 
@@ -125,28 +123,5 @@ pub(crate) fn algorithm(py: Python<'_>, name: &str) -> PyResult<AllReduceAlgorit
             format!("algorithm: {:?} is none of {}", short(name), algorithm_names().join(", ")),
         )
     })?;
-    warn_of_a_former_name(py, name, algorithm.name())?;
     Ok(algorithm)
-}
-
-/// Warns a program that names an algorithm as it was called before: one version accepts both names.
-fn warn_of_a_former_name(py: Python<'_>, given: &str, now: &str) -> PyResult<()> {
-    if given == now {
-        return Ok(());
-    }
-    let text = format!(
-        "the algorithm {given:?} is called {now:?}; its former name will not be accepted by the next version"
-    );
-    warn(py, text)
-}
-
-/// Warns of a name or a form that goes with the next version.
-#[cold]
-pub(crate) fn deprecated(py: Python<'_>, old: &str, new: &str) -> PyResult<()> {
-    warn(py, format!("symmpool: {old} is deprecated; use {new}"))
-}
-
-fn warn(py: Python<'_>, text: String) -> PyResult<()> {
-    let text = std::ffi::CString::new(text)?;
-    PyErr::warn(py, &py.get_type::<PyDeprecationWarning>(), &text, 1)
 }

@@ -5,7 +5,6 @@
 //! | `group`, `pool`, `communicator` | the classes of these names |
 //! | `algorithm` | algorithms: the built-in ones, and those that a program brought along |
 //! | `fused` | all-reduces with a residual and a norm |
-//! | `row_exchange` | a deprecated call, which makes an object of Python |
 //! | `selection` | functions of a program that choose algorithms |
 //! | `statistics` | the numbers of pools and communicators |
 //! | `experts` | buffers for dispatch to experts and combine |
@@ -66,7 +65,6 @@ mod p2p;
 mod pool;
 mod process;
 mod reading;
-mod row_exchange;
 mod selection;
 mod site;
 mod slot;

@@ -2,57 +2,25 @@
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use symmpool_allocator::Stream;
 
 use crate::arguments::{Argument, Calls};
-use crate::convert::deprecated;
 use crate::errors::{OrRaise, raised};
 use crate::number::Number;
 use crate::reading::{Refusal, Tensor};
 use crate::stream;
 
-/// The other rank of a message. `name` is torch's word for it, `dst` or `src`; `peer` is the former one.
-fn peer_of(
-    py: Python<'_>,
-    call: &str,
-    name: &str,
-    rank: Option<Number<u32>>,
-    peer: Option<Number<u32>>,
-) -> PyResult<u32> {
-    match (rank, peer) {
-        (Some(rank), None) => rank.or_raise(py, name),
-        (None, Some(peer)) => {
-            deprecated(py, &format!("peer of Communicator.{call}"), name)?;
-            peer.or_raise(py, "peer")
-        }
-        (None, None) => Err(PyTypeError::new_err(format!(
-            "{call}: {name} is missing, the rank of the other side"
-        ))),
-        (Some(_), Some(_)) => Err(PyTypeError::new_err(format!(
-            "{call}: {name} and its former name peer are both given"
-        ))),
-    }
-}
-
-/// The root of a broadcast that names none.
-pub(crate) fn root_of(py: Python<'_>) -> PyResult<Number<u32>> {
-    deprecated(py, "Communicator.broadcast without src", "src=0")?;
-    Ok(Number::of(0))
-}
-
-/// `recv` if `receives`, else `send`. The other rank is given by torch's name, or by its former one.
+/// `recv` if `receives`, else `send`.
 pub(crate) fn send_or_recv(
     calls: &Calls,
     py: Python<'_>,
     receives: bool,
     tensor: Argument<'_, '_>,
-    (rank, peer): (Option<Number<u32>>, Option<Number<u32>>),
+    peer: Number<u32>,
     stream: Option<Argument<'_, '_>>,
 ) -> PyResult<()> {
-    let (call, name) = if receives { ("recv", "src") } else { ("send", "dst") };
-    let peer = peer_of(py, call, name, rank, peer)?;
+    let peer = peer.or_raise(py, if receives { "src" } else { "dst" })?;
     // First, as a refusal of arguments is reported to the peer, which a forked child must not do.
     calls.comm.check("a communicator").or_raise(py)?;
     let refuse = |stream, refusal| decline(calls, py, (receives, peer), stream, refusal);

@@ -43,8 +43,6 @@ pub(crate) fn of_pool<'py>(
             ("reserved", lane.reserved),
             ("peak_reserved", lane.peak_reserved),
             ("deferred", lane.deferred),
-            // The former name of `deferred`, kept for one version.
-            ("set_aside", lane.deferred),
             ("live_blocks", lane.live_blocks),
             ("segments", lane.segments),
             ("events", lane.events),

@@ -80,7 +80,6 @@ from symmpool.memory.install import (
     reset_peak_memory_stats,
 )
 from symmpool.memory.scope import commit_postponed, graph, use_pool
-from symmpool.row_exchange import RowExchange, RowLayout
 
 if _typing.TYPE_CHECKING:
     from symmpool import backend as backend
@@ -97,17 +96,9 @@ __version__ = version()
 
 # Modules that a program need not import: they are imported where they are first named. Some need torch.
 _LAZY = ("backend", "doctor", "engines", "experts", "fused", "handle", "language", "ops")
-# Earlier names, accepted for one version.
-_EARLIER = {"leave_room": "share_sms"}
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name in _EARLIER:
-        import warnings
-
-        new = _EARLIER[name]
-        warnings.warn(f"symmpool.{name} is deprecated; use symmpool.{new}", DeprecationWarning, stacklevel=2)
-        return globals()[new]
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
@@ -138,8 +129,6 @@ __all__ = [
     "Pool",
     "ReduceOp",
     "RefusedError",
-    "RowExchange",
-    "RowLayout",
     "Slot",
     "SymmetricMemory",
     "TimeoutError",

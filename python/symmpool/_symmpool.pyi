@@ -2,8 +2,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
-from symmpool.row_exchange import RowExchange
-
 # A torch.Tensor, a numpy.ndarray or a Block: contiguous, on the pool's device. See `Communicator` for
 # their elements: reductions take fewer types than what only moves data.
 Tensor: TypeAlias = Any
@@ -30,7 +28,6 @@ class LaneStats(TypedDict):
     reserved: int
     peak_reserved: int
     deferred: int
-    set_aside: int  # the former name of `deferred`
     live_blocks: int
     segments: int
     events: int
@@ -297,9 +294,6 @@ class Communicator:
         *,
         algorithm: str | None = None,
     ) -> None: ...
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor, op: Op = "sum", stream: Stream | None = None
-    ) -> None: ...
     def all_gather_into_tensor(
         self,
         output_tensor: Tensor,
@@ -308,11 +302,10 @@ class Communicator:
         *,
         algorithm: str | None = None,
     ) -> None: ...
-    def all_gather(self, output: Tensor, input: Tensor, stream: Stream | None = None) -> None: ...
     def broadcast(
         self,
         tensor: Tensor,
-        src: int | None = None,
+        src: int,
         stream: Stream | None = None,
         *,
         algorithm: str | None = None,
@@ -336,14 +329,9 @@ class Communicator:
         output_offsets: Tensor | None = None,
         stream: Stream | None = None,
     ) -> None: ...
-    def row_exchange(self, rows: int, row_shape: int | Sequence[int], dtype: DType) -> RowExchange: ...
     def barrier(self, stream: Stream | None = None, *, waits: Tensor | None = None) -> None: ...
-    def send(
-        self, tensor: Tensor, dst: int | None = None, stream: Stream | None = None, *, peer: int | None = None
-    ) -> None: ...
-    def recv(
-        self, tensor: Tensor, src: int | None = None, stream: Stream | None = None, *, peer: int | None = None
-    ) -> None: ...
+    def send(self, tensor: Tensor, dst: int, stream: Stream | None = None) -> None: ...
+    def recv(self, tensor: Tensor, src: int, stream: Stream | None = None) -> None: ...
     def put(
         self,
         dst: Tensor,

@@ -29,7 +29,6 @@ whose names and arguments they have."""
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -448,32 +447,3 @@ def all_to_all_single(
     received = [] if output_split_sizes is None else list(output_split_sizes)
     sent = [] if input_split_sizes is None else list(input_split_sizes)
     return _ops.all_to_all(x, received, sent, world_of(group), text_of(group))
-
-
-def _warn_of_earlier(name: str, new: str) -> None:
-    warnings.warn(
-        f"symmpool.ops.{name} is deprecated; use symmpool.ops.{new}", DeprecationWarning, stacklevel=3
-    )
-
-
-def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """An earlier name of `all_gather_tensor`."""
-    _warn_of_earlier("all_gather", "all_gather_tensor")
-    return all_gather_tensor(x, 0, group)
-
-
-def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
-    """An earlier name of `reduce_scatter_tensor`."""
-    _warn_of_earlier("reduce_scatter", "reduce_scatter_tensor")
-    return reduce_scatter_tensor(x, op, 0, group)
-
-
-def all_to_all(
-    x: torch.Tensor,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    group: Any = None,
-) -> torch.Tensor:
-    """An earlier name of `all_to_all_single`."""
-    _warn_of_earlier("all_to_all", "all_to_all_single")
-    return all_to_all_single(x, output_split_sizes, input_split_sizes, group)

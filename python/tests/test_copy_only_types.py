@@ -75,31 +75,6 @@ def test_every_type_arrives_as_it_was(world):
     assert values(world, every_move, [1, 2000]) == [[]] * world
 
 
-def rows_of_every_type(group):
-    pool = symmpool.Pool(group, "cpu")
-    comm = symmpool.Communicator(pool, timeout=20)
-    me, world = pool.rank, pool.world
-    wrong = []
-    for name in NAMED:
-        dtype = numpy_dtype(name)
-        exchange = comm.row_exchange(2 * world, 3, dtype)
-        layout = exchange.layout()
-        x = data(dtype, me, 6 * world).reshape(2 * world, 3)
-        out, back = np.zeros_like(x), np.zeros_like(x)
-        exchange.send(out, x, np.arange(2 * world) % world, layout)
-        theirs = [data(dtype, rank, 6 * world).reshape(2 * world, 3)[me::world] for rank in range(world)]
-        exchange.send_back(back, out, layout)
-        if out.tobytes() != np.concatenate(theirs).tobytes() or back.tobytes() != x.tobytes():
-            wrong.append(name)
-        if exchange.dtype != name:
-            wrong.append(exchange.dtype)
-    return wrong
-
-
-def test_rows_of_every_type_go_there_and_back():
-    assert values(2, rows_of_every_type) == [[]] * 2
-
-
 def of_two_types(group):
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=20)

@@ -102,7 +102,6 @@ def test_numbers_that_an_argument_cannot_be_are_named():
         ("bytes", lambda n: pool.peer_ptr(0, block.data_ptr, n)),
         ("bytes", lambda n: pool.peer_bytes(0, block.data_ptr, n, None)),
         ("rank", block.peer_ptr),
-        ("rows", lambda n: comm.row_exchange(n, 2, "float32")),
         ("peer", comm.signal),
         ("channel", lambda n: comm.signal(0, n)),
         ("peer", comm.wait),
@@ -367,15 +366,6 @@ def test_algorithms_that_are_none_are_refused():
     pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cpu")
     with pytest.raises(symmpool.InvalidArgumentError, match="auto"):
         symmpool.Communicator(pool, algorithm="fastest")
-
-
-def test_former_names_of_algorithms_are_accepted_with_a_warning():
-    pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cpu")
-    with pytest.warns(DeprecationWarning, match='"one_shot_packet" is called "one_shot_ll"'):
-        assert symmpool.Communicator(pool, algorithm="one_shot_packet").algorithm == "one_shot_ll"
-    for former in ("packet", "ll"):
-        with pytest.warns(DeprecationWarning, match=f'"{former}" is called "lamport"'):
-            symmpool.Communicator(pool, all_to_all=former)
 
 
 def refused_while_the_others_are_elsewhere(group):

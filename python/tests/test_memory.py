@@ -87,9 +87,9 @@ def test_memory_comes_back_at_the_commit_after_the_last_view(pool):
     array = pool.empty(1000, np.float32)
     place, view = array.ctypes.data, array[1:]
     del array
-    assert lane(pool)["live_blocks"] == 1 and lane(pool)["set_aside"] == 0
+    assert lane(pool)["live_blocks"] == 1 and lane(pool)["deferred"] == 0
     del view
-    assert lane(pool)["set_aside"] > 0, "freed, but not reused before all ranks have"
+    assert lane(pool)["deferred"] > 0, "freed, but not reused before all ranks have"
     assert pool.empty(1000, np.float32).ctypes.data != place
     assert pool.commit()["blocks_returned"] == 2
     assert lane(pool)["live_blocks"] == 0

@@ -48,9 +48,9 @@ def test_tensors_are_symmetric_memory():
     view = x[1:]
     del x
     gc.collect()
-    assert pool.stats()["lanes"]["default"]["set_aside"] == 0
+    assert pool.stats()["lanes"]["default"]["deferred"] == 0
     del view
-    assert pool.stats()["lanes"]["default"]["set_aside"] > 0
+    assert pool.stats()["lanes"]["default"]["deferred"] > 0
     assert pool.empty(4).dtype == torch.get_default_dtype()
     assert pool.empty(4, "half").dtype == torch.float16
 

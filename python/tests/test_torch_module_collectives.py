@@ -437,26 +437,6 @@ def test_a_gradient_that_comes_back_by_way_of_a_list_warns():
         out[0].sum().backward()
 
 
-def test_earlier_names_are_accepted_with_a_warning():
-    (group,) = symmpool.Group.in_process(1)
-    pool = symmpool.Pool(group, "cpu")
-    comm, x = symmpool.Communicator(pool), torch.arange(3.0)
-    out = torch.zeros(3)
-    for earlier, new in (
-        (lambda: comm.all_gather(out, x), "all_gather_into_tensor"),
-        (lambda: comm.reduce_scatter(out, x, "max"), "reduce_scatter_tensor"),
-        (lambda: comm.broadcast(x), "src=0"),
-        (lambda: out.copy_(symmpool.ops.all_gather(x, pool)), "all_gather_tensor"),
-        (lambda: out.copy_(symmpool.ops.reduce_scatter(x, "sum", pool)), "reduce_scatter_tensor"),
-        (lambda: out.copy_(symmpool.ops.all_to_all(x, group=pool)), "all_to_all_single"),
-        (lambda: symmpool.leave_room, "share_sms"),
-    ):
-        out.zero_()
-        with pytest.warns(DeprecationWarning, match=f"deprecated; use .*{new}"):
-            earlier()
-        assert out.tolist() == ([0.0] * 3 if new in ("src=0", "share_sms") else x.tolist())
-
-
 def along_dimensions(group):
     me, world = group.rank, group.world
     x = torch.full((2, 3), me + 1.0, requires_grad=True)

@@ -1,7 +1,5 @@
 //! The algorithms of all-reduces, by name.
 
-use super::names::by_name;
-
 /// The algorithm of an all-reduce. Results have the same bits with each of them (rule S7).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
@@ -64,15 +62,6 @@ impl AllReduceAlgorithm {
         Self::TwoShotStages,
     ];
 
-    /// Former names, which are accepted until the next version.
-    const FORMER_NAMES: &[(&str, Self)] = &[
-        ("one_shot_packet", Self::OneShotLl),
-        ("one_shot_line", Self::OneShotLl128),
-        ("one_shot_sentinel", Self::OneShotLamport),
-        ("two_shot_packet", Self::TwoShotLl),
-        ("two_shot_sentinel", Self::TwoShotLamport),
-    ];
-
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
         match self {
@@ -93,9 +82,8 @@ impl AllReduceAlgorithm {
         }
     }
 
-    /// The algorithm of this [`name`](Self::name). Former names, such as `one_shot_packet`, are accepted,
-    /// with a warning.
+    /// The algorithm of this [`name`](Self::name).
     pub fn named(name: &str) -> Option<Self> {
-        by_name(name, &Self::ALL, Self::FORMER_NAMES, Self::name)
+        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
     }
 }

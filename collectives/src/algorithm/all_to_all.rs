@@ -1,7 +1,5 @@
 //! The algorithms of all-to-alls, by name.
 
-use super::names::by_name;
-
 /// The algorithm of all-to-alls. Results are the same with each of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
@@ -34,9 +32,6 @@ impl AllToAllAlgorithm {
     /// All algorithms, `Auto` first.
     pub const ALL: [Self; 5] = [Self::Auto, Self::Lamport, Self::Direct, Self::Copy, Self::Ring];
 
-    /// Former names, which are accepted until the next version.
-    const FORMER_NAMES: &[(&str, Self)] = &[("ll", Self::Lamport), ("packet", Self::Lamport)];
-
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
         match self {
@@ -53,9 +48,8 @@ impl AllToAllAlgorithm {
         Self::ALL.into_iter().find(|each| *each as u8 == code)
     }
 
-    /// The algorithm of this [`name`](Self::name). Its former names `ll` and `packet` are
-    /// accepted, with a warning.
+    /// The algorithm of this [`name`](Self::name).
     pub fn named(name: &str) -> Option<Self> {
-        by_name(name, &Self::ALL, Self::FORMER_NAMES, Self::name)
+        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
     }
 }

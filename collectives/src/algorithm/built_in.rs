@@ -5,7 +5,7 @@ use std::fmt;
 
 use symmpool_allocator::{Error, Result, short};
 
-use super::{AllReduceAlgorithm, AllToAllAlgorithm};
+use super::AllReduceAlgorithm;
 
 /// A collective of which there are several algorithms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -123,19 +123,12 @@ const NAMES: [(&str, u8); 8] = [
     ("stages", STAGES),
 ];
 
-/// The number of a built-in algorithm, of host memory or of devices, by its name or a former one.
+/// The number of a built-in algorithm, of host memory or of devices, by its name.
 pub(crate) fn code_of(collective: StandardCollective, name: &str) -> Option<u8> {
     if collective == StandardCollective::AllReduce {
         return AllReduceAlgorithm::named(name).map(|algorithm| algorithm as u8);
     }
-    let found = NAMES.iter().find(|(each, _)| *each == name).map(|(_, code)| *code);
-    match collective {
-        // Former names are those of all-to-alls, and come before other collectives' names.
-        StandardCollective::AllToAll => {
-            AllToAllAlgorithm::named(name).map(|algorithm| algorithm as u8).or(found)
-        }
-        _ => found,
-    }
+    NAMES.iter().find(|(each, _)| *each == name).map(|(_, code)| *code)
 }
 
 /// The name of a built-in algorithm of this number.
@@ -150,6 +143,7 @@ pub(crate) fn name_of(collective: StandardCollective, code: u8) -> Option<&'stat
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::AllToAllAlgorithm;
 
     #[test]
     fn names_and_numbers_of_built_in_algorithms_are_one_to_one() {
@@ -158,10 +152,7 @@ mod tests {
             let mut known = 0;
             for code in 0..=u8::MAX {
                 let Some(name) = name_of(collective, code) else { continue };
-                // `ll` was what all-to-alls called `lamport`.
-                if (collective, name) != (StandardCollective::AllToAll, "ll") {
-                    assert_eq!(code_of(collective, name), Some(code), "{collective} {name}");
-                }
+                assert_eq!(code_of(collective, name), Some(code), "{collective} {name}");
                 known += 1;
             }
             assert!(known >= NAMES.len());

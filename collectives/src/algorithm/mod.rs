@@ -6,7 +6,6 @@ mod all_to_all;
 mod built_in;
 mod constraints;
 mod known;
-mod names;
 mod native;
 mod registered;
 mod requested;

@@ -119,8 +119,8 @@ mod tests {
         let of = |collective, name: &str| {
             RequestedName::with(collective, Some(name), None).unwrap().and_then(|one| one.code())
         };
-        let line = of(StandardCollective::AllReduce, "one_shot_line");
-        assert_eq!(line, Some(AllReduceAlgorithm::OneShotLl128 as u8), "a former name");
+        let lines = of(StandardCollective::AllReduce, "one_shot_ll128");
+        assert_eq!(lines, Some(AllReduceAlgorithm::OneShotLl128 as u8));
         assert_eq!(of(StandardCollective::AllReduce, "nonsense"), None);
         assert_eq!(of(StandardCollective::AllToAll, "direct"), Some(super::super::DIRECT));
         let code = AllReduceAlgorithm::TwoShotPull as u8;

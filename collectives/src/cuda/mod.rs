@@ -89,6 +89,4 @@ pub(crate) use footprint::{
 };
 pub use memory_operations::end_watching;
 pub(crate) use sm_budget::BudgetOptions;
-#[allow(deprecated)]
-pub use sm_budget::leave_room;
 pub use sm_budget::share_sms;

@@ -80,12 +80,6 @@ pub fn share_sms(ordinal: u32) {
     device(ordinal).share_sms.store(true, Ordering::Relaxed);
 }
 
-/// The former name of [`share_sms`].
-#[deprecated(since = "0.1.0", note = "renamed to `share_sms`")]
-pub fn leave_room(ordinal: u32) {
-    share_sms(ordinal);
-}
-
 /// What a communicator's kernels may occupy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SmBudget {

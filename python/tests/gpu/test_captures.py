@@ -125,7 +125,7 @@ def test_what_is_not_done_is_an_error_and_the_capture_goes_on(alone, async_op):
     assert z.tolist() == [2.0] * 1000
 
 
-def test_channels_and_row_exchanges_are_captured_behind_asynchronous_calls(alone):
+def test_channels_are_captured_behind_asynchronous_calls(alone):
     group, pool = alone
     x = pool.empty(1000, torch.float32)
     x.fill_(1.0)

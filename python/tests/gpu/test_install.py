@@ -183,7 +183,7 @@ def test_a_pools_scope_needs_no_mempool_then():
         assert pool._scope().slot.live == 0
         pool.commit()
         stats = pool.stats()["lanes"]["default"]
-        assert stats["set_aside"] == 0, stats
+        assert stats["deferred"] == 0, stats
         with pool:
             kept = torch.full((100,), 5.0, device="cuda")
         del pool, comm

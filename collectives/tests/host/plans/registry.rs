@@ -120,12 +120,11 @@ fn built_in_algorithms_say_what_they_serve() {
         let error = comm.registered("all_reduce", "nonsense").unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("two_shot"), "{error}");
         assert!(comm.registered("nothing", "nonsense").unwrap_err().is_invalid_argument());
-        // Registering a built-in one changes nothing, and nothing takes its name, former and devices' names included.
+        // Registering a built-in one changes nothing, and nothing takes its name, devices' names included.
         comm.register(one_shot).unwrap();
         for (plan, name) in [
             (programs::one_shot(3), "one_shot"),
             (programs::one_shot(3), "one_shot_ll128"),
-            (programs::one_shot(3), "one_shot_packet"),
             (programs::all_gather(3), "ring"),
             (programs::all_gather(3), "direct"),
         ] {
