@@ -43,7 +43,7 @@ pub(crate) enum ErrorKind {
     Mismatch { message: String, ranks: Vec<u32> },
     #[error("timed out after {after:.1?} {waiting_for}{}", missing_ranks(.missing))]
     Timeout { waiting_for: String, after: Duration, missing: Vec<u32> },
-    #[error("lost rank{} {}: {what}", plural(.ranks), list(.ranks))]
+    #[error("{}{what}", lost_ranks(.ranks))]
     PeerLost { ranks: Vec<u32>, what: String },
     #[error("{0}")]
     Unsupported(String),
@@ -86,6 +86,14 @@ pub(crate) fn list(ranks: &[u32]) -> String {
         i = j + 1;
     }
     out
+}
+
+/// Whom an error of lost peers names, in front of what happened. Of some it is not known which rank they are.
+fn lost_ranks(lost: &[u32]) -> String {
+    if lost.is_empty() {
+        return String::new();
+    }
+    format!("lost rank{} {}: ", plural(lost), list(lost))
 }
 
 fn missing_ranks(missing: &[u32]) -> String {
@@ -315,6 +323,13 @@ mod tests {
         );
         assert!(error.is_timeout());
         assert_eq!(error.ranks(), [2]);
+    }
+
+    #[test]
+    fn peers_are_named_if_they_are_known() {
+        let text = |ranks| Error::peer_lost(ranks, "the store is gone").to_string();
+        assert_eq!(text(vec![2, 1]), "symmpool: lost ranks 1, 2: the store is gone");
+        assert_eq!(text(vec![]), "symmpool: the store is gone");
     }
 
     #[test]

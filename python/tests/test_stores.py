@@ -93,6 +93,27 @@ def test_a_missing_rank_is_named_and_a_second_try_meets():
     assert on_threads(2, rank) == [2, 2]
 
 
+def test_a_rank_that_is_absent_is_named_by_those_who_give_up_later_too():
+    store = Store()
+
+    def rank(number):
+        if number == 2:
+            return None
+        # Rank 0 has given up, and taken back what it had brought, before the others do, and before rank 3 comes.
+        time.sleep(0.9 if number == 3 else 0)
+        symmpool.Pool((store, number, 4), "cpu", timeout=0.6 if number == 0 else 1.2)
+
+    found = on_threads(4, rank)
+    assert [each and each.ranks for each in found] == [(2, 3), (2,), None, (2,)], found
+    # What was left says nothing of a later try.
+    time.sleep(0.7)
+    with pytest.raises(symmpool.TimeoutError) as raised:
+        symmpool.Pool((store, 1, 4), "cpu", timeout=0.3)
+    assert raised.value.ranks == (0, 2, 3)
+    everyone = on_threads(4, lambda number: symmpool.Pool((store, number, 4), "cpu", timeout=20).world)
+    assert everyone == [4] * 4
+
+
 def test_two_ranks_with_one_number_miss_the_one_that_is_not_there():
     store = Store()
     found = on_threads(2, lambda _: symmpool.Pool((store, 0, 2), "cpu", timeout=0.5))
@@ -118,8 +139,9 @@ def test_a_store_that_fails_is_no_riddle():
         def check(self, keys):
             raise ConnectionResetError("the server went away")
 
-    with pytest.raises(symmpool.PeerLostError, match="server went away"):
+    with pytest.raises(symmpool.PeerLostError, match="server went away") as raised:
         symmpool.Pool((Gone(), 0, 2), "cpu", timeout=5)
+    assert "lost rank" not in str(raised.value), "nobody knows which"
 
     class Odd(Store):
         def set(self, key, value):

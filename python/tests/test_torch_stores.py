@@ -3,10 +3,12 @@
 import gc
 import os
 import threading
+import time
 
+import pytest
 import torch
 import torch.distributed as dist
-from ranks import values
+from ranks import run, values
 from test_errors import free_port
 
 import symmpool
@@ -140,3 +142,21 @@ def child_of(group):
 
 def test_a_forked_child_has_connections_of_its_own():
     assert values(1, child_of) == [("True parent", b"child", True)]
+
+
+def without_server(group, port):
+    me, world = group.rank, group.world
+    store = dist.TCPStore("127.0.0.1", port, world, me == 0)
+    dist.init_process_group("gloo", store=store, rank=me, world_size=world)
+    pool = symmpool.Pool(device="cpu")
+    if me == 0:
+        os._exit(0)
+    time.sleep(0.5)
+    with pytest.raises(symmpool.PeerLostError, match="lost rank 0: .*serves the store is gone") as raised:
+        symmpool.Pool(device="cpu", timeout=20)
+    del pool
+    return raised.value.ranks
+
+
+def test_a_store_that_went_with_its_rank_names_the_rank():
+    assert run(2, without_server, free_port())[1].value == (0,)

@@ -121,6 +121,11 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         }
     }
 
+    /// A rank whose part never was here came and stopped waiting.
+    pub(crate) fn note_left(&mut self, rank: u32) {
+        self.withdrawn.insert(rank);
+    }
+
     /// Marks the gather failed for everyone who is in it or still comes; returns `error`.
     pub(crate) fn fail(&mut self, error: &Error) -> Error {
         self.failure = Some(error.kind().clone());

@@ -84,6 +84,14 @@ class StoreAdapter:
     def all_gather(self, key: str, rank: int, world: int, value: bytes, seconds: float) -> list[bytes]:
         if world == 1:
             return [value]
+        try:
+            return self._all_gather(key, rank, world, value, seconds)
+        except PeerLostError as error:
+            if rank > 0 and _is_served_by_rank_0(self._store, world):
+                error.ranks = (0,)
+            raise
+
+    def _all_gather(self, key: str, rank: int, world: int, value: bytes, seconds: float) -> list[bytes]:
         store = self._here()
         run = self._runs.get(rank)
         if run is None:
@@ -97,11 +105,16 @@ class StoreAdapter:
             # Every rank came to the last gather, so has read all of the one before.
             self._call(store.delete_key, last.pop(0))
         keys = [f"{prefix}/{peer}" for peer in range(world)]
+        began = time.time()
         try:
             parts = self._read(store, keys, seconds)
         except TimeoutError:
-            missing = [peer for peer, key in enumerate(keys) if not self._call(store.check, [key])]
-            if rank not in missing:
+            absent = [peer for peer, key in enumerate(keys) if not self._call(store.check, [key])]
+            # Those who came and waited in vain did so because of the others, who are to be named.
+            others = [peer for peer in absent if peer != rank]
+            never = [peer for peer in others if not self._has_left(store, keys[peer], began - seconds)]
+            if rank not in absent:
+                self._call(store.set, f"{own}/left", repr(time.time()).encode())
                 # Else a second try would hand this part to those who come before the new one.
                 self._call(store.delete_key, own)
             if not self._met:
@@ -109,7 +122,7 @@ class StoreAdapter:
                 self._call(store.add, self._key(f"{key}/run/{rank}"), -1)
                 del self._runs[rank]
             error = TimeoutError(f"rank {rank} of {world} waited in the store")
-            error.ranks = tuple(peer for peer in missing if peer != rank)
+            error.ranks = tuple(never or others)
             raise error from None
         for peer, part in enumerate(parts):
             theirs = int.from_bytes(part[:HEADER], "little")
@@ -120,6 +133,12 @@ class StoreAdapter:
         self._met = True
         last.append(own)
         return [part[HEADER:] for part in parts]
+
+    def _has_left(self, store: Any, key: str, since: float) -> bool:
+        """Whether the rank with this part waited in vain, and gave up after that time: what an earlier try left
+        behind says nothing of this one."""
+        key = f"{key}/left"
+        return self._call(store.check, [key]) and float(self._call(store.get, key)) >= since
 
     def _read(self, store: Any, keys: list[str], seconds: float) -> list[bytes]:
         """The values of keys, once all are there."""
@@ -194,6 +213,20 @@ def tcp_below(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) and callable(getattr(store, "clone", None)) else None
+
+
+def _is_served_by_rank_0(store: Any, world: int) -> bool:
+    """Whether a store is served by the process of rank 0 of a group of so many ranks, as far as is known here: by
+    that of the default group, which has made its own store, where the group has all its ranks."""
+    below = tcp_below(store)
+    if below is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    from torch import distributed
+
+    if not distributed.is_initialized() or distributed.get_world_size() != world:
+        return False
+    default = tcp_below(distributed.distributed_c10d._get_default_store())
+    return default is not None and (default.host, default.port) == (below.host, below.port)
 
 
 def own_connection(store: Any) -> Any:

@@ -37,6 +37,11 @@ impl<'a> Gather<'a> {
         self.dir.join(format!("part-{rank}"))
     }
 
+    /// Where a rank says that it came and stopped waiting.
+    fn left_path(&self, rank: u32) -> PathBuf {
+        self.dir.join(format!("left-{rank}"))
+    }
+
     /// Puts `rank`'s part where the others find it.
     pub(super) fn contribute(&self, rank: u32, value: &[u8]) -> Result<()> {
         match fs::DirBuilder::new().mode(0o700).create(&self.dir) {
@@ -45,6 +50,8 @@ impl<'a> Gather<'a> {
             }
             _ => {}
         }
+        // Of an attempt before this one.
+        let _ = fs::remove_file(self.left_path(rank));
         self.counters.asked(self.key.len() + value.len());
         if self.directory.create(&self.part_path(rank), &[&self.world.to_le_bytes(), value])? {
             return Ok(());
@@ -101,21 +108,32 @@ impl<'a> Gather<'a> {
                 stop.is_some_and(|stop| stop())
             };
             if stopped {
-                let _ = fs::remove_file(self.part_path(rank));
-                let missing = gathering.missing();
+                let missing = self.leave(rank, gathering);
                 return Err(Error::interrupted_wait("while waiting for other ranks", &missing));
             }
             if deadline.expired() {
-                // The part is taken back, so that another attempt does not look like a second rank.
-                let _ = fs::remove_file(self.part_path(rank));
+                let missing = self.leave(rank, gathering);
                 return Err(Error::timeout(
                     format!("in all_gather {:?}", self.key),
                     deadline.budget(),
-                    gathering.missing(),
+                    missing,
                 ));
             }
             backoff.pause(deadline);
         }
+    }
+
+    /// Takes `rank`'s part back, so that another attempt does not look like a second rank, and says so for those who wait
+    /// longer. Returns the ranks that are missing.
+    fn leave(&self, rank: u32, mut gathering: Gathering<Arc<[u8]>>) -> Vec<u32> {
+        let _ = self.directory.create(&self.left_path(rank), &[]);
+        let _ = fs::remove_file(self.part_path(rank));
+        for peer in gathering.missing() {
+            if self.left_path(peer).exists() {
+                gathering.note_left(peer);
+            }
+        }
+        gathering.missing()
     }
 
     fn check_failed(&self) -> Result<()> {

@@ -189,6 +189,27 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_never_came_is_named_behind_those_who_gave_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::open(dir.path()).unwrap();
+        let after =
+            |rank| store.all_gather("g", rank, 3, b"", Deadline::after(Duration::from_millis(40)));
+        assert_eq!(after(0).unwrap_err().ranks(), [1, 2]);
+        // Rank 0 was here, and took back what it had brought.
+        assert_eq!(after(1).unwrap_err().ranks(), [2]);
+        assert_eq!(after(0).unwrap_err().ranks(), [2]);
+        assert_eq!(after(2).unwrap_err().ranks(), [0, 1], "all have been here");
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                let store = store.clone();
+                scope.spawn(move || {
+                    store.all_gather("g", rank, 3, b"", Deadline::seconds(60)).unwrap()
+                });
+            }
+        });
+    }
+
+    #[test]
     fn a_held_lock_bounds_the_wait_by_the_deadline() {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::open(dir.path()).unwrap();
