@@ -87,6 +87,12 @@ impl Calls {
         Arc::clone(&self.comm)
     }
 
+    /// Why all calls fail, if they do. In a forked child that is known without the lock, which a thread of the parent
+    /// may hold.
+    pub(crate) fn failure(&self) -> Option<symmpool_allocator::Error> {
+        self.comm.check("a communicator").err().or_else(|| self.comm.failure())
+    }
+
     /// A call, without the interpreter's lock: it may wait for other ranks.
     #[inline]
     pub(crate) fn run<T: Send>(

@@ -400,7 +400,7 @@ impl Communicator {
     /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the CPU they are done.
     #[pyo3(signature = (stream = None))]
     fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
-        let stream = stream::resolve(py, self.calls.device, stream)?;
+        let stream = self.calls.own_stream(py, stream)?;
         py.detach(|| self.calls.comm.synchronize(&stream)).or_raise(py)
     }
 
@@ -409,14 +409,14 @@ impl Communicator {
     #[pyo3(signature = (sms))]
     fn set_sm_budget(&self, py: Python<'_>, sms: Option<Number<u32>>) -> PyResult<()> {
         let most = sms.map(|sms| sms.or_raise(py, "sms")).transpose()?;
-        py.detach(|| self.calls.comm.set_sm_budget(most)).or_raise(py)
+        self.calls.run(py, || self.calls.comm.set_sm_budget(most))
     }
 
     /// Lets go of a stream that is about to be destroyed: it is touched no more unless a call names it
     /// again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike.
     /// The pool remembers streams too: see `Pool.forget_stream`.
     fn forget_stream(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
-        let stream = stream::resolve(py, self.calls.device, Some(stream))?;
+        let stream = self.calls.own_stream(py, Some(stream))?;
         py.detach(|| self.calls.comm.forget_stream(&stream)).or_raise(py)
     }
 
@@ -504,7 +504,7 @@ impl Communicator {
     /// Why all calls fail, as an exception; None while they do not.
     #[getter]
     fn failure(&self, py: Python<'_>) -> Option<PyErr> {
-        py.detach(|| self.calls.comm.failure()).map(|error| exception(py, &error))
+        py.detach(|| self.calls.failure()).map(|error| exception(py, &error))
     }
 
     /// This process's rank, from 0.

@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from symmpool._symmpool import Communicator, Pool
-from symmpool.communicators import first_call, torch_state
+from symmpool.communicators import first_call, forks, torch_state
 from symmpool.communicators.devices import name_of, number_of, number_of_tensor
 from symmpool.communicators.entry import CommunicatorEntry, name_pool
 from symmpool.communicators.gradients import watch
@@ -54,6 +54,12 @@ class CommunicatorCache:
         # communicator.
         self._making: weakref.WeakKeyDictionary[Any, dict[Any, threading.RLock]]
         self._making = weakref.WeakKeyDictionary()
+        forks.renew_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, which has none of the threads that hold locks."""
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self._making.clear()
 
     def lock_for(self, owner: Any, what: Any = None) -> threading.RLock:
         """Held by the thread that makes something of a group or of a pool."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import Communicator, Pool, check_call
-from symmpool.communicators import sm_budget
+from symmpool.communicators import forks, sm_budget
 from symmpool.communicators.devices import number_of
 from symmpool.communicators.work import Prepare, Prepared, reason_of
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError
@@ -51,6 +51,12 @@ class CommunicatorEntry:
         self.runner: Any = None
         # Where torch has the process group that the pool is on, for as long as it is not destroyed.
         self.registered: Any = None
+        forks.renew_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, which does not wait for what its parent has begun."""
+        self.pending = self.runner = forks.FORKED
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
 
     def join_pending(self) -> None:
         """What follows comes after all that was begun. Where the wait for that ends by an error, such as
@@ -112,8 +118,8 @@ class CommunicatorEntry:
 
     def finish(self) -> None:
         """Waits for all that was begun, which ends by itself: by an error if a rank does not come."""
-        if self.device < 0 and self.runner is not None and not self.runner.is_alive():
-            return  # in a forked child, which has no such thread
+        if self.runner is forks.FORKED:
+            return
         self.join_pending()
         if self.device >= 0:
             # Errors of the calls were raised to those who made them.

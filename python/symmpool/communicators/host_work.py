@@ -25,6 +25,7 @@ import weakref
 from typing import Any
 
 from symmpool._symmpool import Bell
+from symmpool.communicators import forks
 from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import InvalidStateError, TimeoutError
 
@@ -134,6 +135,7 @@ class HostWork(Work):
 
     def wait(self, timeout: Any = None) -> bool:
         seconds = seconds_or_none(timeout)
+        self._queue.check_here(self._done)
         self._queue.advance(self._done)
         if seconds is None:
             self._queue.help(self._done)
@@ -148,12 +150,16 @@ class HostWork(Work):
         return self._future is not None
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        # In a forked child it ends no other way than by an error.
+        return self._done.is_set() or self._queue.is_lost
 
     def exception(self) -> Exception | None:
+        if self._queue.is_lost and not self._done.is_set():
+            return forks.error("a call with async_op=True")
         return self._error
 
     def join(self) -> None:
+        self._queue.check_here(self._done)
         self._queue.advance(self._done)
         self._queue.help(self._done)
         self._done.wait()
@@ -163,7 +169,7 @@ class HostWork(Work):
             if self._future is not None:
                 return self._future
             self._future = _future_class()(self._queue, self._done)
-            if not self._done.is_set():
+            if not self.is_completed():
                 # The thread that makes the call completes it.
                 self._done.callbacks_done = threading.Event()
                 return self._future
@@ -171,8 +177,9 @@ class HostWork(Work):
         return self._future
 
     def _complete_future(self) -> None:
-        if self._error is not None:
-            self._future.set_exception(self._error)
+        error = self.exception()
+        if error is not None:
+            self._future.set_exception(error)
         else:
             self._future.set_result(self._results)
 
@@ -189,6 +196,7 @@ def _future_class() -> Any:
             self._queue, self._done = calls, done
 
         def wait(self) -> Any:
+            self._queue.check_here(self._done)
             self._queue.advance(self._done)
             return super().wait()
 
@@ -212,6 +220,22 @@ class _CallQueue:
         self._turn = threading.RLock()
         self._bell = Bell()
         self._calling = self._given_up = False
+        # Whether this is a copy in a forked child, which has no such thread.
+        self.is_lost = False
+        forks.renew_in_children(self)
+
+    def forked(self) -> None:
+        self.is_lost = True
+        self.thread = self._helper = 0
+        self._taken = None
+        self.waiting.clear()
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self._turn._at_fork_reinit()  # type: ignore[attr-defined]
+
+    def check_here(self, done: _Done) -> None:
+        """Refuses to wait in a forked child for a call that its parent has begun."""
+        if self.is_lost and not done.is_set():
+            raise forks.error("a call with async_op=True")
 
     def is_here(self) -> bool:
         """Whether this is the thread that makes the calls: it is in a callback, then."""
@@ -335,6 +359,8 @@ class _CallQueue:
     def join(self) -> _Done | None:
         """Whatever this thread does next comes after all that was begun, and after the callbacks; in a
         callback, after the call that it follows, as it does already. Returns what was waited for."""
+        if self.is_lost:
+            raise forks.error()
         newest = self.newest()
         if newest is not None and not self.is_here():
             self.help(newest)
@@ -386,12 +412,11 @@ class Worker:
         results: list[Any],
         prepared: Prepared | None = None,
     ) -> HostWork:
-        if not self.is_alive():
-            raise InvalidStateError(
-                "a communicator of another process is used in one forked from it; make a group, and "
-                "what is needed on it, after the fork"
-            )
         calls = self._queue
+        if calls.is_lost:
+            raise forks.error()
+        if not self.is_alive():
+            raise InvalidStateError("symmpool: a call with async_op=True is begun while the program ends")
         work = HostWork(results, calls)
         if calls.is_here():
             # A callback may wait for its calls, so they are made at once: it keeps the thread until it

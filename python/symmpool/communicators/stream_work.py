@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from symmpool._symmpool import Pool
+from symmpool.communicators import forks
 from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import TimeoutError
 
@@ -116,8 +117,15 @@ class SideStream:
         self._held: collections.deque[Held] = collections.deque()
         # The last call's, which a capture asks for.
         self._last: Any = None
+        self._is_lost = False
+        forks.renew_in_children(self)
         # Letting go of a tensor may let go of another call's Work, which drains as well.
         self._draining = threading.RLock()
+
+    def forked(self) -> None:
+        """In a forked child, which cannot use its parent's device: tensors stay as they are."""
+        self._is_lost = True
+        self._draining._at_fork_reinit()  # type: ignore[attr-defined]
 
     def announce(self, comm: Any) -> Held:
         """The next call, before it is made."""
@@ -180,6 +188,8 @@ class SideStream:
 
     def leave(self, held: Held) -> None:
         """Lets go of the tensors of a call that nobody will wait for."""
+        if self._is_lost:
+            return
         self.drain()
         tensors, held.tensors = held.tensors, None
         if tensors is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import threading
 import weakref
 from typing import Any
@@ -23,6 +24,7 @@ _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # A number is given once: what was compiled for a group that is gone finds no other.
 _numbers = itertools.count()
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def name_of(group: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ _pools: weakref.WeakKeyDictionary[Any, list[weakref.ref]] = weakref.WeakKeyDicti
 _timeouts: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 # For these tables. Nobody waits for another rank while it is held.
 _lock = threading.RLock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 # Called whenever a group has a pool more or fewer.
 _watchers: list[Callable[[], None]] = []
 

@@ -8,6 +8,7 @@ group made of `(store, rank, world)` waits as long as the store likewise, where 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any
@@ -35,8 +36,10 @@ _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 _of_environment: list[Group] = []
 # For these tables. Nobody waits for another rank while it is held.
 _lock = threading.RLock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 # Held while the group of the environment is made, which waits for the rank that serves its store.
 _first = threading.Lock()
+os.register_at_fork(after_in_child=_first._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def key_of(argument: Any) -> Any:

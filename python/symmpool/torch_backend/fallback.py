@@ -5,6 +5,7 @@ host."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import weakref
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool.communicators import sm_budget
+from symmpool.communicators import forks, sm_budget
 from symmpool.errors import InvalidStateError, UnsupportedError
 from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of
 from symmpool.groups.store import own_connection
@@ -143,6 +144,13 @@ class FallbackBackends:
         self.names = {device: kind.name.lower() for device, kind, _ in found}
         self.group = _registered(dist.ProcessGroup(store, *self._place), found)
         _registered(group, found)
+        forks.renew_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, where the end of such a backend would wait for threads that its parent has: they
+        stay for as long as the child lives."""
+        for each in (self.group, *self._backends):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
     def meeting(self, name: str, store: Any = None) -> Any:
         """The store of this run of the group for what has that name; on another connection with `store`."""

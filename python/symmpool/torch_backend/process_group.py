@@ -126,6 +126,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     def shutdown(self) -> None:
         """Called by torch where the group is destroyed. Waits for what was begun, which ends by itself,
         and lets go of the group's communicators and pools; calls that come after are refused."""
+        if self._served.is_lost:
+            return  # in a forked child, where nothing of it can be used
         # A default group's store goes with the group, and another may come to its place.
         leaves = not self._served.ended and dist.group.WORLD is self and self.rank() != 0
         if not self._served.ended:
@@ -138,6 +140,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
 
     def abort(self) -> None:
         """As `shutdown`, without waiting for anything: what was begun may fail."""
+        if self._served.is_lost:
+            return
         self._end(False)
         self._fallbacks.abort()
         super().abort()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from symmpool.communicators import cache
+from symmpool.communicators import cache, forks
 from symmpool.communicators.entry import explainer
 from symmpool.errors import Error, TimeoutError
 from symmpool.groups import agreement, process_groups, refusals, resolution
@@ -40,6 +40,14 @@ class ServedDevices:
         # By the device's number; unknown before the first call, and at the end.
         self.known: dict[int, bool] = {}
         self.ended = False
+        # Whether this is a copy in a forked child.
+        self.is_lost = False
+        forks.renew_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, whose calls would be made in its parent's name."""
+        self.is_lost = True
+        self.known.clear()
 
     def end(self) -> None:
         """From now on calls are refused."""
@@ -47,7 +55,9 @@ class ServedDevices:
         self.known.clear()
 
     def refuse_at_end(self, group: Any) -> None:
-        """Raises InvalidStateError once the group has ended."""
+        """Raises InvalidStateError once the group has ended, and in a forked child."""
+        if self.is_lost:
+            raise forks.error("a process group")
         if self.ended:
             raise resolution.ended(group)
 
@@ -72,7 +82,7 @@ class ServedDevices:
 
     def is_known(self, device: torch.device) -> bool:
         """Whether the ranks have agreed on the device, or the group has ended."""
-        return self.ended or number_of(device) in self.known
+        return self.ended or self.is_lost or number_of(device) in self.known
 
     def entry(self, group: Any, device: torch.device) -> Any:
         """What serves calls on a device; None where ours does not. The first call is collective."""
