@@ -1,5 +1,7 @@
 """DeepEP's names on ranks of the CPU: what DeepEP's own tests hold, and more."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import time
@@ -392,6 +394,23 @@ def test_it_does_not_take_the_place_of_another_deep_ep():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "call install first" in done.stdout, done.stderr
+
+
+def test_handles_are_tuples_of_their_parts():
+    parts = handles._LazyTuple([lambda: 3, lambda: None, lambda: "x"], torch.device("cpu"))
+    assert (
+        isinstance(parts, tuple) and tuple(parts) == (3, None, "x") == (*parts,) and parts != (3, None, "x")
+    )
+    assert 3 in parts and 5 not in parts and parts.index("x") == 2 and parts.count(None) == 1
+    assert parts + (1,) == (3, None, "x", 1) and (1,) + parts == (1, 3, None, "x") and parts * 2 == 2 * parts
+    assert parts[1:] == (None, "x") and list(reversed(parts)) == ["x", None, 3] and len(parts) == 3
+    assert parts < (4,) and parts <= (4,) and parts > (2,) and parts >= (2,) and "3 parts" in repr(parts)
+    assert copy.copy(parts) is parts
+    with pytest.raises(TypeError):
+        parts + [1]
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="belongs to its dispatch"):
+            use(parts)
 
 
 def test_parts_of_a_captured_calls_handle_are_those_of_the_last_replay(monkeypatch):

@@ -92,11 +92,22 @@ def of_vllm(group, folder):
             wanted = fused.all_reduce_rms_norm(x, residual, weight, 1e-5, quant=fused.fp8_static(scale))
             y, rest, quantized = x.clone(), residual.clone(), torch.empty_like(x, dtype=FP8)
             made = call(y, rest, weight, pattern, quant_out=quantized, scale_factor=scale, weight_bias=0.0)
-            right = made is quantized and torch.equal(quantized.float(), wanted.out.float())
+            right = made is (y if gives_norm else quantized)
+            right = right and torch.equal(quantized.float(), wanted.out.float())
             right = right and torch.equal(rest, total)
             right = right and (near(y, norm, x.dtype) if gives_norm else torch.equal(y, x))
             if not right:
                 wrong.append(("static", pattern, tokens))
+    # A number for a scale, whatever torch's default type is. Another backend gives 8-bit floats.
+    torch.set_default_dtype(torch.float64)
+    of_mnnvl = comm.create_allreduce_fusion_workspace("mnnvl", group=cpu_group)
+    quantized = torch.empty_like(x, dtype=FP8)
+    given = {"residual_out": rest, "norm_out": torch.empty_like(x), "quant_out": quantized}
+    given |= {"residual_in": residual, "rms_gamma": weight, "rms_eps": 1e-5, "scale_factor": 0.03}
+    made = comm.allreduce_fusion(x, of_mnnvl, PATTERN.kARResidualRMSNormOutFP8Quant, **given)
+    torch.set_default_dtype(torch.float32)
+    if made is not quantized or not torch.equal(quantized.float(), wanted.out.float()):
+        wrong.append("a number for a scale")
     x, _, _ = inputs(me, 5, 256)
     total = comm.allreduce_fusion(
         input=x, workspace=workspace, pattern=PATTERN.kAllReduce, launch_with_pdl=True

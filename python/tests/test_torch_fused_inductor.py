@@ -9,6 +9,7 @@ from test_torch_fused import near, numbers, unfused
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
+import symmpool
 from symmpool import fused
 
 
@@ -136,8 +137,9 @@ def test_layers_become_one_call(tmp_path):
 
 
 def leaves(name, folder):
-    me, _ = begin(name, folder)
+    me, _ = begin(name, folder, "symmpool")
     group = dist.group.WORLD
+    others = dist.new_group(backend="gloo")
     weight = numbers((64,), 5, torch.float32)
     x, residual = numbers((3, 64), 7 + me, torch.float32), numbers((3, 64), 9, torch.float32)
     narrow = numbers((60,), 5, torch.float32)
@@ -167,14 +169,22 @@ def leaves(name, folder):
         total = funcol.all_reduce(x, "sum", group) + residual
         return total * torch.rsqrt(total.pow(4).mean(-1, keepdim=True) + 1e-5) * weight
 
+    def elsewhere(x, residual):
+        return norm(funcol.all_reduce(x, "sum", others) + residual)
+
     wrong = []
-    for program in (averaged, used_before, of_another_length, other_weight, other_mean, cubed):
+    for program in (elsewhere, averaged, used_before, of_another_length, other_weight, other_mean, cubed):
         made, times = compiled(program, x, residual)
         with torch.no_grad():
             wanted = program(x, residual)
         pairs = zip(made, wanted, strict=True) if isinstance(made, tuple) else [(made, wanted)]
         if times or not all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs):
             wrong.append((program.__name__, times))
+    # A pool makes the group one that symmpool serves.
+    pool = symmpool.Pool(others, "cpu")
+    if compiled(elsewhere, x, residual)[1] != 1:
+        wrong.append("with a pool")
+    del pool
     # Gradients flow as before.
     x.requires_grad_()
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -157,6 +158,14 @@ def test_a_callback_waits_for_what_was_begun_before():
     worker.order.join()
     assert made == ["called", 2, "second is done", "at once", 3, 4]
     assert followed.done() and followed.wait() == ["third"]
+
+
+def test_who_waits_for_a_barrier_waits_on_the_host():
+    from symmpool.torch_backend.work import BarrierWork
+
+    waited = []
+    begun = types.SimpleNamespace(wait=lambda timeout: not waited.append(timeout))
+    assert BarrierWork(begun, lambda: waited.append("host")).wait(3) and waited == [3, "host"]
 
 
 def test_a_future_requested_while_the_call_ends_is_set_once():

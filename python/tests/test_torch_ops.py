@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -203,6 +204,34 @@ def test_what_one_rank_refuses_the_others_hear_of(tmp_path):
     found = values(3, refused_here_told_there, str(tmp_path))
     observed = [({"DivergedError"}, True)] * 2
     assert found == [*observed, ({"InvalidArgumentError"}, True)]
+
+
+def outside(group, folder):
+    me, world = begin(group, folder)
+    zero = dist.new_group([0])
+
+    def step(x):
+        out, y = torch.zeros_like(x), x + 1
+        symmpool.all_reduce(y, group=zero)
+        symmpool.all_gather_into_tensor(out, y, group=zero)
+        symmpool.reduce_scatter_tensor(out, y, group=zero)
+        symmpool.all_to_all_single(out, y, group=zero)
+        symmpool.broadcast(y, 0, group=zero)
+        return y + out
+
+    found = []
+    for backend in (None, "eager", "aot_eager"):
+        torch._dynamo.reset()
+        run = step if backend is None else torch.compile(step, backend=backend, fullgraph=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(run(torch.ones(2)).tolist())
+    dist.destroy_process_group()
+    return found
+
+
+def test_compiled_calls_on_a_group_that_this_process_is_no_member_of_do_nothing(tmp_path):
+    assert values(2, outside, str(tmp_path)) == [[[4.0] * 2] * 3, [[2.0] * 2] * 3]
 
 
 def compiled_broadcasts(group, folder):

@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+# What torch gives where a process is no member. The compiler does not read it from torch's class.
+_NO_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER if torch.distributed.is_available() else object()
+
+
 def text_of(group: Any) -> str:
     """As `name_of`, also of names, in words that the compiler reads."""
     if isinstance(group, str):
@@ -82,6 +86,11 @@ def _is_refused(tensor: Any, group: Any, async_op: bool, algorithm: Any) -> bool
     return why is not None
 
 
+def _is_outside(group: Any) -> bool:
+    """Whether this process is no member of a process group of torch. Such calls do nothing."""
+    return group is _NO_MEMBER
+
+
 def _done(async_op: bool, *results: torch.Tensor) -> Any:
     """What a call returns that was made as an operator, and is done."""
     return DoneWork(list(results)) if async_op else None
@@ -90,7 +99,7 @@ def _done(async_op: bool, *results: torch.Tensor) -> Any:
 def traced_all_reduce(
     tensor: Any, op: Any, group: Any, async_op: bool, out: Any, algorithm: Any = None
 ) -> Any:
-    if _is_refused(tensor if out is None else out, group, async_op, algorithm):
+    if _is_outside(group) or _is_refused(tensor if out is None else out, group, async_op, algorithm):
         return None
     if out is None:
         torch.ops.symmpool.all_reduce_(tensor, name_of_op(op), text_of(group))
@@ -102,7 +111,7 @@ def traced_all_reduce(
 def traced_reduce_scatter(
     output: Any, input: Any, op: Any, group: Any, async_op: bool, algorithm: Any = None
 ) -> Any:
-    if _is_refused(output, group, async_op, algorithm):
+    if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
         return None
     name = text_of(group)
     torch.ops.symmpool.reduce_scatter_into_(output, input, name_of_op(op), name)
@@ -110,7 +119,7 @@ def traced_reduce_scatter(
 
 
 def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool, algorithm: Any = None) -> Any:
-    if _is_refused(output, group, async_op, algorithm):
+    if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
         return None
     torch.ops.symmpool.all_gather_into_(output, input, text_of(group))
     return _done(async_op, output)
@@ -128,7 +137,7 @@ def are_sizes(given: Any) -> bool:
 def traced_all_to_all(
     output: Any, input: Any, sizes: Any, group: Any, async_op: bool, algorithm: Any = None
 ) -> Any:
-    if _is_refused(output, group, async_op, algorithm):
+    if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
         return None
     for name, given in zip(("output", "input"), sizes, strict=True):
         if not are_sizes(given):
@@ -143,7 +152,7 @@ def traced_all_to_all(
 def traced_broadcast(
     tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool, algorithm: Any = None
 ) -> Any:
-    if _is_refused(tensor, group, async_op, algorithm):
+    if _is_outside(group) or _is_refused(tensor, group, async_op, algorithm):
         return None
     name = text_of(group)
     if (src is None) == (group_src is None):
@@ -156,6 +165,8 @@ def traced_broadcast(
 
 
 def dispatched_barrier(device: int, group: Any, async_op: bool) -> Any:
+    if _is_outside(group):
+        return None
     tensor = torch.empty(0, device="cpu" if device < 0 else f"cuda:{device}")
     torch.ops.symmpool.barrier_(tensor, text_of(group))
     return _done(async_op)

@@ -1,4 +1,7 @@
-"""Handles: tuples whose parts are made when a program looks at them. Most programs only pass handles on."""
+"""Handles: tuples whose parts are made when a program looks at them. Most programs only pass handles on.
+
+Python's own operations of tuples see the parts. Code in C that reads a tuple's memory, past its methods, sees
+None: give it `tuple(handle)`."""
 
 from __future__ import annotations
 
@@ -43,7 +46,64 @@ class _LazyTuple(tuple):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
     __hash__ = object.__hash__
+
+    # What else tuples have, of the parts.
+
+    def __contains__(self, value: Any) -> bool:
+        return value in tuple(self)
+
+    def __add__(self, other: Any) -> Any:
+        return tuple(self) + tuple(other) if isinstance(other, tuple) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return tuple(other) + tuple(self) if isinstance(other, tuple) else NotImplemented
+
+    def __mul__(self, times: Any) -> Any:
+        return tuple(self) * times
+
+    __rmul__ = __mul__
+
+    def __lt__(self, other: Any) -> bool:
+        return tuple(self) < other
+
+    def __le__(self, other: Any) -> bool:
+        return tuple(self) <= other
+
+    def __gt__(self, other: Any) -> bool:
+        return tuple(self) > other
+
+    def __ge__(self, other: Any) -> bool:
+        return tuple(self) >= other
+
+    def count(self, value: Any) -> int:
+        return tuple(self).count(value)
+
+    def index(self, value: Any, *bounds: Any) -> int:
+        return tuple(self).index(value, *bounds)
+
+    def __repr__(self) -> str:
+        return f"<symmpool.deep_ep.{type(self).__name__} of {len(self)} parts>"
+
+    # A copy of a tuple is the tuple. A handle is of no use elsewhere.
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: a handle belongs to its dispatch and has no deep copy; pass it on as it "
+            "is, or copy.deepcopy(tuple(handle)) for its parts"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: a handle belongs to its dispatch in this process and cannot be pickled; "
+            "pickle tuple(handle) for its parts"
+        )
 
 
 class NormalHandle(_LazyTuple):

@@ -170,9 +170,11 @@ def allreduce_fusion(
     **others: Any,
 ) -> torch.Tensor:
     """Adds up all ranks' `input`, of shape (tokens, hidden), and makes of it what `pattern` says (see
-    `AllReduceFusionPattern`); gives the sum, the norm or its 8-bit floats. As `fused.all_reduce_rms_norm`:
-    on the current stream, in captures, in float32 and always in the order of ranks, whatever `fp32_acc`
-    says. Outputs may be the inputs. `use_oneshot` chooses the algorithm as FlashInfer's does.
+    `AllReduceFusionPattern`); gives the sum, the norm or its 8-bit floats. Where a pattern makes both, it
+    gives what FlashInfer's backend does that the workspace names: "trtllm" `norm_out`, "mnnvl" `quant_out`.
+    As `fused.all_reduce_rms_norm`: on the current stream, in captures, in float32 and always in the order of
+    ranks, whatever `fp32_acc` says. Outputs may be the inputs. `use_oneshot` chooses the algorithm as
+    FlashInfer's does.
 
     8-bit floats with a static scale are `norm / scale_factor`; dynamic ones have a scale for each token in
     `scale_out`, of shape (tokens, 1).
@@ -187,7 +189,7 @@ def allreduce_fusion(
     quant = None
     if pattern in _STATIC:
         if not isinstance(scale_factor, torch.Tensor):
-            scale_factor = torch.full((1,), float(scale_factor), device=input.device)
+            scale_factor = torch.full((1,), float(scale_factor), dtype=torch.float32, device=input.device)
         quant = fused.fp8_static(scale_factor.reshape(1))
     elif pattern in _DYNAMIC:
         quant = fused.fp8_per_token(scale_out)
@@ -210,6 +212,8 @@ def allreduce_fusion(
     )
     if in_place:
         norm.copy_(separate)
+    if norm is not None and workspace.backend != "mnnvl":
+        return norm
     return made.out
 
 

@@ -63,7 +63,15 @@ from symmpool.torch_backend.mailbox import HostMessages
 from symmpool.torch_backend.p2p import PointToPoint
 from symmpool.torch_backend.served_calls import ServedCalls
 from symmpool.torch_backend.served_devices import NAME, ServedDevices, number_of
-from symmpool.torch_backend.work import CopyingWork, DoneWork, TorchWork, joined, opaque, register
+from symmpool.torch_backend.work import (
+    BarrierWork,
+    CopyingWork,
+    DoneWork,
+    TorchWork,
+    joined,
+    opaque,
+    register,
+)
 
 __all__ = ["NAME", "SymmpoolProcessGroup"]
 
@@ -421,7 +429,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         note("barrier", NAME)
         entry = cache.look_up(None, self, number_of(device))
         if getattr(opts, "asyncOp", True):
-            return TorchWork(entry.begin(entry.comm.barrier, (), []))
+            return BarrierWork(entry.begin(entry.comm.barrier, (), []), entry.comm.synchronize)
         entry.run(entry.comm.barrier, (), [], False)
         # This thread waits too, as in NCCL's barrier.
         entry.comm.synchronize()

@@ -14,6 +14,7 @@ from symmpool.communicators import torch_state
 from symmpool.errors import TimeoutError
 
 __all__ = [
+    "BarrierWork",
     "CopyingWork",
     "DoneWork",
     "TorchWork",
@@ -83,6 +84,20 @@ class TorchWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         return self._work.get_future()
+
+
+@opaque
+class BarrierWork(TorchWork):
+    """Work of a barrier. Whoever waits for it waits on the host, as for NCCL's: all ranks have come then."""
+
+    def __init__(self, work: Any, synchronize: Callable[[], None]):
+        super().__init__(work)
+        self._synchronize = synchronize
+
+    def wait(self, timeout: Any = None) -> bool:
+        done = super().wait(timeout)
+        self._synchronize()
+        return done
 
 
 def register(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:

@@ -61,12 +61,12 @@ def inductor_pass() -> FusionPass:
     - `A = all_gather(shard)` and up to four of the products `A @ B` by
       `torch.ops.symmpool.fused_all_gather_matmul`, and `reduce_scatter(A @ B)` and
       `reduce_scatter(A @ B + C @ D + ...)` by `torch.ops.symmpool.fused_matmuls_reduce_scatter`: of float16
-      or bfloat16, along any dimension but the last one, with at least 256 rows of or for each rank, and
-      on groups that have a pool, or symmpool for a backend, when the program is compiled. Sums of more than
-      four products stay as they are.
+      or bfloat16, along any dimension but the last one, with at least 256 rows of or for each rank. Sums of
+      more than four products stay as they are.
 
-    Every rank has to use it. A group of all-reduces then has a communicator, whatever its backend is; it is
-    made by the first call, so that must not be captured. Results differ from separate operations by
+    All on groups that have a pool, or symmpool for a backend, when the program is compiled; other groups may
+    have ranks that symmpool cannot serve. Every rank has to use it. A group's communicator is made by its
+    first call, so that must not be captured. Results differ from separate operations by
     roundings: norms are rounded once, and so are sums of products where one kernel makes them. All ranks have
     the same bits."""
     return FusionPass()

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from symmpool.fused.inductor.graphs import VIEWS, c10d, made, remove, waits_of
+from symmpool.fused.operators import has_ours
 
 __all__ = ["fuse_norms"]
 
@@ -43,6 +44,8 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
         return False
     x, op, group = reduced.args
     if op != "sum" or len(reduced.users) != 1 or not isinstance(group, str) or not isinstance(x, Node):
+        return False
+    if not has_ours(group):
         return False
     whole = _reshaped(wait)
     for total, residual in _sums(whole):
