@@ -59,6 +59,9 @@ pub(crate) enum ErrorKind {
     System { what: String, cause: String },
 }
 
+/// What every error's text begins with.
+const PREFIX: &str = "symmpool: ";
+
 fn plural(ranks: &[u32]) -> &'static str {
     if ranks.len() == 1 { "" } else { "s" }
 }
@@ -282,9 +285,17 @@ impl Error {
     }
 }
 
+impl Error {
+    /// What the error says without the library's name before it, for texts that begin with that themselves.
+    pub fn message(&self) -> String {
+        let text = self.to_string();
+        text.strip_prefix(PREFIX).map(str::to_owned).unwrap_or(text)
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("symmpool: ")?;
+        f.write_str(PREFIX)?;
         for frame in self.0.context.iter().rev() {
             write!(f, "{frame}: ")?;
         }
@@ -303,6 +314,14 @@ impl std::error::Error for Error {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn errors_within_errors_name_the_library_once() {
+        let cause = Error::invalid_state("no").context("commit 7");
+        assert_eq!(cause.message(), "commit 7: no");
+        let outer = Error::invalid_state(format!("half-way ({})", cause.message()));
+        assert_eq!(outer.to_string(), "symmpool: half-way (commit 7: no)");
+    }
 
     #[test]
     fn rank_lists_are_short() {

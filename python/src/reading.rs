@@ -41,7 +41,10 @@ impl Refusal {
     pub(crate) fn to_error(&self) -> Error {
         match self {
             Self::Invalid(why) => Error::invalid_argument(why),
-            Self::Raised(error) => Error::invalid_argument(error.to_string()),
+            // An error of ours has the library's name behind the name of its class.
+            Self::Raised(error) => {
+                Error::invalid_argument(error.to_string().replacen(": symmpool: ", ": ", 1))
+            }
         }
     }
 

@@ -62,8 +62,8 @@ impl Committer {
 
     /// Notes that this rank did not complete what others may have completed.
     pub(super) fn mark_incomplete(&mut self, cause: &Error) {
-        self.peers.give_up(&incomplete_commit(&cause.to_string()));
-        self.incomplete = Some(cause.to_string());
+        self.peers.give_up(&incomplete_commit(&cause.message()));
+        self.incomplete = Some(cause.message());
     }
 }
 

@@ -149,6 +149,10 @@ def checked_dispatch(
         "out": _out("out", options["out"]),
         "out_scales": _out("out_scales", options["out_scales"]),
     }
+    if options["out_scales"] is not None and options["quantize"] is None and options["scales"] is None:
+        raise InvalidArgumentError(
+            "out_scales: no scales are received; pass quantize or scales, or None here"
+        )
     copy = torch.is_grad_enabled() if copy is None else switch("copy", copy)
     found = Dispatch(x, ids, weights, copy=copy, **options)
     if found.exact and found.hook:

@@ -202,6 +202,8 @@ def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
             )
     outputs = {"out": out, "residual_out": residual_out, "norm_out": norm_out}
     refuse_gradients("all_reduce_rms_norm", x=x, residual=residual, weight=weight, bias=bias, **outputs)
+    if quant is not None:
+        refuse_gradients("all_reduce_rms_norm", **{"quant: scale": quant.scale})
     if quant is not None and quant.scale is not None and quant.scale.device != x.device:
         raise InvalidArgumentError(f"quant: a scale on {quant.scale.device}; it must be on {x.device}")
 
@@ -267,6 +269,7 @@ def _operator_fake(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     refuse_gradients("all_reduce_rms_norm", x=x, residual=residual, weight=weight, bias=bias)
+    refuse_gradients("all_reduce_rms_norm", **{"quant: scale": scale})
     way = _quant_of(quant, scale, layout, powers_of_two)
     sums = torch.empty_like(x)
     out = x.new_empty(0)
@@ -278,10 +281,11 @@ def _operator_fake(
 
 
 def _operator_into_fake(
-    out: Any, residual_out: Any, norm_out: Any, x: Any, residual: Any, weight: Any, bias: Any, *_: Any
+    out: Any, residual_out: Any, norm_out: Any, x: Any, residual: Any, weight: Any, bias: Any, *rest: Any
 ) -> None:
     outputs = {"out": out, "residual_out": residual_out, "norm_out": norm_out}
     refuse_gradients("all_reduce_rms_norm", x=x, residual=residual, weight=weight, bias=bias, **outputs)
+    refuse_gradients("all_reduce_rms_norm", **{"quant: scale": rest[3]})
 
 
 def _operator_into(out: Any, residual_out: Any, norm_out: Any, x: Any, *rest: Any) -> None:

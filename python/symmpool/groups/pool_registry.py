@@ -82,7 +82,10 @@ def end(key: Any) -> None:
 def pools_of(key: Any) -> list[Any]:
     """The pools on a group that are alive, in the order they were made."""
     with _lock:
-        known = _pools.get(key, [])
+        try:
+            known = _pools.get(key, [])
+        except TypeError:
+            return []  # what cannot be a key is no group
         alive = [pool for pool in (each() for each in known) if pool is not None]
         if len(alive) != len(known):
             _pools[key] = [weakref.ref(pool) for pool in alive]
@@ -91,12 +94,18 @@ def pools_of(key: Any) -> list[Any]:
 
 def all_pools() -> list[Any]:
     """The pools on every group that are alive."""
-    return [pool for key in list(_pools) for pool in pools_of(key)]
+    return [pool for key in _keys() for pool in pools_of(key)]
+
+
+def _keys() -> list[Any]:
+    """What stands for the groups that have or had pools. Other threads may make pools meanwhile."""
+    with _lock:
+        return list(_pools)
 
 
 def key_holding(pool: Any) -> Any:
     """The object that stands for a pool's group, by which that was made; None for a pool that is gone."""
-    return next((key for key in list(_pools) if pool in pools_of(key)), None)
+    return next((key for key in _keys() if pool in pools_of(key)), None)
 
 
 def holding(tensor: Any) -> list[Any]:
@@ -107,7 +116,7 @@ def holding(tensor: Any) -> list[Any]:
 def place_of(pool: Any) -> str:
     """Which pool one is, for errors, where its group has several on its device or the process has several
     groups; else nothing."""
-    keys = list(_pools)
+    keys = _keys()
     for key in keys:
         pools = [each for each in pools_of(key) if each.device == pool.device]
         if pool in pools:

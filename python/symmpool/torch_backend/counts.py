@@ -23,7 +23,7 @@ def backend_counts(reset: bool = False) -> dict[str, dict[str, int]]:
     """How many calls went where in this process: numbers by operation and backend. With `reset`
     they begin again at none."""
     found: dict[str, dict[str, int]] = {}
-    for (operation, backend), count in _counts.items():
+    for (operation, backend), count in list(_counts.items()):
         found.setdefault(operation, {})[backend] = count
     if reset:
         _counts.clear()

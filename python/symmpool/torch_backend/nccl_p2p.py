@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmpool.communicators.work import reason_of
 from symmpool.errors import InvalidStateError, TimeoutError
 from symmpool.groups.process_groups import seconds_of
 from symmpool.torch_backend.work import TorchWork, opaque
@@ -157,7 +158,9 @@ class _Channel:
     def begin(self, tensors: list[torch.Tensor], call: Call) -> Any:
         with self._lock:
             if self._failed is not None:
-                raise InvalidStateError(f"symmpool: {self._name}: {self._failed}") from self._failed
+                raise InvalidStateError(
+                    f"symmpool: {self._name}: {reason_of(self._failed)}"
+                ) from self._failed
             if not self._open:
                 return self._queue(tensors, call)
         with self._turn:

@@ -144,7 +144,7 @@ class ServedCalls:
             f"symmpool: a tensor of shape {tuple(tensor.shape)} is on the meta device, without elements for "
             "the other ranks; pass one that has"
         )
-        served = [number for number, is_served in self._served.known.items() if is_served]
+        served = [number for number, is_served in list(self._served.known.items()) if is_served]
         if self._refuse(torch.device("cpu" if not served or -1 in served else f"cuda:{served[0]}"), why):
             raise why
 
