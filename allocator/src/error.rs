@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::lane::Divergence;
+use crate::ranks::list;
 
 /// A result with symmpool's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -64,31 +65,6 @@ const PREFIX: &str = "symmpool: ";
 
 fn plural(ranks: &[u32]) -> &'static str {
     if ranks.len() == 1 { "" } else { "s" }
-}
-
-/// Lists ranks in short form: `0, 2-5, 7`.
-pub(crate) fn list(ranks: &[u32]) -> String {
-    let mut sorted = ranks.to_vec();
-    sorted.sort_unstable();
-    sorted.dedup();
-    let mut out = String::new();
-    let mut i = 0;
-    while i < sorted.len() {
-        let mut j = i;
-        while j + 1 < sorted.len() && sorted[j + 1] == sorted[j] + 1 {
-            j += 1;
-        }
-        if !out.is_empty() {
-            out.push_str(", ");
-        }
-        match j - i {
-            0 => out.push_str(&sorted[i].to_string()),
-            1 => out.push_str(&format!("{}, {}", sorted[i], sorted[j])),
-            _ => out.push_str(&format!("{}-{}", sorted[i], sorted[j])),
-        }
-        i = j + 1;
-    }
-    out
 }
 
 /// Whom an error of lost peers names, in front of what happened. Of some it is not known which rank they are.
@@ -321,13 +297,6 @@ mod tests {
         assert_eq!(cause.message(), "commit 7: no");
         let outer = Error::invalid_state(format!("half-way ({})", cause.message()));
         assert_eq!(outer.to_string(), "symmpool: half-way (commit 7: no)");
-    }
-
-    #[test]
-    fn rank_lists_are_short() {
-        assert_eq!(list(&[3]), "3");
-        assert_eq!(list(&[2, 1]), "1, 2");
-        assert_eq!(list(&[7, 0, 2, 3, 4, 5, 5]), "0, 2-5, 7");
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod nccl;
 mod pool;
 mod quote;
 mod random;
+mod ranks;
 mod rendezvous;
 pub mod store;
 mod sync;

@@ -44,7 +44,7 @@ impl fmt::Display for Divergence {
             write!(f, " or later, at most {until} (older than the lane's history)")?;
         }
         for side in &self.sides {
-            let ranks = crate::error::list(&side.ranks);
+            let ranks = crate::ranks::list(&side.ranks);
             let plural = if side.ranks.len() == 1 { "" } else { "s" };
             write!(f, "\n  rank{plural} {ranks}: {}", side.did)?;
             if let Some(site) = &side.site {

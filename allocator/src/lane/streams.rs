@@ -12,14 +12,12 @@
 //! ordinals follow from it.
 
 use super::Backing;
+use super::table::StreamMask;
 use crate::driver::{Event, Stream};
 use crate::{Error, Result};
 
 /// Ordinals are bits of a 64-bit mask.
 const MAX_STREAMS: usize = 64;
-
-/// A set of streams by ordinal.
-pub(super) type StreamMask = u64;
 
 #[derive(Debug)]
 struct Known {

@@ -6,7 +6,6 @@ use slab::Slab;
 
 use super::UNIT;
 use super::free::Near;
-use super::streams::StreamMask;
 
 /// The end of the chain.
 pub(super) const NIL: u32 = u32::MAX;
@@ -40,6 +39,9 @@ pub struct BlockView {
     /// Counter of its allocation, for blocks that were handed out.
     pub counter: u64,
 }
+
+/// A set of streams by ordinal: a lane knows at most 64.
+pub(super) type StreamMask = u64;
 
 /// One range of the lane. Offsets and sizes are in units.
 #[derive(Clone, Debug)]

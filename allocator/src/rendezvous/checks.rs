@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use super::hello::Hello;
 use crate::driver::Transport;
-use crate::error::list;
+use crate::ranks::list;
 use crate::rendezvous::message::{PROTOCOL_VERSION, version_of};
 use crate::store::Gathered;
 use crate::{Error, Result};

@@ -1,7 +1,8 @@
 //! The error that all ranks report when some of them failed.
 
 use super::message::{Message, encode};
-use crate::error::{ErrorKind, list};
+use crate::error::ErrorKind;
+use crate::ranks::list;
 use crate::{Error, Result};
 
 /// The result of a rank's part in a step, in a form that can be sent to the others.

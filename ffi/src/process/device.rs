@@ -11,17 +11,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Error, Group, Lane, Pool, Result, Stream};
 
-use self::captures::Captures;
+pub use self::captures::MempoolId;
+use self::captures::{Captures, GRAPHS};
 use crate::guard::lock;
-
-/// How many graphs (or groups of graphs that share memory) can have memory at the same time.
-const GRAPHS: usize = 31;
 
 /// Blocks start at multiples of this, as CUDA's do.
 const ALIGN: u64 = 512;
-
-/// torch's identifier of a graph's memory.
-pub type MempoolId = (u64, u64);
 
 /// The statistics of a device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -160,18 +155,60 @@ impl Device {
                  reused"
             )));
         }
-        if lane == 0 && self.open.load(Ordering::Acquire) > 0 {
-            let mut captures = lock(&self.captures);
-            if !captures.open.is_empty() {
-                captures.deferred.push(address);
-                return Ok(());
-            }
+        if lane == 0 && self.open.load(Ordering::Acquire) > 0 && lock(&self.captures).defer(address)
+        {
+            return Ok(());
         }
         self.give_back(lane, address)?;
         if lane > 0 {
             self.reclaim(&mut lock(&self.captures), lane);
         }
         Ok(())
+    }
+
+    /// Begins a capture: from now on, allocations of this thread, and allocations of other threads on streams that are
+    /// being captured, are memory of the graph `id`.
+    pub fn begin(&self, id: MempoolId) -> Result<()> {
+        self.own_process()?;
+        let mut captures = lock(&self.captures);
+        captures.begin(id)?;
+        self.open.store(captures.running(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Ends the capture of the latest [`begin`](Self::begin) of `id`.
+    pub fn end(&self, id: MempoolId) -> Result<()> {
+        self.own_process()?;
+        let mut captures = lock(&self.captures);
+        let deferred = captures.end(id)?;
+        self.open.store(captures.running(), Ordering::Release);
+        drop(captures);
+        deferred.into_iter().try_for_each(|address| self.give_back(0, address))
+    }
+
+    /// Notes that one of the graphs that use the memory of `id` was destroyed.
+    pub fn release(&self, id: MempoolId) -> Result<()> {
+        self.own_process()?;
+        let mut captures = lock(&self.captures);
+        if let Some(lane) = captures.release(id)? {
+            self.reclaim(&mut captures, lane);
+        }
+        Ok(())
+    }
+
+    /// Makes a lane free for another graph if its graph was destroyed and its last block is freed. If that cannot be found
+    /// out, it is not given to another graph.
+    fn reclaim(&self, captures: &mut Captures, lane: usize) {
+        captures.reclaim(lane, || self.lanes[lane].live_blocks().is_ok_and(|live| live == 0));
+    }
+
+    /// The lane for an allocation on `stream`.
+    fn lane_for(&self, stream: Stream) -> Result<usize> {
+        if self.open.load(Ordering::Acquire) == 0 {
+            return Ok(0);
+        }
+        let is_captured = || self.pool.driver().is_capturing(stream);
+        Ok(lock(&self.captures).lane(is_captured))
     }
 
     fn give_back(&self, lane: usize, address: u64) -> Result<()> {
@@ -225,15 +262,14 @@ impl Device {
         self.own_process()?;
         // The lock is held to the end, so that no capture begins and no graph takes a lane meanwhile.
         let captures = lock(&self.captures);
-        if !captures.open.is_empty() {
+        if captures.running() > 0 {
             return Err(Error::invalid_state(
                 "memory cannot be released while a graph is captured; do so after the capture",
             ));
         }
         self.update_peak()?;
-        let taken = std::iter::once(false).chain(captures.taken);
-        let mut lanes = self.lanes.iter().zip(taken).filter(|(_, taken)| !taken);
-        lanes.try_fold(0, |bytes, (lane, _)| {
+        let mut lanes = self.lanes.iter().enumerate().filter(|(nth, _)| !captures.is_taken(*nth));
+        lanes.try_fold(0, |bytes, (_, lane)| {
             Ok(bytes + if lane.reserved()? > 0 { lane.trim()? } else { 0 })
         })
     }
@@ -276,7 +312,7 @@ impl Device {
             frees: self.frees.load(Ordering::Relaxed),
             ooms: self.ooms.load(Ordering::Relaxed),
             retries: self.retries.load(Ordering::Relaxed),
-            graphs: lock(&self.captures).graphs.len() as u64,
+            graphs: lock(&self.captures).graphs() as u64,
             segments: segments.sum::<Result<_>>()?,
         })
     }

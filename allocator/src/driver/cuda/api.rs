@@ -15,6 +15,9 @@ use cudarc::driver::sys;
 
 use crate::{Error, Result};
 
+/// The length of a `CUmemFabricHandle`.
+pub(super) const FABRIC_HANDLE_BYTES: usize = 64;
+
 /// A pointer-sized handle (`CUcontext`, `CUstream`, `CUevent`) that is passed on, never followed.
 pub(super) type Handle = usize;
 
@@ -347,7 +350,7 @@ mod tests {
             offset_of!(sys::CUmemAllocationProp, allocFlags.gpuDirectRDMACapable)
         );
         assert_eq!(size_of::<sys::CUuuid>(), 16);
-        assert_eq!(size_of::<sys::CUmemFabricHandle>(), super::super::FABRIC_HANDLE_BYTES);
+        assert_eq!(size_of::<sys::CUmemFabricHandle>(), super::FABRIC_HANDLE_BYTES);
         assert_eq!(size_of::<sys::CUstream>(), size_of::<Handle>());
     }
 

@@ -7,8 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
 
-use super::FABRIC_HANDLE_BYTES;
-use super::api::{AllocationProp, Api, Code};
+use super::api::{AllocationProp, Api, Code, FABRIC_HANDLE_BYTES};
 use crate::amount::Amount;
 use crate::{Error, Result};
 

@@ -40,9 +40,6 @@ use super::{
 };
 use crate::{Deadline, Error, Result};
 
-/// The length of a `CUmemFabricHandle`.
-const FABRIC_HANDLE_BYTES: usize = 64;
-
 /// The environment variable that launchers put a process's rank on its host in.
 const LOCAL_RANK: &str = "LOCAL_RANK";
 

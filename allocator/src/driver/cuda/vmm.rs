@@ -10,8 +10,7 @@ use std::sync::Mutex;
 
 use cudarc::driver::sys;
 
-use super::FABRIC_HANDLE_BYTES;
-use super::api::{AccessDesc, AllocationProp, Api};
+use super::api::{AccessDesc, AllocationProp, Api, FABRIC_HANDLE_BYTES};
 use super::calls::{
     address_free, create, export_fabric, export_fd, import_fabric, import_fd, map, name, release,
     reserve_aligned, size, unmap,

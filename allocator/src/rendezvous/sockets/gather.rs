@@ -2,9 +2,9 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::PeerSockets;
 use super::packet::{BYTES_PER_PACKET, Part};
-use super::round::{Fault, Round};
+use super::round::Round;
+use super::{Fault, PeerSockets};
 use crate::rendezvous::message;
 use crate::store::{Gathered, MAX_VALUE};
 use crate::{Deadline, Error, Result};

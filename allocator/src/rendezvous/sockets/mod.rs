@@ -37,7 +37,6 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use self::packet::Farewell;
-use self::round::Fault;
 use crate::fork::{Maker, Own};
 use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
@@ -63,6 +62,21 @@ pub(crate) struct PeerSockets {
     /// Asked by a rank that waits whether it is to stop.
     interrupt: Option<Interrupt>,
     broken: Option<Broken>,
+}
+
+/// Why a round fails.
+enum Fault {
+    /// This peer's connection is closed.
+    Closed(u32),
+    /// A peer gave up.
+    GaveUp(Farewell),
+    Failed(Error),
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
 }
 
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::packet::{self, Farewell, PacketBuffer, Received, Sent};
-use super::{CLOSED, PeerSockets, at_most, connected, is_closed, poll_for};
+use super::{CLOSED, Fault, PeerSockets, at_most, connected, is_closed, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
 use crate::{Deadline, Error, Result};
@@ -27,21 +27,6 @@ const INTERRUPTED: &str = "interrupted while waiting for other ranks";
 /// connection. That peer may have finished the round; then the others have sent all their packets, and
 /// what this rank waits for is about to arrive.
 const WAIT_AFTER_LOSS: Duration = Duration::from_secs(2);
-
-/// Why a round fails.
-pub(super) enum Fault {
-    /// This peer's connection is closed.
-    Closed(u32),
-    /// A peer gave up.
-    GaveUp(Farewell),
-    Failed(Error),
-}
-
-impl From<Error> for Fault {
-    fn from(error: Error) -> Self {
-        Self::Failed(error)
-    }
-}
 
 /// What ranks send each other in one round.
 pub(super) trait Round {

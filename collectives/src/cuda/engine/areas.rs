@@ -13,8 +13,12 @@ use symmpool_allocator::{Block, Result};
 
 use super::super::footprint::Footprint;
 use super::super::params::{Control, LOCAL_AREAS};
-use super::setup::initial_data;
 use super::{CudaEngine, cuda};
+
+/// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
+const LAMPORT_PATTERN: u32 = 0xffff_ffff;
+/// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
+const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 /// Where data of a call lies on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,6 +202,17 @@ impl CudaEngine {
         let large = self.areas.large.or_else(|| self.areas.grown(self.areas.small.ll));
         std::iter::once(self.areas.small).chain(large).collect()
     }
+}
+
+/// What kernels expect in the parts for data before the first call there: where each range begins, the word that it is
+/// filled with, and its bytes. Plans' kernels read of their scratch only what was written in the same call.
+pub(super) fn initial_data(control: &Control) -> [(u64, u32, u64); 4] {
+    [
+        (control.ll, 0, control.escaped - control.ll),
+        (control.escaped, ESCAPED_PATTERN, control.escaped_bytes),
+        (control.lamport, LAMPORT_PATTERN, control.lamport_bytes),
+        (control.scratch, 0, control.scratch_bytes),
+    ]
 }
 
 /// Whether an inbox of a layout, of a Lamport protocol or of LL, has no room for so many bytes of every rank. All-to-alls and

@@ -20,18 +20,14 @@ use super::super::p2p::{self, P2p, P2pLayout};
 use super::super::params::Control;
 use super::super::stream_order::{CallEvents, StreamOrder};
 use super::super::table::MeasuredTable;
-use super::areas::Areas;
+use super::areas::{Areas, initial_data};
 use super::decline::Progress;
 use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
 use crate::timeout::Timeout;
 
-/// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
-const LAMPORT_PATTERN: u32 = 0xffff_ffff;
 /// The driver's variable for the number of queues through which a process gives its work to a device.
 const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
-const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options. Options that are the
@@ -164,17 +160,6 @@ fn measured_table(pool: &Pool) -> Result<MeasuredTable> {
     let name = |rank| Ok(pool.device(rank)?.name.as_str());
     let devices: Result<Vec<&str>> = (0..pool.world()).map(name).collect();
     Ok(MeasuredTable::of(&devices?))
-}
-
-/// What kernels expect in the parts for data before the first call there: where each range begins, the word that it is
-/// filled with, and its bytes. Plans' kernels read of their scratch only what was written in the same call.
-pub(super) fn initial_data(control: &Control) -> [(u64, u32, u64); 4] {
-    [
-        (control.ll, 0, control.escaped - control.ll),
-        (control.escaped, ESCAPED_PATTERN, control.escaped_bytes),
-        (control.lamport, LAMPORT_PATTERN, control.lamport_bytes),
-        (control.scratch, 0, control.scratch_bytes),
-    ]
 }
 
 /// Fills device memory with a word.

@@ -1,33 +1,35 @@
 //! Graphs that are being captured or have memory, and which lane each of them has.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Error, Result};
 
-use super::{Device, GRAPHS, MempoolId};
-use crate::guard::lock;
+/// How many graphs (or groups of graphs that share memory) can have memory at the same time.
+pub(super) const GRAPHS: usize = 31;
+
+/// torch's identifier of a graph's memory.
+pub type MempoolId = (u64, u64);
 
 #[derive(Debug, Default)]
 pub(super) struct Captures {
     /// The running captures; the last one began last.
-    pub(super) open: Vec<Open>,
-    pub(super) graphs: BTreeMap<MempoolId, Graph>,
+    open: Vec<Open>,
+    graphs: BTreeMap<MempoolId, Graph>,
     /// For each lane of graphs, whether a graph has it, or blocks of a former graph are still in use.
-    pub(super) taken: [bool; GRAPHS],
+    taken: [bool; GRAPHS],
     /// Ordinary blocks that were freed during captures: events cannot be recorded while streams are captured.
-    pub(super) deferred: Vec<u64>,
+    deferred: Vec<u64>,
 }
 
 #[derive(Debug)]
-pub(super) struct Open {
+struct Open {
     id: MempoolId,
     /// The thread that began the capture.
     thread: usize,
 }
 
 #[derive(Debug)]
-pub(super) struct Graph {
+struct Graph {
     lane: usize,
     uses: u32,
 }
@@ -40,90 +42,92 @@ fn thread() -> usize {
     MARK.try_with(|mark| std::ptr::from_ref(mark) as usize).unwrap_or(0)
 }
 
-impl Device {
-    /// Begins a capture: from now on, allocations of this thread, and allocations of other threads on streams that are
-    /// being captured, are memory of the graph `id`.
-    pub fn begin(&self, id: MempoolId) -> Result<()> {
-        self.own_process()?;
-        let mut captures = lock(&self.captures);
-        if let Some(graph) = captures.graphs.get_mut(&id) {
+impl Captures {
+    /// How many captures are running.
+    pub(super) fn running(&self) -> usize {
+        self.open.len()
+    }
+
+    /// How many graphs have memory.
+    pub(super) fn graphs(&self) -> usize {
+        self.graphs.len()
+    }
+
+    /// Whether a graph has a lane, or blocks of a former graph are still in use there. Lane 0 is ordinary memory.
+    pub(super) fn is_taken(&self, lane: usize) -> bool {
+        lane > 0 && self.taken[lane - 1]
+    }
+
+    /// Begins a capture into the memory of `id` by this thread.
+    pub(super) fn begin(&mut self, id: MempoolId) -> Result<()> {
+        if let Some(graph) = self.graphs.get_mut(&id) {
             graph.uses += 1;
         } else {
-            let free = captures.taken.iter().position(|taken| !taken).ok_or_else(|| {
+            let free = self.taken.iter().position(|taken| !taken).ok_or_else(|| {
                 Error::invalid_state(format!(
                     "{GRAPHS} graphs have memory of their own; let graphs share memory (`pool=`), or \
                      delete some"
                 ))
             })?;
-            captures.taken[free] = true;
-            captures.graphs.insert(id, Graph { lane: free + 1, uses: 1 });
+            self.taken[free] = true;
+            self.graphs.insert(id, Graph { lane: free + 1, uses: 1 });
         }
-        captures.open.push(Open { id, thread: thread() });
-        self.open.store(captures.open.len(), Ordering::Release);
+        self.open.push(Open { id, thread: thread() });
         Ok(())
     }
 
-    /// Ends the capture of the latest [`begin`](Self::begin) of `id`.
-    pub fn end(&self, id: MempoolId) -> Result<()> {
-        self.own_process()?;
-        let mut captures = lock(&self.captures);
-        let at = captures.open.iter().rposition(|open| open.id == id);
+    /// Ends the capture of the latest [`begin`](Self::begin) of `id`. Returns the ordinary blocks that are to be freed now:
+    /// those that were freed during captures, if this was the last one.
+    pub(super) fn end(&mut self, id: MempoolId) -> Result<Vec<u64>> {
+        let at = self.open.iter().rposition(|open| open.id == id);
         let at =
             at.ok_or_else(|| Error::invalid_state(format!("no capture into {id:?} is open")))?;
-        captures.open.remove(at);
-        self.open.store(captures.open.len(), Ordering::Release);
-        if !captures.open.is_empty() {
-            return Ok(());
-        }
-        let deferred = std::mem::take(&mut captures.deferred);
-        drop(captures);
-        deferred.into_iter().try_for_each(|address| self.give_back(0, address))
+        self.open.remove(at);
+        Ok(if self.open.is_empty() { std::mem::take(&mut self.deferred) } else { Vec::new() })
     }
 
-    /// Notes that one of the graphs that use the memory of `id` was destroyed.
-    pub fn release(&self, id: MempoolId) -> Result<()> {
-        self.own_process()?;
-        let mut captures = lock(&self.captures);
-        let graph = captures.graphs.get_mut(&id);
+    /// Takes an ordinary block that is freed during a capture. False if there is none.
+    pub(super) fn defer(&mut self, address: u64) -> bool {
+        let is_running = !self.open.is_empty();
+        if is_running {
+            self.deferred.push(address);
+        }
+        is_running
+    }
+
+    /// Notes that one of the graphs that use the memory of `id` was destroyed. Returns the lane if that was the last one.
+    pub(super) fn release(&mut self, id: MempoolId) -> Result<Option<usize>> {
+        let graph = self.graphs.get_mut(&id);
         let graph = graph
             .ok_or_else(|| Error::invalid_state(format!("no graph has memory called {id:?}")))?;
         graph.uses -= 1;
-        if graph.uses == 0 {
-            let lane = graph.lane;
-            captures.graphs.remove(&id);
-            self.reclaim(&mut captures, lane);
+        let lane = graph.lane;
+        if graph.uses > 0 {
+            return Ok(None);
         }
-        Ok(())
+        self.graphs.remove(&id);
+        Ok(Some(lane))
     }
 
-    /// Makes a lane free for another graph if its graph was destroyed and its last block is freed.
-    pub(super) fn reclaim(&self, captures: &mut Captures, lane: usize) {
-        let owned = captures.graphs.values().any(|graph| graph.lane == lane);
-        if !owned && captures.taken[lane - 1] && self.is_empty(lane) {
-            captures.taken[lane - 1] = false;
-            // The next graph uses its memory, or the next trim releases it.
+    /// Makes a lane free for another graph if its graph was destroyed and it is empty. The next graph uses its memory, or the
+    /// next trim releases it.
+    pub(super) fn reclaim(&mut self, lane: usize, is_empty: impl FnOnce() -> bool) {
+        let owned = self.graphs.values().any(|graph| graph.lane == lane);
+        if !owned && self.taken[lane - 1] && is_empty() {
+            self.taken[lane - 1] = false;
         }
     }
 
-    /// Whether a lane has no live block. If that cannot be found out, it is not given to another graph.
-    fn is_empty(&self, lane: usize) -> bool {
-        self.lanes[lane].live_blocks().is_ok_and(|live| live == 0)
-    }
-
-    /// The lane for an allocation on `stream`.
-    pub(super) fn lane_for(&self, stream: Stream) -> Result<usize> {
-        if self.open.load(Ordering::Acquire) == 0 {
-            return Ok(0);
-        }
-        let captures = lock(&self.captures);
+    /// The lane for an allocation by this thread on a stream, of which `is_captured` says whether it is being captured.
+    pub(super) fn lane(&self, is_captured: impl FnOnce() -> bool) -> usize {
         let here = thread();
-        let by_thread = captures.open.iter().rev().find(|open| open.thread == here);
+        let by_thread = self.open.iter().rev().find(|open| open.thread == here);
         let found = match by_thread {
             Some(open) => Some(open),
             // Another thread takes part in the capture, such as one of autograd.
-            None if self.pool.driver().is_capturing(stream) => captures.open.last(),
+            None if is_captured() => self.open.last(),
             None => None,
         };
-        Ok(found.map_or(0, |open| captures.graphs.get(&open.id).map_or(0, |graph| graph.lane)))
+        found.map_or(0, |open| self.graphs.get(&open.id).map_or(0, |graph| graph.lane))
     }
 }
