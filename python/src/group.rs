@@ -152,6 +152,12 @@ impl Group {
         self.group.world()
     }
 
+    /// The number of ranks, by another name of it.
+    #[getter]
+    fn world_size(&self) -> u32 {
+        self.group.world()
+    }
+
     /// This process's number among those of its machine, where the launcher said it.
     #[getter]
     fn local_rank(&self) -> Option<u32> {

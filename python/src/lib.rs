@@ -112,6 +112,8 @@ mod _symmpool {
         multiply_all_reduce, multiply_scatter, pull, push_step, step,
     };
     #[pymodule_export]
+    use crate::p2p::waiting_senders;
+    #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]
     use crate::process::{
@@ -160,6 +162,15 @@ mod _symmpool {
     fn share_sms(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
         symmpool_collectives::share_sms(device.or_raise(py, "device")?);
         Ok(())
+    }
+
+    /// The device of a pool that names none: the GPU of this process if it has one, else the CPU.
+    #[pyo3::pyfunction]
+    fn default_device(py: pyo3::Python<'_>) -> pyo3::PyResult<String> {
+        use crate::errors::OrRaise;
+        let name = crate::torch::current_device(py, None)?;
+        let (_, device) = py.detach(|| crate::device::driver(name.as_deref())).or_raise(py)?;
+        Ok(device.name())
     }
 
     /// Ends the waits for other ranks that are under way, and all later ones: the program is ending.

@@ -6,10 +6,20 @@ use pyo3::prelude::*;
 use symmpool_allocator::Stream;
 
 use crate::arguments::{Argument, Calls};
+use crate::communicator::Communicator;
 use crate::errors::{OrRaise, raised};
 use crate::number::Number;
 use crate::reading::{Refusal, Tensor};
 use crate::stream;
+
+/// The ranks that have sent a message which this one does not receive yet, on the CPU. Does not wait.
+#[pyfunction(name = "_waiting_senders")]
+pub(crate) fn waiting_senders(
+    py: Python<'_>,
+    comm: &Bound<'_, Communicator>,
+) -> PyResult<Vec<u32>> {
+    comm.get().calls().comm.waiting_senders().or_raise(py)
+}
 
 /// `recv` if `receives`, else `send`.
 pub(crate) fn send_or_recv(

@@ -38,6 +38,7 @@ from symmpool.collectives.algorithms import load_tables, register, select
 from symmpool.collectives.functions import (
     all_gather,
     all_gather_into_tensor,
+    all_gather_single,
     all_reduce,
     all_to_all,
     all_to_all_single,
@@ -47,14 +48,16 @@ from symmpool.collectives.functions import (
     communicator,
     forget,
     gather,
-    recv,
+    gather_single,
     reduce,
     reduce_scatter,
+    reduce_scatter_single,
     reduce_scatter_tensor,
     scatter,
-    send,
 )
+from symmpool.collectives.messages import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from symmpool.collectives.reduce_op import ReduceOp
+from symmpool.collectives.several import all_gather_object, all_reduce_coalesced
 from symmpool.communicators.work import Work
 from symmpool.errors import (
     DivergedError,
@@ -62,11 +65,11 @@ from symmpool.errors import (
     InvalidArgumentError,
     InvalidStateError,
     OutOfMemoryError,
-    OverflowError,
+    OverflowError,  # noqa: F401
     PeerLostError,
     PlanError,
     RefusedError,
-    TimeoutError,
+    TimeoutError,  # noqa: F401
     UnsupportedError,
 )
 from symmpool.kernels import native
@@ -113,6 +116,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_LAZY, "__version__", "errors"])
 
 
+# TimeoutError and OverflowError are left out: `from symmpool import *` is not to hide Python's own.
 __all__ = [
     "Algorithm",
     "Block",
@@ -123,7 +127,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidStateError",
     "OutOfMemoryError",
-    "OverflowError",
+    "P2POp",
     "PeerLostError",
     "PlanError",
     "Pool",
@@ -131,26 +135,32 @@ __all__ = [
     "RefusedError",
     "Slot",
     "SymmetricMemory",
-    "TimeoutError",
     "UnsupportedError",
     "Work",
     "algorithms",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_algorithms",
     "all_to_all_single",
     "all_to_all_v",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "commit_postponed",
     "communicator",
     "forget",
     "gather",
+    "gather_single",
     "graph",
     "install",
+    "irecv",
     "is_installed",
+    "isend",
     "load_tables",
     "communicator_memory",
     "memory_stats",
@@ -159,6 +169,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "register",
     "rendezvous",

@@ -250,7 +250,6 @@ def point_to_point(group):
         return first.tolist(), second.tolist()
     assert symmpool.recv(y, 1, group) == 1
     for wrong in (
-        lambda: symmpool.recv(y, group=group),
         lambda: symmpool.send(y, 0, group, group_dst=0),
         lambda: symmpool.send(y, -1, group),
         lambda: symmpool.send(y, "1", group),

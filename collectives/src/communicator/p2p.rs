@@ -105,6 +105,18 @@ impl Communicator {
         unsafe { self.send_or_recv_at((Direction::Receive, output), count, dtype, peer, stream) }
     }
 
+    /// The ranks that have sent what this one does not receive yet, in host memory. Does not wait.
+    ///
+    /// # Errors
+    ///
+    /// Why the communicator is closed; `is_unsupported` on devices.
+    pub fn waiting_senders(&self) -> Result<Vec<u32>> {
+        match &self.one_sided {
+            Some(host) => host.waiting_senders(),
+            None => Err(Error::unsupported("messages on devices, whose senders must be named")),
+        }
+    }
+
     /// To be called instead of a [`Self::send`] whose arguments the caller has found wrong: `peer`'s receive gets an
     /// error at once instead of waiting, and both ranks have made as many messages. Returns what to report:
     /// `why`, or why the communicator is closed. Does not wait for the peer; if that is no other rank, does nothing.

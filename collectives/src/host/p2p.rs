@@ -95,6 +95,19 @@ impl HostOneSided {
         outcome
     }
 
+    /// The peers that have sent what no thread of this rank receives. Does not wait.
+    pub(crate) fn waiting_senders(&self) -> Result<Vec<u32>> {
+        self.ready()?;
+        let has_sent = |peer: &u32| {
+            let Ok(position) = self.turns(Direction::Receive, *peer).position.try_lock() else {
+                return false;
+            };
+            let sent = self.control.packets_sent(self.layout.rank, *peer);
+            sent.word.load(Ordering::Acquire) > position.packets
+        };
+        Ok(peers(&self.layout).filter(has_sent).collect())
+    }
+
     /// # Safety
     ///
     /// As [`Self::send_or_recv`], to send.

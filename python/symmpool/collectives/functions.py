@@ -33,9 +33,8 @@ can be set.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from symmpool._symmpool import _count_versions
 from symmpool.collectives.calls import (
     make,
     make_direct,
@@ -48,12 +47,21 @@ from symmpool.collectives.reduce_op import ReduceOp
 from symmpool.communicators import cache, devices, torch_state
 from symmpool.communicators.cache import communicator, forget, looked_up
 from symmpool.communicators.gradients import watch
-from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError, UnsupportedError
+from symmpool.errors import InvalidArgumentError, TimeoutError, UnsupportedError
 from symmpool.groups.names import rank_in, sizes_or_none
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from symmpool.collectives.types import GroupLike, Op, SplitSizes, Tensor
+    from symmpool.communicators.work import Work
 
 __all__ = [
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
@@ -63,24 +71,24 @@ __all__ = [
     "communicator",
     "forget",
     "gather",
-    "recv",
+    "gather_single",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
-    "send",
 ]
 
 
 def all_reduce(
-    tensor: Any,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
+    tensor: Tensor,
+    op: Op = ReduceOp.SUM,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
-    out: Any = None,
+    out: Tensor | None = None,
     algorithm: str | None = None,
-) -> Any:
+) -> Work | None:
     """Reduces every rank's `tensor` in place; or into every rank's `out`, of the same length and
     type. `op` is one of `ReduceOp`, its name ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor") or a
     constant of torch.distributed.ReduceOp. `algorithm` is the name of a built-in algorithm or of one that
@@ -130,14 +138,14 @@ def all_reduce(
 
 
 def reduce_scatter_tensor(
-    output: Any,
-    input: Any,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
+    output: Tensor,
+    input: Tensor,
+    op: Op = ReduceOp.SUM,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     algorithm: str | None = None,
-) -> Any:
+) -> Work | None:
     """Reduces part r of every rank's `input` into rank r's `output`. Otherwise as `all_reduce`."""
     if torch_state.is_traced(output, group):
         from symmpool.ops import traced
@@ -157,13 +165,13 @@ def reduce_scatter_tensor(
 
 
 def all_gather_into_tensor(
-    output_tensor: Any,
-    input_tensor: Any,
-    group: Any = None,
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     algorithm: str | None = None,
-) -> Any:
+) -> Work | None:
     """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Where parts are as large
     as is said of `all_to_all_single`, outputs in a pool's memory lie at one offset on all ranks. Otherwise
     as `all_reduce`, but elements may be of any type that `Communicator` moves."""
@@ -186,16 +194,34 @@ def all_gather_into_tensor(
     return make(output_tensor, group, plan, async_op, [output_tensor], named)
 
 
+def all_gather_single(
+    output: Tensor, input: Tensor, group: GroupLike = None, async_op: bool = False
+) -> Work | None:
+    """As `all_gather_into_tensor`, by its name in newer versions of torch."""
+    return all_gather_into_tensor(output, input, group, async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor,
+    input: Tensor,
+    op: Op = ReduceOp.SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Work | None:
+    """As `reduce_scatter_tensor`, by its name in newer versions of torch."""
+    return reduce_scatter_tensor(output, input, op, group, async_op)
+
+
 def all_to_all_single(
-    output: Any,
-    input: Any,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    group: Any = None,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: SplitSizes = None,
+    input_split_sizes: SplitSizes = None,
+    group: GroupLike = None,
     async_op: bool = False,
     *,
     algorithm: str | None = None,
-) -> Any:
+) -> Work | None:
     """Sends part r of `input` to rank r, where it becomes part `rank` of `output`. Split sizes are
     rows for every rank, which may sum to fewer rows than there are (those of torch.distributed, also on the
     backend, are for all rows); without them parts are equal. On CUDA, where equal parts of 16 MiB or more, 48
@@ -222,14 +248,14 @@ def all_to_all_single(
 
 
 def all_to_all_v(
-    output: Any,
-    input: Any,
-    input_splits: Any,
-    output_splits: Any = None,
-    output_offsets: Any = None,
-    group: Any = None,
+    output: Tensor,
+    input: Tensor,
+    input_splits: Tensor,
+    output_splits: Tensor | None = None,
+    output_offsets: Tensor | None = None,
+    group: GroupLike = None,
     async_op: bool = False,
-) -> Any:
+) -> Work | None:
     """As `all_to_all_single` with sizes in tensors, which are read when the call runs: on CUDA no host waits
     for them. torch.distributed has no such call; see `Communicator.all_to_all_v`. Tensors are contiguous."""
     _end_graph("all_to_all_v", output, group)
@@ -242,14 +268,14 @@ def all_to_all_v(
 
 
 def broadcast(
-    tensor: Any,
+    tensor: Tensor,
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     group_src: int | None = None,
     *,
     algorithm: str | None = None,
-) -> Any:
+) -> Work | None:
     """Copies rank `src`'s `tensor` into every other rank's. On a process group of torch `src` is a
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
     same. Otherwise as `all_gather_into_tensor`."""
@@ -278,13 +304,13 @@ def broadcast(
 
 
 def reduce(
-    tensor: Any,
+    tensor: Tensor,
     dst: int | None = None,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
+    op: Op = ReduceOp.SUM,
+    group: GroupLike = None,
     async_op: bool = False,
     group_dst: int | None = None,
-) -> Any:
+) -> Work | None:
     """Reduces every rank's `tensor` into rank `dst`'s; the others keep theirs. `dst` and `group_dst` are as
     `broadcast`'s sources. Otherwise as `all_reduce`, of which it is made."""
     _end_graph("reduce", tensor, group)
@@ -303,7 +329,9 @@ def reduce(
     return make(tensor, group, plan, async_op, written)
 
 
-def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: GroupLike = None, async_op: bool = False
+) -> Work | None:
     """Copies rank r's `tensor` into tensor r of every rank's `tensor_list`. Ranks may have tensors of
     different sizes; each list says all of them. Otherwise as `all_gather_into_tensor`, which makes fewer
     copies."""
@@ -319,8 +347,12 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
 
 
 def reduce_scatter(
-    output: Any, input_list: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: Op = ReduceOp.SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Work | None:
     """Reduces tensor r of every rank's `input_list` into rank r's `output`. Tensors of one list may be of
     different sizes, the same on every rank. Otherwise as `reduce_scatter_tensor`, which makes fewer
     copies."""
@@ -336,8 +368,11 @@ def reduce_scatter(
 
 
 def all_to_all(
-    output_tensor_list: Any, input_tensor_list: Any, group: Any = None, async_op: bool = False
-) -> Any:
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Work | None:
     """Sends tensor r of `input_tensor_list` to rank r, where it becomes tensor `rank` of
     `output_tensor_list`. Tensors may be of different sizes. Otherwise as `all_to_all_single`, which makes
     fewer copies."""
@@ -354,13 +389,13 @@ def all_to_all(
 
 
 def gather(
-    tensor: Any,
-    gather_list: Any = None,
+    tensor: Tensor,
+    gather_list: Sequence[Tensor] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     group_dst: int | None = None,
-) -> Any:
+) -> Work | None:
     """Copies rank r's `tensor` into tensor r of rank `dst`'s `gather_list`; all are of one size. The others
     pass no list. `dst` and `group_dst` are as `broadcast`'s sources; without both it is rank 0. Otherwise as
     `all_gather`."""
@@ -377,14 +412,44 @@ def gather(
     return make(tensor, group, plan, async_op, _each(gather_list))
 
 
+def gather_single(
+    output: Tensor | None,
+    input: Tensor,
+    dst: int | None = None,
+    group: GroupLike = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Copies rank r's `input` to part r of rank `dst`'s `output`. The others pass None. Otherwise as
+    `gather`."""
+    _end_graph("gather_single", input, group)
+
+    def plan(rank: int, world: int) -> Any:
+        from symmpool.collectives import layout, plans
+
+        root = rank_in(group, "gather_single", dst=dst, group_dst=group_dst, default=0)
+        _check_rank("gather_single", "dst", root, world)
+        x, parts = layout.as_torch("input", input), None
+        if rank == root and output is not None:
+            whole = layout.as_torch("output", output)
+            if whole.numel() != world * x.numel() or not whole.is_contiguous():
+                raise InvalidArgumentError(
+                    f"output: {world * x.numel()} elements row by row are needed, not {whole.numel()}"
+                )
+            parts = list(whole.view(world, *x.shape).unbind())
+        return with_results(plans.gather(x, parts, root, rank, world), [output])
+
+    return make(input, group, plan, async_op, [] if output is None else [output])
+
+
 def scatter(
-    tensor: Any,
-    scatter_list: Any = None,
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     async_op: bool = False,
     group_src: int | None = None,
-) -> Any:
+) -> Work | None:
     """Copies tensor r of rank `src`'s `scatter_list` into rank r's `tensor`; all are of one size. The others
     pass no list. `src` and `group_src` are as `broadcast`'s; without both it is rank 0. Otherwise as
     `all_gather`."""
@@ -401,55 +466,13 @@ def scatter(
     return make(tensor, group, plan, async_op, [tensor])
 
 
-def send(
-    tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
-) -> None:
-    """Sends `tensor` to rank `dst`, whose `recv` from this rank takes it: see `Communicator.send`. `dst` and
-    `group_dst` are as `broadcast`'s sources. Only two ranks take part, so the group's communicator must be
-    there already, by any collective before; else InvalidStateError. Tags make no difference, as with NCCL:
-    what one rank sends to another comes in the order in which it was sent. A call that is refused, for
-    whatever reason, fails the other rank's too."""
-    _end_graph("send", tensor, group)
-    _point_to_point("send", tensor, group, dst=dst, group_dst=group_dst)
-
-
-def recv(
-    tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
-) -> int:
-    """Receives into `tensor` what rank `src` sends: see `send`. Returns the sender's rank, as it was given. A
-    sender must be named."""
-    _end_graph("recv", tensor, group)
-    _point_to_point("recv", tensor, group, src=src, group_src=group_src)
-    return src if src is not None else group_src  # type: ignore[return-value]
-
-
-@torch_state.opaque
-def _point_to_point(call: str, tensor: Any, group: Any, **peers: Any) -> None:
-    entry = None
-    if not cache.is_outside(group):
-        peer = rank_in(group, call, **peers)
-        if not cache.is_ready(tensor, group):
-            raise InvalidStateError(
-                f"symmpool.{call}: the group has no communicator yet, and all ranks take part where one is "
-                "made: begin with a collective on it, such as symmpool.barrier"
-            )
-    entry = cache.communicator_for(tensor, group)
-    if entry is None:
-        return
-    prepare = None
-    with entry.preparing_message(call, peer):
-        if needs_plan(tensor):
-            from symmpool.collectives import layout
-
-            prepare = layout.message(tensor, peer, call == "send")
-        if call == "recv":
-            if getattr(tensor, "requires_grad", False):
-                watch(tensor)
-            _count_versions([tensor])
-    entry.run_message(call, tensor, peer, prepare)
-
-
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None) -> Any:
+def barrier(
+    group: GroupLike = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> Work | None:
     """On the CPU, returns once every rank has called it; on CUDA, holds the current stream until
     every rank's has come to it. `device` says where, or `device_ids`, torch's list of one CUDA device's
     number; without both, where the group's first pool is, or on the CPU if there is none. It ends a

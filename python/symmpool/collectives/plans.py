@@ -64,6 +64,32 @@ def all_reduce(tensor: torch.Tensor, op: Op, world: int, out: torch.Tensor | Non
     return ("all_reduce", (tensor, target), prepare, [target])
 
 
+def all_reduce_coalesced(tensors: list[torch.Tensor], op: Op, world: int) -> Plan:
+    """Every tensor of a list reduced in place, one behind the other in a copy."""
+    first = tensors[0]
+    for at, each in enumerate(tensors):
+        if each.dtype is not first.dtype or each.device != first.device:
+            wanted = f"{first.dtype} on {first.device}, as the first"
+            raise InvalidArgumentError(f"tensors[{at}]: {each.dtype} on {each.device}, and not {wanted}")
+        check_destination(each)
+    call = all_reduce(first.new_empty(0), op, world)[0]
+
+    def prepare() -> Any:
+        together = torch.cat([row(each) for each in tensors])
+        _, arguments, inner, _ = all_reduce(together, op, world)
+        arguments, finish = (arguments, None) if inner is None else inner()
+        parts = together.split([each.numel() for each in tensors])
+
+        def finish_all() -> None:
+            if finish is not None:
+                finish()
+            copy_back([(each, part.view(each.shape)) for each, part in zip(tensors, parts, strict=True)])()
+
+        return arguments, finish_all
+
+    return (call, tuple(tensors), prepare, tensors)
+
+
 def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Tensor, keeps: bool) -> Plan:
     """An all-reduce of encoded elements. Only a rank that `keeps` the result has it in `target`."""
     check_source(tensor)

@@ -15,9 +15,10 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from symmpool._symmpool import Communicator, Pool
+from symmpool._symmpool import Communicator, Pool, default_device
 from symmpool.communicators import first_call, forks, torch_state
 from symmpool.communicators.devices import name_of, number_of, number_of_tensor
 from symmpool.communicators.entry import CommunicatorEntry, name_pool
@@ -153,9 +154,11 @@ def end(key: Any, wait: bool) -> None:
     cache.end(key)
 
 
-def communicator(group: Any = None, device: Any = "cpu") -> Communicator:
+def communicator(group: Any = None, device: Any = None) -> Communicator:
     """The communicator that serves a group, or a pool, on a device ("cpu", "cuda:N"); made if need
-    be, which is collective."""
+    be, which is collective. Without `device`, where the group's first pool is, or where `Pool()` would be."""
+    if device is None:
+        device = first_device(group, default_device)
     entry = look_up(None, group, number_of(str(device)))
     if entry is None:
         raise InvalidArgumentError("group: this process is no member of it")
@@ -341,12 +344,12 @@ def _warns_outside(group: Any) -> bool:
     return True
 
 
-def first_device(group: Any) -> str:
-    """Where a group's first pool is."""
+def first_device(group: Any, otherwise: Callable[[], str] = lambda: "cpu") -> str:
+    """Where a group's first pool is; or what the function says, if it has none."""
     group = resolved(group)
     if isinstance(group, Pool):
         return group.device
     if is_outside(group):
         return "cpu"
     pools = pool_registry.pools_of(resolution.key_of(group))
-    return pools[0].device if pools else "cpu"
+    return pools[0].device if pools else otherwise()

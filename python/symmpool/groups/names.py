@@ -101,6 +101,14 @@ def rank_in(group: Any, call: str, default: int | None = None, **given: Any) -> 
         ) from None
 
 
+def rank_of_default(group: Any, rank: int) -> int:
+    """A rank of a group as calls name it: one of torch's default group where the group is torch's."""
+    group, dist = resolved(group), process_groups.distributed()
+    if dist is None or not isinstance(group, dist.ProcessGroup):
+        return rank
+    return dist.get_global_rank(group, rank)
+
+
 def sizes_or_none(sizes: Any) -> Any:
     """Split sizes; None where there are none, which torch also writes as an empty list."""
     return None if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes) else sizes
