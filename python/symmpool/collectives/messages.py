@@ -20,6 +20,7 @@ from symmpool._symmpool import _count_versions, _waiting_senders
 from symmpool.collectives.calls import needs_plan
 from symmpool.communicators import cache, torch_state
 from symmpool.communicators.entry import CommunicatorEntry, explainer
+from symmpool.communicators.forks import renew_in_children
 from symmpool.communicators.gradients import watch
 from symmpool.communicators.host_work import HostWork, Worker
 from symmpool.communicators.work import Work
@@ -168,6 +169,11 @@ class _Lines:
     def __init__(self, entry: CommunicatorEntry):
         self._entry = weakref.ref(entry)
         self._workers: dict[tuple[str, int | None], Worker] = {}
+        renew_in_children(self)
+
+    def forked(self) -> None:
+        """In a forked child, which has none of these threads. The communicator refuses its messages."""
+        self._workers = {}
 
     def begin(
         self, call: str, peer: int | None, function: Any, arguments: Any, results: list[Any]
