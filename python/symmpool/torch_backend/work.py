@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d as c10d
 
 from symmpool.communicators import torch_state
 from symmpool.errors import TimeoutError
+from symmpool.torch_backend.futures import for_caller
 
 __all__ = [
     "BarrierWork",
@@ -83,7 +84,7 @@ class TorchWork(dist.Work):
         return self._work.result()
 
     def get_future(self) -> torch.futures.Future:
-        return self._work.get_future()
+        return for_caller(self._work.get_future(), self._work, getattr(self._work, "_results", ()))
 
 
 @opaque
@@ -164,7 +165,7 @@ class DoneWork(dist.Work):
         devices = [self._device] if self._device.type == "cuda" else None
         future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
-        return future
+        return for_caller(future, self, self._results)
 
 
 @opaque
