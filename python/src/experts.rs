@@ -243,6 +243,23 @@ impl ExpertBuffer {
         Ok(Self { buffer: Own::new(buffer), calls, memory })
     }
 
+    /// The bytes of buffers and the like that this rank has dropped on a communicator's pool, and that wait for a commit.
+    #[staticmethod]
+    #[pyo3(name = "_dropped_bytes")]
+    fn dropped_bytes(py: Python<'_>, comm: &Bound<'_, Communicator>) -> PyResult<u64> {
+        let calls = &comm.get().calls;
+        let lane = || calls.comm.pool().lane(CONTROL_LANE)?.stats();
+        calls.run(py, lane).map(|stats| stats.deferred)
+    }
+
+    /// Makes a commit of a communicator's pool, behind which that memory can be used again. Collective.
+    #[staticmethod]
+    #[pyo3(name = "_take_back_dropped")]
+    fn take_back_dropped(py: Python<'_>, comm: &Bound<'_, Communicator>) -> PyResult<()> {
+        let calls = &comm.get().calls;
+        calls.run(py, || calls.comm.pool().commit().map(drop))
+    }
+
     /// Raises what is wrong with the options of a buffer on a communicator. Makes nothing.
     #[staticmethod]
     #[pyo3(signature = (comm, *, hidden, experts, top_k, max_tokens, dtype, capacity = None, num_sms = None))]

@@ -156,7 +156,7 @@ def wrong_arguments(group):
         ("topk_ids: of shape", dict(good, topk_ids=ids[:, :1].contiguous()), None),
         ("topk_ids: elements of int16", dict(good, topk_ids=ids.to(torch.int16)), None),
         ("topk_ids: they are missing", {"x": x}, None),
-        ("topk_weights: elements of bfloat16", dict(good, topk_weights=ids.to(BFLOAT16)), None),
+        ("topk_weights: elements of float64", dict(good, topk_weights=ids.double()), None),
         ("scales: 1 rows", dict(good, x=quantized, scales=torch.ones(1, 1)), None),
         ("8 bytes of scales", dict(good, x=quantized, scales=torch.ones(2, 2)), None),
         ('quantize: "int8"', dict(good, quantize="int8"), None),

@@ -256,6 +256,59 @@ def test_what_autograd_refuses_on_a_rank_is_an_error_on_every_rank():
     assert values(WORLD, written_in_between, limit=100) == [[True] * 6] * WORLD
 
 
+def narrow_weights(group, dtype, layout, form):
+    """What comes of weights of a narrow type, and of the same numbers in float32."""
+    pool = symmpool.Pool(group, "cpu")
+    buffer = experts.Buffer(
+        pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32
+    )
+    x, ids, weights = tokens_of(1, False)[pool.rank]
+    x, weights = x.float(), weights.to(dtype)
+
+    def operators(x, weights):
+        given = weights.detach() if layout == "expert" else weights
+        rows, _, _, row_weights, handle = torch.ops.symmpool.experts_dispatch(
+            x, ids, given, buffer.name, layout, 1, None
+        )
+        by_rank = layout == "rank"
+        rows = rows * row_weights.sum(1, keepdim=True) if by_rank else rows * 2
+        by = None if by_rank else weights
+        return torch.ops.symmpool.experts_combine(rows, handle, by, x.shape[0], buffer.name, layout, 1)
+
+    def methods(x, weights, given=False):
+        received, handle = buffer.dispatch(x, ids, weights, layout=layout)
+        if layout == "rank":
+            return buffer.combine(received.x * received.topk_weights.sum(1, keepdim=True), handle)
+        return buffer.combine(received.x * 2, handle, weights=weights if given else None)
+
+    call = {
+        "methods": methods,
+        "given to combine": lambda *of: methods(*of, given=True),
+        "operators": operators,
+        "compiled": torch.compile(operators, backend="aot_eager"),
+    }[form]
+    found = []
+    for given in (weights, weights.float()):
+        x_in, given = x.clone().requires_grad_(), given.clone().requires_grad_()
+        out = call(x_in, given)
+        (out * torch.linspace(-1, 1, HIDDEN)).sum().backward()
+        found.append((out, x_in.grad, given.grad))
+    (out, x_grad, grad), (wide, wide_x_grad, wide_grad) = found
+    assert torch.equal(out, wide) and torch.equal(x_grad, wide_x_grad)
+    assert grad.dtype == dtype and torch.equal(grad, wide_grad.to(dtype)) and grad.abs().max() > 0
+    with torch.no_grad():
+        assert torch.equal(call(x, weights), call(x, weights.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["rank", "expert"])
+@pytest.mark.parametrize("form", ["methods", "given to combine", "operators", "compiled"])
+def test_weights_of_narrow_types_are_converted_and_have_gradients_of_their_type(dtype, layout, form):
+    if dtype == torch.float16 and form != "methods":
+        pytest.skip("the other type is enough")
+    values(WORLD, narrow_weights, dtype, layout, form, limit=100)
+
+
 def received_of(me):
     local = EXPERTS // WORLD
     count = sum(int((ids // local == me).any(1).sum()) for _, ids, _ in tokens_of(1, False))

@@ -185,3 +185,25 @@ def small_outputs(group):
 
 def test_an_output_that_is_too_short_for_a_handle():
     values(2, small_outputs)
+
+
+def dropped_again_and_again(group):
+    pool = symmpool.Pool(group, "cpu")
+    reserved, late = [], []
+    x, ids = torch.ones(TOKENS, 512, dtype=BFLOAT16), IDS
+    for nth in range(200):
+        buffer = experts.Buffer(pool, hidden=512, experts=EXPERTS, top_k=TOP_K, max_tokens=64, dtype=BFLOAT16)
+        if nth % 50 == 49:
+            received, handle = buffer.dispatch(x, ids, exact=True)
+            assert torch.equal(buffer.combine(received.x, handle)[0], 2 * x[0])
+            del received, handle
+            reserved.append(pool.stats()["reserved"])
+        # Ranks drop them at different times.
+        late = [*late[-3:], buffer] if pool.rank == 1 else []
+        del buffer
+    return reserved
+
+
+def test_buffers_that_are_made_and_dropped_leave_a_pool_as_it_is():
+    for reserved in values(2, dropped_again_and_again):
+        assert len(set(reserved)) == 1, reserved

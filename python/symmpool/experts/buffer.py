@@ -14,7 +14,7 @@ from symmpool.communicators import cache, devices, torch_state
 from symmpool.communicators.tensors import say_written
 from symmpool.errors import InvalidArgumentError, InvalidStateError
 from symmpool.experts import operators
-from symmpool.experts.checks import Dispatch, checked_combine, checked_dispatch, has_grad, switch
+from symmpool.experts.checks import Dispatch, checked_combine, checked_dispatch, has_grad, in_float32, switch
 from symmpool.experts.door import Door
 from symmpool.experts.received import Handle, Received, copied, scales_of
 from symmpool.groups import pool_registry, resolution
@@ -156,12 +156,12 @@ class Buffer:
         `torch.no_grad()` it has views of that memory. `copy` says otherwise: `True` for copies, `False` for
         views, which you must not use in what autograd saves.
 
-        `topk_weights`, float32, travel with the rows. `quantize` makes float8_e4m3fn of tokens, with a scale
-        for each 128 channels: "fp8", "fp8_pow2" (powers of two), "fp8_ue8m0" (their exponents, uint8). Tokens
-        of float8_e4m3fn travel as they are, with the rows of `scales`, of any type. `exact=True` waits until
-        it is known how many rows arrive, which is before they have: all sizes are exact, and
-        `received.host_expert_counts` is there. `handle` sends the tokens as those of its dispatch were,
-        without ids and weights.
+        `topk_weights` travel with the rows, in float32; those of float16 and bfloat16 are converted.
+        `quantize` makes float8_e4m3fn of tokens, with a scale for each 128 channels: "fp8", "fp8_pow2"
+        (powers of two), "fp8_ue8m0" (their exponents, uint8). Tokens of float8_e4m3fn travel as they are,
+        with the rows of `scales`, of any type. `exact=True` waits until it is known how many rows arrive,
+        which is before they have: all sizes are exact, and `received.host_expert_counts` is there. `handle`
+        sends the tokens as those of its dispatch were, without ids and weights.
 
         Raises InvalidArgumentError, on every rank, for an id that is no expert, which counts as -1, and
         OverflowError where a rank has no room for all its rows, the last of which are not written."""
@@ -209,6 +209,7 @@ class Buffer:
         with Door(self._entry.preparing) as door:
             hook = switch("hook", hook)
             checked_combine(self, expert_output, handle, out)
+            weights = in_float32("weights", weights)
             given = weights
             if weights is None and handle.layout == "expert":
                 given = handle.weights
@@ -444,15 +445,23 @@ class Buffer:
 
 def made_by_all(entry: Any, door: Door, **options: Any) -> ExpertBuffer:
     """Makes a buffer's memory and kernels once every rank has come to do so: memory of a pool must be
-    allocated by all ranks alike, so it is by none if one refuses its arguments."""
+    allocated by all ranks alike, so it is by none if one refuses its arguments.
+
+    Memory of buffers that were dropped can be used again behind a commit, and pools make few of these. So the
+    ranks make one here if any of them has dropped some."""
     on_device = entry.device >= 0
     if on_device and torch.cuda.is_current_stream_capturing():
         raise InvalidStateError(
             "a buffer for experts is made while a graph is captured; make the call before"
         )
-    entry.run(door.closing(entry.comm.barrier, False), (), [], False)
+    dropped = ExpertBuffer._dropped_bytes(entry.comm)
+    most = torch.tensor([dropped], device=devices.name_of(entry.device))
+    entry.run(door.closing(entry.comm.all_reduce, False), (most, "max"), [], False)
     if on_device:
         entry.comm.synchronize()
+    if int(most) > 0:
+        # Where it fails it does on every rank.
+        door.closing(ExpertBuffer._take_back_dropped, False)(entry.comm)
     return ExpertBuffer(entry.comm, **options)
 
 

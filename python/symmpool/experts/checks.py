@@ -20,6 +20,7 @@ __all__ = [
     "checked_combine",
     "checked_dispatch",
     "has_grad",
+    "in_float32",
     "layout_of",
     "readable",
     "switch",
@@ -99,6 +100,14 @@ def readable(name: str, given: torch.Tensor) -> torch.Tensor:
     return given
 
 
+def in_float32(name: str, weights: Any) -> Any:
+    """Weights in the type in which they travel, where they are of float16 or bfloat16, as autocast makes
+    them. Their gradients come back in their own type."""
+    if isinstance(weights, torch.Tensor) and weights.dtype in (torch.float16, torch.bfloat16):
+        return readable(name, weights).float()
+    return weights
+
+
 def _out(name: str, given: Any) -> Any:
     if tensor(name, given) is not None and given.requires_grad:
         raise InvalidArgumentError(f"{name}: it requires grad, and no gradient flows through what is written")
@@ -154,7 +163,7 @@ def checked_dispatch(
             "out_scales: no scales are received; pass quantize or scales, or None here"
         )
     copy = torch.is_grad_enabled() if copy is None else switch("copy", copy)
-    found = Dispatch(x, ids, weights, copy=copy, **options)
+    found = Dispatch(x, ids, in_float32("topk_weights", weights), copy=copy, **options)
     if found.exact and found.hook:
         raise InvalidArgumentError("exact, hook: exact sizes are waited for at once; ask for one of them")
     if found.layout == "rank" and (found.out is not None or found.out_scales is not None):

@@ -23,7 +23,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from symmpool.errors import InvalidArgumentError
-from symmpool.experts.checks import alignment_of, checked_combine, checked_dispatch, has_grad, layout_of
+from symmpool.experts.checks import (
+    alignment_of,
+    checked_combine,
+    checked_dispatch,
+    has_grad,
+    in_float32,
+    layout_of,
+)
 from symmpool.experts.door import Door
 from symmpool.experts.received import SCALES, Handle, scales_of
 
@@ -153,7 +160,7 @@ def _combine(
     with Door(found._entry.preparing) as door:
         made = _handle(found, handle, tokens, layout, alignment)
         checked_combine(found, expert_output, made, None)
-        return found._combine(door, expert_output, made, weights)[0]
+        return found._combine(door, expert_output, made, in_float32("weights", weights))[0]
 
 
 def _combine_fake(
