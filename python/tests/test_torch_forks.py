@@ -87,6 +87,10 @@ def forked(group, folder, backend):
     received, handle = buffer.dispatch(x, ids)
     dist.all_reduce(x)
     symmpool.all_reduce(x)
+    # Messages both ways, for which pairs of ranks have memory.
+    for source in (0, 1):
+        dist.send(x, 1) if me == source == 0 else dist.recv(x, 0) if source == 0 else None
+        dist.send(x, 0) if me == source == 1 else dist.recv(x, 1) if source == 1 else None
     comm = symmpool.communicator()
     store = dist.distributed_c10d._get_default_store()
     if me == 1:
@@ -95,6 +99,7 @@ def forked(group, folder, backend):
     works = [symmpool.all_reduce(torch.ones(5), async_op=True) for _ in range(3)]
     begun = dist.all_reduce(torch.ones(5), async_op=True)
     future = works[2].get_future()
+    message = dist.irecv(torch.ones(5), 1) if me == 0 else dist.isend(torch.ones(5), 0)
     doors = {
         "all_reduce": lambda: symmpool.all_reduce(x),
         "wrong": lambda: symmpool.all_reduce(x, "most"),
@@ -104,6 +109,13 @@ def forked(group, folder, backend):
         "backend": lambda: dist.all_reduce(x),
         "backend async": lambda: dist.all_reduce(x, async_op=True),
         "backend barrier": lambda: dist.barrier(),
+        "backend send": lambda: dist.send(x, 1),
+        "backend recv": lambda: dist.recv(x, 1),
+        "backend isend": lambda: dist.isend(x, 1),
+        "backend batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0].wait(),
+        "backend message wait": lambda: message.wait(),
+        "backend object": lambda: dist.broadcast_object_list([1], 0),
+        "send": lambda: symmpool.send(x, 1),
         "operator": lambda: torch.ops.symmpool.all_reduce(x, "sum", ""),
         "communicator": lambda: comm.all_reduce(x),
         "found": lambda: cache.communicator().all_reduce(x),
@@ -148,15 +160,15 @@ def forked(group, folder, backend):
 
     found = in_child(act) if me == 0 else None
     if me == 0:
-        message = None
+        text = None
         try:
             list(DataLoader(Calls(), num_workers=1, timeout=30, multiprocessing_context="fork"))
         except RuntimeError as error:
-            message = str(error)
-        found = (found, message)
+            text = str(error)
+        found = (found, text)
         store.set("forked", "1")
     # The parent's calls are as they were.
-    for work in (*works, begun):
+    for work in (*works, begun, message):
         work.wait()
     dist.all_reduce(x)
     dist.destroy_process_group()
