@@ -108,6 +108,11 @@ impl Kernels {
         Self { api, modules, member, budget: SmBudget::ALL, world, known, known_made }
     }
 
+    /// Whether there are other communicators on the device. Kernels of theirs that are still to come may have all of it.
+    pub(super) fn has_company(&self) -> bool {
+        self.member.has_company()
+    }
+
     /// Begins a call on that stream. Returns its budget.
     pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) -> SmBudget {
         self.budget = self.member.budget_in_call(stream, is_captured);

@@ -143,6 +143,11 @@ impl BudgetMember {
         Self { device, number, stream: None, any_stream: false, processors, options }
     }
 
+    /// Whether there are other communicators on the device. Kernels of theirs that are still to come may have the whole device.
+    pub(super) fn has_company(&self) -> bool {
+        self.number.is_some() && self.device.communicators.load(Ordering::Relaxed) > 1
+    }
+
     /// The most SMs of kernels from now on, whatever the options said before.
     pub(super) fn set_most(&mut self, most: Option<u32>) {
         self.options.most = most;
@@ -238,6 +243,9 @@ impl Drop for BudgetMember {
         }
     }
 }
+
+#[cfg(test)]
+mod model;
 
 #[cfg(test)]
 mod tests {

@@ -4,9 +4,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Block, Error, HeapLayout, Maker, Pool, Result};
+use symmpool_allocator::{Block, Deadline, Error, HeapLayout, Maker, Pool, Result};
 
 use super::super::algorithms::Exchange;
 use super::super::api::Api;
@@ -26,6 +27,8 @@ use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
 use crate::timeout::Timeout;
 
+/// How long a communicator waits for calls of others when it is made.
+const LONGEST_WAIT_FOR_OTHERS: Duration = Duration::from_secs(10);
 /// The driver's variable for the number of queues through which a process gives its work to a device.
 const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
@@ -114,6 +117,9 @@ impl CudaEngine {
             timeout.nanoseconds(),
             fault.address(),
         );
+        if kernels.has_company() {
+            wait_for_others(pool, options.timeout);
+        }
         Ok(Self {
             pool: pool.clone(),
             maker: Maker::here(),
@@ -160,6 +166,22 @@ fn measured_table(pool: &Pool) -> Result<MeasuredTable> {
     let name = |rank| Ok(pool.device(rank)?.name.as_str());
     let devices: Result<Vec<&str>> = (0..pool.world()).map(name).collect();
     Ok(MeasuredTable::of(&devices?))
+}
+
+/// Waits for what other communicators of the process have put on the device. From now on they leave a part of it to this one;
+/// but kernels that were launched before have all of it. One that is still to come on its stream could find a kernel of this
+/// communicator in its place, on one rank and not on another, and ranks would wait for each other (`sm_budget/model.rs`).
+///
+/// A peer that is late may keep the device busy for long: then it goes on, as that is no error.
+fn wait_for_others(pool: &Pool, timeout: Duration) {
+    let deadline = Deadline::after(timeout.min(LONGEST_WAIT_FOR_OTHERS));
+    if let Err(error) = pool.driver().synchronize_by(deadline) {
+        tracing::warn!(
+            rank = pool.rank(),
+            %error,
+            "a communicator is made while calls of another one do not end; do not call both at the same time before they have"
+        );
+    }
 }
 
 /// Fills device memory with a word.

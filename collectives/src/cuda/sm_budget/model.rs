@@ -1,0 +1,226 @@
+//! A model of devices whose kernels wait for each other, in which every interleaving is tried: do budgets keep ranks from
+//! waiting for each other for ever?
+//!
+//! A rank's host makes its calls one after the other, in an order of its own between communicators. A kernel takes the free SMs
+//! of its device as soon as the kernel before it on its stream, and the call before it of its communicator, have ended. It may
+//! get a part of what it needs, and keeps that. It ends when it has all that it needs on every rank.
+
+use std::collections::BTreeSet;
+
+use symmpool_allocator::Stream;
+
+use super::{BudgetMember, BudgetOptions};
+
+const SMS: u32 = 132;
+
+/// A call as a rank's program has it: of which communicator, and on which stream.
+type Made = (usize, u64);
+
+/// A kernel of a rank.
+#[derive(Clone, Debug)]
+struct Kernel {
+    comm: usize,
+    stream: u64,
+    /// Which call of its communicator it is.
+    nth: usize,
+    needs: u32,
+    /// Whether the host waits for all kernels before it: its communicator was made just before.
+    behind_all: bool,
+}
+
+/// When communicators are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Make {
+    /// All of them before the first call.
+    First,
+    /// The first one before all calls, and each other one before its own first call; whether that waits for the device.
+    Late { waits: bool },
+}
+
+/// What the kernels of a rank are, in the order in which its host launches them.
+fn kernels(ordinal: u32, communicators: usize, make: Make, calls: &[Made]) -> Vec<Kernel> {
+    let member = || BudgetMember::new(ordinal, SMS, 2, BudgetOptions::default());
+    let mut members: Vec<Option<BudgetMember>> =
+        (0..communicators).map(|nth| (nth == 0 || make == Make::First).then(member)).collect();
+    let mut counts = vec![0; communicators];
+    let kernel = |(comm, stream): &Made| {
+        let is_new = members[*comm].is_none();
+        let made = members[*comm].get_or_insert_with(member);
+        let behind_all = is_new && make == Make::Late { waits: true } && made.has_company();
+        let budget = made.budget_in_call(Stream::numbered(*stream), || false);
+        counts[*comm] += 1;
+        let (nth, needs) = (counts[*comm] - 1, budget.most_blocks.min(SMS));
+        Kernel { comm: *comm, stream: *stream, nth, needs, behind_all }
+    };
+    calls.iter().map(kernel).collect()
+}
+
+/// For each rank: how many kernels its host has launched, and for each of them how many SMs it has; `None` once it has ended.
+type State = Vec<(usize, Vec<Option<u32>>)>;
+
+/// A state in which nothing can go on, though not all is done.
+fn finds_a_circle(ranks: &[Vec<Kernel>]) -> Option<State> {
+    let first: State = ranks.iter().map(|all| (0, vec![Some(0); all.len()])).collect();
+    let (mut seen, mut left) = (BTreeSet::from([first.clone()]), vec![first]);
+    while let Some(state) = left.pop() {
+        let next = steps(ranks, &state);
+        let is_done = state.iter().all(|(_, kernels)| kernels.iter().all(Option::is_none));
+        if next.is_empty() && !is_done {
+            return Some(state);
+        }
+        left.extend(next.into_iter().filter(|next| seen.insert(next.clone())));
+    }
+    None
+}
+
+/// All states that may come next.
+fn steps(ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
+    let mut found = Vec::new();
+    for (rank, kernels) in ranks.iter().enumerate() {
+        let (launched, held) = &state[rank];
+        let may_launch =
+            |kernel: &Kernel| !kernel.behind_all || held[..*launched].iter().all(Option::is_none);
+        if kernels.get(*launched).is_some_and(may_launch) {
+            let mut next = state.clone();
+            next[rank].0 += 1;
+            found.push(next);
+        }
+        let free = SMS - held.iter().flatten().sum::<u32>();
+        for (nth, kernel) in kernels[..*launched].iter().enumerate() {
+            let Some(has) = held[nth] else { continue };
+            let is_behind = |other: usize| {
+                let before = &kernels[other];
+                held[other].is_some()
+                    && (before.stream == kernel.stream || before.comm == kernel.comm)
+            };
+            if has < kernel.needs && free > 0 && !(0..nth).any(is_behind) {
+                let mut next = state.clone();
+                next[rank].1[nth] = Some(kernel.needs.min(has + free));
+                found.push(next);
+            }
+        }
+    }
+    // A call ends on all ranks at once, which leaves out no circle: kernels that have met need nothing any more.
+    for kernel in &ranks[0] {
+        let at = |rank: usize| {
+            let same = |other: &Kernel| (other.comm, other.nth) == (kernel.comm, kernel.nth);
+            ranks[rank].iter().position(same).expect("ranks make the same calls")
+        };
+        let places: Vec<usize> = (0..ranks.len()).map(at).collect();
+        let is_met = places.iter().enumerate().all(|(rank, nth)| {
+            let (launched, held) = &state[rank];
+            nth < launched && held[*nth] == Some(ranks[rank][*nth].needs)
+        });
+        if is_met {
+            let mut next = state.clone();
+            places.iter().enumerate().for_each(|(rank, nth)| next[rank].1[*nth] = None);
+            found.push(next);
+        }
+    }
+    found
+}
+
+/// All orders of so many calls of each communicator.
+fn orders(left: &[usize]) -> Vec<Vec<usize>> {
+    if left.iter().all(|count| *count == 0) {
+        return vec![Vec::new()];
+    }
+    let mut found = Vec::new();
+    for (comm, count) in left.iter().enumerate().filter(|(_, count)| **count > 0) {
+        let mut rest = left.to_vec();
+        rest[comm] = count - 1;
+        for mut order in orders(&rest) {
+            order.insert(0, comm);
+            found.push(order);
+        }
+    }
+    found
+}
+
+/// Of ranks that make these numbers of calls, each in any order between communicators, but on each stream in the same one: how
+/// many pairs of ranks may wait for each other for ever in some interleaving, of how many. `stream` says on which stream a call
+/// of a communicator is, by its number.
+fn circles(
+    ordinal: u32,
+    counts: &[usize],
+    make: Make,
+    stream: impl Fn(usize, usize) -> u64,
+) -> (usize, usize) {
+    let programs: Vec<Vec<Made>> = orders(counts)
+        .into_iter()
+        .map(|order| {
+            let mut nth = vec![0; counts.len()];
+            let made = |comm: usize| {
+                nth[comm] += 1;
+                (comm, stream(comm, nth[comm] - 1))
+            };
+            order.into_iter().map(made).collect()
+        })
+        .collect();
+    let on_streams = |calls: &[Made]| {
+        let mut calls = calls.to_vec();
+        calls.sort_by_key(|(_, stream)| *stream);
+        calls
+    };
+    let (mut found, mut tried) = (0, 0);
+    for (nth, one) in programs.iter().enumerate() {
+        for other in &programs[nth..] {
+            if on_streams(one) == on_streams(other) {
+                let ranks = [one, other].map(|calls| kernels(ordinal, counts.len(), make, calls));
+                found += usize::from(finds_a_circle(&ranks).is_some());
+                tried += 1;
+            }
+        }
+    }
+    (found, tried)
+}
+
+fn streams_of_their_own(comm: usize, _: usize) -> u64 {
+    comm as u64 + 7
+}
+
+#[test]
+fn eager_calls_on_streams_of_their_own_get_through_in_any_order() {
+    for (ordinal, counts) in
+        [(2000, &[2, 2][..]), (2001, &[1, 1, 1]), (2002, &[3, 1]), (2003, &[2, 2, 0])]
+    {
+        let (found, tried) = circles(ordinal, counts, Make::First, streams_of_their_own);
+        assert!(found == 0 && tried > 3, "{counts:?}: {found} of {tried}");
+    }
+    // The first one alternates between two streams.
+    let stream = |comm, nth| if comm == 0 { 7 + nth as u64 % 2 } else { 9 };
+    assert_eq!(circles(2004, &[3, 1], Make::First, stream).0, 0);
+}
+
+/// Kernels that have the whole device may still be to come on their stream when another communicator is made. What that
+/// launches then may get in front of them, on one rank and not on another.
+#[test]
+fn a_communicator_that_is_made_behind_calls_waits_for_them() {
+    for (ordinal, counts) in [(2010, [2, 1]), (2012, [3, 1])] {
+        let (found, tried) =
+            circles(ordinal, &counts, Make::Late { waits: false }, streams_of_their_own);
+        assert!(found > 0, "of {tried}");
+        let waits = Make::Late { waits: true };
+        assert_eq!(circles(ordinal + 1, &counts, waits, streams_of_their_own).0, 0);
+    }
+}
+
+/// Two communicators on one stream have the whole device each. What one of them launches on another stream then may get in
+/// front of what is still to come on the first one. Programs must synchronize before (docs/gpus.md).
+#[test]
+fn a_communicator_that_leaves_a_common_stream_can_make_a_circle() {
+    let stream = |comm, nth| if comm == 1 && nth > 0 { 8 } else { 7 };
+    let (found, tried) = circles(2020, &[2, 2], Make::First, stream);
+    assert!(found > 0, "none of {tried}: docs/gpus.md says that there are some");
+}
+
+/// The model finds a circle where there is one: two kernels that each take the whole device.
+#[test]
+fn whole_devices_in_opposite_orders_are_a_circle() {
+    let whole = |comm| Kernel { comm, stream: comm as u64, nth: 0, needs: SMS, behind_all: false };
+    let ranks = [vec![whole(0), whole(1)], vec![whole(1), whole(0)]];
+    assert!(finds_a_circle(&ranks).is_some());
+    let part = |comm| Kernel { needs: 44, ..whole(comm) };
+    assert!(finds_a_circle(&[vec![part(0), part(1)], vec![part(1), part(0)]]).is_none());
+    assert!(finds_a_circle(&[vec![whole(0), part(1)], vec![part(1), whole(0)]]).is_some());
+}
