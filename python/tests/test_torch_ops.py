@@ -220,6 +220,10 @@ def outside(group, folder):
         return y + out
 
     found = []
+    if me == 1:
+        for run in (ops.all_reduce, torch.compile(ops.all_reduce, backend="eager")):
+            with pytest.raises(symmpool.InvalidArgumentError, match="no member"):
+                run(torch.ones(2), "sum", zero)
     for backend in (None, "eager", "aot_eager"):
         torch._dynamo.reset()
         run = step if backend is None else torch.compile(step, backend=backend, fullgraph=True)

@@ -12,6 +12,7 @@ import torch
 
 from symmpool.collectives.reduce_op import ReduceOp
 from symmpool.communicators.work import DoneWork
+from symmpool.errors import InvalidArgumentError
 from symmpool.groups.names import name_of
 
 __all__ = [
@@ -36,6 +37,8 @@ def text_of(group: Any) -> str:
     """As `name_of`, also of names, in words that the compiler reads."""
     if isinstance(group, str):
         return group
+    if group is _NO_MEMBER:
+        raise InvalidArgumentError("group: this process is no member of it, and has no name for it")
     if group is not None and torch.compiler.is_dynamo_compiling():
         return group.group_name
     return name_of(group)

@@ -443,7 +443,11 @@ def _end_all() -> None:
     """A thread that comes back to a finished interpreter is ended where it is, in the middle of torch's code,
     which aborts the process. So threads end before that, after the callbacks that they are in. One that waits
     for a rank that does not come is given up: it never returns from that call."""
-    running = list(_running.items())
+    running = []
+    while not running and _running:
+        # A thread of the program may begin to make calls meanwhile.
+        with contextlib.suppress(RuntimeError):
+            running = list(_running.items())
     for _, calls in running:
         calls.put(None)
     end = time.monotonic() + 2
