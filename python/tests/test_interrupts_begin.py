@@ -2,6 +2,7 @@
 calls come behind it."""
 
 import faulthandler
+import gc
 import threading
 import time
 import weakref
@@ -19,6 +20,12 @@ MODULES = ("symmpool.communicators.entry", "symmpool.communicators.host_work")
 def limited():
     faulthandler.dump_traceback_later(100, exit=True)
     yield
+    # Communicators that are gone leave no thread.
+    end = time.monotonic() + 10
+    while any(each.name == "symmpool collectives" for each in threading.enumerate()):
+        gc.collect()
+        assert time.monotonic() < end, "a thread is still there"
+        time.sleep(0.01)
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -29,7 +29,7 @@ class CommunicatorEntry:
         "runner",
         "registered",
         "_pool",
-        "_lock",
+        "lock",
         "__weakref__",
     )
 
@@ -46,7 +46,7 @@ class CommunicatorEntry:
         # What has `join`, for the calls with async_op that nothing has waited for yet.
         self.pending: Any = None
         # Held while `pending` changes.
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         # What makes such calls: a stream, or a thread.
         self.runner: Any = None
         # Where torch has the process group that the pool is on, for as long as it is not destroyed.
@@ -56,7 +56,7 @@ class CommunicatorEntry:
     def forked(self) -> None:
         """In a forked child, which does not wait for what its parent has begun."""
         self.pending = self.runner = forks.FORKED
-        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]
 
     def join_pending(self) -> None:
         """What follows comes after all that was begun. Where the wait for that ends by an error, such as
@@ -67,7 +67,7 @@ class CommunicatorEntry:
             return
         # On CUDA a capture may be unable to wait for it, which is an error.
         waited = pending.join()
-        with self._lock:
+        with self.lock:
             # A callback, or another thread, may have begun a call meanwhile.
             if self.pending is pending and pending.ends_with(waited):
                 self.pending = None
@@ -220,13 +220,7 @@ class CommunicatorEntry:
             # Before the call: behind it Ctrl-C leaves one that later calls come behind.
             self.pending = held = runner.announce(self.comm)
             return runner.submit(self.comm, call, arguments, results, prepared, held)
-        if runner.is_here():
-            return runner.submit(call, arguments, results, prepared)
-        with self._lock:
-            # Also before it. Held until the call waits in the queue: nobody finds that empty meanwhile.
-            self.pending = runner.order
-            begun = runner.submit(call, arguments, results, prepared)
-        return begun
+        return runner.submit(call, arguments, results, prepared, self)
 
     def _make_runner(self) -> Any:
         if self.device < 0:

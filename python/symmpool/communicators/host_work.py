@@ -135,10 +135,12 @@ class HostWork(Work):
 
     def wait(self, timeout: Any = None) -> bool:
         seconds = seconds_or_none(timeout)
-        self._queue.check_here(self._done)
-        self._queue.advance(self._done)
+        calls, done = self._queue, self._done
+        if calls.is_lost:
+            calls.check_here(done)
+        calls.advance(done)
         if seconds is None:
-            self._queue.help(self._done)
+            calls.help(done)
         if not self._done.wait(seconds):
             raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
         if self._error is not None:
@@ -383,20 +385,17 @@ class Worker:
 
     def __init__(self, owner: Any, explain: Explain = leave_as_it_is):
         self._queue = calls = _CallQueue(explain)
+        # First what ends the thread: Ctrl-C may come behind its start.
+        weakref.finalize(owner, calls.put, None)
+        _end_all_at_exit()
         name = "symmpool collectives"
         self._thread = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
+        _running[self._thread] = calls
         self._thread.start()
         calls.thread = self._thread.ident or 0
-        _end_all_at_exit()
-        _running[self._thread] = calls
-        weakref.finalize(owner, calls.put, None)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
-
-    def is_here(self) -> bool:
-        """Whether `submit` makes a call at once."""
-        return self._queue.is_here()
 
     @property
     def order(self) -> _CallQueue:
@@ -411,7 +410,9 @@ class Worker:
         arguments: tuple[Any, ...],
         results: list[Any],
         prepared: Prepared | None = None,
+        entry: Any = None,
     ) -> HostWork:
+        """Has the thread make a call. Calls that `entry` makes later come behind it."""
         calls = self._queue
         if calls.is_lost:
             raise forks.error()
@@ -422,8 +423,14 @@ class Worker:
             # A callback may wait for its calls, so they are made at once: it keeps the thread until it
             # returns.
             work.run(call, arguments, prepared, calls.explain)
-        else:
+        elif entry is None:
             calls.put((work, call, arguments, prepared))
+        else:
+            # What orders later calls is there before the call is: Ctrl-C may come in between. Nobody finds
+            # the queue empty meanwhile.
+            with entry.lock:
+                entry.pending = calls
+                calls.put((work, call, arguments, prepared))
         return work
 
 
@@ -452,6 +459,8 @@ def _end_all() -> None:
         calls.put(None)
     end = time.monotonic() + 2
     for thread, calls in running:
+        if thread.ident is None:
+            continue  # Ctrl-C came before its start
         thread.join(max(end - time.monotonic(), 0))
         while thread.is_alive() and not calls.give_up():
             thread.join(0.01)
