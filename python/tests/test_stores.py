@@ -99,7 +99,7 @@ def test_a_rank_that_is_absent_is_named_by_those_who_give_up_later_too():
     def rank(number):
         if number == 2:
             return None
-        # Rank 0 has given up, and taken back what it had brought, before the others do, and before rank 3 comes.
+        # Rank 0 has given up, and taken back what it had brought, before the others do; then rank 3 comes.
         time.sleep(0.9 if number == 3 else 0)
         symmpool.Pool((store, number, 4), "cpu", timeout=0.6 if number == 0 else 1.2)
 

@@ -135,8 +135,8 @@ class StoreAdapter:
         return [part[HEADER:] for part in parts]
 
     def _has_left(self, store: Any, key: str, since: float) -> bool:
-        """Whether the rank with this part waited in vain, and gave up after that time: what an earlier try left
-        behind says nothing of this one."""
+        """Whether the rank with this part waited in vain, and gave up after that time: what an earlier try
+        left behind says nothing of this one."""
         key = f"{key}/left"
         return self._call(store.check, [key]) and float(self._call(store.get, key)) >= since
 
@@ -216,8 +216,8 @@ def tcp_below(store: Any) -> Any:
 
 
 def _is_served_by_rank_0(store: Any, world: int) -> bool:
-    """Whether a store is served by the process of rank 0 of a group of so many ranks, as far as is known here: by
-    that of the default group, which has made its own store, where the group has all its ranks."""
+    """Whether a store is served by the process of rank 0 of a group of so many ranks, as far as is known
+    here: by that of the default group, which has made its own store, where the group has all its ranks."""
     below = tcp_below(store)
     if below is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False

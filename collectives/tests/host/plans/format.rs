@@ -46,6 +46,13 @@ fn what_is_no_plan_is_refused_with_the_reason() {
         (&wrong("\"chunks\":1", "\"chunks\":0"), "at least one chunk"),
         (&wrong("\"world\":2", "\"world\":-2"), "not a plan"),
         (&wrong("\"simple\"", "\"ll256\""), "unknown protocol"),
+        (&wrong("\"protocol\"", "\"blocks\":0,\"protocol\""), "0 thread blocks; 1 to 1024"),
+        (&wrong("\"protocol\"", "\"blocks\":4294967295,\"protocol\""), "1 to 1024 are possible"),
+        (&wrong("\"all_reduce\"", "3"), "expected a collective's name, or an object"),
+        (
+            &wrong("\"all_reduce\"", "{\"name\":\"own\",\"outputs\":[[[[-1,0]]]]}"),
+            "invalid value: integer `-1`",
+        ),
         (&wrong("\"name\"", "\"more\":1,\"name\""), "unknown field"),
         (&wrong("\"put\"", "\"putt\""), "unknown op"),
         (&wrong("\"put\"", "\"copy\",\"peer\":1"), "\"peer\", which has none"),
