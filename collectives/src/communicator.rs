@@ -50,6 +50,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use symmpool_allocator::topology::Mesh;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
+use crate::cuda::Area;
 use crate::host::HostOneSided;
 use crate::timeout::Timeout;
 use crate::{Element, Place, ReduceOp, StandardCollective};
@@ -339,8 +340,15 @@ impl Communicator {
         tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
         let mut inner = self.shared.begin(&self.pool, stream)?;
         if let Engine::Cuda(cuda) = &mut inner.engine {
-            cuda.use_small_area();
+            cuda.begin_in_small_area();
         }
+        Ok(inner)
+    }
+
+    /// Goes on with a call that has given up its turn meanwhile, in the memory that it used.
+    fn resume(&self, area: Area, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
+        let mut inner = self.shared.begin(&self.pool, stream)?;
+        inner.engine.use_area(area);
         Ok(inner)
     }
 

@@ -41,6 +41,11 @@ impl Committer {
         Self { peers, commits: 0, broken: None, incomplete: None, nccl: Vec::new() }
     }
 
+    /// Whether the ranks are alike, and can make more commits, as far as this rank knows.
+    pub(super) fn is_sound(&self) -> bool {
+        self.broken.is_none() && self.incomplete.is_none()
+    }
+
     /// Decides, after a failed exchange with the peers, whether further commits can succeed.
     ///
     /// After an error by which ranks lost each other none can, because a rank cannot know what the others

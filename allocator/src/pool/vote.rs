@@ -57,8 +57,10 @@ impl Pool {
         match committed {
             // Had one rank alone failed, the commit had found that ranks differ.
             Ok(_) => Ok(prepared),
+            // What ranks find alike: a stream is captured on one of them.
+            Err(why) if why.is_invalid_state() && committer.is_sound() => Ok(Err(why)),
             // There was room when ranks were asked, and some rank found none then.
-            Err(why) if why.is_out_of_memory() && committer.broken.is_none() => {
+            Err(why) if why.is_out_of_memory() && committer.is_sound() => {
                 drop(prepared);
                 self.resync_with(&mut committer, deadline)?;
                 Ok(Err(why))

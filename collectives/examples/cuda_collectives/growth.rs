@@ -1,12 +1,13 @@
 //! Checks communicators whose memory grows: before each kind of call that has use for it, but in captures, on all ranks or on
 //! none, with graphs that were captured before and after it, and with the errors of other calls where ranks differ.
 
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::{Block, CONTROL_LANE, Pool, Result, Stream};
+use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 use symmpool_collectives::{
-    Communicator, CommunicatorOptions, DType, ReduceOp, StandardCollective,
+    CallShape, Communicator, CommunicatorOptions, DType, ReduceOp, Selector, StandardCollective,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -40,6 +41,23 @@ const KINDS: [Kind; 6] = [
     Kind::AllToAll,
     Kind::Splits,
 ];
+
+/// A selector that always chooses one algorithm, and counts warnings.
+struct Chooses {
+    name: Option<&'static str>,
+    warned: Arc<AtomicU64>,
+}
+
+impl Selector for Chooses {
+    fn select(&self, _: &CallShape) -> Result<Option<String>> {
+        Ok(self.name.map(str::to_owned))
+    }
+
+    fn warn(&self, why: &Error) {
+        println!("{why}");
+        self.warned.fetch_add(1, Ordering::Relaxed);
+    }
+}
 
 struct Growth<'a> {
     pool: &'a Pool,
@@ -80,6 +98,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         growth.grows_after_captures()?;
         growth.old_flags_expire_in_both_areas()?;
         growth.grows_where_one_rank_captured()?;
+        growth.late_reports_leave_the_next_call_alone()?;
+        growth.choices_of_a_selector_have_the_memory()?;
         growth.says_which_ranks_differ()?;
         growth.says_which_rank_is_late()?;
         growth.can_be_interrupted()?;
@@ -221,7 +241,7 @@ impl Growth<'_> {
                 growth.case_by(*kind, *count, |growth| graph.launch(growth.pool, growth.stream))?;
                 growth.case(Kind::AllGather, 1000)?;
             }
-            Ok::<_, symmpool_allocator::Error>(())
+            Ok::<_, Error>(())
         };
         replays(self, 4)?;
         self.check("captures take no memory", self.comm.memory().total <= SMALL);
@@ -312,6 +332,51 @@ impl Growth<'_> {
         graphs.into_iter().flatten().try_for_each(|graph| graph.destroy(self.pool))?;
         // What a communicator makes later grows again.
         self.grows_before(Kind::AllReduce)
+    }
+
+    /// What is reported late, of a call that all ranks refused in a capture, leaves the next call in its memory: rank 0 reports it
+    /// by synchronizing, the others in front of that call.
+    fn late_reports_leave_the_next_call_alone(&mut self) -> Result<()> {
+        self.renew()?;
+        self.case(Kind::AllReduce, MANY)?;
+        let wrong = || {
+            let (to, from) = (self.output.address() as *mut u8, self.output.as_ptr().cast_const());
+            // SAFETY: its buffers overlap, so it is refused before anything is touched.
+            unsafe {
+                self.comm.all_reduce_at(
+                    to.wrapping_add(DTYPE.size()),
+                    from,
+                    64,
+                    DTYPE,
+                    ReduceOp::Sum,
+                    &self.stream,
+                )
+            }
+        };
+        let captured = Graph::capture(self.pool, self.stream, wrong);
+        self.check("a capture with a wrong call ends in an error", captured.is_err());
+        if self.pool.rank() == 0 {
+            self.comm.synchronize(&self.stream)?;
+        }
+        self.case(Kind::AllReduce, MANY)?;
+        self.case(Kind::AllReduce, 1000)
+    }
+
+    /// Large calls by a selector's choice have the memory for large calls, also where it leaves the choice to the rule.
+    fn choices_of_a_selector_have_the_memory(&mut self) -> Result<()> {
+        for name in [None, Some("one_shot_lamport")] {
+            self.renew()?;
+            let warned = Arc::new(AtomicU64::new(0));
+            let selector = Chooses { name, warned: Arc::clone(&warned) };
+            self.comm.select(StandardCollective::AllReduce, Some(Arc::new(selector)));
+            for count in [1000, MANY, MANY] {
+                self.case(Kind::AllReduce, count)?;
+            }
+            self.check("a selector's call takes memory", self.comm.memory().total > SMALL);
+            let warnings = warned.load(Ordering::Relaxed);
+            self.check(&format!("{name:?} serves in that memory"), warnings == 0);
+        }
+        Ok(())
     }
 
     /// Ranks that make different calls get the same kind of error as without growth, at once.

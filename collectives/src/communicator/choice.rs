@@ -196,6 +196,8 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         self.grow_for(&mut inner, request, false, stream)?;
+        // That of built-in algorithms. Programs have the large one, if there is one.
+        let area = inner.engine.area();
         let collective = request.collective;
         if let Some(selector) = inner.choices.of(collective).selector.clone() {
             let shape = self.shape(request);
@@ -206,7 +208,7 @@ impl Communicator {
                 Err(why) if why.is_interrupted() => {
                     return Err(self.decline(why, stream));
                 }
-                _ => self.begin(stream)?,
+                _ => self.resume(area, stream)?,
             };
             let chosen = self.selected(name, collective);
             if let Ok(Some(chosen)) = &chosen {
@@ -222,8 +224,9 @@ impl Communicator {
                     if !std::mem::replace(&mut inner.choices.of(collective).has_warned, true) {
                         drop(inner);
                         selector.warn(&why);
-                        inner = self.begin(stream)?;
+                        inner = self.resume(area, stream)?;
                     }
+                    inner.engine.use_area(area);
                 }
             }
         }
@@ -289,8 +292,13 @@ impl Communicator {
             }
             measured.with_blocks = made;
         }
+        let area = inner.engine.area();
         self.grow_for_program(inner, &chosen, request, stream)?;
-        Ok(self.check_fit(inner, &chosen, request, &shape).ok().map(|()| chosen))
+        if self.check_fit(inner, &chosen, request, &shape).is_err() {
+            inner.engine.use_area(area);
+            return Ok(None);
+        }
+        Ok(Some(chosen))
     }
 
     /// Refuses an algorithm that cannot serve a call.

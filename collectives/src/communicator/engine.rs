@@ -11,7 +11,7 @@ use super::choice::Request;
 use crate::algorithm::{
     BuiltIn, CallShape, Constraints, NativeKernel, RequestedAlgorithm, StandardCollective,
 };
-use crate::cuda::CudaEngine;
+use crate::cuda::{Area, CudaEngine};
 use crate::experts::{ExpertCall, ExpertShape};
 use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
@@ -23,6 +23,23 @@ use crate::{DType, HostEngine, NormBuffers, NormShape, Place, ReceivedSizes, Spl
 pub(super) enum Engine {
     Host(Box<HostEngine>),
     Cuda(Box<CudaEngine>),
+}
+
+impl Engine {
+    /// The area of memory that the call under way uses; in host memory there is one.
+    pub(super) fn area(&self) -> Area {
+        match self {
+            Self::Host(_) => Area::Small,
+            Self::Cuda(cuda) => cuda.area(),
+        }
+    }
+
+    /// Has the call under way use an area of memory.
+    pub(super) fn use_area(&mut self, area: Area) {
+        if let Self::Cuda(cuda) = self {
+            cuda.use_area(area);
+        }
+    }
 }
 
 /// Where the input and the output of a call lie.

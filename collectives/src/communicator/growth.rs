@@ -18,9 +18,9 @@ use super::choice::{Chosen, Request};
 use super::engine::Engine;
 use super::{Communicator, Inner};
 use crate::algorithm::Source;
-use crate::cuda::{CudaEngine, fits_lamport};
+use crate::cuda::{Area, CudaEngine, fits_lamport};
 use crate::host::call::{Call, Operation};
-use crate::{DType, StandardCollective};
+use crate::{DType, ReduceOp, StandardCollective};
 
 /// Bytes of a device that are left to others.
 const LEFT: u64 = 64 << 20;
@@ -53,7 +53,9 @@ impl Communicator {
         let Request { collective, count, dtype, root, .. } = *request;
         let bytes = (count as u64).saturating_mul(dtype.size() as u64);
         let is_reducible = !collective.reduces() || dtype.is_reduced();
-        if !is_reducible || bytes > self.pool.layout().stride || root >= self.world() {
+        let has_root = collective == StandardCollective::Broadcast;
+        let is_rank = !has_root || root < self.world();
+        if !is_reducible || bytes > self.pool.layout().stride || !is_rank {
             // The engine refuses the call, without a wait for other ranks.
             return Ok(());
         }
@@ -121,14 +123,12 @@ impl Communicator {
         if !self.pool.driver().is_capturing(*stream) && cuda.is_time_to_grow() {
             self.take_memory(inner, call, stream)?;
         }
-        if let Engine::Cuda(cuda) = &mut inner.engine {
-            cuda.use_large_area();
-        }
+        inner.engine.use_area(Area::Large);
         Ok(())
     }
 
-    /// The same for a call of experts. All of these use the memory that the first one used, whichever it is: how much that
-    /// is decides how rows travel, which must be the same in a dispatch and its combine.
+    /// The same for a call of experts. All of these use the memory that the first one used that was made, whichever it is: how
+    /// much that is decides how rows travel, which must be the same in a dispatch and its combine.
     pub(super) fn grow_for_experts(
         &self,
         inner: &mut Inner,
@@ -139,11 +139,7 @@ impl Communicator {
         if cuda.use_area_of_experts() {
             return Ok(());
         }
-        self.grow(inner, call, stream)?;
-        if let Engine::Cuda(cuda) = &mut inner.engine {
-            cuda.keep_area_of_experts();
-        }
-        Ok(())
+        self.grow(inner, call, stream)
     }
 
     /// Takes the memory for large calls, on every rank or on none.
@@ -152,17 +148,19 @@ impl Communicator {
         let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         // Ranks that make different calls, or none, get their errors here, from the device, and the pool goes on. A rank may
         // pass a handshake that another one has given up; in the second one it misses that rank.
-        for _ in 0..2 {
+        for may_stop in [true, false] {
             cuda.call(*stream, |cuda| cuda.handshake_only(call.grows(), *stream))?;
-            self.await_handshake(cuda, stream)?;
+            self.await_handshake(cuda, may_stop, stream)?;
         }
         let total = self.memory().total;
         match self.allocate_growth(cuda) {
             Ok(Ok(block)) => {
                 inner.windows = self.pool.windows();
-                cuda.grow(block.offset()).map_err(|why| cuda.fail_halfway(why, *stream))?;
-                self.set_memory(cuda.memory(total + block.bytes()));
+                let (offset, bytes) = (block.offset(), block.bytes());
+                // From here on it is the communicator's, whatever becomes of that.
                 self.shared.keep_grown(block);
+                cuda.grow(offset).map_err(|why| cuda.fail_halfway(why, *stream))?;
+                self.set_memory(cuda.memory(total + bytes));
                 Ok(())
             }
             Ok(Err(why)) => {
@@ -185,18 +183,24 @@ impl Communicator {
         }
     }
 
-    /// Waits until every rank has come to the handshake on the stream, or until it is over. Signals such as Ctrl-C end the
-    /// wait, and close the communicator.
-    fn await_handshake(&self, cuda: &mut CudaEngine, stream: &Stream) -> Result<()> {
+    /// Waits until every rank has come to the handshake on the stream, or until it is over. Where it `may_stop`, signals such
+    /// as Ctrl-C end the wait, and close the communicator: not once another rank may have gone on to a commit, as it would
+    /// wait there.
+    fn await_handshake(
+        &self,
+        cuda: &mut CudaEngine,
+        may_stop: bool,
+        stream: &Stream,
+    ) -> Result<()> {
         let (interrupt, begun) = (self.pool.interrupt(), Instant::now());
         let mut asked = begun;
-        while !cuda.is_idle(*stream)? {
+        while !cuda.is_done(*stream)? {
             let now = Instant::now();
             if now - begun < SPIN {
                 std::hint::spin_loop();
                 continue;
             }
-            let asks = now - asked >= ASK_TO_STOP;
+            let asks = may_stop && now - asked >= ASK_TO_STOP;
             asked = if asks { now } else { asked };
             if asks && interrupt.as_ref().is_some_and(|interrupt| interrupt()) {
                 let why = Error::interrupted(format!(
@@ -241,6 +245,21 @@ impl Communicator {
 /// What ranks compare before they take memory for a call.
 fn described(request: &Request) -> Call {
     let Request { collective, count, dtype, op, root, .. } = *request;
-    let call = Call::new(Operation::of(collective)).elements(dtype, count).root(root);
-    if collective.reduces() { call.reduce(op) } else { call }
+    described_by(collective, count, dtype, op, root)
+}
+
+/// The same of a call that is none of a [`Request`]'s.
+pub(super) fn described_by(
+    collective: StandardCollective,
+    count: usize,
+    dtype: DType,
+    op: ReduceOp,
+    root: u32,
+) -> Call {
+    let call = Call::new(Operation::of(collective)).elements(dtype, count);
+    match collective {
+        StandardCollective::Broadcast => call.root(root),
+        _ if collective.reduces() => call.reduce(op),
+        _ => call,
+    }
 }

@@ -8,6 +8,7 @@ use symmpool_allocator::{Block, Error, Result, Stream, short};
 
 use super::Communicator;
 use super::choice::{Chosen, Request};
+use super::growth::described_by;
 use crate::algorithm::{BuiltIn, Source, StandardCollective, code_of, name_of};
 use crate::host::call::{Call, Operation};
 use crate::host::plan_call::Arguments;
@@ -293,9 +294,14 @@ impl Communicator {
             return unsafe { self.call_by(collective, chosen, output, input, arguments, stream) };
         }
         let mut inner = self.begin(stream)?;
-        let operation = StandardCollective::named(algorithm.collective());
-        let operation = operation.map_or(Operation::Custom, Operation::of);
-        let call = Call::new(operation).elements(dtype, count).registered(algorithm.hash());
+        // As in calls that name it, which other ranks may make.
+        let call = match StandardCollective::named(algorithm.collective()) {
+            Some(collective) => described_by(collective, count, dtype, op, root),
+            None => {
+                let call = Call::new(Operation::Custom).elements(dtype, count);
+                call.registered(algorithm.hash())
+            }
+        };
         self.grow(&mut inner, call, stream)?;
         let [from, to] = algorithm
             .lengths(self.rank(), self.world(), count)

@@ -40,6 +40,7 @@ use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
+pub(crate) use areas::Area;
 use areas::Areas;
 use decline::Progress;
 
@@ -240,6 +241,12 @@ impl CudaEngine {
     pub(crate) fn is_idle(&self, stream: Stream) -> Result<bool> {
         let api = self.api;
         cuda(&self.pool)?.with_context(|| api.is_idle(stream))
+    }
+
+    /// The same of a stream that is not captured, by a thread that may capture another one.
+    pub(crate) fn is_done(&self, stream: Stream) -> Result<bool> {
+        let api = self.api;
+        cuda(&self.pool)?.with_context_unordered(|| api.is_idle(stream))
     }
 
     /// Makes the place where dispatches to experts tell the host sizes, ahead of them: it may wait for the device.

@@ -183,7 +183,9 @@ impl CudaEngine {
         work.peer_blocks = PEER_BLOCKS;
         work.inbox_tokens = self.inbox_tokens(operation, &call.shape, &self.control);
         // SAFETY: the caller's promises.
-        unsafe { self.launch_with_work(kernel, (blocks, threads), &params, &work, stream) }
+        unsafe { self.launch_with_work(kernel, (blocks, threads), &params, &work, stream) }?;
+        self.keep_area_of_experts();
+        Ok(())
     }
 
     /// The kernel of a dispatch. Tokens that it does not quantise are bytes to it.

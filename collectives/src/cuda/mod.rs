@@ -82,7 +82,7 @@ mod table;
 mod words;
 
 pub(crate) use constraints::fits_lamport;
-pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};
+pub(crate) use engine::{Area, CudaEngine, CudaOptions, ReadyKernels};
 pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
     communicator_bytes, growing_bytes, requested_total,

@@ -23,7 +23,7 @@ const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 /// Where data of a call lies on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
-pub(in super::super) enum Area {
+pub(crate) enum Area {
     Small = 0,
     Large = 1,
 }
@@ -37,6 +37,9 @@ pub(super) struct Areas {
     growth: Option<Growth>,
     /// That of all calls of experts, as a dispatch and its combine have the same.
     of_experts: Option<Area>,
+    /// Whether the call was asked already whether it is time to grow, and whether it counts as a large one once it is made.
+    asked: bool,
+    counts: bool,
 }
 
 /// What an engine's memory may grow to, and when that is tried again.
@@ -53,7 +56,7 @@ struct Growth {
 impl Areas {
     pub(super) fn new(small: Control, grown: Option<Footprint>) -> Self {
         let growth = grown.map(|footprint| Growth { footprint, failures: 0, calls_left: 0 });
-        Self { small, large: None, growth, of_experts: None }
+        Self { small, large: None, growth, of_experts: None, asked: false, counts: false }
     }
 
     /// The layout of an area: of the small one where there is no large one.
@@ -62,6 +65,11 @@ impl Areas {
             (Area::Large, Some(large)) => (Area::Large, large),
             _ => (Area::Small, self.small),
         }
+    }
+
+    /// The layout of the largest area that there is.
+    fn largest(&self) -> &Control {
+        self.large.as_ref().unwrap_or(&self.small)
     }
 
     /// The layout of the large area from `begin` on, relative to the control block.
@@ -77,23 +85,24 @@ impl CudaEngine {
         self.areas.large.is_some() || self.areas.growth.is_some()
     }
 
-    /// Has the next call use the area for small calls. Every call begins so.
+    /// Begins a call, in the area for small calls.
     #[inline]
-    pub(crate) fn use_small_area(&mut self) {
-        if self.comm.area != Area::Small as u16 {
-            self.use_area(Area::Small);
-        }
+    pub(crate) fn begin_in_small_area(&mut self) {
+        (self.areas.asked, self.areas.counts) = (false, false);
+        self.use_area(Area::Small);
     }
 
-    /// Has the next call use the area for large calls, if there is one.
-    #[inline]
-    pub(crate) fn use_large_area(&mut self) {
-        if self.areas.large.is_some() {
-            self.use_area(Area::Large);
-        }
+    /// The area that the call under way uses.
+    pub(crate) fn area(&self) -> Area {
+        if self.comm.area == Area::Large as u16 { Area::Large } else { Area::Small }
     }
 
-    fn use_area(&mut self, area: Area) {
+    /// Has the call under way use an area: the one for small calls where there is no large one.
+    #[inline]
+    pub(crate) fn use_area(&mut self, area: Area) {
+        if self.area() == area {
+            return;
+        }
         let (area, control) = self.areas.layout(area);
         self.control = control;
         self.comm.places = control.for_links(self.direct);
@@ -109,10 +118,14 @@ impl CudaEngine {
         true
     }
 
-    /// Has all calls of experts use the area that the next call uses.
-    pub(crate) fn keep_area_of_experts(&mut self) {
-        let is_large = self.comm.area == Area::Large as u16;
-        self.areas.of_experts = Some(if is_large { Area::Large } else { Area::Small });
+    /// Has all later calls of experts use the area of this one, which was made.
+    pub(in super::super) fn keep_area_of_experts(&mut self) {
+        self.areas.of_experts = Some(self.area());
+    }
+
+    /// Vectors that one call may put into the Lamport inbox of the largest area that there is.
+    pub(in super::super) fn largest_lamport_vectors(&self) -> u64 {
+        self.areas.largest().lamport_vectors()
     }
 
     /// Whether a call in which every rank sends so many bytes to each has use for the large area: a small inbox, of Lamport's
@@ -121,12 +134,22 @@ impl CudaEngine {
         exceeds_inbox(&self.areas.small, self.world(), bytes, by_lamport)
     }
 
-    /// Whether the memory is to grow before a large call. To be asked once a call.
+    /// Whether the memory is to grow before a large call. A call may ask several times.
     pub(crate) fn is_time_to_grow(&mut self) -> bool {
-        let Some(growth) = &mut self.areas.growth else { return false };
+        let Some(growth) = &self.areas.growth else { return false };
         let is_time = growth.calls_left == 0;
-        growth.calls_left = growth.calls_left.saturating_sub(1);
-        is_time
+        self.areas.counts = !is_time;
+        !std::mem::replace(&mut self.areas.asked, true) && is_time
+    }
+
+    /// To be called when the first kernel of a call was put on a stream: one that all ranks have made counts.
+    #[inline]
+    pub(super) fn count_large_call(&mut self) {
+        if std::mem::take(&mut self.areas.counts)
+            && let Some(growth) = &mut self.areas.growth
+        {
+            growth.calls_left = growth.calls_left.saturating_sub(1);
+        }
     }
 
     /// Notes that the memory has not grown: it is tried again after twice as many large calls as the last time.

@@ -18,6 +18,7 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::super::p2p::end_of_messages;
 use super::super::params::CallParams;
+use super::areas::Area;
 use super::{CudaEngine, cuda};
 use crate::host::call::{Call, Operation};
 use crate::p2p::Direction;
@@ -84,6 +85,7 @@ impl CudaEngine {
     /// To be called when that kernel was put on a stream.
     #[inline]
     pub(super) fn note_handshake(&mut self) {
+        self.count_large_call();
         self.progress.handshakes += 1;
     }
 
@@ -214,8 +216,12 @@ impl CudaEngine {
             Declined::Call => {
                 self.progress.handshakes = 0;
                 // Ranks may decline a call alike, whether or not they know yet how large it is.
-                self.use_small_area();
-                self.handshake_only(Call::new(Operation::Declined), stream)
+                let area = self.area();
+                self.use_area(Area::Small);
+                let declined = self.handshake_only(Call::new(Operation::Declined), stream);
+                // It may stand in front of a call that is to come.
+                self.use_area(area);
+                declined
             }
             Declined::Message(direction, peer) => self.put_declined(direction, peer, stream),
         }
@@ -245,9 +251,7 @@ impl CudaEngine {
             self.declined_on(what, on).inspect_err(|why| self.close_halfway(why))?;
         }
         if is_captured {
-            let api = self.api;
-            // The stream is not captured, and asking is allowed to a thread that captures another one only so.
-            while !cuda(&self.pool)?.with_context_unordered(|| api.is_idle(on))? {
+            while !self.is_done(on)? {
                 std::thread::sleep(POLL);
             }
             self.ready()?;

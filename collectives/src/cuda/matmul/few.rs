@@ -45,11 +45,15 @@ fn cluster_of(tiles: u32, inner_blocks: u32, processors: u32) -> u32 {
 }
 
 impl CudaEngine {
-    /// Whether the inbox has room for a product of so many rows and columns of 16-bit numbers.
+    /// Whether the largest inbox that there is has room for a product of so many rows and columns of 16-bit numbers.
     pub(crate) fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
+        self.products_fit(rows, columns, self.largest_lamport_vectors())
+    }
+
+    fn products_fit(&self, rows: usize, columns: usize, inbox_vectors: u64) -> bool {
         let vectors = (rows as u64).saturating_mul(columns as u64) / 8;
         let ranks = u64::from(self.world());
-        ranks == 1 || vectors.saturating_mul(ranks) <= self.control.inbox_vectors(true)
+        ranks == 1 || vectors.saturating_mul(ranks) <= inbox_vectors
     }
 
     /// Makes a product, and adds it up over all ranks.
@@ -102,7 +106,7 @@ impl CudaEngine {
 
     fn few_rows(&self, product: &MatmulAllReduce) -> Result<FewRows> {
         let MatmulAllReduce { dtype, rows, inner, columns, right_by_rows, .. } = *product;
-        if !self.has_room_for_product(rows, columns) {
+        if !self.products_fit(rows, columns, self.control.lamport_vectors()) {
             return Err(Error::unsupported(format!(
                 "a product of {rows} rows and {columns} columns on rank {}: the inbox has no room for those of all ranks; give \
                  the communicator more device memory, or multiply and all-reduce separately",
