@@ -368,6 +368,12 @@ pub unsafe trait MemoryDriver: Send + Sync {
     /// [`Error::is_out_of_memory`](crate::Error::is_out_of_memory) rather than overcommitting.
     fn create(&self, bytes: u64) -> Result<Physical>;
 
+    /// As [`create`](MemoryDriver::create), for memory of which much may never be used. On the host it is refused where
+    /// there is not so much memory, but its pages come with their first accesses.
+    fn create_lazily(&self, bytes: u64) -> Result<Physical> {
+        self.create(bytes)
+    }
+
     /// Makes a handle of `physical` that peers can import.
     fn export(&self, physical: &Physical) -> Result<Exported>;
 

@@ -50,6 +50,7 @@ driver_wrapper! {
     fn unreserve(&self, reservation: Reservation) -> Result<()>;
     fn check_room(&self, bytes: u64) -> Result<()>;
     fn create(&self, bytes: u64) -> Result<Physical>;
+    fn create_lazily(&self, bytes: u64) -> Result<Physical>;
     fn export(&self, physical: &Physical) -> Result<Exported>;
     fn has_slow_handles(&self) -> bool;
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical>;

@@ -33,6 +33,8 @@ pub(crate) struct LaneMemory {
     heap: Arc<Heap>,
     /// Where the lane begins in a slot.
     base: u64,
+    /// Whether pages of segments come with their first accesses, where the driver can.
+    lazily: bool,
     /// The allocations of segments in use, by segment counter.
     physical: BTreeMap<u64, Physical>,
     /// EarlyHandles of segments that no commit has shared, as far as there are any. By counter.
@@ -48,15 +50,15 @@ pub(crate) struct LaneMemory {
 }
 
 impl LaneMemory {
-    /// The memory of a lane that begins at `base` of a slot and has no segments yet.
+    /// The memory of a lane that begins at `base` of a slot and has no segments yet. See the fields.
     pub(super) fn new(
         heap: Arc<Heap>,
-        base: u64,
+        (base, lazily): (u64, bool),
         due: Option<Arc<CommitDue>>,
         handles: Option<Arc<EarlyHandles>>,
     ) -> Self {
         let (physical, early) = (BTreeMap::new(), BTreeMap::new());
-        Self { heap, base, physical, early, handles, shared_below: 0, due }
+        Self { heap, base, lazily, physical, early, handles, shared_below: 0, due }
     }
 
     /// The allocation behind a segment in use.
@@ -131,7 +133,11 @@ impl LaneMemory {
             self.heap.driver().check_room(growth.new.iter().map(|new| new.bytes).sum())?;
         }
         for new in &growth.new {
-            let physical = self.heap.driver().create(new.bytes)?;
+            let driver = self.heap.driver();
+            let physical = match self.lazily {
+                true => driver.create_lazily(new.bytes)?,
+                false => driver.create(new.bytes)?,
+            };
             let mapped = self.heap.map(rank, self.base + new.offset, &physical);
             done.push(Done::Made(physical, mapped.is_ok().then_some(new.offset)));
             mapped?;

@@ -49,7 +49,9 @@ impl SharedLane {
         let handles = state.is_symmetric().then(|| handles.clone());
         let name = state.config().name.clone();
         let (local, policy) = (state.is_local(), state.config().policy);
-        let memory = LaneMemory::new(heap.clone(), base, due.clone(), handles);
+        // A lane of few blocks, as communicators' are: they use a small part of them at first, and often ever.
+        let lazily = state.config().grows_exactly;
+        let memory = LaneMemory::new(heap.clone(), (base, lazily), due.clone(), handles);
         let inner = Mutex::new(LaneInner { state, memory });
         let (committing, free_queue) = (committing.clone(), FreeQueue::default());
         let waits_for_device = AtomicBool::new(false);

@@ -113,7 +113,8 @@ impl Communicator {
             all_to_all: options.all_to_all,
         };
         let bytes = valid.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
-        let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
+        let zeroed = HostEngine::zeroed_bytes(pool.world(), &engine_options);
+        let zero = |block: &Block<u8>| block.write(&vec![0; zeroed? as usize]);
         let mut one_sided = None;
         let (engine, control) = Self::on_control_block(pool, bytes, zero, |control| {
             let (offset, bytes) = (control.offset(), control.bytes());

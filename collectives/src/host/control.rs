@@ -15,8 +15,8 @@
 //! | packets | source rank, turn | that source | owner |
 //! | scratch | parity | owner | peers |
 //!
-//! The block is all zero when the communicator is made, and is never cleared, because a peer may signal before the
-//! owner has made its communicator. This file turns (rank, part, index) into addresses and does nothing else.
+//! The block up to the packets is all zero when the communicator is made, and is never cleared, because a peer may
+//! signal before the owner has made its communicator. Packets and scratch are read where they were written alone. This file turns (rank, part, index) into addresses and does nothing else.
 
 #![allow(unsafe_code)] // addresses of atomics in shared memory
 
@@ -182,6 +182,11 @@ impl Control {
     /// The bytes that a control block needs.
     pub(super) fn required(world: u32, scratch_bytes: u64) -> Result<u64> {
         Ok(Layout::new(world, scratch_bytes)?.end)
+    }
+
+    /// How many bytes at the beginning of the block must be zero.
+    pub(super) fn zeroed(world: u32, scratch_bytes: u64) -> Result<u64> {
+        Ok(Layout::new(world, scratch_bytes)?.packets)
     }
 
     /// # Safety

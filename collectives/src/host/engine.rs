@@ -90,6 +90,11 @@ impl HostEngine {
         Control::required(world, options.scratch_bytes)
     }
 
+    /// How many bytes at the beginning of the control block must be zero.
+    pub(crate) fn zeroed_bytes(world: u32, options: &HostOptions) -> Result<u64> {
+        Control::zeroed(world, options.scratch_bytes)
+    }
+
     /// A communicator over the heap `layout`, which signals through the control blocks at `control_offset` of every
     /// slot. It exchanges nothing with other ranks, so ranks may make theirs at any time.
     ///
@@ -103,7 +108,8 @@ impl HostEngine {
     ///
     /// Until the engine is dropped, on this and on every other rank:
     /// - `control_offset .. control_offset + control_bytes` of every slot is mapped readable and
-    ///   writable, was all zero when the first rank began to use it, and is used by nothing else;
+    ///   writable, and is used by nothing else; its first bytes, up to the packets, were all zero when the first rank
+    ///   began to use it;
     /// - every heap offset that is passed to a call as [`Place::Window`] is mapped in every slot.
     pub unsafe fn new(
         layout: HeapLayout,

@@ -11,6 +11,8 @@ from symmpool.groups.store import StoreAdapter
 
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# And in which runs of the ranks: to find out takes a round trip to the store.
+_runs: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> dict[int, str]:
@@ -24,7 +26,8 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
     said = b"" if why is None else why.encode()[:4096] or b"?"
     key = f"agree/{what}/{count}"
     try:
-        answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
+        runs = _runs.setdefault(store, {})
+        answers = StoreAdapter(store, runs).all_gather(key, rank, world, said, seconds)
     except TimeoutError as error:
         # So that a second try meets the ranks that have not been here yet.
         _agreements[store] -= 1

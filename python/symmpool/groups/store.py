@@ -36,7 +36,8 @@ HEADER = 4
 class StoreAdapter:
     """A store with the methods that the binding calls. Values are bytes, times are seconds."""
 
-    def __init__(self, store: Any):
+    def __init__(self, store: Any, runs: dict[int, int] | None = None):
+        """With `runs`, several objects take part in the same ones."""
         for name in ("set", "get", "add", "check", "delete_key"):
             if not callable(getattr(store, name, None)):
                 from symmpool.errors import InvalidArgumentError
@@ -51,7 +52,7 @@ class StoreAdapter:
         # What stands before keys on a connection of the store below, in place of this store's own prefix.
         self._prefix = None if below is None or below is not store else ""
         # Which run of a rank this is; a rank of a group takes part under one number.
-        self._runs: dict[int, int] = {}
+        self._runs = {} if runs is None else runs
         self._met = False
         # The last parts of each sequence of gathers, two at most.
         self._last: dict[str, list[str]] = {}
@@ -136,7 +137,7 @@ class StoreAdapter:
 
     def _has_left(self, store: Any, key: str, since: float) -> bool:
         """Whether the rank with this part waited in vain, and gave up after that time: what an earlier try
-        left behind says nothing of this one."""
+        has left behind says nothing of this one."""
         key = f"{key}/left"
         return self._call(store.check, [key]) and float(self._call(store.get, key)) >= since
 

@@ -98,7 +98,12 @@ class ServedDevices:
         agreement.agree(group, f"backend/{kind}/here", None, self.seconds, first)
         why, left = None, self.seconds + _LATENESS
         try:
-            cache.communicator(group, name)
+            made = cache.communicator(group, name)
+            if kind == "cpu":
+                # All ranks have one: they agree without round trips to the store. One that has failed since
+                # lets go of its pool, which ends the barrier.
+                made.barrier()
+                return True
         except TimeoutError as error:
             # The ranks that were waited for have given their reason before, or never will; the other ranks
             # have waited as long as this one.

@@ -117,6 +117,10 @@ unsafe impl DriverWrapper for FaultDriver {
         self.at(Point::Call(Call::Create), |inner| inner.create(bytes))
     }
 
+    fn create_lazily(&self, bytes: u64) -> Result<Physical> {
+        self.at(Point::Call(Call::Create), |inner| inner.create_lazily(bytes))
+    }
+
     fn export(&self, physical: &Physical) -> Result<Exported> {
         self.at(Point::Call(Call::Export), |inner| inner.export(physical))
     }

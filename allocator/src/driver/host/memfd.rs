@@ -27,6 +27,14 @@ pub(super) fn create(
     bytes: u64,
     options: &HostOptions,
 ) -> Result<(OwnedFd, Option<scratch::Mapping>)> {
+    let fd = create_lazily(bytes, options)?;
+    let committed = if options.populate { commit(fd.as_fd(), bytes, options)? } else { None };
+    Ok((fd, committed))
+}
+
+/// Makes a sealed file of `bytes`, whose pages come with their first accesses. What is available is checked as the
+/// options say.
+pub(super) fn create_lazily(bytes: u64, options: &HostOptions) -> Result<OwnedFd> {
     if options.check_available {
         available::check(bytes)?;
     }
@@ -36,8 +44,7 @@ pub(super) fn create(
     rustix::fs::ftruncate(&fd, bytes).map_err(|cause| no_memory(bytes, cause))?;
     rustix::fs::fcntl_add_seals(&fd, SEALS)
         .map_err(|cause| Error::system("sealing a segment", cause))?;
-    let committed = if options.populate { commit(fd.as_fd(), bytes, options)? } else { None };
-    Ok((fd, committed))
+    Ok(fd)
 }
 
 /// Refuses a file that the process may not make: the kernel would kill it with SIGXFSZ.

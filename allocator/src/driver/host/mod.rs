@@ -45,7 +45,8 @@ pub struct HostOptions {
     pub check_available: bool,
     /// Ask for huge pages (where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` grants them).
     pub huge_pages: bool,
-    /// Commit all pages of a segment when it is made. Without it pages come with the first
+    /// Commit all pages of a segment when it is made, but of one that is
+    /// [made lazily](MemoryDriver::create_lazily). Without it pages come with the first
     /// access, and a machine out of memory kills the process that makes it.
     pub populate: bool,
 }
@@ -69,8 +70,8 @@ pub struct HostDriver {
 struct Segment {
     fd: Arc<OwnedFd>,
     bytes: u64,
-    /// Made by this driver, not by a peer's.
-    own: bool,
+    /// Whether mappings have their pages from the beginning: of what this driver has made, and not lazily.
+    prefault: bool,
     /// The mapping through which a segment of our own was committed, until the first mapping in a reservation
     /// takes over its page tables: filling those is a third of the cost of new memory.
     committed: Option<scratch::Mapping>,
@@ -79,8 +80,9 @@ struct Segment {
 impl Segment {
     /// Returns what its next mapping needs.
     fn mappable(&mut self) -> Mappable {
-        let Self { fd, bytes, own, committed } = self;
-        Mappable { fd: fd.clone(), bytes: *bytes, own: *own, committed: committed.take() }
+        let Self { fd, bytes, prefault, committed } = self;
+        let committed = committed.take();
+        Mappable { fd: fd.clone(), bytes: *bytes, prefault: *prefault, committed }
     }
 }
 
@@ -88,7 +90,7 @@ impl Segment {
 struct Mappable {
     fd: Arc<OwnedFd>,
     bytes: u64,
-    own: bool,
+    prefault: bool,
     committed: Option<scratch::Mapping>,
 }
 
@@ -109,7 +111,7 @@ impl Mappable {
             // SAFETY: mapped just now.
             unsafe { space::prefer_huge_pages(address, self.bytes) };
         }
-        if options.populate && self.own {
+        if options.populate && self.prefault {
             // SAFETY: mapped just now.
             unsafe { space::prefault(address, self.bytes) };
         }
@@ -198,7 +200,13 @@ unsafe impl MemoryDriver for HostDriver {
     fn create(&self, bytes: u64) -> Result<Physical> {
         check_size("a segment", bytes, GRANULARITY)?;
         let (fd, committed) = memfd::create(bytes, &self.options)?;
-        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, own: true, committed }))
+        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: true, committed }))
+    }
+
+    fn create_lazily(&self, bytes: u64) -> Result<Physical> {
+        check_size("a segment", bytes, GRANULARITY)?;
+        let fd = memfd::create_lazily(bytes, &self.options)?;
+        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
@@ -215,7 +223,7 @@ unsafe impl MemoryDriver for HostDriver {
             ));
         };
         let fd = memfd::import(fd, bytes)?;
-        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, own: false, committed: None }))
+        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {

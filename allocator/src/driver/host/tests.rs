@@ -28,6 +28,35 @@ fn conforms_behind_a_fault_driver_and_leaks_nothing() {
     assert_eq!(fault.counts().leaks(), None);
 }
 
+/// A driver whose memory comes with its first accesses.
+struct Lazy(HostDriver);
+
+#[allow(unsafe_code)] // passes on another driver's promise
+// SAFETY: all that it does to memory, the inner driver does.
+unsafe impl super::super::DriverWrapper for Lazy {
+    fn inner(&self) -> &dyn MemoryDriver {
+        &self.0
+    }
+
+    fn create(&self, bytes: u64) -> Result<Physical> {
+        self.0.create_lazily(bytes)
+    }
+}
+
+#[test]
+fn conforms_where_memory_comes_with_its_first_access() {
+    conformance(|| Driver::new(Lazy(HostDriver::new().unwrap())));
+    let driver = HostDriver::new().unwrap();
+    let pages = |create: fn(&HostDriver, u64) -> Result<Physical>| {
+        let physical = create(&driver, GRANULARITY).unwrap();
+        let Exported::Fd(fd) = driver.export(&physical).unwrap() else { panic!("a descriptor") };
+        driver.release(physical).unwrap();
+        rustix::fs::fstat(&fd).unwrap().st_blocks
+    };
+    assert_eq!(pages(MemoryDriver::create_lazily), 0);
+    assert_eq!(pages(MemoryDriver::create) as u64 * 512, GRANULARITY);
+}
+
 #[test]
 fn more_memory_than_is_available_is_refused_before_any_is_taken() {
     let there = available::available(&available::Sources::system()).unwrap().bytes;
