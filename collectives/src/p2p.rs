@@ -9,7 +9,7 @@ use symmpool_allocator::{Error, Result};
 use crate::{DType, F8E4m3, F8E5m2};
 
 /// Which end of a message a rank is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Direction {
     Send,
     Receive,

@@ -11,7 +11,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions};
 
-use crate::cuda::stream;
+use crate::cuda::{Graph, stream};
 use crate::every_kind::{EveryKind, Kind};
 use crate::{MOST_LATE, Options, expect_error};
 
@@ -22,6 +22,18 @@ enum Failing {
     Load = 1,
     Copy = 2,
     MemoryOperation = 3,
+}
+
+/// What a rank does first after a capture in which its call failed.
+#[derive(Clone, Copy, Debug)]
+enum Then {
+    Synchronizes,
+    MakesTheCall,
+    Drops,
+}
+
+impl Then {
+    const ALL: [Self; 3] = [Self::Synchronizes, Self::MakesTheCall, Self::Drops];
 }
 
 /// An emulated device's calls, of which some may be made to fail.
@@ -113,6 +125,11 @@ impl Launches<'_> {
             some.dedup();
             for nth in &some {
                 self.one_rank(kind, (what, *nth), &wanted)?;
+            }
+            if what == Failing::Launch && count > 1 {
+                for then in Then::ALL {
+                    self.in_a_capture(kind, then)?;
+                }
             }
             counts.push(count);
         }
@@ -222,6 +239,42 @@ impl Launches<'_> {
         // The same call again is not taken for the one before, on any rank.
         let again = kind.call(comm, &self.stream).and_then(|()| comm.synchronize(&self.stream));
         self.expect(&format!("{name}: the next call succeeds"), again.is_err());
+        self.meet()
+    }
+
+    /// A call whose second launch fails on the last rank while it is captured. The others have captured and launched theirs,
+    /// and get an error as soon as the last rank does anything else, and not when their waits have ended.
+    fn in_a_capture(&mut self, kind: &Kind<'_>, then: Then) -> Result<()> {
+        let comm = self.begin(kind)?;
+        let name = format!("{}: launch 2 fails in a capture, {then:?}", kind.name);
+        comm.set_timeout(20 * self.timeout)?;
+        let stream = self.stream;
+        self.emulated.fail(Failing::Launch, if self.is_last() { 2 } else { 0 });
+        let graph = Graph::capture(self.pool, stream, || kind.call(&comm, &stream));
+        self.emulated.fail(Failing::Launch, 0);
+        let began = Instant::now();
+        if self.is_last() {
+            self.expect(&format!("{name}: a graph of a part"), graph.is_err());
+            let next = match then {
+                Then::Synchronizes => comm.synchronize(&stream),
+                Then::MakesTheCall => kind.call(&comm, &stream),
+                Then::Drops => {
+                    drop(comm);
+                    return self.meet();
+                }
+            };
+            let right = next.as_ref().is_err_and(|why| why.to_string().contains("halfway"));
+            self.expect(&format!("{name}: {next:?} afterwards"), right);
+        } else {
+            let graph = graph?;
+            graph.launch(self.pool, stream)?;
+            let ended = comm.synchronize(&stream);
+            graph.destroy(self.pool)?;
+            let (took, last) = (began.elapsed(), self.pool.world() - 1);
+            let right = ended.as_ref().is_err_and(|error| error.ranks().contains(&last));
+            let in_time = took < self.timeout + MOST_LATE;
+            self.expect(&format!("{name}: {ended:?} after {took:?}"), right && in_time);
+        }
         self.meet()
     }
 

@@ -225,10 +225,10 @@ impl CudaEngine {
         let api = self.api;
         driver.stream_handle(stream)?;
         driver.with_context(|| api.synchronize(stream))?;
-        self.ready()?;
         if self.has_late_reports() {
             self.report_late(stream)?;
         }
+        self.ready()?;
         self.take_notice()
     }
 

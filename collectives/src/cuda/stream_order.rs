@@ -173,6 +173,13 @@ impl StreamOrder {
         Ok(())
     }
 
+    /// Whether the last call outside graphs is on a stream that is captured, and has no event behind it: a call on another
+    /// stream must wait until the capture has ended.
+    pub(super) fn is_captured(&self, events: &impl Events) -> bool {
+        let last = self.last.filter(|last| !self.is_recorded && last.is_named_here());
+        last.is_some_and(|last| events.is_capturing(last.stream))
+    }
+
     /// Puts what is captured on a stream from now on behind the last call of the same capture.
     fn follow_in_capture(&mut self, events: &impl Events, place: Place) -> Result<()> {
         let Some(capture) = events.capture_of(place.stream) else { return Ok(()) };

@@ -12,10 +12,12 @@
 //!
 //! Messages between two ranks go the same way: in place of one that is declined its other end gets one that it cannot expect.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use super::super::fault::Fault;
 use super::super::p2p::end_of_messages;
 use super::super::params::CallParams;
 use super::areas::Area;
@@ -27,7 +29,7 @@ use crate::p2p::Direction;
 const POLL: Duration = Duration::from_micros(100);
 
 /// What a rank declines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in super::super) enum Declined {
     /// A call of all ranks.
     Call,
@@ -42,8 +44,8 @@ pub(super) struct Progress {
     handshakes: u32,
     /// Whether the other ranks were notified that this one does not make the call.
     reported: bool,
-    /// What was declined during a capture, and is reported before the next call or message.
-    late: Vec<Declined>,
+    /// What was declined during a capture, and how often. It is reported before the next call or message.
+    late: BTreeMap<Declined, u64>,
     /// A stream for handshakes that the caller's stream cannot have, made when one is first needed.
     stream: Option<Stream>,
 }
@@ -181,6 +183,10 @@ impl CudaEngine {
 
     /// Puts what stands for a declined call on the stream, or on another one where that is none of the device. While the
     /// stream or that of the last call is captured, that is left for later.
+    ///
+    /// # Errors
+    ///
+    /// Those of the driver. Then the other ranks are not notified, and nothing is left for later.
     fn report(&mut self, what: Declined, stream: Stream) -> Result<()> {
         if self.is_capturing(stream) {
             // Asking whether a captured stream is idle ends its capture in an error.
@@ -188,19 +194,25 @@ impl CudaEngine {
             tracing::debug!(?asked, "a call was declined during a capture, which cannot go on");
         } else if self.declined_on(what, stream).is_ok() {
             return Ok(());
-        } else if self.last_is_free(what) {
+        } else if !self.is_held_by_capture(what) {
             let own = self.stream_of_reports()?;
             return self.declined_on(what, own);
         }
-        self.progress.late.push(what);
+        *self.progress.late.entry(what).or_default() += 1;
         Ok(())
     }
 
-    /// Whether something may come behind the last call, or message, whose stream is not captured.
-    fn last_is_free(&mut self, what: Declined) -> bool {
-        self.stream_of_reports().is_ok_and(|own| self.may_follow(what, own))
+    /// Whether the last call, or message, is on a stream that is captured, so that nothing can come behind it yet.
+    fn is_held_by_capture(&self, what: Declined) -> bool {
+        match what {
+            Declined::Call => self.order_is_captured(),
+            Declined::Message(direction, peer) => {
+                self.channel_is_captured(end_of_messages(direction, peer))
+            }
+        }
     }
 
+    /// Whether something may come behind the last call, or message, on a stream, which waits for it.
     fn may_follow(&mut self, what: Declined, on: Stream) -> bool {
         let switched = match what {
             Declined::Call => self.switch_to(on),
@@ -228,18 +240,32 @@ impl CudaEngine {
     }
 
     /// Reports calls and messages that were declined during a capture, once it has ended. A graph that is captured next may be launched at
-    /// once, so the other ranks are waited for then.
+    /// once, so the other ranks are waited for then. A communicator that such a call has closed reports it all the same.
     ///
     /// # Errors
     ///
     /// Those of a call; `is_invalid_state` while the capture goes on.
     #[cold]
     pub(super) fn report_late(&mut self, stream: Stream) -> Result<()> {
-        self.ready()?;
+        self.maker.check("a communicator")?;
+        if self.fault.as_ref().is_some_and(Fault::is_set) {
+            // The kernels of this rank do nothing any more, and the other ranks were told why.
+            self.progress.late.clear();
+            return self.ready();
+        }
+        let closed = self.failed.take();
+        let reported = self.report_late_calls(stream);
+        if let Some(why) = closed {
+            self.failed = Some(why);
+        }
+        self.ready().and(reported)
+    }
+
+    fn report_late_calls(&mut self, stream: Stream) -> Result<()> {
         let is_captured = self.is_capturing(stream);
         let on = if is_captured { self.stream_of_reports()? } else { stream };
         let late = self.progress.late.clone();
-        if !late.iter().all(|what| self.may_follow(*what, on)) {
+        if !late.keys().all(|what| self.may_follow(*what, on)) {
             return Err(Error::invalid_state(format!(
                 "rank {}: a call was declined during an earlier capture, which the other ranks do not know yet, and the stream \
                  of the last call is captured again; call synchronize, or make any call, outside of captures first",
@@ -247,14 +273,15 @@ impl CudaEngine {
             )));
         }
         self.progress.late.clear();
-        for what in late {
-            self.declined_on(what, on).inspect_err(|why| self.close_halfway(why))?;
+        for (what, times) in late {
+            for _ in 0..times {
+                self.declined_on(what, on).inspect_err(|why| self.close_halfway(why))?;
+            }
         }
         if is_captured {
             while !self.is_done(on)? {
                 std::thread::sleep(POLL);
             }
-            self.ready()?;
         }
         Ok(())
     }

@@ -35,6 +35,17 @@ impl CudaEngine {
         self.channels.entry(end).or_default().switch_to(&events, stream)
     }
 
+    /// Whether the last call is on a stream that is captured, so that no call outside of it can come behind it yet.
+    pub(super) fn order_is_captured(&self) -> bool {
+        events(self.api, &self.pool).is_ok_and(|events| self.order.is_captured(&events))
+    }
+
+    /// The same of the last operation on this end of a channel.
+    pub(super) fn channel_is_captured(&self, end: ChannelEnd) -> bool {
+        let Some(order) = self.channels.get(&end) else { return false };
+        events(self.api, &self.pool).is_ok_and(|events| order.is_captured(&events))
+    }
+
     /// To be called when a call's last kernel so far was put on the stream.
     pub(super) fn after_call(&mut self, kernel: LoadedKernel, stream: Stream) -> Result<()> {
         let concurrent = kernel.budget.concurrent;

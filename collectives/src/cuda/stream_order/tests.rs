@@ -291,3 +291,21 @@ fn the_legacy_stream_is_the_default_stream() {
     assert_eq!(stream(1), Stream::DEFAULT);
     assert!(!stream(1).is_per_thread() && !Stream::numbered(2).is_per_thread());
 }
+
+#[test]
+fn only_a_capture_holds_a_report_back() {
+    let (model, mut order) = (Model::default(), StreamOrder::default());
+    assert!(!order.is_captured(&model));
+    order.switch_to(&model, stream(16)).unwrap();
+    order.after_call(&model, stream(16), false).unwrap();
+    assert!(!order.is_captured(&model));
+    model.state().captures.insert(key(stream(16)), 1);
+    assert!(order.is_captured(&model));
+    model.state().captures.clear();
+    // What another thread alone could record ends with no capture.
+    order.switch_to(&model, Stream::PER_THREAD).unwrap();
+    model.state().captures.insert(key(Stream::PER_THREAD), 2);
+    assert!(order.is_captured(&model));
+    let elsewhere = std::thread::scope(|scope| scope.spawn(|| order.is_captured(&model)).join());
+    assert!(!elsewhere.unwrap());
+}
