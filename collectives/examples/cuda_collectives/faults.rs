@@ -10,7 +10,7 @@ use symmpool_collectives::{
 use crate::cuda::stream;
 use crate::{
     MOST_LATE, Options, all_to_all_faults, captures, expect_error, late, launches, native, outside,
-    p2p_faults, plans,
+    p2p_between, p2p_faults, plans,
 };
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
@@ -113,6 +113,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         wrong += all_to_all_faults::run(pool, timeout)?;
     }
     if options.wants("p2p") {
+        wrong += p2p_between::run(pool, timeout)?;
         wrong += p2p_faults::run(pool, timeout)?;
     }
     if options.wants("late") {

@@ -46,6 +46,7 @@ mod one_sided_streams;
 mod oracle;
 mod outside;
 mod p2p;
+mod p2p_between;
 mod p2p_faults;
 mod plans;
 mod random_calls;

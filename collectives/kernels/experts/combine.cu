@@ -8,7 +8,6 @@
 
 #include <experts/bulk.cuh>
 #include <experts/combine_few.cuh>
-#include <experts/handle.cuh>
 
 using namespace symmpool;
 
@@ -194,11 +193,13 @@ __device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
     const Session& session = few.session;
     send_handshake_of(session, call, few.work, THREADS);
     check_handle(session, few.work, few.work.input_rows);
+    few.sent.send(session, [&](u32 source) { return few.returns(source); });
     session.advance();
     compare_handshakes(session, call, threadIdx.x, blockDim.x);
     if (must_expire_flags(session)) {
         expire_unused(session, few.work);
     }
+    discard_unexpected(few);
 }
 
 // A name from which profilers make "symmpool::combine()", as that of a dispatch.

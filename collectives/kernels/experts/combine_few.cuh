@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <experts/handle.cuh>
 #include <experts/inbox.cuh>
 #include <experts/returned.cuh>
 
@@ -54,10 +55,11 @@ struct FewSums {
     const Session& session;
     const ExpertsWork& work;
     InboxRows rows;
+    SentRows sent;
     InboxDetails weights;  // that a combine is given, four in a vector
 
     __device__ __forceinline__ FewSums(const Session& s, const ExpertsWork& w)
-        : session(s), work(w), rows(w.row_bytes), weights{0, (w.top_k + 3) / 4, w.inbox_tokens} {}
+        : session(s), work(w), rows(w.row_bytes), sent{1}, weights{32 * WORLD, (w.top_k + 3) / 4, w.inbox_tokens} {}
 
     __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_VECTORS>::count(rows.vectors); }
 
@@ -195,11 +197,37 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
     return !bad;
 }
 
+// Takes rows out of the inbox that ranks return and that this rank's handle does not know of. Called by all threads of the
+// leader block.
+__device__ __noinline__ void discard_unexpected(const FewSums& few) {
+    const Session& session = few.session;
+    const ExpertsWork& work = few.work;
+    if (!few.sent.receive(session, work.inbox_tokens)) {
+        return;
+    }
+    for (u32 other = 0; other < WORLD; ++other) {
+        const u32 expected = few_rows_of[other];
+        if (sent_here[other] <= expected && wrong_in_handle == 0) {
+            continue;
+        }
+        if (threadIdx.x == 0 && wrong_in_handle == 0) {
+            notify_of_handle(session, WRONG_ROWS, sent_here[other]);
+        }
+        discard_rows(session, few.rows, other, 0, [&](u32 row) {
+            bool found = false;
+            for (u32 token = threadIdx.x % 32; token < work.tokens && expected != 0; token += 32) {
+                found = found || static_cast<u32>(work.positions[static_cast<u64>(token) * WORLD + other]) == row;
+            }
+            return __any_sync(~0u, found) != 0;
+        });
+    }
+}
+
 // Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block.
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
     const FewSums few(session, work);
     UsedBytes used = used_flags_of(few);
-    used.ll = few.weights.bytes();
+    used.ll = few.weights.begin + few.weights.bytes();
     expire_old_flags(session, used);
     const bool sums = has_few(work, work.tokens);
     for (u32 other = 0; other < WORLD; ++other) {

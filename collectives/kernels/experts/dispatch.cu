@@ -10,7 +10,6 @@
 //! With BY_EXPERT, blocks copy the rows that have arrived to the places of their experts.
 
 #include <experts/dispatch_few.cuh>
-#include <experts/handle.cuh>
 
 using namespace symmpool;
 
@@ -180,8 +179,11 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
     } else {
         check_handle(session, work, 1ull << 31);
     }
-    session.advance();
     const FewRows few(session, routing);
+    if (work.known) {
+        few.sent().send(session, [&](u32 rank) { return few_rows_of[rank]; });
+    }
+    session.advance();
     compare_handshakes(session, call, threadIdx.x, blockDim.x);
     if (!know_rows(few, true)) {
         return;
@@ -199,6 +201,9 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
     }
     if (must_expire_flags(session)) {
         expire_unused(session, work);
+    }
+    if (work.known) {
+        discard_unexpected(few);
     }
 }
 

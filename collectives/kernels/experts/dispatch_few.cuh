@@ -5,7 +5,7 @@
 #pragma once
 
 #include <experts/arrived.cuh>
-#include <experts/inbox.cuh>
+#include <experts/handle.cuh>
 
 namespace symmpool {
 
@@ -48,6 +48,9 @@ struct FewRows {
         return (static_cast<u32>(work.scale_bytes) + scale_span - 1) / scale_span;
     }
     __device__ __forceinline__ u32 pieces() const { return Piece<DISPATCH_VECTORS>::count(rows.vectors); }
+
+    // Where ranks say how many rows they send by a handle: where else the first vector of their counts is.
+    __device__ __forceinline__ SentRows sent() const { return SentRows{CountVectors(routing.local).vectors}; }
 
     __device__ __forceinline__ bool has_many(u32 source) const {
         return !has_few(work, shared.counts.tokens[source]);
@@ -433,6 +436,21 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
     return true;
 }
 
+// Takes rows out of the inbox that ranks send by a handle and that this rank's handle does not know of. Called by all
+// threads of the leader block, which knows what arrives.
+__device__ __noinline__ void discard_unexpected(const FewRows& few) {
+    if (!few.sent().receive(few.session, few.work.inbox_tokens)) {
+        return;
+    }
+    for (u32 source = 0; source < WORLD; ++source) {
+        const u32 expected = few.arriving(source);
+        if (sent_here[source] > expected && threadIdx.x == 0 && wrong_in_handle == 0) {
+            notify_of_handle(few.session, WRONG_ROWS, sent_here[source]);
+        }
+        discard_rows(few.session, few.rows, source, expected, [](u32) { return false; });
+    }
+}
+
 // Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block, which knows
 // what arrives.
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
@@ -441,12 +459,12 @@ __device__ __noinline__ void expire_unused(const Session& session, const Experts
     UsedBytes used = used_flags_of(few);
     used.ll = few.details.begin + few.details.bytes();
     expire_old_flags(session, used);
-    if (work.known) {
-        // No counts are sent.
-        char* counts = session.comm.own() + session.comm.ll + session.parity() * (session.comm.ll_bytes / 2);
-        expire_bytes(session, counts, few.details.begin);
-    }
+    const SentRows sent = few.sent();
     for (u32 source = 0; source < WORLD; ++source) {
+        if (work.known) {
+            // Of the counts there is the first vector.
+            expire_bytes(session, sent.slot(session, session.comm.rank, source) + 32, 32ull * (sent.stride - 1));
+        }
         const u32 rows = few.arriving(source);
         few.details.expire(session, source, rows);
         few.rows.expire(session, source, rows);

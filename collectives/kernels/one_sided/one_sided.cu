@@ -63,7 +63,7 @@ __device__ __forceinline__ void signal(const Comm& comm, u32 peer, u32 channel) 
     store_release(count(comm, peer, RECEIVED, comm.rank, channel), number);
 }
 
-// Takes a signal or, when the timeout is over, records a failure and takes none (rule S5). Called by one thread.
+// Takes a signal or, when the timeout is over or the peer has departed, records a failure and takes none (rule S5). Called by one thread.
 __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 peer, u32 channel) {
     const u64* received = count(comm, comm.rank, RECEIVED, peer, channel);
     u64* taken = count(comm, comm.rank, TAKEN, peer, channel);
@@ -76,10 +76,15 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
         if (failed(comm)) {
             return;
         }
+        const bool departed = load_acquire(&departure(comm, comm.rank, peer)->when) != 0;
+        // What the peer had signalled before is there.
+        if (departed && load_acquire(received) >= number) {
+            break;
+        }
         const u64 now = nanoseconds();
         since = since == 0 ? now : since;
-        if (now - since >= comm.timeout) {
-            report(comm, static_cast<u32>(number), TIMEOUT, peer, CHANNEL + channel, &call);
+        if (departed || now - since >= comm.timeout) {
+            report(comm, static_cast<u32>(number), departed ? GAVE_UP : TIMEOUT, peer, CHANNEL + channel, &call);
             return;
         }
     }

@@ -14,8 +14,10 @@
 //! a flag held before is never what is waited for, also where the half wraps. The host sees to it that
 //! messages of one direction between two ranks are in one kernel's hands at a time.
 //!
-//! Where payloads differ, the receiver fails, and reports that to all ranks: to their waits for messages by words of this
-//! file, and to their calls by withdrawing its handshake. So none waits for a rank that has failed.
+//! Where payloads differ, the receiver fails, and departs from all ranks: their waits for its messages, its signals and its
+//! calls end. It withdraws no handshake: which call is under way it cannot know. A call of its own that is under way does so
+//! when it misses something (`symmpool/comm.cuh`). So none waits for a rank that has failed, and none misses what that rank
+//! had finished before.
 //!
 //! The words of the call's description are the message's payload, where the
 //! words of this file begin in the control block, the bytes of a slot, and the bytes of a lane. The call's `stride` is
@@ -35,21 +37,9 @@ constexpr u32 SHARED_LANES = 24;
 constexpr u32 PEERS = WORLD > 1 ? WORLD - 1 : 1;
 constexpr u32 ALL_LANES = SHARED_LANES / PEERS < MOST_LANES ? SHARED_LANES / PEERS : MOST_LANES;
 
-// In the record of a failure: the phases of waits, and the kind where payloads differ (`cuda/fault.rs`).
+// In the record of a failure: the phases of waits (`cuda/fault.rs`).
 constexpr u32 SENDING = CHANNEL + CHANNELS;
 constexpr u32 RECEIVING = SENDING + 1;
-constexpr u32 PAYLOADS = 5;
-// In a withdrawn handshake, in place of the rank that was waited for: a message was refused. Its sender is the lowest
-// byte, and its receiver the next one. With MESSAGE_FOLLOWS, the next two words are what was sent and what was expected.
-constexpr u32 REFUSED_MESSAGE = 1u << 31;
-
-// The words of a refused message: its sender, what was sent, what was expected, and whether the others are there.
-struct Refusal {
-    u64 sender;
-    u64 sent;
-    u64 expected;
-    u64 complete;
-};
 
 // A lane of a message, as its block sees it on either rank.
 struct Lane {
@@ -61,7 +51,7 @@ struct Lane {
     __device__ __forceinline__ Lane(const Comm& c, const Call& m)
         : comm(c), call(m), peer(m.root), lane(blockIdx.x) {}
 
-    // The words of this file on a rank: flags, acknowledgements, refusals and counts.
+    // The words of this file on a rank: flags, acknowledgements and counts.
     __device__ __forceinline__ char* words(u32 owner) const {
         return comm.of(owner) + call.description[1];
     }
@@ -75,13 +65,9 @@ struct Lane {
         char* begin = words(owner) + 16 * WORLD * ALL_LANES * SLOTS;
         return reinterpret_cast<u64*>(begin) + receiver * ALL_LANES + of_lane;
     }
-    // The message that the receiver has refused, whoever sent it.
-    __device__ __forceinline__ Refusal* refusal(u32 owner, u32 receiver) const {
-        return reinterpret_cast<Refusal*>(taken_by(owner, WORLD, 0)) + receiver;
-    }
     // How many chunks of this lane this rank has sent to the peer, and received from it. No other rank reads these.
     __device__ __forceinline__ u64* sent() const {
-        return reinterpret_cast<u64*>(refusal(comm.rank, WORLD)) + peer * ALL_LANES + lane;
+        return taken_by(comm.rank, WORLD, 0) + peer * ALL_LANES + lane;
     }
     __device__ __forceinline__ u64* received() const { return sent() + WORLD * ALL_LANES; }
 
@@ -111,39 +97,14 @@ __device__ __forceinline__ bool failed(const Comm& comm) {
     return *static_cast<volatile u32*>(&comm.local()->failed) != 0;
 }
 
-// Records that the two payloads of a message differ, except for `complete`. Called by one thread, which has found that
-// nothing failed before.
-__device__ __forceinline__ void describe(const Comm& comm, u32 receiver, const Refusal& refusal) {
-    Fault* fault = comm.fault;
-    fault->kind = PAYLOADS;
-    fault->epoch = 0;
-    fault->peer = receiver;
-    fault->phase = RECEIVING;
-    fault->ours[0] = refusal.sender;
-    fault->ours[1] = receiver;
-    fault->ours[2] = refusal.sent;
-    fault->ours[3] = refusal.expected;
-    fault->theirs[0] = (REFUSED_MESSAGE | MESSAGE_FOLLOWS | receiver << 8 | refusal.sender) << 32;
-    fault->theirs[1] = refusal.sent;
-    fault->theirs[2] = refusal.expected;
+// Whether a rank has departed, perhaps as it refused a message of another one.
+__device__ __forceinline__ bool has_departed(const Comm& comm, u32 from) {
+    return load_acquire(&departure(comm, comm.rank, from)->when) != 0;
 }
 
-__device__ __forceinline__ void complete(const Comm& comm) {
-    fence();
-    *static_cast<volatile u32*>(&comm.fault->complete) = 1;
-}
-
-// Whether a rank has refused a message, also one of other ranks.
-__device__ __forceinline__ bool has_refused(const Lane& lane, u32 receiver) {
-    return load_acquire(&lane.refusal(lane.comm.rank, receiver)->complete) != 0;
-}
-
-// Fails, as a rank has refused a message.
-__device__ __noinline__ void record_refused(const Lane& lane, u32 receiver) {
-    if (atomicExch(&lane.comm.local()->failed, 1) == 0) {
-        describe(lane.comm, receiver, *lane.refusal(lane.comm.rank, receiver));
-        complete(lane.comm);
-    }
+// Fails, as a rank has departed.
+__device__ __noinline__ void record_departed(const Comm& comm, u32 from) {
+    report(comm, 0, GAVE_UP, from, RECEIVING, nullptr);
 }
 
 // Called now and then by a wait. Returns since when it waits, or GIVE_UP (rule S5).
@@ -154,8 +115,8 @@ __device__ __noinline__ u64 still_there(const Lane& lane, u64 number, u64 since,
     }
 #pragma unroll 1
     for (u32 rank = 0; rank < WORLD; ++rank) {
-        if (rank != comm.rank && has_refused(lane, rank)) {
-            record_refused(lane, rank);
+        if (rank != comm.rank && has_departed(comm, rank)) {
+            record_departed(comm, rank);
             return GIVE_UP;
         }
     }
@@ -168,54 +129,40 @@ __device__ __noinline__ u64 still_there(const Lane& lane, u64 number, u64 since,
     return GIVE_UP;
 }
 
-// Withdraws this rank's handshake of a call from the other ranks, with what the record says of a message. Peers look at
-// the first word, which comes last.
-__device__ __noinline__ void withdraw_for_message(const Comm& comm, u32 epoch) {
-    const volatile u64* words = comm.fault->theirs;
-#pragma unroll 1
-    for (u32 peer = 0; peer < WORLD; ++peer) {
-        if (peer == comm.rank) {
-            continue;
-        }
-        char* handshake = handshake_slot(comm, epoch, peer, comm.rank);
-        char* row = traffic_row_slot(comm, epoch, peer, comm.rank);
-#pragma unroll 1
-        for (u32 word = 4 + TRAFFIC_ROW_WORDS; word-- > 0;) {
-            const u64 says = words[word < 4 ? word : 0];
-            if (word == 0) {
-                fence();
-            }
-            store_relaxed(word < 4 ? handshake + 16 * word : row + 16 * (word - 4),
-                          make_uint4(static_cast<u32>(says), 0, static_cast<u32>(says >> 32), withdrawal(epoch)));
-        }
-    }
-}
-
-// Refuses the peer's message, which is not the expected one, and fails. All ranks learn that, whatever they wait for.
-// Called by one thread.
+// Refuses the peer's message, which is not the expected one, fails, and departs from all ranks. Called by one thread.
 __device__ __noinline__ void refuse(const Lane& lane, u64 sent) {
     const Comm& comm = lane.comm;
     if (atomicExch(&comm.local()->failed, 1) != 0) {
         return;
     }
-    const Refusal refusal = {lane.peer, sent, lane.call.description[0], 1};
+    // Calls that begin from here on do nothing on this rank: they find that it has failed. The call behind this one may be
+    // beginning. It is over too, as all later ones are.
+    const u32 epoch = *static_cast<volatile u32*>(&comm.local()->epoch);
+    const u64 expected = lane.call.description[0];
+    const u64 reason = static_cast<u64>(REFUSED_MESSAGE | MESSAGE_FOLLOWS | comm.rank << 8 | lane.peer) << 32;
+    Fault* fault = comm.fault;
+    fault->kind = PAYLOADS;
+    fault->epoch = 0;
+    fault->peer = comm.rank;
+    fault->phase = RECEIVING;
+    fault->ours[0] = lane.peer;
+    fault->ours[1] = comm.rank;
+    fault->ours[2] = sent;
+    fault->ours[3] = expected;
+    fault->theirs[0] = reason;
 #pragma unroll 1
     for (u32 peer = 0; peer < WORLD; ++peer) {
         if (peer != comm.rank) {
-            Refusal* there = lane.refusal(peer, comm.rank);
-            there->sender = refusal.sender;
-            there->sent = refusal.sent;
-            there->expected = refusal.expected;
+            Departure* there = departure(comm, peer, comm.rank);
+            there->reason = reason;
+            there->sent = sent;
+            there->expected = expected;
             fence();
-            store_release(&there->complete, 1);
+            store_release(&there->when, 1ull << 32 | epoch);
         }
     }
-    // The call of that epoch may be under way. Those that come later do nothing on this rank: they find that it has failed.
-    const u32 epoch = *static_cast<volatile u32*>(&comm.local()->epoch);
-    describe(comm, comm.rank, refusal);
-    withdraw_for_message(comm, epoch);
-    withdraw_for_message(comm, Session::following(epoch));
-    complete(comm);
+    fence();
+    *static_cast<volatile u32*>(&fault->complete) = 1;
 }
 
 // Waits until the slot of a chunk is free; false if that takes too long, or a message was refused. Called by one
@@ -324,10 +271,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     const Lane lane(comm, call);
-    // What any rank has refused is reported by the next message of this rank, to whichever peer.
+    // That any rank has departed is reported by the next message of this rank, to whichever peer.
     const u32 other = threadIdx.x - 32;
-    if (blockIdx.x == 0 && other < WORLD && other != comm.rank && has_refused(lane, other)) {
-        record_refused(lane, other);
+    if (blockIdx.x == 0 && other < WORLD && other != comm.rank && has_departed(comm, other)) {
+        record_departed(comm, other);
     }
     run<Operation::OPERATION == Operation::SEND>(lane);
 }

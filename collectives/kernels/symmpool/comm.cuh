@@ -39,11 +39,21 @@ struct Fault {
     Notice notice;
 };
 
+// What a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further call. `when`
+// comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
+struct Departure {
+    u64 when;      // 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
+    u64 reason;    // in the upper half, as in a withdrawn handshake
+    u64 sent;      // with MESSAGE_FOLLOWS, the payload that was sent, and the one that was expected
+    u64 expected;
+};
+
 // Kinds of failures.
 constexpr u32 TIMEOUT = 1;
 constexpr u32 MISMATCH = 2;  // call descriptions differ
 constexpr u32 COUNTS = 3;    // a rank sends another count than its peer expects
 constexpr u32 GAVE_UP = 4;   // the peer gave up on this call
+constexpr u32 PAYLOADS = 5;  // the two ends of a message have different payloads
 
 // Phases of a call, in which a wait can expire.
 constexpr u32 HANDSHAKE = 0;
@@ -75,7 +85,7 @@ constexpr u32 AREAS = 2;
 // The first 16 bytes are read by one load, by every block of every call.
 struct Local {
     u32 epoch;           // of the last call
-    u32 failed;          // whether a wait expired or ranks differed: later calls do nothing
+    u32 failed;          // not 0 if a wait expired or ranks differed: later calls do nothing
     u32 lamport[AREAS];  // of each area: which third of its Lamport inbox the next call there uses, in the lowest two bits,
                          // and how many vectors the call before there used of its third
     u32 blocks_arrived;    // blocks of the running call that have read the four words above
@@ -217,26 +227,47 @@ __device__ __forceinline__ char* traffic_row_slot(const Comm& comm, u32 epoch, u
     return comm.of(owner) + traffic_rows(comm) + (epoch & 1) * (TRAFFIC_ROWS_BYTES / 2) + 16 * TRAFFIC_ROW_WORDS * from;
 }
 
+// Behind the rows lie the departures of all ranks.
+__device__ __forceinline__ Departure* departure(const Comm& comm, u32 owner, u32 from) {
+    return reinterpret_cast<Departure*>(comm.of(owner) + traffic_rows(comm) + TRAFFIC_ROWS_BYTES) + from;
+}
+
+// Whether a peer that has failed outside of calls may be missed in the call of an epoch. It has done all calls before the
+// last one that it had begun.
+__device__ __forceinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch) {
+    const u64 when = load_acquire(&departure(comm, comm.rank, peer)->when);
+    const u32 last = static_cast<u32>(when);
+    return when != 0 && (last == 0 || static_cast<int>(epoch - last) >= 0);
+}
+
 // A rank that gives up on a call withdraws its handshake and its row of the traffic matrix from all peers: its
 // memory may be used for something else from then on, so a peer that comes late must not find them. A peer that
 // has found them already goes on until it misses something. The second half of each LL word then holds the rank
-// that was waited for, or the ranks of a message that was refused, and this flag, which no call uses: its parity is that
-// of the other slots, and it is not 0, which fresh memory holds. There is no more than that because the callers have few
-// registers to spare; only `p2p/p2p.cu` says what the message was, in the words that follow.
-constexpr u64 MESSAGE_FOLLOWS = 1ull << 30;
+// that was waited for, or the ranks of a message that was refused, or the rank that failed halfway, and this flag, which no
+// call uses: its parity is that of the other slots, and it is not 0, which fresh memory holds. There is no more than that
+// because the callers have few registers to spare.
+constexpr u32 REFUSED_MESSAGE = 1u << 31;  // its sender is the lowest byte, and its receiver the next one
+constexpr u32 MESSAGE_FOLLOWS = 1u << 30;  // in departures and records, what the message was is said in the next words
+constexpr u32 HALFWAY = 1u << 29;          // the rank failed on the host, behind a call's handshake
+// `failed` of `Local` then, which the host writes there too (`CudaEngine::depart`).
+constexpr u32 FAILED_ON_HOST = 3;
 __device__ __forceinline__ u32 withdrawal(u32 epoch) { return ~epoch | 2; }
 
 __device__ __forceinline__ bool withdrawn(const char* ll_word, u32 epoch) {
     return *reinterpret_cast<const volatile u32*>(ll_word + 12) == withdrawal(epoch);
 }
 
-// Called by one thread, when the record of the failure is written except for `complete`.
-__device__ __noinline__ void withdraw(const Comm& comm) {
+// With which reason a rank withdraws its handshake whose record of a failure is written, perhaps except for `complete`.
+__device__ __forceinline__ u32 recorded_reason(const Comm& comm) {
     const volatile Fault* fault = comm.fault;
-    const u32 epoch = fault->epoch;
+    const u32 kind = fault->kind;
     // The words of a message are not passed on.
-    const u64 missing = fault->kind == GAVE_UP ? fault->theirs[0] >> 32 & ~MESSAGE_FOLLOWS : fault->peer;
-    const u64 half = static_cast<u64>(withdrawal(epoch)) << 32 | missing;
+    const u32 left = static_cast<u32>(fault->theirs[0] >> 32) & ~MESSAGE_FOLLOWS;
+    return kind == GAVE_UP || kind == PAYLOADS ? left : fault->peer;
+}
+
+__device__ __noinline__ void withdraw(const Comm& comm, u32 epoch, u32 reason) {
+    const u64 half = static_cast<u64>(withdrawal(epoch)) << 32 | reason;
     char* handshake = handshake_slot(comm, epoch, 0, comm.rank) + 8;
     const u32 to_row = static_cast<u32>(traffic_row_slot(comm, epoch, 0, comm.rank) + 8 - handshake) - 64;
 #pragma unroll 1
@@ -261,14 +292,17 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     fault->phase = phase;
     // The first word of a withdrawal comes after the others.
     fence();
+    const u64* left = &departure(comm, comm.rank, peer)->when;
+    const bool has_left = kind == GAVE_UP && load_acquire(left) != 0;
     for (u32 word = 0; word < 4; ++word) {
         uint4 theirs = load_relaxed(handshake_slot(comm, epoch, comm.rank, peer) + 16 * word);
-        fault->theirs[word] = static_cast<u64>(theirs.z) << 32 | theirs.x;
+        const u64 handshake = static_cast<u64>(theirs.z) << 32 | theirs.x;
+        fault->theirs[word] = has_left ? left[word + 1 < 4 ? word + 1 : 3] : handshake;
         fault->ours[word] = call ? call->description[word] : 0;
     }
     // Where call descriptions differ, every rank finds that itself; signals on channels belong to no call.
     if (kind != MISMATCH && phase < CHANNEL) {
-        withdraw(comm);
+        withdraw(comm, epoch, recorded_reason(comm));
     }
     fence();
     *static_cast<volatile u32*>(&fault->complete) = 1;
@@ -286,18 +320,41 @@ __device__ __noinline__ void write_notice(const Session& session, u32 kind, u32 
     at->calls = at->calls + 1;
 }
 
-// Called now and then by a wait of a call. Returns since when it waits, or GIVE_UP.
+// Called where the call of an epoch finds that this rank has failed, with what `failed` was. What failed outside of calls
+// has not withdrawn this call's handshake. Returns whether to give up: not before the record is complete, which there is
+// unless the host knows of the failure.
+__device__ __noinline__ bool leave_failed_call(const Comm& comm, u32 epoch, u32 failed, u32 phase) {
+    constexpr u32 WITHDRAWN = 2;
+    const volatile Fault* fault = comm.fault;
+    const bool on_host = failed == FAILED_ON_HOST;
+    if (!on_host && fault->complete == 0) {
+        return false;
+    }
+    fence();
+    // Threads that wait for handshakes have sent this rank's: it may have come behind the first withdrawal.
+    if (on_host || (fault->phase >= CHANNEL && (phase == HANDSHAKE || failed != WITHDRAWN))) {
+        withdraw(comm, epoch, on_host ? HALFWAY | comm.rank : recorded_reason(comm));
+        if (!on_host) {
+            atomicExch(&comm.local()->failed, WITHDRAWN);
+        }
+    }
+    return true;
+}
+
+// Called now and then by a wait of a call. Returns since when it waits, or GIVE_UP. The lowest bit says that the peer has
+// departed: what it had sent before is found by the next look, and missed after that.
 constexpr u64 GIVE_UP = ~0ull;
 __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since, u32 peer,
                                           u32 phase) {
-    if (*static_cast<volatile u32*>(&comm.local()->failed)) {
+    const u32 failed = *static_cast<volatile u32*>(&comm.local()->failed);
+    if (failed != 0 && leave_failed_call(comm, epoch, failed, phase)) {
         return GIVE_UP;
     }
-    u64 now = nanoseconds();
-    since = since == 0 ? now : since;
-    const bool left = withdrawn(handshake_slot(comm, epoch, comm.rank, peer), epoch);
-    if (!left && now - since < comm.timeout) {
-        return since;
+    const u64 now = nanoseconds(), departed = has_departed(comm, peer, epoch);
+    const bool left = withdrawn(handshake_slot(comm, epoch, comm.rank, peer), epoch) || (since & departed) != 0;
+    since = since == 0 ? now & ~1ull : since;
+    if (!left && now - (since & ~1ull) < comm.timeout) {
+        return since | departed;
     }
     report(comm, epoch, left ? GAVE_UP : TIMEOUT, peer, phase, nullptr);
     return GIVE_UP;

@@ -29,15 +29,15 @@ impl Communicator {
         match &mut inner.engine {
             Engine::Host(host) => host.handshake_only(&shape.describe()),
             Engine::Cuda(cuda) => {
-                cuda.call(*stream, |cuda| cuda.handshake_only(shape.describe(), *stream))
+                cuda.call(*stream, |cuda| cuda.open_product(shape.describe(), *stream))
             }
         }
     }
 
     /// To be called where a fused product fails behind [`Self::begin_matmul`] on this rank: closes the communicator, so that
-    /// no later call of this rank is taken for what it has not done, and notifies the other ranks, whose next calls fail.
-    /// Those that wait for a step of this rank do so up to the timeout. Returns what to report: `why`, or why the
-    /// communicator is closed already.
+    /// no later call of this rank is taken for what it has not done, and notifies the other ranks: their waits for steps of
+    /// this rank end in an error, and so do their next calls. Returns what to report: `why`, or why the communicator is closed
+    /// already.
     #[cold]
     pub fn fail_matmul(&self, why: Error, stream: &Stream) -> Error {
         self.shared.lock().engine.fail_halfway(why, stream)

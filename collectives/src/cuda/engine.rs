@@ -206,16 +206,9 @@ impl CudaEngine {
         self.kernels.begin_outside_calls().early
     }
 
-    /// Closes the communicator: all later calls fail for the same reason.
-    pub(crate) fn close(&mut self, why: &Error) {
-        self.failed.get_or_insert_with(|| why.clone());
-    }
-
     /// Closes the communicator after a panic inside a call: no call can follow.
     pub(crate) fn abandon(&mut self) {
-        self.failed.get_or_insert_with(|| {
-            Error::invalid_state("a call of this communicator panicked; make a new one")
-        });
+        self.close(&Error::invalid_state("a call of this communicator panicked; make a new one"));
     }
 
     /// Waits until the stream has done what was put on it, and says what went wrong there.

@@ -86,8 +86,8 @@ impl CudaEngine {
             let details = top_k + (shape.groups() as u64).div_ceil(4);
             (self.count_vectors(shape), details, MOST_DISPATCH_INBOX_TOKENS)
         } else {
-            // Weights, four in a vector.
-            (0, top_k.div_ceil(4), MOST_COMBINE_INBOX_TOKENS)
+            // How many rows each rank returns, and weights, four in a vector.
+            (u64::from(self.world()), top_k.div_ceil(4), MOST_COMBINE_INBOX_TOKENS)
         };
         let left = layout.ll_vectors() - before;
         rows.min(left / (u64::from(self.world()) * details)).min(most) as u32

@@ -101,6 +101,10 @@ impl Notice {
                 (1, 1) => "is of a dispatch in the other layout".to_owned(),
                 (1, _) => "is none that a dispatch has written".to_owned(),
                 (2, _) => format!("is of a dispatch of {found} tokens, and this call has others"),
+                (7, _) => format!(
+                    "does not agree with that of another rank, which sends it {found} rows: a program has written to one of \
+                     them"
+                ),
                 _ => format!("has {found} in its {part}, which is out of bounds"),
             };
             return Error::invalid_argument(format!(
@@ -138,10 +142,11 @@ const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
 const COUNTS: u32 = 3;
 const GAVE_UP: u32 = 4;
-/// The two ends of a send and recv have different payloads: `PAYLOADS` in `p2p/p2p.cu`.
+/// The two ends of a send and recv have different payloads.
 const PAYLOADS: u32 = 5;
-/// In place of the rank that was waited for: `REFUSED_MESSAGE` in `p2p/p2p.cu`.
+/// In place of the rank that was waited for: `REFUSED_MESSAGE` and `HALFWAY` in `symmpool/comm.cuh`.
 const REFUSED_MESSAGE: u32 = 1 << 31;
+const HALFWAY: u32 = 1 << 29;
 /// With it, the next two words say what was sent and what was expected: `MESSAGE_FOLLOWS` in `symmpool/comm.cuh`.
 const MESSAGE_FOLLOWS: u32 = 1 << 30;
 /// The phase in which a companion kernel and its call's other kernels wait for each other: `COMPANION` in
@@ -192,15 +197,21 @@ impl Record {
                 timeout,
                 vec![rank],
             ),
-            GAVE_UP if (theirs[0] >> 32) as u32 & REFUSED_MESSAGE != 0 => {
-                // The words, as `describe` in `p2p/p2p.cu` writes them.
+            GAVE_UP if (theirs[0] >> 32) as u32 & (REFUSED_MESSAGE | HALFWAY) != 0 => {
+                // The words, as departures and withdrawn handshakes have them.
                 let word = (theirs[0] >> 32) as u32;
                 let ends = (word & 0xff, word >> 8 & 0xff);
-                let error = if word & MESSAGE_FOLLOWS == 0 {
+                let error = if word & HALFWAY != 0 {
+                    failed_halfway(rank, ends.0)
+                } else if word & MESSAGE_FOLLOWS == 0 {
                     refused_elsewhere(rank, ends, Afterwards::Closed)
                 } else {
                     refused_message(rank, ends, theirs[1], theirs[2])
                 };
+                if phase >= CHANNEL {
+                    // A message, or a wait for a signal.
+                    return error;
+                }
                 error.context(format!("collective {epoch} on the device, which rank {peer} left"))
             }
             GAVE_UP => {
@@ -280,6 +291,20 @@ fn refused_message(rank: u32, ends: (u32, u32), sent: u64, expected: u64) -> Err
     payloads_differ(rank, ends, payloads, Afterwards::Closed)
 }
 
+/// The error of `rank` where another one failed in the middle of a call.
+fn failed_halfway(rank: u32, culprit: u32) -> Error {
+    Error::mismatch(format!(
+        "rank {culprit} failed in the middle of a call, as rank {rank} learned while it waited for it; see the error of rank \
+         {culprit}. What that call should have written is undefined. The communicator is closed: make a new one."
+    ))
+    .naming([culprit])
+}
+
+/// The upper half of the reason for which a rank departs that fails in the middle of a call.
+pub(super) fn halfway_reason(rank: u32) -> u32 {
+    HALFWAY | rank
+}
+
 /// What a stream of `rank` waited for by a memory operation.
 fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
     let (channel, what) = match phase.checked_sub(MEMORY_UNTAKEN) {
@@ -317,8 +342,18 @@ impl FaultWriter {
     /// Records that a peer did not signal on a channel of memory operations, or did not take a signal, in time.
     pub(super) fn missing(&self, (peer, channel): (u32, u32), untaken: bool, after: Duration) {
         let phase = if untaken { MEMORY_UNTAKEN } else { MEMORY } + channel;
+        self.record((TIMEOUT, peer, phase), crate::timeout::nanoseconds(after), [0; 3]);
+    }
+
+    /// Records that a peer has departed for which a stream waits on a channel of memory operations. `why` are the words of the
+    /// departure behind the first one.
+    pub(super) fn departed(&self, (peer, channel): (u32, u32), why: [u64; 3]) {
+        self.record((GAVE_UP, peer, MEMORY + channel), 0, why);
+    }
+
+    fn record(&self, (kind, peer, phase): (u32, u32, u32), after: u64, why: [u64; 3]) {
         for (offset, value) in [
-            (offset_of!(Record, kind), TIMEOUT),
+            (offset_of!(Record, kind), kind),
             (offset_of!(Record, epoch), 0),
             (offset_of!(Record, peer), peer),
             (offset_of!(Record, phase), phase),
@@ -326,9 +361,12 @@ impl FaultWriter {
             // SAFETY: a word of the record, as in `is_set`.
             unsafe { self.word::<u32>(offset).write_volatile(value) };
         }
-        let ours = self.word::<u64>(offset_of!(Record, ours));
-        // SAFETY: the same.
-        unsafe { ours.write_volatile(crate::timeout::nanoseconds(after)) };
+        let ours = std::iter::once((offset_of!(Record, ours), after));
+        let theirs = (0..).step_by(8).map(|at| offset_of!(Record, theirs) + at).zip(why);
+        for (offset, value) in ours.chain(theirs) {
+            // SAFETY: the same.
+            unsafe { self.word::<u64>(offset).write_volatile(value) };
+        }
         std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
         // SAFETY: the same. It comes last, as whoever sees it reads the others.
         unsafe { self.word::<u32>(offset_of!(Record, complete)).write_volatile(1) };
@@ -458,6 +496,7 @@ mod tests {
             (1, 0, "none that a dispatch"),
             (2, 5, "5 tokens"),
             (5, 0xffff_fff9, "-7 in its list"),
+            (7, 3, "which sends it 3 rows"),
             (9, 3, "3 in its handle"),
         ] {
             let error = Notice { kind: WRONG_HANDLE, needed, room, ..notice }.error(0, 1);
@@ -553,6 +592,14 @@ mod tests {
         let elsewhere = Record { theirs, peer: 3, ..record(GAVE_UP, 0) }.error(&there);
         assert!(elsewhere.is_diverged() && elsewhere.ranks() == [1, 2], "{elsewhere}");
         assert!(elsewhere.to_string().contains("rank 2 sends to rank 1"), "{elsewhere}");
+        for (phase, context) in [(0, true), (CHANNEL + 3, false), (MEMORY + 17, false)] {
+            let theirs = [u64::from(halfway_reason(2)) << 32, 7, 7, 7];
+            let error = Record { theirs, ..record(GAVE_UP, phase) }.error(&there);
+            assert!(error.is_diverged() && error.ranks() == [2], "{error}");
+            let text = error.to_string();
+            assert!(text.contains("rank 2 failed in the middle of a call, as rank 1"), "{text}");
+            assert_eq!(text.contains("which rank 2 left"), context, "{text}");
+        }
         let unknown = record(9, 0).error(&there);
         assert!(unknown.to_string().contains("kind 9"), "{unknown}");
     }

@@ -9,7 +9,8 @@
 //!
 //! The driver's waits have no end, so a thread watches them (rule S5). A stream writes to a word in pinned memory before
 //! it waits, and clears it afterwards. The thread looks at these words 20 times a second. When a wait has taken longer than
-//! its timeout, the thread records the failure. Once the communicator has failed, it writes the awaited values of all waits
+//! its timeout, the thread records the failure; or when the peer has departed, as it failed in the middle of a call: while
+//! streams wait, the thread copies what peers have left in this rank's control block. Once the communicator has failed, it writes the awaited values of all waits
 //! itself, again and again, so that streams go on; kernels of the communicator do nothing from then on.
 
 #![allow(unsafe_code)] // driver calls on raw addresses, and pinned memory that streams write
@@ -27,7 +28,7 @@ use super::api::{Api, Handle};
 use super::copy_pieces::CHANNELS_OF_PIECES;
 use super::fault::FaultWriter;
 use super::modules;
-use super::params::{Control, LOCAL_FAILED};
+use super::params::{Control, DEPARTURE, LOCAL_FAILED};
 use super::words::Words;
 use crate::signal::channel::CHANNELS;
 
@@ -42,6 +43,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// have many of them still to come.
 const DRAIN: Duration = Duration::from_micros(50);
 const DRAINS_FOR: Duration = Duration::from_secs(1);
+/// Words of a departure.
+const DEPARTURE_WORDS: usize = DEPARTURE as usize / 4;
 /// Most operations of a batch, below the driver's bound of 256.
 const MOST_STEPS: usize = 128;
 
@@ -142,9 +145,11 @@ struct Shared {
     flags: MemoryFlags,
     /// This rank's address of its control block.
     control: u64,
-    /// A word for each wait, which streams write before and after it, and behind them the number of the last batch of the
-    /// thread's that the device has done.
+    /// A word for each wait, which streams write before and after it. Behind them lie the number of the last batch of the
+    /// thread's that the device has done, and the last copy of the departures of all ranks.
     words: Words,
+    /// Where the departures lie in this rank's control block.
+    departures: u64,
     /// How long each wait may take, in nanoseconds; `u64::MAX` where there was none yet.
     timeouts: Vec<AtomicU64>,
     fault: FaultWriter,
@@ -186,7 +191,8 @@ impl MemoryOperations {
             api,
             flags: places.memory_flags(pool.world()),
             control,
-            words: Words::new(api, count + 1)?,
+            words: Words::new(api, count + 2 + DEPARTURE_WORDS * pool.world() as usize)?,
+            departures: control + places.departure_of(pool.world(), 0),
             timeouts: (0..count).map(|_| AtomicU64::new(u64::MAX)).collect(),
             fault,
             stream: api.stream()?,
@@ -331,6 +337,7 @@ impl Shared {
 
     fn look_until_the_end(&self) {
         let mut since: Vec<Option<Instant>> = vec![None; self.timeouts.len()];
+        let mut departed: Vec<Option<Instant>> = vec![None; self.pool.world() as usize];
         let mut batch = 0;
         let mut drains_until: Option<Instant> = None;
         let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
@@ -342,7 +349,12 @@ impl Shared {
             if *process_ends {
                 return;
             }
-            let looked = self.look(&mut since);
+            let looked = self.look(&mut since).and_then(|waits| {
+                if waits && !self.fault.is_set() {
+                    self.look_for_departures(&since, &mut departed)?;
+                }
+                Ok(waits)
+            });
             let ended = looked.and_then(|waits| {
                 if waits && self.fault.is_set() {
                     drains_until = Some(Instant::now() + DRAINS_FOR);
@@ -375,6 +387,51 @@ impl Shared {
             }
         }
         Ok(waits)
+    }
+
+    /// Records a failure if a stream waits for a peer that has departed, and has waited since that was seen: what the peer had
+    /// signalled before has arrived then.
+    fn look_for_departures(
+        &self,
+        since: &[Option<Instant>],
+        departed: &mut [Option<Instant>],
+    ) -> Result<()> {
+        let first = self.timeouts.len() + 2;
+        let words = &self.words.all()[first..];
+        let half = |peer: usize, nth: usize| {
+            u64::from(words[DEPARTURE_WORDS * peer + nth].load(Ordering::Acquire))
+        };
+        let word = |peer: usize, nth: usize| half(peer, 2 * nth) | half(peer, 2 * nth + 1) << 32;
+        for (peer, seen) in departed.iter_mut().enumerate() {
+            if seen.is_none() && word(peer, 0) != 0 {
+                *seen = Some(Instant::now());
+                continue;
+            }
+            let Some(seen) = *seen else { continue };
+            let missed = since.iter().enumerate().find(|(nth, begin)| {
+                begin.is_some_and(|begin| begin < seen) && wait_of(*nth).0 == peer as u32
+            });
+            if let Some((nth, _)) = missed {
+                let (_, channel, _) = wait_of(nth);
+                self.fault.departed(
+                    (peer as u32, channel),
+                    [word(peer, 1), word(peer, 2), word(peer, 3)],
+                );
+                return Ok(());
+            }
+        }
+        let (api, stream, bytes) = (self.api, self.stream, 4 * words.len());
+        modules::cuda(self.pool.driver())?.with_context_unordered(|| {
+            // A device whose streams share a queue may not come to the last copy while one of them waits.
+            if !api.is_idle(stream)? {
+                return Ok(());
+            }
+            let to = self.words.address(first);
+            // SAFETY: the departures of all ranks are as long, as are the words; both stay until the thread has ended and
+            // the device is done. The stream is live.
+            let code = unsafe { (api.copy)(to, self.departures, bytes, stream.raw() as Handle) };
+            CudaDriver::check(code, || "looking whether peers have failed".to_owned())
+        })
     }
 
     /// Has all streams go on that wait, or come to a wait next: writes the awaited value of every flag that was ever

@@ -70,9 +70,9 @@ impl P2pLayout {
         let ranks = u64::from(world);
         let peers = ranks.max(2) - 1;
         let lanes = (SHARED_LANES / peers).min(MOST_LANES);
-        // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each lane; and four
-        // words for a refusal. Behind them, the number of processors of the device.
-        let words_bytes = ranks * (lanes * (16 * SLOTS + 3 * 8) + 4 * 8);
+        // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each lane. Behind them, the
+        // number of processors of the device.
+        let words_bytes = ranks * (lanes * (16 * SLOTS + 3 * 8));
         let slot_bytes = (staging / peers / lanes / SLOTS / LINE * LINE).max(LINE);
         let slots = (begin + words_bytes + 8).next_multiple_of(4096);
         Self { words: begin, words_bytes, slots, slot_bytes, peers, lanes }

@@ -23,6 +23,13 @@ pub(super) const LOCAL: u64 = 256;
 pub(super) const LOCAL_FAILED: u64 = 4;
 /// Where `areas` of `Local` lies in a control block.
 pub(super) const LOCAL_AREAS: u64 = 40;
+/// What it is where the host knows why: `FAILED_ON_HOST` in `symmpool/comm.cuh`.
+pub(super) const FAILED_ON_HOST: u32 = 3;
+
+/// Bytes of `Departure` in `symmpool/comm.cuh`, and where the upper halves of its first two words lie.
+pub(super) const DEPARTURE: u64 = 32;
+pub(super) const DEPARTURE_WHEN: u64 = 4;
+pub(super) const DEPARTURE_REASON: u64 = 12;
 
 /// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
@@ -275,9 +282,8 @@ impl Control {
             here
         };
         place(LOCAL);
-        // Call descriptions, and behind them rows of a traffic matrix; all travel in the LL protocol.
-        let row = 16 * (2 * ranks + 3);
-        let handshake = place(2 * 64 * ranks + 2 * row * ranks);
+        // Call descriptions, and behind them rows of a traffic matrix; all travel in the LL protocol. Then come departures.
+        let handshake = place(Self::departures(world) + DEPARTURE * ranks);
         // Behind them are the counts of `all_reduce/two_shot_copy.cu`: one for each rank, and two more. Then come the
         // flags of memory operations.
         let channels = place(Self::counts_bytes(world) + MemoryFlags::bytes(world));
@@ -336,6 +342,18 @@ impl Control {
     /// Bytes from the beginning of the parts for data to their end.
     pub(super) fn data_bytes(&self) -> u64 {
         self.data_end().wrapping_sub(self.ll)
+    }
+
+    /// Where the departures of ranks lie, from the first handshake on: `departure` in `symmpool/comm.cuh`.
+    fn departures(world: u32) -> u64 {
+        let ranks = u64::from(world);
+        let row = 16 * (2 * ranks + 3);
+        2 * 64 * ranks + 2 * row * ranks
+    }
+
+    /// Where in a control block the departure of a rank lies.
+    pub(super) fn departure_of(&self, world: u32, rank: u32) -> u64 {
+        self.handshake + Self::departures(world) + DEPARTURE * u64::from(rank)
     }
 
     /// Bytes of the counts of channels, and of those behind them.
@@ -490,7 +508,7 @@ mod tests {
             let ranks = u64::from(world);
             let parts = [
                 (0, LOCAL),
-                (control.handshake, 2 * ranks * (64 + 16 * (2 * ranks + 3))),
+                (control.handshake, 2 * ranks * (64 + 16 * (2 * ranks + 3)) + 32 * ranks),
                 (control.channels, 8 * (4 * ranks * 16 + ranks + 2) + 16 + 8 * 32 * ranks),
                 (control.flags, 2 * 4 * 8 * ranks * 1056),
                 (control.ll, control.ll_bytes),

@@ -350,6 +350,8 @@ pub(super) struct CallEvents {
     made: Vec<Handle>,
     /// The event of [`fork`](Self::fork). A stream waits for what it was last recorded behind, so one is enough.
     between: Option<Handle>,
+    /// The event of [`mark`](Self::mark).
+    mark: Option<Handle>,
 }
 
 impl CallEvents {
@@ -382,6 +384,28 @@ impl CallEvents {
         driver.with_context(|| wait(api, driver, event, stream, what))
     }
 
+    /// Remembers what a stream has been given so far. It belongs to no capture.
+    pub(super) fn mark(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
+        driver.with_context(|| {
+            let event = match self.mark {
+                Some(event) => event,
+                None => *self.mark.insert(api.event()?),
+            };
+            record(api, driver, event, stream, "marking the beginning of a call")
+        })
+    }
+
+    /// Makes a stream wait for what was marked last.
+    pub(super) fn wait_for_mark(
+        &self,
+        api: &Api,
+        driver: &CudaDriver,
+        stream: Stream,
+    ) -> Result<()> {
+        let Some(event) = self.mark else { return Ok(()) };
+        driver.with_context(|| wait(api, driver, event, stream, "waiting for what was marked"))
+    }
+
     /// Makes a stream wait for what another one has been given within a call. Both belong to the same capture, or to none.
     pub(super) fn fork(
         &mut self,
@@ -403,7 +427,8 @@ impl CallEvents {
 
     /// Destroys the events. The device's context must be current, and no call can follow.
     pub(super) fn end(&mut self, api: &Api) {
-        self.made.drain(..).chain(self.between.take()).for_each(|event| destroy(api, event));
+        let all = self.made.drain(..).chain(self.between.take()).chain(self.mark.take());
+        all.for_each(|event| destroy(api, event));
     }
 }
 

@@ -1,11 +1,16 @@
 //! Handles that a program has written to, or that are of the other layout: errors, and no access out of bounds.
 
+use std::time::Duration;
+
 use symmpool_allocator::Result;
 use symmpool_collectives::{CombineAt, DType, DispatchAt, ExpertLayout};
 
 use super::model::{Routing, encode};
 use super::{Buffer, Check};
 use crate::cuda::{download, upload};
+
+/// How late a rank comes.
+const LATE: Duration = Duration::from_millis(50);
 
 impl Check<'_> {
     /// Writes a number into each part of a handle that calls take indices from, by turns, and combines and dispatches
@@ -16,7 +21,7 @@ impl Check<'_> {
         tokens: usize,
         seed: u64,
     ) -> Result<()> {
-        let (shape, world, rank) = (buffer.shape(), self.pool.world(), self.pool.rank());
+        let (shape, world) = (buffer.shape(), self.pool.world());
         let routing = Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
         let parts = buffer.handle_parts();
         let cases = [
@@ -100,25 +105,107 @@ impl Check<'_> {
             });
             self.judge(&format!("a handle of the other layout: {found:?}"), &[good], &[true]);
         }
-        // Nothing of that is left behind.
-        let call = DispatchAt { ids_dtype: DType::I64, ..self.put(&routing, &shape, seed)? };
-        self.put_ids(&routing)?;
-        self.dispatch(buffer, 0, &call)?;
-        let input = buffer.received().rows.cast_const();
-        let back = CombineAt {
-            input,
+        self.nothing_is_left(buffer, tokens, seed)
+    }
+
+    /// A call whose handle says that fewer rows come than do leaves none of them for the next right call, also where the
+    /// rows that belong to that one arrive late.
+    fn nothing_is_left(&mut self, buffer: &Buffer<'_>, tokens: usize, seed: u64) -> Result<()> {
+        let (world, rank, parts) = (self.pool.world(), self.pool.rank(), buffer.handle_parts());
+        // Where the handle becomes wrong, what of the number there, and whether a combine uses it.
+        type Damage = (usize, fn(i32) -> i32, bool);
+        let of_peer = |token: usize| {
+            let peer = (rank + 1) % world;
+            parts.positions + 4 * (token * world as usize + peer as usize)
+        };
+        // The last rank takes one of its own rows for one of the rank before it, or the other way round.
+        let own_rows = parts.source_offsets + 4 * (world as usize - 1);
+        let is_last = rank == world - 1;
+        let cases: [Damage; 6] = [
+            (of_peer(0), |_| 1 << 30, true),
+            (of_peer(tokens / 2), |_| -7, true),
+            (of_peer(0), |_| -1, true),
+            (of_peer(tokens - 1), |_| 1 << 30, true),
+            (own_rows, if is_last { |begin| begin + 1 } else { |begin| begin }, true),
+            (own_rows, if is_last { |begin| begin - 1 } else { |begin| begin }, false),
+        ];
+        for (which, (at, change, combines)) in cases.into_iter().enumerate() {
+            for late in 0..world {
+                let what = format!("{tokens} tokens, wrong handle {which}, rank {late} late");
+                self.right_call(buffer, (tokens, seed), None, "before it")?;
+                let place = self.handles[0].address() + at as u64;
+                let found = download(self.pool, place, 4)?;
+                let found = i32::from_le_bytes(found.try_into().expect("four bytes"));
+                // A token that goes nowhere, and a rank without rows, have nothing that could be wrong.
+                if found >= 0 && (combines || found > 0) {
+                    upload(self.pool, place, &change(found).to_le_bytes())?;
+                }
+                if combines {
+                    let back = self.combine_of(buffer, tokens);
+                    self.combine(buffer, 0, &back)?;
+                } else {
+                    let shape = buffer.shape();
+                    let routing = Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
+                    let call = self.put(&routing, &shape, seed)?;
+                    let again = DispatchAt { known: true, ids: std::ptr::null(), ..call };
+                    self.dispatch(buffer, 0, &again)?;
+                }
+                // It is an error or not, but ends.
+                let ended = self.settle(buffer);
+                let right = ended.as_ref().map_or_else(|why| why.is_invalid_argument(), |()| true);
+                self.judge(&format!("{what}: {ended:?}"), &[right], &[true]);
+                // Two calls later the same half of the inboxes is used again, by a dispatch and by a combine.
+                for more in 0..2 {
+                    self.right_call(buffer, (tokens, seed + 1), Some(late), &what)?;
+                    if more == 0 {
+                        buffer.communicator().barrier(&self.stream)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn combine_of(&self, buffer: &Buffer<'_>, tokens: usize) -> CombineAt {
+        CombineAt {
+            input: buffer.received().rows.cast_const(),
             input_rows: buffer.capacity(false, 1),
             output: self.result.as_ptr().cast(),
             tokens,
             weights: std::ptr::null(),
             by_expert: false,
             more: 0,
+        }
+    }
+
+    /// A dispatch and a combine, to both of which that rank comes late.
+    fn right_call(
+        &mut self,
+        buffer: &Buffer<'_>,
+        (tokens, seed): (usize, u64),
+        late: Option<u32>,
+        what: &str,
+    ) -> Result<()> {
+        let (shape, world, rank) = (buffer.shape(), self.pool.world(), self.pool.rank());
+        let routing = Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
+        let call = DispatchAt { ids_dtype: DType::I64, ..self.put(&routing, &shape, seed)? };
+        self.put_ids(&routing)?;
+        self.settle(buffer)?;
+        let wait = || {
+            if late == Some(rank) {
+                std::thread::sleep(LATE);
+            }
         };
+        wait();
+        self.dispatch(buffer, 0, &call)?;
+        self.settle(buffer)?;
+        wait();
+        let back = self.combine_of(buffer, tokens);
         self.combine(buffer, 0, &back)?;
         self.settle(buffer)?;
         let wanted = encode(shape.dtype, routing.combined(rank, seed, shape.hidden, false));
         let got = download(self.pool, self.result.address(), wanted.len())?;
-        self.judge("sums after wrong handles", &got, &wanted);
+        self.judge(&format!("sums, {what}"), &got, &wanted);
         Ok(())
     }
 }

@@ -3,8 +3,9 @@
 //!
 //! Every call of all ranks goes through [`CudaEngine::call`], the one place where its error is reported. A call that has put
 //! nothing on the device counts as declined: a handshake says so in its place, and if all ranks decline alike, the
-//! communicator stays usable. A call that fails behind its first handshake leaves peers in the middle of it. The handshake
-//! that says so comes next, and the communicator is closed.
+//! communicator stays usable. A call that fails behind its first handshake leaves peers in the middle of it, and closes the
+//! communicator. Then this rank departs: it writes so into the control blocks of the others, behind the calls that it has made
+//! and not behind what its streams wait for. All waits for it end by that, in kernels and of streams.
 //!
 //! The handshake is never captured: a replay would report a call that nobody makes. Nor can it run at once, as graphs that
 //! are launched later do not wait for it. So a capture in which a call is declined ends in an error, and the handshake comes
@@ -12,14 +13,18 @@
 //!
 //! Messages between two ranks go the same way: in place of one that is declined its other end gets one that it cannot expect.
 
+#![allow(unsafe_code)] // writes words of control blocks by their addresses
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::super::fault::Fault;
+use super::super::fault::halfway_reason;
 use super::super::p2p::end_of_messages;
-use super::super::params::CallParams;
+use super::super::params::{
+    CallParams, DEPARTURE_REASON, DEPARTURE_WHEN, FAILED_ON_HOST, LOCAL_FAILED,
+};
 use super::areas::Area;
 use super::{CudaEngine, cuda};
 use crate::host::call::{Call, Operation};
@@ -46,6 +51,10 @@ pub(super) struct Progress {
     reported: bool,
     /// What was declined during a capture, and how often. It is reported before the next call or message.
     late: BTreeMap<Declined, u64>,
+    /// Whether the call under way, or that of an open fused product, has marked where earlier calls end.
+    is_marked: bool,
+    /// Whether this rank departs when the capture of the stream of its last call has ended.
+    departs: bool,
     /// A stream for handshakes that the caller's stream cannot have, made when one is first needed.
     stream: Option<Stream>,
 }
@@ -71,6 +80,7 @@ impl CudaEngine {
             return Err(self.decline(why, stream));
         }
         (self.progress.handshakes, self.progress.reported) = (0, false);
+        self.progress.is_marked = false;
         make(self).map_err(|why| self.end_in_error(why, stream))
     }
 
@@ -97,11 +107,12 @@ impl CudaEngine {
         if self.progress.reported || self.ready().is_err() {
             return why;
         }
-        let has_begun = self.progress.handshakes > 0;
-        let why = self.decline(why, stream);
-        if has_begun {
-            self.close_halfway(&why);
+        if self.progress.handshakes == 0 {
+            return self.decline(why, stream);
         }
+        self.progress.reported = true;
+        self.end_capture(stream);
+        self.close_halfway(&why);
         why
     }
 
@@ -151,7 +162,7 @@ impl CudaEngine {
         if let Err(closed) = self.ready() {
             return closed;
         }
-        let why = self.decline(why, stream);
+        self.end_capture(stream);
         self.close_halfway(&why);
         why
     }
@@ -181,6 +192,60 @@ impl CudaEngine {
         )));
     }
 
+    /// Closes the communicator: all later calls fail for the same reason, and this rank departs.
+    pub(crate) fn close(&mut self, why: &Error) {
+        if self.failure().is_none() {
+            self.failed = Some(why.clone());
+            self.depart_or_later();
+        }
+    }
+
+    fn depart_or_later(&mut self) {
+        // Behind a call on a captured stream nothing can come yet.
+        self.progress.departs = self.order_is_captured();
+        if !self.progress.departs
+            && let Err(error) = self.depart()
+        {
+            tracing::warn!(%error, "the other ranks cannot be notified that this one failed, and wait for their timeouts");
+        }
+    }
+
+    /// Marks where this rank's earlier calls end on the stream. To be called in calls whose own work on the stream may wait
+    /// for what fails on the host: this rank departs behind the mark, and not behind that.
+    pub(in super::super) fn mark_earlier_calls(&mut self, stream: Stream) -> Result<()> {
+        if self.is_capturing(stream) {
+            return Ok(());
+        }
+        self.events.mark(self.api, cuda(&self.pool)?, stream)?;
+        self.progress.is_marked = true;
+        Ok(())
+    }
+
+    /// Writes into the control blocks of the other ranks that this one makes no further call, behind its last one.
+    fn depart(&mut self) -> Result<()> {
+        let (rank, world, api) = (self.rank(), self.world(), self.api);
+        let own = self.stream_of_reports()?;
+        if self.progress.is_marked {
+            self.events.wait_for_mark(api, cuda(&self.pool)?, own)?;
+        } else {
+            self.switch_to(own)?;
+        }
+        let at = self.comm.control.wrapping_add(self.control.departure_of(world, rank));
+        let layout = self.pool.layout();
+        let peers = (0..world).filter(|peer| *peer != rank).map(|peer| layout.address(peer, at));
+        let words = [(DEPARTURE_REASON, halfway_reason(rank)), (DEPARTURE_WHEN, 1)];
+        let theirs = peers.flat_map(|at| words.map(|(offset, word)| (at + offset, word)));
+        // Kernels of this rank do not wait for what does not come either.
+        let mine = (layout.address(rank, self.comm.control + LOCAL_FAILED), FAILED_ON_HOST);
+        cuda(&self.pool)?.with_context_unordered(|| {
+            theirs.chain([mine]).try_for_each(|(at, word)| {
+                // SAFETY: words of control blocks, which stay mapped until the engine has waited for the device. Peers' words
+                // are written by this rank alone, and its own by kernels that write what says the same.
+                unsafe { api.fill(at, word, 1, own) }
+            })
+        })
+    }
+
     /// Puts what stands for a declined call on the stream, or on another one where that is none of the device. While the
     /// stream or that of the last call is captured, that is left for later.
     ///
@@ -188,10 +253,7 @@ impl CudaEngine {
     ///
     /// Those of the driver. Then the other ranks are not notified, and nothing is left for later.
     fn report(&mut self, what: Declined, stream: Stream) -> Result<()> {
-        if self.is_capturing(stream) {
-            // Asking whether a captured stream is idle ends its capture in an error.
-            let asked = self.is_idle(stream);
-            tracing::debug!(?asked, "a call was declined during a capture, which cannot go on");
+        if self.end_capture(stream) {
         } else if self.declined_on(what, stream).is_ok() {
             return Ok(());
         } else if !self.is_held_by_capture(what) {
@@ -200,6 +262,17 @@ impl CudaEngine {
         }
         *self.progress.late.entry(what).or_default() += 1;
         Ok(())
+    }
+
+    /// Ends the capture of a stream in an error. Returns whether it is captured.
+    fn end_capture(&self, stream: Stream) -> bool {
+        let is_captured = self.is_capturing(stream);
+        if is_captured {
+            // Asking whether a captured stream is idle does that.
+            let asked = self.is_idle(stream);
+            tracing::debug!(?asked, "a call failed during a capture, which cannot go on");
+        }
+        is_captured
     }
 
     /// Whether the last call, or message, is on a stream that is captured, so that nothing can come behind it yet.
@@ -240,28 +313,20 @@ impl CudaEngine {
     }
 
     /// Reports calls and messages that were declined during a capture, once it has ended. A graph that is captured next may be launched at
-    /// once, so the other ranks are waited for then. A communicator that such a call has closed reports it all the same.
+    /// once, so the other ranks are waited for then.
     ///
     /// # Errors
     ///
     /// Those of a call; `is_invalid_state` while the capture goes on.
     #[cold]
     pub(super) fn report_late(&mut self, stream: Stream) -> Result<()> {
-        self.maker.check("a communicator")?;
-        if self.fault.as_ref().is_some_and(Fault::is_set) {
-            // The kernels of this rank do nothing any more, and the other ranks were told why.
+        if let Err(closed) = self.ready() {
             self.progress.late.clear();
-            return self.ready();
+            if self.progress.departs {
+                self.depart_or_later();
+            }
+            return Err(closed);
         }
-        let closed = self.failed.take();
-        let reported = self.report_late_calls(stream);
-        if let Some(why) = closed {
-            self.failed = Some(why);
-        }
-        self.ready().and(reported)
-    }
-
-    fn report_late_calls(&mut self, stream: Stream) -> Result<()> {
         let is_captured = self.is_capturing(stream);
         let on = if is_captured { self.stream_of_reports()? } else { stream };
         let late = self.progress.late.clone();
@@ -282,6 +347,7 @@ impl CudaEngine {
             while !self.is_done(on)? {
                 std::thread::sleep(POLL);
             }
+            self.ready()?;
         }
         Ok(())
     }
@@ -299,7 +365,7 @@ impl CudaEngine {
     /// Whether declined calls or messages are still to be reported.
     #[inline]
     pub(super) fn has_late_reports(&self) -> bool {
-        !self.progress.late.is_empty()
+        self.progress.departs || !self.progress.late.is_empty()
     }
 
     fn stream_of_reports(&mut self) -> Result<Stream> {

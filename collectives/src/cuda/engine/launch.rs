@@ -52,6 +52,12 @@ impl CudaEngine {
         self.handshake_before_copies(call, stream)
     }
 
+    /// Opens a fused product, whose steps the caller puts on streams.
+    pub(crate) fn open_product(&mut self, call: Call, stream: Stream) -> Result<()> {
+        self.handshake_only(call, stream)?;
+        self.mark_earlier_calls(stream)
+    }
+
     /// A call without data that notifies a companion kernel, which is launched after it, when all ranks have
     /// made the call.
     pub(in super::super) fn handshake_with_companion(

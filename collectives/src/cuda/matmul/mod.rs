@@ -166,6 +166,9 @@ impl CudaEngine {
         if world > 1 {
             // What peers wrote or read in an earlier call is over when this one begins, also for the copies.
             self.fork(stream, copies)?;
+            // The kernel waits for the copies.
+            self.switch_to(stream)?;
+            self.mark_earlier_calls(stream)?;
         }
         let first = MatmulWork { first_part: 0, end_part: first_parts, ..work };
         let rest = MatmulWork { first_part: first_parts, end_part: world, ..work };
