@@ -15,6 +15,8 @@ use crate::{MOST_LATE, Options, expect_error};
 const DOCUMENT: &str = include_str!("../../../docs/kernels.md");
 const ALL_TO_ALL: &str = include_str!("my_all_to_all.cu");
 const ROOM: usize = 6 << 20;
+/// Bytes whose vectors would lie far behind the memory of a communicator that has little.
+const BEYOND: usize = 128 << 20;
 
 /// The kernels of the document.
 pub(crate) fn kernels() -> Vec<NativeKernel> {
@@ -72,6 +74,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         }
     }
     native.refusals()?;
+    native.beyond_the_inbox()?;
     native.in_place_on_one_rank(options)?;
     Ok((native.cases, native.wrong))
 }
@@ -208,6 +211,39 @@ impl Native<'_> {
             if !error.is_unsupported() {
                 self.wrong += 1;
                 println!("rank {}: {}: {error}", self.pool.rank(), algorithm.name());
+            }
+        }
+        self.comm.barrier(&self.stream)?;
+        self.comm.synchronize(&self.stream)
+    }
+
+    /// A kernel that takes more vectors than its inbox has room for waits until the timeout, and touches nothing else: the
+    /// place of a vector that has no room may be no memory.
+    fn beyond_the_inbox(&mut self) -> Result<()> {
+        let little = CommunicatorOptions {
+            device_inbox_bytes: Some(1 << 20),
+            device_scratch_bytes: Some(1 << 20),
+            timeout: Duration::from_secs(1),
+            ..CommunicatorOptions::default()
+        };
+        let buffer = self.pool.alloc::<u8>(2 * BEYOND)?;
+        self.pool.commit()?;
+        let (at, to) = (buffer.address(), buffer.address() + BEYOND as u64);
+        let fits = |kernel: &NativeKernel| !kernel.source.contains("LlChannel");
+        for kernel in kernels().into_iter().filter(|kernel| !fits(kernel)) {
+            let algorithm = Algorithm::native(NativeKernel { max_bytes: None, ..kernel })?;
+            let comm = Communicator::with_options(self.pool, &little)?;
+            let (to, from, sum) = (to as *mut u8, at as *const u8, ReduceOp::Sum);
+            let (count, dtype) = (BEYOND / 4, DType::F32);
+            // SAFETY: both halves of the buffer are as long.
+            let called = unsafe {
+                comm.execute_at(&algorithm, to, from, count, dtype, sum, 0, &self.stream)
+            };
+            let ended = called.and_then(|()| comm.synchronize(&self.stream));
+            self.cases += 1;
+            if !ended.as_ref().is_err_and(symmpool_allocator::Error::is_timeout) {
+                self.wrong += 1;
+                println!("rank {}: {}: {ended:?}", self.pool.rank(), algorithm.name());
             }
         }
         self.comm.barrier(&self.stream)?;

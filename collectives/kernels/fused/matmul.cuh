@@ -136,7 +136,7 @@ protected:
     }
 
     // Adds the sums that helpers have left. They come before this cluster in the grid, so they run already, and they wait
-    // for nobody that waits for this one.
+    // for nobody that waits for this one. What they wait for has a bound (rule S5), behind which they leave sums all the same.
     __device__ __forceinline__ void add_partials(const Tile& tile) {
 #pragma unroll 1
         for (u32 each = 0; each < tile.partials; ++each) {
@@ -252,6 +252,12 @@ __device__ __forceinline__ void announce_chunks(const Session& session, const Ma
 // The handshake, for which the stream waits that sends, and what follows what it sends. Called by a warp of the first block.
 __device__ __forceinline__ void enter(const Session& session, const Call& call, const MatmulWork& work, u32 lane) {
     if (!session.failed) {
+        // Peers set these flags when they have this rank's handshake. Those of a call long ago would be taken for this one's
+        // where epochs repeat.
+        for (u32 flag = lane; flag < WORLD * MOST_CHUNKS; flag += 32) {
+            work.control->arrived[flag / MOST_CHUNKS][flag % MOST_CHUNKS] = 0;
+        }
+        __syncwarp();
         send_handshake<true>(session, call, lane, 32);
         compare_handshakes(session, call, lane, 32);
     }

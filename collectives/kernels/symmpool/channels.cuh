@@ -77,10 +77,11 @@ public:
     __device__ __forceinline__ bool receive(u64 at, uint4& vector) const {
         const Session& session = collective_.session();
         const bool fits = at < vectors_ && vectors_ <= room(collective_.comm);
-        const char* from = place(collective_.comm.rank, peer_, fits ? at : 0);
+        // The place of a vector that does not fit lies outside of the inbox, and may be no memory.
+        const char* from = place(collective_.comm.rank, peer_, at);
         Watch watch;
         while (true) {
-            if (ll_load_vector(from, session.epoch, vector) && fits) {
+            if (fits && ll_load_vector(from, session.epoch, vector)) {
                 return true;
             }
             if (watch.expired(session, peer_, DATA)) {
@@ -158,7 +159,7 @@ public:
     __device__ __forceinline__ bool receive(u64 line, uint4& piece) const {
         const Session& session = collective_.session();
         const bool fits = lines_ <= room(collective_.comm), awaited = line < lines_;
-        const char* from = place(collective_.comm.rank, peer_, fits && awaited ? line : 0);
+        const char* from = place(collective_.comm.rank, peer_, line);
         Watch watch;
         bool missing = true;
         while (missing) {

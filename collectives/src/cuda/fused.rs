@@ -75,11 +75,7 @@ impl CudaEngine {
         let one_shot = inbox / world / vectors;
         let two_shot = inbox / 2 / world / vectors * world;
         let algorithm = match shape.algorithm {
-            FusedAlgorithm::Auto => {
-                let is_one_shot = one_shot_is_faster(shape.tokens as u64, world);
-                let fits = shape.tokens as u64 <= one_shot;
-                if is_one_shot && fits { FusedAlgorithm::OneShot } else { FusedAlgorithm::TwoShot }
-            }
+            FusedAlgorithm::Auto => chosen(shape.tokens as u64, world, (one_shot, two_shot)),
             requested => requested,
         };
         let most = if algorithm == FusedAlgorithm::TwoShot { two_shot } else { one_shot };
@@ -98,6 +94,13 @@ impl CudaEngine {
         let launches = tokens.div_ceil(most).max(1);
         Ok((algorithm, (tokens.div_ceil(launches)).max(1) as usize))
     }
+}
+
+/// What `auto` takes for so many rows, where one launch has room for so many by one shot, and by two. Rows may be so long that
+/// only one shot has room for any.
+fn chosen(rows: u64, world: u64, (one_shot, two_shot): (u64, u64)) -> FusedAlgorithm {
+    let fits = rows <= one_shot && one_shot_is_faster(rows, world);
+    if fits || two_shot == 0 { FusedAlgorithm::OneShot } else { FusedAlgorithm::TwoShot }
 }
 
 /// Whether rows come sooner in one shot. Between two ranks it moves no more than two shots do. More ranks send and norm each
@@ -156,7 +159,23 @@ fn work(shape: &NormShape, buffers: &NormBuffers, from: usize, tokens: usize) ->
 
 #[cfg(test)]
 mod tests {
-    use super::one_shot_is_faster;
+    use super::{FusedAlgorithm, chosen, one_shot_is_faster};
+
+    #[test]
+    fn rows_for_which_two_shots_have_no_room_go_in_one() {
+        let (one, two) = (FusedAlgorithm::OneShot, FusedAlgorithm::TwoShot);
+        for (rows, world, room, wanted) in [
+            (1, 2, (1, 0), one),
+            // In several launches.
+            (5, 2, (1, 0), one),
+            (1000, 8, (3, 0), one),
+            (1000, 8, (10, 8), two),
+            (20, 8, (10, 8), two),
+            (20, 8, (20, 16), one),
+        ] {
+            assert_eq!(chosen(rows, world, room), wanted, "{rows} rows of {world}, {room:?}");
+        }
+    }
 
     #[test]
     fn few_rows_go_in_one_shot_and_fewer_of_more_ranks() {
