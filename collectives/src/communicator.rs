@@ -161,9 +161,9 @@ impl Communicator {
         self.pool.world()
     }
 
-    /// Why all calls fail, if they do.
+    /// Why all calls fail, if they do. It does not wait for calls that other threads are in, so that one can watch them.
     pub fn failure(&self) -> Option<Error> {
-        self.lock().engine.failure().cloned()
+        self.shared.failure()
     }
 
     /// Reduces every rank's `x` in place.

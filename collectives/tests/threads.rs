@@ -93,3 +93,30 @@ fn threads_without_an_order_get_right_results_or_errors() {
     }
     assert!(began.elapsed() < Duration::from_secs(300), "no rank waits for a timeout");
 }
+
+/// A watchdog asks while the thread that it watches is in a call.
+#[test]
+fn a_failure_is_told_while_another_thread_is_in_a_call() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        if comm.rank() == 1 {
+            // Too late for that call, and in time for the ranks to end together.
+            thread::sleep(Duration::from_secs(4));
+            return;
+        }
+        comm.set_timeout(Duration::from_secs(2)).unwrap();
+        thread::scope(|scope| {
+            let call = scope.spawn(|| comm.barrier(STREAM));
+            thread::sleep(Duration::from_millis(300));
+            while !call.is_finished() {
+                let asked = Instant::now();
+                let failure = comm.failure();
+                assert!(asked.elapsed() < Duration::from_millis(200), "{:?}", asked.elapsed());
+                assert!(failure.is_none_or(|why| why.is_timeout()));
+                thread::sleep(Duration::from_millis(20));
+            }
+            let ended = call.join().unwrap().expect_err("rank 1 does not come");
+            assert!(ended.is_timeout() && comm.failure().is_some_and(|why| why.ranks() == [1]));
+        });
+    });
+}

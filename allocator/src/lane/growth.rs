@@ -116,7 +116,7 @@ impl LaneState {
                 if free.offset + free.size == start || free.offset == end {
                     waits |= self.table.get(free.id).waits;
                     let range = (free.offset, free.offset + free.size);
-                    self.wait_for_uses(range, waiter, backing)?;
+                    self.local_uses.wait(range, waiter, backing)?;
                 }
             }
         }

@@ -7,13 +7,17 @@
 //!
 //! A block on `CU_STREAM_PER_THREAD` is reused behind an event, too: whoever reuses it may be another thread, whose stream
 //! is another one by the same handle.
+//!
+//! Behind a stream that is captured no event can be recorded, and what it was given before the capture may still run. So the
+//! event is recorded by whoever reuses the memory, which must be when the capture has ended.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::backing::Backing;
 use super::state::{BlockKey, LaneState};
-use crate::Result;
 use crate::driver::{Event, Stream};
+use crate::{Error, Result};
 
 /// A use of a block that is handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,12 +26,33 @@ enum Use {
     On(Stream),
     /// By what an event was recorded behind.
     Until(u64),
+    /// The same, of the stream that the thread of the first number has by `CU_STREAM_PER_THREAD`. The second number is that of
+    /// the event, of which there is one for each block and thread.
+    OfThread(u64, u64),
+}
+
+impl Use {
+    /// The number of its event, if it has one.
+    fn event(self) -> Option<u64> {
+        match self {
+            Self::On(_) => None,
+            Self::Until(event) | Self::OfThread(_, event) => Some(event),
+        }
+    }
+}
+
+/// A number that no other thread of the process has.
+fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    thread_local!(static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed));
+    NUMBER.with(|number| *number)
 }
 
 /// An event behind what a stream was given.
 #[derive(Debug)]
 struct Recorded {
-    event: Event,
+    /// `None` where the stream was captured: it is recorded when somebody has to wait for it.
+    event: Option<Event>,
     stream: Stream,
     /// How many uses and ranges have it.
     holders: usize,
@@ -63,20 +88,35 @@ impl LocalUses {
 
     /// Notes that a block is used on a stream.
     fn note(&mut self, counter: u64, stream: Stream, backing: &mut dyn Backing) -> Result<()> {
-        let used = if stream.is_per_thread() {
-            // Whoever frees the block may be another thread, which cannot record anything on this one's stream.
-            match self.record(stream, backing)? {
-                Some(event) => Use::Until(event),
-                None => return Ok(()),
-            }
-        } else {
-            Use::On(stream)
-        };
-        let uses = self.blocks.entry(counter).or_default();
-        if uses.contains(&used) {
-            return Ok(());
+        if stream.is_per_thread() {
+            return self.note_of_thread(counter, stream, backing);
         }
-        uses.push(used);
+        let uses = self.blocks.entry(counter).or_default();
+        if !uses.contains(&Use::On(stream)) {
+            uses.push(Use::On(stream));
+        }
+        Ok(())
+    }
+
+    /// Notes that a block is used on this thread's own stream: whoever frees the block may be another thread, which cannot
+    /// record anything there.
+    fn note_of_thread(
+        &mut self,
+        counter: u64,
+        stream: Stream,
+        backing: &mut dyn Backing,
+    ) -> Result<()> {
+        let Some(event) = self.record(stream, backing)? else { return Ok(()) };
+        let thread = this_thread();
+        let uses = self.blocks.entry(counter).or_default();
+        let before =
+            uses.iter().position(|each| matches!(each, Use::OfThread(of, _) if *of == thread));
+        let before = before.map(|at| uses.swap_remove(at));
+        uses.push(Use::OfThread(thread, event));
+        // What comes later on a stream comes behind it.
+        if let Some(event) = before.and_then(Use::event) {
+            self.drop_event(event, backing);
+        }
         Ok(())
     }
 
@@ -88,9 +128,24 @@ impl LocalUses {
             return Ok(None);
         }
         let event = backing.record(stream)?;
+        Ok(Some(self.keep(Some(event), stream)))
+    }
+
+    /// The same. While the stream is captured, the event is recorded later, if it is a stream that other threads can name.
+    fn record_or_later(
+        &mut self,
+        stream: Stream,
+        backing: &mut dyn Backing,
+    ) -> Result<Option<u64>> {
+        let recorded = self.record(stream, backing)?;
+        let later = recorded.is_none() && !stream.is_per_thread();
+        Ok(recorded.or_else(|| later.then(|| self.keep(None, stream))))
+    }
+
+    fn keep(&mut self, event: Option<Event>, stream: Stream) -> u64 {
         self.next += 1;
         self.events.insert(self.next, Recorded { event, stream, holders: 1 });
-        Ok(Some(self.next))
+        self.next
     }
 
     /// Takes the uses of a block that is freed, as events that are recorded behind them. On an error nothing has changed.
@@ -105,12 +160,12 @@ impl LocalUses {
         let streams = uses.iter().map(|each| Some(*each)).chain([home.map(Use::On)]).flatten();
         for each in streams {
             match each {
-                Use::Until(event) => events.push(event),
-                Use::On(stream) => match self.record(stream, backing) {
+                Use::Until(event) | Use::OfThread(_, event) => events.push(event),
+                Use::On(stream) => match self.record_or_later(stream, backing) {
                     Ok(event) => events.extend(event),
                     Err(error) => {
                         for event in events {
-                            if !uses.contains(&Use::Until(event)) {
+                            if !uses.iter().any(|each| each.event() == Some(event)) {
                                 self.drop_event(event, backing);
                             }
                         }
@@ -132,20 +187,43 @@ impl LocalUses {
     }
 
     /// Makes a stream wait for what may still use `[start, end)`.
-    fn wait(
-        &self,
+    #[inline]
+    pub(super) fn wait(
+        &mut self,
+        range: (u32, u32),
+        stream: Stream,
+        backing: &mut dyn Backing,
+    ) -> Result<()> {
+        if self.is_idle() {
+            return Ok(());
+        }
+        self.wait_for_range(range, stream, backing)
+    }
+
+    fn wait_for_range(
+        &mut self,
         (start, end): (u32, u32),
         stream: Stream,
         backing: &mut dyn Backing,
     ) -> Result<()> {
-        for (_, busy) in self.in_range(start, end) {
-            for number in &busy.events {
-                let Some(recorded) = self.events.get(number) else { continue };
-                // What comes on the same stream comes behind it anyway.
-                if recorded.stream != stream || stream.is_per_thread() {
-                    backing.wait(stream, &recorded.event)?;
-                }
+        let numbers: Vec<u64> =
+            self.in_range(start, end).flat_map(|(_, busy)| busy.events.iter().copied()).collect();
+        for number in numbers {
+            let Some(recorded) = self.events.get_mut(&number) else { continue };
+            // What comes on the same stream comes behind it anyway.
+            if recorded.stream == stream && !stream.is_per_thread() {
+                continue;
             }
+            let event = match &mut recorded.event {
+                Some(event) => event,
+                // What is captured as well runs with a graph, which whoever launches it orders.
+                None if backing.is_capturing(stream) => continue,
+                None if backing.is_capturing(recorded.stream) => {
+                    return Err(still_captured(recorded.stream, stream));
+                }
+                later => later.insert(backing.record(recorded.stream)?),
+            };
+            backing.wait(stream, event)?;
         }
         Ok(())
     }
@@ -179,7 +257,7 @@ impl LocalUses {
         let Some(recorded) = self.events.get_mut(&number) else { return };
         recorded.holders -= 1;
         if recorded.holders == 0
-            && let Some(Recorded { event, .. }) = self.events.remove(&number)
+            && let Some(Recorded { event: Some(event), .. }) = self.events.remove(&number)
         {
             backing.release(event);
         }
@@ -199,6 +277,16 @@ impl LocalUses {
             uses.retain(|each| *each != Use::On(stream));
             uses.extend(event.map(Use::Until));
         }
+        // What was to be recorded later is recorded now, or never.
+        for recorded in self.events.values_mut() {
+            if recorded.stream == stream
+                && recorded.event.is_none()
+                && !backing.is_capturing(stream)
+            {
+                recorded.event = Some(backing.record(stream)?);
+            }
+        }
+        self.events.retain(|_, recorded| recorded.stream != stream || recorded.event.is_some());
         Ok(())
     }
 
@@ -210,9 +298,22 @@ impl LocalUses {
             *counter < first && !uses.is_empty()
         });
         for recorded in std::mem::take(&mut self.events).into_values() {
-            backing.release(recorded.event);
+            if let Some(event) = recorded.event {
+                backing.release(event);
+            }
         }
     }
+}
+
+/// The error of a reuse whose stream would have to wait for one that is captured.
+#[cold]
+fn still_captured(used: Stream, stream: Stream) -> Error {
+    Error::invalid_state(format!(
+        "memory was freed while stream {:#x}, which had used it, was captured into a graph, and is to be used again on stream \
+         {:#x}, which cannot wait for what the other one was given before; end the capture first",
+        used.raw(),
+        stream.raw()
+    ))
 }
 
 impl LaneState {
@@ -221,7 +322,7 @@ impl LaneState {
     /// nothing else, and is no event of the lane.
     ///
     /// Work of `CU_STREAM_PER_THREAD` counts up to this call. What is captured into a graph does not count: a graph's memory
-    /// lives as long as the graph.
+    /// lives as long as the graph. What the stream was given before the capture does.
     pub fn note_use(
         &mut self,
         key: BlockKey,
@@ -272,14 +373,11 @@ impl LaneState {
     /// Makes a stream wait for what may still use `[start, end)`, in units.
     #[inline]
     pub(super) fn wait_for_uses(
-        &self,
+        &mut self,
         range: (u32, u32),
         stream: Stream,
         backing: &mut dyn Backing,
     ) -> Result<()> {
-        if self.local_uses.is_idle() {
-            return Ok(());
-        }
         self.local_uses.wait(range, stream, backing)
     }
 

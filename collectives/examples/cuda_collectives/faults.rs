@@ -10,7 +10,7 @@ use symmpool_collectives::{
 use crate::cuda::stream;
 use crate::{
     MOST_LATE, Options, all_to_all_faults, captures, expect_error, late, launches, native, outside,
-    p2p_between, p2p_faults, plans,
+    p2p_between, p2p_faults, plans, watched,
 };
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
@@ -117,6 +117,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         wrong += p2p_faults::run(pool, timeout)?;
     }
     if options.wants("late") {
+        wrong += watched::run(pool, timeout)?;
         wrong += late::run(pool, timeout)?;
     }
     if options.wants("outside") {

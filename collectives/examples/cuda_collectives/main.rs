@@ -61,6 +61,7 @@ mod tally;
 mod tools;
 mod tune;
 mod two_threads;
+mod watched;
 
 use std::net::TcpListener;
 use std::path::PathBuf;

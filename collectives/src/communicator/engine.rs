@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw memory
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use symmpool_allocator::{Error, Result, Stream};
 
@@ -11,7 +11,7 @@ use super::choice::Request;
 use crate::algorithm::{
     BuiltIn, CallShape, Constraints, NativeKernel, RequestedAlgorithm, StandardCollective,
 };
-use crate::cuda::{Area, CudaEngine};
+use crate::cuda::{Area, CudaEngine, CudaFailure};
 use crate::experts::{ExpertCall, ExpertShape};
 use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
@@ -39,6 +39,27 @@ impl Engine {
         if let Self::Cuda(cuda) = self {
             cuda.use_area(area);
         }
+    }
+}
+
+/// Why an engine's calls fail, for threads that do not wait until a call has ended.
+#[derive(Clone)]
+pub(super) enum FailureHandle {
+    Host(Arc<OnceLock<Error>>),
+    Cuda(Arc<CudaFailure>),
+}
+
+impl FailureHandle {
+    pub(super) fn get(&self) -> Option<&Error> {
+        match self {
+            Self::Host(host) => host.get(),
+            Self::Cuda(cuda) => cuda.get(),
+        }
+    }
+
+    /// Whether the engine's memory must not be given back, once the engine has been dropped.
+    pub(super) fn leaks(&self) -> bool {
+        matches!(self, Self::Cuda(cuda) if cuda.leaks())
     }
 }
 
@@ -76,6 +97,14 @@ impl Engine {
         match self {
             Self::Host(host) => host.failure(),
             Self::Cuda(cuda) => cuda.failure(),
+        }
+    }
+
+    /// The same for threads that do not wait until a call has ended.
+    pub(super) fn failure_handle(&self) -> FailureHandle {
+        match self {
+            Self::Host(host) => FailureHandle::Host(host.failure_handle()),
+            Self::Cuda(cuda) => FailureHandle::Cuda(cuda.failure_handle()),
         }
     }
 

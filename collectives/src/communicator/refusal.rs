@@ -5,12 +5,13 @@
 //! wait, a background thread makes the commit and then notifies them.
 
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread;
 use std::time::Duration;
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
+use super::engine::FailureHandle;
 use super::{Communicator, Inner};
 
 /// How long a rank that declines a call waits for the commit before it. It takes less if the other ranks are in
@@ -21,34 +22,53 @@ const GRACE: Duration = Duration::from_millis(100);
 /// that a background thread makes.
 pub(super) struct Shared {
     inner: Mutex<Inner>,
+    failure: FailureHandle,
     /// While a background thread declines a call: how many more calls were declined since, which it must decline
     /// as well.
     pending: Mutex<Option<u64>>,
-    /// The engine's memory. `None` only while dropping.
+    /// Dropped behind the engine, which waits for the device.
+    memory: EngineMemory,
+}
+
+/// An engine's memory.
+struct EngineMemory {
+    /// `None` only while dropping.
     control: Option<Block<u8>>,
     /// What that has grown by.
     grown: OnceLock<Block<u8>>,
+    failure: FailureHandle,
 }
 
 impl Shared {
     pub(super) fn new(inner: Inner, control: Block<u8>) -> Self {
-        Self {
-            inner: Mutex::new(inner),
-            pending: Mutex::new(None),
+        let failure = inner.engine.failure_handle();
+        let memory = EngineMemory {
             control: Some(control),
             grown: OnceLock::new(),
+            failure: failure.clone(),
+        };
+        Self { inner: Mutex::new(inner), failure, pending: Mutex::new(None), memory }
+    }
+
+    /// Why all calls fail, if they do. It waits for no call.
+    pub(super) fn failure(&self) -> Option<Error> {
+        if self.inner.is_poisoned()
+            && let Err(TryLockError::Poisoned(poisoned)) = self.inner.try_lock()
+        {
+            poisoned.into_inner().engine.abandon();
         }
+        self.failure.get().cloned()
     }
 
     /// Where in a rank's slot the engine's memory lies: where each block begins, and how many bytes it has.
     pub(super) fn memory(&self) -> impl Iterator<Item = (u64, u64)> {
-        let blocks = self.control.iter().chain(self.grown.get());
+        let blocks = self.memory.control.iter().chain(self.memory.grown.get());
         blocks.map(|block| (block.offset(), block.bytes()))
     }
 
     /// Keeps the block that the engine's memory has grown by, which it does once.
     pub(super) fn keep_grown(&self, block: Block<u8>) {
-        let kept = self.grown.set(block);
+        let kept = self.memory.grown.set(block);
         debug_assert!(kept.is_ok(), "memory grows once");
     }
 
@@ -182,11 +202,17 @@ impl Communicator {
     }
 }
 
-impl Drop for Shared {
+impl Drop for EngineMemory {
     /// An unordered free: the block's place is used again only when every rank has dropped its
-    /// communicator (rule D5), so no late signal reaches a later communicator.
+    /// communicator (rule D5), so no late signal reaches a later communicator. What kernels may still use stays, and keeps
+    /// the pool.
     fn drop(&mut self) {
+        let leaks = self.failure.leaks();
         for block in self.control.take().into_iter().chain(self.grown.take()) {
+            if leaks {
+                std::mem::forget(block);
+                continue;
+            }
             if let Err(error) = block.free_unordered() {
                 tracing::error!(%error, "freeing a communicator's memory");
             }

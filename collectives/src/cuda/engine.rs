@@ -24,7 +24,7 @@ use symmpool_allocator::{Error, Maker, Pool, Result, Stream};
 
 use super::algorithms::Exchange;
 use super::api::{Api, Handle};
-use super::fault::{Fault, HostView};
+use super::failure::Failure;
 use super::footprint::Footprint;
 use super::kernel_spec::KernelSpec;
 use super::kernels::Kernels;
@@ -66,9 +66,6 @@ pub(crate) struct CudaOptions {
 /// The kernels that calls may need. They are loaded before any call, as loading may wait for what runs.
 pub(crate) struct ReadyKernels(Arc<Modules>);
 
-/// Says whether a rank's process still runs.
-pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
-
 /// One rank's side of a communicator on a device.
 ///
 /// Calls put kernels on a stream and return. What goes wrong on the device is found by the next
@@ -90,13 +87,11 @@ pub(crate) struct CudaEngine {
     /// How exchanges go now.
     pub(super) exchange: &'static Exchange,
     kernels: Kernels,
-    /// `None` only while dropping.
-    fault: Option<Fault>,
+    failure: Arc<Failure>,
     /// There once a buffer for experts was made.
     pub(super) sizes: Option<Sizes>,
     /// The timeout of kernels that are launched from now on.
     pub(crate) timeout: Arc<Timeout>,
-    alive: Alive,
     order: StreamOrder,
     /// What streams within a call wait for.
     events: CallEvents,
@@ -115,7 +110,6 @@ pub(crate) struct CudaEngine {
     pub(super) p2p: P2p,
     pub(super) memory_operations: MemoryOperations,
     progress: Progress,
-    failed: Option<Error>,
 }
 
 impl CudaEngine {
@@ -143,16 +137,14 @@ impl CudaEngine {
     }
 
     /// Why all calls fail, if they do.
-    pub(crate) fn failure(&mut self) -> Option<&Error> {
-        if self.failed.is_none() && self.fault.as_ref().is_some_and(Fault::is_set) {
-            let fault = self.fault.as_ref()?;
-            let alive = &*self.alive;
-            // The timeout that the latest kernels were launched with; it may have been changed since.
-            let timeout = Duration::from_nanos(self.comm.timeout);
-            let view = HostView { rank: self.comm.rank, world: self.pool.world(), timeout, alive };
-            self.failed = Some(fault.error(&view));
-        }
-        self.failed.as_ref()
+    #[inline]
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        self.failure.get()
+    }
+
+    /// The same for threads that do not wait until a call has ended.
+    pub(crate) fn failure_handle(&self) -> Arc<Failure> {
+        Arc::clone(&self.failure)
     }
 
     /// Refuses a call after a failure, and in a process forked from the one that made this.
@@ -163,6 +155,7 @@ impl CudaEngine {
             return Err(error.clone());
         }
         self.comm.timeout = self.timeout.nanoseconds();
+        self.failure.note_timeout(self.comm.timeout);
         Ok(())
     }
 
@@ -253,8 +246,7 @@ impl CudaEngine {
 
     /// What calls reported to the host although they went on. Each notice is returned once.
     pub(super) fn take_notice(&mut self) -> Result<()> {
-        let rank = self.comm.rank;
-        match self.fault.as_mut().and_then(|fault| fault.take_notice(rank)) {
+        match self.failure.take_notice() {
             Some(error) => Err(error),
             None => Ok(()),
         }
@@ -318,7 +310,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         self.report_at_the_end();
         let Ok(driver) = cuda(&self.pool) else { return };
-        let (api, fault, sizes) = (self.api, self.fault.take(), self.sizes.take());
+        let (api, sizes) = (self.api, self.sizes.take());
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams =
             [self.copy_stream, self.companion_stream, self.signal_stream, self.result_stream];
@@ -326,7 +318,9 @@ impl Drop for CudaEngine {
         let deadline = self.pool.group().deadline();
         let synchronized = self.pool.driver().synchronize_by(deadline);
         if let Err(error) = synchronized {
-            // Kernels may still run, so what they use is leaked, and so is the thread that ends streams' waits.
+            // Kernels may still run, so what they use is leaked: also the control block, and the thread that ends streams'
+            // waits.
+            self.failure.leak();
             self.kernels.keep();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
             return;
@@ -341,9 +335,7 @@ impl Drop for CudaEngine {
                 CudaDriver::check(code, || "giving back a stream".to_owned())?;
             }
             self.memory_operations.free();
-            if let Some(fault) = fault {
-                fault.free(api);
-            }
+            self.failure.free(api);
             if let Some(sizes) = sizes {
                 // SAFETY: the device has done all that was put on it.
                 unsafe { sizes.free(api) };

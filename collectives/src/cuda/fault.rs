@@ -1,14 +1,9 @@
 //! What a kernel reports to the host when a peer is missing or called something else (rules S5, S6).
 
-#![allow(unsafe_code)] // pinned memory that the device writes
-
-use std::mem::offset_of;
-use std::ptr::{NonNull, addr_of};
 use std::time::Duration;
 
-use symmpool_allocator::{Error, Pool, Result};
+use symmpool_allocator::Error;
 
-use super::api::Api;
 use super::memory_operations::{MEMORY_CHANNELS, PIECE_CHANNELS};
 use crate::host::call::{Call, mismatch_of_two};
 use crate::p2p::{Afterwards, Payload, payloads_differ, refused_elsewhere};
@@ -16,22 +11,23 @@ use crate::signal::channel::CHANNELS;
 
 /// `Fault` in `symmpool/comm.cuh`.
 #[repr(C)]
+#[derive(Default)]
 pub(super) struct Record {
-    complete: u32,
+    pub(super) complete: u32,
     kind: u32,
     epoch: u32,
-    peer: u32,
+    pub(super) peer: u32,
     phase: u32,
     ours: [u64; 4],
     theirs: [u64; 4],
-    notice: Notice,
+    pub(super) notice: Notice,
 }
 
 /// `Notice` in `symmpool/comm.cuh`: what a call reports to the host without failing.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Notice {
-    calls: u64,
+pub(super) struct Notice {
+    pub(super) calls: u64,
     kind: u32,
     epoch: u32,
     rank: u32,
@@ -60,7 +56,7 @@ const PARTS_OF_HANDLES: [&str; 7] = [
 
 impl Notice {
     /// The notice as an error of `rank`, after `calls` calls with notices.
-    fn error(&self, rank: u32, calls: u64) -> Error {
+    pub(super) fn error(&self, rank: u32, calls: u64) -> Error {
         let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
         let more = match calls {
             1 => String::new(),
@@ -174,7 +170,7 @@ pub(super) struct HostView<'a> {
 }
 
 impl Record {
-    fn error(&self, view: &HostView<'_>) -> Error {
+    pub(super) fn error(&self, view: &HostView<'_>) -> Error {
         let Self { kind, epoch, peer, phase, ours, theirs, .. } = *self;
         let HostView { rank, world, timeout, alive } = *view;
         let absent = |missing: u32, what: String, after: Duration| {
@@ -323,141 +319,41 @@ fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
     )
 }
 
-/// Records what the host finds, for the thread that ends waits.
-pub(super) struct FaultWriter(NonNull<Record>);
-
-// SAFETY: the record lives until the thread has ended, and is written as if another thread read it.
-unsafe impl Send for FaultWriter {}
-// SAFETY: the same.
-unsafe impl Sync for FaultWriter {}
-
-impl FaultWriter {
-    /// Whether something went wrong.
-    pub(super) fn is_set(&self) -> bool {
-        let complete = self.word::<u32>(offset_of!(Record, complete));
-        // SAFETY: the record is mapped while the engine lives; the device may write the word meanwhile.
-        unsafe { complete.read_volatile() != 0 }
-    }
-
-    /// Records that a peer did not signal on a channel of memory operations, or did not take a signal, in time.
-    pub(super) fn missing(&self, (peer, channel): (u32, u32), untaken: bool, after: Duration) {
+impl Record {
+    /// That a peer did not signal on a channel of memory operations, or did not take a signal, in time.
+    pub(super) fn missing((peer, channel): (u32, u32), untaken: bool, after: Duration) -> Self {
         let phase = if untaken { MEMORY_UNTAKEN } else { MEMORY } + channel;
-        self.record((TIMEOUT, peer, phase), crate::timeout::nanoseconds(after), [0; 3]);
+        let after = crate::timeout::nanoseconds(after);
+        Self { kind: TIMEOUT, peer, phase, ours: [after, 0, 0, 0], ..Self::default() }
     }
 
-    /// Records that a peer has departed for which a stream waits on a channel of memory operations. `why` are the words of the
+    /// That a peer has departed for which a stream waits on a channel of memory operations. `why` are the words of the
     /// departure behind the first one.
-    pub(super) fn departed(&self, (peer, channel): (u32, u32), why: [u64; 3]) {
-        self.record((GAVE_UP, peer, MEMORY + channel), 0, why);
-    }
-
-    fn record(&self, (kind, peer, phase): (u32, u32, u32), after: u64, why: [u64; 3]) {
-        for (offset, value) in [
-            (offset_of!(Record, kind), kind),
-            (offset_of!(Record, epoch), 0),
-            (offset_of!(Record, peer), peer),
-            (offset_of!(Record, phase), phase),
-        ] {
-            // SAFETY: a word of the record, as in `is_set`.
-            unsafe { self.word::<u32>(offset).write_volatile(value) };
-        }
-        let ours = std::iter::once((offset_of!(Record, ours), after));
-        let theirs = (0..).step_by(8).map(|at| offset_of!(Record, theirs) + at).zip(why);
-        for (offset, value) in ours.chain(theirs) {
-            // SAFETY: the same.
-            unsafe { self.word::<u64>(offset).write_volatile(value) };
-        }
-        std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
-        // SAFETY: the same. It comes last, as whoever sees it reads the others.
-        unsafe { self.word::<u32>(offset_of!(Record, complete)).write_volatile(1) };
-    }
-
-    /// Where a word of the record lies.
-    fn word<T>(&self, offset: usize) -> *mut T {
-        self.0.as_ptr().cast::<u8>().wrapping_add(offset).cast()
-    }
-}
-
-/// A record in pinned host memory, one for each communicator.
-pub(super) struct Fault {
-    record: NonNull<Record>,
-    /// How many notices were returned.
-    returned: u64,
-    /// The name of the communicator, the same on all ranks. Errors need it as they are found in later calls.
-    communicator: String,
-}
-
-// SAFETY: the memory belongs to this value alone on the host's side, and is read as if another
-// thread wrote it.
-unsafe impl Send for Fault {}
-
-impl Fault {
-    /// Zeroed, for the communicator whose control block is at `offset` of every slot. The device's
-    /// context must be current.
-    pub(super) fn new(api: &Api, pool: &Pool, offset: u64) -> Result<Self> {
-        let record = api.pinned(size_of::<Record>())?.cast();
-        let communicator =
-            format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
-        Ok(Self { record, returned: 0, communicator })
-    }
-
-    /// For the thread that ends waits, which does not outlive this.
-    pub(super) fn writer(&self) -> FaultWriter {
-        FaultWriter(self.record)
-    }
-
-    /// The address, which is the same for the host and, with unified addressing, the device.
-    pub(super) fn address(&self) -> u64 {
-        self.record.as_ptr() as u64
-    }
-
-    /// Whether something went wrong.
-    #[inline]
-    pub(super) fn is_set(&self) -> bool {
-        // SAFETY: the record is mapped while `self` lives; only the word's address is taken.
-        let word = unsafe { addr_of!((*self.record.as_ptr()).complete) };
-        // SAFETY: as above; the device may write the word meanwhile, which a volatile read allows.
-        let complete = unsafe { word.read_volatile() };
-        complete != 0
-    }
-
-    /// What went wrong, as an error of this rank.
-    pub(super) fn error(&self, view: &HostView<'_>) -> Error {
-        std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
-        // SAFETY: complete, so the device writes it no more.
-        let record = unsafe { self.record.as_ptr().read_volatile() };
-        record.error(view).context(&self.communicator)
-    }
-
-    /// What calls reported without failing since the last time this was asked. While kernels of the communicator
-    /// run, what is read may be mixed from two calls.
-    pub(super) fn take_notice(&mut self, rank: u32) -> Option<Error> {
-        std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
-        // SAFETY: the record is mapped while `self` lives; only the part's address is taken.
-        let part = unsafe { addr_of!((*self.record.as_ptr()).notice) };
-        // SAFETY: as above; a volatile read allows for the device's writes.
-        let notice = unsafe { part.read_volatile() };
-        let calls = notice.calls.wrapping_sub(self.returned);
-        self.returned = notice.calls;
-        (calls > 0).then(|| notice.error(rank, calls).context(&self.communicator))
-    }
-
-    /// Frees the memory. No kernel that uses it may run, and the context must be current.
-    pub(super) fn free(self, api: &Api) {
-        // SAFETY: made by `new`, and given up here: the caller's promise.
-        unsafe { api.free_pinned(self.record.cast()) };
+    pub(super) fn departed((peer, channel): (u32, u32), why: [u64; 3]) -> Self {
+        let theirs = [why[0], why[1], why[2], 0];
+        Self { kind: GAVE_UP, peer, phase: MEMORY + channel, theirs, ..Self::default() }
     }
 }
 
 pub(super) const RECORD_BYTES: usize = size_of::<Record>();
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::DType;
     use crate::host::call::Operation;
 
-    fn record(kind: u32, phase: u32) -> Record {
+    /// A record of a wait for rank 2 that took too long, or of nothing yet.
+    pub(in super::super) fn record(complete: bool) -> Record {
+        Record { complete: complete.into(), ..record_of(TIMEOUT, 0) }
+    }
+
+    /// The notice of one call.
+    pub(in super::super) fn notice() -> Notice {
+        Notice { kind: OVERFLOW, calls: 1, ..Notice::default() }
+    }
+
+    fn record_of(kind: u32, phase: u32) -> Record {
         let (ours, theirs) = (Call::new(Operation::Barrier), Call::new(Operation::AllReduce));
         Record {
             complete: 1,
@@ -508,30 +404,6 @@ mod tests {
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
     }
 
-    #[test]
-    fn errors_found_later_name_their_communicator() {
-        let mut found = record(TIMEOUT, 0);
-        found.notice = Notice { kind: OVERFLOW, calls: 1, ..Notice::default() };
-        let record = NonNull::from(&mut found);
-        let mut fault =
-            Fault { record, returned: 0, communicator: "pool \"a\", communicator".into() };
-        assert!(fault.is_set());
-        let view =
-            HostView { rank: 1, world: 3, timeout: Duration::from_secs(3), alive: &|_| true };
-        let (late, notice) = (fault.error(&view), fault.take_notice(1).expect("one"));
-        assert!(late.is_timeout() && late.ranks() == [2], "{late}");
-        assert!(notice.is_overflow() && fault.take_notice(1).is_none(), "{notice}");
-        for error in [late, notice] {
-            assert!(
-                error.to_string().starts_with("symmpool: pool \"a\", communicator: "),
-                "{error}"
-            );
-        }
-        let mut none = Record { complete: 0, ..self::record(TIMEOUT, 0) };
-        fault.record = NonNull::from(&mut none);
-        assert!(!fault.is_set());
-    }
-
     /// Rules S5 and S6.
     #[test]
     fn records_become_the_errors_that_the_host_has_too() {
@@ -551,36 +423,36 @@ mod tests {
             (MEMORY + PIECE_CHANNELS + 1, "rank 2 to signal behind its copies in a collective"),
             (MEMORY_UNTAKEN + 17, "rank 2 to take the last signal in step 1 of a fused"),
         ] {
-            let late = record(TIMEOUT, phase).error(&there);
+            let late = record_of(TIMEOUT, phase).error(&there);
             assert!(late.is_timeout() && late.ranks() == [2], "{late}");
             assert!(late.to_string().contains(what), "{late}");
-            let lost = record(TIMEOUT, phase).error(&gone);
+            let lost = record_of(TIMEOUT, phase).error(&gone);
             assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         }
         for missing in [1, 2] {
             let gave_up =
-                || Record { theirs: [missing << 32, 0, 0, 0], peer: 0, ..record(GAVE_UP, 0) };
+                || Record { theirs: [missing << 32, 0, 0, 0], peer: 0, ..record_of(GAVE_UP, 0) };
             let late = gave_up().error(&there);
             assert!(late.is_timeout() && late.ranks() == [missing as u32], "{late}");
             assert!(late.to_string().contains("as rank 0 reported to rank 1"), "{late}");
             assert_eq!(gave_up().error(&gone).is_peer_lost(), missing == 2);
         }
-        let companion = Record { peer: 1, ..record(TIMEOUT, COMPANION) }.error(&there);
+        let companion = Record { peer: 1, ..record_of(TIMEOUT, COMPANION) }.error(&there);
         assert!(companion.is_timeout() && companion.ranks() == [1], "{companion}");
         assert!(companion.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"), "{companion}");
-        let differs = record(MISMATCH, 0).error(&gone);
+        let differs = record_of(MISMATCH, 0).error(&gone);
         assert!(differs.is_diverged() && differs.ranks() == [1, 2], "{differs}");
         assert!(differs.to_string().contains("rank 1: barrier"), "{differs}");
-        let counts = Record { ours: [2, 1, 100, 99], ..record(COUNTS, 0) }.error(&there);
+        let counts = Record { ours: [2, 1, 100, 99], ..record_of(COUNTS, 0) }.error(&there);
         assert!(counts.is_diverged() && counts.ranks() == [1, 2], "{counts}");
         let text = counts.to_string();
         assert!(text.contains("rank 2 sends 100 elements to rank 1, which expects 99"), "{text}");
         let words = [(100, DType::F32), (99, DType::U8)]
             .map(|(count, dtype)| Payload::new("", 0, count, dtype).expect("sound").word());
-        let refused = Record { ours: [2, 1, words[0], words[1]], ..record(PAYLOADS, RECEIVING) };
+        let refused = Record { ours: [2, 1, words[0], words[1]], ..record_of(PAYLOADS, RECEIVING) };
         let ends = REFUSED_MESSAGE | 1 << 8 | 2;
         let theirs = [u64::from(MESSAGE_FOLLOWS | ends) << 32, words[0], words[1], 0];
-        let left = Record { theirs, peer: 1, ..record(GAVE_UP, 0) };
+        let left = Record { theirs, peer: 1, ..record_of(GAVE_UP, 0) };
         for error in [refused.error(&there), left.error(&there)] {
             assert!(error.is_diverged() && error.ranks() == [1, 2], "{error}");
             let text = error.to_string();
@@ -589,18 +461,18 @@ mod tests {
         }
         assert!(left.error(&there).to_string().contains("which rank 1 left"));
         let theirs = [u64::from(ends) << 32, 7, 7, 7];
-        let elsewhere = Record { theirs, peer: 3, ..record(GAVE_UP, 0) }.error(&there);
+        let elsewhere = Record { theirs, peer: 3, ..record_of(GAVE_UP, 0) }.error(&there);
         assert!(elsewhere.is_diverged() && elsewhere.ranks() == [1, 2], "{elsewhere}");
         assert!(elsewhere.to_string().contains("rank 2 sends to rank 1"), "{elsewhere}");
         for (phase, context) in [(0, true), (CHANNEL + 3, false), (MEMORY + 17, false)] {
             let theirs = [u64::from(halfway_reason(2)) << 32, 7, 7, 7];
-            let error = Record { theirs, ..record(GAVE_UP, phase) }.error(&there);
+            let error = Record { theirs, ..record_of(GAVE_UP, phase) }.error(&there);
             assert!(error.is_diverged() && error.ranks() == [2], "{error}");
             let text = error.to_string();
             assert!(text.contains("rank 2 failed in the middle of a call, as rank 1"), "{text}");
             assert_eq!(text.contains("which rank 2 left"), context, "{text}");
         }
-        let unknown = record(9, 0).error(&there);
+        let unknown = record_of(9, 0).error(&there);
         assert!(unknown.to_string().contains("kind 9"), "{unknown}");
     }
 }

@@ -26,9 +26,10 @@ use symmpool_allocator::{Error, Pool, Result, Stream};
 
 use super::api::{Api, Handle};
 use super::copy_pieces::CHANNELS_OF_PIECES;
-use super::fault::FaultWriter;
+use super::failure::Failure;
+use super::fault::Record;
 use super::modules;
-use super::params::{Control, DEPARTURE, LOCAL_FAILED};
+use super::params::{Control, DEPARTURE, FAILED_ON_HOST, LOCAL_FAILED};
 use super::words::Words;
 use crate::signal::channel::CHANNELS;
 
@@ -152,7 +153,7 @@ struct Shared {
     departures: u64,
     /// How long each wait may take, in nanoseconds; `u64::MAX` where there was none yet.
     timeouts: Vec<AtomicU64>,
-    fault: FaultWriter,
+    failure: Arc<Failure>,
     /// For what the thread writes.
     stream: Stream,
     ends: Mutex<bool>,
@@ -183,7 +184,7 @@ impl MemoryOperations {
         api: &'static Api,
         pool: &Pool,
         (places, control): (&Control, u64),
-        fault: FaultWriter,
+        failure: Arc<Failure>,
     ) -> Result<Self> {
         let count = (pool.world() * MEMORY_CHANNELS * 2) as usize;
         let shared = Shared {
@@ -194,7 +195,7 @@ impl MemoryOperations {
             words: Words::new(api, count + 2 + DEPARTURE_WORDS * pool.world() as usize)?,
             departures: control + places.departure_of(pool.world(), 0),
             timeouts: (0..count).map(|_| AtomicU64::new(u64::MAX)).collect(),
-            fault,
+            failure,
             stream: api.stream()?,
             ends: Mutex::new(false),
             changed: Condvar::new(),
@@ -350,13 +351,13 @@ impl Shared {
                 return;
             }
             let looked = self.look(&mut since).and_then(|waits| {
-                if waits && !self.fault.is_set() {
+                if waits && !self.failure.is_recorded() {
                     self.look_for_departures(&since, &mut departed)?;
                 }
                 Ok(waits)
             });
             let ended = looked.and_then(|waits| {
-                if waits && self.fault.is_set() {
+                if waits && self.failure.is_recorded() {
                     drains_until = Some(Instant::now() + DRAINS_FOR);
                 }
                 if drains_until.is_some() { self.end_waits(&mut batch) } else { Ok(()) }
@@ -381,9 +382,10 @@ impl Shared {
             }
             waits = true;
             let timeout = Duration::from_nanos(self.timeouts[nth].load(Ordering::Relaxed));
-            if begin.elapsed() > timeout && !self.fault.is_set() {
+            if begin.elapsed() > timeout && !self.failure.is_recorded() {
                 let (peer, channel, flag) = wait_of(nth);
-                self.fault.missing((peer, channel), flag == Flag::Untaken, timeout);
+                let untaken = flag == Flag::Untaken;
+                self.failure.find(Record::missing((peer, channel), untaken, timeout));
             }
         }
         Ok(waits)
@@ -413,10 +415,8 @@ impl Shared {
             });
             if let Some((nth, _)) = missed {
                 let (_, channel, _) = wait_of(nth);
-                self.fault.departed(
-                    (peer as u32, channel),
-                    [word(peer, 1), word(peer, 2), word(peer, 3)],
-                );
+                let why = [1, 2, 3].map(|nth| word(peer, nth));
+                self.failure.find(Record::departed((peer as u32, channel), why));
                 return Ok(());
             }
         }
@@ -449,7 +449,7 @@ impl Shared {
             let (peer, channel, flag) = wait_of(nth);
             Step::Write(self.own(peer, channel, flag), u32::from(flag == Flag::Arrived))
         });
-        let failed = Step::Write(self.control + LOCAL_FAILED, 1);
+        let failed = Step::Write(self.control + LOCAL_FAILED, FAILED_ON_HOST);
         let done = Step::Write(self.words.address(last), *batch);
         let steps: Vec<Step> = std::iter::once(failed).chain(writes).chain([done]).collect();
         let driver = modules::cuda(self.pool.driver())?;

@@ -53,6 +53,7 @@ mod copied;
 mod copy_pieces;
 mod engine;
 mod experts;
+mod failure;
 mod fault;
 mod footprint;
 mod fused;
@@ -83,6 +84,7 @@ mod words;
 
 pub(crate) use constraints::fits_lamport;
 pub(crate) use engine::{Area, CudaEngine, CudaOptions, ReadyKernels};
+pub(crate) use failure::Failure as CudaFailure;
 pub(crate) use footprint::{
     Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
     communicator_bytes, growing_bytes, requested_total,

@@ -27,6 +27,8 @@ const LOOK: Duration = Duration::from_micros(100);
 const LOOKS: u32 = 64;
 /// After how long it sleeps between looks: a wait that takes so long is one for work that the stream does before.
 const SPINS_FOR: Duration = Duration::from_millis(2);
+/// How often it asks whether the wait is to stop, as after Ctrl-C.
+const ASK_EVERY: Duration = Duration::from_millis(20);
 /// How long it sleeps.
 const PAUSE: Duration = Duration::from_micros(20);
 
@@ -88,7 +90,8 @@ impl CudaEngine {
             sizes.written(number, local_experts as usize)
         };
         let since = Instant::now();
-        let (mut looks, mut next) = (0_u32, LOOK);
+        let (mut looks, mut next, mut ask_at) = (0_u32, LOOK, ASK_EVERY);
+        let interrupted = self.pool.interrupt();
         loop {
             if let Some(sizes) = written(self) {
                 // Counts come from ranks that call something else too. The device has said so by now.
@@ -107,6 +110,15 @@ impl CudaEngine {
             }
             next = waited + LOOK;
             self.ready()?;
+            if waited > ask_at && interrupted.as_ref().is_some_and(|interrupted| interrupted()) {
+                return Err(Error::interrupted(format!(
+                    "interrupted while rank {} waited for the sizes of a dispatch to experts, which goes on",
+                    self.rank()
+                )));
+            }
+            if waited > ask_at {
+                ask_at = waited + ASK_EVERY;
+            }
             // A kernel that failed, or never ran, tells nothing: the stream says so.
             if self.is_idle(stream)? && written(self).is_none() {
                 self.synchronize(stream)?;

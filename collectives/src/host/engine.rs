@@ -182,6 +182,11 @@ impl HostEngine {
         self.failed.get()
     }
 
+    /// The same for threads that do not wait until a call has ended.
+    pub(crate) fn failure_handle(&self) -> Arc<OnceLock<Error>> {
+        Arc::clone(&self.failed)
+    }
+
     /// Returns an error after the communicator was closed, and in a process that was forked from the one that made
     /// it. Every call begins with this.
     #[inline]

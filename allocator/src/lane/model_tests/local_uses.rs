@@ -164,3 +164,82 @@ fn threads_that_share_the_handle_of_their_own_streams_wait_for_each_other() {
         lane.free(block.key, None, &mut log).unwrap();
     }
 }
+
+/// A block that a stream has used, which is captured when the block is freed in order: whoever gets its memory waits for what
+/// that stream was given before the capture.
+#[test]
+fn a_reuse_waits_for_what_came_before_a_capture() {
+    let mut log = Log::default();
+    let mut lane = LaneState::new(LaneConfig::symmetric("test"), 64 * MIB, 64 * KIB).unwrap();
+    let request =
+        |stream| Request { bytes: 1000, align: 1, stream: Stream::numbered(stream), site: None };
+    let block = lane.alloc(request(1), &mut log).unwrap();
+    lane.note_use(block.key, Stream::numbered(SIDE), &mut log).unwrap();
+    log.captured = vec![SIDE];
+    lane.free(block.key, None, &mut log).unwrap();
+    // Nothing can be recorded yet.
+    let since = log.calls.len();
+    let refused = lane.alloc(request(1), &mut log).unwrap_err();
+    assert!(refused.is_invalid_state() && refused.to_string().contains("0x64"), "{refused}");
+    log.captured.clear();
+    let again = lane.alloc(request(1), &mut log).unwrap();
+    assert_eq!(again.offset, block.offset, "it changes no place");
+    assert!(log.waits(1, SIDE, since));
+    lane.free(again.key, None, &mut log).unwrap();
+    // A stream that goes away is recorded before, and what it is captured for at its end is not waited for.
+    for captured in [false, true] {
+        let block = lane.alloc(request(1), &mut log).unwrap();
+        lane.note_use(block.key, Stream::numbered(SIDE), &mut log).unwrap();
+        log.captured = vec![SIDE];
+        lane.free(block.key, None, &mut log).unwrap();
+        if !captured {
+            log.captured.clear();
+        }
+        let since = log.calls.len();
+        lane.forget_stream(Stream::numbered(SIDE), None, &mut log).unwrap();
+        let again = lane.alloc(request(1), &mut log).unwrap();
+        assert_eq!(log.waits(1, SIDE, since), !captured);
+        lane.free(again.key, None, &mut log).unwrap();
+        log.captured.clear();
+    }
+    lane.release_events(&mut log);
+    let count = |wanted: fn(&Call) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
+    assert_eq!(
+        count(|call| matches!(call, Call::Record { .. })),
+        count(|call| matches!(call, Call::Release { .. }))
+    );
+}
+
+/// Uses on `CU_STREAM_PER_THREAD` keep one event for each block and thread, however often they are noted.
+#[test]
+fn uses_of_a_thread_keep_one_event() {
+    let mut log = Log::default();
+    let mut lane = LaneState::new(LaneConfig::local("test"), 64 * MIB, 64 * KIB).unwrap();
+    let request =
+        |stream| Request { bytes: 1000, align: 1, stream: Stream::numbered(stream), site: None };
+    let block = lane.alloc(request(1), &mut log).unwrap();
+    let kept = |log: &Log| {
+        let count =
+            |wanted: fn(&Call) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
+        count(|call| matches!(call, Call::Record { .. }))
+            - count(|call| matches!(call, Call::Release { .. }))
+    };
+    for _ in 0..10 {
+        lane.note_use(block.key, Stream::PER_THREAD, &mut log).unwrap();
+        assert_eq!(kept(&log), 1);
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..10 {
+                lane.note_use(block.key, Stream::PER_THREAD, &mut log).unwrap();
+            }
+        });
+    });
+    assert_eq!(kept(&log), 2);
+    lane.free(block.key, None, &mut log).unwrap();
+    let since = log.calls.len();
+    lane.alloc(request(1), &mut log).unwrap();
+    let waits = log.calls[since..].iter().filter(|call| matches!(call, Call::Wait { .. }));
+    assert_eq!(waits.count(), 2, "the last event of each thread");
+    assert_eq!(kept(&log), 0);
+}

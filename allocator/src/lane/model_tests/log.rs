@@ -19,6 +19,8 @@ pub(super) struct Log {
     pub(super) calls: Vec<Call>,
     /// How many calls succeed before one fails. Releasing an event cannot fail and does not count.
     pub(super) fail_after: Option<usize>,
+    /// The streams that are captured.
+    pub(super) captured: Vec<u64>,
 }
 
 impl Log {
@@ -99,6 +101,7 @@ impl Backing for Log {
     }
 
     fn record(&mut self, stream: Stream) -> Result<Event> {
+        assert!(!self.is_capturing(stream), "an event of a capture means nothing outside of it");
         let event = self.calls.len() as u64;
         self.call(Call::Record { stream: stream.raw(), event })?;
         Ok(Event::numbered(event))
@@ -106,6 +109,10 @@ impl Backing for Log {
 
     fn wait(&mut self, stream: Stream, event: &Event) -> Result<()> {
         self.call(Call::Wait { stream: stream.raw(), event: event.raw() })
+    }
+
+    fn is_capturing(&self, stream: Stream) -> bool {
+        self.captured.contains(&stream.raw())
     }
 
     fn release(&mut self, event: Event) {

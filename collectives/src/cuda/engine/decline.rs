@@ -195,7 +195,7 @@ impl CudaEngine {
     /// Closes the communicator: all later calls fail for the same reason, and this rank departs.
     pub(crate) fn close(&mut self, why: &Error) {
         if self.failure().is_none() {
-            self.failed = Some(why.clone());
+            self.failure.close(why);
             self.depart_or_later();
         }
     }

@@ -12,7 +12,7 @@ use symmpool_allocator::{Block, Deadline, Error, HeapLayout, Maker, Pool, Result
 use super::super::algorithms::Exchange;
 use super::super::api::Api;
 use super::super::constraints::{AllReduceShape, directly_linked};
-use super::super::fault::Fault;
+use super::super::failure::{Alive, Failure};
 use super::super::kernel_spec::KernelSpec;
 use super::super::kernels::Kernels;
 use super::super::memory_operations::MemoryOperations;
@@ -23,7 +23,7 @@ use super::super::stream_order::{CallEvents, StreamOrder};
 use super::super::table::MeasuredTable;
 use super::areas::{Areas, initial_data};
 use super::decline::Progress;
-use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
+use super::{CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
 use crate::timeout::Timeout;
 
@@ -98,7 +98,9 @@ impl CudaEngine {
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.footprint)?;
         let kernels = Kernels::new(api, modules, driver, layout.world, options.budget);
-        let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
+        let failure = driver
+            .with_context_unordered(|| Failure::new(api, pool, control_offset, alive))
+            .map(Arc::new)?;
         let stream = || driver.with_context_unordered(|| api.stream());
         let (copy_stream, companion_stream) = (stream()?, stream()?);
         let (signal_stream, result_stream) = (stream()?, stream()?);
@@ -107,7 +109,7 @@ impl CudaEngine {
         let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
         let own = layout.address(layout.rank, control_offset);
         let memory_operations = driver.with_context_unordered(|| {
-            MemoryOperations::new(api, pool, (&control, own), fault.writer())
+            MemoryOperations::new(api, pool, (&control, own), Arc::clone(&failure))
         })?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let direct = directly_linked(&options.links);
@@ -115,7 +117,7 @@ impl CudaEngine {
             &layout,
             control_offset,
             timeout.nanoseconds(),
-            fault.address(),
+            failure.address(),
         );
         if kernels.has_company() {
             wait_for_others(pool, options.timeout);
@@ -132,10 +134,9 @@ impl CudaEngine {
             comm,
             exchange: Exchange::of(options.all_to_all as u8),
             kernels,
-            fault: Some(fault),
+            failure,
             sizes: None,
             timeout,
-            alive,
             order: StreamOrder::default(),
             events: CallEvents::default(),
             copy_stream,
@@ -147,7 +148,6 @@ impl CudaEngine {
             p2p,
             memory_operations,
             progress: Progress::default(),
-            failed: None,
         })
     }
 }
