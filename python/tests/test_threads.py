@@ -164,3 +164,34 @@ def test_what_could_not_be_made_is_made_by_the_next_call(monkeypatch):
     assert raised.value.__traceback__ is not None and pool_registry.pools_of(group) == []
     symmpool.all_reduce(x, group=group)
     assert len(pool_registry.pools_of(group)) == 1
+
+
+def watched(group):
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=2)
+    if comm.rank == 1:
+        time.sleep(4)
+        return None
+    ended = []
+
+    def call():
+        try:
+            comm.barrier()
+        except symmpool.Error as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.3)
+    longest, none = 0.0, 0
+    while thread.is_alive():
+        asked = time.monotonic()
+        none += comm.failure is None
+        longest = max(longest, time.monotonic() - asked)
+        time.sleep(0.02)
+    return longest, none, type(ended[0]).__name__, type(comm.failure).__name__
+
+
+def test_a_watchdog_hears_at_once_while_another_thread_is_in_a_call():
+    longest, none, ended, failure = on_threads(2, watched)[0]
+    assert longest < 0.2 and none > 10
+    assert ended == failure == "TimeoutError"

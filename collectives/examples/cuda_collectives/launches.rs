@@ -247,8 +247,7 @@ impl Launches<'_> {
                 }
             };
             // What was the first launch of a second call closes nothing on this rank yet.
-            let right =
-                next.as_ref().map_or_else(|why| why.to_string().contains("halfway"), |()| true);
+            let right = next.as_ref().err().is_none_or(|why| why.to_string().contains("halfway"));
             self.expect(&format!("{name}: {next:?} afterwards"), right);
         } else {
             let graph = graph?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Error, Result};
 use symmpool_collectives::{CombineAt, DType, DispatchAt, ExpertLayout};
 
 use super::model::{Routing, encode};
@@ -81,9 +81,8 @@ impl Check<'_> {
                     }
                     let found = self.settle(buffer);
                     // A dispatch by a handle may place rows anywhere in an output that has room.
-                    let good =
-                        found.as_ref().is_err_and(symmpool_allocator::Error::is_invalid_argument)
-                            || (known && only_by_expert);
+                    let good = found.as_ref().is_err_and(Error::is_invalid_argument)
+                        || (known && only_by_expert);
                     let which = format!("{tokens} tokens, by_expert={by_expert}, known={known}");
                     self.judge(
                         &format!("{what}={number} in a handle, {which}: {found:?}"),
@@ -152,7 +151,7 @@ impl Check<'_> {
                 }
                 // It is an error or not, but ends.
                 let ended = self.settle(buffer);
-                let right = ended.as_ref().map_or_else(|why| why.is_invalid_argument(), |()| true);
+                let right = ended.as_ref().err().is_none_or(Error::is_invalid_argument);
                 self.judge(&format!("{what}: {ended:?}"), &[right], &[true]);
                 // Two calls later the same half of the inboxes is used again, by a dispatch and by a combine.
                 for more in 0..2 {
