@@ -5,7 +5,7 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::{Pool, Result, Stream};
+use symmpool_allocator::{Error, Pool, Result, Stream};
 use symmpool_collectives::{
     Algorithm, Communicator, CommunicatorOptions, DType, NativeKernel, ReduceOp, StandardCollective,
 };
@@ -90,13 +90,16 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         upload(pool, block.address(), &1_u64.to_le_bytes())?;
         let first = comm.synchronize(&calls);
         expect(format!("the call before the message: {first:?}"), first.is_ok());
-        let next = comm.barrier(&calls).and_then(|()| comm.synchronize(&calls));
-        let error = expect_error(next, "a call behind a refused message")?;
+        // The receiver is in the next call: it may finish that, and makes no other.
+        let call = || comm.barrier(&calls).and_then(|()| comm.synchronize(&calls));
+        let error = expect_error(call().and_then(|()| call()), "calls behind a refused message")?;
         let right = error.is_diverged() && error.ranks() == [0, 1];
         expect(format!("the call behind the message: {error}"), right);
     } else {
-        let error = expect_error(comm.synchronize(&calls), "a barrier")?;
-        expect(format!("the barrier: {error}"), error.is_diverged());
+        // The barrier may find all others.
+        let ended = comm.synchronize(&calls);
+        let right = ended.as_ref().err().is_none_or(Error::is_diverged);
+        expect(format!("the barrier: {ended:?}"), right);
     }
     let took = began.elapsed();
     expect(format!("after {took:?}"), took < timeout + MOST_LATE);

@@ -199,7 +199,7 @@ __device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
     if (must_expire_flags(session)) {
         expire_unused(session, few.work);
     }
-    discard_unexpected(few);
+    discard_unexpected(session, few.work);
 }
 
 // A name from which profilers make "symmpool::combine()", as that of a dispatch.

@@ -199,9 +199,8 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
 
 // Takes rows out of the inbox that ranks return and that this rank's handle does not know of. Called by all threads of the
 // leader block.
-__device__ __noinline__ void discard_unexpected(const FewSums& few) {
-    const Session& session = few.session;
-    const ExpertsWork& work = few.work;
+__device__ __forceinline__ void discard_unexpected(const Session& session, const ExpertsWork& work) {
+    const FewSums few(session, work);
     if (!few.sent.receive(session, work.inbox_tokens)) {
         return;
     }

@@ -203,7 +203,7 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
         expire_unused(session, work);
     }
     if (work.known) {
-        discard_unexpected(few);
+        discard_unexpected(session, work);
     }
 }
 

@@ -438,7 +438,9 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
 
 // Takes rows out of the inbox that ranks send by a handle and that this rank's handle does not know of. Called by all
 // threads of the leader block, which knows what arrives.
-__device__ __noinline__ void discard_unexpected(const FewRows& few) {
+__device__ __forceinline__ void discard_unexpected(const Session& session, const ExpertsWork& work) {
+    const Routing routing(work);
+    const FewRows few(session, routing);
     if (!few.sent().receive(few.session, few.work.inbox_tokens)) {
         return;
     }

@@ -84,6 +84,9 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
         const u64 now = nanoseconds();
         since = since == 0 ? now : since;
         if (departed || now - since >= comm.timeout) {
+            if (departed) {
+                take_departure(comm, static_cast<u32>(number), peer);
+            }
             report(comm, static_cast<u32>(number), departed ? GAVE_UP : TIMEOUT, peer, CHANNEL + channel, &call);
             return;
         }

@@ -104,6 +104,7 @@ __device__ __forceinline__ bool has_departed(const Comm& comm, u32 from) {
 
 // Fails, as a rank has departed.
 __device__ __noinline__ void record_departed(const Comm& comm, u32 from) {
+    take_departure(comm, 0, from);
     report(comm, 0, GAVE_UP, from, RECEIVING, nullptr);
 }
 

@@ -234,7 +234,7 @@ __device__ __forceinline__ Departure* departure(const Comm& comm, u32 owner, u32
 
 // Whether a peer that has failed outside of calls may be missed in the call of an epoch. It has done all calls before the
 // last one that it had begun.
-__device__ __forceinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch) {
+__device__ __noinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch) {
     const u64 when = load_acquire(&departure(comm, comm.rank, peer)->when);
     const u32 last = static_cast<u32>(when);
     return when != 0 && (last == 0 || static_cast<int>(epoch - last) >= 0);
@@ -266,7 +266,7 @@ __device__ __forceinline__ u32 recorded_reason(const Comm& comm) {
     return kind == GAVE_UP || kind == PAYLOADS ? left : fault->peer;
 }
 
-__device__ __noinline__ void withdraw(const Comm& comm, u32 epoch, u32 reason) {
+__device__ __forceinline__ void withdraw_as(const Comm& comm, u32 epoch, u32 reason) {
     const u64 half = static_cast<u64>(withdrawal(epoch)) << 32 | reason;
     char* handshake = handshake_slot(comm, epoch, 0, comm.rank) + 8;
     const u32 to_row = static_cast<u32>(traffic_row_slot(comm, epoch, 0, comm.rank) + 8 - handshake) - 64;
@@ -277,6 +277,22 @@ __device__ __noinline__ void withdraw(const Comm& comm, u32 epoch, u32 reason) {
             *reinterpret_cast<volatile u64*>(handshake + (word < 64 ? word : word + to_row)) = half;
         }
     }
+}
+
+__device__ __noinline__ void withdraw(const Comm& comm) {
+    withdraw_as(comm, static_cast<volatile Fault*>(comm.fault)->epoch, recorded_reason(comm));
+}
+
+// Puts what a departed peer has left into the slot of its handshake, as if the peer had withdrawn that: from there it comes
+// into the record of the failure. `epoch` is that of the wait, or the number of a signal or a message.
+__device__ __noinline__ void take_departure(const Comm& comm, u32 epoch, u32 peer) {
+    const volatile Departure* left = departure(comm, comm.rank, peer);
+    char* slot = handshake_slot(comm, epoch, comm.rank, peer);
+    const u32 flag = withdrawal(epoch);
+    const u64 reason = left->reason, sent = left->sent, expected = left->expected;
+    store_relaxed(slot + 32, make_uint4(static_cast<u32>(expected), flag, static_cast<u32>(expected >> 32), flag));
+    store_relaxed(slot + 16, make_uint4(static_cast<u32>(sent), flag, static_cast<u32>(sent >> 32), flag));
+    store_relaxed(slot, make_uint4(static_cast<u32>(reason), flag, static_cast<u32>(reason >> 32), flag));
 }
 
 // Records a failure, unless there was one before. Later calls see it and do nothing.
@@ -292,17 +308,14 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     fault->phase = phase;
     // The first word of a withdrawal comes after the others.
     fence();
-    const u64* left = &departure(comm, comm.rank, peer)->when;
-    const bool has_left = kind == GAVE_UP && load_acquire(left) != 0;
     for (u32 word = 0; word < 4; ++word) {
         uint4 theirs = load_relaxed(handshake_slot(comm, epoch, comm.rank, peer) + 16 * word);
-        const u64 handshake = static_cast<u64>(theirs.z) << 32 | theirs.x;
-        fault->theirs[word] = has_left ? left[word + 1 < 4 ? word + 1 : 3] : handshake;
+        fault->theirs[word] = static_cast<u64>(theirs.z) << 32 | theirs.x;
         fault->ours[word] = call ? call->description[word] : 0;
     }
     // Where call descriptions differ, every rank finds that itself; signals on channels belong to no call.
     if (kind != MISMATCH && phase < CHANNEL) {
-        withdraw(comm, epoch, recorded_reason(comm));
+        withdraw(comm);
     }
     fence();
     *static_cast<volatile u32*>(&fault->complete) = 1;
@@ -320,25 +333,13 @@ __device__ __noinline__ void write_notice(const Session& session, u32 kind, u32 
     at->calls = at->calls + 1;
 }
 
-// Called where the call of an epoch finds that this rank has failed, with what `failed` was. What failed outside of calls
-// has not withdrawn this call's handshake. Returns whether to give up: not before the record is complete, which there is
-// unless the host knows of the failure.
-__device__ __noinline__ bool leave_failed_call(const Comm& comm, u32 epoch, u32 failed, u32 phase) {
-    constexpr u32 WITHDRAWN = 2;
-    const volatile Fault* fault = comm.fault;
-    const bool on_host = failed == FAILED_ON_HOST;
-    if (!on_host && fault->complete == 0) {
-        return false;
+// Called where the call of an epoch finds that this rank has failed, when the record is complete or the host knows why. What
+// failed outside of calls has not withdrawn this call's handshake.
+__device__ __noinline__ void leave_failed_call(const Comm& comm, u32 epoch) {
+    const bool on_host = *static_cast<volatile u32*>(&comm.local()->failed) == FAILED_ON_HOST;
+    if (on_host || static_cast<volatile Fault*>(comm.fault)->phase >= CHANNEL) {
+        withdraw_as(comm, epoch, on_host ? HALFWAY | comm.rank : recorded_reason(comm));
     }
-    fence();
-    // Threads that wait for handshakes have sent this rank's: it may have come behind the first withdrawal.
-    if (on_host || (fault->phase >= CHANNEL && (phase == HANDSHAKE || failed != WITHDRAWN))) {
-        withdraw(comm, epoch, on_host ? HALFWAY | comm.rank : recorded_reason(comm));
-        if (!on_host) {
-            atomicExch(&comm.local()->failed, WITHDRAWN);
-        }
-    }
-    return true;
 }
 
 // Called now and then by a wait of a call. Returns since when it waits, or GIVE_UP. The lowest bit says that the peer has
@@ -347,16 +348,25 @@ constexpr u64 GIVE_UP = ~0ull;
 __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since, u32 peer,
                                           u32 phase) {
     const u32 failed = *static_cast<volatile u32*>(&comm.local()->failed);
-    if (failed != 0 && leave_failed_call(comm, epoch, failed, phase)) {
+    if (failed != 0 && (failed == FAILED_ON_HOST || *static_cast<volatile u32*>(&comm.fault->complete) != 0)) {
+        leave_failed_call(comm, epoch);
         return GIVE_UP;
     }
-    const u64 now = nanoseconds(), departed = has_departed(comm, peer, epoch);
-    const bool left = withdrawn(handshake_slot(comm, epoch, comm.rank, peer), epoch) || (since & departed) != 0;
-    since = since == 0 ? now & ~1ull : since;
-    if (!left && now - (since & ~1ull) < comm.timeout) {
-        return since | departed;
+    since = since == 0 ? nanoseconds() & ~1ull : since;
+    u32 kind = GAVE_UP;
+    if (!withdrawn(handshake_slot(comm, epoch, comm.rank, peer), epoch)) {
+        if (has_departed(comm, peer, epoch)) {
+            if ((since & 1) == 0) {
+                return since | 1;
+            }
+            take_departure(comm, epoch, peer);
+        } else if (nanoseconds() - since < comm.timeout) {
+            return since;
+        } else {
+            kind = TIMEOUT;
+        }
     }
-    report(comm, epoch, left ? GAVE_UP : TIMEOUT, peer, phase, nullptr);
+    report(comm, epoch, kind, peer, phase, nullptr);
     return GIVE_UP;
 }
 
