@@ -443,9 +443,9 @@ impl Growth<'_> {
             self.check(&format!("interrupted: {error}"), stopped);
             self.check("soon", begun.elapsed() < timeout / 2);
         } else {
-            self.check(&format!("without rank 0: {error}"), error.is_timeout());
-            // There are two handshakes, of which a rank may pass the first one.
-            self.check("in time", begun.elapsed() < 2 * timeout + MOST_LATE);
+            let told = error.to_string().contains("rank 0 failed in the middle of a call");
+            self.check(&format!("without rank 0: {error}"), told);
+            self.check("in time", begun.elapsed() < timeout + MOST_LATE);
         }
         self.renew()
     }
