@@ -29,6 +29,7 @@ DEVICE = {
 #: A machine with four devices, and torch.
 GOOD = {
     "symmpool": "0.1.0",
+    "commit": None,
     "system": {"kernel": "6.1", "machine": "x86_64", "python": "3.12.3", "cpus": 64},
     "memory": {
         "available_bytes": 500 << 30,

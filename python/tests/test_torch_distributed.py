@@ -470,9 +470,11 @@ def lazily_negated(group, folder):
     lazy = [*negated, torch.ones(4, dtype=torch.complex64).conj()]
     refused = []
     for x in lazy:
-        call = comm.all_reduce if x.dtype != torch.complex64 else comm.broadcast
         try:
-            call(x)
+            if x.dtype == torch.complex64:
+                comm.broadcast(x, 0)
+            else:
+                comm.all_reduce(x)
         except symmpool.InvalidArgumentError as error:
             refused.append("resolve_" in str(error))
     for x in lazy[:3]:
