@@ -263,16 +263,18 @@ def forked(group, folder):
     if me == 0:
         dist.send(x, 1)
         work = dist.irecv(x, 1)
+        future = work.get_future()
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            found = []
-            for call in (lambda: dist.send(x, 1), work.wait):
+            is_error = isinstance(work.exception(), symmpool.InvalidStateError)
+            found = [work.is_completed() and is_error, not work.is_success()]
+            for call in (lambda: dist.send(x, 1), work.wait, future.wait, work.get_future().wait):
                 try:
                     call()
-                except symmpool.InvalidStateError as error:
+                except (symmpool.InvalidStateError, RuntimeError) as error:
                     found.append("forked" in str(error))
-            os.write(write, b"y" if found == [True, True] else b"n")
+            os.write(write, b"y" if found == [True] * 6 else b"n")
             os._exit(0)
         assert os.read(read, 1) == b"y"
         os.waitpid(child, 0)

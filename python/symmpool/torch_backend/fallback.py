@@ -109,8 +109,9 @@ class FallbackBackends:
     same backends: its calls do not come back to our class. `channels` are the ways of NCCL from one rank to
     another."""
 
-    def __init__(self, group: Any, store: Any, timeout: Any, options: Any):
-        """`options` are NCCL's."""
+    def __init__(self, group: Any, store: Any, timeout: Any, options: Any, publish: Callable[[Any], None]):
+        """`options` are NCCL's. `publish` takes `meeting` before ranks meet: what a rank publishes there is
+        known to all ranks behind gloo's meeting."""
         self._store, self._place, self._options = store, (group.rank(), group.size()), options
         self._timeout = timeout
         # A weak reference: a group that the program lets go of is to go at once, with its store.
@@ -123,6 +124,7 @@ class FallbackBackends:
         kinds = dist.ProcessGroup.BackendType
         found = []
         try:
+            publish(self.meeting)
             if _Gloo is not None:
                 gloo = _Gloo(self.meeting("gloo", store), *self._place, _gloo_options(timeout))
                 found.append(("cpu", kinds.GLOO, gloo))

@@ -2,7 +2,8 @@
 
 A communicator takes all ranks of a group, and the ranks of a pipeline may never make a collective. So a group
 has a mailbox: two ranks connect when one of them first sends or receives, and no third one takes part. Each
-rank publishes where its mailbox is when it makes the group, and reads the other ranks' at its first message.
+rank publishes where its mailbox is before gloo has the ranks of a new group meet, and reads where the others'
+are behind that: messages need no store.
 
 Where the ranks cannot share memory, because they run on several machines or as several users, gloo carries
 the messages of the whole group. All ranks see that alike, by what they have published."""
@@ -15,12 +16,14 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from symmpool._symmpool import Mailbox, Operation
 from symmpool.collectives import layout
+from symmpool.communicators import forks
 from symmpool.communicators.work import seconds_or_none
 from symmpool.errors import Error, TimeoutError
 from symmpool.groups.store import FIRST_PAUSE, LONGEST_PAUSE, StoreAdapter
@@ -37,25 +40,44 @@ _strided = torch.strided
 class HostMessages:
     """The point-to-point calls of CPU tensors of one group."""
 
-    def __init__(self, rank: int, size: int, store: Any, seconds: float):
-        """`store` is for this group's mailboxes alone."""
-        self._rank, self._size, self._store, self._seconds = rank, size, store, seconds
+    def __init__(self, rank: int, size: int, seconds: float):
+        self._rank, self._size, self._seconds = rank, size, seconds
+        # For this group's mailboxes alone; and what all ranks have published there, once it is known.
+        self._store: Any = None
+        self._addresses: list[bytes] | None = None
         self._mailbox: Mailbox | None = None
         # Whether the mailbox carries messages; unknown before the first one.
         self.is_used: bool | None = False if size == 1 else None
         # Held by the thread that finds out.
         self._lock = threading.Lock()
-        if size == 1:
+
+    def publish(self, meeting: Callable[[str], Any]) -> None:
+        """Publishes where this rank's mailbox is. `meeting` gives the store of what has a name."""
+        if self._size == 1:
             return
         address = b""
         try:
-            self._mailbox = Mailbox(rank, size, seconds)
+            self._mailbox = Mailbox(self._rank, self._size, self._seconds)
             address = self._mailbox.address()
             _open.add(self)
         except Error as error:
             # No address, by which the other ranks see that gloo carries the messages.
-            logger.warning("symmpool carries no messages of rank %d: %s", rank, error)
-        store.set(str(rank), address)
+            logger.warning("symmpool carries no messages of rank %d: %s", self._rank, error)
+        self._store = meeting("p2p")
+        self._store.set(str(self._rank), address)
+
+    def read(self) -> None:
+        """Reads what all ranks have published. Where some have not yet, as ranks meet at their first calls
+        only, the first message does."""
+        if self._store is None:
+            return
+        keys = self._keys()
+        with contextlib.suppress(Exception):
+            if self._store.check(keys):
+                self._addresses = [self._store.get(key) for key in keys]
+
+    def _keys(self) -> list[str]:
+        return [str(rank) for rank in range(self._size)]
 
     def fits(self, tensors: list[torch.Tensor], peer: int | None, tag: int) -> bool:
         """Whether such calls are for mailboxes. Both ranks answer alike."""
@@ -77,7 +99,16 @@ class HostMessages:
         return self.is_used
 
     def _connect(self) -> bool:
-        call, keys = StoreAdapter._call, [str(rank) for rank in range(self._size)]
+        addresses = self._addresses if self._addresses is not None else self._await_addresses()
+        if self._mailbox is None or not all(addresses):
+            return False
+        obstacle = self._mailbox.connect(addresses)
+        if obstacle is not None and self._rank == 0:
+            logger.warning("gloo carries the messages of a group: %s", obstacle)
+        return obstacle is None
+
+    def _await_addresses(self) -> list[bytes]:
+        call, keys = StoreAdapter._call, self._keys()
         end, pause = time.monotonic() + self._seconds, FIRST_PAUSE
         while not call(self._store.check, keys):
             if time.monotonic() > end:
@@ -90,13 +121,7 @@ class HostMessages:
                 raise error
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
-        addresses = [call(self._store.get, key) for key in keys]
-        if self._mailbox is None or not all(addresses):
-            return False
-        obstacle = self._mailbox.connect(addresses)
-        if obstacle is not None and self._rank == 0:
-            logger.warning("gloo carries the messages of a group: %s", obstacle)
-        return obstacle is None
+        return [call(self._store.get, key) for key in keys]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send a tensor. Returns its Work."""
@@ -169,12 +194,18 @@ class MessageWork(TorchWork):
         assert self._source is not None
         return self._source
 
+    def forked(self) -> None:
+        """In a forked child, which has no thread that ends a future."""
+        if not self._future.done():
+            self._complete()
+
     def get_future(self) -> torch.futures.Future:
         if self._future is None:
             self._future = torch.futures.Future()
             if self._work.is_done():
                 self._complete()
             else:
+                forks.renew_in_children(self)
                 threading.Thread(target=self._complete, name="symmpool future", daemon=True).start()
         return self._future
 

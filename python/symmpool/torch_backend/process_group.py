@@ -55,6 +55,7 @@ from symmpool._symmpool import Group, share_sms
 from symmpool.collectives import layout, plans, reductions
 from symmpool.collectives.reductions import operation
 from symmpool.communicators import cache
+from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups, resolution
 from symmpool.torch_backend import allocation, fsdp, teardown
 from symmpool.torch_backend.counts import note
@@ -96,10 +97,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         # Its name keeps its keys apart from those of groups that the program makes of this store.
         ours = Group.from_store(store, rank, size, name="symmpool.backend", timeout=seconds)
         resolution.adopt(self, ours)
-        self._fallbacks = FallbackBackends(self, store, timeout, options)
+        self._messages = HostMessages(rank, size, seconds)
+        self._fallbacks = FallbackBackends(self, store, timeout, options, self._messages.publish)
+        self._messages.read()
         self._names, self._rest = self._fallbacks.names, self._fallbacks.group
         self._p2p = PointToPoint(rank, size, self._fallbacks.begin)
-        self._messages = HostMessages(rank, size, self._fallbacks.meeting("p2p"), seconds)
         self._served = ServedDevices(seconds, self._p2p)
         # A Work has a C++ and a Python half, and C++ code that keeps a Work keeps its C++ half alone. Once
         # the Python half is gone, nobody answers the C++ half, and a wait for it never ends. DDP's `join`
@@ -286,6 +288,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
+        self._check_peer("send", to)
         if self._messages.fits(tensors, to, tag) and self._has_mailbox():
             return self._host_message("send", tensors[0], to, tag)
         if not self._p2p.carries(tensors, to):
@@ -293,6 +296,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         return self._point_to_point("send", tensors[0], to)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
+        self._check_peer("recv", source)
         if self._messages.fits(tensors, source, tag) and self._has_mailbox():
             return self._host_message("recv", tensors[0], source, tag)
         if not self._p2p.carries(tensors, source):
@@ -304,10 +308,22 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
             return self._host_message("recv", tensors[0], None, tag)
         return self._message("recv_anysource", "from any rank", tensors, (), tag)
 
+    def _check_peer(self, operation: str, peer: int) -> None:
+        """Refuses what is no rank of the group: gloo would read memory that is not its own."""
+        if not 0 <= peer < self._size:
+            raise InvalidArgumentError(
+                f"symmpool: {operation} on rank {self._rank} with rank {peer}: the group has ranks 0 to "
+                f"{self._size - 1}; you must name one of them"
+            )
+
     def _has_mailbox(self) -> bool:
-        """Whether a mailbox carries messages of CPU tensors, which all ranks answer alike."""
+        """Whether a mailbox carries messages of CPU tensors. All ranks answer alike at any time, so whether
+        collectives are served, which ranks learn one after the other, is not asked."""
         used = self._messages.is_used
-        return used if used is not None else self.may_serve(_CPU) and self._messages.meet()
+        if used is None:
+            self._served.refuse_at_end(self)
+            used = self._served.is_named(self, _CPU) and self._messages.meet()
+        return used
 
     def _host_message(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
         """A message that the group's mailbox carries."""

@@ -66,6 +66,10 @@ class ServedDevices:
         known = self.known.get(number_of(device), not self.ended)
         return known and _is_named(group, device.type)
 
+    def is_named(self, group: Any, device: torch.device) -> bool:
+        """Whether the program named ours for such devices, which is the same on all ranks at any time."""
+        return _is_named(group, device.type)
+
     def serves(self, group: Any, device: torch.device) -> bool:
         """Whether every rank has a communicator of ours there. The first call is collective."""
         number = number_of(device)

@@ -33,6 +33,8 @@ mod segment;
 mod state;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_given_up;
 
 use std::any::Any;
 use std::fmt;
@@ -54,6 +56,8 @@ use crate::p2p::{Direction, Payload};
 use crate::signal::Pause;
 use crate::timeout::Timeout;
 
+/// What a forked child may not use, for errors.
+const WHAT: &str = "a group's mailbox";
 /// How long a waiter sleeps at most before it looks whether its peers are still there.
 const SLICE: Duration = Duration::from_millis(10);
 
@@ -130,7 +134,8 @@ impl Mailbox {
     ///
     /// - Where the system does not say which machine this is.
     pub fn address(&self) -> Result<Vec<u8>> {
-        self.shared.lock()?.listener().address()
+        let listener = self.shared.lock()?.listener();
+        listener.ok_or_else(|| Error::invalid_state("the mailbox has ended"))?.address()
     }
 
     /// Takes the addresses of all ranks, in the order of their ranks. Talks to nobody. Returns why this group's
@@ -214,7 +219,7 @@ impl Mailbox {
 
 impl Shared {
     fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        self.maker.check("a group's mailbox")?;
+        self.maker.check(WHAT)?;
         // Counts are valid even if a thread panicked between two of them.
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -265,9 +270,9 @@ impl Shared {
         if !state.advance() {
             let (sockets, listener) = (state.sockets(), state.listener());
             drop(state);
-            let mut polled = vec![PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
-            let of_socket = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-            polled.extend(sockets.iter().map(|socket| of_socket(socket.as_fd())));
+            let polls = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+            let mut polled: Vec<_> = listener.iter().map(|each| polls(each.as_fd())).collect();
+            polled.extend(sockets.iter().map(|socket| polls(socket.as_fd())));
             // Another thread may take what wakes this one.
             let alone = self.waiting.load(Ordering::Relaxed) < 2;
             let slice = if alone { SLICE } else { SLICE / 10 };
@@ -286,20 +291,22 @@ impl Shared {
 }
 
 impl Operation {
-    /// Whether it has ended. Moves messages on, and does not wait.
+    /// Whether it has ended, as all have in a forked child. Moves messages on, and does not wait.
     pub fn is_done(&self) -> bool {
-        if self.op.outcome().is_none()
-            && let Ok(mut state) = self.shared.lock()
-            && !state.advance()
-        {
-            state.attend();
+        if self.op.outcome().is_none() {
+            let Ok(mut state) = self.shared.lock() else { return true };
+            if !state.advance() {
+                state.attend();
+            }
         }
         self.op.outcome().is_some()
     }
 
-    /// How it ended: with the other rank, or an error. `None` if it has not.
+    /// How it ended: with the other rank, or an error. `None` if it has not. What was open at a fork is an error in the
+    /// child.
     pub fn outcome(&self) -> Option<Result<u32>> {
-        self.op.outcome().cloned()
+        let lost = || self.shared.maker.check(WHAT).err().map(Err);
+        self.op.outcome().cloned().or_else(lost)
     }
 
     /// Waits until the message is received, or its memory may be written again. Returns the other rank.
@@ -310,17 +317,22 @@ impl Operation {
     /// # Errors
     ///
     /// - `is_diverged` where the two ends have other elements, or another number of them. A sender whose message was
-    ///   sent whole learns of it by its next wait for a message to or from that rank.
+    ///   sent whole learns of it by its next wait for a message to or from that rank, once that message has ended as
+    ///   [`Self::outcome`] says, or has not come in time.
     /// - `is_timeout` if the other rank does not come in time.
     /// - `is_peer_lost` if its process has ended, or has ended its mailbox.
     /// - `is_interrupted`; and `is_invalid_state` after [`Mailbox::end`], and in a forked child.
     pub fn wait(&self, limit: Option<Duration>) -> Result<u32> {
         if self.op.outcome().is_none() {
-            self.shared.maker.check("a group's mailbox")?;
+            self.shared.maker.check(WHAT)?;
             self.shared.waiting.fetch_add(1, Ordering::Relaxed);
             let waited = self.await_end(limit);
             self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
-            waited?;
+            if let Err(error) = waited {
+                // What was refused may be why nothing has come.
+                let refused = if error.is_timeout() { self.report()? } else { None };
+                return Err(refused.unwrap_or(error));
+            }
         }
         if let Some(error) = self.report()? {
             return Err(error);
@@ -356,10 +368,6 @@ impl Operation {
             if self.op.outcome().is_some() {
                 return Ok(());
             }
-            if let Some(error) = self.report()? {
-                shared.lock()?.cancel(&self.op, &error);
-                return Err(error);
-            }
             match waiter.pause() {
                 Ok(false) => {}
                 Ok(true) => shared.sleep()?,
@@ -389,6 +397,10 @@ impl Operation {
             None if keeps && error.is_timeout() => Err(error),
             None => {
                 state.cancel(&self.op, &error);
+                if state.is_busy() {
+                    // The peer is still to be told.
+                    self.shared.attend(&mut state);
+                }
                 Err(error)
             }
         }

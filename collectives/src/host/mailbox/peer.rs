@@ -8,7 +8,7 @@ use std::sync::Arc;
 use symmpool_allocator::{Error, PairSocket};
 
 use super::operation::Op;
-use super::segment::{Entry, Segment};
+use super::segment::{Entry, Kind, Segment};
 
 /// A segment, and the connection by which its two ranks wake each other.
 #[derive(Debug)]
@@ -94,7 +94,8 @@ impl Peer {
             self.queue.pop_front();
             has_written = true;
         }
-        while let Some(stream) = self.streams.front_mut() {
+        // The receiver takes bytes for those of the first message that it has asked for, so a withdrawal goes before them.
+        while let Some(stream) = self.streams.front_mut().filter(|_| self.queue.is_empty()) {
             let (from, left) = stream.rest();
             // SAFETY: the rest of the operation's memory, as above.
             let part = unsafe { link.segment.write_bulk(from, left) };
@@ -117,15 +118,50 @@ impl Peer {
         has_written
     }
 
-    /// Reads what is there of the large messages that were asked for.
-    pub(super) fn read_bulk(&mut self, rank: u32) -> bool {
+    /// Withdraws a message whose bytes have not begun to pass. Returns whether there was one.
+    pub(super) fn withdraw(&mut self, op: &Arc<Op>) -> bool {
+        let is_it = |other: &Arc<Op>| Arc::ptr_eq(other, op);
+        let offered = self.offered.iter().find(|(_, offered)| is_it(offered));
+        let asked = self.streams.iter().find(|stream| is_it(&stream.op) && stream.passed == 0);
+        let found = offered.map(|(number, _)| *number).or(asked.map(|stream| stream.number));
+        let Some(number) = found else { return false };
+        self.offered.remove(&number);
+        self.streams.retain(|stream| stream.number != number);
+        let is_offer = |entry: &Entry| entry.kind == Kind::Offer && entry.number == number;
+        let unsaid = self.queue.iter().position(|queued| is_offer(&queued.entry));
+        if unsaid.and_then(|at| self.queue.remove(at)).is_none() {
+            self.say(Entry::about(Kind::Withdrawal, number));
+        }
+        self.write();
+        true
+    }
+
+    /// Queues what is said to the peer, unless there are no more messages with it.
+    pub(super) fn say(&mut self, entry: Entry) {
+        if self.lost.is_none() {
+            self.queue.push_back(Queued { entry, op: None });
+        }
+    }
+
+    /// Says that all messages with the peer are given up, past everything that is queued.
+    pub(super) fn abandon(&mut self, is_interrupted: bool) {
+        let Some(link) = &mut self.outgoing else { return };
+        let tag = is_interrupted.into();
+        let entry = Entry { tag, ..Entry::about(Kind::Abandonment, 0) };
+        // SAFETY: no bytes are read. Where there is no room, the peer sees the closed connection alone.
+        let _ = unsafe { link.segment.write(entry, std::ptr::null()) };
+        link.wake();
+    }
+
+    /// Reads what is there of the large messages that were asked for, where `written` bytes were ever written.
+    pub(super) fn read_bulk(&mut self, rank: u32, written: u64) -> bool {
         let Some(link) = &mut self.incoming else { return false };
         let mut has_read = false;
         while let Some(stream) = self.awaited.front_mut() {
             let (to, left) = stream.rest();
             // SAFETY: the rest of the operation's memory, which is writable for its payload's bytes, as many as the
             // sender has.
-            let part = unsafe { link.segment.read_bulk(to, left) };
+            let part = unsafe { link.segment.read_bulk(to, left, written) };
             stream.passed += part;
             has_read |= part > 0;
             if part < left {

@@ -42,6 +42,9 @@ pub(super) enum Kind {
     Refusal,
     /// The sender no longer offers the message of that number.
     Withdrawal,
+    /// The writer has given up a large message whose bytes were passing, and with it all messages of the pair. Its tag is
+    /// 1 where a wait was interrupted, and 0 where it took too long.
+    Abandonment,
     /// Nothing: what follows lies at the beginning of the ring.
     Skip,
 }
@@ -57,6 +60,13 @@ pub(super) struct Entry {
     pub(super) payload: u64,
     /// Bytes that follow.
     pub(super) bytes: u64,
+}
+
+impl Entry {
+    /// An entry that says something about a message, without bytes.
+    pub(super) fn about(kind: Kind, number: u64) -> Self {
+        Self { kind, number, tag: 0, payload: 0, bytes: 0 }
+    }
 }
 
 /// One word alone on its cache lines.
@@ -180,8 +190,7 @@ impl Segment {
     pub(super) unsafe fn write(&mut self, entry: Entry, data: *const u8) -> bool {
         let Some(skip) = self.room(entry.bytes) else { return false };
         if skip > 0 {
-            let nothing = Entry { kind: Kind::Skip, number: 0, tag: 0, payload: 0, bytes: 0 };
-            self.write_header(nothing);
+            self.write_header(Entry::about(Kind::Skip, 0));
             self.entries += skip;
         }
         self.write_header(entry);
@@ -217,7 +226,8 @@ impl Segment {
                 3 => Kind::Want,
                 4 => Kind::Refusal,
                 5 => Kind::Withdrawal,
-                6 => Kind::Skip,
+                6 => Kind::Abandonment,
+                7 => Kind::Skip,
                 _ => return Err(damaged()),
             };
             if kind == Kind::Skip && !self.entries.is_multiple_of(ENTRIES) {
@@ -256,13 +266,19 @@ impl Segment {
         part
     }
 
-    /// Reads what is there of `bytes` bytes, in one piece. Returns how much that was. [`Self::wakes`] must follow.
+    /// How many bytes of large messages were ever written. Entries that were written before these bytes are there for
+    /// whoever looks for entries afterwards.
+    pub(super) fn bulk_written(&self) -> u64 {
+        self.counts().bulk_written.0.load(Ordering::Acquire)
+    }
+
+    /// Reads what is there of `bytes` bytes, in one piece, where `written` were ever written. Returns how much that was.
+    /// [`Self::wakes`] must follow.
     ///
     /// # Safety
     ///
     /// `to` is writable for these bytes, and nobody else touches them.
-    pub(super) unsafe fn read_bulk(&mut self, to: *mut u8, bytes: u64) -> u64 {
-        let written = self.counts().bulk_written.0.load(Ordering::Acquire);
+    pub(super) unsafe fn read_bulk(&mut self, to: *mut u8, bytes: u64, written: u64) -> u64 {
         let there = written.wrapping_sub(self.bulk).min(BULK);
         let part = there.min(bytes).min(BULK - self.bulk % BULK);
         // SAFETY: the caller's promise; the part is written, in one piece, and inside the mapping.
@@ -413,9 +429,10 @@ mod tests {
             written += unsafe { from.write_bulk(rest.as_ptr(), rest.len() as u64) } as usize;
             assert!(written - read <= BULK as usize);
             if written % 3 != 0 || written == data.len() || written - read > BULK as usize / 2 {
-                let rest = &mut came[read..];
+                let (rest, there) = (&mut came[read..], to.bulk_written());
+                let length = rest.len() as u64;
                 // SAFETY: as long as it is.
-                read += unsafe { to.read_bulk(rest.as_mut_ptr(), rest.len() as u64) } as usize;
+                read += unsafe { to.read_bulk(rest.as_mut_ptr(), length, there) } as usize;
             }
         }
         assert!(came == data);

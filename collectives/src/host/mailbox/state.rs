@@ -18,12 +18,13 @@ use crate::p2p::{Afterwards, Direction, Payload, payloads_differ};
 pub(super) const WHOLE: u64 = 1 << 16;
 /// Bytes of whole messages that one rank may have sent to another one which has not received them. Beyond that
 /// messages of any length wait at the sender until they are received.
-const UNRECEIVED: u64 = 1 << 22;
+pub(super) const UNRECEIVED: u64 = 1 << 22;
 
 /// The state of a mailbox, under its lock.
 pub(super) struct State {
     pub(super) rank: u32,
-    listener: Arc<PairListener>,
+    /// `None` once the mailbox has ended, so that who connects sees that nobody is there.
+    listener: Option<Arc<PairListener>>,
     /// Empty until the mailbox is connected.
     pub(super) addresses: Vec<PairAddress>,
     peers: Vec<Peer>,
@@ -47,7 +48,7 @@ impl State {
     ) -> Self {
         Self {
             rank,
-            listener: Arc::new(listener),
+            listener: Some(Arc::new(listener)),
             addresses: Vec::new(),
             peers: (0..world).map(|_| Peer::default()).collect(),
             posted: VecDeque::new(),
@@ -68,8 +69,8 @@ impl State {
         &mut self.peers[rank as usize]
     }
 
-    pub(super) fn listener(&self) -> Arc<PairListener> {
-        Arc::clone(&self.listener)
+    pub(super) fn listener(&self) -> Option<Arc<PairListener>> {
+        self.listener.clone()
     }
 
     /// The connections that wake this rank.
@@ -189,14 +190,8 @@ impl State {
             link.segment.release(sent.bytes());
         }
         if sent != op.payload {
-            let refusal = Entry {
-                kind: Kind::Refusal,
-                number: message.number,
-                tag: sent.word(),
-                payload: op.payload.word(),
-                bytes: 0,
-            };
-            peer.queue.push_back(Queued { entry: refusal, op: None });
+            let (tag, payload) = (sent.word(), op.payload.word());
+            peer.say(Entry { tag, payload, ..Entry::about(Kind::Refusal, message.number) });
             let payloads = (sent, op.payload);
             op.finish(Err(payloads_differ(me, (rank, me), payloads, Afterwards::UsableGroup)));
         } else if is_whole {
@@ -205,9 +200,7 @@ impl State {
             unsafe { std::ptr::copy_nonoverlapping(data, op.memory(), sent.bytes() as usize) };
             op.finish(Ok(rank));
         } else {
-            let want =
-                Entry { kind: Kind::Want, number: message.number, tag: 0, payload: 0, bytes: 0 };
-            peer.queue.push_back(Queued { entry: want, op: None });
+            peer.say(Entry::about(Kind::Want, message.number));
             let (op, number) = (Arc::clone(op), message.number);
             peer.awaited.push_back(Stream { op, number, passed: 0 });
         }
@@ -220,7 +213,7 @@ impl State {
             if self.peer(rank).lost.is_some() {
                 continue;
             }
-            match self.take_entries(rank) {
+            match self.take_in(rank) {
                 Ok(moved) => has_moved |= moved,
                 Err(error) => {
                     self.lose(rank, &error.naming([rank]));
@@ -229,7 +222,6 @@ impl State {
                 }
             }
             let peer = self.peer(rank);
-            has_moved |= peer.read_bulk(rank);
             if !peer.queue.is_empty() || !peer.streams.is_empty() {
                 if peer.outgoing.is_none() {
                     // Why it is lost is the error of its messages.
@@ -239,6 +231,20 @@ impl State {
             }
         }
         has_moved
+    }
+
+    /// Takes what a rank has sent. Returns whether there was anything.
+    fn take_in(&mut self, rank: u32) -> Result<bool> {
+        let mut has_moved = false;
+        loop {
+            // Before entries are: what they say of the messages that these bytes are of is known then.
+            let written = self.peer(rank).incoming.as_ref().map_or(0, |l| l.segment.bulk_written());
+            has_moved |= self.take_entries(rank)?;
+            if !self.peer(rank).read_bulk(rank, written) {
+                return Ok(has_moved);
+            }
+            has_moved = true;
+        }
     }
 
     fn take_entries(&mut self, rank: u32) -> Result<bool> {
@@ -290,11 +296,7 @@ impl State {
                 let peer = self.peer(rank);
                 match peer.offered.remove(&number) {
                     Some(op) => peer.streams.push_back(Stream { op, number, passed: 0 }),
-                    None => {
-                        let kind = Kind::Withdrawal;
-                        let entry = Entry { kind, number, tag: 0, payload: 0, bytes: 0 };
-                        peer.queue.push_back(Queued { entry, op: None });
-                    }
+                    None => peer.say(Entry::about(Kind::Withdrawal, number)),
                 }
             }
             Kind::Refusal => {
@@ -309,7 +311,10 @@ impl State {
                 }
             }
             Kind::Withdrawal => {
-                let awaited = &mut self.peer(rank).awaited;
+                let peer = self.peer(rank);
+                // Its later receive is for what the sender sends in its place.
+                peer.unexpected.retain(|message| message.number != number);
+                let awaited = &mut peer.awaited;
                 let found = awaited.iter().position(|stream| stream.number == number);
                 if let Some(stream) = found.and_then(|at| awaited.remove(at)) {
                     stream.op.finish(Err(Error::invalid_state(format!(
@@ -318,6 +323,17 @@ impl State {
                     ))
                     .naming([rank])));
                 }
+            }
+            Kind::Abandonment => {
+                let why = if tag == 1 { "was interrupted" } else { "timed out" };
+                let error = Error::peer_lost(
+                    vec![rank],
+                    format!(
+                        "rank {rank} has given up a large message while its bytes were passing, as its wait {why}: it \
+                         and rank {me} can have no more messages"
+                    ),
+                );
+                self.lose(rank, &error);
             }
             Kind::Skip => {}
         }
@@ -342,7 +358,15 @@ impl State {
                 // It may have sent something before.
                 self.accept();
                 let _ = self.take_entries(rank);
-                let error = self.loss(rank);
+                let peer = &self.peers[rank as usize];
+                let error = match &peer.lost {
+                    Some(error) => error.clone(),
+                    None if peer.incoming.is_some() => self.loss(rank),
+                    None => {
+                        let what = "its process has ended, or has destroyed the group";
+                        Error::peer_lost(vec![rank], format!("{what}, seen on rank {}", self.rank))
+                    }
+                };
                 self.lose(rank, &error);
                 return Err(error);
             }
@@ -353,8 +377,9 @@ impl State {
     /// Accepts the connections of other ranks. Returns whether there was one.
     pub(super) fn accept(&mut self) -> bool {
         let mut has_accepted = false;
+        let Some(listener) = self.listener() else { return false };
         loop {
-            match self.listener.accept() {
+            match listener.accept() {
                 Ok(None) => return has_accepted,
                 Ok(Some(accepted)) => {
                     let from = accepted.from;
@@ -436,7 +461,8 @@ impl State {
         }
     }
 
-    /// Gives up a message, for this reason. One whose bytes are passing ends all messages with its peer.
+    /// Gives up a message, for this reason. The peer is told of one that was offered to it. One whose bytes are passing
+    /// ends all messages with its peer, which is told why.
     pub(super) fn cancel(&mut self, op: &Arc<Op>, why: &Error) {
         if op.outcome().is_some() {
             return;
@@ -448,11 +474,18 @@ impl State {
         self.peer(me).unexpected.retain(|message| !is_own(message));
         for rank in self.others() {
             let peer = self.peer(rank);
-            peer.queue
-                .retain(|queued| !queued.op.as_ref().is_some_and(|queued| Arc::ptr_eq(queued, op)));
-            peer.offered.retain(|_, offered| !Arc::ptr_eq(offered, op));
+            let is_it =
+                |queued: &Queued| queued.op.as_ref().is_some_and(|queued| Arc::ptr_eq(queued, op));
+            let unsent = peer.queue.iter().position(is_it);
+            if unsent.and_then(|at| peer.queue.remove(at)).is_some() {
+                peer.sent_whole = peer.sent_whole.wrapping_sub(op.payload.bytes());
+            }
+            if peer.withdraw(op) {
+                continue;
+            }
             let mut streams = peer.streams.iter().chain(&peer.awaited);
             if streams.any(|stream| Arc::ptr_eq(&stream.op, op)) {
+                peer.abandon(why.is_interrupted());
                 let what = "a large message was given up while its bytes were passing";
                 self.lose(rank, &why.clone().context(what));
             }
@@ -483,6 +516,7 @@ impl State {
         for link in self.peers.iter().flat_map(|peer| [&peer.outgoing, &peer.incoming]).flatten() {
             link.segment.end_here();
         }
+        self.listener = None;
         self.ended = Some(error.clone());
         for rank in self.others() {
             self.lose(rank, error);

@@ -9,10 +9,10 @@ use proptest::prelude::*;
 use super::state::WHOLE;
 use super::*;
 
-const SOON: Duration = Duration::from_secs(20);
+pub(super) const SOON: Duration = Duration::from_secs(20);
 
 /// Connected mailboxes of so many ranks.
-fn mailboxes(world: u32, timeout: Duration) -> Vec<Mailbox> {
+pub(super) fn mailboxes(world: u32, timeout: Duration) -> Vec<Mailbox> {
     let made = |rank| Mailbox::new(rank, world, timeout, None).expect("made");
     let all: Vec<Mailbox> = (0..world).map(made).collect();
     let addresses: Vec<_> = all.iter().map(|each| each.address().expect("known")).collect();
@@ -23,19 +23,19 @@ fn mailboxes(world: u32, timeout: Duration) -> Vec<Mailbox> {
 }
 
 /// Sends bytes, which the operation keeps.
-fn send(from: &Mailbox, data: Vec<u8>, peer: u32, tag: i64) -> Result<Operation> {
+pub(super) fn send(from: &Mailbox, data: Vec<u8>, peer: u32, tag: i64) -> Result<Operation> {
     let (at, count) = (data.as_ptr(), data.len());
     // SAFETY: the operation keeps the data, which nobody writes.
     unsafe { from.send((at, count, DType::U8), peer, tag, Box::new(data)) }
 }
 
 /// A receive, and where it writes.
-struct Receive {
-    operation: Operation,
+pub(super) struct Receive {
+    pub(super) operation: Operation,
     data: Arc<Vec<u8>>,
 }
 
-fn recv(to: &Mailbox, count: usize, peer: Option<u32>, tag: i64) -> Result<Receive> {
+pub(super) fn recv(to: &Mailbox, count: usize, peer: Option<u32>, tag: i64) -> Result<Receive> {
     let mut data = vec![0; count];
     let at = data.as_mut_ptr();
     let data = Arc::new(data);
@@ -46,13 +46,13 @@ fn recv(to: &Mailbox, count: usize, peer: Option<u32>, tag: i64) -> Result<Recei
 }
 
 impl Receive {
-    fn wait(&self) -> Result<(u32, Vec<u8>)> {
+    pub(super) fn wait(&self) -> Result<(u32, Vec<u8>)> {
         let source = self.operation.wait(None)?;
         Ok((source, self.data.as_ref().clone()))
     }
 }
 
-fn content(number: usize, bytes: usize) -> Vec<u8> {
+pub(super) fn content(number: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (number * 31 + at * 7) as u8).collect()
 }
 
@@ -129,6 +129,7 @@ fn ends_that_differ_are_an_error_on_both() {
         // A message that was sent whole is done before it is refused.
         let told = if bytes < 100 {
             sent.wait(None).unwrap();
+            send(&all[1], vec![3], 0, 0).unwrap();
             recv(&all[0], 1, Some(1), 0).unwrap().wait()
         } else {
             sent.wait(None).map(|rank| (rank, Vec::new()))
