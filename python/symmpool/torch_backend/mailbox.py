@@ -74,7 +74,7 @@ class HostMessages:
         keys = self._keys()
         with contextlib.suppress(Exception):
             if self._store.check(keys):
-                self._addresses = [self._store.get(key) for key in keys]
+                self._addresses = self._store.multi_get(keys)
 
     def _keys(self) -> list[str]:
         return [str(rank) for rank in range(self._size)]
