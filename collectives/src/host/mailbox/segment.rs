@@ -38,8 +38,11 @@ pub(super) enum Kind {
     Offer,
     /// The receiver asks for the bytes of a message of that number.
     Want,
-    /// The receiver expects something else than the message of that number. Its payload is what it expects.
+    /// The receiver expects something else than the message of that number, which came whole. Its payload is what it
+    /// expects.
     Refusal,
+    /// The same of a message that was offered.
+    Decline,
     /// The sender no longer offers the message of that number.
     Withdrawal,
     /// The writer has given up a large message whose bytes were passing, and with it all messages of the pair. Its tag is
@@ -225,9 +228,10 @@ impl Segment {
                 2 => Kind::Offer,
                 3 => Kind::Want,
                 4 => Kind::Refusal,
-                5 => Kind::Withdrawal,
-                6 => Kind::Abandonment,
-                7 => Kind::Skip,
+                5 => Kind::Decline,
+                6 => Kind::Withdrawal,
+                7 => Kind::Abandonment,
+                8 => Kind::Skip,
                 _ => return Err(damaged()),
             };
             if kind == Kind::Skip && !self.entries.is_multiple_of(ENTRIES) {

@@ -191,7 +191,8 @@ impl State {
         }
         if sent != op.payload {
             let (tag, payload) = (sent.word(), op.payload.word());
-            peer.say(Entry { tag, payload, ..Entry::about(Kind::Refusal, message.number) });
+            let kind = if is_whole { Kind::Refusal } else { Kind::Decline };
+            peer.say(Entry { tag, payload, ..Entry::about(kind, message.number) });
             let payloads = (sent, op.payload);
             op.finish(Err(payloads_differ(me, (rank, me), payloads, Afterwards::UsableGroup)));
         } else if is_whole {
@@ -299,15 +300,17 @@ impl State {
                     None => peer.say(Entry::about(Kind::Withdrawal, number)),
                 }
             }
-            Kind::Refusal => {
+            Kind::Refusal | Kind::Decline => {
                 let payloads = (Payload::from_word(tag), Payload::from_word(payload));
                 let error = payloads_differ(me, (me, rank), payloads, Afterwards::UsableGroup);
                 match self.peer(rank).offered.remove(&number) {
                     Some(op) => op.finish(Err(error)),
-                    None => {
+                    None if entry.kind == Kind::Refusal => {
                         self.peer(rank).reports.push_back(error);
                         self.has_reports.store(true, Ordering::Relaxed);
                     }
+                    // Its send was given up, and has said so.
+                    None => {}
                 }
             }
             Kind::Withdrawal => {

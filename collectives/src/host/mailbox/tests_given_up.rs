@@ -95,6 +95,24 @@ fn a_receiver_that_has_asked_is_told_at_once() {
 }
 
 #[test]
+fn a_given_up_message_that_is_refused_is_reported_to_nobody() {
+    let all = mailboxes(2, SOON);
+    let mut sender = all[0].shared.lock().unwrap();
+    let mut receiver = all[1].shared.lock().unwrap();
+    let ((sent, _a), (received, _b)) =
+        (bare(Direction::Send, 1, 1 << 20), bare(Direction::Receive, 0, 1 << 19));
+    receiver.begin(&received).unwrap();
+    sender.begin(&sent).unwrap();
+    sender.cancel(&sent, &Error::interrupted("here"));
+    receiver.accept();
+    receiver.advance();
+    assert!(received.outcome().unwrap().as_ref().unwrap_err().is_diverged());
+    sender.accept();
+    assert!(sender.advance(), "the refusal");
+    assert!(sender.report(1).is_none());
+}
+
+#[test]
 fn a_peer_is_told_why_bytes_that_were_passing_ended() {
     for is_sender in [true, false] {
         let all = mailboxes(2, SOON);
