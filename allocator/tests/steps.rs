@@ -123,3 +123,48 @@ fn a_step_waits_for_another_threads_commit() {
         });
     });
 }
+
+/// A step that commits first takes the place of a block that all ranks have dropped, and another one takes a new place.
+#[test]
+fn a_step_that_commits_first_reuses_what_ranks_have_dropped() {
+    ranks(2, |group| {
+        let pool = pool_of_a_lane(group);
+        let deadline = || Deadline::after(Duration::from_secs(20));
+        let allocate = || pool.lane("a").unwrap().alloc::<u8>(100);
+        let first = pool.commit_together(1, Ok(()), deadline(), allocate).unwrap().unwrap();
+        let place = first.offset();
+        first.free_unordered().unwrap();
+        let step = pool.reclaim_and_commit_together(1, Ok(()), deadline(), allocate);
+        let again = step.unwrap().unwrap();
+        assert_eq!(again.offset(), place);
+        assert!(pool.is_window(again.address(), again.bytes()));
+        again.free_unordered().unwrap();
+        let other = pool.commit_together(1, Ok(()), deadline(), allocate).unwrap().unwrap();
+        assert_ne!(other.offset(), place);
+    });
+}
+
+/// Where a rank alone finds no room, no rank has a block, and all of them go on.
+#[test]
+fn a_rank_without_room_fails_a_step_that_commits_first_on_all() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let pool = pool_of_a_lane(group);
+        let lane = pool.lane("a").unwrap();
+        let deadline = || Deadline::after(Duration::from_secs(20));
+        for fails in [true, false] {
+            let made = pool.reclaim_and_commit_together(1, Ok(()), deadline(), || {
+                if fails && rank == 1 {
+                    let why = Error::out_of_memory("nothing is left");
+                    lane.note_failure(&why);
+                    return Err(why);
+                }
+                lane.alloc::<u8>(100)
+            });
+            let made = made.unwrap();
+            assert_eq!(made.as_ref().is_err_and(Error::is_out_of_memory), fails, "{made:?}");
+            assert_eq!(made.is_ok(), !fails);
+        }
+        assert!(pool.can_commit());
+    });
+}

@@ -8,6 +8,7 @@
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
 //! | `experts` | dispatch to experts, and combine |
+//! | `expert_making` | how all ranks make a buffer for experts together, or none |
 //! | `expert_memory` | the memory that a buffer for experts has for itself |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `matmul` | products of matrices that hide their communication |
@@ -27,6 +28,7 @@
 mod channel_set;
 mod choice;
 mod engine;
+mod expert_making;
 mod expert_memory;
 mod experts;
 mod fused;

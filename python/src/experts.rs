@@ -7,7 +7,6 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use symmpool_allocator::CONTROL_LANE;
 use symmpool_collectives::{CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Quantization};
 
 use crate::arguments::{Argument, Calls};
@@ -201,8 +200,8 @@ fn quantization(name: Option<&str>) -> Result<Quantization, Refusal> {
 
 #[pymethods]
 impl ExpertBuffer {
-    /// A buffer on a communicator. It allocates memory of the pool, as `Pool.empty` does, and on CUDA waits for what
-    /// runs; none is made while a graph is captured.
+    /// A buffer on a communicator, by a collective call, which waits for all ranks: they make it together, or none does.
+    /// It commits the pool; none is made while a graph is captured.
     #[new]
     #[pyo3(signature = (
         comm, *, hidden, experts, top_k, max_tokens, dtype, capacity = None, num_sms = None, any_layout = false
@@ -226,38 +225,13 @@ impl ExpertBuffer {
         let (shape, num_sms) = shape_of(py, made_for, num_sms)?;
         let stream = stream::resolve(py, calls.device, None)?;
         let make = || {
-            let (core, pool) = (calls.core(), calls.comm.pool());
-            let bytes = Buffer::region_bytes(shape, core.rank(), core.world())?;
-            // Before memory is allocated, as a rank that is refused must not have allocated more than the others.
-            Buffer::check_sms(core.rank(), num_sms)?;
-            let lane = pool.lane(CONTROL_LANE)?;
-            let memory = Memory::allocate_for_calls(&lane, pool, calls.device, bytes, stream)?;
-            let region = memory.block().as_ptr();
-            // SAFETY: the block is new and has as many bytes. This object keeps it, and its memory is used by nobody
-            // else before the device has done what calls gave it.
-            let buffer = unsafe { Buffer::at(core, shape, num_sms, region) }?;
-            let buffer = if any_layout { buffer.with_any_layout() } else { buffer };
-            symmpool_allocator::Result::Ok((memory, buffer))
+            // SAFETY: this object keeps the block, and its memory is used by nobody else before the device has done what
+            // calls gave it.
+            unsafe { Buffer::together(calls.core(), shape, num_sms, any_layout, &stream) }
         };
-        let (memory, buffer) = site::detach(py, make).or_raise(py)?;
+        let (block, buffer) = site::detach(py, make).or_raise(py)?;
+        let memory = Memory::for_calls(block, calls.comm.pool(), calls.device, stream);
         Ok(Self { buffer: Own::new(buffer), calls, memory })
-    }
-
-    /// The bytes of buffers and the like that this rank has dropped on a communicator's pool, and that wait for a commit.
-    #[staticmethod]
-    #[pyo3(name = "_dropped_bytes")]
-    fn dropped_bytes(py: Python<'_>, comm: &Bound<'_, Communicator>) -> PyResult<u64> {
-        let calls = &comm.get().calls;
-        let lane = || calls.comm.pool().lane(CONTROL_LANE)?.stats();
-        calls.run(py, lane).map(|stats| stats.deferred)
-    }
-
-    /// Makes a commit of a communicator's pool, behind which that memory can be used again. Collective.
-    #[staticmethod]
-    #[pyo3(name = "_take_back_dropped")]
-    fn take_back_dropped(py: Python<'_>, comm: &Bound<'_, Communicator>) -> PyResult<()> {
-        let calls = &comm.get().calls;
-        calls.run(py, || calls.comm.pool().commit().map(drop))
     }
 
     /// Raises what is wrong with the options of a buffer on a communicator. Makes nothing.

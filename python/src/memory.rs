@@ -7,7 +7,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
-use symmpool_allocator::{Lane, Pool, Result, Stream};
+use symmpool_allocator::{Pool, Result, Stream};
 
 use crate::block::Block;
 use crate::convert::Device;
@@ -44,37 +44,35 @@ impl Memory {
         bytes: usize,
         stream: Stream,
     ) -> Result<Arc<Self>> {
-        Self::allocate_in(&pool.default_lane(), pool, device, bytes, stream, false)
+        // DLPack consumers may count on 256 bytes.
+        let block = pool.default_lane().alloc_bytes(bytes, 512, stream)?;
+        Ok(Self::of_block(block, pool, device, stream, false))
     }
 
-    /// Memory of a lane of the pool, for calls on any stream, which its last holder does not wait for.
-    pub(crate) fn allocate_for_calls(
-        lane: &Lane,
+    /// A block for calls on any stream, which its last holder does not wait for.
+    pub(crate) fn for_calls(
+        block: symmpool_allocator::Block<u8>,
         pool: &Pool,
         device: Device,
-        bytes: usize,
         stream: Stream,
-    ) -> Result<Arc<Self>> {
-        Self::allocate_in(lane, pool, device, bytes, stream, true)
+    ) -> Arc<Self> {
+        Self::of_block(block, pool, device, stream, true)
     }
 
-    fn allocate_in(
-        lane: &Lane,
+    fn of_block(
+        block: symmpool_allocator::Block<u8>,
         pool: &Pool,
         device: Device,
-        bytes: usize,
         stream: Stream,
         outlived: bool,
-    ) -> Result<Arc<Self>> {
-        // DLPack consumers may count on 256 bytes.
-        let block = lane.alloc_bytes(bytes, 512, stream)?;
+    ) -> Arc<Self> {
         let (address, end) = (block.address(), block.address() + block.bytes().max(1));
         let (block, pool) = (Some(Own::new(block)), Own::new(pool.clone()));
         let memory = Arc::new(Self { block, outlived, pool, device, stream, address });
         if device != Device::Cpu {
             known().insert(address, (end, Arc::downgrade(&memory)));
         }
-        Ok(memory)
+        memory
     }
 
     /// The memory in which an address of a device lies.

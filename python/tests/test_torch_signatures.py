@@ -156,6 +156,9 @@ def new_names(group, folder):
     objects = [None] * world
     symmpool.all_gather_object(objects, {"rank": me, "text": "x" * me * 1000})
     assert [each["rank"] for each in objects] == list(range(world)) and len(objects[-1]["text"]) > 1000
+    with torch.device("meta"):
+        symmpool.all_gather_object(objects, me)
+    assert objects == list(range(world))
     # What one rank refuses is told to the others.
     error = symmpool.InvalidArgumentError if me == 0 else symmpool.DivergedError
     for call in (

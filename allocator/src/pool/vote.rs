@@ -46,23 +46,62 @@ impl Pool {
         deadline: Deadline,
         prepare: impl FnOnce() -> Result<T>,
     ) -> Result<Result<T>> {
+        self.step(subject, ready, deadline, false, prepare)
+    }
+
+    /// As [`commit_together`](Self::commit_together), and commits before `prepare` too, so that it finds the memory of blocks
+    /// which all ranks have dropped.
+    ///
+    /// # Errors
+    ///
+    /// As [`commit_together`](Self::commit_together).
+    pub fn reclaim_and_commit_together<T>(
+        &self,
+        subject: u64,
+        ready: Result<()>,
+        deadline: Deadline,
+        prepare: impl FnOnce() -> Result<T>,
+    ) -> Result<Result<T>> {
+        self.step(subject, ready, deadline, true, prepare)
+    }
+
+    fn step<T>(
+        &self,
+        subject: u64,
+        ready: Result<()>,
+        deadline: Deadline,
+        reclaims: bool,
+        prepare: impl FnOnce() -> Result<T>,
+    ) -> Result<Result<T>> {
         self.check_process()?;
         self.await_background(deadline)?;
         let mut committer = self.committer_by(deadline)?;
         if let Err(why) = self.vote(&mut committer, subject, ready, deadline)? {
             return Ok(Err(why));
         }
+        if reclaims && let Err(why) = self.commit_alike(&mut committer, deadline, ())? {
+            return Ok(Err(why));
+        }
         let prepared = prepare();
-        let committed = self.commit_with(&mut committer, deadline);
-        match committed {
-            // Had one rank alone failed, the commit had found that ranks differ.
-            Ok(_) => Ok(prepared),
+        // Had one rank alone failed, the commit had found that ranks differ.
+        Ok(self.commit_alike(&mut committer, deadline, prepared)?.and_then(|prepared| prepared))
+    }
+
+    /// Commits with what was prepared; or returns why no rank has, which is the same on every rank.
+    fn commit_alike<T>(
+        &self,
+        committer: &mut Committer,
+        deadline: Deadline,
+        prepared: T,
+    ) -> Result<Result<T>> {
+        match self.commit_with(committer, deadline) {
+            Ok(_) => Ok(Ok(prepared)),
             // What ranks find alike: a stream is captured on one of them.
             Err(why) if why.is_invalid_state() && committer.is_sound() => Ok(Err(why)),
             // There was room when ranks were asked, and some rank found none then.
             Err(why) if why.is_out_of_memory() && committer.is_sound() => {
                 drop(prepared);
-                self.resync_with(&mut committer, deadline)?;
+                self.resync_with(committer, deadline)?;
                 Ok(Err(why))
             }
             Err(why) => Err(why),

@@ -146,12 +146,7 @@ impl Communicator {
     #[cold]
     fn take_memory(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
         let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
-        // Ranks that make different calls, or none, get their errors here, from the device, and the pool goes on. A rank may
-        // pass a handshake that another one has given up; in the second one it misses that rank.
-        for may_stop in [true, false] {
-            cuda.call(*stream, |cuda| cuda.handshake_only(call.grows(), *stream))?;
-            self.await_handshake(cuda, may_stop, stream)?;
-        }
+        self.await_ranks(cuda, call.grows(), stream)?;
         let total = self.memory().total;
         match self.allocate_growth(cuda) {
             Ok(Ok(block)) => {
@@ -183,6 +178,23 @@ impl Communicator {
         }
     }
 
+    /// Waits on the host until every rank has come to a call without data.
+    ///
+    /// Ranks that make different calls, or none, get their errors here, from the device, and the pool goes on.
+    pub(super) fn await_ranks(
+        &self,
+        cuda: &mut CudaEngine,
+        call: Call,
+        stream: &Stream,
+    ) -> Result<()> {
+        // A rank may pass a handshake that another one has given up; in the second one it misses that rank.
+        for may_stop in [true, false] {
+            cuda.call(*stream, |cuda| cuda.handshake_only(call, *stream))?;
+            self.await_handshake(cuda, may_stop, stream)?;
+        }
+        Ok(())
+    }
+
     /// Waits until every rank has come to the handshake on the stream, or until it is over. Where it `may_stop`, signals such
     /// as Ctrl-C end the wait, and close the communicator: not once another rank may have gone on to a commit, as it would
     /// wait there.
@@ -204,7 +216,7 @@ impl Communicator {
             asked = if asks { now } else { asked };
             if asks && interrupt.as_ref().is_some_and(|interrupt| interrupt()) {
                 let why = Error::interrupted(format!(
-                    "interrupted: rank {} waiting for all ranks to come to their first large call",
+                    "interrupted: rank {} waiting for all ranks before memory is taken",
                     self.rank()
                 ));
                 cuda.close(&why);

@@ -27,10 +27,12 @@ pub(crate) enum Operation {
     ExpertCombine = 14,
     /// A product of matrices that hides its communication.
     FusedMatmul = 15,
+    /// Ranks make a buffer for experts, whose memory they allocate behind it.
+    ExpertBuffer = 16,
 }
 
 impl Operation {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Declined,
         Self::Barrier,
         Self::AllReduce,
@@ -46,6 +48,7 @@ impl Operation {
         Self::ExpertDispatch,
         Self::ExpertCombine,
         Self::FusedMatmul,
+        Self::ExpertBuffer,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -65,6 +68,7 @@ impl Operation {
             Self::ExpertDispatch => "dispatch to experts",
             Self::ExpertCombine => "combine from experts",
             Self::FusedMatmul => "fused product of matrices",
+            Self::ExpertBuffer => "making of a buffer for experts",
         }
     }
 

@@ -11,7 +11,9 @@ sides after it.
 
 from __future__ import annotations
 
+import operator
 import sys
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -59,7 +61,7 @@ def recv(
 ) -> int:
     """Receives into `tensor` what rank `src` sends: see `send`. Returns the sender's rank, as it was given.
     On the CPU it receives from whichever rank sends first, if none is given; the rank that it returns is one
-    of the default group then, as torch's."""
+    of the default group then, as torch's. -1 where this process is no member of the group."""
     return _message("recv", tensor, group, tag, True, src=src, group_src=group_src)
 
 
@@ -101,6 +103,8 @@ class P2POp:
     ):
         if getattr(op, "__name__", "") not in ("isend", "irecv"):
             raise InvalidArgumentError(f"op: {op!r} is neither symmpool.isend nor symmpool.irecv")
+        if peer is None and group_peer is None:
+            raise InvalidArgumentError("peer: it is missing; pass the other rank as peer or group_peer")
         self.op, self.tensor, self.peer, self.group = op, tensor, peer, group
         self.tag, self.group_peer = tag, group_peer
 
@@ -169,24 +173,33 @@ class _Lines:
     def __init__(self, entry: CommunicatorEntry):
         self._entry = weakref.ref(entry)
         self._workers: dict[tuple[str, int | None], Worker] = {}
+        # Held while a thread of the program gives a message to one of these threads: its messages keep their
+        # order. A signal handler may begin a message in the middle of that.
+        self._lock = threading.RLock()
         renew_in_children(self)
 
     def forked(self) -> None:
         """In a forked child, which has none of these threads. The communicator refuses its messages."""
         self._workers = {}
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
 
     def begin(
         self, call: str, peer: int | None, function: Any, arguments: Any, results: list[Any]
     ) -> HostWork:
         """Has the thread of a direction make a message behind those that it was given before."""
-        if call == "recv" and not self.is_idle(call, None):
-            # Behind a receive from any rank, which may take what this one is sent.
-            peer = None
-        worker = self._workers.get((call, peer))
-        if worker is None:
-            entry = self._entry()
-            assert entry is not None
-            worker = self._workers[call, peer] = Worker(entry, explainer(entry))
+        with self._lock:
+            if call == "recv" and not self.is_idle(call, None):
+                # Behind a receive from any rank, which may take what this one is sent.
+                peer = None
+            worker = self._workers.get((call, peer))
+            if worker is None:
+                entry = self._entry()
+                assert entry is not None
+                # A signal handler may have made one meanwhile.
+                worker = self._workers.setdefault((call, peer), Worker(entry, explainer(entry)))
+            if not worker.order.is_here():
+                return worker.submit(function, arguments, results)
+        # A callback makes the message itself, which may last.
         return worker.submit(function, arguments, results)
 
     def is_idle(self, call: str, peer: int | None) -> bool:
@@ -221,10 +234,16 @@ def _message(call: str, tensor: Any, group: Any, tag: int, waits: bool, **peers:
     if not cache.is_outside(group):
         peer = None if any_source else rank_in(group, call, **peers)
         if not cache.is_ready(tensor, group):
+            _check_tag(tag)
             return _before_a_collective(call, tensor, group, tag, waits, peers)
     entry = cache.communicator_for(tensor, group)
     if entry is None:
-        return None
+        return -1 if call == "recv" and waits else None
+    if any_source:
+        _check_tag(tag)
+    else:
+        with entry.preparing_message(call, peer):
+            _check_tag(tag)
     if entry.device >= 0 and (any_source or not waits):
         what = f"{call} without src" if any_source else f"i{call}"
         raise UnsupportedError(
@@ -249,6 +268,15 @@ def _message(call: str, tensor: Any, group: Any, tag: int, waits: bool, **peers:
         return work
     work.wait()
     return found[1]
+
+
+def _check_tag(tag: Any) -> None:
+    try:
+        is_tag = operator.index(tag) >= 0
+    except TypeError:
+        is_tag = False
+    if not is_tag:
+        raise InvalidArgumentError(f"tag: {tag!r} is no number of 0 or more")
 
 
 def _make(entry: CommunicatorEntry, call: str, tensor: Any, peer: int) -> None:

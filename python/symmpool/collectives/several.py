@@ -52,14 +52,14 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
         if not isinstance(object_list, list) or len(object_list) < world:
             raise InvalidArgumentError(f"object_list: a list with room for {world} objects is needed")
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        sizes = torch.zeros(world, dtype=torch.int64)
-        mine = torch.tensor([data.numel()])
+        sizes = torch.zeros(world, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([data.numel()], device="cpu")
     all_gather_into_tensor(sizes, mine, group)
     with entry.preparing():
         longest = int(sizes.max())
-        sent = torch.zeros(longest, dtype=torch.uint8)
+        sent = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         sent[: data.numel()] = data
-        found = torch.empty(world * longest, dtype=torch.uint8)
+        found = torch.empty(world * longest, dtype=torch.uint8, device="cpu")
     all_gather_into_tensor(found, sent, group)
     parts = found.view(world, longest)
     for rank, size in enumerate(sizes.tolist()):

@@ -30,6 +30,7 @@ class CommunicatorEntry:
         "registered",
         "_pool",
         "lock",
+        "begun",
         "__weakref__",
     )
 
@@ -45,8 +46,10 @@ class CommunicatorEntry:
         self._pool = weakref.ref(pool)
         # What has `join`, for the calls with async_op that nothing has waited for yet.
         self.pending: Any = None
-        # Held while `pending` changes.
-        self.lock = threading.Lock()
+        # Held while `pending` changes. A signal handler may begin a call in the middle of that.
+        self.lock = threading.RLock()
+        # How many calls were given to the thread.
+        self.begun = 0
         # What makes such calls: a stream, or a thread.
         self.runner: Any = None
         # Where torch has the process group that the pool is on, for as long as it is not destroyed.
@@ -69,8 +72,12 @@ class CommunicatorEntry:
         waited = pending.join()
         with self.lock:
             # A callback, or another thread, may have begun a call meanwhile.
+            begun = self.begun
             if self.pending is pending and pending.ends_with(waited):
                 self.pending = None
+                if self.begun != begun:
+                    # So has a signal handler in this thread, in the middle of these lines.
+                    self.pending = pending
 
     def _join_for(self, call: Any, arguments: tuple[Any, ...] | None) -> None:
         """As `join_pending`, before such a call; without arguments, one that was checked. Wrong arguments are

@@ -429,6 +429,7 @@ class Worker:
             # What orders later calls is there before the call is: Ctrl-C may come in between. Nobody finds
             # the queue empty meanwhile.
             with entry.lock:
+                entry.begun += 1
                 entry.pending = calls
                 calls.put((work, call, arguments, prepared))
         return work

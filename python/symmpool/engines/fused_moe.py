@@ -275,7 +275,9 @@ class PrepareAndFinalize:
 
     def _given(self, sent: tuple[Any, ...], quant_config: Any, defer: bool) -> tuple[Any, Any, Any, Any, Any]:
         rows, scales, handle, ids, weights = sent
-        known = None if handle.counts is None else torch.tensor(handle.counts, dtype=torch.int32)
+        known = (
+            None if handle.counts is None else torch.tensor(handle.counts, dtype=torch.int32, device="cpu")
+        )
         counts = getattr(self._types, "ExpertTokensMetadata", ExpertTokensMetadata)(
             handle.expert_counts, known
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -444,25 +445,14 @@ class Buffer:
 
 
 def made_by_all(entry: Any, door: Door, **options: Any) -> ExpertBuffer:
-    """Makes a buffer's memory and kernels once every rank has come to do so: memory of a pool must be
-    allocated by all ranks alike, so it is by none if one refuses its arguments.
-
-    Memory of buffers that were dropped can be used again behind a commit, and pools make few of these. So the
-    ranks make one here if any of them has dropped some."""
-    on_device = entry.device >= 0
-    if on_device and torch.cuda.is_current_stream_capturing():
+    """Makes a buffer's memory and kernels, in one call of the communicator: all ranks allocate, with the same
+    options, or none does. Memory of buffers that all ranks have dropped is used again."""
+    if entry.device >= 0 and torch.cuda.is_current_stream_capturing():
         raise InvalidStateError(
             "a buffer for experts is made while a graph is captured; make the call before"
         )
-    dropped = ExpertBuffer._dropped_bytes(entry.comm)
-    most = torch.tensor([dropped], device=devices.name_of(entry.device))
-    entry.run(door.closing(entry.comm.all_reduce, False), (most, "max"), [], False)
-    if on_device:
-        entry.comm.synchronize()
-    if int(most) > 0:
-        # Where it fails it does on every rank.
-        door.closing(ExpertBuffer._take_back_dropped, False)(entry.comm)
-    return ExpertBuffer(entry.comm, **options)
+    entry.run(door.closing(functools.partial(ExpertBuffer, entry.comm, **options), False), (), [], False)
+    return door.result
 
 
 def dispatch(buffer: Buffer, *arguments: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ def for_caller(future: Any, work: Any, results: list[Any]) -> Any:
     if results[0].is_cuda:
         # Such a future knows no streams: the current one waits.
         work.wait()
-    failed = torch.zeros((), dtype=torch.int32)
+    failed = torch.zeros((), dtype=torch.int32, device="cpu")
     ready = torch.futures.Future()
 
     def complete(done: Any) -> None:

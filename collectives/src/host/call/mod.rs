@@ -212,7 +212,16 @@ impl Call {
         self
     }
 
-    /// The mode of such a call.
+    /// Describes that ranks make a buffer for experts, with what they make it for.
+    pub(crate) fn expert_buffer(shape: &ExpertShape, num_sms: u32, any_layout: bool) -> Self {
+        // A buffer of any layout takes handles whose rows lie by expert.
+        let mode = ExpertMode::of_bits(u32::from(any_layout));
+        let mut call = Self::new(Operation::ExpertBuffer).experts(shape, mode);
+        call.words[3] = u64::from(num_sms);
+        call
+    }
+
+    /// The mode of a call of experts.
     fn expert_mode(&self) -> ExpertMode {
         let [head, shape, ..] = self.words;
         let mode = head >> 40 & MODE_HEAD | shape >> 48 << MODE_HEAD.count_ones();

@@ -7,7 +7,7 @@ use crate::algorithm::{AUTO, known, name_of};
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
 
 impl Call {
-    /// What follows the name and the type of a dispatch to experts or a combine.
+    /// What follows the name and the type of a dispatch to experts, a combine, or the making of their buffer.
     fn fmt_experts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [_, shape, rows, output] = self.words;
         let (hidden, experts, top_k) =
@@ -16,6 +16,13 @@ impl Call {
         write!(f, ", hidden {hidden}, {experts} experts, top_k {top_k}, max_tokens {max_tokens}")?;
         if capacity > 0 {
             write!(f, ", capacity {capacity}")?;
+        }
+        if self.operation() == Some(Operation::ExpertBuffer) {
+            if output > 0 {
+                write!(f, ", num_sms {output}")?;
+            }
+            let any_layout = self.expert_mode().by_expert;
+            return f.write_str(if any_layout { ", for weights" } else { "" });
         }
         write!(f, ", {}", self.expert_mode())?;
         write!(f, ", in a buffer at window offset {:#x}", output & OFFSET)
@@ -88,6 +95,10 @@ impl fmt::Display for Call {
                 _ => Ok(()),
             };
         }
+        let is_of_experts = matches!(
+            operation,
+            Operation::ExpertDispatch | Operation::ExpertCombine | Operation::ExpertBuffer
+        );
         if let Some(op) = ReduceOp::from_code((head >> 16) as u8) {
             write!(f, " {}", op.name())?;
         }
@@ -96,13 +107,13 @@ impl fmt::Display for Call {
                 write!(f, " of {}", dtype.name())?;
             } else if operation == Operation::AllToAllV {
                 write!(f, " of rows of {count} {}", dtype.name())?;
-            } else if matches!(operation, Operation::ExpertDispatch | Operation::ExpertCombine) {
+            } else if is_of_experts {
                 write!(f, " of {}", dtype.name())?;
             } else {
                 write!(f, " of {count} {}", dtype.name())?;
             }
         }
-        if matches!(operation, Operation::ExpertDispatch | Operation::ExpertCombine) {
+        if is_of_experts {
             return self.fmt_experts(f);
         }
         if operation == Operation::Broadcast {
@@ -141,5 +152,30 @@ impl fmt::Display for Call {
             Some(name) => write!(f, ", by {name}"),
             None => write!(f, ", by algorithm {code}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ExpertShape;
+
+    #[test]
+    fn the_making_of_a_buffer_for_experts_is_named_with_its_options() {
+        let shape = ExpertShape {
+            hidden: 64,
+            experts: 8,
+            top_k: 2,
+            max_tokens: 5,
+            dtype: DType::F32,
+            capacity: Some(9),
+        };
+        let made = "making of a buffer for experts of f32, hidden 64, 8 experts, top_k 2, max_tokens 5, capacity 9";
+        let plain = Call::expert_buffer(&shape, 0, false);
+        assert_eq!(plain.to_string(), made);
+        let text = Call::expert_buffer(&shape, 4, true).to_string();
+        assert_eq!(text, format!("{made}, num_sms 4, for weights"));
+        let more = Call::expert_buffer(&ExpertShape { max_tokens: 6, ..shape }, 0, false);
+        assert!(more != plain && plain.operation() == Some(Operation::ExpertBuffer));
     }
 }
