@@ -150,7 +150,10 @@ def without_server(group, port):
     dist.init_process_group("gloo", store=store, rank=me, world_size=world)
     pool = symmpool.Pool(device="cpu")
     if me == 0:
+        store.wait(["made"])
         os._exit(0)
+    # Making a pool ends on one rank before the other, by the store that rank 0 serves.
+    store.set("made", "yes")
     time.sleep(0.5)
     with pytest.raises(symmpool.PeerLostError, match="lost rank 0: .*serves the store is gone") as raised:
         symmpool.Pool(device="cpu", timeout=20)
