@@ -424,11 +424,19 @@ impl Engine {
         }
     }
 
-    /// Loads the kernels that buffers for experts need on a device.
+    /// Loads the kernels that buffers for experts need on a device. A rank that cannot declines its next call.
     pub(super) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
         match self {
             Self::Host(_) => Ok(()),
             Self::Cuda(cuda) => cuda.load_experts(shape),
+        }
+    }
+
+    /// The same where all ranks learn of a failure by what comes next.
+    pub(super) fn load_experts_together(&mut self, shape: &ExpertShape) -> Result<()> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Cuda(cuda) => cuda.load_kernels_of(shape),
         }
     }
 

@@ -44,7 +44,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let block = {
             let mut inner = comm.begin(stream)?;
             comm.await_call(&mut inner, call, stream)?;
-            let ready = inner.engine.load_experts(&shape);
+            let ready = inner.engine.load_experts_together(&shape);
             comm.allocate_together(&mut inner, call, ready, bytes, stream)?
         };
         let region = block.address() as *mut u8;

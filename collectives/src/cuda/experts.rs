@@ -41,7 +41,8 @@ impl CudaEngine {
         self.load_kernels_of(shape).map_err(|why| self.decline_outside_calls(why))
     }
 
-    fn load_kernels_of(&mut self, shape: &ExpertShape) -> Result<()> {
+    /// The same, and declines nothing.
+    pub(crate) fn load_kernels_of(&mut self, shape: &ExpertShape) -> Result<()> {
         // Low-latency calls may measure their waits, in graphs too, where no kernel is loaded.
         let mut specs = vec![KernelSpec::measured_barrier()];
         for layout in self.layouts() {
