@@ -153,7 +153,15 @@ impl Captures<'_> {
             graph.destroy(self.pool)?;
             ended
         };
-        let took = began.elapsed();
+        self.expect_diverged(&name, ended, odd, began.elapsed());
+        // No replay and no call succeeds in silence afterwards.
+        let again = self.call(&comm, captured).and_then(|()| comm.synchronize(&captured));
+        self.expect(&format!("{name}: the next call succeeds"), again.is_err());
+        self.meet()
+    }
+
+    /// Expects an error, in time, that names a rank which has made another call.
+    fn expect_diverged(&mut self, name: &str, ended: Result<()>, odd: u32, took: Duration) {
         match ended {
             Ok(()) => self.expect(&format!("{name}: no error"), false),
             Err(error) => {
@@ -162,10 +170,6 @@ impl Captures<'_> {
                 self.expect(&format!("{name}: after {took:?}"), took < self.timeout + MOST_LATE);
             }
         }
-        // No replay and no call succeeds in silence afterwards.
-        let again = self.call(&comm, captured).and_then(|()| comm.synchronize(&captured));
-        self.expect(&format!("{name}: the next call succeeds"), again.is_err());
-        self.meet()
     }
 
     /// What a rank gets that has refused a call: it learns itself that the others have made another one.
@@ -311,15 +315,7 @@ impl Captures<'_> {
             comm.barrier(&captured)?;
             comm.synchronize(&captured)
         });
-        let took = began.elapsed();
-        match ended {
-            Ok(()) => self.expect(&format!("{name}: no error"), false),
-            Err(error) => {
-                let right = error.is_diverged() && error.ranks().contains(&odd);
-                self.expect(&format!("{name}: {error}"), right);
-                self.expect(&format!("{name}: after {took:?}"), took < self.timeout + MOST_LATE);
-            }
-        }
+        self.expect_diverged(&name, ended, odd, began.elapsed());
         self.meet()
     }
 

@@ -258,23 +258,23 @@ mod tests {
         let news = |first| state.frame(&ToClient::FirstLeft(Some(first)), None);
         let reply = || state.frame(&ToClient::Later { why: "a reply".to_owned() }, None);
         let ((mut near, mut far), mut outgoing) = (pair(), Outgoing::default());
-        let mut told = 0;
+        let mut newest = 0;
         // Fills the socket, so that nothing more is sent.
         while outgoing.is_empty() {
-            outgoing.push_news(news(told));
+            outgoing.push_news(news(newest));
             outgoing.flush(&mut far).unwrap();
-            told += 1;
+            newest += 1;
         }
         let used = meter.held();
         for _ in 0..1000 {
-            outgoing.push_news(news(told));
+            outgoing.push_news(news(newest));
             outgoing.flush(&mut far).unwrap();
-            told += 1;
+            newest += 1;
         }
         assert!(outgoing.pieces.len() <= 2 && meter.held() <= used + 64);
         outgoing.push(reply());
-        outgoing.push_news(news(told));
-        outgoing.push_news(news(told + 1));
+        outgoing.push_news(news(newest));
+        outgoing.push_news(news(newest + 1));
         // Whoever reads at last finds whole frames, the reply among them, and the last news last.
         let reader = std::thread::spawn(move || {
             let mut found = Vec::new();
@@ -284,7 +284,7 @@ mod tests {
                 let mut head = vec![0; decode_header(&header, Caps::REPLY).unwrap().head];
                 near.read_exact(&mut head).unwrap();
                 match decode(&head).unwrap() {
-                    ToClient::FirstLeft(Some(first)) if first == told + 1 => return found,
+                    ToClient::FirstLeft(Some(first)) if first == newest + 1 => return found,
                     frame => found.push(frame),
                 }
             }
