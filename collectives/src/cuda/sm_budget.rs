@@ -36,6 +36,15 @@ pub(crate) struct BudgetOptions {
     pub(crate) beside_compute: bool,
 }
 
+/// What a question about a budget leaves out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Lifted {
+    /// Other communicators, and other libraries' kernels.
+    pub(super) company: bool,
+    /// What options say of the most SMs, and of compute.
+    pub(super) options: bool,
+}
+
 /// The communicators of this process on a device.
 #[derive(Debug, Default)]
 struct Device {
@@ -57,11 +66,16 @@ impl Device {
     fn change(&self, change: impl FnOnce(&mut BTreeMap<u64, OnlyStream>)) {
         let mut members = self.streams();
         change(&mut members);
-        let streams: BTreeSet<u64> = members.values().filter_map(|stream| *stream).collect();
-        let on_any_stream = members.values().filter(|stream| stream.is_none()).count();
-        self.concurrent.store((streams.len() + on_any_stream) as u32, Ordering::Relaxed);
+        self.concurrent.store(concurrent(&members), Ordering::Relaxed);
         self.communicators.store(members.len() as u32, Ordering::Relaxed);
     }
+}
+
+/// How many communicators may have calls under way at once.
+fn concurrent(members: &BTreeMap<u64, OnlyStream>) -> u32 {
+    let streams: BTreeSet<u64> = members.values().filter_map(|stream| *stream).collect();
+    let on_any_stream = members.values().filter(|stream| stream.is_none()).count();
+    (streams.len() + on_any_stream) as u32
 }
 
 /// The device with that ordinal.
@@ -172,10 +186,45 @@ impl BudgetMember {
         // The driver is asked at most once, and only where it matters.
         let is_captured = LazyCell::new(is_captured);
         let shared = self.shared_budget(number, stream, || *is_captured);
+        self.limited(shared, stream, || *is_captured)
+    }
+
+    /// What [`Self::budget_in_call`] would give a call on that stream now, without what was lifted. Asking changes nothing,
+    /// also for other communicators.
+    #[cfg_attr(not(test), expect(dead_code, reason = "explanations of calls ask it"))]
+    pub(super) fn budget_if_called(
+        &self,
+        stream: Stream,
+        is_captured: bool,
+        lifted: Lifted,
+    ) -> SmBudget {
+        let shared = match self.number {
+            _ if lifted.company => SmBudget::ALL,
+            None => return self.budget_outside_calls(),
+            Some(number) => self.shared_if_called(number, stream, is_captured),
+        };
+        if lifted.options { shared } else { self.limited(shared, stream, || is_captured) }
+    }
+
+    fn shared_if_called(&self, number: u64, stream: Stream, is_captured: bool) -> SmBudget {
+        let mut members = self.device.streams().clone();
+        let any_stream =
+            self.becomes_any_stream(members.len() as u32, stream.raw(), || is_captured);
+        members.insert(number, (!any_stream).then_some(stream.raw()));
+        self.part_among(concurrent(&members), members.len() as u32)
+    }
+
+    /// A budget as the options limit it further.
+    fn limited(
+        &self,
+        shared: SmBudget,
+        stream: Stream,
+        is_captured: impl FnOnce() -> bool,
+    ) -> SmBudget {
         let on_default = stream.raw() <= LAST_DEFAULT;
         let chosen = self.options.most;
         let beside_compute =
-            chosen.is_none() && self.options.beside_compute && !on_default && !*is_captured;
+            chosen.is_none() && self.options.beside_compute && !on_default && !is_captured();
         let most = if beside_compute { Some(SMS_BESIDE_COMPUTE) } else { chosen };
         most.map_or(shared, |most| SmBudget {
             most_blocks: shared.most_blocks.min(most),
@@ -195,11 +244,7 @@ impl BudgetMember {
         let device = &self.device;
         let communicators = device.communicators.load(Ordering::Relaxed);
         let handle = stream.raw();
-        // A communicator that is alone may change its stream freely.
-        if communicators > 1 && !self.any_stream {
-            let changes = self.stream.is_some_and(|last| last != handle);
-            self.any_stream = changes || handle == Stream::PER_THREAD.raw() || is_captured();
-        }
+        self.any_stream = self.becomes_any_stream(communicators, handle, is_captured);
         let stream = (!self.any_stream).then_some(handle);
         if stream != self.stream {
             self.stream = stream;
@@ -207,10 +252,30 @@ impl BudgetMember {
                 streams.insert(number, stream);
             });
         }
-        match (self.options.concurrent, device.concurrent.load(Ordering::Relaxed)) {
+        self.part_among(device.concurrent.load(Ordering::Relaxed), communicators)
+    }
+
+    /// Whether calls may come on any stream, from a call on that stream on.
+    fn becomes_any_stream(
+        &self,
+        communicators: u32,
+        handle: u64,
+        is_captured: impl FnOnce() -> bool,
+    ) -> bool {
+        // A communicator that is alone may change its stream freely.
+        if communicators < 2 || self.any_stream {
+            return self.any_stream;
+        }
+        let changes = self.stream.is_some_and(|last| last != handle);
+        changes || handle == Stream::PER_THREAD.raw() || is_captured()
+    }
+
+    /// The budget where so many of the device's communicators may have calls under way at once.
+    fn part_among(&self, concurrent: u32, communicators: u32) -> SmBudget {
+        match (self.options.concurrent, concurrent) {
             (Some(1), _) => SmBudget::ALL,
             (Some(configured), _) => SmBudget::among(configured, configured, self.processors),
-            (None, 0 | 1) if device.share_sms.load(Ordering::Relaxed) => {
+            (None, 0 | 1) if self.device.share_sms.load(Ordering::Relaxed) => {
                 SmBudget::among(1, 1, self.processors)
             }
             (None, 0 | 1) => SmBudget::ALL,
@@ -315,6 +380,39 @@ mod tests {
                 (1..several).map(|nth| blocks(&mut all[nth as usize], u64::from(nth))).sum();
             let together = left + blocks(&mut all[0], 0);
             assert!(together < 132, "{several} take {together} blocks");
+        }
+    }
+
+    #[test]
+    fn asking_for_a_budget_changes_nothing() {
+        let [mut first, mut second] = [1005; 2].map(|ordinal| member(ordinal, 2, None));
+        let asked = |member: &BudgetMember, stream, is_captured| {
+            member.budget_if_called(Stream::numbered(stream), is_captured, Lifted::default())
+        };
+        assert_eq!(budget(&mut first, 7), part(44), "the second one made no call yet");
+        for _ in 0..2 {
+            assert_eq!(asked(&second, 7, false), SmBudget::ALL, "one stream");
+            assert_eq!(asked(&second, 8, false), part(44), "two streams");
+            assert_eq!(asked(&second, 7, true), part(44), "in a graph");
+            assert_eq!(asked(&first, 7, false), part(44), "the second one made no call still");
+        }
+        assert_eq!(budget(&mut second, 7), SmBudget::ALL);
+        assert_eq!(asked(&first, 8, false), part(44), "it would change its stream");
+        assert_eq!(budget(&mut first, 7), SmBudget::ALL, "it did not");
+        // What is asked is what a call then gets, whatever the options and the call.
+        for concurrent in [None, Some(1), Some(3)] {
+            for most in [None, Some(20)] {
+                let options = BudgetOptions { concurrent, most, beside_compute: true };
+                let mut third = BudgetMember::new(1005, 132, 2, options);
+                for (stream, is_captured) in [(0, false), (7, false), (7, true), (9, false)] {
+                    let before = asked(&third, stream, is_captured);
+                    let stream = Stream::numbered(stream);
+                    assert_eq!(before, third.budget_in_call(stream, || is_captured));
+                    let all = Lifted { company: true, options: true };
+                    let best = third.budget_if_called(stream, is_captured, all);
+                    assert_eq!(best, SmBudget::ALL);
+                }
+            }
         }
     }
 
