@@ -132,6 +132,7 @@ emulated-settings: emulated-begun
 		--algorithms two_shot_copy,all_gather_broadcast,reduce_scatter
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --grows --algorithms growth,fused
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms epochs,threads
+	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms explain
 	$(EMULATED) EMULATED_PROCESSORS=3 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_few
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed

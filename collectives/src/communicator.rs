@@ -10,6 +10,7 @@
 //! | `experts` | dispatch to experts, and combine |
 //! | `expert_making` | how all ranks make a buffer for experts together, or none |
 //! | `expert_memory` | the memory that a buffer for experts has for itself |
+//! | `explain` | what a call would do now |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `matmul` | products of matrices that hide their communication |
 //! | `growth` | which memory a call uses, and more of it before the first large call |
@@ -31,6 +32,7 @@ mod engine;
 mod expert_making;
 mod expert_memory;
 mod experts;
+mod explain;
 mod fused;
 mod growth;
 mod make;
@@ -61,6 +63,7 @@ pub use choice::Selector;
 use choice::{Choices, Request};
 use engine::Engine;
 pub use experts::{ExpertBuffer, ReceivedParts};
+pub use explain::{CallPlan, Explanation};
 pub use memory::CommunicatorMemory;
 pub use options::CommunicatorOptions;
 use refusal::Shared;

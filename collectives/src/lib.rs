@@ -37,8 +37,8 @@ pub use algorithm::{
 };
 pub use built::{built_from, kernel_versions};
 pub use communicator::{
-    ChannelSet, Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer, ReceivedParts,
-    Selector, Splits,
+    CallPlan, ChannelSet, Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer,
+    Explanation, ReceivedParts, Selector, Splits,
 };
 pub use cuda::{end_watching, share_sms};
 pub use dtype::{DType, Element};

@@ -87,6 +87,17 @@ std::atomic<int> calls_of[FAILING], failing[FAILING];
 
 bool fails(Failing kind) { return ++calls_of[kind] == failing[kind]; }
 
+// The blocks and threads of kernels that were put on streams, since a test asked for them.
+std::mutex launched_lock;
+std::vector<Shape> launched;
+void note_launch(Shape shape) {
+    const std::lock_guard<std::mutex> held(launched_lock);
+    // Nobody asks in most programs.
+    if (launched.size() < 4096) {
+        launched.push_back(shape);
+    }
+}
+
 Stream* known(void* handle) { return stream_of(handle); }
 
 template <typename F>
@@ -157,6 +168,7 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
     if (shape.blocks % call.cluster != 0) {
         return call.drop(call.arguments), INVALID;
     }
+    note_launch(shape);
     return on(stream, [&](Stream* to) {
         // A graph's kernel runs again and again, so its arguments are kept.
         const bool again = is_capturing(to);
@@ -198,6 +210,19 @@ int emulatedStopped(int kind) {
 int emulatedFail(int kind, int nth) {
     failing[kind] = nth;
     return calls_of[kind].exchange(0);
+}
+
+// For tests: the blocks and threads of the kernels that were put on streams since the last request, pair by pair, as far as
+// there is room for so many kernels. Returns how many there were.
+int emulatedLaunched(unsigned* pairs, int room) {
+    const std::lock_guard<std::mutex> held(launched_lock);
+    for (int nth = 0; nth < room && nth < static_cast<int>(launched.size()); ++nth) {
+        pairs[2 * nth] = launched[static_cast<size_t>(nth)].blocks;
+        pairs[2 * nth + 1] = launched[static_cast<size_t>(nth)].threads;
+    }
+    const int count = static_cast<int>(launched.size());
+    launched.clear();
+    return count;
 }
 
 int cuInit(unsigned) { return OK; }

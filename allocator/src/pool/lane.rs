@@ -28,6 +28,11 @@ impl Lane {
         &self.0.name
     }
 
+    /// Whether commits share its memory with the other ranks. That of a local lane is this rank's alone.
+    pub fn is_symmetric(&self) -> bool {
+        self.0.is_symmetric()
+    }
+
     /// Allocates `count` elements on the default stream; see [`Lane::alloc_on`].
     #[track_caller]
     pub fn alloc<T: Pod>(&self, count: usize) -> Result<Block<T>> {

@@ -9,7 +9,7 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, call_order, epochs, equal_parts, experts,
-    families, first_calls, fused, growth, huge, matmul, matmul_few, matmul_gather,
+    explain, families, first_calls, fused, growth, huge, matmul, matmul_few, matmul_gather,
     measured_barrier, memory_operations, native, one_sided, one_sided_streams, p2p, plans,
     random_calls, reduce_scatter, repeats, slow, streams, two_threads,
 };
@@ -47,7 +47,7 @@ enum When {
 type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 28] = [
+const PARTS: [(&str, When, Part); 29] = [
     ("growth", When::Always, growth::run),
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
@@ -74,6 +74,7 @@ const PARTS: [(&str, When, Part); 28] = [
     ("epochs", When::Thorough, epochs::run),
     ("threads", When::Thorough, two_threads::run),
     ("random_plans", When::Named, random_calls::run),
+    ("explain", When::Thorough, explain::run),
     ("huge", When::Named, huge::run),
     ("experts_time", When::Named, experts::time::run),
 ];

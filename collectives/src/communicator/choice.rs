@@ -136,6 +136,11 @@ impl Choices {
         !self.0[collective as usize].is_closed
     }
 
+    /// The function that chooses, if there is one.
+    pub(super) fn selector(&self, collective: StandardCollective) -> Option<Arc<dyn Selector>> {
+        self.0[collective as usize].selector.clone()
+    }
+
     /// What options or the environment request.
     pub(super) fn requested(&self, collective: StandardCollective) -> Option<&RequestedName> {
         self.0[collective as usize].requested.as_ref()
@@ -147,6 +152,29 @@ pub(super) enum Chosen {
     /// A built-in one, by its number.
     BuiltIn(u8),
     Registered(Algorithm),
+}
+
+/// What was decided of a call.
+pub(super) struct Decided {
+    pub(super) chosen: Chosen,
+    /// What has decided.
+    pub(super) by: &'static str,
+    /// What options or the environment request, if that is the algorithm.
+    requested: Option<RequestedName>,
+    /// Why the selector's choice cannot be followed.
+    not_followed: Option<Error>,
+}
+
+impl Decided {
+    fn by(chosen: Chosen, by: &'static str) -> Self {
+        Self { chosen, by, requested: None, not_followed: None }
+    }
+}
+
+/// Asks a selector, whatever it does.
+pub(super) fn ask(selector: &dyn Selector, shape: &CallShape) -> Result<Option<String>> {
+    catch_unwind(AssertUnwindSafe(|| selector.select(shape)))
+        .unwrap_or_else(|_| Err(Error::invalid_state("it panicked")))
 }
 
 impl Communicator {
@@ -178,12 +206,46 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         if inner.choices.is_open(request.collective) {
-            self.grow_for(&mut inner, request, true, stream)?;
             // SAFETY: passed on.
-            return unsafe { inner.engine.run(request, AUTO, false, stream) };
+            return unsafe { self.run_open(&mut inner, request, stream) };
         }
         // SAFETY: passed on.
         unsafe { self.run_chosen(inner, request, stream) }
+    }
+
+    /// Runs a call with the algorithm that the engine's rule finds.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::run`].
+    #[inline]
+    pub(super) unsafe fn run_open(
+        &self,
+        inner: &mut Inner,
+        request: &Request,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.grow_for(inner, request, true, stream)?;
+        // SAFETY: passed on.
+        unsafe { inner.engine.run(request, AUTO, false, stream) }
+    }
+
+    /// Runs a call with the algorithm that it names.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::run`].
+    pub(super) unsafe fn run_named(
+        &self,
+        inner: &mut Inner,
+        chosen: &Chosen,
+        request: &Request,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.grow_for(inner, request, false, stream)?;
+        self.grow_for_program(inner, chosen, request, stream)?;
+        // SAFETY: passed on.
+        unsafe { Self::run_by(inner, chosen, request, false, stream) }
     }
 
     /// # Safety
@@ -196,55 +258,78 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         self.grow_for(&mut inner, request, false, stream)?;
-        // That of built-in algorithms. Programs have the large one, if there is one.
-        let area = inner.engine.area();
         let collective = request.collective;
-        if let Some(selector) = inner.choices.of(collective).selector.clone() {
-            let shape = self.shape(request);
+        let selector = inner.choices.selector(collective);
+        let mut selected = None;
+        if let Some(selector) = &selector {
+            let (shape, area) = (self.shape(request), inner.engine.area());
             drop(inner);
-            let name = catch_unwind(AssertUnwindSafe(|| selector.select(&shape)))
-                .unwrap_or_else(|_| Err(Error::invalid_state("it panicked")));
+            let name = ask(&**selector, &shape);
             inner = match name {
                 Err(why) if why.is_interrupted() => {
                     return Err(self.decline(why, stream));
                 }
                 _ => self.resume(area, stream)?,
             };
+            selected = Some(name);
+        }
+        let Decided { chosen, requested, not_followed, .. } =
+            self.decide(&mut inner, selected, request, stream)?;
+        if let (Some(why), Some(selector)) = (not_followed, selector)
+            && !std::mem::replace(&mut inner.choices.of(collective).has_warned, true)
+        {
+            let area = inner.engine.area();
+            drop(inner);
+            selector.warn(&why);
+            inner = self.resume(area, stream)?;
+        }
+        let by_environment = requested.as_ref().is_some_and(|requested| requested.by_environment);
+        // SAFETY: passed on.
+        let ran = unsafe { Self::run_by(&mut inner, &chosen, request, by_environment, stream) };
+        ran.map_err(|error| requested.map_or(error.clone(), |requested| requested.blame(error)))
+    }
+
+    /// Finds the algorithm of a call that names none, where something comes before the engine's rule: the name that a selector
+    /// returned, what options or the environment request, or a loaded table. The call then uses the memory that the algorithm
+    /// needs.
+    pub(super) fn decide(
+        &self,
+        inner: &mut Inner,
+        selected: Option<Result<Option<String>>>,
+        request: &Request,
+        stream: &Stream,
+    ) -> Result<Decided> {
+        // That of built-in algorithms. Programs have the large one, if there is one.
+        let area = inner.engine.area();
+        let collective = request.collective;
+        let mut not_followed = None;
+        if let Some(name) = selected {
             let chosen = self.selected(name, collective);
             if let Ok(Some(chosen)) = &chosen {
-                self.grow_for_program(&mut inner, chosen, request, stream)?;
+                self.grow_for_program(inner, chosen, request, stream)?;
             }
-            match self.follow(&inner, chosen, request, &shape) {
+            match self.follow(inner, chosen, request, &self.shape(request)) {
                 Ok(None) => {}
-                Ok(Some(chosen)) => {
-                    // SAFETY: passed on.
-                    return unsafe { Self::run_by(&mut inner, &chosen, request, false, stream) };
-                }
+                Ok(Some(chosen)) => return Ok(Decided::by(chosen, "selector")),
                 Err(why) => {
-                    if !std::mem::replace(&mut inner.choices.of(collective).has_warned, true) {
-                        drop(inner);
-                        selector.warn(&why);
-                        inner = self.resume(area, stream)?;
-                    }
+                    not_followed = Some(why);
                     inner.engine.use_area(area);
                 }
             }
         }
-        let Some(requested) = inner.choices.requested(collective) else {
-            let chosen = self.measured(&mut inner, request, stream)?;
-            let chosen = chosen.unwrap_or(Chosen::BuiltIn(AUTO));
-            // SAFETY: passed on.
-            return unsafe { Self::run_by(&mut inner, &chosen, request, false, stream) };
+        let Some(requested) = inner.choices.requested(collective).cloned() else {
+            let measured = self.measured(inner, request, stream)?;
+            let decided = match measured {
+                Some(chosen) => Decided::by(chosen, "loaded table"),
+                None => Decided::by(Chosen::BuiltIn(AUTO), "rule"),
+            };
+            return Ok(Decided { not_followed, ..decided });
         };
-        let requested = requested.clone();
         match self.registry.find(collective, &requested.name) {
             Some(chosen) => {
-                self.grow_for_program(&mut inner, &chosen, request, stream)?;
-                let by_environment = requested.by_environment;
-                // SAFETY: passed on.
-                let ran =
-                    unsafe { Self::run_by(&mut inner, &chosen, request, by_environment, stream) };
-                ran.map_err(|error| requested.blame(error))
+                self.grow_for_program(inner, &chosen, request, stream)?;
+                let by = if requested.by_environment { collective.variable() } else { "requested" };
+                Ok(Decided { requested: Some(requested), not_followed, ..Decided::by(chosen, by) })
             }
             None => {
                 let why = self.registry.unknown(collective.name(), &requested.name, self.rank());
@@ -389,7 +474,7 @@ impl Communicator {
         }
     }
 
-    fn shape(&self, request: &Request) -> CallShape {
+    pub(super) fn shape(&self, request: &Request) -> CallShape {
         let Request { collective, from, to, count, dtype, op, .. } = *request;
         let parts = u64::from(collective.parts(self.world()));
         CallShape {

@@ -11,7 +11,7 @@ use super::choice::Request;
 use crate::algorithm::{
     BuiltIn, CallShape, Constraints, NativeKernel, RequestedAlgorithm, StandardCollective,
 };
-use crate::cuda::{Area, CudaEngine, CudaFailure};
+use crate::cuda::{Area, CudaEngine, CudaFailure, Lifts, Rehearsed};
 use crate::experts::{ExpertCall, ExpertShape};
 use crate::host::expect_length;
 use crate::host::plan_call::Arguments;
@@ -31,6 +31,24 @@ impl Engine {
         match self {
             Self::Host(_) => Area::Small,
             Self::Cuda(cuda) => cuda.area(),
+        }
+    }
+
+    /// Begins a rehearsal: until its end calls do nothing but say what they would do.
+    pub(super) fn begin_rehearsal(&mut self, lifts: Lifts) {
+        match self {
+            Self::Host(host) => host.begin_rehearsal(),
+            Self::Cuda(cuda) => cuda.begin_rehearsal(lifts),
+        }
+    }
+
+    /// Ends a rehearsal. Returns what was noted.
+    pub(super) fn end_rehearsal(&mut self) -> Rehearsed {
+        match self {
+            Self::Host(host) => {
+                Rehearsed { algorithm: host.end_rehearsal(), ..Rehearsed::default() }
+            }
+            Self::Cuda(cuda) => cuda.end_rehearsal(),
         }
     }
 

@@ -120,11 +120,34 @@ impl Communicator {
     /// commit.
     pub(super) fn grow(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
         let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
-        if !self.pool.driver().is_capturing(*stream) && cuda.is_time_to_grow() {
+        if cuda.is_rehearsing() {
+            self.rehearse_growth(cuda, stream);
+        } else if !self.pool.driver().is_capturing(*stream) && cuda.is_time_to_grow() {
             self.take_memory(inner, call, stream)?;
         }
         inner.engine.use_area(Area::Large);
         Ok(())
+    }
+
+    /// Says what [`Self::grow`] would do, as far as this rank knows.
+    fn rehearse_growth(&self, cuda: &mut CudaEngine, stream: &Stream) {
+        let Some(calls_left) = cuda.next_growth() else { return };
+        if cuda.lifts_memory() {
+            return cuda.rehearse_growth(0);
+        }
+        let why = if self.pool.driver().is_capturing(*stream) {
+            "calls that are captured take none".to_owned()
+        } else if calls_left > 0 {
+            format!(
+                "a device had no room, and it is tried again after {calls_left} more large calls"
+            )
+        } else {
+            match self.check_room(cuda) {
+                Ok(()) => return cuda.rehearse_growth(cuda.growth_bytes()),
+                Err(why) => why.to_string(),
+            }
+        };
+        cuda.rehearse_no_growth(why);
     }
 
     /// The same for a call of experts. All of these use the memory that the first one used that was made, whichever it is: how

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use symmpool_allocator::{Block, Error, Result, Stream, short};
 
-use super::Communicator;
 use super::choice::{Chosen, Request};
+use super::engine::Places;
 use super::growth::described_by;
+use super::{Communicator, Inner};
 use crate::algorithm::{BuiltIn, Source, StandardCollective, code_of, name_of};
 use crate::host::call::{Call, Operation};
 use crate::host::plan_call::Arguments;
@@ -222,6 +223,39 @@ impl Communicator {
         unsafe { self.call_by(collective, chosen, output, input, (count, dtype, op, root), stream) }
     }
 
+    /// Where input and output of a call lie, for parts of so many bytes.
+    pub(super) fn places_at(
+        &self,
+        inner: &mut Inner,
+        collective: StandardCollective,
+        (input, output): (*const u8, *mut u8),
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<Places> {
+        let (inputs, outputs) = self.lengths_of(collective, bytes);
+        let to = self.place_at(inner, output, outputs, stream)?;
+        let from = match collective {
+            StandardCollective::Broadcast => to,
+            _ => self.place_at(inner, input.cast_mut(), inputs, stream)?,
+        };
+        Ok((from, to))
+    }
+
+    /// Bytes of input and output of a call, for parts of so many bytes.
+    pub(super) fn lengths_of(
+        &self,
+        collective: StandardCollective,
+        bytes: usize,
+    ) -> (usize, usize) {
+        let all = self.all_parts(bytes);
+        match collective {
+            StandardCollective::AllReduce | StandardCollective::Broadcast => (bytes, bytes),
+            StandardCollective::ReduceScatter => (all, bytes),
+            StandardCollective::AllGather => (bytes, all),
+            StandardCollective::AllToAll => (all, all),
+        }
+    }
+
     /// # Safety
     ///
     /// As [`Self::call_at`].
@@ -236,26 +270,11 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let bytes = count.saturating_mul(dtype.size());
-        let all = self.all_parts(bytes);
-        let (inputs, outputs) = match collective {
-            StandardCollective::AllReduce | StandardCollective::Broadcast => (bytes, bytes),
-            StandardCollective::ReduceScatter => (all, bytes),
-            StandardCollective::AllGather => (bytes, all),
-            StandardCollective::AllToAll => (all, all),
-        };
-        let to = self.place_at(&mut inner, output, outputs, stream)?;
-        let from = match collective {
-            StandardCollective::Broadcast => to,
-            _ => self.place_at(&mut inner, input.cast_mut(), inputs, stream)?,
-        };
+        let (from, to) = self.places_at(&mut inner, collective, (input, output), bytes, stream)?;
         let request = Request { collective, from, to, count, dtype, op, root };
-        if let Some(chosen) = &chosen {
-            self.grow_for(&mut inner, &request, false, stream)?;
-            self.grow_for_program(&mut inner, chosen, &request, stream)?;
-        }
         match chosen {
             // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-            Some(chosen) => unsafe { Self::run_by(&mut inner, &chosen, &request, false, stream) },
+            Some(chosen) => unsafe { self.run_named(&mut inner, &chosen, &request, stream) },
             // SAFETY: as above.
             None => unsafe { self.run(inner, &request, stream) },
         }

@@ -261,6 +261,16 @@ impl Exchange {
     pub(super) fn name(&self) -> &'static str {
         name_of(StandardCollective::AllToAll, self.code).unwrap_or("?")
     }
+
+    /// The name of the way in which a kernel moves data, into outputs directly or through inboxes.
+    pub(super) fn way(&self, direct: bool) -> &'static str {
+        let code = match (self.ring, direct) {
+            (true, _) => RING,
+            (false, true) => DIRECT,
+            (false, false) => LAMPORT,
+        };
+        name_of(StandardCollective::AllToAll, code).unwrap_or("?")
+    }
 }
 
 /// A reduce-scatter algorithm.

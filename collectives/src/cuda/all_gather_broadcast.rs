@@ -174,6 +174,7 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn broadcast_in_stages(&mut self, work: &Work, place: Place) -> Result<()> {
+        self.note_algorithm("stages", None);
         let loaded = self.kernel(KernelSpec::broadcast_stages())?;
         let share = work.bytes.div_ceil(16).div_ceil(u64::from(self.world()) - 1);
         let room = self.control.scratch_room(self.world()) / MIN_STAGES_BYTES;
@@ -203,6 +204,7 @@ impl CudaEngine {
         if work.bytes == 0 {
             return self.handshake_only(work.call, work.stream);
         }
+        self.note_algorithm("ll", None);
         // SAFETY: passed on.
         unsafe { self.two_shot(work, collective, false) }
     }

@@ -44,6 +44,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let EqualParts { from, to, part, .. } = parts;
+        self.note_algorithm("copy", None);
         let room = room(&self.control, self.world(), SLOTS);
         let ranges = pieces(part, room, LONGEST);
         // Ranks whose outputs are windows do not go in pieces, and differ in this.

@@ -394,6 +394,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let most = if self.world() <= 4 { MAX_BLOCKS } else { 2 * MAX_BLOCKS };
+        self.note_algorithm(self.exchange.way(mode.direct), None);
         let loaded = self.kernel(KernelSpec::all_to_all(self.world(), mode))?;
         let bound = loaded.threads;
         // At least so many that every pair of ranks has warps of its own.

@@ -100,6 +100,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let EqualParts { from, to, part, input_stride } = parts;
+        self.note_algorithm("copy", None);
         // Loaded before anything is on the stream, as the handshakes are.
         let kernel = self.kernel(KernelSpec::new(&COPY_COMPANION, THREADS))?.after_copies();
         for companion in [false, true] {

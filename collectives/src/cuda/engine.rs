@@ -32,6 +32,7 @@ use super::memory_operations::MemoryOperations;
 use super::modules::{self, Modules};
 use super::p2p::P2p;
 use super::params::{CallParams, ChannelEnd, Comm, Control};
+use super::rehearsal::Rehearsal;
 use super::sizes::Sizes;
 use super::sm_budget::BudgetOptions;
 use super::stream_order::{CallEvents, StreamOrder};
@@ -110,6 +111,8 @@ pub(crate) struct CudaEngine {
     pub(super) p2p: P2p,
     pub(super) memory_operations: MemoryOperations,
     progress: Progress,
+    /// While a call is rehearsed.
+    pub(super) rehearsal: Option<Box<Rehearsal>>,
 }
 
 impl CudaEngine {
@@ -126,8 +129,16 @@ impl CudaEngine {
         self.comm.stride
     }
 
+    pub(super) fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    pub(super) fn kernels_mut(&mut self) -> &mut Kernels {
+        &mut self.kernels
+    }
+
     /// The device's SMs.
-    pub(super) fn processors(&self) -> u32 {
+    pub(crate) fn processors(&self) -> u32 {
         self.kernels.processors()
     }
 
@@ -166,7 +177,13 @@ impl CudaEngine {
         self.switch_to(stream)?;
         let driver = self.pool.driver();
         let is_captured = LazyCell::new(|| driver.is_capturing(stream));
-        let budget = self.kernels.begin(stream, || *is_captured);
+        let budget = match self.rehearsed_budget(stream, || *is_captured) {
+            None => self.kernels.begin(stream, || *is_captured),
+            Some(budget) => {
+                self.kernels.set_budget(budget);
+                budget
+            }
+        };
         self.comm.early = budget.early.into();
         Ok(())
     }

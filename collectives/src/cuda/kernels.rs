@@ -15,7 +15,7 @@ use super::kernel_spec::KernelSpec;
 use super::made::{MadeKernel, MadeSource};
 use super::modules::Modules;
 use super::params::{CallParams, Comm, Traffic};
-use super::sm_budget::{BudgetMember, BudgetOptions, SmBudget};
+use super::sm_budget::{BudgetMember, BudgetOptions, Lifted, SmBudget};
 use crate::jit::Arch;
 
 /// The numbers of threads that blocks may have.
@@ -113,10 +113,35 @@ impl Kernels {
         self.member.has_company()
     }
 
+    /// How many these are.
+    pub(super) fn other_communicators(&self) -> u32 {
+        self.member.others()
+    }
+
     /// Begins a call on that stream. Returns its budget.
     pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) -> SmBudget {
         self.budget = self.member.budget_in_call(stream, is_captured);
         self.budget
+    }
+
+    /// The budget of the call under way.
+    pub(super) fn budget(&self) -> SmBudget {
+        self.budget
+    }
+
+    /// The call under way goes on with that budget.
+    pub(super) fn set_budget(&mut self, budget: SmBudget) {
+        self.budget = budget;
+    }
+
+    /// The budget that a call on that stream would have now. Changes nothing.
+    pub(super) fn budget_if_called(
+        &self,
+        stream: Stream,
+        is_captured: bool,
+        lifted: Lifted,
+    ) -> SmBudget {
+        self.member.budget_if_called(stream, is_captured, lifted)
     }
 
     /// Later calls take no more SMs than that.
@@ -159,6 +184,20 @@ impl Kernels {
         let loaded = self.modules.get(self.world, spec)?;
         self.known.insert(spec, loaded);
         Ok(LoadedKernel { budget, ..loaded })
+    }
+
+    /// The kernel with its budget, if some communicator of the process has loaded it.
+    pub(super) fn find(&self, spec: KernelSpec) -> Option<LoadedKernel> {
+        let known = self.known.get(&spec).copied();
+        let loaded = known.or_else(|| self.modules.find(self.world, spec))?;
+        Some(LoadedKernel { budget: self.budget, ..loaded })
+    }
+
+    /// The same of a kernel whose source is no file of ours.
+    pub(super) fn find_made(&self, key: &MadeKernel) -> Option<LoadedKernel> {
+        let known = self.known_made.get(key).copied();
+        let loaded = known.or_else(|| self.modules.find_made(key))?;
+        Some(LoadedKernel { budget: self.budget, ..loaded })
     }
 
     /// A kernel whose source is no file of ours, with its budget. It is asked for its source if need be.

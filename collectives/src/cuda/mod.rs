@@ -75,6 +75,7 @@ mod plan_kernel;
 mod reduce_scatter;
 mod reduce_scatter_copy;
 mod reductions;
+mod rehearsal;
 mod select;
 mod sizes;
 mod sm_budget;
@@ -90,5 +91,6 @@ pub(crate) use footprint::{
     communicator_bytes, growing_bytes, requested_total,
 };
 pub use memory_operations::end_watching;
+pub(crate) use rehearsal::{Lifts, Rehearsed};
 pub(crate) use sm_budget::BudgetOptions;
 pub use sm_budget::share_sms;

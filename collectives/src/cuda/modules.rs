@@ -183,10 +183,19 @@ impl Modules {
         self.arch
     }
 
+    /// The kernel, for communicators of so many ranks, if it is loaded.
+    pub(super) fn find(&self, world: u32, spec: KernelSpec) -> Option<LoadedKernel> {
+        lock(&self.loaded).get(&(world, spec)).map(|(kernel, _)| *kernel)
+    }
+
+    /// The same of a kernel whose source is no file of ours.
+    pub(super) fn find_made(&self, key: &MadeKernel) -> Option<LoadedKernel> {
+        lock(&self.made).get(key).map(|(kernel, _)| *kernel)
+    }
+
     /// The kernel, for communicators of so many ranks: compiled and loaded if it is not yet.
     pub(super) fn get(&self, world: u32, spec: KernelSpec) -> Result<LoadedKernel> {
-        let key = (world, spec);
-        let find = || lock(&self.loaded).get(&key).map(|(kernel, _)| *kernel);
+        let find = || self.find(world, spec);
         if let Some(kernel) = find() {
             return Ok(kernel);
         }
@@ -200,7 +209,7 @@ impl Modules {
         if took > LONG {
             tracing::debug!(?spec, ?took, "compiling and loading a kernel took long");
         }
-        lock(&self.loaded).insert(key, made);
+        lock(&self.loaded).insert((world, spec), made);
         Ok(made.0)
     }
 
@@ -232,7 +241,7 @@ impl Modules {
         key: MadeKernel,
         source: impl FnOnce() -> MadeSource,
     ) -> Result<LoadedKernel> {
-        let find = || lock(&self.made).get(&key).map(|(kernel, _)| *kernel);
+        let find = || self.find_made(&key);
         if let Some(kernel) = find() {
             return Ok(kernel);
         }

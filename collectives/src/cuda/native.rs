@@ -53,6 +53,7 @@ impl CudaEngine {
             true => (arguments.dtype, arguments.op),
             false => (DType::U8, ReduceOp::Sum),
         };
+        self.note_algorithm(&native.name, None);
         let key = native.key(self.world(), dtype, op);
         let kernel = match self.made_kernel(key, || native.made()) {
             Ok(kernel) => kernel,

@@ -111,6 +111,7 @@ impl CudaEngine {
             return self.handshake_only(call, stream);
         }
         let (rank, world, plan) = (self.rank(), self.world(), checked.plan());
+        self.note_algorithm(&plan.name, None);
         let of_plan = (rank + world - arguments.root) % world;
         let key = plan_kernel::key(checked, world, of_plan, (arguments.dtype, arguments.op));
         let schedule = checked.schedule();

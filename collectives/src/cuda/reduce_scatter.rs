@@ -143,6 +143,7 @@ impl CudaEngine {
         };
         let most_sms = self.most_sms();
         tracing::debug!(part, %call, algorithm = entry.name(), most_sms, "reduce_scatter");
+        self.note_algorithm(entry.name(), None);
         // SAFETY: likewise.
         unsafe { (entry.launch)(self, &work) }
     }

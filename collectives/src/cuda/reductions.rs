@@ -142,6 +142,7 @@ impl CudaEngine {
         let (dtype, why) = (dtype.name(), why.name());
         let (algorithm, most_sms) = (entry.name.name(), self.most_sms());
         tracing::debug!(bytes, dtype, algorithm, why, most_sms, "all_reduce");
+        self.note_algorithm(algorithm, Some(why));
         // SAFETY: as above.
         unsafe { (entry.launch)(self, entry, &work, output.is_window()) }
     }

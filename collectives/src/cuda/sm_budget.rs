@@ -162,6 +162,12 @@ impl BudgetMember {
         self.number.is_some() && self.device.communicators.load(Ordering::Relaxed) > 1
     }
 
+    /// How many other communicators are on the device.
+    pub(super) fn others(&self) -> u32 {
+        let all = self.device.communicators.load(Ordering::Relaxed);
+        all.saturating_sub(self.number.is_some().into())
+    }
+
     /// The most SMs of kernels from now on, whatever the options said before.
     pub(super) fn set_most(&mut self, most: Option<u32>) {
         self.options.most = most;
@@ -191,7 +197,6 @@ impl BudgetMember {
 
     /// What [`Self::budget_in_call`] would give a call on that stream now, without what was lifted. Asking changes nothing,
     /// also for other communicators.
-    #[cfg_attr(not(test), expect(dead_code, reason = "explanations of calls ask it"))]
     pub(super) fn budget_if_called(
         &self,
         stream: Stream,

@@ -6,6 +6,7 @@
 mod handshake;
 mod plan_signals;
 mod refusal;
+mod rehearsal;
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -75,6 +76,8 @@ pub struct HostEngine {
     /// The number of the algorithm that all-to-alls use now, and of the one that the call names.
     pub(crate) exchange: u8,
     pub(crate) requested: u8,
+    /// The algorithm of a call, while it is rehearsed.
+    rehearsed: Option<String>,
 }
 
 // SAFETY: the raw pointers are scratch lists that are empty between calls; everything else is
@@ -159,6 +162,7 @@ impl HostEngine {
             expert_scratch: ExpertScratch::default(),
             exchange: options.all_to_all as u8,
             requested: AUTO,
+            rehearsed: None,
             options,
         })
     }
@@ -203,6 +207,7 @@ impl HostEngine {
     #[inline]
     pub(crate) fn or_decline<T>(&mut self, found: Result<T>) -> Result<T> {
         match found {
+            Ok(found) if self.is_rehearsing() => Ok(found),
             Ok(found) => {
                 self.catch_up()?;
                 Ok(found)

@@ -116,6 +116,9 @@ impl HostEngine {
         let prepared = self.prepare(checked, arguments);
         let Prepared { data, chunks, loops, room } = self.or_decline(prepared)?;
         let plan = checked.plan();
+        if self.rehearses_by(|| &plan.name) {
+            return Ok(());
+        }
         let call = arguments.describe(checked);
         self.handshake(&call)?;
         if count == 0 {

@@ -67,6 +67,14 @@ impl Areas {
         }
     }
 
+    /// The same as if the memory had grown: an area for large calls then lies somewhere.
+    fn as_if_grown(&self, area: Area) -> (Area, Control) {
+        match (area, self.large, self.grown(self.small.ll)) {
+            (Area::Large, None, Some(large)) => (Area::Large, large),
+            _ => self.layout(area),
+        }
+    }
+
     /// The layout of the largest area that there is.
     fn largest(&self) -> &Control {
         self.large.as_ref().unwrap_or(&self.small)
@@ -103,7 +111,10 @@ impl CudaEngine {
         if self.area() == area {
             return;
         }
-        let (area, control) = self.areas.layout(area);
+        let (area, control) = match &self.rehearsal {
+            Some(rehearsal) if rehearsal.has_grown => self.areas.as_if_grown(area),
+            _ => self.areas.layout(area),
+        };
         self.control = control;
         self.comm.places = control.for_links(self.direct);
         self.comm.area = area as u16;
@@ -134,10 +145,16 @@ impl CudaEngine {
         exceeds_inbox(&self.areas.small, self.world(), bytes, by_lamport)
     }
 
+    /// Whether the memory would grow before a large call that comes now, and after how many large calls it is tried again.
+    /// `None` where it has grown, or never does.
+    pub(crate) fn next_growth(&self) -> Option<u64> {
+        self.areas.growth.as_ref().map(|growth| growth.calls_left)
+    }
+
     /// Whether the memory is to grow before a large call. A call may ask several times.
     pub(crate) fn is_time_to_grow(&mut self) -> bool {
-        let Some(growth) = &self.areas.growth else { return false };
-        let is_time = growth.calls_left == 0;
+        let Some(calls_left) = self.next_growth() else { return false };
+        let is_time = calls_left == 0;
         self.areas.counts = !is_time;
         !std::mem::replace(&mut self.areas.asked, true) && is_time
     }

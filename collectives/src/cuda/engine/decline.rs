@@ -74,6 +74,9 @@ impl CudaEngine {
         stream: Stream,
         make: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
+        if self.is_rehearsing() {
+            return make(self);
+        }
         if self.has_late_reports()
             && let Err(why) = self.report_late(stream)
         {
@@ -120,6 +123,9 @@ impl CudaEngine {
     /// too. Returns why it was declined, or why the communicator is closed, if it is.
     #[cold]
     pub(crate) fn decline(&mut self, why: Error, stream: Stream) -> Error {
+        if self.is_rehearsing() {
+            return why;
+        }
         self.progress.reported = true;
         if let Err(closed) = self.ready() {
             return closed;

@@ -16,7 +16,10 @@ use crate::jit::Arch;
 
 impl CudaEngine {
     pub(in super::super) fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
-        self.kernels.get(spec)
+        match &self.rehearsal {
+            None => self.kernels.get(spec),
+            Some(rehearsal) => rehearsal.loaded(self.kernels.find(spec)),
+        }
     }
 
     pub(in super::super) fn made_kernel(
@@ -24,7 +27,10 @@ impl CudaEngine {
         key: MadeKernel,
         source: impl FnOnce() -> MadeSource,
     ) -> Result<LoadedKernel> {
-        self.kernels.get_made(key, source)
+        match &self.rehearsal {
+            None => self.kernels.get_made(key, source),
+            Some(rehearsal) => rehearsal.loaded(self.kernels.find_made(&key)),
+        }
     }
 
     /// Compiles kernels whose sources are no files of ours, so many at a time.
@@ -112,6 +118,9 @@ impl CudaEngine {
         let params = self.numbered(params);
         // SAFETY: as the caller promised.
         unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, traffic, stream) }?;
+        if self.is_rehearsing() {
+            return Ok(());
+        }
         self.note_handshake();
         self.after_call(kernel, stream)
     }
@@ -130,6 +139,10 @@ impl CudaEngine {
         traffic: Option<&Traffic>,
         stream: Stream,
     ) -> Result<()> {
+        if let Some(rehearsal) = &self.rehearsal {
+            rehearsal.launch(&kernel, grid);
+            return Ok(());
+        }
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
             unsafe { self.kernels.launch(kernel, grid, stream, comm, params, traffic) }
@@ -153,6 +166,9 @@ impl CudaEngine {
         let params = self.numbered(params);
         // SAFETY: as the caller promised.
         unsafe { self.launch_rest(kernel, grid, &params, work, stream) }?;
+        if self.is_rehearsing() {
+            return Ok(());
+        }
         self.note_handshake();
         Ok(())
     }
@@ -171,6 +187,10 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.switch_to(stream)?;
+        if let Some(rehearsal) = &self.rehearsal {
+            rehearsal.launch(&kernel, grid);
+            return Ok(());
+        }
         let both = (&self.comm, params);
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
@@ -211,6 +231,10 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         if bytes == 0 {
+            return Ok(());
+        }
+        if let Some(rehearsal) = &self.rehearsal {
+            rehearsal.copy();
             return Ok(());
         }
         let api = self.api;

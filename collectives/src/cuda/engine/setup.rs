@@ -148,6 +148,7 @@ impl CudaEngine {
             p2p,
             memory_operations,
             progress: Progress::default(),
+            rehearsal: None,
         })
     }
 }

@@ -16,6 +16,9 @@ fn events<'a>(api: &'a Api, pool: &'a Pool) -> Result<CudaEvents<'a>> {
 impl CudaEngine {
     /// Puts all that comes on the stream from now on behind this communicator's last call on another one.
     pub(in super::super) fn switch_to(&mut self, stream: Stream) -> Result<()> {
+        if self.is_rehearsing() {
+            return self.check_stream(stream);
+        }
         self.order.switch_to(&events(self.api, &self.pool)?, stream)
     }
 
@@ -94,11 +97,17 @@ impl CudaEngine {
 
     /// Records one of the engine's events, by number, behind what is on the stream.
     pub(in super::super) fn record(&mut self, number: usize, stream: Stream) -> Result<()> {
+        if self.is_rehearsing() {
+            return Ok(());
+        }
         self.events.record(self.api, cuda(&self.pool)?, number, stream)
     }
 
     /// Puts all that comes on the stream from now on behind what an event was recorded behind.
     pub(in super::super) fn wait_for(&self, number: usize, stream: Stream) -> Result<()> {
+        if self.is_rehearsing() {
+            return Ok(());
+        }
         self.events.wait(self.api, cuda(&self.pool)?, number, stream)
     }
 
@@ -109,6 +118,9 @@ impl CudaEngine {
 
     /// Makes a stream wait for what another one has been given within a call, in graphs too.
     pub(in super::super) fn fork(&mut self, from: Stream, to: Stream) -> Result<()> {
+        if self.is_rehearsing() {
+            return Ok(());
+        }
         self.events.fork(self.api, cuda(&self.pool)?, from, to)
     }
 }

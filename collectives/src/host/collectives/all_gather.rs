@@ -84,6 +84,9 @@ impl HostEngine {
         let shape = CallShape::of_host(self, StandardCollective::AllGather, bytes, dtype, &data);
         let entry = self.entry(&ALGORITHMS, code, &shape);
         let entry = self.or_decline(entry)?;
+        if self.rehearses(StandardCollective::AllGather, code) {
+            return Ok(());
+        }
         if count == 0 {
             return self.handshake(&call);
         }

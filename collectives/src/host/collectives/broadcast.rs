@@ -85,6 +85,9 @@ impl HostEngine {
         let shape = CallShape::of_host(self, broadcast, bytes, dtype, &data);
         let entry = self.entry(&ALGORITHMS, code, &shape);
         let entry = self.or_decline(entry)?;
+        if self.rehearses(broadcast, code) {
+            return Ok(());
+        }
         if count == 0 {
             return self.handshake(&call);
         }

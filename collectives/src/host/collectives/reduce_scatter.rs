@@ -82,6 +82,9 @@ impl HostEngine {
         let shape = CallShape::of_host(self, scatter, bytes, dtype, &data);
         let entry = self.entry(&ALGORITHMS, code, &shape);
         let entry = self.or_decline(entry)?;
+        if self.rehearses(scatter, code) {
+            return Ok(());
+        }
         if count == 0 {
             return self.handshake(&call);
         }

@@ -25,6 +25,9 @@ impl HostEngine {
     /// error for this rank.
     #[cold]
     pub(crate) fn decline(&mut self, why: Error) -> Error {
+        if self.is_rehearsing() {
+            return why;
+        }
         if let Err(closed) = self.ready() {
             return closed;
         }

@@ -103,6 +103,9 @@ impl HostEngine {
         };
         let entry = self.entry(&ALGORITHMS, code as u8, &shape);
         let entry = self.or_decline(entry)?;
+        if self.rehearses(StandardCollective::AllReduce, code as u8) {
+            return Ok(());
+        }
         if count == 0 {
             return self.handshake(&work.call);
         }

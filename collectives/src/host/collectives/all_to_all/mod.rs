@@ -158,12 +158,15 @@ impl HostEngine {
         counts: impl Fn(usize) -> (u64, u64),
     ) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
+        let work = Work { data, matrix, size: dtype.size(), rank, world };
+        if self.is_rehearsing() {
+            return work.rehearse(self);
+        }
         for peer in 0..world {
             let (sent, received) = counts(peer as usize);
             self.set_next_row(peer, sent);
             self.set_next_row(world + peer, received);
         }
-        let work = Work { data, matrix, size: dtype.size(), rank, world };
         // SAFETY: the caller's promise.
         unsafe { work.run(self, call) }
     }
@@ -251,6 +254,18 @@ impl Work {
             engine.load_balance = balance;
         }
         if any_direct { engine.step() } else { Ok(()) }
+    }
+
+    /// Says how this rank's data would travel, where all parts are equal.
+    fn rehearse(&self, engine: &mut HostEngine) -> Result<()> {
+        let outgoing = self.matrix.next_outgoing(engine);
+        let route = self.route(outgoing, engine, || match self.data.input {
+            Place::Window(offset) => offset,
+            Place::Plain(_) => NO_WINDOW,
+        });
+        let code = if matches!(route, Route::Direct(_)) { DIRECT } else { STAGED };
+        engine.rehearses(StandardCollective::AllToAll, code);
+        Ok(())
     }
 
     /// Computes which rank copies how much of what travels directly.

@@ -1,0 +1,476 @@
+//! What a call would do now, what it would do in the best case, and what keeps it from that.
+//!
+//! The call is rehearsed: it goes through its own code, and nothing of it reaches the device or other ranks
+//! (`cuda/rehearsal.rs`, `host/engine/rehearsal.rs`). So the explanation cannot differ from the call. It is rehearsed again
+//! without all that keeps calls from their best case, and without all of that but one, for each.
+
+#![allow(unsafe_code)] // makes calls that are rehearsed, of which nothing reads or writes memory
+
+use std::fmt;
+
+use symmpool_allocator::{Block, CONTROL_LANE, Error, Lane, Result, Stream};
+
+use super::choice::{Chosen, Request, ask};
+use super::engine::{Engine, Places};
+use super::{Communicator, Inner};
+use crate::cuda::{Area, Lifts, Rehearsed};
+use crate::{DType, Element, Place, ReduceOp, StandardCollective};
+
+/// What a call would do on this rank, as it would be made now: [`Communicator::explain_at`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Explanation {
+    /// The collective.
+    pub collective: StandardCollective,
+    /// Bytes of the larger one of input and output.
+    pub bytes: u64,
+    /// The type of the elements.
+    pub dtype: DType,
+    /// How it is made, and by what that was chosen.
+    pub now: CallPlan,
+    /// What chose the algorithm: the call, a selector, `requested` (by options), a variable of the environment, a loaded table,
+    /// what was measured on such devices, or a rule.
+    pub chosen_by: String,
+    /// The memory in which data lies on its way: `small` or `large`, `whole` where a communicator's memory does not grow, and
+    /// `host` on the CPU.
+    pub memory: &'static str,
+    /// Bytes of memory that the call takes first, if every rank has room.
+    pub takes: u64,
+    /// Whether the input lies in a window.
+    pub input_window: bool,
+    /// Whether the output lies in a window.
+    pub output_window: bool,
+    /// SMs of the device; `None` on the CPU.
+    pub device_sms: Option<u32>,
+    /// How it would be made alone on the device, with all of the memory, between windows.
+    pub best: CallPlan,
+    /// What keeps it from that, in words. Empty if nothing does.
+    pub kept_by: Vec<String>,
+}
+
+/// How a call is made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallPlan {
+    /// The name of the algorithm.
+    pub algorithm: String,
+    /// Blocks and threads of each kernel, in the order of launches. Empty on the CPU.
+    pub launches: Vec<(u32, u32)>,
+    /// Whether `launches` has all kernels. It has not where one is not loaded yet: the first call loads it.
+    pub is_known: bool,
+    /// How many copies copy engines make.
+    pub copies: usize,
+    /// Whether each kernel may start before the one before it on its stream has ended.
+    pub starts_early: bool,
+}
+
+impl CallPlan {
+    fn of(seen: &Rehearsed) -> Self {
+        Self {
+            algorithm: seen.algorithm.clone(),
+            launches: seen.launches.clone(),
+            is_known: !seen.is_not_loaded,
+            copies: seen.copies,
+            starts_early: seen.starts_early,
+        }
+    }
+
+    /// Blocks of its largest kernel. `None` on the CPU, and where that is not known yet.
+    pub fn blocks(&self) -> Option<u32> {
+        let most = self.launches.iter().map(|(blocks, _)| *blocks).max();
+        most.filter(|_| self.is_known)
+    }
+
+    /// The same call as far as both are known.
+    fn is_like(&self, other: &Self) -> bool {
+        let is_known = self.is_known && other.is_known;
+        self.algorithm == other.algorithm && (!is_known || self == other)
+    }
+
+    /// In words, on a device of so many SMs.
+    fn in_words(&self, sms: Option<u32>) -> String {
+        let mut text =
+            if self.algorithm.is_empty() { "a handshake" } else { &*self.algorithm }.to_owned();
+        let Some(sms) = sms else { return text };
+        text += &self.blocks().map_or_else(
+            || ", a kernel that is not loaded yet".to_owned(),
+            |blocks| format!(", {blocks} blocks on {} of {sms} SMs", blocks.min(sms)),
+        );
+        match self.launches.len() {
+            0 | 1 => {}
+            several => text += &format!(", {several} launches"),
+        }
+        match self.copies {
+            0 => {}
+            1 => text += ", 1 copy",
+            several => text += &format!(", {several} copies"),
+        }
+        text
+    }
+}
+
+impl Explanation {
+    /// SMs that the call takes at most: each block of a kernel may have one of its own. `None` as
+    /// [`blocks`](CallPlan::blocks).
+    pub fn sms(&self) -> Option<u32> {
+        Some(self.now.blocks()?.min(self.device_sms?))
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, dtype) = (self.collective.name(), self.dtype.name());
+        let how = self.now.in_words(self.device_sms);
+        write!(f, "{name} of {} bytes of {dtype}: {how} (by {})", self.bytes, self.chosen_by)?;
+        match self.memory {
+            "small" | "large" => write!(f, ", in the memory for {} calls", self.memory)?,
+            _ => {}
+        }
+        let text = match (self.input_window, self.output_window) {
+            (true, true) => "between windows",
+            (true, false) => "from a window into other memory",
+            (false, true) => "from other memory into a window",
+            (false, false) => "outside of windows",
+        };
+        write!(f, ", {text}")?;
+        if self.takes > 0 {
+            write!(f, "; it takes {} bytes of memory first", self.takes)?;
+        }
+        if self.kept_by.is_empty() {
+            return f.write_str(". That is its best case.");
+        }
+        let best = self.best.in_words(self.device_sms);
+        write!(f, ". In the best case {best}")?;
+        if self.best.starts_early && !self.now.starts_early {
+            f.write_str(", which may start before the kernel before it has ended")?;
+        }
+        write!(f, "; what keeps it from that: {}.", self.kept_by.join("; "))
+    }
+}
+
+/// What may keep a call from its best case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Obstacle {
+    Company,
+    Options,
+    Memory,
+    Windows,
+}
+
+impl Obstacle {
+    const ALL: [Self; 4] = [Self::Company, Self::Options, Self::Memory, Self::Windows];
+}
+
+/// A call that is explained.
+struct Explained<'a> {
+    request: Request,
+    /// The same between windows, if these have room for it.
+    between_windows: Option<Request>,
+    named: Option<Chosen>,
+    selected: Option<Result<Option<String>>>,
+    stream: &'a Stream,
+}
+
+impl Communicator {
+    /// What a call of a collective on addresses would do on this rank, as it would be made now, with the arguments of
+    /// [`Self::call_at`]: which algorithm with how many blocks, what it would be in the best case, and what keeps it from that.
+    ///
+    /// It talks to nobody, waits for nothing but calls that other threads are in, and changes nothing: it commits no memory,
+    /// loads no kernel and reads no data. If a [selector](Self::select) chooses, that is asked. A call that is made later may
+    /// go otherwise, where other communicators were made or have called since.
+    ///
+    /// # Errors
+    ///
+    /// Those for which the call would be refused, and why calls fail if they do. Other ranks hear nothing of them.
+    #[allow(clippy::too_many_arguments)] // what a call is
+    pub fn explain_at(
+        &self,
+        collective: StandardCollective,
+        algorithm: Option<&str>,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        root: u32,
+        stream: &Stream,
+    ) -> Result<Explanation> {
+        self.pool.check_process()?;
+        let unknown = |name| self.registry.unknown(collective.name(), name, self.rank());
+        let find = |name| self.registry.find(collective, name).ok_or_else(|| unknown(name));
+        let named = algorithm.map(find).transpose()?;
+        let bytes = count.saturating_mul(dtype.size());
+        let mut inner = self.lock();
+        inner.engine.ready()?;
+        inner.engine.begin_rehearsal(Lifts::default());
+        let places = self.places_at(&mut inner, collective, (input, output), bytes, stream);
+        inner.engine.end_rehearsal();
+        let (from, to) = self.after_commit(places?, self.lengths_of(collective, bytes), stream);
+        let request = Request { collective, from, to, count, dtype, op, root };
+        let selector = inner.choices.selector(collective).filter(|_| named.is_none());
+        drop(inner);
+        // As in calls, outside of all locks.
+        let selected = selector.map(|selector| ask(&*selector, &self.shape(&request)));
+        if let Some(Err(why)) = &selected
+            && why.is_interrupted()
+        {
+            return Err(why.clone());
+        }
+        let between_windows = self.between_windows(&request, (input as u64, output as u64), bytes);
+        let call = Explained { request, between_windows, named, selected, stream };
+        self.explained(&call)
+    }
+
+    fn explained(&self, call: &Explained<'_>) -> Result<Explanation> {
+        let mut inner = self.lock();
+        inner.engine.ready()?;
+        let inner = &mut *inner;
+        let (seen, chosen_by, area) = self.rehearsed(inner, call, &Obstacle::ALL)?;
+        let now = CallPlan::of(&seen);
+        let best = CallPlan::of(&self.rehearsed(inner, call, &[])?.0);
+        let mut kept_by = Vec::new();
+        if !now.is_like(&best) {
+            let of_them = |each: &Obstacle| self.is_there(*each, call, &seen);
+            let there: Vec<Obstacle> = Obstacle::ALL.into_iter().filter(of_them).collect();
+            let mut decisive = Vec::new();
+            for obstacle in &there {
+                let alone = CallPlan::of(&self.rehearsed(inner, call, &[*obstacle])?.0);
+                if !alone.is_like(&best) {
+                    decisive.push(*obstacle);
+                }
+            }
+            // Two of them may keep it from that together.
+            let decisive = if decisive.is_empty() { there } else { decisive };
+            kept_by = decisive.iter().map(|each| in_words(*each, inner, call, &seen)).collect();
+        }
+        let device_sms = match &inner.engine {
+            Engine::Cuda(cuda) => Some(cuda.processors()),
+            Engine::Host(_) => None,
+        };
+        let Request { collective, from, to, dtype, .. } = call.request;
+        Ok(Explanation {
+            collective,
+            bytes: self.shape(&call.request).bytes,
+            dtype,
+            now,
+            chosen_by: seen.chosen_by.unwrap_or(chosen_by).to_owned(),
+            memory: area,
+            takes: seen.takes,
+            input_window: from.is_window(),
+            output_window: to.is_window(),
+            device_sms,
+            best,
+            kept_by,
+        })
+    }
+
+    /// Rehearses a call, with these obstacles alone. Returns what it does, what chose its algorithm, and its memory.
+    fn rehearsed(
+        &self,
+        inner: &mut Inner,
+        call: &Explained<'_>,
+        obstacles: &[Obstacle],
+    ) -> Result<(Rehearsed, &'static str, &'static str)> {
+        let lifted = |obstacle| !obstacles.contains(&obstacle);
+        inner.engine.begin_rehearsal(Lifts {
+            company: lifted(Obstacle::Company),
+            options: lifted(Obstacle::Options),
+            memory: lifted(Obstacle::Memory),
+        });
+        let windows = call.between_windows.as_ref().filter(|_| lifted(Obstacle::Windows));
+        let chosen_by = self.rehearse(inner, call, windows.unwrap_or(&call.request));
+        let area = match &inner.engine {
+            Engine::Host(_) => "host",
+            Engine::Cuda(cuda) if !cuda.may_have_large_area() => "whole",
+            Engine::Cuda(cuda) if cuda.area() == Area::Large => "large",
+            Engine::Cuda(_) => "small",
+        };
+        let seen = inner.engine.end_rehearsal();
+        match chosen_by {
+            Ok(by) => Ok((seen, by, area)),
+            // It goes no further than to the kernel.
+            Err(_) if seen.is_not_loaded => Ok((seen, "rule", area)),
+            Err(why) => Err(why),
+        }
+    }
+
+    /// Makes a call, while the engine rehearses. Returns what chose its algorithm.
+    fn rehearse(
+        &self,
+        inner: &mut Inner,
+        call: &Explained<'_>,
+        request: &Request,
+    ) -> Result<&'static str> {
+        let stream = call.stream;
+        if let Some(named) = &call.named {
+            // SAFETY: nothing is read or written while the engine rehearses; so it is below.
+            unsafe { self.run_named(inner, named, request, stream) }?;
+            return Ok("call");
+        }
+        if inner.choices.is_open(request.collective) {
+            // SAFETY: as above.
+            unsafe { self.run_open(inner, request, stream) }?;
+            return Ok("rule");
+        }
+        self.grow_for(inner, request, false, stream)?;
+        let decided = self.decide(inner, call.selected.clone(), request, stream)?;
+        // SAFETY: as above.
+        unsafe { Self::run_by(inner, &decided.chosen, request, false, stream) }?;
+        Ok(decided.by)
+    }
+
+    /// Where memory lies once the commit was made that a call makes first, if one is due.
+    fn after_commit(
+        &self,
+        (from, to): Places,
+        (inputs, outputs): (usize, usize),
+        stream: &Stream,
+    ) -> Places {
+        let commits = self.pool.is_commit_due() && !self.pool.driver().is_capturing(*stream);
+        let placed = |place, bytes: usize| match place {
+            Place::Plain(pointer) if commits => {
+                let located = self.pool.layout().locate(pointer as u64);
+                let becomes_window = |offset: &u64| {
+                    self.pool.lanes().filter(Lane::is_symmetric).any(|lane| {
+                        let (base, range) = lane.range();
+                        let from = offset.checked_sub(base);
+                        from.is_some_and(|from| from.saturating_add(bytes as u64) <= range)
+                    })
+                };
+                let offset = located.map(|(_, offset)| offset).filter(becomes_window);
+                offset.map_or(place, Place::Window)
+            }
+            _ => place,
+        };
+        (placed(from, inputs), placed(to, outputs))
+    }
+
+    /// A call between windows in place of these buffers, which lie to each other as these do where they overlap.
+    fn between_windows(
+        &self,
+        request: &Request,
+        (from, to): (u64, u64),
+        bytes: usize,
+    ) -> Option<Request> {
+        let (inputs, outputs) = self.lengths_of(request.collective, bytes);
+        let (inputs, outputs) = (inputs as u64, outputs as u64);
+        let is_broadcast = request.collective == StandardCollective::Broadcast;
+        let from = if is_broadcast { to } else { from };
+        let overlap = from < to.saturating_add(outputs) && to < from.saturating_add(inputs);
+        let (from, to) = match overlap {
+            true => (from.saturating_sub(to), to.saturating_sub(from)),
+            false => (0, inputs.checked_next_multiple_of(512)?),
+        };
+        let end = from.checked_add(inputs)?.max(to.checked_add(outputs)?);
+        let lanes = self.pool.lanes().filter(Lane::is_symmetric);
+        let (base, _) = lanes
+            .filter(|lane| lane.name() != CONTROL_LANE)
+            .map(|lane| lane.range())
+            .find(|(_, range)| *range >= end)?;
+        let (from, to) = (Place::Window(base + from), Place::Window(base + to));
+        Some(Request { from, to, ..*request })
+    }
+
+    /// Whether something that may keep a call from its best case is there.
+    fn is_there(&self, obstacle: Obstacle, call: &Explained<'_>, seen: &Rehearsed) -> bool {
+        let Request { from, to, .. } = call.request;
+        match obstacle {
+            Obstacle::Windows => !(from.is_window() && to.is_window()),
+            Obstacle::Memory => seen.takes_none.is_some(),
+            Obstacle::Company | Obstacle::Options => self.pool.driver().as_cuda().is_some(),
+        }
+    }
+}
+
+/// What keeps a call from its best case, in words.
+fn in_words(obstacle: Obstacle, inner: &Inner, call: &Explained<'_>, seen: &Rehearsed) -> String {
+    let others = match &inner.engine {
+        Engine::Cuda(cuda) => cuda.other_communicators(),
+        Engine::Host(_) => 0,
+    };
+    let Request { from, to, .. } = call.request;
+    match obstacle {
+        Obstacle::Company if others == 0 => {
+            "SMs are left to other libraries, or to as many communicators as `concurrent` says"
+                .to_owned()
+        }
+        Obstacle::Company => format!(
+            "calls of {others} other communicator{} of the process may be under way on the device",
+            if others == 1 { "" } else { "s" }
+        ),
+        Obstacle::Options => "`sm_budget` or `beside_compute` leaves SMs to others".to_owned(),
+        Obstacle::Memory => {
+            let why = seen.takes_none.as_deref().unwrap_or("it has not grown");
+            format!("there is no memory for large calls: {why}")
+        }
+        Obstacle::Windows => match (from.is_window(), to.is_window()) {
+            (false, true) => "the input is no window of the pool",
+            (true, false) => "the output is no window of the pool",
+            _ => "input and output are no windows of the pool",
+        }
+        .to_owned(),
+    }
+}
+
+impl Communicator {
+    /// [`Self::explain_at`] on blocks. `input` and `out` have as many elements as the collective has there; a broadcast has
+    /// `out` alone.
+    ///
+    /// ```
+    /// use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
+    /// use symmpool_collectives::{Communicator, ReduceOp, StandardCollective};
+    ///
+    /// fn rank(group: Group) -> Result<()> {
+    ///     let pool = Pool::builder(group).driver(Driver::host()?).build()?;
+    ///     let comm = Communicator::new(&pool)?;
+    ///     let (x, out) = (pool.alloc::<f32>(1 << 20)?, pool.alloc::<f32>(1 << 20)?);
+    ///     let how = (ReduceOp::Sum, 0);
+    ///     let said = comm.explain(StandardCollective::AllReduce, &out, &x, how, &Stream::DEFAULT)?;
+    ///     // The blocks become windows by the commit that the call makes first.
+    ///     assert!(said.input_window && said.output_window && said.kept_by.is_empty());
+    ///     assert_eq!(said.now.algorithm, "two_shot");
+    ///     println!("{said}");
+    ///     Ok(())
+    /// }
+    ///
+    /// let ranks: Vec<_> = Group::in_process(2)?
+    ///     .into_iter()
+    ///     .map(|group| std::thread::spawn(move || rank(group)))
+    ///     .collect();
+    /// for rank in ranks {
+    ///     rank.join().expect("no panic")?;
+    /// }
+    /// # Ok::<(), symmpool_allocator::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::explain_at`]; `is_invalid_argument` if the blocks' lengths do not fit each other.
+    pub fn explain<T: Element>(
+        &self,
+        collective: StandardCollective,
+        out: &Block<T>,
+        input: &Block<T>,
+        (op, root): (ReduceOp, u32),
+        stream: &Stream,
+    ) -> Result<Explanation> {
+        let world = self.world() as usize;
+        let count = match collective {
+            StandardCollective::AllToAll => input.len() / world,
+            StandardCollective::ReduceScatter => out.len(),
+            StandardCollective::Broadcast => out.len(),
+            StandardCollective::AllReduce | StandardCollective::AllGather => input.len(),
+        };
+        let (inputs, outputs) = self.lengths_of(collective, count);
+        let is_broadcast = collective == StandardCollective::Broadcast;
+        if outputs != out.len() || (inputs != input.len() && !is_broadcast) {
+            return Err(Error::invalid_argument(format!(
+                "{} on rank {}: an input of {} elements and an output of {} do not fit each other among {world} ranks",
+                collective.name(),
+                self.rank(),
+                input.len(),
+                out.len()
+            )));
+        }
+        let (to, from) = (out.as_ptr().cast(), input.as_ptr().cast_const().cast());
+        self.explain_at(collective, None, to, from, count, T::DTYPE, op, root, stream)
+    }
+}
