@@ -104,6 +104,8 @@ def measurements():
         it("collectives_memory", "every collective with less device memory of symmpool's", 60, 240,
            lambda w: w.bench("collectives", "--eager", "--peers", "none", "--device-memory", "96M,48M,16M",
                              "--sizes", w.pick("1M,4M,8M,16M,32M,64M,256M", "64K,16M"))),
+        it("order", "collectives in the orders of programs, compared with fresh ones and NCCL", 500, 590,
+           lambda w: w.bench("order", "--seconds", w.pick("480", "120"), *w.pick([], ["--quick"]))),
         it("training", "FSDP2, DDP, tensor parallelism and decoding of a Llama, compared with NCCL", 380, 590,
            lambda w: w.bench("training", "--kinds", "fsdp,ddp,tp,decode,decode_graph",
                              *w.pick([], ["--rounds", "1", "--steps", "5"]))),

@@ -49,6 +49,7 @@ mod slices;
 mod splits;
 
 use std::fmt;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use symmpool_allocator::topology::Mesh;
@@ -135,6 +136,8 @@ pub struct Communicator {
     registry: registry::Registry,
     /// Changed by a call that makes it grow.
     memory: Mutex<CommunicatorMemory>,
+    /// Whether a device had no room, which nobody has asked for yet.
+    shortage: AtomicBool,
     /// How the ranks are linked.
     mesh: Mesh,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the

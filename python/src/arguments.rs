@@ -56,6 +56,16 @@ impl Deref for Calls {
     }
 }
 
+/// Says that a device had no room for the memory of large calls. Whatever becomes of that, the call goes on, as it does on other
+/// ranks.
+#[cold]
+fn warn_of_shortages(py: Python<'_>) {
+    let held = py.import("symmpool.memory.held");
+    if let Err(error) = held.and_then(|held| held.call_method0("warn_of_shortages")) {
+        error.write_unraisable(py, None);
+    }
+}
+
 /// What the arguments of a call must fit: the communicator's device, rank and world.
 #[derive(Clone, Copy)]
 pub(crate) struct Terms {
@@ -101,7 +111,11 @@ impl Calls {
         call: impl FnOnce() -> Result<T> + Send,
     ) -> PyResult<T> {
         self.comm.check("a communicator").or_raise(py)?;
-        py.detach(call).or_raise(py)
+        let called = py.detach(call);
+        if self.comm.take_shortage() {
+            warn_of_shortages(py);
+        }
+        called.or_raise(py)
     }
 
     /// Makes a call of a collective on tensors, with the algorithm of a name or the one that is chosen for it: for

@@ -14,6 +14,7 @@ use symmpool_collectives::StandardCollective::{AllGather, AllReduce, Broadcast, 
 use crate::algorithm::{self, Algorithm};
 use crate::arguments::{Argument, Calls};
 use crate::errors::{OrRaise, exception};
+use crate::explanation::{self, Asked};
 use crate::mark::Mark;
 use crate::name::Name;
 use crate::number::Number;
@@ -486,6 +487,31 @@ impl Communicator {
     fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.calls.comm.check("a communicator").or_raise(py)?;
         statistics::of_communicator(py, &self.calls.comm.memory())
+    }
+
+    /// What a call of `collective` would do on this rank, as it would be made now: its algorithm, blocks, SMs and memory, what
+    /// it would be in the best case (alone on the device, between windows, with all of the memory), and what keeps it from that.
+    /// An `Explanation`, which prints as a sentence. `collective` is "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
+    /// (of equal parts) or "broadcast", or the name of the method; the other arguments are those of that call. Not collective:
+    /// it talks to nobody and changes nothing, and other ranks hear nothing of what it raises.
+    #[pyo3(
+        signature = (collective, input, out = None, *, op = None, src = Number::of(0), algorithm = None, stream = None),
+        text_signature = "($self, collective, input, out=None, *, op='sum', src=0, algorithm=None, stream=None)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "a call of Python, with names")]
+    fn explain<'py>(
+        &self,
+        py: Python<'py>,
+        collective: &str,
+        input: Argument<'_, 'py>,
+        out: Option<Argument<'_, 'py>>,
+        op: Option<Argument<'_, 'py>>,
+        src: Number<u32>,
+        algorithm: Option<Name<'_>>,
+        stream: Option<Argument<'_, 'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let asked = Asked { input, out, op, src, algorithm, stream };
+        explanation::explain(py, &self.calls, collective, asked)
     }
 
     #[doc = include_str!("select.md")]

@@ -47,6 +47,7 @@ mod dlpack;
 mod errors;
 mod exchange;
 mod experts;
+mod explanation;
 mod fused;
 mod group;
 mod machine;

@@ -130,6 +130,16 @@ impl Terms {
         Ok(Divided { output, input, parts: Parts::Uneven { receive, send } })
     }
 
+    /// Reads two tensors of equal parts: the output, the input, and the elements of a part.
+    pub(crate) fn equal_parts_of(
+        &self,
+        to: Argument<'_, '_>,
+        from: Argument<'_, '_>,
+    ) -> Result<(Tensor, Tensor, usize), Refusal> {
+        let Divided { output, input, .. } = self.parts_of(to, from, None, None)?;
+        Ok((output, input, input.count / self.world as usize))
+    }
+
     /// Elements for every rank, from rows for every rank; even parts where none are given.
     fn splits(
         &self,

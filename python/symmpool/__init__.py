@@ -58,6 +58,7 @@ from symmpool.collectives.functions import (
 from symmpool.collectives.messages import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from symmpool.collectives.reduce_op import ReduceOp
 from symmpool.collectives.several import all_gather_object, all_reduce_coalesced
+from symmpool.communicators.explanation import Explanation
 from symmpool.communicators.work import Work
 from symmpool.errors import (
     DivergedError,
@@ -123,6 +124,7 @@ __all__ = [
     "Communicator",
     "DivergedError",
     "Error",
+    "Explanation",
     "Group",
     "InvalidArgumentError",
     "InvalidStateError",

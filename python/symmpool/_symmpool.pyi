@@ -2,6 +2,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
+from symmpool.communicators.explanation import Explanation
+
 # A torch.Tensor, a numpy.ndarray or a Block: contiguous, on the pool's device. See `Communicator` for
 # their elements: reductions take fewer types than what only moves data.
 Tensor: TypeAlias = Any
@@ -390,6 +392,17 @@ class Communicator:
     ) -> None: ...
     def algorithms(self, collective: str | None = None) -> list[Algorithm]: ...
     def load_tables(self, path: str | os.PathLike[str]) -> None: ...
+    def explain(
+        self,
+        collective: str,
+        input: Tensor,
+        out: Tensor | None = None,
+        *,
+        op: Op = "sum",
+        src: int = 0,
+        algorithm: str | None = None,
+        stream: Stream | None = None,
+    ) -> Explanation: ...
     def select(
         self,
         collective: str,

@@ -122,6 +122,7 @@ def test_the_environment_says_what_communicators_take(monkeypatch):
     assert facts.collect()["communicators"]["growing_bytes"] == [16 << 20, 405 << 20]
     monkeypatch.setenv("SYMMPOOL_DEVICE_MEMORY", "96M,24M")
     held = facts.collect()["communicators"]
+    assert held.pop("held") == []
     assert held == {"error": None, "bytes": [96 << 20, 24 << 20], "growing_bytes": None}
     text = "\n".join(cli.report({**GOOD, "communicators": held}, verdicts.judge(GOOD)))
     assert "96 MiB of a device, each further one of a process 24 MiB" in text
@@ -195,6 +196,22 @@ def test_whoever_reads_the_table_may_stop():
     command = f"{sys.executable} -m symmpool doctor --no-torch | true; exit ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert found.stderr == "" and found.returncode in (0, 141)
+
+
+def test_the_report_says_what_is_held_and_what_has_no_room():
+    memory = {"device": "cuda:0", "total": 16 << 20, "wanted": 389 << 20}
+    held = [{"group": "tp", **memory}, {"group": "dp", **memory, "wanted": 0}]
+    growing = {"error": None, "bytes": [397 << 20, 16 << 20], "growing_bytes": [16 << 20, 405 << 20]}
+    full = dict(GOOD["cuda"]["devices"][0], free_bytes=400 << 20)
+    whole = {**GOOD, "communicators": {**growing, "held": held}, "cuda": {**GOOD["cuda"], "devices": [full]}}
+    text = "\n".join(cli.report(whole, verdicts.judge(whole)))
+    assert re.search(r"held for tp +16.0 MiB of cuda:0, and wants 389 MiB more for large calls", text)
+    assert re.search(r"held for dp +16.0 MiB of cuda:0\n", text)
+    assert re.search(r"memory of cuda:0 +has no room for 405 MiB: large calls take up to 2.5 times", text)
+    assert "how a call is made" in text and "explain" in text
+    roomy = {**whole, "communicators": growing, "cuda": GOOD["cuda"]}
+    text = "\n".join(cli.report(roomy, verdicts.judge(roomy)))
+    assert "has no room for" not in text and "held for" not in text
 
 
 def test_facts_are_had_without_raising(monkeypatch, tmp_path):

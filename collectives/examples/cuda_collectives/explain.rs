@@ -10,12 +10,12 @@ use std::mem::transmute;
 use std::ptr::NonNull;
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_allocator::{Block, CONTROL_LANE, Pool, Result, Stream};
 use symmpool_collectives::{
     CallPlan, Communicator, CommunicatorOptions, DType, Explanation, ReduceOp, StandardCollective,
 };
 
-use crate::cuda::{Graph, stream};
+use crate::cuda::{Graph, driver, stream};
 use crate::{ORDINARY, Options};
 
 const DTYPE: DType = DType::Bf16;
@@ -77,6 +77,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             fresh: BTreeMap::new(),
         };
         pool.commit()?;
+        if all.is_empty() && options.emulated {
+            explains.a_device_without_room()?;
+        }
         explains.names_what_is_launched(memory)?;
         explains.bad_arguments_are_refused_here_alone()?;
         explains.orders(memory, &ORDERS)?;
@@ -201,6 +204,47 @@ impl Explains<'_> {
         let (said, found) = in_graph.expect("captured");
         let right = found == said.now.launches;
         self.check(|| format!("{what}: captured {found:?}, {said:?}"), right);
+        Ok(())
+    }
+
+    /// A device has no room for the memory of large calls: that is said before a call, and by the communicator after it.
+    fn a_device_without_room(&mut self) -> Result<()> {
+        let options = CommunicatorOptions { device_memory_grows: true, ..self.options.clone() };
+        let comm = Communicator::with_options(self.pool, &options)?;
+        let control = self.pool.lane(CONTROL_LANE)?.stats()?;
+        if control.reserved - control.allocated > 64 << 20 {
+            println!("explain: skipped, as former communicators have left room for memory to grow");
+            return Ok(());
+        }
+        let call = (StandardCollective::AllReduce, None);
+        let said = self.explain(&comm, call, SIZES[2])?;
+        self.check(|| format!("there is room: {said}"), said.takes > 0 && said.memory == "large");
+        let free = driver(self.pool).memory_info()?.0;
+        // The last rank alone is full.
+        let is_full = self.pool.rank() == self.pool.world() - 1;
+        let bytes = free.saturating_sub(100 << 20) as usize;
+        let lane = self.pool.lane(ORDINARY)?;
+        let taken = is_full.then(|| lane.alloc_bytes(bytes, 512, Stream::DEFAULT)).transpose()?;
+        let said = self.explain(&comm, call, SIZES[2])?;
+        let names_it =
+            said.kept_by.len() == 1 && said.kept_by[0].contains("bytes of the device are free");
+        let right = if is_full { said.takes == 0 && names_it } else { said.takes > 0 };
+        self.check(|| format!("one rank has no room: {said}"), right);
+        self.check(|| "nobody has found it yet".to_owned(), !comm.take_shortage());
+        self.call(&comm, call, SIZES[2])?;
+        comm.synchronize(&self.stream)?;
+        let memory = comm.memory();
+        self.check(|| format!("{memory:?} is wanted"), memory.wanted > 0);
+        let shortages = [comm.take_shortage(), comm.take_shortage()];
+        self.check(|| format!("{shortages:?}: it is said once"), shortages == [true, false]);
+        let said = self.explain(&comm, call, SIZES[2])?;
+        let right =
+            said.memory == "small" && said.kept_by.iter().any(|why| why.contains("tried again"));
+        self.check(|| format!("it is tried again later: {said}"), right);
+        if let Some(taken) = taken {
+            taken.free_unordered()?;
+            lane.trim()?;
+        }
         Ok(())
     }
 

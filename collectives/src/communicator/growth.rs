@@ -184,6 +184,7 @@ impl Communicator {
             Ok(Err(why)) => {
                 cuda.stay_small();
                 self.set_memory(cuda.memory(total));
+                self.note_shortage();
                 tracing::warn!(
                     rank = self.rank(),
                     %why,

@@ -1,6 +1,7 @@
 //! How a communicator is made: control memory that every rank has, and the engine on it.
 
 use std::cell::Cell;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -68,6 +69,7 @@ impl Communicator {
             pool: pool.clone(),
             timeout: Arc::clone(engine.timeout()),
             memory: Mutex::new(engine.memory(control.bytes())),
+            shortage: AtomicBool::new(false),
             registry: super::registry::Registry::new(engine.built_in()),
             mesh: options.links.as_ref().unwrap_or(pool.topology()).mesh(),
             shared: Arc::new(Shared::new(Inner { engine, choices, windows }, control)),

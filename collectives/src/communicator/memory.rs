@@ -1,6 +1,7 @@
 //! What a communicator holds of memory.
 
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
 use super::Communicator;
 use crate::cuda::{communicator_bytes, growing_bytes};
@@ -58,6 +59,19 @@ impl Communicator {
     /// What this communicator holds of memory now. Talks to nobody and waits for no call.
     pub fn memory(&self) -> CommunicatorMemory {
         *self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a device had no room for the memory of large calls since this was asked last: [`memory`](Self::memory) then says
+    /// how much is [`wanted`](CommunicatorMemory::wanted). For programs that tell their users.
+    #[inline]
+    pub fn take_shortage(&self) -> bool {
+        // Most often there is none, and that costs a load.
+        self.shortage.load(Ordering::Relaxed) && self.shortage.swap(false, Ordering::Relaxed)
+    }
+
+    /// A device had no room.
+    pub(super) fn note_shortage(&self) {
+        self.shortage.store(true, Ordering::Relaxed);
     }
 
     /// It holds that from now on.

@@ -16,6 +16,7 @@ from symmpool.bench import (
     collectives,
     experts,
     fused,
+    order,
     overlap,
     peers,
     plot,
@@ -62,6 +63,7 @@ def parser():
     collectives.add_options(commands)
     experts.add_options(commands)
     fused.add_options(commands)
+    order.add_options(commands)
     overlap.add_options(commands)
     training.add_options(commands)
     return top
@@ -197,6 +199,8 @@ def main(arguments=None):
             return fused.run(options, arguments)
         if options.command == "experts":
             return experts.run(options, arguments)
+        if options.command == "order":
+            return order.run(options, arguments)
         if options.command == "overlap":
             return overlap.run(options, arguments)
         if options.command == "training":

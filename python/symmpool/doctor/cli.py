@@ -81,6 +81,16 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             found.append(("a Communicator", f"{first} of a device"))
         else:
             found.append(("a communicator", f"{first} of a device, each further one of a process {further}"))
+        found += rooms(facts["cuda"]["devices"], held["growing_bytes"])
+        found.append(("how a call is made", 'print(symmpool.communicator(group).explain("all_reduce", x))'))
+    for each in held.get("held", []):
+        wants = (
+            f", and wants {each['wanted'] / (1 << 20):,.0f} MiB more for large calls"
+            if each["wanted"]
+            else ""
+        )
+        has = f"{each['total'] / (1 << 20):,.1f} MiB of {each['device']}{wants}"
+        found.append((f"held for {each['group']}", has))
     compiler, nccl = facts["nvrtc"], facts["nccl"]
     version = compiler["error"] or ".".join(map(str, compiler["version"]))
     found.append(("NVRTC", version if compiler["error"] else f"{version}, {compiler['place']}"))
@@ -95,6 +105,21 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     variables = {name: text for name, text in facts["launcher"].items() if name != "executable"}
     if variables:
         found.append(("environment", ", ".join(f"{name}={text}" for name, text in variables.items())))
+    return found
+
+
+#: Bytes of a device that communicators leave to others.
+LEFT = 64 << 20
+
+
+def rooms(devices: list[dict[str, Any]], growing: list[int] | None) -> list[tuple[str, str]]:
+    """The devices that have no room for the memory of a group's large calls now."""
+    found = []
+    for device in devices:
+        if growing is None or device["error"] or device["free_bytes"] >= growing[1] + LEFT:
+            continue
+        why = f"has no room for {growing[1] / (1 << 20):,.0f} MiB: large calls take up to 2.5 times as long"
+        found.append((f"memory of cuda:{device['ordinal']}", why))
     return found
 
 

@@ -41,6 +41,7 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
             "error": found["communicator_error"],
             "bytes": found["communicator_bytes"],
             "growing_bytes": found["growing_communicator_bytes"],
+            "held": held_facts(),
         },
         "host_error": found["host"],
         "nvrtc": found["compiler"],
@@ -50,6 +51,17 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
         "launcher": launcher_facts(),
         "variables": variable_facts(),
     }
+
+
+def held_facts() -> list[dict[str, Any]]:
+    """What the communicators of this process hold. Some hold, where a program asks."""
+    from symmpool.errors import Error
+    from symmpool.memory.held import communicator_memory
+
+    try:
+        return communicator_memory()
+    except Error:
+        return []
 
 
 def system_facts() -> dict[str, Any]:
