@@ -12,11 +12,12 @@ use std::ptr::NonNull;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, CONTROL_LANE, Pool, Result, Stream};
 use symmpool_collectives::{
-    CallPlan, Communicator, CommunicatorOptions, DType, Explanation, ReduceOp, StandardCollective,
+    Algorithm, CallPlan, Communicator, CommunicatorOptions, DType, Explanation, ReduceOp,
+    StandardCollective,
 };
 
 use crate::cuda::{Graph, driver, stream};
-use crate::{ORDINARY, Options};
+use crate::{ORDINARY, Options, native, plans};
 
 const DTYPE: DType = DType::Bf16;
 /// Bytes of a rank's part: of LL, of Lamport's protocol, and of a large call.
@@ -157,6 +158,32 @@ impl Explains<'_> {
                     self.compares(&comm, call, bytes, &what, launched)?;
                 }
             }
+        }
+        self.programs(memory, launched)
+    }
+
+    /// The same of what a program brings along: plans, one of which takes several launches, and a kernel.
+    fn programs(&mut self, memory: &str, launched: Launched) -> Result<()> {
+        let comm = Communicator::with_options(self.pool, &self.options)?;
+        let plans = plans::all(self.pool.world()).into_iter();
+        let plans = plans
+            .filter(|plan| ["two_shot", "two_shot_in_scratch_ll"].contains(&plan.name.as_str()));
+        let plans = plans.map(|mut plan| {
+            // A built-in algorithm has the name.
+            plan.name.insert_str(0, "my_");
+            Algorithm::from_plan(plan).expect("a right program")
+        });
+        let kernels = native::kernels().into_iter().filter(|kernel| kernel.name == "my_all_reduce");
+        let kernels = kernels.map(|kernel| Algorithm::native(kernel).expect("a right kernel"));
+        for algorithm in plans.chain(kernels) {
+            let name = algorithm.name().to_owned();
+            comm.register(algorithm)?;
+            let call = (StandardCollective::AllReduce, Some(name.as_str()));
+            // Kernels of programs may need windows.
+            if self.explain(&comm, call, SIZES[1]).is_err_and(|why| why.is_unsupported()) {
+                continue;
+            }
+            self.compares(&comm, call, SIZES[1], &format!("{name}, {memory}"), launched)?;
         }
         Ok(())
     }
