@@ -44,6 +44,7 @@ CELL_LIMIT = 120
 ORDERS = {
     FRESH: "a communicator that is alone, and whose call was made before it was captured",
     "small first": "a small call of the communicator is captured first",
+    "all captured": "the call itself is captured, and none was made outside of graphs before",
     "1 rests": "one other communicator has captured a call, and rests",
     "3 rest": "three others",
     "7 rest": "seven others",

@@ -105,10 +105,13 @@ class Program:
                 graph.capture_end()
         return graph.replay
 
-    def timed(self, comm: Any, calls: int, before: list[Callable[[], None]] | None = None) -> Made:
-        """The call in a graph, once it was made outside of one, as programs warm up."""
+    def timed(
+        self, comm: Any, calls: int, before: list[Callable[[], None]] | None = None, warm: bool = True
+    ) -> Made:
+        """The call in a graph; where it is `warm`, once it was made outside of one, as programs warm up."""
         call = self.call(comm)
-        call()
+        if warm:
+            call()
         self.ranks.synchronize()
         explained: list[str | None] = []
 
@@ -126,6 +129,8 @@ class Program:
             made = self.timed(comm, calls)
             made.between = self.small_call(comm) if order == "eager between" else None
             return made
+        if order == "all captured":
+            return self.timed(self.communicator(), calls, warm=False)
         if order == "small first":
             comm = self.communicator()
             first = self.captured([self.small_call(comm)])
