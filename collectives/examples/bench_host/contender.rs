@@ -89,7 +89,8 @@ fn mpi(workshop: &Workshop, suffix: &str) -> Result<(PathBuf, PathBuf), String> 
     let launcher = on_path(&format!("mpirun.{suffix}"))?;
     let source = workshop.file("mpi.c", MPI_SOURCE)?;
     let program = workshop.0.join(format!("mpi-{suffix}"));
-    let compiled = Command::new(&compiler).arg("-O3").arg("-o").arg(&program).arg(&source).output();
+    let compiled =
+        Command::new(&compiler).arg("-O3").arg("-o").arg(&program).arg(&source).arg("-lm").output();
     match compiled {
         Ok(output) if output.status.success() => Ok((launcher, program)),
         Ok(output) => Err(format!(

@@ -19,7 +19,7 @@ mod table;
 
 use std::fs;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Child, Command, ExitCode};
 use std::time::Duration;
 
 use clap::Parser;
@@ -61,6 +61,9 @@ struct Options {
     /// Bind every rank of every contender to a core of its own, if there are enough.
     #[arg(long)]
     bind: bool,
+    /// How many processes that do nothing but use a core run beside.
+    #[arg(long, default_value_t = 0)]
+    busy: usize,
     /// This process is a rank, which the environment describes.
     #[arg(long, hide = true)]
     role: Option<ours::Role>,
@@ -74,6 +77,11 @@ fn main() -> ExitCode {
     if let Some(role) = options.role {
         common::end_with_parent();
         let target = Duration::from_millis(options.target_ms);
+        if matches!(role, ours::Role::Busy) {
+            loop {
+                std::hint::spin_loop();
+            }
+        }
         if options.bind {
             ours::bind();
         }
@@ -113,7 +121,9 @@ fn compare(options: &Options) -> Result<(), String> {
     for fact in &facts {
         if tables { say!("{fact}") } else { eprintln!("{fact}") }
     }
+    let busy = BusyProcesses::start(options.busy)?;
     let rounds = measure(options, &contenders)?;
+    drop(busy);
     let rows = table::rows(&rounds);
     if tables {
         table::print(&rows);
@@ -132,6 +142,30 @@ fn compare(options: &Options) -> Result<(), String> {
             };
             write(file, &json)?;
             write(&format!("{}.facts.json", file.trim_end_matches(".json")), &facts)
+        }
+    }
+}
+
+/// Processes that use a core each until this is dropped.
+struct BusyProcesses(Vec<Child>);
+
+impl BusyProcesses {
+    fn start(number: usize) -> Result<Self, String> {
+        let failed = |error: std::io::Error| format!("starting a busy process: {error}");
+        let own = std::env::current_exe().map_err(failed)?;
+        let mut all = Self(Vec::with_capacity(number));
+        for _ in 0..number {
+            all.0.push(Command::new(&own).args(["--role", "busy"]).spawn().map_err(failed)?);
+        }
+        Ok(all)
+    }
+}
+
+impl Drop for BusyProcesses {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
         }
     }
 }
@@ -243,6 +277,7 @@ fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec
             "ranks not bound to cores; OpenMPI also as its launcher binds, the better counts".into()
         }
     });
+    facts.extend((options.busy > 0).then(|| format!("beside {} busy processes", options.busy)));
     facts.extend(missing.iter().map(|why| format!("skipped {why}")));
     facts
 }

@@ -12,6 +12,8 @@ use crate::matrix::Kind;
 
 const STREAM: &Stream = &Stream::DEFAULT;
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// The most calls that a time is the mean of.
+const MOST_CALLS: f64 = 4e6;
 
 /// What a rank process of this program measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -20,6 +22,8 @@ pub(crate) enum Role {
     Collectives,
     /// Every rank copies as many bytes within its own memory as a case has.
     Memcpy,
+    /// Nothing: the process uses a core.
+    Busy,
 }
 
 /// Binds this process to the core with the number of its rank.
@@ -44,7 +48,7 @@ pub(crate) fn run(role: Role, cases: &[Case], target: Duration) -> Result<()> {
             (Role::Collectives, Op::AllToAllV) => {
                 rank.all_to_all(case.bytes, case.matrix.unwrap_or(Kind::Even))?
             }
-            (Role::Memcpy, _) => rank.memcpy(case.bytes)?,
+            (Role::Memcpy | Role::Busy, _) => rank.memcpy(case.bytes)?,
         };
         let mut total = [wrong as i64];
         rank.comm.all_reduce_slice(&mut total, ReduceOp::Sum, STREAM)?;
@@ -107,12 +111,21 @@ impl Rank {
         Ok((us, to.iter().filter(|byte| **byte != 1).count()))
     }
 
-    /// The microseconds of a call on the slowest rank: after a warm-up, makes as many calls as fill the target time.
+    /// The microseconds of a call on the slowest rank: after a warm-up, makes more and more calls until they fill half
+    /// of the target time. A few calls say too little of how many there are to make: other programs may have had the
+    /// core meanwhile.
     fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
         call()?;
-        let each = self.repeat(3, &mut call)?;
-        let calls = (self.target.as_secs_f64() * 1e6 / each).clamp(3.0, 20_000.0);
-        self.repeat(calls as u32, &mut call)
+        let target = self.target.as_secs_f64() * 1e6;
+        let mut calls = 3.0;
+        loop {
+            let each = self.repeat(calls as u32, &mut call)?;
+            let more = target / (each * calls);
+            if more <= 2.0 || calls >= MOST_CALLS {
+                return Ok(each);
+            }
+            calls = (calls * more.min(10.0)).ceil().min(MOST_CALLS);
+        }
     }
 
     fn repeat(&self, calls: u32, call: &mut impl FnMut() -> Result<()>) -> Result<f64> {

@@ -42,8 +42,7 @@ pub struct HostEngine {
     /// The timeout of `options`, until it is changed.
     pub(crate) timeout: Arc<Timeout>,
     pub(super) spin_policy: SpinPolicy,
-    /// How this rank waits where ranks share cores; `None` where each has a core of its own.
-    shared_cores: Option<SharedCores>,
+    shared_cores: SharedCores,
     isa: Isa,
     salt: u64,
     /// How the links group the ranks, or why they do not.
@@ -138,7 +137,7 @@ impl HostEngine {
             layout,
             control,
             spin_policy,
-            shared_cores: (!spin && layout.world > 1).then(|| SharedCores::new(layout.world)),
+            shared_cores: SharedCores::new(layout.world, spin),
             isa: Isa::detect(),
             salt: options.salt(),
             paired_groups: PairedGroups::find(

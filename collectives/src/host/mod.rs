@@ -8,6 +8,7 @@
 //! | `control` | where things lie in the control block |
 //! | `wait`, `cores` | how a rank waits, and whether each rank has a core of its own to spin on |
 //! | `shared_cores` | where ranks run that share cores |
+//! | `crowd` | whether other programs want this machine's cores |
 //! | `call`, `operation` | the call description that ranks compare in the handshake, and the operations |
 //! | `fault` | what a rank reports to the others when it gives up waiting |
 //! | `place` | where the data of a call lies |
@@ -27,6 +28,7 @@ pub(crate) mod call;
 mod collectives;
 mod control;
 pub(crate) mod cores;
+mod crowd;
 mod engine;
 mod experts;
 mod fault;

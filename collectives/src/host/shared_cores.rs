@@ -1,4 +1,6 @@
-//! Ranks that share cores: how they wait for each other in collectives, and how they move to less crowded cores.
+//! Ranks that share cores: how they wait for each other in collectives, and how they move to less crowded cores. Ranks
+//! with a core each share one too while other programs keep cores busy: whom a signal wakes up often runs on the core of
+//! who signalled.
 //!
 //! A rank spins for a peer that runs on another core, as if both had a core of their own: the peer may be about to
 //! signal. A peer on this rank's own core cannot signal until this rank yields it, so the rank yields at once. For that,
@@ -11,6 +13,7 @@
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
+use super::crowd::CROWD;
 use super::wait::SpinPolicy;
 
 /// A rank looks at where the others run at one of so many calls.
@@ -20,11 +23,16 @@ const LOOK_EVERY: u32 = 256;
 const MOST_MOVES: u32 = 16;
 const FORGET_AFTER: u32 = 1024;
 
-/// The state of a rank that shares its core with others.
+/// In place of this rank's core where that does not matter.
+const NOWHERE: u32 = u32::MAX;
+
+/// What a rank knows of those on its core.
 #[derive(Debug)]
 pub(super) struct SharedCores {
+    /// Whether there is a core for each rank, which it shares with other programs at most.
+    enough: bool,
     /// How this rank waits for ranks on other cores.
-    pub(super) elsewhere: SpinPolicy,
+    elsewhere: SpinPolicy,
     /// The core on which this rank began its call.
     here: u32,
     /// The core of each rank in the call before; `None` if it did not say.
@@ -35,32 +43,43 @@ pub(super) struct SharedCores {
 }
 
 impl SharedCores {
-    pub(super) fn new(world: u32) -> Self {
-        let cores = vec![None; world as usize];
-        Self { elsewhere: SpinPolicy::new(true), here: current_core(), cores, calls: 0, moves: 0 }
+    /// `enough` says whether there is a core for each rank.
+    pub(super) fn new(world: u32, enough: bool) -> Self {
+        let (elsewhere, cores) = (SpinPolicy::new(world > 1), vec![None; world as usize]);
+        Self { enough, elsewhere, here: NOWHERE, cores, calls: 0, moves: 0 }
     }
 
-    /// Called when a call begins. Returns the core on which it does.
+    /// Called when a call begins. Returns the core on which it does, if that matters to other ranks.
     #[inline]
-    pub(super) fn begin_call(&mut self) -> u32 {
-        self.here = current_core();
-        self.here
+    pub(super) fn begin_call(&mut self) -> Option<u32> {
+        let matters = !self.enough || CROWD.is_known();
+        self.here = if matters { current_core() } else { NOWHERE };
+        matters.then_some(self.here)
     }
 
     /// Whether a peer ran on this rank's core in the call before.
     #[inline]
     pub(super) fn is_here(&self, peer: u32) -> bool {
-        self.cores[peer as usize] == Some(self.here)
+        self.here != NOWHERE && self.cores[peer as usize] == Some(self.here)
+    }
+
+    /// How to wait for a rank.
+    #[inline]
+    pub(super) fn policy_for(&self, peer: u32) -> SpinPolicy {
+        if self.is_here(peer) { self.elsewhere.here() } else { self.elsewhere }
     }
 
     /// Called at the end of handshakes. `core_of` says where a peer runs, as it said itself.
     #[inline]
     pub(super) fn note(&mut self, rank: u32, core_of: impl Fn(u32) -> Option<u32>) {
+        if self.here == NOWHERE {
+            return;
+        }
         for (other, core) in (0..).zip(&mut self.cores) {
             *core = if other == rank { Some(self.here) } else { core_of(other) };
         }
         self.calls = self.calls.wrapping_add(1);
-        if self.calls.is_multiple_of(LOOK_EVERY) {
+        if !self.enough && self.calls.is_multiple_of(LOOK_EVERY) {
             self.leave_crowded_core(rank);
         }
     }
@@ -140,12 +159,12 @@ mod tests {
     fn a_rank_moves_a_bounded_number_of_times_and_keeps_its_affinity_mask() {
         let before = sched_getaffinity(None).unwrap();
         let allowed = (0..CpuSet::MAX_CPU).filter(|core| before.is_set(*core)).count();
-        let mut shared = SharedCores::new(2);
+        let mut shared = SharedCores::new(2, false);
         let made = |shared: &mut SharedCores, looks: u32| {
             for _ in 0..LOOK_EVERY * looks {
                 let here = shared.begin_call();
                 // Both ranks are always where this one is, which is the first to leave.
-                shared.note(0, |_| Some(here));
+                shared.note(0, |_| here);
                 assert!(shared.is_here(1));
             }
             shared.moves
@@ -163,7 +182,7 @@ mod tests {
 
     #[test]
     fn nobody_moves_while_it_is_not_known_where_all_run() {
-        let mut shared = SharedCores::new(2);
+        let mut shared = SharedCores::new(2, false);
         for _ in 0..2 * LOOK_EVERY {
             shared.note(0, |_| None);
         }

@@ -1,14 +1,16 @@
-//! How a rank waits: it spins, then yields the core, then sleeps on a futex.
+//! How a rank waits: it spins, then yields the core, then sleeps on a futex. While other programs want its core (see
+//! `crowd`), it spins for longer and does not yield.
 
 #![allow(unsafe_code)] // a futex is an address in shared memory
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
 use symmpool_allocator::Deadline;
 
+use super::crowd::{CROWD, Crowd};
 use super::fault::Cause;
 use crate::signal::{Native, Pause, Slot};
 
@@ -17,7 +19,12 @@ use crate::signal::{Native, Pause, Slot};
 const SPIN: Duration = Duration::from_micros(3);
 /// Yields before a waiter sleeps.
 const YIELDS: u32 = 400;
-/// A waiter reads a clock at one of so many yields.
+/// How many times longer a waiter spins that does not yield, as other programs want its core: as long as a peer on another
+/// core needs to wake up.
+const SPIN_INSTEAD: u32 = 16;
+/// How often it spins between two looks then.
+const SPINS_AT_ONCE: u32 = 4;
+/// A waiter makes its checks at one of so many yields.
 const CHECK_EVERY: u32 = 16;
 /// The longest single sleep, and so how often a sleeper checks for an abort, a dead peer and its deadline.
 const SLICE: Duration = Duration::from_millis(10);
@@ -29,12 +36,21 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 pub(super) struct SpinPolicy {
     spins: u32,
     yields: u32,
+    crowd: &'static Crowd,
 }
 
 impl SpinPolicy {
     /// Spinning is worth it only for ranks that have another core than the waiter (see `cores` and `shared_cores`).
     pub(super) fn new(spin: bool) -> Self {
-        Self { spins: if spin { calibrate() } else { 0 }, yields: YIELDS }
+        // Measured once a process, as a program may make many groups.
+        static SPINS: OnceLock<u32> = OnceLock::new();
+        let spins = if spin { *SPINS.get_or_init(calibrate) } else { 0 };
+        Self { spins, yields: YIELDS, crowd: &CROWD }
+    }
+
+    /// The same for a rank on the waiter's own core.
+    pub(super) fn here(self) -> Self {
+        Self { spins: 0, ..self }
     }
 }
 
@@ -55,17 +71,19 @@ fn calibrate() -> u32 {
 }
 
 /// Paces one wait. `check` looks for reasons to give up. It is called at every [`CHECK_EVERY`]th yield, so that a wait
-/// that ends before, as nearly all do in small calls of ranks that share cores, never reads a clock.
+/// that ends before, as nearly all do in small calls of ranks that share cores, never makes it.
 pub(super) struct Waiter<C> {
     spin_policy: SpinPolicy,
     looks: u32,
+    spun_instead: u32,
+    yielded_at: Option<Instant>,
     check: C,
 }
 
 impl<C> Waiter<C> {
     #[inline]
     pub(super) fn new(spin_policy: SpinPolicy, check: C) -> Self {
-        Self { spin_policy, looks: 0, check }
+        Self { spin_policy, looks: 0, spun_instead: 0, yielded_at: None, check }
     }
 
     #[cold]
@@ -73,13 +91,30 @@ impl<C> Waiter<C> {
     where
         C: FnMut() -> Result<(), E>,
     {
-        let yields = self.looks - self.spin_policy.spins;
-        if yields < self.spin_policy.yields {
-            if yields % CHECK_EVERY == CHECK_EVERY - 1 {
+        let SpinPolicy { spins, yields, crowd } = self.spin_policy;
+        if crowd.is_here() {
+            if self.spun_instead < spins.saturating_mul(SPIN_INSTEAD) {
+                self.spun_instead += SPINS_AT_ONCE;
+                for _ in 0..SPINS_AT_ONCE {
+                    std::hint::spin_loop();
+                }
+                return Ok(false);
+            }
+            (self.check)()?;
+            return Ok(true);
+        }
+        let yielded = self.looks - spins;
+        if yielded < yields {
+            if yielded % CHECK_EVERY == CHECK_EVERY - 1 {
                 (self.check)()?;
+                self.yielded_at = None;
             }
             self.looks += 1;
+            let began = self.yielded_at.unwrap_or_else(Instant::now);
             rustix::thread::sched_yield();
+            let ended = Instant::now();
+            self.yielded_at = Some(ended);
+            crowd.note_yield(began, ended);
             return Ok(false);
         }
         (self.check)()?;
@@ -111,6 +146,7 @@ where
         // However the sleep ends (woken, word changed before it began, interrupted, slice over), the waiter loads
         // the word again.
         let _ = futex::wait(low_half(slot), futex::Flags::empty(), seen, Some(&slice));
+        self.yielded_at = None;
     }
 }
 
@@ -189,4 +225,64 @@ fn low_half(slot: &Slot<Native>) -> &AtomicU32 {
     // SAFETY: the word is eight aligned bytes that live as long as `slot`; its first four are the
     // low half (little endian, asserted in `signal`), and AtomicU32 may be shared and changed.
     unsafe { AtomicU32::from_ptr(slot.word.as_ptr().cast()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+    use super::*;
+
+    fn policy(spins: u32) -> SpinPolicy {
+        SpinPolicy { spins, yields: YIELDS, crowd: Box::leak(Box::new(Crowd::new())) }
+    }
+
+    /// How often a waiter looks in vain before it sleeps.
+    fn looks(policy: SpinPolicy) -> u32 {
+        let mut waiter = Waiter::new(policy, || Ok::<(), Infallible>(()));
+        let mut looks = 0;
+        loop {
+            looks += 1;
+            match waiter.pause() {
+                Ok(true) => return looks,
+                Ok(false) => assert!(looks < 10_000),
+            }
+        }
+    }
+
+    #[test]
+    fn a_waiter_whose_yields_took_long_spins_a_little_and_sleeps() {
+        let policy = policy(8);
+        let now = Instant::now();
+        policy.crowd.note_yield(now, now + Duration::from_millis(3));
+        assert_eq!(looks(policy), 8 + 8 * SPIN_INSTEAD / SPINS_AT_ONCE + 1);
+        assert_eq!(looks(policy.here()), 1, "for a rank on its own core at once");
+    }
+
+    /// Two threads that both want one core: else they would miss each other, at a time slice a signal.
+    #[test]
+    fn a_waiter_beside_a_busy_thread_soon_sleeps() {
+        let busy = Arc::new(AtomicBool::new(true));
+        let before = sched_getaffinity(None).unwrap();
+        let mut one = CpuSet::new();
+        one.set((0..CpuSet::MAX_CPU).find(|core| before.is_set(*core)).unwrap());
+        let beside = {
+            let busy = busy.clone();
+            std::thread::spawn(move || {
+                sched_setaffinity(None, &one).unwrap();
+                while busy.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            })
+        };
+        sched_setaffinity(None, &one).unwrap();
+        let looks = looks(policy(1));
+        sched_setaffinity(None, &before).unwrap();
+        busy.store(false, Ordering::Relaxed);
+        beside.join().unwrap();
+        assert!(looks < YIELDS / 2, "{looks} looks");
+    }
 }

@@ -120,10 +120,10 @@ impl<A: Atomics> Slot<A> {
         self.word.store(word, Ordering::Release);
     }
 
-    /// Says on which core the signaller runs. To be called before it signals.
+    /// Says on which core the signaller runs, if it is to be known. To be called before it signals.
     #[inline]
-    pub(crate) fn set_core(&self, core: u32) {
-        self.core.store(core.wrapping_add(1), Ordering::Relaxed);
+    pub(crate) fn set_core(&self, core: Option<u32>) {
+        self.core.store(core.map_or(0, |core| core.wrapping_add(1)), Ordering::Relaxed);
     }
 
     /// The core on which the signaller ran when it last said so.

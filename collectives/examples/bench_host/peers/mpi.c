@@ -2,6 +2,7 @@
  * Arguments: target milliseconds for each case, then cases like all_reduce:1024. Those of all_to_all_v
  * have what each rank sends to each, row by row: all_to_all_v/one-hot:1024:256,0,256,0.
  * Rank 0 prints "result <op> <bytes> <microseconds> <wrong elements>". */
+#include <math.h>
 #include <mpi.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -95,9 +96,15 @@ int main(int argc, char **argv) {
         for (int i = 0; i < count; i++) input[i] = value(bytes, rank, i);
         memset(output, 0, room);
         call();
-        double each = repeat(3);
-        double calls = target / each;
-        double us = repeat(calls < 3 ? 3 : calls > 20000 ? 20000 : (long)calls) * 1e6;
+        double calls = 3, each, more;
+        for (;;) {
+            each = repeat((long)calls);
+            more = target / (each * calls);
+            if (more <= 2 || calls >= 4e6) break;
+            calls = ceil(calls * (more < 10 ? more : 10));
+            if (calls > 4e6) calls = 4e6;
+        }
+        double us = each * 1e6;
         long wrong = 0, all;
         for (int r = 0; is_uneven && r < world; r++)
             for (int i = 0; i < receive[r]; i++)

@@ -8,8 +8,7 @@ use symmpool_allocator::{Error, Result};
 use super::HostEngine;
 use crate::host::call::{Call, mismatch};
 use crate::host::fault::{Cause, Fault, WaitFailure};
-use crate::host::shared_cores::SharedCores;
-use crate::host::wait::{SpinPolicy, Waiter, Watchdog, wake};
+use crate::host::wait::{Waiter, Watchdog, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
 /// A measured wait checks what may end it at each of so many looks, and pauses between them when it has made the square.
@@ -136,9 +135,7 @@ impl HostEngine {
         };
         self.check_abort()?;
         let (control, me) = (&self.control, self.layout.rank);
-        if let Some(shared) = &mut self.shared_cores {
-            shared.note(me, |peer| control.handshake(me, parity, peer).core());
-        }
+        self.shared_cores.note(me, |peer| control.handshake(me, parity, peer).core());
         Ok(all_agree)
     }
 
@@ -156,18 +153,8 @@ impl HostEngine {
     /// all others: they can signal only if this rank yields, and what the others signal arrives meanwhile.
     #[inline]
     fn in_waiting_order(&self) -> impl Iterator<Item = u32> {
-        let shared = self.shared_cores.iter();
-        let here = shared.flat_map(|shared| self.peers().filter(|peer| shared.is_here(*peer)));
+        let here = self.peers().filter(|peer| self.shared_cores.is_here(*peer));
         here.chain(self.peers())
-    }
-
-    /// How to wait for a rank.
-    #[inline]
-    fn policy_for(&self, peer: u32) -> SpinPolicy {
-        match &self.shared_cores {
-            Some(shared) if !shared.is_here(peer) => shared.elsewhere,
-            _ => self.spin_policy,
-        }
     }
 
     /// Fails if a peer has given up. Such a peer waited for this very call in vain; its signals are still there, but
@@ -190,12 +177,10 @@ impl HostEngine {
         self.steps_before = self.steps;
         // Advanced before anything can fail: the call counts, however it ends (S2).
         self.epoch += 1;
-        let core = self.shared_cores.as_mut().map(SharedCores::begin_call);
+        let core = self.shared_cores.begin_call();
         for peer in self.peers() {
             let slot = self.control.handshake(peer, parity, me);
-            if let Some(core) = core {
-                slot.set_core(core);
-            }
+            slot.set_core(core);
             slot.publish(word, call.words());
         }
         wake_sleepers(self.peers().map(|peer| self.control.handshake(peer, parity, me)), wake);
@@ -226,7 +211,8 @@ impl HostEngine {
         epoch: u64,
     ) -> Result<u64, WaitFailure> {
         let slot = self.control.handshake(self.layout.rank, parity, peer);
-        let mut waiter = Waiter::new(self.policy_for(peer), self.watch(peer, 0, epoch));
+        let mut waiter =
+            Waiter::new(self.shared_cores.policy_for(peer), self.watch(peer, 0, epoch));
         await_word(slot, |word| is_handshake(word, epoch), &mut waiter)
     }
 
@@ -257,7 +243,7 @@ impl HostEngine {
         let slot = self.control.plan_channel(self.layout.rank, peer, channel);
         // `self.epoch` is that of the next call already.
         let watch = self.watch(peer, phase, self.epoch - 1);
-        let mut waiter = Waiter::new(self.policy_for(peer), watch);
+        let mut waiter = Waiter::new(self.shared_cores.policy_for(peer), watch);
         await_word(slot, |word| word >= number, &mut waiter)
     }
 
@@ -267,7 +253,7 @@ impl HostEngine {
         let phase = (step - self.steps_before) as u32;
         // `self.epoch` is that of the next call already.
         let watch = self.watch(peer, phase, self.epoch - 1);
-        let mut waiter = Waiter::new(self.policy_for(peer), watch);
+        let mut waiter = Waiter::new(self.shared_cores.policy_for(peer), watch);
         await_word(slot, |word| word == step, &mut waiter).map(|_| ())
     }
 
