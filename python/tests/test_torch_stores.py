@@ -163,3 +163,33 @@ def without_server(group, port):
 
 def test_a_store_that_went_with_its_rank_names_the_rank():
     assert run(2, without_server, free_port())[1].value == (0,)
+
+
+def asked(group, port):
+    """What a new group's first call asks the store, and waits for an answer to."""
+    dist.init_process_group(
+        "symmpool", init_method=f"tcp://127.0.0.1:{port}", rank=group.rank, world_size=group.world
+    )
+    dist.all_reduce(torch.ones(1))
+    half = dist.new_group(range(group.world))
+    calls = []
+
+    def call(function, *arguments, own=StoreAdapter._call):
+        calls.append(function.__name__)
+        return own(function, *arguments)
+
+    StoreAdapter._call = staticmethod(call)
+    x = torch.ones(3)
+    dist.all_reduce(x, group=half)
+    first = [name for name in calls if name != "set"]
+    calls.clear()
+    dist.all_reduce(x, group=half)
+    right = x.tolist() == [group.world**2] * 3 and calls == []
+    dist.destroy_process_group()
+    return right, first
+
+
+def test_a_groups_first_call_asks_the_store_twice():
+    # For the prefix of the group's keys, and for what all ranks say of themselves.
+    for right, first in values(3, asked, free_port()):
+        assert right and first == ["compare_set", "multi_get"]

@@ -1,9 +1,11 @@
-//! The rendezvous handshake: two rounds through the store by which the ranks of a pool find each other.
+//! The rendezvous handshake: two rounds by which the ranks of a pool find each other.
 //!
-//! 1. Every rank publishes a [`Hello`], or the reason why it cannot take part. All ranks check all hellos
+//! 1. Every rank publishes a [`Hello`] in the store, or the reason why it cannot take part. All ranks check all hellos
 //!    and come to the same result without further messages.
 //! 2. Where handles are file descriptors, ranks connect to each other ([`super::sockets`]). Then every rank
-//!    reports whether that succeeded, and which topology it sees; a failure of one is the error of all.
+//!    reports whether that succeeded, and which topology it sees; a failure of one is the error of all. Reports travel
+//!    on the connections. A rank that lacks one closes the others and reports in the store, and so do all that see it
+//!    go, and ranks that need no connections.
 
 use serde::{Deserialize, Serialize};
 
@@ -64,7 +66,8 @@ pub(crate) struct Terms<'a> {
     pub(crate) first_on_device: bool,
 }
 
-/// Finds the other ranks of `group` in order to make a pool. Collective; costs two gathers.
+/// Finds the other ranks of `group` in order to make a pool. Collective; costs one gather in the store, and a second
+/// one where ranks have no connections.
 ///
 /// `terms` is the result of this rank's own preparation: if that failed, the other ranks get the reason
 /// instead of waiting. An error that concerns all ranks is the same on all of them: different
@@ -96,13 +99,23 @@ pub(crate) fn handshake(
 
     let connected = connect(group.rank(), driver, &hellos, &secret, listener, deadline);
     let devices = PerRank::new(hellos.iter().map(|hello| &hello.device));
-    let confirmed = connected.and_then(|sockets| {
+    let topology = || {
         driver.at_step(Step::HandshakeConfirm)?;
         let devices: Vec<DeviceIdentity> = devices.iter().cloned().collect();
-        let sockets = sockets.map(|sockets| sockets.with_interrupt(group.interrupt()));
-        Ok(Linked { sockets, topology: Topology::detect(&devices)? })
-    });
-    let Linked { sockets, topology } = confirm(group, confirmed, deadline).map_err(doing)?;
+        Topology::detect(&devices)
+    };
+    let confirmed = match connected {
+        Ok(Some(sockets)) => {
+            let sockets = sockets.with_interrupt(group.interrupt());
+            confirm_on_sockets(group, sockets, topology(), deadline)
+        }
+        Ok(None) => {
+            let linked = topology().map(|topology| Linked { sockets: None, topology });
+            confirm(group, linked, deadline)
+        }
+        Err(error) => confirm(group, Err(error), deadline),
+    };
+    let Linked { sockets, topology } = confirmed.map_err(doing)?;
     Ok(Peers {
         rank: group.rank(),
         hosts: PerRank::new(hellos.iter().map(|hello| &hello.host)),
@@ -207,11 +220,30 @@ struct Linked {
     topology: Topology,
 }
 
-/// Reports to the others whether connecting succeeded, and receives their reports.
-///
-/// If ranks see different topologies (as in containers that show each rank only its own device), nothing is
-/// wrong with their memory. But algorithms are chosen by topology and have to be the same on all ranks, so
-/// then all ranks use an unknown topology.
+/// [`confirm`] of a rank that is connected to all others, on these connections.
+fn confirm_on_sockets(
+    group: &Group,
+    mut sockets: PeerSockets,
+    topology: Result<Topology>,
+    deadline: Deadline,
+) -> Result<Linked> {
+    let status = topology
+        .as_ref()
+        .map_err(|error| error.kind().clone())
+        .and_then(|topology| digest_of(topology).map_err(|error| error.kind().clone()));
+    let confirmation = encode_status(Confirm, status)?;
+    match sockets.all_gather("confirm", &confirmation, deadline) {
+        Ok(gathered) => {
+            let ours = topology.map(|topology| Linked { sockets: Some(sockets), topology });
+            conclude(group.rank(), &gathered, ours)
+        }
+        // Perhaps a rank that is not connected to all others, and reports that in the store.
+        Err(error) if error.is_peer_lost() => confirm(group, Err(error), deadline),
+        Err(error) => Err(error),
+    }
+}
+
+/// Reports to the others through the store whether connecting succeeded, and receives their reports.
 fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Linked> {
     let (status, wait_until) = match &ours {
         Ok(linked) => (digest_of(&linked.topology).map_err(|e| e.kind().clone()), deadline),
@@ -224,21 +256,28 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
     };
     let confirmation = encode_status(Confirm, status)?;
     let gone = || match &ours {
-        Ok(Linked { sockets: Some(sockets), .. }) => sockets.lost_peers(),
-        Ok(Linked { sockets: None, .. }) => Vec::new(),
         Err(error) if error.is_peer_lost() => error.ranks().to_vec(),
-        Err(_) => Vec::new(),
+        _ => Vec::new(),
     };
     let gathered = group.all_gather_from_living("confirm", &confirmation, wait_until, gone);
     let gathered = match gathered {
         Ok(gathered) => gathered,
         Err(error) => return Err(missing_confirmations(error, ours)),
     };
-    let confirmations: Vec<Confirm> = message::decode_all(&gathered)?;
+    conclude(group.rank(), &gathered, ours)
+}
+
+/// What follows from the reports of all ranks: the same on each of them.
+///
+/// If ranks see different topologies (as in containers that show each rank only its own device), nothing is
+/// wrong with their memory. But algorithms are chosen by topology and have to be the same on all ranks, so
+/// then all ranks use an unknown topology.
+fn conclude(rank: u32, gathered: &Gathered, ours: Result<Linked>) -> Result<Linked> {
+    let confirmations: Vec<Confirm> = message::decode_all(gathered)?;
     let digests = all_ok("the handshake", confirmations.into_iter().map(|Confirm(status)| status))?;
     let Some(other) = digests.iter().position(|digest| *digest != digests[0]) else { return ours };
     tracing::warn!(
-        rank = group.rank(),
+        rank,
         "rank 0 and rank {other} see different links between the ranks' devices, so all ranks go by \
          none: algorithms that count on NVLink are left out; have every rank see all devices (in its \
          container, too), or none"
@@ -260,7 +299,7 @@ fn missing_confirmations(error: Error, ours: Result<Linked>) -> Error {
     let gone = match &ours {
         Err(ours) if !ours.is_peer_lost() => return ours.clone(),
         Err(ours) => ours.ranks().to_vec(),
-        Ok(linked) => linked.sockets.as_ref().map(PeerSockets::lost_peers).unwrap_or_default(),
+        Ok(_) => Vec::new(),
     };
     if !error.is_timeout() {
         return error;

@@ -7,12 +7,50 @@ from typing import Any
 
 from symmpool.errors import TimeoutError
 from symmpool.groups.process_groups import description_of, distributed, member_of
-from symmpool.groups.store import StoreAdapter
+from symmpool.groups.store import RunOfStore, StoreAdapter
 
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # And in which runs of the ranks: to find out takes a round trip to the store.
 _runs: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+# The rank and its run, by stores of which that is known.
+_known: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def know_run(run: RunOfStore) -> None:
+    """Agreements in the store are of this run."""
+    _known[run.store] = (run.rank, run.run)
+
+
+def announce(group: Any, what: str) -> str:
+    """Says that this rank comes to something, and waits for nobody. Returns what `check_all_came` takes."""
+    rank, world, store = member_of(distributed(), group)
+    count = _agreements[store] = _agreements.get(store, 0) + 1
+    key = f"agree/{what}/{count}"
+    if world > 1:
+        _adapter(store).announce(key, rank, world, b"")
+    return key
+
+
+def check_all_came(group: Any, key: str, waited: float, to: str) -> None:
+    """Raises TimeoutError if a rank has not announced itself, for a rank that has waited in vain for what
+    comes after that. A second try of this rank meets those that come later."""
+    rank, world, store = member_of(distributed(), group)
+    try:
+        _adapter(store).all_gather(key, rank, world, b"", 0.0, waited)
+    except TimeoutError as error:
+        _agreements[store] -= 1
+        if not error.ranks:
+            raise
+        raise _absent(group, error.ranks, f"rank {rank} of {world}", waited, to) from None
+
+
+def _adapter(store: Any) -> StoreAdapter:
+    """What an agreement is made by. It keeps the store, so nothing keeps it."""
+    known = _known.get(store)
+    if known is not None:
+        return StoreAdapter(RunOfStore(store, *known))
+    return StoreAdapter(store, _runs.setdefault(store, {}))
 
 
 def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> dict[int, str]:
@@ -26,8 +64,7 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
     said = b"" if why is None else why.encode()[:4096] or b"?"
     key = f"agree/{what}/{count}"
     try:
-        runs = _runs.setdefault(store, {})
-        answers = StoreAdapter(store, runs).all_gather(key, rank, world, said, seconds)
+        answers = _adapter(store).all_gather(key, rank, world, said, seconds)
     except TimeoutError as error:
         # So that a second try meets the ranks that have not been here yet.
         _agreements[store] -= 1

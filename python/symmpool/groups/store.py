@@ -33,11 +33,23 @@ given_up: set[int] = set()
 HEADER = 4
 
 
+class RunOfStore:
+    """A store, for a rank that knows which run of it this is: it asks the store less often."""
+
+    def __init__(self, store: Any, rank: int, run: int):
+        self.store, self.rank, self.run = store, rank, run
+
+
 class StoreAdapter:
     """A store with the methods that the binding calls. Values are bytes, times are seconds."""
 
     def __init__(self, store: Any, runs: dict[int, int] | None = None):
         """With `runs`, several objects take part in the same ones."""
+        # Which run of a rank this is; a rank of a group takes part under one number.
+        self._runs = {} if runs is None else runs
+        self._knows_run = isinstance(store, RunOfStore)
+        if isinstance(store, RunOfStore):
+            self._runs, store = {store.rank: store.run}, store.store
         for name in ("set", "get", "add", "check", "delete_key"):
             if not callable(getattr(store, name, None)):
                 from symmpool.errors import InvalidArgumentError
@@ -51,8 +63,6 @@ class StoreAdapter:
         self._connections = None if below is None else _connections_of(below)
         # What stands before keys on a connection of the store below, in place of this store's own prefix.
         self._prefix = None if below is None or below is not store else ""
-        # Which run of a rank this is; a rank of a group takes part under one number.
-        self._runs = {} if runs is None else runs
         self._met = False
         # The last parts of each sequence of gathers, two at most.
         self._last: dict[str, list[str]] = {}
@@ -82,25 +92,39 @@ class StoreAdapter:
     def delete(self, key: str, seconds: float) -> bool:
         return self._call(self._here().delete_key, self._key(key))
 
-    def all_gather(self, key: str, rank: int, world: int, value: bytes, seconds: float) -> list[bytes]:
+    def all_gather(
+        self, key: str, rank: int, world: int, value: bytes, seconds: float, waited: float = 0.0
+    ) -> list[bytes]:
         if world == 1:
             return [value]
         try:
-            return self._all_gather(key, rank, world, value, seconds)
+            return self._all_gather(key, rank, world, value, seconds, waited)
         except PeerLostError as error:
             if rank > 0 and _is_served_by_rank_0(self._store, world):
                 error.ranks = (0,)
             raise
 
-    def _all_gather(self, key: str, rank: int, world: int, value: bytes, seconds: float) -> list[bytes]:
-        store = self._here()
+    def announce(self, key: str, rank: int, world: int, value: bytes) -> None:
+        """Does what a gather does before it waits. `all_gather` does that again, and waits."""
+        self._publish(self._here(), key, rank, world, value)
+
+    def _publish(self, store: Any, key: str, rank: int, world: int, value: bytes) -> str:
+        """Publishes this rank's part of a gather, and returns what keys of all parts begin with."""
         run = self._runs.get(rank)
         if run is None:
             run = self._runs[rank] = self._call(store.add, self._key(f"{key}/run/{rank}"), 1)
-        sequence = key.rpartition("/")[0].rpartition("/")[0]
         prefix = self._key(f"{run}/{key}")
+        self._call(store.set, f"{prefix}/{rank}", world.to_bytes(HEADER, "little") + value)
+        return prefix
+
+    def _all_gather(
+        self, key: str, rank: int, world: int, value: bytes, seconds: float, waited: float = 0.0
+    ) -> list[bytes]:
+        """`waited` is for how long this rank has waited in vain before, elsewhere."""
+        store = self._here()
+        sequence = key.rpartition("/")[0].rpartition("/")[0]
+        prefix = self._publish(store, key, rank, world, value)
         own = f"{prefix}/{rank}"
-        self._call(store.set, own, world.to_bytes(HEADER, "little") + value)
         last = self._last.setdefault(sequence, [])
         if len(last) > 1:
             # Every rank came to the last gather, so has read all of the one before.
@@ -113,12 +137,14 @@ class StoreAdapter:
             absent = [peer for peer, key in enumerate(keys) if not self._call(store.check, [key])]
             # Those who came and waited in vain did so because of the others, who are to be named.
             others = [peer for peer in absent if peer != rank]
-            never = [peer for peer in others if not self._has_left(store, keys[peer], began - seconds)]
+            never = [
+                peer for peer in others if not self._has_left(store, keys[peer], began - seconds - waited)
+            ]
             if rank not in absent:
                 self._call(store.set, f"{own}/left", repr(time.time()).encode())
                 # Else a second try would hand this part to those who come before the new one.
                 self._call(store.delete_key, own)
-            if not self._met:
+            if not self._met and not self._knows_run:
                 # Nobody met in this run: a new try, also of another object, begins it again.
                 self._call(store.add, self._key(f"{key}/run/{rank}"), -1)
                 del self._runs[rank]

@@ -120,7 +120,7 @@ class FallbackBackends:
         # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
         # the addresses of the last one's backends.
         count = f"symmpool/backend/{group.rank()}"
-        self._run = store.add(count, 1)
+        self.run = store.add(count, 1)
         kinds = dist.ProcessGroup.BackendType
         found = []
         try:
@@ -157,7 +157,7 @@ class FallbackBackends:
     def meeting(self, name: str, store: Any = None) -> Any:
         """The store of this run of the group for what has that name; on another connection with `store`."""
         store = self._store if store is None else store
-        return dist.PrefixStore(f"{name}/{self._run}", store)
+        return dist.PrefixStore(f"{name}/{self.run}", store)
 
     def _nccl(self, timeout: Any) -> Any:
         options = self._options if self._options is not None else dist.ProcessGroupNCCL.Options()

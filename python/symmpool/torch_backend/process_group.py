@@ -56,7 +56,8 @@ from symmpool.collectives import layout, plans, reductions
 from symmpool.collectives.reductions import operation
 from symmpool.communicators import cache
 from symmpool.errors import InvalidArgumentError
-from symmpool.groups import process_groups, resolution
+from symmpool.groups import agreement, process_groups, resolution
+from symmpool.groups.store import RunOfStore
 from symmpool.torch_backend import allocation, fsdp, teardown
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.fallback import FallbackBackends
@@ -94,12 +95,12 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         # Asking torch's object takes as long as the rest of a small call's way through this one.
         self._rank, self._size = rank, size
         seconds = process_groups.seconds_of(timeout) or process_groups.DEFAULT_TIMEOUT
-        # Its name keeps its keys apart from those of groups that the program makes of this store.
-        ours = Group.from_store(store, rank, size, name="symmpool.backend", timeout=seconds)
-        resolution.adopt(self, ours)
         self._messages = HostMessages(rank, size, seconds)
         self._fallbacks = FallbackBackends(self, store, timeout, options, self._messages.publish)
         self._messages.read()
+        self._run_of_store = RunOfStore(store, rank, self._fallbacks.run)
+        agreement.know_run(self._run_of_store)
+        self.begin_anew(seconds)
         self._names, self._rest = self._fallbacks.names, self._fallbacks.group
         self._p2p = PointToPoint(rank, size, self._fallbacks.begin)
         self._served = ServedDevices(seconds, self._p2p)
@@ -110,6 +111,15 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         fsdp.use_windows(_has_windows)
         # Work of calls that were begun between `_start_coalescing` and `_end_coalescing`.
         self._batch: list[Any] | None = None
+
+    def begin_anew(self, seconds: float | None = None) -> None:
+        """Has the ranks meet as in a new group: at first, and where a rank has waited for others in vain."""
+        seconds = self._served.seconds if seconds is None else seconds
+        # Its name keeps its keys apart from those of groups that the program makes of this store.
+        ours = Group.from_store(
+            self._run_of_store, self._rank, self._size, name="symmpool.backend", timeout=seconds
+        )
+        resolution.adopt(self, ours)
 
     def timeout_is(self, timeout: Any) -> None:
         """Called by the fallback backends, whose timeout torch's `_set_pg_timeout` sets."""

@@ -98,8 +98,12 @@ class ServedDevices:
         kind = "cpu" if number < 0 else "cuda"
         first = f"the first call on {kind}"
         # Every rank comes here first, also one that cannot make a communicator: a rank that is missing now is
-        # absent, and nobody waits for it again.
-        agreement.agree(group, f"backend/{kind}/here", None, self.seconds, first)
+        # absent, and nobody waits for it again. On the CPU the ranks meet for the pool at once, and look who
+        # came here if that takes too long: a round trip to the store is much of what a first call takes.
+        here = f"backend/{kind}/here"
+        announced = agreement.announce(group, here) if kind == "cpu" else None
+        if announced is None:
+            agreement.agree(group, here, None, self.seconds, first)
         why, left = None, self.seconds + _LATENESS
         try:
             made = cache.communicator(group, name)
@@ -112,6 +116,15 @@ class ServedDevices:
             # The ranks that were waited for have given their reason before, or never will; the other ranks
             # have waited as long as this one.
             why, left = str(error), _LATENESS
+            if announced is not None:
+                try:
+                    agreement.check_all_came(group, announced, self.seconds, first)
+                except TimeoutError:
+                    # What this rank makes next meets the ranks that have not been here yet.
+                    group.begin_anew()
+                    raise
+                # They may have come when this rank had waited already.
+                left += self.seconds
         except Error as error:
             why = str(error)
         # A rank that has no communicator is here up to a whole timeout before those that wait for it in vain.

@@ -78,6 +78,10 @@ const V1: Names = Names {
     cache: ["total_inactive_file", "total_active_file"],
 };
 
+/// Version 1 says the largest multiple of a page that fits where there is no limit. What is used there need not be read,
+/// which takes longer than all else here.
+const NO_LIMIT: u64 = i64::MAX as u64 / (1 << 20) * (1 << 20);
+
 /// The tightest limit on the way up from the group that a line of `/proc/self/cgroup`
 /// (`id:controllers:path`) names.
 fn group(line: &str, root: &Path) -> Option<Available> {
@@ -107,6 +111,9 @@ fn left(group: &Path, names: &Names) -> Option<Available> {
     let read = |name: &str| fs::read_to_string(group.join(name)).ok();
     // "max" is not a number: no limit at this level.
     let limit: u64 = read(names.limit)?.trim().parse().ok()?;
+    if limit >= NO_LIMIT {
+        return None;
+    }
     let usage: u64 = read(names.usage)?.trim().parse().ok()?;
     let stat = read("memory.stat").unwrap_or_default();
     let cache: u64 = names.cache.iter().filter_map(|name| value(&stat, name)).sum();
@@ -178,6 +185,16 @@ mod tests {
             ("cgroup/memory/memory.usage_in_bytes", "1200\n"),
         ]);
         assert_eq!(found, Some((0, "memory.limit_in_bytes of /cgroup/memory/".into())));
+    }
+
+    #[test]
+    fn a_group_of_version_1_without_a_limit_says_nothing() {
+        let found = with(&[
+            ("proc/self/cgroup", "4:memory:/\n"),
+            ("cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("cgroup/memory/memory.usage_in_bytes", "1200\n"),
+        ]);
+        assert_eq!(found, None);
     }
 
     #[test]

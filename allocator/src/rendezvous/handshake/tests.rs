@@ -58,12 +58,49 @@ fn ranks_meet_and_can_hand_over_descriptors() {
 }
 
 #[test]
-fn a_handshake_costs_two_gathers() {
+fn a_handshake_costs_one_gather_in_the_store_and_two_without_connections() {
     for world in [1, 3, 8] {
         on_ranks(world, |group| {
             meet(&group, &Driver::host().unwrap()).unwrap();
+            assert_eq!(group.store().traffic().round_trips, 1);
+        });
+        on_ranks(world, |group| {
+            meet(&group, &Driver::sim(group.rank().into())).unwrap();
             assert_eq!(group.store().traffic().round_trips, 2);
         });
+    }
+}
+
+/// Connects as in a handshake.
+fn connected(group: &Group, driver: &Driver) -> PeerSockets {
+    let (hello, listener) = prepare(&terms(driver)).unwrap();
+    let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
+    let gathered = group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
+    let distinct = read_hellos(&gathered).unwrap();
+    let hellos: Vec<&Hello> = gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
+    let secret = secret_of(&gathered);
+    let deadline = Deadline::seconds(60);
+    let sockets = connect(group.rank(), driver, &hellos, &secret, listener, deadline);
+    sockets.unwrap().unwrap()
+}
+
+/// The others are connected to each other and to it.
+#[test]
+fn why_a_rank_is_not_connected_is_the_error_of_those_that_are() {
+    let errors = on_ranks(3, |group| {
+        let sockets = connected(&group, &Driver::host().unwrap());
+        let deadline = Deadline::seconds(60);
+        group.all_gather("connected", b"", deadline).unwrap();
+        if group.rank() == 1 {
+            drop(sockets);
+            let why = Error::out_of_memory("no descriptors");
+            return confirm(&group, Err(why), deadline).unwrap_err();
+        }
+        confirm_on_sockets(&group, sockets, Ok(Topology::host(3)), deadline).unwrap_err()
+    });
+    for error in &errors {
+        assert!(error.is_out_of_memory() && error.ranks() == [1], "{error}");
+        assert_eq!(error.to_string(), errors[0].to_string());
     }
 }
 
@@ -190,14 +227,7 @@ fn a_rank_that_dies_after_connecting_is_lost() {
     let errors = on_ranks(3, |group| {
         let driver = Driver::host().unwrap();
         if group.rank() == 1 {
-            let (hello, listener) = prepare(&terms(&driver)).unwrap();
-            let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
-            let gathered = group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
-            let distinct = read_hellos(&gathered).unwrap();
-            let hellos: Vec<&Hello> =
-                gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
-            let secret = secret_of(&gathered);
-            connect(1, &driver, &hellos, &secret, listener, Deadline::seconds(60)).unwrap();
+            connected(&group, &driver);
             return None;
         }
         let deadline = Deadline::seconds(2);
@@ -238,8 +268,13 @@ fn long_descriptions_are_cut_at_a_character() {
 fn ranks_that_see_different_links_all_go_by_none() {
     let found = on_ranks(3, |group| {
         let topology = if group.rank() == 1 { Topology::unknown(3) } else { Topology::host(3) };
-        let linked = Linked { sockets: None, topology };
-        confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology
+        let linked = Linked { sockets: None, topology: topology.clone() };
+        let in_store = confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology;
+        let sockets = connected(&group, &Driver::host().unwrap());
+        let deadline = Deadline::seconds(60);
+        let connected = confirm_on_sockets(&group, sockets, Ok(topology), deadline).unwrap();
+        assert_eq!(connected.topology, in_store);
+        in_store
     });
     assert_eq!(found, vec![Topology::unknown(3); 3]);
 }
