@@ -52,6 +52,14 @@ def all_to_all_shared_cores():
     return host_table("all_to_all", "host_shared_cores")
 
 
+def all_reduce_busy_cores():
+    return host_table("all_reduce", "host_busy_cores")
+
+
+def all_to_all_busy_cores():
+    return host_table("all_to_all", "host_busy_cores")
+
+
 def all_to_all_v():
     """Our time and the best peer's for each matrix, a column for each size; empty if it was not measured."""
     if not (RESULTS / "host_matrices.json").exists():
@@ -93,6 +101,21 @@ def messages():
     versions = report["versions"]
     where = f"{report['device']}, torch {versions['torch']}, {report['measured_at'][:10]}"
     return f"{where}:\n\n{table(head, cells)}\n\ngloo / ours: {score(ratios)}."
+
+
+def first_calls():
+    """What a new group's first call takes on the backend and on gloo, in milliseconds."""
+    report = load("host_first_calls")
+    names = {"group_of_all": "a group of all ranks", "mesh": "the two groups of a mesh"}
+    rows = []
+    for entry in report["results"]:
+        ours, gloo = entry["ms"]["symmpool"], entry["ms"]["gloo"]
+        rows.append([names[entry["what"]], entry["ranks"], figure(ours), figure(gloo), f"{gloo / ours:.2f}"])
+    versions = report["versions"]
+    where = f"{report['device']}, torch {versions['torch']}, {report['measured_at'][:10]}"
+    where += f", load {report['load']:.1f} before" + ", with priority over it" * report["has_priority"]
+    head = ["what", "ranks", "symmpool ms", "gloo ms", "best peer / ours"]
+    return f"{where}:\n\n{table(head, rows)}"
 
 
 def packing():
@@ -141,6 +164,9 @@ MAKERS = {
         all_to_all,
         all_reduce_shared_cores,
         all_to_all_shared_cores,
+        all_reduce_busy_cores,
+        all_to_all_busy_cores,
+        first_calls,
         all_to_all_v,
         messages,
         packing,
