@@ -24,7 +24,9 @@ from typing import Any
 from symmpool.bench import peers, session, table, timing
 from symmpool.bench.arguments import add_measuring, comma_separated, positive, size_list
 from symmpool.bench.order_programs import (
+    EXPERTS,
     FRESH,
+    HIDDEN,
     MOST_CALLS,
     Library,
     Program,
@@ -35,6 +37,8 @@ from symmpool.bench.order_programs import (
     time_replays,
 )
 
+#: Bytes of tokens for experts at most: a buffer for more takes much of a device.
+MOST_EXPERTS = 64 << 20
 #: How much more than fresh is within the noise: a ratio, or microseconds.
 RATIO, MICROSECONDS = 0.03, 0.3
 #: Seconds after which a cell that does not end ends the process, with where its threads are.
@@ -55,7 +59,7 @@ ORDERS = {
 }
 #: Those that are measured behind all others.
 LAST = ("messages",)
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", EXPERTS)
 MEMORIES = ("torch", "windows")
 QUICK = {"sizes": "4K,4M,64M", "rounds": 3, "replays": 5}
 USUAL = {"cuda": "4K,64K,1M,4M,16M,64M,256M", "cpu": "4K,64K"}
@@ -159,12 +163,17 @@ class Bench:
         late = self.options.seconds and time.monotonic() - self.begun > self.options.seconds
         return any(self.ranks.gather(bool(late)))
 
-    def libraries(self, memory: str) -> list[Library]:
+    def libraries(self, operation: str, memory: str) -> list[Library]:
         found = [ours(self.ranks, self.pool, self.dtype, memory)]
         # NCCL's figures are on torch's memory, which its groups take as it is.
-        if self.groups and memory == "torch":
+        if self.groups and memory == "torch" and operation != EXPERTS:
             found.append(of_nccl(self.ranks, self.groups, self.dtype))
         return found
+
+    def has_experts(self, size: int) -> bool:
+        """Whether a size is one of whole tokens, and of no more than a buffer is made for in each round."""
+        floats = self.dtype.is_floating_point and self.dtype.itemsize in (2, 4)
+        return floats and size % (HIDDEN * self.dtype.itemsize) == 0 and size <= MOST_EXPERTS
 
     def one(self, program: Program, order: str, calls: int) -> tuple[float, str | None]:
         """Microseconds of a call in an order, which is made anew; and how it is made."""
@@ -187,7 +196,7 @@ class Bench:
         # A collective that hangs ends the process.
         faulthandler.dump_traceback_later(CELL_LIMIT + options.rounds * options.timeout, exit=True)
         count, calls = row.size // self.dtype.itemsize, calls_for(row.size)
-        for library in self.libraries(row.memory):
+        for library in self.libraries(row.operation, row.memory):
             name = (lambda order: order) if library.name == "ours" else nccl
             read, written = ranks.insist(partial(buffers, library, row.operation, count, ranks.world))
             self.pool.commit()
@@ -222,6 +231,8 @@ class Bench:
                 orders.insert(0, FRESH)
             for operation in options.operations if orders else []:
                 for size in options.sizes:
+                    if operation == EXPERTS and not self.has_experts(size):
+                        continue
                     for memory in options.memories:
                         key = (operation, memory, size)
                         if self.is_over():

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from symmpool import Communicator
+from symmpool._symmpool import ExpertBuffer
 from symmpool.bench import peers
 
 #: Bytes of a small call: decoding's.
@@ -19,6 +20,10 @@ SMALL = 4 << 10
 MOST_CALLS, GRAPH_BYTES = 20, 128 << 20
 
 FRESH = "fresh"
+#: A dispatch and a combine: no collective of its own, so that nothing explains it.
+EXPERTS = "experts"
+#: Elements of a token, how many experts it has, and how many a rank has.
+HIDDEN, TOP_K, LOCAL_EXPERTS = 1024, 2, 2
 
 
 @dataclass
@@ -30,6 +35,8 @@ class Library:
     calls: Callable[[Any], dict[str, Callable[[Any, Any], None]]]
     empty: Callable[[int], Any]
     send: Callable[[Any, Any, Any], None]
+    #: A dispatch of tokens to experts and the combine behind it, for a communicator, tokens and their sums.
+    experts: Callable[[Any, Any, Any], Callable[[], None]] | None = None
     #: How a call would be made, in words.
     explain: Callable[[Any, str, Any, Any], str | None] = lambda *call: None
     #: Ends a round: what it has given back may be used again.
@@ -84,6 +91,9 @@ class Program:
         return lambda: call(self.small, self.small)
 
     def call(self, comm: Any) -> Callable[[], None]:
+        if self.operation == EXPERTS:
+            assert self.library.experts is not None
+            return self.library.experts(comm, self.read, self.written)
         call = self.library.calls(comm)[self.operation]
         return lambda: call(self.written, self.read)
 
@@ -274,11 +284,30 @@ def ours(ranks: peers.Ranks, pool: Any, dtype: Any, memory: str) -> Library:
         comm.send(x, following)
         comm.recv(out, former)
 
-    def explain(comm: Any, operation: str, x: Any, out: Any) -> str:
+    def experts(comm: Any, x: Any, out: Any) -> Callable[[], None]:
+        torch, count = ranks.torch, x.numel() // HIDDEN
+        tokens, sums = (each[: count * HIDDEN].view(count, HIDDEN) for each in (x, out))
+        everyone = LOCAL_EXPERTS * ranks.world
+        shape = {"hidden": HIDDEN, "experts": everyone, "top_k": TOP_K, "max_tokens": count}
+        buffer = ExpertBuffer(comm, **shape, dtype=dtype)
+        handle = torch.empty(buffer.handle_parts()["elements"], dtype=torch.int32, device=ranks.device)
+        ids = torch.arange(count * TOP_K, device=ranks.device).view(count, TOP_K) % everyone
+        rows = buffer.capacity(False, 1)
+        received = torch.from_dlpack(buffer.received("rows", [rows, HIDDEN], dtype))
+
+        def call() -> None:
+            buffer.dispatch(handle, tokens, ids)
+            buffer.combine(handle, sums, received, rows)
+
+        return call
+
+    def explain(comm: Any, operation: str, x: Any, out: Any) -> str | None:
+        if operation == EXPERTS:
+            return None
         given = None if operation == "all_reduce" else out
         return str(comm.explain(operation, x, given))
 
-    return Library("ours", make, calls, empty, send, explain, pool.commit)
+    return Library("ours", make, calls, empty, send, experts, explain, pool.commit)
 
 
 def of_nccl(ranks: peers.Ranks, groups: list[Any], dtype: Any) -> Library:
@@ -310,7 +339,7 @@ def buffers(library: Library, operation: str, count: int, world: int) -> tuple[A
     whole = library.empty(count).zero_()
     if operation == "all_reduce":
         return whole, whole
-    if operation == "all_to_all":
+    if operation in ("all_to_all", EXPERTS):
         return whole, library.empty(count)
     part = library.empty(count // world).zero_()
     return (part, whole) if operation == "all_gather" else (whole, part)
