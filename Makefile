@@ -28,7 +28,7 @@ EMULATED := LD_LIBRARY_PATH=$(EMULATOR) SYMMPOOL_CACHE_DIR=$(EMULATOR)/kernels
 CXXFLAGS := -std=c++20 -g -O2 -fPIC -shared -pthread -Wall -Wextra -Werror
 # Ways through every kernel, but for what takes minutes there: repeats and streams.
 EMULATED_CHECKS := one_shot_ll,one_shot_ll128,one_shot_lamport,one_shot_pull,two_shot_ll,two_shot_lamport$(\
-	),two_shot_pull,two_shot_push,two_shot_stages,two_shot_copy,all_to_all,all_gather_broadcast,reduce_scatter,experts,one_sided,call_order,p2p,plans,odd_plans,random_plans,native,fused
+	),two_shot_pull,two_shot_push,two_shot_stages,two_shot_copy,all_to_all,all_gather_broadcast,reduce_scatter,experts,handles,one_sided,call_order,p2p,plans,odd_plans,random_plans,native,fused
 # The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
 TORCH ?= torch==2.11.0
@@ -116,6 +116,7 @@ emulated-algorithms: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 \
 		--algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,call_order,p2p,odd_plans
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --grows --algorithms experts,handles
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms random_plans --programs 6 --seed 3
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push,two_shot_stages
 
@@ -153,8 +154,8 @@ endif
 $(EMULATOR)/libcuda.so.1: $(wildcard tests/emulator/*)
 	rm -rf $(EMULATOR)
 	mkdir -p $(EMULATOR)
-	c++ $(CXXFLAGS) -Wl,-soname,libcuda.so.1 -o $@ $(addprefix tests/emulator/,driver.cpp memory.cpp \
-		programs.cpp streams.cpp threads.cpp) -ldl
+	c++ $(CXXFLAGS) -Wl,-soname,libcuda.so.1 -o $@ $(addprefix tests/emulator/,driver.cpp guards.cpp \
+		memory.cpp programs.cpp streams.cpp threads.cpp) -ldl
 	ln -s libcuda.so.1 $(EMULATOR)/libcuda.so
 
 $(EMULATOR)/libnvrtc.so.13: $(EMULATOR)/libcuda.so.1

@@ -85,6 +85,9 @@ int compile(Program& program, const std::vector<std::string>& options) {
     std::vector<std::string> command = {
         "c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-fno-exceptions", "-fno-asynchronous-unwind-tables",
         "-ffp-contract=off", "-fno-strict-aliasing", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
+        // Each access to memory calls a function of `guards.cpp`.
+        "-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0", "--param=asan-stack=0",
+        "--param=asan-globals=0",
         "-D__CUDA_ARCH__=800", "-I", folder};
     for (const std::string& option : options) {
         if (option.rfind("-D", 0) == 0 || option.rfind("--define-macro=", 0) == 0) {

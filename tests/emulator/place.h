@@ -46,6 +46,8 @@ const unsigned long long* emulated_warp(unsigned long long value, char kind, uns
 // Sixteen bytes of a line of 128 bytes that eight threads load, or store, with one instruction.
 void emulated_load_line(const void* from, uint4* value);
 void emulated_store_line(void* to, const uint4* value);
+// Copies bytes, and ends the process where they are guarded.
+void emulated_copy(void* to, const void* from, unsigned bytes);
 unsigned long long emulated_nanoseconds();
 }
 

@@ -136,7 +136,7 @@ inline void await_arrival(unsigned long long* arrival, unsigned nth) {
             __builtin_trap();
         }
         BulkCopy& load = bulk_loads[bulk_loads.first++];
-        __builtin_memcpy(load.to, load.from, load.bytes);
+        emulated::emulated_copy(load.to, load.from, load.bytes);
         *load.arrival += 1;
     }
 }
@@ -144,7 +144,7 @@ inline void await_arrival(unsigned long long* arrival, unsigned nth) {
 inline void end_first_bulk_store() {
     BulkCopy& store = bulk_stores[bulk_stores.first++];
     emulated::emulated_act();
-    __builtin_memcpy(store.to, store.is_read ? store.data : store.from, store.bytes);
+    emulated::emulated_copy(store.to, store.is_read ? store.data : store.from, store.bytes);
 }
 
 inline void bulk_store(void* to, const void* shared, unsigned bytes) {

@@ -47,13 +47,14 @@ enum When {
 type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 29] = [
+const PARTS: [(&str, When, Part); 30] = [
     ("growth", When::Always, growth::run),
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
     ("all_gather_broadcast", When::Always, all_gather_broadcast::run),
     ("reduce_scatter", When::Always, reduce_scatter::run),
     ("experts", When::Always, experts::run),
+    ("handles", When::Always, experts::damage::run),
     ("one_sided", When::Always, one_sided::run),
     ("one_sided", When::Always, one_sided_streams::run),
     ("one_sided", When::Always, memory_operations::run),

@@ -2,6 +2,7 @@
 //! quantised and not, with handles that are used again, and graphs whose routing changes between replays.
 
 mod cases;
+pub(crate) mod damage;
 mod handles;
 pub(crate) mod model;
 pub(crate) mod time;
@@ -48,23 +49,7 @@ struct Check<'a> {
 
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let ordinary = pool.lane(ORDINARY)?;
-    let room = |bytes: usize| ordinary.alloc_bytes(bytes, 512, Stream::DEFAULT);
-    let mut check = Check {
-        pool,
-        stream: stream(pool)?,
-        input: room(1 << 20)?,
-        ids: room(1 << 17)?,
-        weights: room(1 << 17)?,
-        output: room(64 << 20)?,
-        scales: room(4 << 20)?,
-        rows: room(64 << 20)?,
-        result: room(1 << 20)?,
-        handles: [room(8 << 20)?, room(8 << 20)?],
-        cases: 0,
-        wrong: 0,
-    };
-    pool.commit()?;
+    let mut check = Check::new(pool)?;
     let comm = Communicator::with_options(pool, &options.communicator())?;
     for (nth, (hidden, local, top_k, max_tokens)) in SHAPES.into_iter().enumerate() {
         let experts = local * pool.world();
@@ -120,6 +105,29 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 
 fn numbers(bytes: &[u8]) -> Vec<i32> {
     bytes.chunks_exact(4).map(|four| i32::from_le_bytes(four.try_into().expect("four"))).collect()
+}
+
+impl<'a> Check<'a> {
+    fn new(pool: &'a Pool) -> Result<Self> {
+        let ordinary = pool.lane(ORDINARY)?;
+        let room = |bytes: usize| ordinary.alloc_bytes(bytes, 512, Stream::DEFAULT);
+        let check = Self {
+            pool,
+            stream: stream(pool)?,
+            input: room(1 << 20)?,
+            ids: room(1 << 17)?,
+            weights: room(1 << 17)?,
+            output: room(64 << 20)?,
+            scales: room(4 << 20)?,
+            rows: room(64 << 20)?,
+            result: room(1 << 20)?,
+            handles: [room(8 << 20)?, room(8 << 20)?],
+            cases: 0,
+            wrong: 0,
+        };
+        pool.commit()?;
+        Ok(check)
+    }
 }
 
 impl Check<'_> {

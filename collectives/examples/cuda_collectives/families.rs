@@ -6,7 +6,7 @@
 type Family = (&'static str, &'static [&'static str], bool);
 
 /// Every family that a quick check has. All-reduces have one for each algorithm.
-const FAMILIES: [Family; 25] = [
+const FAMILIES: [Family; 26] = [
     ("one_shot_ll", &["all_reduce/one_shot.cu"], false),
     ("one_shot_ll128", &["all_reduce/one_shot_ll128.cu"], false),
     ("one_shot_lamport", &["all_reduce/one_shot.cu"], false),
@@ -23,6 +23,7 @@ const FAMILIES: [Family; 25] = [
     ("all_gather_broadcast", &["broadcast/broadcast_stages.cu"], true),
     ("reduce_scatter", &[], false),
     ("experts", &["experts/dispatch.cu", "experts/combine.cu"], true),
+    ("handles", &[], true),
     ("one_sided", &["one_sided/one_sided.cu", "barrier/measured_barrier.cu"], false),
     ("call_order", &[], true),
     ("p2p", &["p2p/p2p.cu"], false),

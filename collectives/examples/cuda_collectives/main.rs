@@ -77,7 +77,7 @@ use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 use symmpool_collectives::CommunicatorOptions;
 
-/// The timeout of calls with `--quick`, where tools make kernels slow.
+/// The longest timeout of calls with `--quick`, where tools make kernels slow.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// Whether this rank's waits for others are to stop, as by Ctrl-C.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -115,7 +115,8 @@ struct Options {
     /// Algorithms to time, or checks to run, by name; all of them without it.
     ///
     /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
-    /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, one_sided, call_order (of calls
+    /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, handles (of experts, with
+    /// random numbers in them), one_sided, call_order (of calls
     /// on several streams), p2p, plans, odd_plans, random_plans (programs of a seed; only if named) and native
     /// (collectives that programs bring along), fused (all-reduces with a residual and a norm), matmul (products whose parts are added
     /// up, or gathered), matmul_few (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
@@ -231,7 +232,9 @@ impl Options {
             links,
             ..Default::default()
         };
-        if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
+        // Whoever waits in vain says so before the time for all of it is over.
+        let timeout = PATIENCE.min(Duration::from_secs(self.limit) / 2);
+        if self.quick { CommunicatorOptions { timeout, ..usual } } else { usual }
     }
 
     /// Whether a part of the work was requested by name. Without names, everything is.
@@ -306,24 +309,28 @@ fn launch(options: &Options, devices: u32, more: &[&str]) -> bool {
     let deadline = Instant::now() + Duration::from_secs(options.limit);
     let mut right = true;
     let killed = (options.mode == Mode::Killed).then_some(ranks.len() - 1);
+    let running = |ranks: &mut [Child]| -> Vec<usize> {
+        let is_running = |child: &mut Child| child.try_wait().expect("its state").is_none();
+        let all = ranks.iter_mut().enumerate();
+        all.filter_map(|(rank, child)| is_running(child).then_some(rank)).collect()
+    };
+    while !running(&mut ranks).is_empty() && Instant::now() <= deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // All of them are named before the first one is killed: others that share its device report that as a fault of their own
+    // kernels.
+    let late = running(&mut ranks);
+    if !late.is_empty() {
+        eprintln!("ranks {late:?} did not end in {} s", options.limit);
+    }
     for (rank, child) in ranks.iter_mut().enumerate() {
-        loop {
-            match child.try_wait().expect("its state") {
-                Some(status) => {
-                    let was_killed = killed::was_killed(status);
-                    right &= if killed == Some(rank) { was_killed } else { status.success() };
-                    break;
-                }
-                None if Instant::now() > deadline => {
-                    eprintln!("a rank did not end in time");
-                    let _ = child.kill();
-                    let _ = child.wait();
-                    right = false;
-                    break;
-                }
-                None => std::thread::sleep(Duration::from_millis(5)),
-            }
+        if late.contains(&rank) {
+            let _ = child.kill();
         }
+        let status = child.wait().expect("its state");
+        let is_right =
+            if killed == Some(rank) { killed::was_killed(status) } else { status.success() };
+        right &= is_right && !late.contains(&rank);
     }
     right
 }

@@ -14,7 +14,8 @@ struct ArrivedRows {
 };
 
 // Finds the rows that have arrived, and keeps what a later combine needs of them. With a handle that knows the routing,
-// they are as it says: what peers sent of other routings lies in this rank's memory. Called by all threads of the block.
+// they are as it says: what peers sent of other routings lies in this rank's memory. There are none where the end lies before
+// the beginning, as it may if the handle was written to or a peer called something else. Called by all threads of the block.
 __device__ __forceinline__ ArrivedRows keep_arrived(const ExpertsWork& work, PeerBlocks own, u32 source) {
     const Chunks chunks(shared.counts.tokens[source], work.peer_blocks);
     const u32 first = own.first * chunks.steps, end = own.end * chunks.steps;
@@ -22,8 +23,9 @@ __device__ __forceinline__ ArrivedRows keep_arrived(const ExpertsWork& work, Pee
     const int* begins = work.known ? kept : work.chunk_begins + source * (MOST_CHUNKS + 1);
     const u32 begin = shared.sources[source];
     const u64 room = begin < work.capacity ? work.capacity - begin : 0;
-    const u32 from = static_cast<u32>(begins[first]), to = static_cast<u32>(begins[end]);
-    const ArrivedRows rows{from < room ? from : static_cast<u32>(room), to < room ? to : static_cast<u32>(room)};
+    const u32 last = static_cast<u32>(begins[end]), to = last < room ? last : static_cast<u32>(room);
+    const u32 from = static_cast<u32>(begins[first]);
+    const ArrivedRows rows{from < to ? from : to, to};
     if (!work.known) {
         for (u32 chunk = first + threadIdx.x; chunk <= end; chunk += THREADS) {
             kept[chunk] = begins[chunk];

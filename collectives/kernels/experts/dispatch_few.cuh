@@ -56,15 +56,20 @@ struct FewRows {
         return !has_few(work, shared.counts.tokens[source]);
     }
 
-    // How many rows of a rank arrive here: never more than it has tokens, nor than the inbox has room for.
+    // How many rows of a rank arrive here: never more than it has tokens, nor than the inbox has room for. A handle whose
+    // offsets decrease there has none, as in a combine (`Sources`): nobody waits for rows that no offset tells of.
     __device__ __forceinline__ u32 arriving(u32 source) const {
         if (source == session.comm.rank || has_many(source)) {
             return 0;
         }
         const u32 tokens = shared.counts.tokens[source];
         const u32 most = tokens < work.inbox_tokens ? tokens : work.inbox_tokens;
-        const u32 rows = work.known ? shared.sources[source + 1] - shared.sources[source]
-                                    : shared.counts.rows[source][session.comm.rank];
+        if (!work.known) {
+            const u32 rows = shared.counts.rows[source][session.comm.rank];
+            return rows < most ? rows : most;
+        }
+        const u32 begin = shared.sources[source], end = shared.sources[source + 1];
+        const u32 rows = begin < end ? end - begin : 0;
         return rows < most ? rows : most;
     }
 };

@@ -128,10 +128,13 @@ impl Check<'_> {
             (own_rows, if is_last { |begin| begin + 1 } else { |begin| begin }, true),
             (own_rows, if is_last { |begin| begin - 1 } else { |begin| begin }, false),
         ];
+        let shape = buffer.shape();
+        let routing_of = |seed| Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
+        let (first, next) = (routing_of(seed), routing_of(seed + 1));
         for (which, (at, change, combines)) in cases.into_iter().enumerate() {
             for late in 0..world {
                 let what = format!("{tokens} tokens, wrong handle {which}, rank {late} late");
-                self.right_call(buffer, (tokens, seed), None, "before it")?;
+                self.right_call(buffer, (&first, seed), None, "before it")?;
                 let place = self.handles[0].address() + at as u64;
                 let found = download(self.pool, place, 4)?;
                 let found = i32::from_le_bytes(found.try_into().expect("four bytes"));
@@ -143,9 +146,7 @@ impl Check<'_> {
                     let back = self.combine_of(buffer, tokens);
                     self.combine(buffer, 0, &back)?;
                 } else {
-                    let shape = buffer.shape();
-                    let routing = Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
-                    let call = self.put(&routing, &shape, seed)?;
+                    let call = self.put(&first, &shape, seed)?;
                     let again = DispatchAt { known: true, ids: std::ptr::null(), ..call };
                     self.dispatch(buffer, 0, &again)?;
                 }
@@ -155,7 +156,7 @@ impl Check<'_> {
                 self.judge(&format!("{what}: {ended:?}"), &[right], &[true]);
                 // Two calls later the same half of the inboxes is used again, by a dispatch and by a combine.
                 for more in 0..2 {
-                    self.right_call(buffer, (tokens, seed + 1), Some(late), &what)?;
+                    self.right_call(buffer, (&next, seed + 1), Some(late), &what)?;
                     if more == 0 {
                         buffer.communicator().barrier(&self.stream)?;
                     }
@@ -178,17 +179,16 @@ impl Check<'_> {
     }
 
     /// A dispatch and a combine, to both of which that rank comes late.
-    fn right_call(
+    pub(super) fn right_call(
         &mut self,
         buffer: &Buffer<'_>,
-        (tokens, seed): (usize, u64),
+        (routing, seed): (&Routing, u64),
         late: Option<u32>,
         what: &str,
     ) -> Result<()> {
-        let (shape, world, rank) = (buffer.shape(), self.pool.world(), self.pool.rank());
-        let routing = Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
-        let call = DispatchAt { ids_dtype: DType::I64, ..self.put(&routing, &shape, seed)? };
-        self.put_ids(&routing)?;
+        let (shape, rank) = (buffer.shape(), self.pool.rank());
+        let call = DispatchAt { ids_dtype: DType::I64, ..self.put(routing, &shape, seed)? };
+        self.put_ids(routing)?;
         self.settle(buffer)?;
         let wait = || {
             if late == Some(rank) {
@@ -199,7 +199,7 @@ impl Check<'_> {
         self.dispatch(buffer, 0, &call)?;
         self.settle(buffer)?;
         wait();
-        let back = self.combine_of(buffer, tokens);
+        let back = self.combine_of(buffer, call.tokens);
         self.combine(buffer, 0, &back)?;
         self.settle(buffer)?;
         let wanted = encode(shape.dtype, routing.combined(rank, seed, shape.hidden, false));
