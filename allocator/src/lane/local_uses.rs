@@ -15,13 +15,12 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::backing::Backing;
-use super::state::{BlockKey, LaneState};
 use crate::driver::{Event, Stream};
 use crate::{Error, Result};
 
 /// A use of a block that is handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Use {
+pub(super) enum Use {
     /// By what the stream is given until the block is freed.
     On(Stream),
     /// By what an event was recorded behind.
@@ -68,7 +67,7 @@ struct Busy {
 #[derive(Debug, Default)]
 pub(super) struct LocalUses {
     /// Uses of blocks that are handed out, by their counters.
-    blocks: BTreeMap<u64, Vec<Use>>,
+    pub(super) blocks: BTreeMap<u64, Vec<Use>>,
     /// Freed ranges by where they begin. They do not overlap. Those of released segments stay until their place is handed out
     /// again: a wait for what ended long ago costs nothing.
     freed: BTreeMap<u32, Busy>,
@@ -76,18 +75,23 @@ pub(super) struct LocalUses {
     events: BTreeMap<u64, Recorded>,
     next: u64,
     /// Whether a block was freed while a stream that uses it was captured, where no event could be recorded.
-    missed: bool,
+    pub(super) missed: bool,
 }
 
 impl LocalUses {
     /// Whether no range has to be waited for.
     #[inline]
-    fn is_idle(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         self.freed.is_empty()
     }
 
     /// Notes that a block is used on a stream.
-    fn note(&mut self, counter: u64, stream: Stream, backing: &mut dyn Backing) -> Result<()> {
+    pub(super) fn note(
+        &mut self,
+        counter: u64,
+        stream: Stream,
+        backing: &mut dyn Backing,
+    ) -> Result<()> {
         if stream.is_per_thread() {
             return self.note_of_thread(counter, stream, backing);
         }
@@ -149,7 +153,7 @@ impl LocalUses {
     }
 
     /// Takes the uses of a block that is freed, as events that are recorded behind them. On an error nothing has changed.
-    fn end(
+    pub(super) fn end(
         &mut self,
         counter: u64,
         home: Option<Stream>,
@@ -180,7 +184,7 @@ impl LocalUses {
         Ok(events)
     }
 
-    fn add_range(&mut self, start: u32, end: u32, events: Vec<u64>) {
+    pub(super) fn add_range(&mut self, start: u32, end: u32, events: Vec<u64>) {
         if !events.is_empty() {
             self.freed.insert(start, Busy { end, events });
         }
@@ -235,7 +239,7 @@ impl LocalUses {
     }
 
     /// Forgets what was to be waited for in `[start, end)`, as somebody has.
-    fn take_range(&mut self, start: u32, end: u32, backing: &mut dyn Backing) {
+    pub(super) fn take_range(&mut self, start: u32, end: u32, backing: &mut dyn Backing) {
         let begins: Vec<u32> = self.in_range(start, end).map(|(begin, _)| begin).collect();
         for begin in begins {
             let Some(Busy { end: last, events }) = self.freed.remove(&begin) else { continue };
@@ -264,7 +268,7 @@ impl LocalUses {
     }
 
     /// Has uses on a stream that is about to be destroyed end with what it was given so far.
-    fn forget(&mut self, stream: Stream, backing: &mut dyn Backing) -> Result<()> {
+    pub(super) fn forget(&mut self, stream: Stream, backing: &mut dyn Backing) -> Result<()> {
         let used: Vec<u64> = self
             .blocks
             .iter()
@@ -291,7 +295,7 @@ impl LocalUses {
     }
 
     /// Forgets everything but uses of blocks that were allocated before event `first`: the device is idle.
-    fn clear(&mut self, first: u64, backing: &mut dyn Backing) {
+    pub(super) fn clear(&mut self, first: u64, backing: &mut dyn Backing) {
         self.freed.clear();
         self.blocks.retain(|counter, uses| {
             uses.retain(|each| matches!(each, Use::On(_)));
@@ -314,89 +318,4 @@ fn still_captured(used: Stream, stream: Stream) -> Error {
         used.raw(),
         stream.raw()
     ))
-}
-
-impl LaneState {
-    /// Notes that a block is used on a stream of this rank, of which the other ranks need not know: after the block is freed,
-    /// whoever reuses its memory first waits, on the device, for that stream's work up to the free (rule D4). Changes
-    /// nothing else, and is no event of the lane.
-    ///
-    /// Work of `CU_STREAM_PER_THREAD` counts up to this call. What is captured into a graph does not count: a graph's memory
-    /// lives as long as the graph. What the stream was given before the capture does.
-    pub fn note_use(
-        &mut self,
-        key: BlockKey,
-        stream: Stream,
-        backing: &mut dyn Backing,
-    ) -> Result<()> {
-        let home = self.check_live(key)?.stream;
-        if self.streams.of_ordinal(home) == Some(stream) && !stream.is_per_thread() {
-            return Ok(());
-        }
-        self.local_uses.note(key.counter, stream, backing)
-    }
-
-    /// As [`note_use`](Self::note_use), for the live block in which a byte of the lane lies. False if there is none.
-    pub fn note_use_at(
-        &mut self,
-        offset: u64,
-        stream: Stream,
-        backing: &mut dyn Backing,
-    ) -> Result<bool> {
-        match self.block_around(offset) {
-            Some(key) => self.note_use(key, stream, backing).map(|()| true),
-            None => Ok(false),
-        }
-    }
-
-    /// Records what still uses a block that is freed. To be called before anything changes.
-    #[inline]
-    pub(super) fn end_uses(&mut self, key: BlockKey, backing: &mut dyn Backing) -> Result<()> {
-        let block = self.table.get(key.id);
-        let home = self.streams.of_ordinal(block.stream).filter(|stream| stream.is_per_thread());
-        if home.is_none() && self.local_uses.blocks.is_empty() {
-            return Ok(());
-        }
-        let (start, end) = (block.offset, block.end());
-        let ended = self.local_uses.end(key.counter, home, backing);
-        let events = ended.map_err(|error| self.failed(error))?;
-        self.local_uses.add_range(start, end, events);
-        Ok(())
-    }
-
-    /// Whether a block was freed while a stream that uses it was captured: then it may be reused when the device has done all
-    /// that it was given. From then on that is forgotten.
-    pub(crate) fn take_missed_uses(&mut self) -> bool {
-        std::mem::take(&mut self.local_uses.missed)
-    }
-
-    /// Makes a stream wait for what may still use `[start, end)`, in units.
-    #[inline]
-    pub(super) fn wait_for_uses(
-        &mut self,
-        range: (u32, u32),
-        stream: Stream,
-        backing: &mut dyn Backing,
-    ) -> Result<()> {
-        self.local_uses.wait(range, stream, backing)
-    }
-
-    /// Forgets uses of `[start, end)`, in units, for which somebody has waited.
-    #[inline]
-    pub(super) fn take_uses(&mut self, (start, end): (u32, u32), backing: &mut dyn Backing) {
-        if !self.local_uses.is_idle() {
-            self.local_uses.take_range(start, end, backing);
-        }
-    }
-
-    /// Has uses on a stream that is about to be destroyed end now.
-    pub(super) fn forget_uses(&mut self, stream: Stream, backing: &mut dyn Backing) -> Result<()> {
-        let forgotten = self.local_uses.forget(stream, backing);
-        forgotten.map_err(|error| self.failed(error))
-    }
-
-    /// Forgets uses when the device is idle, but for those of blocks that were allocated before event `first`.
-    pub(super) fn clear_uses(&mut self, first: u64, backing: &mut dyn Backing) {
-        self.local_uses.clear(first, backing);
-    }
 }

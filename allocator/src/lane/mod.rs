@@ -23,6 +23,7 @@
 //! | `lookup` | the same for callers; which blocks may be freed by their address |
 //! | `streams` | stream ordinals and waits between streams |
 //! | `local_uses` | streams of this rank that use a block too, which are no part of the sequence |
+//! | `uses` | a lane's calls about them |
 //! | `deferred` | blocks freed without order, and how they return |
 //! | `commit_trigger` | when deferred frees make a commit due |
 //! | `lane_event` | the events of a lane's sequence |
@@ -57,6 +58,7 @@ mod state;
 mod stats;
 mod streams;
 mod table;
+mod uses;
 
 pub use backing::{Backing, NoBacking};
 pub use config::{LaneConfig, LaneKind, MAX_LANE_BYTES, UNIT, WindowPolicy};
