@@ -2,62 +2,10 @@
 
 use symmpool_allocator::{Error, Result};
 
+use super::HostEngine;
 use super::collectives::{all_gather, all_reduce, all_to_all, broadcast, reduce_scatter};
-use super::{Data, HostEngine};
+use super::host_algorithm::HostAlgorithm;
 use crate::algorithm::{CallShape, StandardCollective, name_of};
-use crate::host::call::Call;
-use crate::host::kernels::ReduceFn;
-
-/// A built-in algorithm of a collective whose calls are a `W`.
-pub(crate) struct HostAlgorithm<W: 'static> {
-    /// Its number in call descriptions.
-    pub(crate) code: u8,
-    /// Why it cannot serve a call, if it cannot.
-    pub(crate) fits: fn(&HostEngine, &CallShape) -> std::result::Result<(), String>,
-    /// Runs it. The caller promises what it does of the collective's method, for the resolved buffers.
-    pub(crate) run: unsafe fn(&mut HostEngine, &W) -> Result<()>,
-}
-
-/// A call whose arguments were checked and resolved.
-pub(crate) struct Work {
-    pub(crate) call: Call,
-    pub(crate) data: Data,
-    /// Elements of a part.
-    pub(crate) count: usize,
-    /// Bytes of an element.
-    pub(crate) size: usize,
-    pub(crate) root: u32,
-    /// The loop that reduces, if the collective does.
-    pub(crate) reduce: Option<ReduceFn>,
-}
-
-/// For algorithms that serve every call.
-#[allow(clippy::unnecessary_wraps)] // as those that do not
-pub(crate) fn always(_: &HostEngine, _: &CallShape) -> std::result::Result<(), String> {
-    Ok(())
-}
-
-pub(crate) fn with_input_window(
-    _: &HostEngine,
-    shape: &CallShape,
-) -> std::result::Result<(), String> {
-    if shape.input_window || shape.bytes == 0 {
-        Ok(())
-    } else {
-        Err("peers read the input, which must be a window".to_owned())
-    }
-}
-
-pub(crate) fn with_output_window(
-    _: &HostEngine,
-    shape: &CallShape,
-) -> std::result::Result<(), String> {
-    if shape.output_window || shape.bytes == 0 {
-        Ok(())
-    } else {
-        Err("peers write the output, which must be a window".to_owned())
-    }
-}
 
 impl HostEngine {
     /// The numbers of a collective's algorithms.

@@ -9,28 +9,18 @@
 mod combine;
 mod memory;
 mod routing;
+mod scratch;
 
 use symmpool_allocator::{Error, Result};
 
 use self::memory::{Handle, Region};
 use self::routing::{BadId, Routing};
+pub(super) use self::scratch::ExpertScratch;
 use super::HostEngine;
 use super::call::{Call, Operation};
 use super::kernels::{ExpertRows, copy};
 use crate::experts::{ExpertCall, ExpertsWork, HandleParts};
 use crate::{Quantization, ReceivedSizes};
-
-/// What calls use for themselves; it is kept so that calls need not allocate.
-#[derive(Debug, Default)]
-pub(crate) struct ExpertScratch {
-    routing: Routing,
-    row: Vec<f32>,
-    sum: Vec<f32>,
-    /// A row that is quantised, and its scales; or the sum of a token's rows on this rank.
-    bytes: Vec<u8>,
-    scales: Vec<u8>,
-    own: Vec<f32>,
-}
 
 impl HostEngine {
     /// Sends tokens to the ranks of their experts.

@@ -14,7 +14,7 @@
 //! | `place` | where the data of a call lies |
 //! | `collectives` | the collectives, one file or folder each |
 //! | `plan`, `plan_call` | runs collectives that programs bring along; what both engines check of such calls |
-//! | `algorithms` | what the tables of their algorithms consist of |
+//! | `host_algorithm`, `algorithms` | what the tables of their algorithms consist of, and how one is found |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `slices` | collectives on slices |
 //! | `experts` | dispatch to experts, and combine |
@@ -33,6 +33,7 @@ mod engine;
 mod experts;
 mod fault;
 mod fused;
+mod host_algorithm;
 pub(crate) mod kernels;
 mod mailbox;
 mod numbers;

@@ -10,13 +10,16 @@
 
 #![allow(unsafe_code)] // copies between callers' memory and the control block
 
+mod messages;
 mod refusal;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, PoisonError, TryLockError};
 
 use symmpool_allocator::{Error, Result};
 
+pub(super) use self::messages::PeerMessages;
+use self::messages::{Position, Turns};
 use super::control::{PACKETS, peers};
 use super::fault::{Cause, Fault, WaitFailure};
 use super::kernels::copy;
@@ -25,30 +28,6 @@ use super::operation::Operation;
 use super::wait::{Waiter, Watchdog, wake};
 use crate::p2p::{Direction, Payload};
 use crate::signal::{Native, Slot, await_word, wake_sleepers};
-
-/// Messages to and from one peer.
-#[derive(Debug, Default)]
-pub(super) struct PeerMessages {
-    sends: Turns,
-    receives: Turns,
-    /// The last of this rank's messages of which it knows that the peer has refused it.
-    known_refused: AtomicU64,
-}
-
-/// Messages in one direction. A thread holds the lock while it is in a message.
-#[derive(Debug, Default)]
-struct Turns {
-    position: Mutex<Position>,
-    /// Messages that this rank has declined while a thread was in another one.
-    declined: AtomicU64,
-}
-
-/// How many packets and messages were sent to a peer, or received from it, so far.
-#[derive(Debug, Default)]
-struct Position {
-    packets: u64,
-    messages: u64,
-}
 
 /// How a wait for a peer ended.
 enum Arrival {

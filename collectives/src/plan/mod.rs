@@ -10,6 +10,7 @@
 //! | `model` | what a plan is: collectives, buffers, chunks, operations |
 //! | `format` | plans as JSON |
 //! | `check` | the proof, and the errors that tell where it fails |
+//! | `checked`, `step` | what was proved, and the steps of its ranks |
 //! | `reference` | what a plan means: an interpreter of plans, against which all else is held |
 //! | `schedule`, `cuda` | a plan in levels, as devices run it, and the CUDA kernel of a rank's program |
 //! | `timeline`, `explain`, `draw` | when operations run at the earliest; a plan as a table, and as a picture |
@@ -17,6 +18,7 @@
 //! The engines run checked plans; see `host/plan.rs` and `cuda/plan.rs`.
 
 mod check;
+mod checked;
 pub(crate) mod cuda;
 mod draw;
 mod explain;
@@ -24,12 +26,14 @@ mod format;
 mod model;
 pub mod reference;
 pub(crate) mod schedule;
+mod step;
 #[cfg(test)]
 pub(crate) mod testing;
 mod timeline;
 
-pub use check::{CheckedPlan, PlanError, PlanErrorKind, PlanErrorReason};
-pub(crate) use check::{Item, Step};
+pub use check::{PlanError, PlanErrorKind, PlanErrorReason};
+pub use checked::CheckedPlan;
 pub use format::PLAN_VERSION;
 pub(crate) use model::Cell;
 pub use model::{Buffer, Collective, Contribution, Instruction, Operation, Plan, Protocol, Span};
+pub(crate) use step::{Item, Step};

@@ -9,7 +9,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::model::phases;
-use super::{Buffer, Cell, CheckedPlan, Instruction, Item, Operation, Protocol, Step};
+use super::step::{Item, Step};
+use super::{Buffer, Cell, Instruction, Operation, Plan, Protocol};
 
 /// A peer and the number of the flag that one of the two raises on the other.
 pub(crate) type Flag = (u32, u32);
@@ -71,15 +72,16 @@ impl Progress {
 }
 
 impl Schedule {
-    pub(crate) fn new(checked: &CheckedPlan) -> Self {
-        let plan = checked.plan();
+    /// Divides a plan into levels: its ranks' steps, and the order in which operations of all ranks, as rank and index, can
+    /// run one after the other.
+    pub(super) fn new(plan: &Plan, steps: &[Vec<Step>], order: &[(u32, usize)]) -> Self {
         let signalled = plan.protocol == Protocol::Simple;
         let world = plan.world as usize;
         let phase_of: Vec<Vec<usize>> =
             plan.programs.iter().map(|program| phase_numbers(program)).collect();
         let mut progress: Vec<Progress> = (0..world).map(|_| Progress::default()).collect();
         let mut ranks = vec![Vec::<Level>::new(); world];
-        let mut steps: Vec<_> = checked.steps.iter().map(|steps| steps.iter()).collect();
+        let mut steps: Vec<_> = steps.iter().map(|steps| steps.iter()).collect();
         let mut signals: BTreeMap<(u32, u32, u32), VecDeque<(u32, u32)>> = BTreeMap::new();
         let mut flags: BTreeMap<(u32, u32), u32> = BTreeMap::new();
         let mut next_flag = |from: u32, to: u32| {
@@ -90,7 +92,7 @@ impl Schedule {
         let begins_with_barrier = plan.programs.iter().all(|program| {
             program.first().is_some_and(|first| first.operation == Operation::Barrier)
         });
-        for (rank, index) in checked.order.iter().copied() {
+        for (rank, index) in order.iter().copied() {
             let at = rank as usize;
             let Instruction { operation, group, .. } = &plan.programs[at][index];
             if let Operation::Barrier = operation {

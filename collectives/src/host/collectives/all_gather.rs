@@ -7,8 +7,8 @@ use symmpool_allocator::Result;
 use super::pieces::Pieces;
 use crate::DType;
 use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::host::algorithms::{HostAlgorithm, Work, always, with_output_window};
 use crate::host::call::{Call, Operation};
+use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_output_window};
 use crate::host::kernels::{copy, copy_own};
 use crate::host::{HostEngine, InPlace, Place};
 

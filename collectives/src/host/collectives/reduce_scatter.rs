@@ -6,8 +6,8 @@ use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
 use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::host::algorithms::{HostAlgorithm, Work, always, with_input_window};
 use crate::host::call::{Call, Operation};
+use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_input_window};
 use crate::host::kernels::copy;
 use crate::host::{HostEngine, InPlace, Place};
 use crate::{DType, ReduceOp};

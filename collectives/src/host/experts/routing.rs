@@ -79,8 +79,9 @@ impl Routing {
 }
 
 #[cfg(test)]
-#[allow(unsafe_code)] // passes ids by address
 mod tests {
+    #![allow(unsafe_code)] // passes ids by address
+
     use super::*;
     use crate::{DType, ExpertShape};
 

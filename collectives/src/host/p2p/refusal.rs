@@ -8,7 +8,8 @@ use std::sync::atomic::{Ordering, fence};
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Position, publish};
+use super::messages::Position;
+use super::publish;
 use crate::host::one_sided::HostOneSided;
 use crate::host::wait::wake;
 use crate::p2p::{Afterwards, Direction, Payload, declined, payloads_differ, refused_before};

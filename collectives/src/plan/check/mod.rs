@@ -34,69 +34,9 @@ use results::{check_in_place, check_results};
 use run::{Held, Outcome, Run, Written};
 use value::Value;
 
+use super::checked::CheckedPlan;
 use super::model::{Buffer, Cell, Collective, Operation, Plan};
-use super::schedule::Schedule;
-
-/// A plan that was proved, and what execution needs to know of it.
-#[derive(Debug)]
-pub struct CheckedPlan {
-    plan: Plan,
-    hash: u64,
-    /// What each rank does, in an order in which one thread a rank can do it.
-    pub(crate) steps: Vec<Vec<Step>>,
-    /// The operations of all ranks, as rank and index, in an order in which they can run one after the other.
-    pub(super) order: Vec<(u32, usize)>,
-    /// Why input and output must not be one memory, if they must not.
-    in_place: Result<(), PlanError>,
-    /// Whether chunks must have equal lengths: in a collective of one's own, and where results pass through chunks at
-    /// later places of their parts, which may be shorter.
-    pub(crate) needs_equal_chunks: bool,
-    /// Whether peers access inputs, so that these must be windows; and outputs.
-    reaches_inputs: bool,
-    reaches_outputs: bool,
-    /// Whether results are reduced in several steps, with rounding between them.
-    pub(crate) has_partial_results: bool,
-    /// Whether averages divide some results at the end of the call ([`Step::Divide`]).
-    pub(crate) divides_last: bool,
-    /// As devices run it, from the first call on one.
-    schedule: OnceLock<Schedule>,
-}
-
-/// A step of one rank, over single chunks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
-    /// Reduces chunks, or copies one.
-    Reduce(Item),
-    /// Divides a chunk of the rank's own output, where a call averages: another result was made of it as a sum, so that
-    /// it was not divided when it was reduced.
-    Divide {
-        cell: Cell,
-        /// Which chunk of a part it has the length of.
-        place: u32,
-        by: u32,
-    },
-    Signal {
-        peer: u32,
-        channel: u32,
-    },
-    Wait {
-        peer: u32,
-        channel: u32,
-    },
-    Barrier,
-}
-
-/// A chunk that is written, and what it is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Item {
-    pub(crate) dst: Cell,
-    pub(crate) srcs: Vec<Cell>,
-    /// Which chunk of a part the operation has the length of: none of its chunks is shorter.
-    pub(crate) place: u32,
-    /// What an average is divided by here: the number of inputs that are reduced in a result. 1 where nothing is
-    /// divided, which are copies and partial results.
-    pub(crate) divisor: u32,
-}
+use super::step::{Item, Step};
 
 impl Plan {
     /// Proves that the plan computes what its collective promises on every schedule, whatever calls come before and
@@ -217,53 +157,6 @@ impl CheckedPlan {
             schedule: OnceLock::new(),
             plan,
         }
-    }
-
-    /// The plan in levels.
-    pub(crate) fn schedule(&self) -> &Schedule {
-        self.schedule.get_or_init(|| Schedule::new(self))
-    }
-
-    /// The plan.
-    pub fn plan(&self) -> &Plan {
-        &self.plan
-    }
-
-    /// The plan's hash; see [`Plan::hash`].
-    pub fn hash(&self) -> u64 {
-        self.hash
-    }
-
-    /// Whether input and output may be one memory. The error says what goes wrong if they are.
-    ///
-    /// In place, the input of an all-gather is the rank's part of the output, and the output of a reduce-scatter the
-    /// rank's part of the input; else the two begin at one address.
-    pub fn in_place(&self) -> Result<(), &PlanError> {
-        self.in_place.as_ref().copied()
-    }
-
-    /// The elements of `rank`'s input and output in a call of `count` elements; see
-    /// [`HostEngine::run_plan`](crate::HostEngine::run_plan). `None` stands for a number that is too large.
-    pub fn lengths(&self, rank: u32, count: usize) -> [Option<usize>; 2] {
-        let plan = &self.plan;
-        let times = |parts: u32| count.checked_mul(parts as usize);
-        match plan.collective {
-            Collective::Custom { .. } => {
-                let chunk = count / plan.chunks.max(1) as usize;
-                [Some(count), chunk.checked_mul(plan.output_chunks(rank) as usize)]
-            }
-            _ => [times(plan.input_parts()), times(plan.output_parts())],
-        }
-    }
-
-    /// Whether peers read or write inputs, which must then be windows.
-    pub fn needs_input_window(&self) -> bool {
-        self.reaches_inputs
-    }
-
-    /// Whether peers read or write outputs, which must then be windows.
-    pub fn needs_output_window(&self) -> bool {
-        self.reaches_outputs
     }
 }
 
