@@ -12,12 +12,11 @@ use symmpool_collectives::{DType, NativeKernel, ReduceOp};
 
 use crate::arguments::{Argument, Calls};
 use crate::communicator::Communicator;
-use crate::convert::{self, long_name};
+use crate::convert::{self, long_name, standard, window_names};
 use crate::errors::{OrRaise, exception, invalid};
 use crate::number::Number;
 use crate::operation;
 use crate::reading::{Refusal, Tensor};
-use crate::selection::standard;
 
 /// An algorithm for a collective: a built-in one, which `Communicator.algorithms` lists, a plan that was proved to
 /// compute it, or a kernel. `symmpool.language` makes one of a program, `symmpool.language.load` of a file, and
@@ -347,12 +346,6 @@ impl Algorithm {
             exception(py, &Error::unsupported(why))
         })
     }
-}
-
-/// The names of what must be windows, or is one.
-pub(crate) fn window_names(input: bool, output: bool) -> Vec<&'static str> {
-    let both = [(input, "input"), (output, "output")];
-    both.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect()
 }
 
 /// A call with an algorithm, as Python gives it.

@@ -11,7 +11,6 @@ use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
 use symmpool_collectives::{DType, ReduceOp, StandardCollective};
 
-use crate::communicator::Communicator;
 use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
 use crate::name::Name;
@@ -38,13 +37,6 @@ pub(crate) fn rows_of(
 pub(crate) struct Calls {
     pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
     pub(crate) terms: Terms,
-}
-
-impl Communicator {
-    /// The calls, for those that are other classes' methods.
-    pub(crate) fn calls(&self) -> &Calls {
-        &self.calls
-    }
 }
 
 impl Deref for Calls {

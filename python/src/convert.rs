@@ -4,9 +4,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 use symmpool_allocator::short;
-use symmpool_collectives::{AllReduceAlgorithm, AllToAllAlgorithm, DType};
+use symmpool_collectives::{AllReduceAlgorithm, AllToAllAlgorithm, DType, StandardCollective};
 
-use crate::errors::invalid;
+use crate::errors::{OrRaise, invalid};
 
 /// Where a pool's memory is, as tensors name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,4 +124,15 @@ pub(crate) fn algorithm(py: Python<'_>, name: &str) -> PyResult<AllReduceAlgorit
         )
     })?;
     Ok(algorithm)
+}
+
+/// The collective of a name.
+pub(crate) fn standard(py: Python<'_>, name: &str) -> PyResult<StandardCollective> {
+    StandardCollective::parse(name).or_raise(py)
+}
+
+/// The names of what must be windows, or is one.
+pub(crate) fn window_names(input: bool, output: bool) -> Vec<&'static str> {
+    let both = [(input, "input"), (output, "output")];
+    both.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect()
 }

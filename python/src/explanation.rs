@@ -6,12 +6,11 @@ use symmpool_collectives::ReduceOp::Sum as SUM;
 use symmpool_collectives::{Explanation, StandardCollective};
 
 use crate::arguments::{Argument, Calls};
-use crate::convert::long_name;
+use crate::convert::{long_name, standard};
 use crate::errors::{OrRaise, invalid};
 use crate::name::Name;
 use crate::number::Number;
 use crate::reading::Refusal;
-use crate::selection::standard;
 
 /// The names that methods have, where they are not those of their collectives.
 const METHODS: [(&str, StandardCollective); 3] = [

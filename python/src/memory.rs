@@ -3,17 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use pyo3::exceptions::PyTypeError;
-use pyo3::intern;
-use pyo3::prelude::*;
-use pyo3::types::PyInt;
 use symmpool_allocator::{Pool, Result, Stream};
 
-use crate::block::Block;
 use crate::convert::Device;
-use crate::errors::OrRaise;
 use crate::own::Own;
-use crate::stream;
 
 /// A block that is freed without order when its last holder is gone: holders are garbage of a
 /// language whose order of collection differs between ranks (rule D5).
@@ -76,14 +69,14 @@ impl Memory {
     }
 
     /// The memory in which an address of a device lies.
-    fn around(address: u64) -> Option<Arc<Self>> {
+    pub(crate) fn around(address: u64) -> Option<Arc<Self>> {
         let known = known();
         let (_, (end, memory)) = known.range(..=address).next_back()?;
         if address < *end { memory.upgrade() } else { None }
     }
 
     /// Has the block's place wait for `stream` before it is reused, on this rank.
-    fn record_use(&self, stream: Stream) -> Result<()> {
+    pub(crate) fn record_use(&self, stream: Stream) -> Result<()> {
         self.block().record_use(stream)
     }
 
@@ -116,43 +109,4 @@ impl Drop for Memory {
             let _ = if self.outlived { block.free_after_device() } else { block.free_unordered() };
         }
     }
-}
-
-/// Has the memory of a tensor, or of a Block, not be reused before `stream` has done what it is given until then. Memory of
-/// a pool waits for it on this rank; for a tensor of torch's own memory this is `Tensor.record_stream`. On the CPU there is
-/// nothing to wait for.
-pub(crate) fn record_stream(tensor: &Bound<'_, PyAny>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-    let py = tensor.py();
-    if let Ok(block) = tensor.cast::<Block>() {
-        let block = block.get();
-        let on = stream::resolve(py, block.device_of(), Some(stream))?;
-        return match Memory::around(block.address() as u64) {
-            Some(memory) => py.detach(|| memory.record_use(on)).or_raise(py),
-            None => Ok(()),
-        };
-    }
-    let missing = "tensor: a torch.Tensor or a Block is needed";
-    match tensor.getattr_opt(intern!(py, "is_cuda"))? {
-        Some(is_cuda) if !is_cuda.extract::<bool>()? => {
-            return stream::resolve(py, Device::Cpu, Some(stream)).map(drop);
-        }
-        Some(_) => {
-            let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract::<u64>()?;
-            if let Some(memory) = Memory::around(address) {
-                let on = stream::resolve(py, memory.device, Some(stream))?;
-                return py.detach(|| memory.record_use(on)).or_raise(py);
-            }
-        }
-        None if !tensor.hasattr(intern!(py, "record_stream"))? => {
-            return Err(PyTypeError::new_err(missing));
-        }
-        None => {}
-    }
-    let of_torch = if stream.is_instance_of::<PyInt>() {
-        let cuda = py.import("torch")?.getattr("cuda")?;
-        cuda.call_method1("ExternalStream", (stream, tensor.getattr("device")?))?
-    } else {
-        stream.clone()
-    };
-    tensor.call_method1(intern!(py, "record_stream"), (of_torch,)).map(drop)
 }

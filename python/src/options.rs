@@ -8,12 +8,11 @@ use symmpool_allocator::short;
 use symmpool_collectives::{Communicator, CommunicatorOptions, StandardCollective};
 
 use crate::arguments::{Calls, Terms};
-use crate::convert::{self, Device};
+use crate::convert::{self, Device, standard};
 use crate::errors::{OrRaise, invalid, reason};
 use crate::number::Number;
 use crate::own::Own;
 use crate::pool::Pool;
-use crate::selection::standard;
 use crate::site;
 
 /// How much memory there is for calls, and how much of a device they may take, as Python says it.

@@ -21,7 +21,7 @@ use crate::group::group_of;
 use crate::memory::Memory;
 use crate::number::{Address, Number};
 use crate::own::Own;
-use crate::{memory, site, statistics, stream, tensor, torch};
+use crate::{record_stream, site, statistics, stream, tensor, torch};
 
 /// Symmetric memory of one rank, and windows on that of its peers.
 ///
@@ -245,7 +245,7 @@ impl Pool {
     /// graph.
     #[staticmethod]
     fn record_stream(tensor: &Bound<'_, PyAny>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        memory::record_stream(tensor, stream)
+        record_stream::record_stream(tensor, stream)
     }
 
     /// Lets go of a stream (an object with a raw handle, or that handle) that is about to be destroyed. A

@@ -11,15 +11,9 @@ use symmpool_allocator::topology::Mesh;
 use symmpool_allocator::{Error, short};
 use symmpool_collectives::{CallShape, ReduceOp, Selector, StandardCollective};
 
-use crate::algorithm::window_names;
 use crate::arguments::Calls;
-use crate::convert::long_name;
+use crate::convert::{long_name, standard, window_names};
 use crate::errors::{OrRaise, from_within, invalid};
-
-/// The collective of a name.
-pub(crate) fn standard(py: Python<'_>, name: &str) -> PyResult<StandardCollective> {
-    StandardCollective::parse(name).or_raise(py)
-}
 
 /// The selectors of a communicator, as Python's garbage collector must know them: functions often refer to the
 /// communicator for which they choose, and neither would ever be freed.

@@ -3,17 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 
-use crate::arguments::Argument;
-use crate::communicator::Communicator;
 use crate::torch::torch;
-
-impl Communicator {
-    /// Says to autograd that a call has written to tensors: their versions count up, so that a backward pass that needs
-    /// what was there before raises; and where they require grad, a gradient that comes back by way of them warns.
-    pub(crate) fn wrote(&self, tensors: &[Option<Argument<'_, '_>>]) -> PyResult<()> {
-        if self.is_seen { say_written(tensors) } else { Ok(()) }
-    }
-}
 
 /// Says to autograd that tensors were written to, of which some may be none or no tensors of torch.
 pub(crate) fn say_written(tensors: &[Option<&Bound<'_, PyAny>>]) -> PyResult<()> {
