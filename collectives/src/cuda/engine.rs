@@ -1,15 +1,28 @@
 //! One rank's side of a communicator on a device: its state, how calls begin, and how it ends.
 //!
-//! `engine/setup` makes one, `engine/launch` puts kernels and copies on streams, `engine/streams` keeps calls in order when
-//! they change streams, `engine/decline` reports calls that this rank cannot make, and `engine/areas` has its memory for
-//! small calls and for large ones.
+//! | file | holds |
+//! | --- | --- |
+//! | `setup` | how an engine is made |
+//! | `areas` | its memory for small calls and for large ones |
+//! | `launch` | how it puts kernels and copies on streams |
+//! | `streams`, `stream_order` | how it keeps calls in order when they change streams |
+//! | `decline` | calls that this rank cannot make |
+//! | `failure` | why all calls fail from then on |
+//! | `memory_operations` | signals and waits that take no SM, and the thread that ends such waits |
+//! | `rehearsal` | what a call would do, found by a rehearsal of it |
+//! | `recv_counts` | how many rows a dispatch to experts receives, which the host learns before they have arrived |
 
 #![allow(unsafe_code)] // destroys streams by their handles
 
 mod areas;
 mod decline;
+pub(super) mod failure;
 mod launch;
+pub(super) mod memory_operations;
+pub(super) mod recv_counts;
+pub(super) mod rehearsal;
 mod setup;
+pub(super) mod stream_order;
 mod streams;
 
 use std::cell::LazyCell;
@@ -22,21 +35,22 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Error, Maker, Pool, Result, Stream};
 
-use super::algorithms::Exchange;
-use super::api::{Api, Handle};
-use super::failure::Failure;
-use super::footprint::Footprint;
-use super::kernel_spec::KernelSpec;
-use super::kernels::Kernels;
-use super::memory_operations::MemoryOperations;
-use super::modules::{self, Modules};
-use super::p2p::P2p;
-use super::params::{CallParams, ChannelEnd, Comm, Control};
-use super::rehearsal::Rehearsal;
-use super::sizes::Sizes;
-use super::sm_budget::BudgetOptions;
-use super::stream_order::{CallEvents, StreamOrder};
-use super::table::MeasuredTable;
+use self::failure::Failure;
+use self::memory_operations::MemoryOperations;
+use self::recv_counts::Sizes;
+use self::rehearsal::Rehearsal;
+use self::stream_order::{CallEvents, StreamOrder};
+use super::driver::api::{Api, Handle};
+use super::kernel::kernels::Kernels;
+use super::kernel::modules;
+use super::kernel::modules::Modules;
+use super::kernel::sm_budget::BudgetOptions;
+use super::kernel::spec::KernelSpec;
+use super::layout::footprint::Footprint;
+use super::layout::params::{CallParams, ChannelEnd, Comm, Control};
+use super::ops::p2p::P2p;
+use super::select::algorithms::Exchange;
+use super::select::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::timeout::Timeout;

@@ -11,9 +11,9 @@
 
 use symmpool_allocator::{Block, Result};
 
-use super::super::footprint::Footprint;
-use super::super::params::{Control, LOCAL_AREAS};
 use super::{CudaEngine, cuda};
+use crate::cuda::layout::footprint::Footprint;
+use crate::cuda::layout::params::{Control, LOCAL_AREAS};
 
 /// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
@@ -263,12 +263,12 @@ fn exceeds_inbox(control: &Control, world: u32, bytes: u64, lamport: bool) -> bo
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::all_gather_broadcast::LL_BYTES;
-    use super::super::super::constraints::{AllReduceShape, fits_lamport};
-    use super::super::super::footprint::Requested;
-    use super::super::super::table::MeasuredTable;
     use super::*;
     use crate::algorithm::RequestedAlgorithm;
+    use crate::cuda::layout::footprint::Requested;
+    use crate::cuda::ops::all_gather_broadcast::LL_BYTES;
+    use crate::cuda::select::constraints::{AllReduceShape, fits_lamport};
+    use crate::cuda::select::table::MeasuredTable;
     use crate::{AllReduceAlgorithm, DType};
 
     /// What a call of so many bytes is launched with: the algorithm, and how many bytes of it a launch takes at most.

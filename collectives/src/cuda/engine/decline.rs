@@ -20,13 +20,13 @@ use std::time::Duration;
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::super::fault::halfway_reason;
-use super::super::p2p::end_of_messages;
-use super::super::params::{
-    CallParams, DEPARTURE_REASON, DEPARTURE_WHEN, FAILED_ON_HOST, LOCAL_FAILED,
-};
 use super::areas::Area;
 use super::{CudaEngine, cuda};
+use crate::cuda::layout::fault::halfway_reason;
+use crate::cuda::layout::params::{
+    CallParams, DEPARTURE_REASON, DEPARTURE_WHEN, FAILED_ON_HOST, LOCAL_FAILED,
+};
+use crate::cuda::ops::p2p::end_of_messages;
 use crate::host::call::{Call, Operation};
 use crate::p2p::Direction;
 

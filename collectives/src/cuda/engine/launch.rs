@@ -5,12 +5,12 @@
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Result, Stream};
 
-use super::super::api::Handle;
-use super::super::kernel_spec::{BARRIER_THREADS, KernelSpec};
-use super::super::kernels::LoadedKernel;
-use super::super::made::{MadeKernel, MadeSource};
-use super::super::params::{CallParams, Comm, Traffic};
 use super::{CudaEngine, cuda};
+use crate::cuda::driver::api::Handle;
+use crate::cuda::kernel::generated_kernel::{MadeKernel, MadeSource};
+use crate::cuda::kernel::kernels::LoadedKernel;
+use crate::cuda::kernel::spec::{BARRIER_THREADS, KernelSpec};
+use crate::cuda::layout::params::{CallParams, Comm, Traffic};
 use crate::host::call::Call;
 use crate::jit::Arch;
 
@@ -105,7 +105,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch`](super::super::kernels::Kernels::launch).
+    /// As [`Kernels::launch`](crate::cuda::kernel::kernels::Kernels::launch).
     pub(in super::super) unsafe fn launch(
         &mut self,
         kernel: LoadedKernel,
@@ -129,7 +129,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch`](super::super::kernels::Kernels::launch).
+    /// As [`Kernels::launch`](crate::cuda::kernel::kernels::Kernels::launch).
     pub(in super::super) unsafe fn launch_unordered(
         &self,
         kernel: LoadedKernel,
@@ -154,7 +154,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch_with_work`](super::super::kernels::Kernels::launch_with_work).
+    /// As [`Kernels::launch_with_work`](crate::cuda::kernel::kernels::Kernels::launch_with_work).
     pub(in super::super) unsafe fn launch_with_work<W>(
         &mut self,
         kernel: LoadedKernel,
@@ -177,7 +177,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch_with_work`](super::super::kernels::Kernels::launch_with_work).
+    /// As [`Kernels::launch_with_work`](crate::cuda::kernel::kernels::Kernels::launch_with_work).
     pub(in super::super) unsafe fn launch_rest<W>(
         &mut self,
         kernel: LoadedKernel,

@@ -9,22 +9,23 @@ use std::time::Duration;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, Deadline, Error, HeapLayout, Maker, Pool, Result};
 
-use super::super::algorithms::Exchange;
-use super::super::api::Api;
-use super::super::constraints::{AllReduceShape, directly_linked};
-use super::super::failure::{Alive, Failure};
-use super::super::kernel_spec::KernelSpec;
-use super::super::kernels::Kernels;
-use super::super::memory_operations::MemoryOperations;
-use super::super::modules::Modules;
-use super::super::p2p::{self, P2p, P2pLayout};
-use super::super::params::Control;
-use super::super::stream_order::{CallEvents, StreamOrder};
-use super::super::table::MeasuredTable;
 use super::areas::{Areas, initial_data};
 use super::decline::Progress;
+use super::failure::{Alive, Failure};
+use super::memory_operations::MemoryOperations;
+use super::stream_order::{CallEvents, StreamOrder};
 use super::{CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
+use crate::cuda::driver::api::Api;
+use crate::cuda::kernel::kernels::Kernels;
+use crate::cuda::kernel::modules::Modules;
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::params::Control;
+use crate::cuda::ops::p2p;
+use crate::cuda::ops::p2p::{P2p, P2pLayout};
+use crate::cuda::select::algorithms::Exchange;
+use crate::cuda::select::constraints::{AllReduceShape, directly_linked};
+use crate::cuda::select::table::MeasuredTable;
 use crate::timeout::Timeout;
 
 /// How long a communicator waits for calls of others when it is made.

@@ -2,11 +2,11 @@
 
 use symmpool_allocator::{Pool, Result, Stream};
 
-use super::super::api::Api;
-use super::super::kernels::LoadedKernel;
-use super::super::params::ChannelEnd;
-use super::super::stream_order::CudaEvents;
+use super::stream_order::CudaEvents;
 use super::{CudaEngine, cuda};
+use crate::cuda::driver::api::Api;
+use crate::cuda::kernel::kernels::LoadedKernel;
+use crate::cuda::layout::params::ChannelEnd;
 
 /// What the order of calls needs of the device.
 fn events<'a>(api: &'a Api, pool: &'a Pool) -> Result<CudaEvents<'a>> {

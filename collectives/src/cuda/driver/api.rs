@@ -1,0 +1,162 @@
+//! The functions of the CUDA driver library that collectives call, found at run time.
+//!
+//! As in the allocator's `driver/cuda/api.rs`, and for its reasons: constants and structure layouts
+//! are cudarc's, functions are looked up by name, and numbers that the driver hands back are
+//! integers.
+
+#![allow(unsafe_code)] // FFI: symbol lookup
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::mem::transmute_copy;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Error, Result, Stream};
+
+/// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`, `CUevent`) that is passed on, never followed.
+pub(in crate::cuda) type Handle = usize;
+
+macro_rules! functions {
+    ($($field:ident = $symbol:ident($($argument:ty),*);)*) => {
+        /// Entry points, named after the functions.
+        pub(in crate::cuda) struct Api {
+            $(pub(in crate::cuda) $field: unsafe extern "C" fn($($argument),*) -> c_uint,)*
+        }
+
+        impl Api {
+            fn load() -> Result<Self> {
+                $(
+                    let address: NonNull<c_void> = CudaDriver::function(stringify!($symbol))?;
+                    // SAFETY: the address is that of the driver's function of this name, whose type
+                    // in the CUDA 12.4 headers is this one; both are pointers.
+                    let $field = unsafe {
+                        transmute_copy::<_, unsafe extern "C" fn($($argument),*) -> c_uint>(&address)
+                    };
+                )*
+                Ok(Self { $($field,)* })
+            }
+        }
+    };
+}
+
+functions! {
+    module_load = cuModuleLoadData(*mut Handle, *const c_void);
+    module_unload = cuModuleUnload(Handle);
+    module_function = cuModuleGetFunction(*mut Handle, Handle, *const c_char);
+    occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
+    function_set = cuFuncSetAttribute(Handle, c_int, c_int);
+    launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
+    tensor_map = cuTensorMapEncodeTiled(
+        *mut c_void, c_uint, c_uint, u64, *const u64, *const u64, *const u32, *const u32, c_uint, c_uint, c_uint, c_uint
+    );
+    copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
+    fill = cuMemsetD32Async(u64, c_uint, usize, Handle);
+    batch_mem_op = cuStreamBatchMemOp_v2(Handle, c_uint, *mut sys::CUstreamBatchMemOpParams, c_uint);
+    host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
+    host_free = cuMemFreeHost(*mut c_void);
+    stream_create = cuStreamCreate(*mut Handle, c_uint);
+    stream_destroy = cuStreamDestroy_v2(Handle);
+    stream_synchronize = cuStreamSynchronize(Handle);
+    stream_query = cuStreamQuery(Handle);
+    stream_wait = cuStreamWaitEvent(Handle, Handle, c_uint);
+    event_create = cuEventCreate(*mut Handle, c_uint);
+    event_record = cuEventRecord(Handle, Handle);
+    event_destroy = cuEventDestroy_v2(Handle);
+}
+
+impl Api {
+    /// `is_unsupported` where there is no driver library, or it lacks a function.
+    pub(in crate::cuda) fn get() -> Result<&'static Self> {
+        static API: OnceLock<Result<Api>> = OnceLock::new();
+        API.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    /// A stream that does not wait for the default stream. The device's context must be current.
+    pub(in crate::cuda) fn stream(&self) -> Result<Stream> {
+        let mut handle: Handle = 0;
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+        // SAFETY: writes one handle through a valid pointer.
+        let code = unsafe { (self.stream_create)(&raw mut handle, flags) };
+        CudaDriver::check(code, || "making a stream".to_owned())?;
+        // SAFETY: the stream was just made, and lives until whoever asked for it gives it back.
+        Ok(unsafe { Stream::from_raw(handle as u64) })
+    }
+
+    /// An event without timing. The device's context must be current.
+    pub(in crate::cuda) fn event(&self) -> Result<Handle> {
+        let mut handle: Handle = 0;
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+        // SAFETY: writes one handle through a valid pointer.
+        let code = unsafe { (self.event_create)(&raw mut handle, flags) };
+        CudaDriver::check(code, || "making an event".to_owned())?;
+        Ok(handle)
+    }
+
+    /// So many bytes of pinned host memory, zeros, which the device writes and reads at the same address. The device's
+    /// context must be current. [`Self::free_pinned`] gives them back.
+    pub(in crate::cuda) fn pinned(&self, bytes: usize) -> Result<NonNull<c_void>> {
+        // Visible to every context of the process; mapped into the device's addresses.
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
+        let mut address: *mut c_void = std::ptr::null_mut();
+        // SAFETY: writes one pointer through a valid one.
+        let code = unsafe { (self.host_alloc)(&raw mut address, bytes, flags) };
+        CudaDriver::check(code, || "making pinned memory".to_owned())?;
+        let begin = NonNull::new(address).ok_or_else(|| {
+            Error::system("making pinned memory", "the driver gave a null address")
+        })?;
+        // SAFETY: the memory is this long, aligned to pages, and nobody else has it yet.
+        unsafe { begin.cast::<u8>().write_bytes(0, bytes) };
+        Ok(begin)
+    }
+
+    /// Frees pinned memory. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// `begin` is of [`Self::pinned`], and nothing uses it from now on: neither the host nor work on the device.
+    pub(in crate::cuda) unsafe fn free_pinned(&self, begin: NonNull<c_void>) {
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.host_free)(begin.as_ptr()) };
+        if let Err(error) = CudaDriver::check(code, || "freeing pinned memory".to_owned()) {
+            tracing::debug!(%error, "at the end of a communicator");
+        }
+    }
+
+    /// Writes a word so many times from an address on, when the stream comes to it. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// The address is a multiple of 4, and as many words are mapped there; nothing else uses them until the stream is past
+    /// this.
+    pub(in crate::cuda) unsafe fn fill(
+        &self,
+        address: u64,
+        word: u32,
+        words: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise; the stream is live.
+        let code = unsafe { (self.fill)(address, word, words as usize, stream.raw() as Handle) };
+        CudaDriver::check(code, || format!("filling {words} words at {address:#x}"))
+    }
+
+    /// Waits until the stream has done what was put on it. Its device's context must be current.
+    pub(in crate::cuda) fn synchronize(&self, stream: Stream) -> Result<()> {
+        // SAFETY: the stream is live, which whoever made the `Stream` from a raw handle vouched for.
+        let code = unsafe { (self.stream_synchronize)(stream.raw() as Handle) };
+        CudaDriver::check(code, || "waiting for a stream".to_owned())
+    }
+
+    /// Whether the stream has done what was put on it. Its device's context must be current.
+    pub(in crate::cuda) fn is_idle(&self, stream: Stream) -> Result<bool> {
+        // SAFETY: as in `synchronize`.
+        let code = unsafe { (self.stream_query)(stream.raw() as Handle) };
+        if code == sys::CUresult::CUDA_ERROR_NOT_READY as c_uint {
+            return Ok(false);
+        }
+        CudaDriver::check(code, || "asking whether a stream is idle".to_owned())?;
+        Ok(true)
+    }
+}

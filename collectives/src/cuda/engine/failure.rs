@@ -1,0 +1,224 @@
+//! Why a communicator on devices fails, once it does. Any thread may ask, also while another one is in a call.
+
+#![allow(unsafe_code)] // pinned memory that the device writes
+
+use std::ptr::{NonNull, addr_of};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::time::Duration;
+
+use symmpool_allocator::{Error, Pool, Result};
+
+use crate::cuda::driver::api::Api;
+use crate::cuda::layout::fault::{HostView, Record};
+
+/// Says whether a rank's process still runs.
+pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send + Sync>;
+
+/// What the device has recorded in pinned host memory, what the host has found, and what calls fail with.
+pub(crate) struct Failure {
+    /// Kernels alone write it; the first of them to fail does so.
+    record: NonNull<Record>,
+    /// Whether the record's memory was given back.
+    is_freed: AtomicBool,
+    /// What the thread that ends streams' waits has found.
+    found: OnceLock<Record>,
+    /// Why all calls fail.
+    why: OnceLock<Error>,
+    /// How many notices were returned.
+    returned: AtomicU64,
+    /// The timeout that the latest kernels were launched with, in nanoseconds; it may have been changed since.
+    timeout: AtomicU64,
+    rank: u32,
+    world: u32,
+    alive: Alive,
+    /// The name of the communicator, the same on all ranks. Errors need it as they are found in later calls.
+    communicator: String,
+    /// Whether the device may still use the communicator's memory at its end.
+    leaks: AtomicBool,
+}
+
+// SAFETY: the record is read as if another thread wrote it, and freed once, by the engine, when nothing else has this value.
+unsafe impl Send for Failure {}
+// SAFETY: the same.
+unsafe impl Sync for Failure {}
+
+impl Failure {
+    /// For the communicator whose control block is at `offset` of every slot. The device's context must be current.
+    pub(in crate::cuda) fn new(api: &Api, pool: &Pool, offset: u64, alive: Alive) -> Result<Self> {
+        let record = api.pinned(size_of::<Record>())?.cast();
+        let name = format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
+        Ok(Self::of(record, name, (pool.rank(), pool.world()), alive))
+    }
+
+    fn of(
+        record: NonNull<Record>,
+        communicator: String,
+        (rank, world): (u32, u32),
+        alive: Alive,
+    ) -> Self {
+        Self {
+            record,
+            is_freed: AtomicBool::new(false),
+            found: OnceLock::new(),
+            why: OnceLock::new(),
+            returned: AtomicU64::new(0),
+            timeout: AtomicU64::new(0),
+            rank,
+            world,
+            alive,
+            communicator,
+            leaks: AtomicBool::new(false),
+        }
+    }
+
+    /// The record's address, which is the same for the host and, with unified addressing, the device.
+    pub(in crate::cuda) fn address(&self) -> u64 {
+        self.record.as_ptr() as u64
+    }
+
+    /// To be called before kernels are launched with that timeout, in nanoseconds.
+    #[inline]
+    pub(in crate::cuda) fn note_timeout(&self, nanoseconds: u64) {
+        self.timeout.store(nanoseconds, Ordering::Relaxed);
+    }
+
+    /// Whether a kernel has failed, or a wait of a stream.
+    #[inline]
+    pub(in crate::cuda) fn is_recorded(&self) -> bool {
+        self.found.get().is_some() || self.is_complete()
+    }
+
+    #[inline]
+    fn is_complete(&self) -> bool {
+        if self.is_freed.load(Ordering::Acquire) {
+            return false;
+        }
+        // SAFETY: the record is mapped until it is freed; only the word's address is taken.
+        let word = unsafe { addr_of!((*self.record.as_ptr()).complete) };
+        // SAFETY: as above; the device may write the word meanwhile, which a volatile read allows.
+        let complete = unsafe { word.read_volatile() };
+        complete != 0
+    }
+
+    /// Why all calls fail, if they do.
+    #[inline]
+    pub(crate) fn get(&self) -> Option<&Error> {
+        match self.why.get() {
+            None if self.is_recorded() => Some(self.why.get_or_init(|| self.recorded())),
+            why => why,
+        }
+    }
+
+    #[cold]
+    fn recorded(&self) -> Error {
+        let timeout = Duration::from_nanos(self.timeout.load(Ordering::Relaxed));
+        let Self { rank, world, .. } = *self;
+        let view = HostView { rank, world, timeout, alive: &*self.alive };
+        if !self.is_complete()
+            && let Some(found) = self.found.get()
+        {
+            return found.error(&view).context(&self.communicator);
+        }
+        fence(Ordering::Acquire);
+        // SAFETY: complete, so the device writes it no more.
+        let record = unsafe { self.record.as_ptr().read_volatile() };
+        record.error(&view).context(&self.communicator)
+    }
+
+    /// Makes that the reason why all calls fail, unless there is one.
+    pub(in crate::cuda) fn close(&self, why: &Error) {
+        let _ = self.why.set(why.clone());
+    }
+
+    /// Records what the thread that ends streams' waits has found, unless it has found something before.
+    pub(in crate::cuda) fn find(&self, found: Record) {
+        let _ = self.found.set(found);
+    }
+
+    /// What calls reported without failing since the last time this was asked. While kernels of the communicator
+    /// run, what is read may be mixed from two calls.
+    pub(in crate::cuda) fn take_notice(&self) -> Option<Error> {
+        fence(Ordering::Acquire);
+        // SAFETY: the record is mapped until it is freed, by whoever calls this; only the part's address is taken.
+        let part = unsafe { addr_of!((*self.record.as_ptr()).notice) };
+        // SAFETY: as above; a volatile read allows for the device's writes.
+        let notice = unsafe { part.read_volatile() };
+        let calls = notice.calls.wrapping_sub(self.returned.swap(notice.calls, Ordering::Relaxed));
+        (calls > 0).then(|| notice.error(self.rank, calls).context(&self.communicator))
+    }
+
+    /// Says that the device may still use the communicator's memory, which is not given back then.
+    pub(in crate::cuda) fn leak(&self) {
+        self.leaks.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the communicator's memory must not be given back.
+    pub(crate) fn leaks(&self) -> bool {
+        self.leaks.load(Ordering::Relaxed)
+    }
+
+    /// Frees the record. No kernel that uses it may run, and the context must be current.
+    pub(in crate::cuda) fn free(&self, api: &Api) {
+        if !self.is_freed.swap(true, Ordering::AcqRel) {
+            // SAFETY: made by `new`, and given up here: the caller's promise.
+            unsafe { api.free_pinned(self.record.cast()) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::layout::fault::tests::{notice, record};
+
+    fn failure(record: &mut Record) -> Failure {
+        let name = "pool \"a\", communicator".to_owned();
+        let failure = Failure::of(NonNull::from(record), name, (1, 3), Box::new(|_| true));
+        failure.note_timeout(3_000_000_000);
+        failure
+    }
+
+    #[test]
+    fn errors_found_later_name_their_communicator() {
+        let mut found = record(true);
+        found.notice = notice();
+        let failure = failure(&mut found);
+        assert!(failure.is_recorded());
+        let late = failure.get().expect("a timeout").clone();
+        let notice = failure.take_notice().expect("one");
+        assert!(late.is_timeout() && late.ranks() == [2], "{late}");
+        assert!(notice.is_overflow() && failure.take_notice().is_none(), "{notice}");
+        for error in [late, notice] {
+            assert!(
+                error.to_string().starts_with("symmpool: pool \"a\", communicator: "),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_found_first_stays() {
+        let of_rank_0 = || {
+            let mut found = record(true);
+            found.peer = 0;
+            found
+        };
+        let (mut none, mut device) = (record(false), record(true));
+        let closed = failure(&mut none);
+        assert!(!closed.is_recorded() && closed.get().is_none());
+        closed.close(&Error::invalid_state("the host"));
+        closed.find(record(true));
+        assert!(closed.get().is_some_and(Error::is_invalid_state));
+        // The thread that ends waits, where no kernel has failed.
+        let mut none = record(false);
+        let waits = failure(&mut none);
+        waits.find(of_rank_0());
+        waits.find(record(true));
+        assert_eq!(waits.get().expect("an error").ranks(), [0]);
+        // Both at once: neither writes where the other does.
+        let both = failure(&mut device);
+        both.find(of_rank_0());
+        assert_eq!(both.get().expect("an error").ranks(), [2]);
+    }
+}

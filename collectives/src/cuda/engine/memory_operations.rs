@@ -1,0 +1,502 @@
+//! Signals and waits that take no SM: stream memory operations.
+//!
+//! A stream that waits for a value in memory occupies no SM, so products of matrices beside it lose none. Flags lie in the
+//! control blocks: for each peer and channel a word that says whether the peer has signalled, and one that says whether the
+//! peer still has to take this rank's last signal. A signal is a write into the peer's memory. The driver puts a memory
+//! fence before it, so it comes behind all that the stream has written. (A copy of a word by a copy engine would come behind
+//! what other streams have given that engine too.) A wait resets its flag when it has found it, so graphs replay. A channel
+//! holds one signal, therefore: the next one waits until the last one was taken.
+//!
+//! The driver's waits have no end, so a thread watches them (rule S5). A stream writes to a word in pinned memory before
+//! it waits, and clears it afterwards. The thread looks at these words 20 times a second. When a wait has taken longer than
+//! its timeout, the thread records the failure; or when the peer has departed, as it failed in the middle of a call: while
+//! streams wait, the thread copies what peers have left in this rank's control block. Once the communicator has failed, it writes the awaited values of all waits
+//! itself, again and again, so that streams go on; kernels of the communicator do nothing from then on.
+
+#![allow(unsafe_code)] // driver calls on raw addresses, and pinned memory that streams write
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Error, Pool, Result, Stream};
+
+use super::failure::Failure;
+use crate::cuda::driver::api::{Api, Handle};
+use crate::cuda::driver::pinned_words::Words;
+use crate::cuda::kernel::modules;
+use crate::cuda::layout::fault::Record;
+use crate::cuda::layout::params::{Control, DEPARTURE, FAILED_ON_HOST, LOCAL_FAILED};
+use crate::cuda::ops::copy_engine::pieces::CHANNELS_OF_PIECES;
+use crate::signal::channel::CHANNELS;
+
+/// Channels of memory operations between two ranks in each direction: those of programs, behind them as many for fused
+/// operators, and then those of collectives by copy engines.
+pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + CHANNELS_OF_PIECES;
+/// The first channel of collectives by copy engines.
+pub(in crate::cuda) const PIECE_CHANNELS: u32 = 2 * CHANNELS;
+/// How often the thread looks at waits.
+const LOOK: Duration = Duration::from_millis(50);
+/// How often it ends all waits of a communicator that has failed, and for how long after it saw the last one: streams may
+/// have many of them still to come.
+const DRAIN: Duration = Duration::from_micros(50);
+const DRAINS_FOR: Duration = Duration::from_secs(1);
+/// Words of a departure.
+const DEPARTURE_WORDS: usize = DEPARTURE as usize / 4;
+/// Most operations of a batch, below the driver's bound of 256.
+const MOST_STEPS: usize = 128;
+
+/// The words of a stream that waits: it writes `WAITS` before and `IDLE` after; the thread that looks makes `SEEN` of it,
+/// so that it tells one wait from the next.
+const IDLE: u32 = 0;
+const WAITS: u32 = 1;
+const SEEN: u32 = 2;
+
+/// Whether the process ends. Held while a thread looks at waits.
+static PROCESS_ENDS: Mutex<bool> = Mutex::new(false);
+
+/// Ends the threads that watch streams' waits for peers, in all communicators. To be called by a process that ends while
+/// it has communicators: the driver then takes away the pinned memory at which these threads look. Waits that come
+/// afterwards have no end of their own.
+pub fn end_watching() {
+    *PROCESS_ENDS.lock().unwrap_or_else(PoisonError::into_inner) = true;
+}
+
+/// Which of the two flags that a rank has for a peer and a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) enum Flag {
+    /// 1 while a signal of the peer was not taken yet.
+    Arrived,
+    /// 1 while the peer has not taken this rank's last signal.
+    Untaken,
+}
+
+/// Where flags of memory operations lie in a control block.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) struct MemoryFlags {
+    /// Where they begin: two flags for each rank and channel.
+    begin: u64,
+}
+
+impl MemoryFlags {
+    pub(in crate::cuda) fn new(begin: u64) -> Self {
+        Self { begin }
+    }
+
+    /// Bytes that they take for so many ranks.
+    pub(in crate::cuda) const fn bytes(world: u32) -> u64 {
+        8 * world as u64 * MEMORY_CHANNELS as u64
+    }
+
+    /// The flag that a rank has for `peer`.
+    fn at(self, peer: u32, channel: u32, flag: Flag) -> u64 {
+        let pair = u64::from(peer) * u64::from(MEMORY_CHANNELS) + u64::from(channel);
+        self.begin + 8 * pair + 4 * u64::from(flag == Flag::Untaken)
+    }
+}
+
+/// One operation of a batch.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Write(u64, u32),
+    WaitEqual(u64, u32),
+}
+
+impl Step {
+    fn params(self) -> sys::CUstreamBatchMemOpParams {
+        use sys::CUstreamBatchMemOpType_enum as Kind;
+        // What no member has is zero, also the space between members: each is written alone.
+        let mut params = sys::CUstreamBatchMemOpParams { pad: [0; 6] };
+        match self {
+            Self::Write(address, value) => {
+                params.writeValue.operation = Kind::CU_STREAM_MEM_OP_WRITE_VALUE_32;
+                params.writeValue.address = address;
+                params.writeValue.__bindgen_anon_1.value64 = value.into();
+            }
+            Self::WaitEqual(address, value) => {
+                params.waitValue.operation = Kind::CU_STREAM_MEM_OP_WAIT_VALUE_32;
+                params.waitValue.address = address;
+                params.waitValue.__bindgen_anon_1.value64 = value.into();
+                params.waitValue.flags =
+                    sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_EQ as u32;
+            }
+        }
+        params
+    }
+}
+
+/// Puts memory operations on a stream. The device's context must be current.
+fn put(api: &Api, steps: &[Step], stream: Stream) -> Result<()> {
+    let mut all: Vec<_> = steps.iter().map(|step| step.params()).collect();
+    // SAFETY: the array is as long; its addresses are words of control blocks or of pinned memory, which the
+    // communicator keeps until the device is done; the stream is live.
+    let code = unsafe {
+        (api.batch_mem_op)(stream.raw() as Handle, all.len() as u32, all.as_mut_ptr(), 0)
+    };
+    CudaDriver::check(code, || format!("putting {} memory operations on a stream", all.len()))
+}
+
+/// What the thread and the engine share.
+struct Shared {
+    pool: Pool,
+    api: &'static Api,
+    flags: MemoryFlags,
+    /// This rank's address of its control block.
+    control: u64,
+    /// A word for each wait, which streams write before and after it. Behind them lie the number of the last batch of the
+    /// thread's that the device has done, and the last copy of the departures of all ranks.
+    words: Words,
+    /// Where the departures lie in this rank's control block.
+    departures: u64,
+    /// How long each wait may take, in nanoseconds; `u64::MAX` where there was none yet.
+    timeouts: Vec<AtomicU64>,
+    failure: Arc<Failure>,
+    /// For what the thread writes.
+    stream: Stream,
+    ends: Mutex<bool>,
+    changed: Condvar,
+}
+
+/// The memory operations of an engine.
+pub(in crate::cuda) struct MemoryOperations {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What a wait is for: its peer, channel and flag.
+fn nth(peer: u32, channel: u32, flag: Flag) -> usize {
+    ((peer * MEMORY_CHANNELS + channel) * 2 + u32::from(flag == Flag::Untaken)) as usize
+}
+
+/// What the wait of that number is for.
+fn wait_of(nth: usize) -> (u32, u32, Flag) {
+    let pair = nth as u32 / 2;
+    let flag = if nth.is_multiple_of(2) { Flag::Arrived } else { Flag::Untaken };
+    (pair / MEMORY_CHANNELS, pair % MEMORY_CHANNELS, flag)
+}
+
+impl MemoryOperations {
+    /// For a control block at `control`. The device's context must be current.
+    pub(in crate::cuda) fn new(
+        api: &'static Api,
+        pool: &Pool,
+        (places, control): (&Control, u64),
+        failure: Arc<Failure>,
+    ) -> Result<Self> {
+        let count = (pool.world() * MEMORY_CHANNELS * 2) as usize;
+        let shared = Shared {
+            pool: pool.clone(),
+            api,
+            flags: places.memory_flags(pool.world()),
+            control,
+            words: Words::new(api, count + 2 + DEPARTURE_WORDS * pool.world() as usize)?,
+            departures: control + places.departure_of(pool.world(), 0),
+            timeouts: (0..count).map(|_| AtomicU64::new(u64::MAX)).collect(),
+            failure,
+            stream: api.stream()?,
+            ends: Mutex::new(false),
+            changed: Condvar::new(),
+        };
+        Ok(Self { shared: Arc::new(shared), thread: None })
+    }
+
+    /// Makes the stream wait for the peer's next signal, and take it; for `timeout` nanoseconds at most. With
+    /// `acknowledge` the peer learns of it, which its next signal waits for.
+    pub(in crate::cuda) fn wait(
+        &mut self,
+        (peer, channel): (u32, u32),
+        timeout: u64,
+        acknowledge: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        self.watch()?;
+        let shared = &*self.shared;
+        let arrived = shared.own(peer, channel, Flag::Arrived);
+        shared.put_wait(
+            (peer, channel, Flag::Arrived),
+            &[Step::WaitEqual(arrived, 1), Step::Write(arrived, 0)],
+            timeout,
+            stream,
+        )?;
+        if acknowledge {
+            shared.put(&[shared.write_at((peer, channel, Flag::Untaken), 0)], stream)?;
+        }
+        Ok(())
+    }
+
+    /// Signals the peer behind what the stream was given before. With `acknowledged` that waits until the peer has
+    /// taken the last signal on this channel; else the caller knows that it has.
+    pub(in crate::cuda) fn signal(
+        &mut self,
+        (peer, channel): (u32, u32),
+        timeout: u64,
+        acknowledged: bool,
+        stream: Stream,
+    ) -> Result<()> {
+        if acknowledged {
+            self.watch()?;
+        }
+        let shared = &*self.shared;
+        if acknowledged {
+            let untaken = shared.own(peer, channel, Flag::Untaken);
+            let steps = [Step::WaitEqual(untaken, 0), Step::Write(untaken, 1)];
+            shared.put_wait((peer, channel, Flag::Untaken), &steps, timeout, stream)?;
+        }
+        shared.put(&[shared.write_at((peer, channel, Flag::Arrived), 1)], stream)
+    }
+
+    /// Makes the stream write 1 to a word of this rank's, and then wait until another has a value, and set it back to 0. Only
+    /// work of this rank that is sure to end may write the value: nobody ends this wait. In one batch, as each delays what
+    /// comes behind it by microseconds.
+    pub(in crate::cuda) fn write_and_await_own(
+        &self,
+        written: Option<u64>,
+        awaited: Option<(u64, u32)>,
+        stream: Stream,
+    ) -> Result<()> {
+        let write = written.map(|word| Step::Write(word, 1));
+        let wait =
+            awaited.map(|(word, value)| [Step::WaitEqual(word, value), Step::Write(word, 0)]);
+        let steps: Vec<Step> = write.into_iter().chain(wait.into_iter().flatten()).collect();
+        self.shared.put(&steps, stream)
+    }
+
+    /// Starts the thread that ends waits, when there is a first one.
+    fn watch(&mut self) -> Result<()> {
+        if self.thread.is_some() {
+            return Ok(());
+        }
+        let shared = Arc::clone(&self.shared);
+        let builder = std::thread::Builder::new().name("symmpool-waits".to_owned());
+        let thread = builder.spawn(move || shared.look_until_the_end());
+        self.thread = Some(thread.map_err(|error| {
+            Error::system("starting the thread that ends waits", error.to_string())
+        })?);
+        Ok(())
+    }
+
+    /// Ends the thread. To be called when nothing waits on the device any more.
+    pub(in crate::cuda) fn end(&mut self) {
+        *self.shared.ends.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::warn!("the thread that ends waits has panicked");
+        }
+    }
+
+    /// Gives back the stream and the pinned memory. The thread has ended, nothing runs on the device that uses them, and
+    /// the device's context is current.
+    pub(in crate::cuda) fn free(&self) {
+        let shared = &self.shared;
+        let stream = shared.stream.raw() as Handle;
+        // SAFETY: made by `new`, and given up here: the caller's promise.
+        let code = unsafe { (shared.api.stream_destroy)(stream) };
+        if let Err(error) = CudaDriver::check(code, || "giving back memory operations".into()) {
+            tracing::debug!(%error, "at the end of a communicator");
+        }
+        // SAFETY: the caller's promise.
+        unsafe { shared.words.free(shared.api) };
+    }
+}
+
+impl Shared {
+    /// This rank's address of its own flag.
+    fn own(&self, peer: u32, channel: u32, flag: Flag) -> u64 {
+        self.control + self.flags.at(peer, channel, flag)
+    }
+
+    /// A write to the flag that a peer has for this rank.
+    fn write_at(&self, (peer, channel, flag): (u32, u32, Flag), value: u32) -> Step {
+        let layout = self.pool.layout();
+        let control = self.control - layout.address(layout.rank, 0);
+        let at = control + self.flags.at(layout.rank, channel, flag);
+        Step::Write(layout.address(peer, at), value)
+    }
+
+    fn put(&self, steps: &[Step], stream: Stream) -> Result<()> {
+        modules::cuda(self.pool.driver())?.with_context(|| put(self.api, steps, stream))
+    }
+
+    fn put_wait(
+        &self,
+        (peer, channel, flag): (u32, u32, Flag),
+        steps: &[Step; 2],
+        timeout: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let nth = nth(peer, channel, flag);
+        self.timeouts[nth].store(timeout.min(u64::MAX - 1), Ordering::Relaxed);
+        let word = self.words.address(nth);
+        let all = [Step::Write(word, WAITS), steps[0], steps[1], Step::Write(word, IDLE)];
+        self.put(&all, stream)
+    }
+
+    fn look_until_the_end(&self) {
+        let mut since: Vec<Option<Instant>> = vec![None; self.timeouts.len()];
+        let mut departed: Vec<Option<Instant>> = vec![None; self.pool.world() as usize];
+        let mut batch = 0;
+        let mut drains_until: Option<Instant> = None;
+        let mut ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*ends {
+            let drains = drains_until.is_some_and(|end| Instant::now() < end);
+            let waited = self.changed.wait_timeout(ends, if drains { DRAIN } else { LOOK });
+            ends = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let process_ends = PROCESS_ENDS.lock().unwrap_or_else(PoisonError::into_inner);
+            if *process_ends {
+                return;
+            }
+            let looked = self.look(&mut since).and_then(|waits| {
+                if waits && !self.failure.is_recorded() {
+                    self.look_for_departures(&since, &mut departed)?;
+                }
+                Ok(waits)
+            });
+            let ended = looked.and_then(|waits| {
+                if waits && self.failure.is_recorded() {
+                    drains_until = Some(Instant::now() + DRAINS_FOR);
+                }
+                if drains_until.is_some() { self.end_waits(&mut batch) } else { Ok(()) }
+            });
+            if let Err(error) = ended {
+                tracing::warn!(%error, "a stream's wait for a peer could not be ended");
+            }
+        }
+    }
+
+    /// Records a failure if a wait takes too long. Returns whether any stream waits.
+    fn look(&self, since: &mut [Option<Instant>]) -> Result<bool> {
+        let mut waits = false;
+        for (nth, word) in self.words.all().iter().take(self.timeouts.len()).enumerate() {
+            if word.compare_exchange(WAITS, SEEN, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                since[nth] = Some(Instant::now());
+            }
+            let Some(begin) = since[nth] else { continue };
+            if word.load(Ordering::Relaxed) == IDLE {
+                since[nth] = None;
+                continue;
+            }
+            waits = true;
+            let timeout = Duration::from_nanos(self.timeouts[nth].load(Ordering::Relaxed));
+            if begin.elapsed() > timeout && !self.failure.is_recorded() {
+                let (peer, channel, flag) = wait_of(nth);
+                let untaken = flag == Flag::Untaken;
+                self.failure.find(Record::missing((peer, channel), untaken, timeout));
+            }
+        }
+        Ok(waits)
+    }
+
+    /// Records a failure if a stream waits for a peer that has departed, and has waited since that was seen: what the peer had
+    /// signalled before has arrived then.
+    fn look_for_departures(
+        &self,
+        since: &[Option<Instant>],
+        departed: &mut [Option<Instant>],
+    ) -> Result<()> {
+        let first = self.timeouts.len() + 2;
+        let words = &self.words.all()[first..];
+        let half = |peer: usize, nth: usize| {
+            u64::from(words[DEPARTURE_WORDS * peer + nth].load(Ordering::Acquire))
+        };
+        let word = |peer: usize, nth: usize| half(peer, 2 * nth) | half(peer, 2 * nth + 1) << 32;
+        for (peer, seen) in departed.iter_mut().enumerate() {
+            if seen.is_none() && word(peer, 0) != 0 {
+                *seen = Some(Instant::now());
+                continue;
+            }
+            let Some(seen) = *seen else { continue };
+            let missed = since.iter().enumerate().find(|(nth, begin)| {
+                begin.is_some_and(|begin| begin < seen) && wait_of(*nth).0 == peer as u32
+            });
+            if let Some((nth, _)) = missed {
+                let (_, channel, _) = wait_of(nth);
+                let why = [1, 2, 3].map(|nth| word(peer, nth));
+                self.failure.find(Record::departed((peer as u32, channel), why));
+                return Ok(());
+            }
+        }
+        let (api, stream, bytes) = (self.api, self.stream, 4 * words.len());
+        modules::cuda(self.pool.driver())?.with_context_unordered(|| {
+            // A device whose streams share a queue may not come to the last copy while one of them waits.
+            if !api.is_idle(stream)? {
+                return Ok(());
+            }
+            let to = self.words.address(first);
+            // SAFETY: the departures of all ranks are as long, as are the words; both stay until the thread has ended and
+            // the device is done. The stream is live.
+            let code = unsafe { (api.copy)(to, self.departures, bytes, stream.raw() as Handle) };
+            CudaDriver::check(code, || "looking whether peers have failed".to_owned())
+        })
+    }
+
+    /// Has all streams go on that wait, or come to a wait next: writes the awaited value of every flag that was ever
+    /// waited for. The communicator has failed, so no flag means anything any more. Does nothing while the last `batch` of
+    /// such writes is under way: a device whose streams share a queue may not come to it.
+    fn end_waits(&self, batch: &mut u32) -> Result<()> {
+        let last = self.timeouts.len();
+        if self.words.all()[last].load(Ordering::Relaxed) != *batch {
+            return Ok(());
+        }
+        *batch = batch.wrapping_add(1);
+        let used = self.timeouts.iter().enumerate();
+        let used = used.filter(|(_, timeout)| timeout.load(Ordering::Relaxed) != u64::MAX);
+        let writes = used.map(|(nth, _)| {
+            let (peer, channel, flag) = wait_of(nth);
+            Step::Write(self.own(peer, channel, flag), u32::from(flag == Flag::Arrived))
+        });
+        let failed = Step::Write(self.control + LOCAL_FAILED, FAILED_ON_HOST);
+        let done = Step::Write(self.words.address(last), *batch);
+        let steps: Vec<Step> = std::iter::once(failed).chain(writes).chain([done]).collect();
+        let driver = modules::cuda(self.pool.driver())?;
+        driver.with_context_unordered(|| {
+            steps.chunks(MOST_STEPS).try_for_each(|some| put(self.api, some, self.stream))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use super::*;
+
+    #[test]
+    fn flags_do_not_overlap_and_fit() {
+        let flags = MemoryFlags::new(64);
+        let mut seen = Vec::new();
+        for peer in 0..8 {
+            for channel in 0..MEMORY_CHANNELS {
+                seen.extend(
+                    [Flag::Arrived, Flag::Untaken].map(|flag| flags.at(peer, channel, flag)),
+                );
+            }
+        }
+        assert!(seen.iter().all(|at| (64..64 + MemoryFlags::bytes(8)).contains(at)));
+        let count = seen.len();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), count);
+    }
+
+    #[test]
+    fn operations_are_laid_out_as_the_driver_reads_them() {
+        for (step, words) in [
+            (Step::Write(0x1234_5678_9abc, 7), [2_u64, 0x1234_5678_9abc, 7, 0]),
+            (Step::WaitEqual(0x10, 1), [1, 0x10, 1, 1]),
+        ] {
+            let params = step.params();
+            // SAFETY: every bit pattern of the union is one of these numbers.
+            let found = unsafe { params.pad };
+            assert_eq!(found, [words[0], words[1], words[2], words[3], 0, 0], "{step:?}");
+        }
+        assert_eq!(
+            offset_of!(sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st, flags),
+            24
+        );
+    }
+}

@@ -1,0 +1,33 @@
+//! Kernels whose sources are no files of ours: those of plans, and those that programs bring along.
+
+use super::spec::KernelSpec;
+use crate::jit::sources::BARRIER;
+
+/// What such a kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) struct MadeKernel {
+    pub(in crate::cuda) world: u32,
+    /// A hash of what its source is made from.
+    pub(in crate::cuda) hash: u64,
+    /// Whose program of a plan it runs; 0 for kernels that all ranks run.
+    pub(in crate::cuda) rank: u32,
+    pub(in crate::cuda) dtype: u8,
+    pub(in crate::cuda) op: u8,
+    pub(in crate::cuda) threads: u32,
+}
+
+impl MadeKernel {
+    pub(in crate::cuda) fn spec(&self) -> KernelSpec {
+        // Of the kernel that is named here nothing is used.
+        KernelSpec { dtype: self.dtype, op: self.op, ..KernelSpec::new(&BARRIER, self.threads) }
+    }
+}
+
+/// The source of such a kernel.
+pub(in crate::cuda) struct MadeSource {
+    /// Its name in messages, and that of its file.
+    pub(in crate::cuda) name: String,
+    pub(in crate::cuda) path: String,
+    pub(in crate::cuda) entry: String,
+    pub(in crate::cuda) source: String,
+}

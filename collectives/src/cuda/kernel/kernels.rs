@@ -1,0 +1,328 @@
+//! The kernels of one communicator: how much of a device they may occupy, and how they are launched.
+
+#![allow(unsafe_code)] // FFI: launching kernels
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Result, Stream};
+
+use super::generated_kernel::{MadeKernel, MadeSource};
+use super::modules::Modules;
+use super::sm_budget::{BudgetMember, BudgetOptions, Lifted, SmBudget};
+use super::spec::KernelSpec;
+use crate::cuda::driver::api::{Api, Handle};
+use crate::cuda::layout::params::{CallParams, Comm, Traffic};
+use crate::jit::Arch;
+
+/// The numbers of threads that blocks may have.
+pub(in crate::cuda) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
+
+/// A loaded kernel.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) struct LoadedKernel {
+    function: Handle,
+    /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
+    resident: [u32; SIZES.len()],
+    /// Most threads of a block.
+    pub(in crate::cuda) threads: u32,
+    /// Processors of the device.
+    pub(in crate::cuda) processors: u32,
+    /// Bytes of shared memory of a block, besides those that the kernel has by itself.
+    pub(in crate::cuda) shared_bytes: u32,
+    /// What its communicator may occupy.
+    pub(in crate::cuda) budget: SmBudget,
+}
+
+impl LoadedKernel {
+    pub(in crate::cuda) fn new(
+        function: Handle,
+        resident: [u32; SIZES.len()],
+        threads: u32,
+        processors: u32,
+    ) -> Self {
+        Self { function, resident, threads, processors, shared_bytes: 0, budget: SmBudget::ALL }
+    }
+
+    /// How many blocks of so many threads the device runs at once, as the driver says: it takes registers, shared
+    /// memory, threads and the device's limit of 16 to 32 blocks a processor into account.
+    pub(in crate::cuda) fn resident(&self, threads: u32) -> u32 {
+        let at = SIZES.iter().position(|size| *size >= threads).unwrap_or(SIZES.len() - 1);
+        self.resident[at].max(1)
+    }
+
+    /// The kernel with the budget that its communicator has when it is alone on the device.
+    pub(in crate::cuda) fn alone(self) -> Self {
+        Self { budget: SmBudget::ALL, ..self }
+    }
+
+    /// The kernel with no more blocks than that, if the call runs beside compute.
+    pub(in crate::cuda) fn beside_compute(self, most: u32) -> Self {
+        let most_blocks = self.budget.most_blocks;
+        let most_blocks =
+            if self.budget.beside_compute { most_blocks.min(most) } else { most_blocks };
+        Self { budget: SmBudget { most_blocks, ..self.budget }, ..self }
+    }
+
+    /// The kernel as it may be launched if it waits for no other rank: it gives SMs back soon, and sooner
+    /// the more it has, so it need not leave any to compute.
+    pub(in crate::cuda) fn without_waits(self) -> Self {
+        if self.budget.beside_compute { self.alone() } else { self }
+    }
+
+    /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
+    /// themselves, so it must not start early.
+    pub(in crate::cuda) fn after_copies(self) -> Self {
+        Self { budget: SmBudget { early: false, ..self.budget }, ..self }
+    }
+}
+
+/// The kernels of one communicator.
+pub(in crate::cuda) struct Kernels {
+    api: &'static Api,
+    modules: Arc<Modules>,
+    member: BudgetMember,
+    /// The budget of the call under way.
+    budget: SmBudget,
+    world: u32,
+    /// The kernels that calls have used already.
+    known: BTreeMap<KernelSpec, LoadedKernel>,
+    known_made: BTreeMap<MadeKernel, LoadedKernel>,
+}
+
+impl Kernels {
+    /// The kernels of a communicator of `world` ranks.
+    pub(in crate::cuda) fn new(
+        api: &'static Api,
+        modules: Arc<Modules>,
+        driver: &CudaDriver,
+        world: u32,
+        options: BudgetOptions,
+    ) -> Self {
+        let (ordinal, processors) = (driver.facts().ordinal, modules.processors());
+        let member = BudgetMember::new(ordinal, processors, world, options);
+        let (known, known_made) = (BTreeMap::new(), BTreeMap::new());
+        Self { api, modules, member, budget: SmBudget::ALL, world, known, known_made }
+    }
+
+    /// Whether there are other communicators on the device. Kernels of theirs that are still to come may have all of it.
+    pub(in crate::cuda) fn has_company(&self) -> bool {
+        self.member.has_company()
+    }
+
+    /// How many these are.
+    pub(in crate::cuda) fn other_communicators(&self) -> u32 {
+        self.member.others()
+    }
+
+    /// Begins a call on that stream. Returns its budget.
+    pub(in crate::cuda) fn begin(
+        &mut self,
+        stream: Stream,
+        is_captured: impl FnOnce() -> bool,
+    ) -> SmBudget {
+        self.budget = self.member.budget_in_call(stream, is_captured);
+        self.budget
+    }
+
+    /// The budget of the call under way.
+    pub(in crate::cuda) fn budget(&self) -> SmBudget {
+        self.budget
+    }
+
+    /// The call under way goes on with that budget.
+    pub(in crate::cuda) fn set_budget(&mut self, budget: SmBudget) {
+        self.budget = budget;
+    }
+
+    /// The budget that a call on that stream would have now. Changes nothing.
+    pub(in crate::cuda) fn budget_if_called(
+        &self,
+        stream: Stream,
+        is_captured: bool,
+        lifted: Lifted,
+    ) -> SmBudget {
+        self.member.budget_if_called(stream, is_captured, lifted)
+    }
+
+    /// Later calls take no more SMs than that.
+    pub(in crate::cuda) fn set_sm_budget(&mut self, most: Option<u32>) {
+        self.member.set_most(most);
+    }
+
+    /// The device's compute capability.
+    pub(in crate::cuda) fn arch(&self) -> Arch {
+        self.modules.arch()
+    }
+
+    /// The device's SMs.
+    pub(in crate::cuda) fn processors(&self) -> u32 {
+        self.modules.processors()
+    }
+
+    /// The most SMs that kernels of the call under way take.
+    pub(in crate::cuda) fn most_sms(&self) -> u32 {
+        self.budget.most_blocks.min(self.processors())
+    }
+
+    /// Begins an operation that is no call of all ranks. Returns its budget.
+    pub(in crate::cuda) fn begin_outside_calls(&mut self) -> SmBudget {
+        self.budget = self.member.budget_outside_calls();
+        self.budget
+    }
+
+    /// Compiles and loads kernels ahead of calls, several at a time.
+    pub(in crate::cuda) fn prepare(&self, rank: u32, specs: &[KernelSpec]) -> Result<()> {
+        self.modules.make_ready((rank, self.world), specs)
+    }
+
+    /// The kernel with its budget. Compiles and loads it if need be.
+    pub(in crate::cuda) fn get(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
+        let budget = self.budget;
+        if let Some(loaded) = self.known.get(&spec) {
+            return Ok(LoadedKernel { budget, ..*loaded });
+        }
+        let loaded = self.modules.get(self.world, spec)?;
+        self.known.insert(spec, loaded);
+        Ok(LoadedKernel { budget, ..loaded })
+    }
+
+    /// The kernel with its budget, if some communicator of the process has loaded it.
+    pub(in crate::cuda) fn find(&self, spec: KernelSpec) -> Option<LoadedKernel> {
+        let known = self.known.get(&spec).copied();
+        let loaded = known.or_else(|| self.modules.find(self.world, spec))?;
+        Some(LoadedKernel { budget: self.budget, ..loaded })
+    }
+
+    /// The same of a kernel whose source is no file of ours.
+    pub(in crate::cuda) fn find_made(&self, key: &MadeKernel) -> Option<LoadedKernel> {
+        let known = self.known_made.get(key).copied();
+        let loaded = known.or_else(|| self.modules.find_made(key))?;
+        Some(LoadedKernel { budget: self.budget, ..loaded })
+    }
+
+    /// A kernel whose source is no file of ours, with its budget. It is asked for its source if need be.
+    pub(in crate::cuda) fn get_made(
+        &mut self,
+        key: MadeKernel,
+        source: impl FnOnce() -> MadeSource,
+    ) -> Result<LoadedKernel> {
+        let budget = self.budget;
+        if let Some(loaded) = self.known_made.get(&key) {
+            return Ok(LoadedKernel { budget, ..*loaded });
+        }
+        let loaded = self.modules.get_made(key, source)?;
+        self.known_made.insert(key, loaded);
+        Ok(LoadedKernel { budget, ..loaded })
+    }
+
+    /// Compiles kernels whose sources are no files of ours, so many at a time, and loads none.
+    pub(in crate::cuda) fn compile_made(
+        &self,
+        kernels: &[(MadeKernel, MadeSource)],
+        threads: usize,
+    ) {
+        self.modules.compile_made(kernels, threads);
+    }
+
+    /// Keeps loaded kernels for as long as the process runs, as one of them may never end.
+    pub(in crate::cuda) fn keep(&self) {
+        std::mem::forget(Arc::clone(&self.modules));
+    }
+
+    /// Puts a kernel on a stream. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// What the parameters point to stays mapped until the kernel has run, and nothing else
+    /// touches it meanwhile but kernels of peers in the same call. Kernels of all-to-alls are given
+    /// their traffic.
+    pub(in crate::cuda) unsafe fn launch(
+        &self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        stream: Stream,
+        comm: &Comm,
+        call: &CallParams,
+        traffic: Option<&Traffic>,
+    ) -> Result<()> {
+        // The driver reads as many of these as the kernel has parameters.
+        let traffic = traffic.map_or(std::ptr::null_mut(), |traffic| {
+            (&raw const *traffic).cast_mut().cast::<c_void>()
+        });
+        let mut arguments: [*mut c_void; 3] =
+            [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast(), traffic];
+        // SAFETY: the caller's promises; the caller passes traffic to kernels that have it.
+        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
+    }
+
+    /// Puts a kernel on a stream that is given `work` besides the call. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`]; `work` has the layout of the kernel's third parameter, if it has one.
+    pub(in crate::cuda) unsafe fn launch_with_work<W>(
+        &self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        stream: Stream,
+        (comm, call): (&Comm, &CallParams),
+        work: &W,
+    ) -> Result<()> {
+        let mut arguments: [*mut c_void; 3] = [
+            (&raw const *comm).cast_mut().cast(),
+            (&raw const *call).cast_mut().cast(),
+            (&raw const *work).cast_mut().cast(),
+        ];
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
+    }
+
+    /// # Safety
+    ///
+    /// The arguments point to as many values as the kernel has parameters, of their types, and what
+    /// these point to is as [`Kernels::launch`] says.
+    unsafe fn launch_with(
+        &self,
+        kernel: LoadedKernel,
+        (blocks, threads): (u32, u32),
+        stream: Stream,
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
+        // The kernel may start before the one before it on the stream has ended; its blocks wait for that end
+        // themselves (`begin_kernel` in `symmpool/ptx.cuh`).
+        let mut overlap = sys::CUlaunchAttribute {
+            id:
+                sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue_union { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: kernel.shared_bytes,
+            hStream: stream.raw() as usize as sys::CUstream,
+            attrs: &raw mut overlap,
+            numAttrs: kernel.budget.early.into(),
+        };
+        // SAFETY: the configuration and the arguments, which have the kernel's parameter types
+        // (checked by size when it was compiled), live until the call returns; the driver copies
+        // them. What they point to is the caller's promise.
+        let code = unsafe {
+            (self.api.launch)(
+                &raw const config,
+                kernel.function,
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        CudaDriver::check(code, || format!("launching {blocks} blocks of {threads} threads"))
+    }
+}

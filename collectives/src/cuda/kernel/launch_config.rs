@@ -1,0 +1,108 @@
+//! The launch configuration of a kernel: how many blocks of how many threads.
+
+use super::kernels::LoadedKernel;
+
+/// How many blocks of how many threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) struct LaunchConfig {
+    pub(in crate::cuda) blocks: u32,
+    pub(in crate::cuda) threads: u32,
+}
+
+impl LaunchConfig {
+    /// A thread for each of `vectors`, in at most `most` worker blocks, and one block more, the leader block, which
+    /// runs the handshake. All blocks must be resident at once, as they wait for blocks of peers. Where the
+    /// communicator's SM budget has too few blocks for so many threads, blocks have as many threads as they can.
+    pub(in crate::cuda) fn new(
+        kernel: &LoadedKernel,
+        vectors: u64,
+        threads: u32,
+        most: u32,
+    ) -> Self {
+        let most_blocks = u64::from(kernel.budget.most_blocks);
+        let few = vectors.div_ceil(u64::from(threads)) >= most_blocks;
+        let mut threads = if few { kernel.threads } else { threads };
+        let blocks = loop {
+            let room = u64::from(kernel.resident(threads)).min(most_blocks).max(2) - 1;
+            let wanted = vectors.div_ceil(u64::from(threads)).max(1).min(u64::from(most));
+            if wanted <= room || threads >= kernel.threads {
+                break wanted.min(room) as u32;
+            }
+            // So many blocks are not resident at once; fewer and larger ones have as many threads.
+            threads = (2 * threads).min(kernel.threads);
+        };
+        Self { blocks: blocks + 1, threads }
+    }
+
+    /// With one block more if these are as many as fit: it starts when the leader block ends, which is as soon
+    /// as the handshake is over. For kernels whose worker blocks do not wait for the handshake.
+    pub(in crate::cuda) fn with_leader_place(self, kernel: &LoadedKernel, vectors: u64) -> Self {
+        let full = self.blocks == kernel.resident(self.threads);
+        let wants = vectors > u64::from(self.worker_blocks()) * u64::from(self.threads);
+        Self { blocks: self.blocks + u32::from(full && wants), ..self }
+    }
+
+    /// With no more blocks than the SM budget of the kernel's communicator.
+    pub(in crate::cuda) fn within_budget(self, kernel: &LoadedKernel) -> Self {
+        Self { blocks: self.blocks.min(kernel.budget.most_blocks).max(2), ..self }
+    }
+
+    /// The blocks without the leader block.
+    pub(in crate::cuda) fn worker_blocks(self) -> u32 {
+        self.blocks - 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::kernel::kernels::SIZES;
+
+    /// A kernel of 512 threads of 64 registers, on a device whose processors hold so many threads and blocks each.
+    fn kernel(processors: u32, threads: u32, blocks: u32) -> LoadedKernel {
+        let resident = SIZES.map(|size| (threads / size).min(blocks) * processors);
+        LoadedKernel::new(0, resident, 512, processors)
+    }
+
+    #[test]
+    fn every_block_is_resident_on_any_device() {
+        // The limits of sm_80 and sm_90, of sm_86, and of sm_89 and sm_120.
+        for (processors, threads, places) in [(132, 2048, 32), (84, 1536, 16), (128, 1536, 24)] {
+            let loaded = kernel(processors, threads, places);
+            for vectors in [0, 1, 100, 10_000, 65_536, 1 << 20, 1 << 30] {
+                for least in SIZES {
+                    let grid = LaunchConfig::new(&loaded, vectors, least, u32::MAX);
+                    let held = places.min(threads / grid.threads) * processors;
+                    assert!(grid.blocks <= held, "{grid:?} where {held} run at once");
+                    assert!(grid.threads >= least && grid.blocks >= 2);
+                    // There are threads for all vectors, as far as the device holds them.
+                    let at_once = u64::from(grid.worker_blocks() * grid.threads);
+                    let most = u64::from(processors * threads - 512);
+                    assert!(at_once >= vectors.min(most), "{grid:?} for {vectors}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_are_as_small_as_requested_where_they_fit() {
+        let loaded = kernel(132, 2048, 32);
+        assert_eq!(
+            LaunchConfig::new(&loaded, 256, 32, u32::MAX),
+            LaunchConfig { blocks: 9, threads: 32 }
+        );
+        assert_eq!(
+            LaunchConfig::new(&loaded, 65_536, 32, u32::MAX),
+            LaunchConfig { blocks: 2049, threads: 32 }
+        );
+        assert_eq!(
+            LaunchConfig::new(&loaded, 1 << 30, 64, 264),
+            LaunchConfig { blocks: 265, threads: 64 }
+        );
+        let few = kernel(84, 1536, 16);
+        assert_eq!(
+            LaunchConfig::new(&few, 65_536, 32, u32::MAX),
+            LaunchConfig { blocks: 1025, threads: 64 }
+        );
+    }
+}

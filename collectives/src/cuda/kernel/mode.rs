@@ -1,0 +1,187 @@
+//! What a kernel is compiled to do, where its file can do several things: values of macros that the file names.
+
+use crate::matmul::CLUSTER;
+use crate::{DType, NormOutput};
+
+/// A kernel's file and what it is compiled to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) enum KernelMode {
+    /// The file does one thing.
+    Only,
+    /// A handshake alone; whether it notifies a companion kernel.
+    Barrier {
+        notify_companion: bool,
+    },
+    AllToAll(AllToAllMode),
+    /// One of the collectives that `two_shot.cu`, `two_shot_stages.cu` and `two_shot_pull.cu` run.
+    Collective(TwoShotCollective),
+    OneSided(OneSidedMode),
+    PointToPoint(P2pMode),
+    Norm(NormMode),
+    Experts(ExpertsMode),
+    Matmul(MatmulMode),
+    FewRows(FewRowsMode),
+}
+
+/// How a product of tensor cores is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) struct MatmulMode {
+    /// Whether rows of the right matrix in memory are those of the inner dimension.
+    pub(in crate::cuda) right_by_rows: bool,
+    /// Whether the result is of 16-bit floats of the IEEE's kind.
+    pub(in crate::cuda) output_f16: bool,
+}
+
+impl MatmulMode {
+    pub(in crate::cuda) fn new(right_by_rows: bool, out_dtype: DType) -> Self {
+        Self { right_by_rows, output_f16: out_dtype == DType::F16 }
+    }
+}
+
+/// How a product of few rows is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) struct FewRowsMode {
+    /// As of [`MatmulMode`].
+    pub(in crate::cuda) right_by_rows: bool,
+    /// Blocks of a cluster, each of which has a part of the inner dimension: 2, 4 or 8.
+    pub(in crate::cuda) cluster: u32,
+    /// Rows of the product, filled up: 8, 16, 32 or 64.
+    pub(in crate::cuda) tokens: u32,
+}
+
+/// What dispatches and combines of a buffer do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) struct ExpertsMode {
+    /// Whether rows lie by expert.
+    pub(in crate::cuda) by_expert: bool,
+    /// Whether a dispatch quantises tokens.
+    pub(in crate::cuda) quantizes: bool,
+    /// Whether no rank can have so many tokens that rows travel in any other way than through inboxes.
+    pub(in crate::cuda) only_few: bool,
+}
+
+/// What a fused all-reduce makes of the sum, and how threads divide rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) struct NormMode {
+    pub(in crate::cuda) output: NormOutput,
+    /// Units of a row that a thread has at once.
+    pub(in crate::cuda) units: u8,
+    /// Whether these are all that it has.
+    pub(in crate::cuda) held: bool,
+}
+
+/// How the data of an all-to-all may travel, and where its counts are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) struct AllToAllMode {
+    /// Whether data may also be written into outputs directly, or pass through scratch, and not only through inboxes.
+    pub(in crate::cuda) direct: bool,
+    pub(in crate::cuda) device_counts: bool,
+}
+
+impl AllToAllMode {
+    pub(in crate::cuda) const INBOXES: Self = Self { direct: false, device_counts: false };
+    pub(in crate::cuda) const DIRECT: Self = Self { direct: true, device_counts: false };
+    pub(in crate::cuda) const DEVICE_COUNTS: Self = Self { direct: true, device_counts: true };
+}
+
+/// What is made of two shots: of the first one, of the second one, or of both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) enum TwoShotCollective {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+}
+
+impl TwoShotCollective {
+    pub(in crate::cuda) fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter)
+    }
+}
+
+/// What a one-sided kernel does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) enum OneSidedMode {
+    Copy,
+    CopyAndSignal,
+    Signal,
+    Wait,
+}
+
+/// Which end of a message a point-to-point kernel serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::cuda) enum P2pMode {
+    Send,
+    Receive,
+}
+
+impl KernelMode {
+    /// Bytes of shared memory that a launch asks for.
+    pub(in crate::cuda) fn shared_bytes(self) -> u32 {
+        match self {
+            Self::Matmul(_) => crate::cuda::ops::gemm::SHARED_BYTES,
+            Self::FewRows(mode) => crate::cuda::ops::gemm::few::shared_bytes(mode.tokens),
+            _ => 0,
+        }
+    }
+
+    /// The macros of the kernel's file and their values.
+    pub(in crate::cuda) fn defines(self) -> Vec<(&'static str, &'static str)> {
+        let number = |yes: bool| if yes { "1" } else { "0" };
+        let power_of_two =
+            |number: u32| ["1", "2", "4", "8", "16", "32", "64"][number.ilog2() as usize];
+        match self {
+            Self::Only => Vec::new(),
+            Self::Barrier { notify_companion } => {
+                vec![("NOTIFY_COMPANION", number(notify_companion))]
+            }
+            Self::AllToAll(AllToAllMode { direct, device_counts }) => {
+                vec![("DIRECT", number(direct)), ("DEVICE_COUNTS", number(device_counts))]
+            }
+            Self::Collective(collective) => {
+                let name = match collective {
+                    TwoShotCollective::AllReduce => "ALL_REDUCE",
+                    TwoShotCollective::ReduceScatter => "REDUCE_SCATTER",
+                    TwoShotCollective::AllGather => "ALL_GATHER",
+                    TwoShotCollective::Broadcast => "BROADCAST",
+                };
+                vec![("COLLECTIVE", name)]
+            }
+            Self::OneSided(mode) => {
+                let name = match mode {
+                    OneSidedMode::Copy => "COPY",
+                    OneSidedMode::CopyAndSignal => "COPY_AND_SIGNAL",
+                    OneSidedMode::Signal => "SIGNAL",
+                    OneSidedMode::Wait => "WAIT",
+                };
+                vec![("OPERATION", name)]
+            }
+            Self::PointToPoint(mode) => {
+                let name = match mode {
+                    P2pMode::Send => "SEND",
+                    P2pMode::Receive => "RECEIVE",
+                };
+                vec![("OPERATION", name)]
+            }
+            Self::Norm(NormMode { output, units, held }) => {
+                let units = if units == 1 { "1" } else { "2" };
+                vec![("OUTPUT", output.name()), ("UNITS", units), ("HELD", number(held))]
+            }
+            Self::Experts(ExpertsMode { by_expert, quantizes, only_few }) => vec![
+                ("BY_EXPERT", number(by_expert)),
+                ("QUANTIZES", number(quantizes)),
+                ("ONLY_FEW", number(only_few)),
+            ],
+            Self::Matmul(MatmulMode { right_by_rows, output_f16 }) => vec![
+                ("RIGHT_BY_ROWS", number(right_by_rows)),
+                ("OUTPUT_F16", number(output_f16)),
+                ("CLUSTER", power_of_two(CLUSTER as u32)),
+            ],
+            Self::FewRows(FewRowsMode { right_by_rows, cluster, tokens }) => vec![
+                ("RIGHT_BY_ROWS", number(right_by_rows)),
+                ("CLUSTER", power_of_two(cluster)),
+                ("TOKENS", power_of_two(tokens)),
+            ],
+        }
+    }
+}

@@ -1,0 +1,475 @@
+//! All-to-alls on a device: what their kernel is given, and its launch configuration.
+//!
+//! One kernel serves counts that the host knows and counts in the device's memory. How the data of a pair of
+//! ranks travels follows from its count, on both ranks alike; so ranks need not launch the same grid, nor the
+//! same variant of the kernel.
+
+#![allow(unsafe_code)] // launches kernels on the caller's promises about raw memory
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::mode::AllToAllMode;
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
+use crate::cuda::select::algorithms::Use;
+use crate::host::call::{Call, Operation};
+use crate::{DType, Place, SplitRows, SplitsAt};
+
+/// Bytes that a rank sends to all others together through their inboxes, if all get as much. With more, it is
+/// faster to write data once, into outputs, although that must wait for the handshake.
+const INBOX_BYTES: u64 = 24 << 20;
+/// Bytes that it sends through inboxes at the beginning of longer parts: as much as the links carry while the
+/// rows of the traffic matrix are exchanged.
+const HEAD_BYTES: u64 = 2 << 20;
+/// All-gathers and broadcasts take so many launches through inboxes at most, where inboxes are smaller than that. A launch
+/// takes 2 us more than its data (`h100x2_collectives.json`); in this many, 2 MiB each go as fast as directly.
+const MAX_LAUNCHES: u64 = 4;
+/// How many blocks keep all links busy.
+const MAX_BLOCKS: u32 = 132;
+
+/// A number for each rank.
+type PerRank = [u64; MAX_RANKS as usize];
+
+/// What a rank sends to and receives from each rank, if the host knows it: elements, and where they begin in its
+/// input and output, in bytes. Ranks exchange counts alone, so parts follow each other in outputs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::cuda) struct Parts {
+    send: PerRank,
+    receive: PerRank,
+    send_begin: PerRank,
+    receive_begin: PerRank,
+}
+
+impl Parts {
+    /// Parts that lie one behind the other in the input and in the output.
+    fn contiguous(send: PerRank, receive: PerRank, size: u64) -> Self {
+        let (send_begin, receive_begin) = (begins(&send, size), begins(&receive, size));
+        Self { send, receive, send_begin, receive_begin }
+    }
+
+    /// All that a rank has, sent to every rank; rank `r` has `counts[r]` elements.
+    pub(in crate::cuda) fn gathered(rank: u32, counts: &[u64], size: u64) -> Self {
+        let receive = per_rank(counts.iter().copied());
+        let send = per_rank(counts.iter().map(|_| counts[rank as usize]));
+        Self { send_begin: PerRank::default(), ..Parts::contiguous(send, receive, size) }
+    }
+
+    /// From the root `counts[r]` elements to each other rank `r`, which begin at byte `begins[r]` of its input.
+    pub(in crate::cuda) fn from_root(
+        (rank, root): (u32, u32),
+        counts: &[u64],
+        begins: &[u64],
+    ) -> Self {
+        let others = (0..).zip(counts).map(|(peer, count)| if peer == root { 0 } else { *count });
+        let mut parts = Self::default();
+        if rank == root {
+            parts.send = per_rank(others);
+            parts.send_begin = per_rank(begins.iter().copied());
+        } else {
+            parts.receive[root as usize] = counts[rank as usize];
+        }
+        parts
+    }
+
+    /// The range of `count` elements from element `from` on of each part, as far as the part reaches.
+    fn piece(&self, from: u64, count: u64, size: u64) -> Self {
+        let counts = |all: PerRank| all.map(|each| each.saturating_sub(from).min(count));
+        let begins = |mut begins: PerRank, counts: &PerRank| {
+            for (begin, count) in begins.iter_mut().zip(counts) {
+                *begin += from.min(*count) * size;
+            }
+            begins
+        };
+        Self {
+            send: counts(self.send),
+            receive: counts(self.receive),
+            send_begin: begins(self.send_begin, &self.send),
+            receive_begin: begins(self.receive_begin, &self.receive),
+        }
+    }
+}
+
+/// The ranges of elements in which parts of `count` elements go through inboxes, which take `most` elements of a part at
+/// once: as few as possible, of about equal length. All but the last begin and end at multiples of an item.
+fn pieces(count: u64, most: u64, size: u64) -> impl Iterator<Item = (u64, u64)> {
+    let item = (ITEM / size).max(1);
+    let each = count.div_ceil(count.div_ceil(most).max(1)).next_multiple_of(item).max(1);
+    (0..count.div_ceil(each)).map(move |nth| (nth * each, each.min(count - nth * each)))
+}
+
+fn per_rank(numbers: impl Iterator<Item = u64>) -> PerRank {
+    let mut all = PerRank::default();
+    for (each, number) in all.iter_mut().zip(numbers) {
+        *each = number;
+    }
+    all
+}
+
+impl CudaEngine {
+    /// Sends `count` elements to every rank, as [`CudaEngine::all_to_all_v`].
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`].
+    pub(crate) unsafe fn all_to_all(
+        &mut self,
+        places: (Place, Place),
+        count: usize,
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        if self.copies_parts(places.1, (count as u64).saturating_mul(dtype.size() as u64)) {
+            // SAFETY: the caller's promises, which are passed on.
+            return unsafe { self.all_to_all_copy(places, count, dtype, stream) };
+        }
+        let counts = [count; MAX_RANKS as usize];
+        let counts = &counts[..self.world() as usize];
+        // SAFETY: the caller's promises, which are passed on.
+        unsafe { self.all_to_all_v(places, (counts, counts), dtype, stream) }
+    }
+
+    /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it, on `stream`.
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable for the sum of `send`, and `output` writable for that of `receive`, on the
+    /// device until the stream has done the call; nothing else touches them meanwhile, in any
+    /// rank's slot if they are windows.
+    pub(crate) unsafe fn all_to_all_v(
+        &mut self,
+        (input, output): (Place, Place),
+        (send, receive): (&[usize], &[usize]),
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        self.begin(stream)?;
+        let (rank, world) = (self.rank() as usize, self.world() as usize);
+        let size = dtype.size() as u64;
+        let of_all = |counts: &[usize]| per_rank(counts.iter().map(|count| *count as u64));
+        let (sent, received) = (of_all(send), of_all(receive));
+        let bytes = |counts: &[u64]| {
+            let total = counts.iter().try_fold(0_u64, |sum, count| sum.checked_add(*count));
+            total?.checked_mul(size).filter(|bytes| *bytes <= self.pool_stride())
+        };
+        let (Some(length), Some(capacity)) = (bytes(&sent), bytes(&received)) else {
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v of {send:?} and {receive:?} {} on rank {rank}: no memory is that \
+                 long",
+                dtype.name()
+            ));
+            return Err(self.decline(why, stream));
+        };
+        if send.len() != world || receive.len() != world || send[rank] != receive[rank] {
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v of {send:?} and {receive:?} {} on rank {rank}: one of each for every \
+                 of {world} ranks is needed, and what a rank sends to itself it receives",
+                dtype.name()
+            ));
+            return Err(self.decline(why, stream));
+        }
+        self.check_disjoint(
+            "all_to_all_v",
+            (self.address(input), length),
+            (self.address(output), capacity),
+            stream,
+        )?;
+        let call = self.describe(dtype, 1);
+        // SAFETY: the caller's promises, which are passed on; no sum is longer.
+        unsafe {
+            self.exchange(
+                call,
+                (input, output),
+                &Parts::contiguous(sent, received, size),
+                dtype,
+                stream,
+            )
+        }
+    }
+
+    /// Sends and receives parts that are known here.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`], for the parts of input and output.
+    pub(in crate::cuda) unsafe fn exchange(
+        &mut self,
+        call: Call,
+        places: (Place, Place),
+        parts: &Parts,
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        let (rank, size) = (self.rank() as usize, dtype.size() as u64);
+        let (inbox_bytes, head) = self.inbox_limits();
+        let others =
+            |counts: PerRank| counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank);
+        let longest =
+            others(parts.send).chain(others(parts.receive)).map(|(_, count)| count * size);
+        let longest = longest.max().unwrap_or(0);
+        // Bytes that inboxes take, in whole items, as warps handle them.
+        let through_inboxes = |counts| {
+            let items = others(counts).map(|(_, count)| (count * size).next_multiple_of(ITEM));
+            items.sum::<u64>()
+        };
+        let [length, capacity] = [parts.send, parts.receive].map(|all| all.iter().sum::<u64>());
+        let traffic = Traffic {
+            send: parts.send,
+            receive: parts.receive,
+            send_begin: parts.send_begin,
+            receive_begin: parts.receive_begin,
+            splits: 0,
+            received: 0,
+            offsets: 0,
+            length,
+            capacity,
+            window: window(places.1),
+            inbox_bytes,
+            head,
+            size: size as u32,
+            wide: 0,
+            ring: self.keeps_ring(),
+        };
+        let work = if longest <= inbox_bytes {
+            let own = parts.send[rank] * size;
+            (
+                AllToAllMode::INBOXES,
+                through_inboxes(parts.send).max(through_inboxes(parts.receive)).max(own),
+            )
+        } else {
+            (AllToAllMode::DIRECT, length.max(capacity) * size)
+        };
+        // SAFETY: the caller's promises, which are passed on.
+        unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
+    }
+
+    /// As [`exchange`](Self::exchange), for parts of at most `longest` elements on all ranks alike, which may go through
+    /// inboxes in several launches. An all-to-all must take one launch: only its rank knows how long its parts are.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::exchange`].
+    pub(in crate::cuda) unsafe fn exchange_in_pieces(
+        &mut self,
+        call: Call,
+        places: (Place, Place),
+        (parts, longest): (&Parts, u64),
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        let size = dtype.size() as u64;
+        let slot = self.control.escaped_slot(self.world());
+        let wanted = self.largest_inbox_part();
+        let bytes = longest * size;
+        let several = self.exchange.inboxes == Use::WhereFaster;
+        let few = bytes <= slot || self.world() < 2;
+        if !several || few || bytes > wanted.min(MAX_LAUNCHES * slot) {
+            // SAFETY: passed on.
+            return unsafe { self.exchange(call, places, parts, dtype, stream) };
+        }
+        for (from, count) in pieces(longest, slot / size, size) {
+            // SAFETY: parts of what the caller promised.
+            unsafe { self.exchange(call, places, &parts.piece(from, count, size), dtype, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Loads what several exchanges of one call may need, before the first of them is on the stream.
+    pub(in crate::cuda) fn load_exchanges(&mut self) -> Result<()> {
+        [AllToAllMode::INBOXES, AllToAllMode::DIRECT]
+            .into_iter()
+            .try_for_each(|mode| self.kernel(KernelSpec::all_to_all(self.world(), mode)).map(drop))
+    }
+
+    /// Sends as many rows to every rank as the device's memory says when the stream comes to it.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`], of input and output for the lengths in `rows`, and of the
+    /// splits for a count a rank; they do not overlap.
+    pub(crate) unsafe fn all_to_all_splits(
+        &mut self,
+        (input, output): (Place, Place),
+        rows: &SplitRows,
+        splits: &SplitsAt,
+        stream: Stream,
+    ) -> Result<()> {
+        self.begin(stream)?;
+        let SplitRows { dtype, row, length, capacity } = *rows;
+        let size = (row as u64).checked_mul(dtype.size() as u64);
+        let size = size.and_then(|size| u32::try_from(size).ok()).filter(|size| *size > 0);
+        let bytes = |count: usize| {
+            let bytes = u64::from(size?).checked_mul(count as u64);
+            bytes.filter(|bytes| *bytes <= self.pool_stride())
+        };
+        let (Some(input_bytes), Some(output_bytes)) = (bytes(length), bytes(capacity)) else {
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v of {length} rows into {capacity} on rank {}, of {row} {}: no memory \
+                 is that long",
+                self.rank(),
+                dtype.name()
+            ));
+            return Err(self.decline(why, stream));
+        };
+        let split_bytes = match splits.bytes(self.rank(), self.world(), capacity) {
+            Ok(bytes) => bytes,
+            Err(why) => return Err(self.decline(why, stream)),
+        };
+        let (counts, received, offsets) =
+            (splits.input as u64, splits.output as u64, splits.offsets as u64);
+        let unless_null = |address: u64| if address == 0 { 0 } else { split_bytes };
+        let written = [
+            ("output", self.address(output), output_bytes),
+            ("output splits", received, unless_null(received)),
+            ("output offsets", offsets, unless_null(offsets)),
+        ];
+        let read = [(self.address(input), input_bytes), (counts, split_bytes)];
+        for (nth, (name, address, bytes)) in written.into_iter().enumerate() {
+            let others = written[..nth].iter().map(|(_, address, bytes)| (*address, *bytes));
+            for other in read.into_iter().chain(others) {
+                let what = format!("all_to_all_v with its {name}");
+                self.check_disjoint(&what, other, (address, bytes), stream)?;
+            }
+        }
+        let (inbox_bytes, head) = self.inbox_limits();
+        let traffic = Traffic {
+            send: PerRank::default(),
+            receive: PerRank::default(),
+            send_begin: PerRank::default(),
+            receive_begin: PerRank::default(),
+            splits: counts,
+            received,
+            offsets,
+            length: length as u64,
+            capacity: capacity as u64,
+            window: window(output),
+            inbox_bytes,
+            head,
+            size: size.unwrap_or(1),
+            wide: u32::from(splits.dtype == DType::I64),
+            ring: self.keeps_ring(),
+        };
+        let work = (AllToAllMode::DEVICE_COUNTS, input_bytes);
+        let (call, places) = (self.describe(dtype, row), (input, output));
+        // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
+        // than its length, whatever the counts, and writes no more than the capacity.
+        unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
+    }
+
+    /// The call description. It has neither places nor counts: those are in the rows of the traffic matrix.
+    fn describe(&self, dtype: DType, row: usize) -> Call {
+        let algorithm = self.exchange.code;
+        Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
+    }
+
+    fn keeps_ring(&self) -> u32 {
+        u32::from(self.exchange.ring)
+    }
+
+    /// The most bytes of a part that goes through inboxes whole, and how many bytes of longer parts go through
+    /// inboxes. The same on every rank.
+    fn inbox_limits(&self) -> (u64, u32) {
+        let most = self.control.escaped_slot(self.world());
+        // A multiple of an item, so that the rest of a part is aligned as its beginning is.
+        let head = (HEAD_BYTES / u64::from(self.world().max(2) - 1)).next_multiple_of(ITEM);
+        let (all, head) = match self.exchange.inboxes {
+            Use::WhereFaster => (most.min(self.largest_inbox_part()), most.min(head)),
+            Use::Always => (most, most),
+            Use::Never => (0, 0),
+        };
+        (all, head as u32)
+    }
+
+    /// The most bytes of a part that go through inboxes, if these have room.
+    fn largest_inbox_part(&self) -> u64 {
+        (INBOX_BYTES / u64::from(self.world().max(2) - 1)).next_multiple_of(ITEM)
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`].
+    unsafe fn launch_exchange(
+        &mut self,
+        (mode, bytes): (AllToAllMode, u64),
+        call: &Call,
+        (input, output): (Place, Place),
+        traffic: &Traffic,
+        stream: Stream,
+    ) -> Result<()> {
+        let most = if self.world() <= 4 { MAX_BLOCKS } else { 2 * MAX_BLOCKS };
+        self.note_algorithm(self.exchange.way(mode.direct), None);
+        let loaded = self.kernel(KernelSpec::all_to_all(self.world(), mode))?;
+        let bound = loaded.threads;
+        // At least so many that every pair of ranks has warps of its own.
+        let vectors = bytes.div_ceil(16).max(2 * u64::from(MAX_RANKS) * ITEM / 16);
+        // Small blocks start and end sooner.
+        let threads = match vectors {
+            0..=4096 => 64,
+            4097..=32_768 => 256,
+            _ => bound,
+        };
+        let mut grid = LaunchConfig::new(&loaded, vectors, threads, most);
+        // Every pair needs warps of its own where blocks are few, too.
+        if grid.worker_blocks() * grid.threads / 32 < self.world() {
+            grid = LaunchConfig::new(&loaded, vectors, bound, most);
+        }
+        let params = CallParams {
+            input: self.address(input),
+            output: self.address(output),
+            ..CallParams::of(call)
+        };
+        let splits = if mode.device_counts { "device" } else { "host" };
+        let direct = mode.direct;
+        let (blocks, threads, requested) = (grid.blocks, grid.threads, self.exchange.name());
+        tracing::debug!(bytes, direct, splits, requested, blocks, threads, "all_to_all_v");
+        let grid = (grid.blocks, grid.threads);
+        // SAFETY: passed on.
+        unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
+    }
+}
+
+/// The byte at which each part begins, for parts of so many elements that lie one behind the other.
+fn begins(counts: &PerRank, size: u64) -> PerRank {
+    let mut before = 0;
+    counts.map(|count| {
+        before += count * size;
+        before - count * size
+    })
+}
+
+/// The offset of a window, for the kernel.
+fn window(place: Place) -> u64 {
+    match place {
+        Place::Window(offset) => offset,
+        Place::Plain(_) => UNKNOWN,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_all_parts_and_fit_inboxes() {
+        for size in [1, 2, 4, 8, 16] {
+            let most = 3 * ITEM / size;
+            for count in [1, 5, most, most + 1, 2 * most + 3, 7 * most - 1] {
+                let mut at = 0;
+                for (from, length) in pieces(count, most, size) {
+                    assert_eq!(from, at);
+                    assert!(length > 0 && length <= most, "{length} of {count} at {from}, {size}");
+                    assert!((from * size).is_multiple_of(ITEM));
+                    at += length;
+                }
+                assert_eq!(at, count);
+            }
+        }
+        let parts =
+            Parts::contiguous(per_rank([5, 0, 9].into_iter()), per_rank([2, 7].into_iter()), 4);
+        let piece = parts.piece(4, 4, 4);
+        assert_eq!((&piece.send[..3], &piece.receive[..3]), (&[1, 0, 4][..], &[0, 3, 0][..]));
+        assert_eq!(piece.send_begin[..3], [16, 20, 20 + 16]);
+        assert_eq!(piece.receive_begin[..3], [8, 8 + 16, 36]);
+    }
+}

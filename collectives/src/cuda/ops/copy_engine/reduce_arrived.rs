@@ -1,0 +1,92 @@
+//! What copy engines have carried of a reduction, and the kernel that reduces it.
+
+#![allow(unsafe_code)] // launches with addresses, about which callers promise
+
+use std::ops::Range;
+
+use symmpool_allocator::Result;
+
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::kernels::LoadedKernel;
+use crate::cuda::layout::params::CallParams;
+use crate::cuda::ops::all_reduce::{THREADS, Work};
+
+/// Where the data of peers is that a kernel reduces, and what it waits for: `Copied` in `all_reduce/two_shot_copy.cu`.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) enum Copied {
+    /// In scratch, so many bytes after the beginning of each peer's part, when all ranks have come to the kernel's barrier.
+    AwaitsBarrier(u64),
+    /// The same, and the stream has waited for it.
+    InScratch(u64),
+    /// That of the only peer, which this rank has copied to its output.
+    InOutput,
+}
+
+/// A range of bytes of every share. Shares may end before or inside it.
+pub(in crate::cuda) type ByteRange = Range<u64>;
+
+/// Where a range of a share begins, and its length, for a share that begins at `begin` and has `length` bytes.
+pub(in crate::cuda) fn within((begin, length): (u64, u64), range: ByteRange) -> (u64, u64) {
+    let (from, end) = (range.start.min(length), range.end.min(length));
+    (begin + from, end - from)
+}
+
+impl CudaEngine {
+    /// Copies a range of a peer's share of this rank's input into that peer's scratch, `offset` bytes into
+    /// this rank's slot there.
+    pub(in crate::cuda) fn copy_input(
+        &mut self,
+        work: &Work,
+        peer: u32,
+        range: ByteRange,
+        offset: u64,
+    ) -> Result<()> {
+        let to = self.slot_from(self.rank(), peer) + offset;
+        let (from, bytes) = within(work.share(peer, self.world()), range);
+        self.copy_by_engine(to, work.input + from, bytes, self.copy_stream)
+    }
+
+    /// Where what one rank sends to another one lies in that one's scratch.
+    pub(in crate::cuda) fn slot_from(&self, sender: u32, owner: u32) -> u64 {
+        let slot = if sender < owner { sender } else { sender - 1 };
+        self.scratch_of(owner) + u64::from(slot) * self.control.scratch_room(self.world())
+    }
+
+    /// Reduces a range of this rank's share on the call's stream.
+    pub(in crate::cuda) fn reduce_copied(
+        &self,
+        kernel: LoadedKernel,
+        work: &Work,
+        range: ByteRange,
+        copied: Copied,
+    ) -> Result<()> {
+        let (from, bytes) = within(work.share(self.rank(), self.world()), range.clone());
+        // A reduce-scatter has an output for this share alone.
+        let to = if work.stride > 0 { range.start } else { from };
+        let (input, output) = (work.input + from, work.output + to);
+        let (root, stride) = match copied {
+            Copied::AwaitsBarrier(offset) => (0, offset),
+            Copied::InScratch(offset) => (1, offset),
+            Copied::InOutput => (2, 0),
+        };
+        let params = CallParams { input, output, bytes, stride, root, ..work.params() };
+        let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
+        // SAFETY: a range of what the caller of `two_shot_copy` promised, from which nothing is copied until
+        // the kernel has run.
+        unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, work.stream) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_end_where_shares_do() {
+        let share = (1000, 100);
+        assert_eq!(within(share, 0..128), (1000, 100));
+        assert_eq!(within(share, 64..128), (1064, 36));
+        assert_eq!(within(share, 128..256), (1100, 0));
+        assert_eq!(within((1000, 0), 0..128), (1000, 0));
+    }
+}

@@ -1,0 +1,246 @@
+//! Dispatch to experts and combine, on a device.
+
+#![allow(unsafe_code)] // launches kernels on the caller's promises about raw memory
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::all_reduce::THREADS;
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::mode::{ExpertsMode, KernelMode};
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::params::{CallParams, Control};
+use crate::experts::{ExpertCall, ExpertShape, Quantization};
+use crate::host::call::{Call, Operation};
+use crate::jit::Kernel;
+use crate::jit::sources::{COMBINE, DISPATCH};
+use crate::{DType, ReceivedSizes, ReduceOp};
+
+/// Peer blocks of every call. With so many, 128 tokens have a block each, and thousands are divided evenly; where fewer
+/// blocks run, each does the work of several.
+const PEER_BLOCKS: u32 = 128;
+/// The most tokens that a rank dispatches through inboxes: `TILE` in `experts/work.cuh`. More tokens take longer there, as
+/// their receiver copies them, than waiting for peers does.
+const MOST_DISPATCH_INBOX_TOKENS: u64 = 128;
+/// The most tokens of a rank whose rows come back through its inbox. It reads them once wherever they come, so more do: on
+/// two H200s, 512 tokens of 7168 channels take 28.5 us so and 32 with flags, by expert 45 and 53.
+const MOST_COMBINE_INBOX_TOKENS: u64 = 512;
+/// The threads of a block of few tokens. Of such blocks an SM holds several, so that those of a kernel start while those of
+/// the kernel before end: on two H200s, dispatch and combine of 8 tokens take 9.7 us with them and 10.5 with twice as many
+/// threads. Of more tokens a block has enough to do for more threads: a combine of 128 tokens takes 9.5 and 8.8 us.
+const FEW_TOKENS_THREADS: u32 = 256;
+/// The most tokens for which a combine has that many threads.
+const FEW_COMBINED_TOKENS: u32 = 64;
+// A combine with flags reads chunks, which a dispatch keeps of ranks that sent with flags. So whoever gets rows back with
+// flags must have sent with flags.
+const _: () = assert!(MOST_COMBINE_INBOX_TOKENS >= MOST_DISPATCH_INBOX_TOKENS);
+
+impl CudaEngine {
+    /// Compiles and loads the kernels of a buffer ahead of calls, for all memory that the communicator may have then. A rank
+    /// that cannot declines its next call, which the others make with their buffers.
+    pub(crate) fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
+        self.load_kernels_of(shape).map_err(|why| self.decline_outside_calls(why))
+    }
+
+    /// The same, and declines nothing.
+    pub(crate) fn load_kernels_of(&mut self, shape: &ExpertShape) -> Result<()> {
+        // Low-latency calls may measure their waits, in graphs too, where no kernel is loaded.
+        let mut specs = vec![KernelSpec::measured_barrier()];
+        for layout in self.layouts() {
+            for by_expert in [false, true] {
+                specs.push(self.combine_spec(shape, by_expert, 0, &layout));
+                specs.push(self.combine_spec(shape, by_expert, shape.max_tokens as u32, &layout));
+                specs.push(self.dispatch_spec(shape, by_expert, false, &layout));
+                specs.push(self.dispatch_spec(shape, by_expert, true, &layout));
+            }
+        }
+        specs.sort();
+        specs.dedup();
+        self.prepare_kernels(&specs)?;
+        self.make_sizes()?;
+        // What the ranks tell each other of their rows travels through the LL inbox.
+        let (vectors, room) = (self.count_vectors(shape), self.layouts()[0].ll_vectors());
+        if vectors > room {
+            return Err(Error::unsupported(format!(
+                "{} experts on rank {}: their counts take {vectors} vectors of the LL inbox, which has {room}; \
+                 make the communicator with more device memory (device_memory_bytes)",
+                shape.experts,
+                self.rank()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Vectors of the LL inbox in which the ranks tell each other of their rows: `CountVectors` in `experts/counts.cuh`.
+    fn count_vectors(&self, shape: &ExpertShape) -> u64 {
+        let (world, local) = (u64::from(self.world()), shape.local_experts(self.world()));
+        world * (1 + world.div_ceil(4) + u64::from(local).div_ceil(4))
+    }
+
+    /// How many tokens a rank may have whose rows travel through inboxes, which must have room for them: `InboxRows` and
+    /// `InboxDetails` in `experts/inbox.cuh`. It is the same on every rank, and no less in a combine than in a dispatch.
+    fn inbox_tokens(&self, operation: Operation, shape: &ExpertShape, layout: &Control) -> u32 {
+        let row = (shape.row_bytes() as u64 / 16).next_multiple_of(16);
+        let rows = layout.escaped_slot(self.world()) / 16 / row;
+        let top_k = u64::from(shape.top_k);
+        let (before, details, most) = if operation == Operation::ExpertDispatch {
+            // A row's ids, then its scales, four groups of them in a vector.
+            let details = top_k + (shape.groups() as u64).div_ceil(4);
+            (self.count_vectors(shape), details, MOST_DISPATCH_INBOX_TOKENS)
+        } else {
+            // How many rows each rank returns, and weights, four in a vector.
+            (u64::from(self.world()), top_k.div_ceil(4), MOST_COMBINE_INBOX_TOKENS)
+        };
+        let left = layout.ll_vectors() - before;
+        rows.min(left / (u64::from(self.world()) * details)).min(most) as u32
+    }
+
+    /// Sends tokens to the ranks of their experts.
+    ///
+    /// # Errors
+    ///
+    /// Those of every call.
+    ///
+    /// # Safety
+    ///
+    /// As [`ExpertBuffer::dispatch_at`](crate::ExpertBuffer::dispatch_at).
+    pub(crate) unsafe fn dispatch(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
+        self.begin(stream)?;
+        let quantizes = call.work.quantize != Quantization::None as u32;
+        let by_expert = call.mode.by_expert;
+        let spec = self.dispatch_spec(&call.shape, by_expert, quantizes, &self.control);
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_call(Operation::ExpertDispatch, spec, call, stream) }
+    }
+
+    /// The same, and waits until it is known how many rows arrive.
+    ///
+    /// # Errors
+    ///
+    /// Those of every call, and `is_invalid_state` while the stream is captured.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`].
+    pub(crate) unsafe fn dispatch_exact(
+        &mut self,
+        call: &ExpertCall,
+        stream: Stream,
+    ) -> Result<ReceivedSizes> {
+        self.ready()?;
+        let number = self.call(stream, |engine| {
+            if engine.is_capturing(stream) {
+                return Err(Error::invalid_state(format!(
+                    "experts on rank {}: exact sizes while a graph is captured: nothing runs that could tell them; \
+                     read them on the device",
+                    engine.rank()
+                )));
+            }
+            let sizes = engine.sizes.as_mut();
+            let sizes = sizes.ok_or_else(|| Error::invalid_state("no buffer for experts"))?;
+            let (to, number) = sizes.next_call();
+            let mut call = *call;
+            (call.work.sizes, call.work.sizes_number) = (to, number);
+            // SAFETY: the caller's promises; sizes are given back behind all kernels.
+            unsafe { engine.dispatch(&call, stream) }?;
+            Ok(number)
+        })?;
+        // The call is made, whatever becomes of the wait for its sizes.
+        self.await_sizes(number, call.shape.local_experts(self.world()), stream)
+    }
+
+    /// Sends rows of experts back, and sums them up.
+    ///
+    /// # Errors
+    ///
+    /// Those of every call.
+    ///
+    /// # Safety
+    ///
+    /// As [`ExpertBuffer::combine_at`](crate::ExpertBuffer::combine_at).
+    pub(crate) unsafe fn combine(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
+        self.begin(stream)?;
+        let by_expert = call.mode.by_expert;
+        let spec = self.combine_spec(&call.shape, by_expert, call.work.tokens, &self.control);
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_call(Operation::ExpertCombine, spec, call, stream) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::dispatch`].
+    unsafe fn launch_call(
+        &mut self,
+        operation: Operation,
+        spec: KernelSpec,
+        call: &ExpertCall,
+        stream: Stream,
+    ) -> Result<()> {
+        let (kernel, threads) = (self.kernel(spec)?, spec.threads);
+        let room = kernel.resident(threads).min(kernel.budget.most_blocks);
+        let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
+        let described = Call::new(operation).experts(&call.shape, call.mode).output(call.region);
+        let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
+        let mut work = call.work;
+        work.peer_blocks = PEER_BLOCKS;
+        work.inbox_tokens = self.inbox_tokens(operation, &call.shape, &self.control);
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_with_work(kernel, (blocks, threads), &params, &work, stream) }?;
+        self.keep_area_of_experts();
+        Ok(())
+    }
+
+    /// The kernel of a dispatch. Tokens that it does not quantise are bytes to it.
+    fn dispatch_spec(
+        &self,
+        shape: &ExpertShape,
+        by_expert: bool,
+        quantizes: bool,
+        layout: &Control,
+    ) -> KernelSpec {
+        let only_few = self.has_only_few(Operation::ExpertDispatch, shape, layout);
+        let dtype = if quantizes { shape.dtype } else { DType::U8 };
+        let threads = if only_few { FEW_TOKENS_THREADS } else { THREADS };
+        spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_few }, threads)
+    }
+
+    /// The kernel of a combine of so many tokens of this rank.
+    fn combine_spec(
+        &self,
+        shape: &ExpertShape,
+        by_expert: bool,
+        tokens: u32,
+        layout: &Control,
+    ) -> KernelSpec {
+        let only_few = self.has_only_few(Operation::ExpertCombine, shape, layout);
+        let has_few = only_few && tokens <= FEW_COMBINED_TOKENS;
+        let threads = if has_few { FEW_TOKENS_THREADS } else { THREADS };
+        spec(&COMBINE, shape.dtype, ExpertsMode { by_expert, quantizes: false, only_few }, threads)
+    }
+
+    /// Whether all rows of a buffer travel through inboxes.
+    fn has_only_few(&self, operation: Operation, shape: &ExpertShape, layout: &Control) -> bool {
+        shape.max_tokens <= self.inbox_tokens(operation, shape, layout) as usize
+    }
+}
+
+fn spec(
+    kernel: &'static Kernel<'static>,
+    dtype: DType,
+    mode: ExpertsMode,
+    threads: u32,
+) -> KernelSpec {
+    let spec = KernelSpec::reduces(kernel, (dtype, ReduceOp::Sum));
+    KernelSpec { mode: KernelMode::Experts(mode), threads, ..spec }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::experts::ExpertsWork;
+
+    #[test]
+    fn the_arguments_are_as_large_as_kernels_are_compiled_with() {
+        let row = crate::jit::sources::COMBINE.variants[0];
+        let stated = row.iter().find(|(axis, _)| *axis == "EXPERTS_WORK_BYTES").expect("the axis");
+        assert_eq!(stated.1[0].parse(), Ok(size_of::<ExpertsWork>()));
+    }
+}

@@ -1,0 +1,147 @@
+//! Products of few rows that are added up over all ranks.
+
+#![allow(unsafe_code)] // passes on addresses, about which callers promise
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::{BLOCK_BYTES, THREADS};
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::mode::{FewRowsMode, KernelMode};
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::params::{CallParams, FewRows};
+use crate::cuda::ops::all_reduce;
+use crate::host::call::Call;
+use crate::jit::sources::{MATMUL_FEW, MATMUL_FEW_RECEIVED};
+use crate::{MatmulAllReduce, ReduceOp};
+
+/// Columns of a tile.
+const TILE_COLUMNS: usize = 128;
+/// Blocks of a cluster at most, which a device of compute capability 9.0 is sure to have room for.
+const MOST_OF_CLUSTER: u32 = 8;
+/// Blocks of the inner dimension that a block of a cluster has at least: as many as it can load at once.
+const LEAST_OF_INNER: u32 = 8;
+
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_few.cu`.
+pub(in crate::cuda) const fn shared_bytes(tokens: u32) -> u32 {
+    8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + 2 * 8 * 16 + 1024
+}
+
+/// Rows of a product, filled up to what kernels are compiled for.
+fn tokens(rows: usize) -> u32 {
+    rows.next_power_of_two().max(8) as u32
+}
+
+/// Blocks of a cluster, for a product of so many tiles and blocks of the inner dimension: two, or as many as should run at once.
+/// A cluster lies within a part of the device, and not all parts have a multiple of eight SMs: of 128 blocks in clusters of four,
+/// some wait for others to end (measured on an H200 with 132 SMs), and of 96 none. Elsewhere some may wait: that takes time, and
+/// nothing more. What kernels of other calls may use does not count, so a product has the same bits whatever runs at the same
+/// time.
+fn cluster_of(tiles: u32, inner_blocks: u32, processors: u32) -> u32 {
+    let fits = |cluster: u32| {
+        u64::from(tiles) * u64::from(cluster) <= u64::from(processors) * 3 / 4
+            && inner_blocks >= LEAST_OF_INNER * cluster
+    };
+    [MOST_OF_CLUSTER, 4].into_iter().find(|cluster| fits(*cluster)).unwrap_or(2)
+}
+
+impl CudaEngine {
+    /// Whether the largest inbox that there is has room for a product of so many rows and columns of 16-bit numbers.
+    pub(crate) fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
+        self.products_fit(rows, columns, self.largest_lamport_vectors())
+    }
+
+    fn products_fit(&self, rows: usize, columns: usize, inbox_vectors: u64) -> bool {
+        let vectors = (rows as u64).saturating_mul(columns as u64) / 8;
+        let ranks = u64::from(self.world());
+        ranks == 1 || vectors.saturating_mul(ranks) <= inbox_vectors
+    }
+
+    /// Makes a product, and adds it up over all ranks.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are readable or writable on the device until the stream has done the call, and nothing else touches them
+    /// meanwhile.
+    pub(crate) unsafe fn matmul_all_reduce(
+        &mut self,
+        call: Call,
+        product: &MatmulAllReduce,
+        stream: Stream,
+    ) -> Result<()> {
+        let work =
+            self.begin_product(product.check(), |engine| engine.few_rows(product), stream)?;
+        let processors = self.processors();
+        let cluster = cluster_of(work.tiles, work.inner_blocks, processors);
+        let mode = FewRowsMode {
+            right_by_rows: product.right_by_rows,
+            cluster,
+            tokens: tokens(product.rows),
+        };
+        let reduction = (product.dtype, if product.mean { ReduceOp::Avg } else { ReduceOp::Sum });
+        let kernel = self.kernel(KernelSpec {
+            mode: KernelMode::FewRows(mode),
+            threads: THREADS,
+            lamport: true,
+            ..KernelSpec::reduces(&MATMUL_FEW, reduction)
+        })?;
+        let in_two = self.world() > 1 && !kernel.budget.early;
+        tracing::debug!(rows = product.rows, cluster, in_two, %call, "a product of few rows");
+        // Loaded before anything is on the stream: loading may wait for what runs.
+        let received = KernelSpec::reduces(&MATMUL_FEW_RECEIVED, reduction);
+        let received = KernelSpec { lamport: true, ..received };
+        let received = if in_two { Some(self.kernel(received)?) } else { None };
+        let bytes = (product.rows * product.columns * product.dtype.size()) as u64;
+        let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
+        let grid = work.tiles.min((processors / cluster).max(1)) * cluster;
+        let work = FewRows { receives: u32::from(!in_two), ..work };
+        // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
+        unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
+        let Some(kernel) = received else { return Ok(()) };
+        let most = kernel.resident(all_reduce::THREADS).min(kernel.budget.most_blocks);
+        let grid = ((bytes / 16) as u32).div_ceil(all_reduce::THREADS).clamp(1, most);
+        let grid = (grid, all_reduce::THREADS);
+        // SAFETY: as above; the kernel has no third parameter, and the driver reads none.
+        unsafe { self.launch_rest(kernel, grid, &params, &(), stream) }
+    }
+
+    fn few_rows(&self, product: &MatmulAllReduce) -> Result<FewRows> {
+        let MatmulAllReduce { dtype, rows, inner, columns, right_by_rows, .. } = *product;
+        if !self.products_fit(rows, columns, self.control.lamport_vectors()) {
+            return Err(Error::unsupported(format!(
+                "a product of {rows} rows and {columns} columns on rank {}: the inbox has no room for those of all ranks; give \
+                 the communicator more device memory, or multiply and all-reduce separately",
+                self.rank()
+            )));
+        }
+        let size = dtype.size();
+        let box_of_left = (tokens(rows) as usize, BLOCK_BYTES / size, size);
+        let left_pitch = rows as u64 * product.left.pitch;
+        Ok(FewRows {
+            left: self.tensor_map((product.left, left_pitch), (1, rows, inner), box_of_left)?,
+            right: self.right_map(dtype, (product.right, right_by_rows), (inner, columns))?,
+            rows: rows as u32,
+            columns: columns as u32,
+            inner_blocks: (inner * size).div_ceil(BLOCK_BYTES) as u32,
+            tiles: columns.div_ceil(TILE_COLUMNS) as u32,
+            receives: 1,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_have_as_many_blocks_as_run_at_once() {
+        for (columns, cluster) in
+            [(8, 8), (1024, 8), (1536, 8), (1544, 4), (3072, 4), (3080, 2), (8192, 2)]
+        {
+            let tiles = (columns as usize).div_ceil(TILE_COLUMNS) as u32;
+            assert_eq!(cluster_of(tiles, 64, 132), cluster, "{columns} columns");
+        }
+        // A short inner dimension is not divided among so many.
+        assert_eq!([16, 31, 32, 63, 64].map(|blocks| cluster_of(1, blocks, 132)), [2, 2, 4, 4, 8]);
+        assert_eq!(cluster_of(u32::MAX, 64, 132), 2);
+    }
+}

@@ -1,0 +1,115 @@
+//! Products of the rows of all ranks.
+//!
+//! A stream copies this rank's rows to the others when all ranks have begun the call.
+
+#![allow(unsafe_code)] // passes on addresses, about which callers promise
+
+use symmpool_allocator::{Result, Stream};
+
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, Split};
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::mode::MatmulMode;
+use crate::cuda::layout::params::{MatmulProduct, MatmulWork};
+use crate::host::call::Call;
+use crate::jit::sources::MATMUL_GATHER;
+use crate::{MatmulGather, Rows};
+
+impl CudaEngine {
+    /// Gathers the rows of all ranks, and multiplies them.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are readable or writable on the device until the stream has done the call, and nothing else touches them
+    /// meanwhile; `slots` and `control` are windows, at the same place on all ranks.
+    pub(crate) unsafe fn matmul_gather(
+        &mut self,
+        call: Call,
+        gather: &MatmulGather<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        let work =
+            self.begin_product(gather.check(), |engine| engine.gather_work(gather), stream)?;
+        let product = Product {
+            kernel: &MATMUL_GATHER,
+            dtype: gather.dtype,
+            mode: MatmulMode::new(gather.right_by_rows, gather.out_dtype),
+            call: &call,
+            first_parts: 1,
+            scratch: gather.scratch,
+        };
+        let send = |engine: &mut Self, copies| engine.send_rows(gather, copies);
+        // SAFETY: the caller's promise; maps and slots have the sizes that the products were checked for.
+        unsafe { self.multiply(&product, work, stream, send) }
+    }
+
+    fn gather_work(&self, gather: &MatmulGather<'_>) -> Result<MatmulWork> {
+        let MatmulGather { dtype, rows, batches, inner, .. } = *gather;
+        let world = self.world();
+        let slots = Rows { begin: gather.slots, pitch: gather.left.pitch };
+        let own = self.left_map(dtype, (gather.left, None), (1, rows, inner))?;
+        // A single rank has no slots, and nothing is loaded from them.
+        let left = if world == 1 {
+            own
+        } else {
+            self.left_map(dtype, (slots, None), (world as usize, rows, inner))?
+        };
+        let inner_blocks = (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32;
+        let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
+        for (nth, (product, each)) in products.iter_mut().zip(gather.rights).enumerate() {
+            let right = (each.right, gather.right_by_rows);
+            *product = MatmulProduct {
+                left,
+                right: self.right_map(dtype, right, (inner, each.columns))?,
+                out: self
+                    .out_map(each.out, (world as usize * batches, rows / batches, each.columns))?,
+                right_scale: each.scale,
+                end_column: MatmulGather::tile_columns(&gather.rights[..=nth]) as u32,
+                end_block: inner_blocks,
+            };
+        }
+        Ok(MatmulWork {
+            own,
+            products,
+            left_scale: gather.left_scale,
+            outgoing: gather.left.begin,
+            incoming: gather.slots,
+            part_bytes: gather.part_bytes() as u64,
+            gathered: gather.gathered,
+            control: gather.control,
+            partials: 0,
+            rows: rows as u32,
+            batch_rows: (rows / batches) as u32,
+            inner_blocks,
+            tile_rows: gather.tile_rows() as u32,
+            tile_columns: MatmulGather::tile_columns(gather.rights) as u32,
+            chunk_tiles: gather.chunk_tiles() as u32,
+            chunks: gather.chunks() as u32,
+            factor: 1.0,
+            first_part: 0,
+            end_part: world,
+            split: Split::none(0),
+        })
+    }
+
+    /// Copies this rank's rows to all others, the next one first.
+    fn send_rows(&mut self, gather: &MatmulGather<'_>, copies: Stream) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        let control = Control { begin: gather.control, world: world.into() };
+        let part = gather.part_bytes() as u64;
+        let slot = |of: u32| gather.slots + u64::from(of) * part;
+        self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;
+        for distance in 1..world {
+            let peer = (rank + distance) % world;
+            for chunk in 0..gather.chunks() {
+                let (begin, end) = gather.chunk(chunk);
+                let (from, to) =
+                    (gather.left.begin + begin, self.at_peer(slot(rank) + begin, peer));
+                // SAFETY: the rows are the caller's, and the slots are windows, as it promised.
+                unsafe { self.copy_outside_calls(to, from, end - begin, copies) }?;
+                let sent = control.sent(peer, chunk);
+                self.memory_operations.write_and_await_own(Some(sent), None, copies)?;
+            }
+        }
+        Ok(())
+    }
+}

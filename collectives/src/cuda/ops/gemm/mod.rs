@@ -1,0 +1,278 @@
+//! Products of tensor cores with parts for or of different ranks: kernels of `fused/`, and the copies that run meanwhile.
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | `scatter` | products that are added up over all ranks: `fused/matmul_scatter.cu` |
+//! | `gather` | products of the rows of all ranks: `fused/matmul_gather.cu` |
+//! | `few` | products of few rows, added up over all ranks: `fused/matmul_few.cu` |
+//! | `split` | how tiles that fill no whole wave are divided among the blocks |
+//!
+//! One kernel makes the whole product, if the communicator has the device to itself; it waits at its end for what other
+//! ranks send, on all SMs. Where kernels of other communicators may need SMs meanwhile, two launches make the product: the
+//! second one has the parts that wait, behind a kernel of one block that waits for them. Both give the same bits, and ranks
+//! may differ in it.
+//!
+//! A stream of the engine's sends, by copy engines: one copy at a time, as several share the links, and the first one would
+//! arrive with the last.
+
+#![allow(unsafe_code)] // driver calls on raw addresses
+
+pub(in crate::cuda) mod few;
+mod gather;
+mod scatter;
+mod split;
+
+use std::ffi::c_uint;
+
+use cudarc::driver::sys;
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Error, Result, Stream};
+
+pub(in crate::cuda) use self::split::Split;
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::mode::{KernelMode, MatmulMode};
+use crate::cuda::kernel::modules::cuda;
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::params::{CallParams, MatmulWork, TensorMap};
+use crate::host::call::Call;
+use crate::jit::sources::MATMUL_WAIT;
+use crate::jit::{Arch, Kernel};
+use crate::matmul::{CLUSTER, MOST_CHUNKS, MOST_PARTIAL_TILES, SUMS_BYTES};
+use crate::{DType, ReduceOp, Rows};
+
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_tiles.cuh`.
+pub(in crate::cuda) const SHARED_BYTES: u32 =
+    3 * (128 + 256) * 128 + 65_536 + 2 * 8192 + 32 * 16 + 1024;
+/// Threads of a block.
+const THREADS: u32 = 384;
+/// And of the one that waits.
+const WAIT_THREADS: u32 = 32;
+/// Bytes of a row of a tile in shared memory.
+const BLOCK_BYTES: usize = 128;
+/// Products of a call at most.
+pub(in crate::cuda) const MOST_PRODUCTS: usize = crate::matmul::MOST_PRODUCTS;
+
+/// Where words lie in the control memory: `MatmulControl` in `fused/matmul_work.cuh`.
+struct Control {
+    begin: u64,
+    world: u64,
+}
+
+impl Control {
+    fn sent(&self, rank: u32, chunk: usize) -> u64 {
+        let arrived = 8 * self.world * MOST_CHUNKS as u64;
+        self.begin + 8 + arrived + 8 * Self::of(rank, chunk)
+    }
+
+    fn finished(&self, rank: u32, chunk: usize) -> u64 {
+        let partial = 8 * 2 * MOST_PARTIAL_TILES as u64;
+        self.sent(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
+    }
+
+    fn entered(&self) -> u64 {
+        self.finished(self.world as u32, 0)
+    }
+
+    fn of(rank: u32, chunk: usize) -> u64 {
+        u64::from(rank) * MOST_CHUNKS as u64 + chunk as u64
+    }
+}
+
+/// What decides which kernel makes a product, and how it is launched.
+struct Product<'a> {
+    kernel: &'static Kernel<'static>,
+    dtype: DType,
+    mode: MatmulMode,
+    call: &'a Call,
+    /// Parts that wait for nobody, which a launch can make by itself.
+    first_parts: u32,
+    /// Memory for the sums of helpers.
+    scratch: (u64, usize),
+}
+
+impl Product<'_> {
+    /// How so many tiles are divided among so many blocks, if there is the memory for it.
+    fn split(&self, work: &MatmulWork, tiles: u32, blocks: u32) -> Split {
+        let tiles = tiles / CLUSTER as u32;
+        let split = Split::of(tiles, blocks / CLUSTER as u32, work.inner_blocks);
+        let partial = split.partial_tiles() as usize * CLUSTER;
+        if partial > MOST_PARTIAL_TILES || partial * SUMS_BYTES > self.scratch.1 {
+            return Split::none(tiles);
+        }
+        split
+    }
+}
+
+impl CudaEngine {
+    /// Whether the device multiplies by the instructions that the kernels have.
+    pub(crate) fn has_tensor_kernels(&self) -> bool {
+        Arch::new(9, 0).is_ok_and(|hopper| self.arch() == hopper)
+    }
+
+    fn check_tensor_kernels(&self) -> Result<()> {
+        if self.has_tensor_kernels() {
+            return Ok(());
+        }
+        Err(Error::unsupported(format!(
+            "a product of tensor cores on rank {}: its kernel is for devices of compute capability 9.0, and this one is of {}",
+            self.rank(),
+            self.arch()
+        )))
+    }
+
+    /// Begins a call, and returns what its kernel is given. What this rank cannot make is an error on all ranks.
+    fn begin_product<T>(
+        &mut self,
+        checked: Result<()>,
+        work: impl FnOnce(&Self) -> Result<T>,
+        stream: Stream,
+    ) -> Result<T> {
+        self.begin(stream)?;
+        let found = checked.and_then(|()| self.check_tensor_kernels()).and_then(|()| work(self));
+        found.map_err(|why| self.decline(why, stream))
+    }
+
+    /// Makes all parts of a product on `stream`, and sends meanwhile by what `send` puts on the stream for that.
+    ///
+    /// # Safety
+    ///
+    /// `work` is what the kernel takes, with all of its memory valid until the stream has done the call.
+    unsafe fn multiply(
+        &mut self,
+        product: &Product<'_>,
+        work: MatmulWork,
+        stream: Stream,
+        send: impl FnOnce(&mut Self, Stream) -> Result<()>,
+    ) -> Result<()> {
+        let world = self.world();
+        let kernel = self.kernel(KernelSpec {
+            mode: KernelMode::Matmul(product.mode),
+            threads: THREADS,
+            ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
+        })?;
+        let in_two = world > 1 && !kernel.budget.early;
+        tracing::debug!(kernel = product.kernel.name, in_two, "a product by tensor cores");
+        // Loaded before anything is on streams: loading may wait for what runs.
+        let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
+        let wait = if in_two { Some(self.kernel(wait)?) } else { None };
+        let params = CallParams::of(product.call);
+        let most = (kernel.processors / CLUSTER as u32).max(1) * CLUSTER as u32;
+        let tiles = work.tile_rows * work.tile_columns;
+        // All blocks, also of a launch that has fewer tiles: what each of them helps with must not depend on it.
+        let grid = ((world * tiles).min(most), THREADS);
+        let first_parts = if in_two { product.first_parts } else { world };
+        let split = product.split(&work, world * tiles, grid.0);
+        let work = MatmulWork { partials: product.scratch.0, split, ..work };
+        let copies = self.copy_stream;
+        if world > 1 {
+            // What peers wrote or read in an earlier call is over when this one begins, also for the copies.
+            self.fork(stream, copies)?;
+            // The kernel waits for the copies.
+            self.switch_to(stream)?;
+            self.mark_earlier_calls(stream)?;
+        }
+        let first = MatmulWork { first_part: 0, end_part: first_parts, ..work };
+        let rest = MatmulWork { first_part: first_parts, end_part: world, ..work };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with_work(kernel, grid, &params, &first, stream) }?;
+        if world == 1 {
+            return Ok(());
+        }
+        send(self, copies)?;
+        if let Some(wait) = wait {
+            let one = (1, WAIT_THREADS);
+            // SAFETY: as above.
+            unsafe { self.launch_rest(wait, one, &params, &rest, stream) }?;
+            // SAFETY: as above.
+            unsafe { self.launch_rest(kernel, grid, &params, &rest, stream) }?;
+        }
+        self.fork(copies, stream)?;
+        // Copies to peers may end after the kernel does, and read what the next call's kernel writes.
+        self.extend_order(stream)
+    }
+
+    /// Describes a right matrix.
+    fn right_map(
+        &self,
+        dtype: DType,
+        (right, by_rows): (Rows, bool),
+        (inner, columns): (usize, usize),
+    ) -> Result<TensorMap> {
+        let size = dtype.size();
+        let across = BLOCK_BYTES / size;
+        // There is one part.
+        let right = (right, right.pitch);
+        if by_rows {
+            self.tensor_map(right, (1, inner, columns), (64, across, size))
+        } else {
+            self.tensor_map(right, (1, columns, inner), (128, across, size))
+        }
+    }
+
+    /// Describes a left matrix of so many parts, rows of each, and columns. The parts lie one after the other, or at a distance
+    /// in bytes.
+    fn left_map(
+        &self,
+        dtype: DType,
+        (left, part_pitch): (Rows, Option<u64>),
+        sizes: (usize, usize, usize),
+    ) -> Result<TensorMap> {
+        let size = dtype.size();
+        let part_pitch = part_pitch.unwrap_or(sizes.1 as u64 * left.pitch);
+        self.tensor_map((left, part_pitch), sizes, (128, BLOCK_BYTES / size, size))
+    }
+
+    /// Describes a result of so many parts, rows of each and columns.
+    fn out_map(&self, out: Rows, sizes: (usize, usize, usize)) -> Result<TensorMap> {
+        self.tensor_map((out, sizes.1 as u64 * out.pitch), sizes, (64, 64, 2))
+    }
+
+    /// Describes a matrix of `parts` times so many rows, and so many columns, which is copied in boxes of `box_rows` rows and
+    /// `box_columns` columns of elements of `size` bytes. Parts begin at a distance of `part_pitch` bytes, and no box has rows
+    /// of two of them.
+    fn tensor_map(
+        &self,
+        (matrix, part_pitch): (Rows, u64),
+        (parts, rows, columns): (usize, usize, usize),
+        (box_rows, box_columns, size): (usize, usize, usize),
+    ) -> Result<TensorMap> {
+        use sys::CUtensorMapDataType as Type;
+        let mut map = TensorMap([0; 16]);
+        // The type decides only what is added where copies reduce, which none does here.
+        let kind = if size == 1 {
+            Type::CU_TENSOR_MAP_DATA_TYPE_UINT8
+        } else {
+            Type::CU_TENSOR_MAP_DATA_TYPE_UINT16
+        };
+        let sizes = [columns as u64, rows as u64, parts as u64];
+        let pitches = [matrix.pitch, part_pitch];
+        let (boxes, steps) = ([box_columns as u32, box_rows as u32, 1], [1_u32; 3]);
+        let swizzle = sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B as c_uint;
+        let promotion = sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B as c_uint;
+        let api = self.api;
+        cuda(self.pool.driver())?.with_context(|| {
+            // SAFETY: the map is 128 bytes at a multiple of 64, and the arrays have three members each, of which the pitches
+            // need two; the matrix's address is only noted.
+            let code = unsafe {
+                (api.tensor_map)(
+                    (&raw mut map).cast(),
+                    kind as c_uint,
+                    3,
+                    matrix.begin,
+                    sizes.as_ptr(),
+                    pitches.as_ptr(),
+                    boxes.as_ptr(),
+                    steps.as_ptr(),
+                    0,
+                    swizzle,
+                    promotion,
+                    0,
+                )
+            };
+            CudaDriver::check(code, || {
+                format!("describing {matrix:?} of {parts} x {rows} x {columns} elements")
+            })
+        })?;
+        Ok(map)
+    }
+}

@@ -1,0 +1,120 @@
+//! Products whose parts are added up over all ranks.
+//!
+//! A stream waits, by memory operations, for chunks of the product that are for other ranks, and copies them.
+
+#![allow(unsafe_code)] // passes on addresses, about which callers promise
+
+use symmpool_allocator::{Result, Stream};
+
+use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, Split};
+use crate::MatmulScatter;
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::mode::MatmulMode;
+use crate::cuda::layout::params::{MatmulProduct, MatmulWork, TensorMap};
+use crate::host::call::Call;
+use crate::jit::sources::MATMUL_SCATTER;
+use crate::matmul::TILE_BYTES;
+
+impl CudaEngine {
+    /// Makes a product, and adds up each rank's part of it over all ranks.
+    ///
+    /// # Safety
+    ///
+    /// The matrices are readable or writable on the device until the stream has done the call, and nothing else touches them
+    /// meanwhile; `parts` and `control` are windows, at the same place on all ranks.
+    pub(crate) unsafe fn matmul_scatter(
+        &mut self,
+        call: Call,
+        scatter: &MatmulScatter<'_>,
+        stream: Stream,
+    ) -> Result<()> {
+        let work =
+            self.begin_product(scatter.check(), |engine| engine.scatter_work(scatter), stream)?;
+        let product = Product {
+            kernel: &MATMUL_SCATTER,
+            dtype: scatter.dtype,
+            mode: MatmulMode::new(scatter.right_by_rows, scatter.out_dtype),
+            call: &call,
+            first_parts: self.world() - 1,
+            scratch: scatter.scratch,
+        };
+        let send = |engine: &mut Self, copies| engine.send_products(scatter, copies);
+        // SAFETY: the caller's promise; maps and parts have the sizes that the product was checked for.
+        unsafe { self.multiply(&product, work, stream, send) }
+    }
+
+    fn scatter_work(&self, scatter: &MatmulScatter<'_>) -> Result<MatmulWork> {
+        let MatmulScatter { dtype, rows, columns, batches, .. } = *scatter;
+        let (world, part) = (self.world(), scatter.part_bytes() as u64);
+        let (tile_rows, tile_columns) = scatter.tiles();
+        let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
+        let mut inner_blocks = 0;
+        for (product, term) in products.iter_mut().zip(scatter.terms) {
+            let inner = term.inner;
+            inner_blocks += (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32;
+            let left = (term.left, (batches > 1).then_some(term.batch_pitch));
+            let right = (term.right, scatter.right_by_rows);
+            let batch_rows = world as usize * rows / batches;
+            *product = MatmulProduct {
+                left: self.left_map(dtype, left, (batches, batch_rows, inner))?,
+                right: self.right_map(dtype, right, (inner, columns))?,
+                end_block: inner_blocks,
+                ..MatmulProduct::NONE
+            };
+        }
+        products[0].out = self.out_map(scatter.out, (batches, rows / batches, columns))?;
+        products[0].right_scale = scatter.scales.1;
+        Ok(MatmulWork {
+            own: TensorMap::NONE,
+            products,
+            left_scale: scatter.scales.0,
+            outgoing: scatter.parts,
+            incoming: scatter.parts + u64::from(world - 1) * part,
+            part_bytes: part,
+            gathered: 0,
+            control: scatter.control,
+            partials: 0,
+            rows: rows as u32,
+            batch_rows: (rows / batches) as u32,
+            inner_blocks,
+            tile_rows: tile_rows as u32,
+            tile_columns: tile_columns as u32,
+            chunk_tiles: scatter.chunk_tiles(world) as u32,
+            chunks: scatter.chunks(world) as u32,
+            factor: if scatter.mean { 1.0 / world as f32 } else { 1.0 },
+            first_part: 0,
+            end_part: world,
+            split: Split::none(0),
+        })
+    }
+
+    /// Copies each chunk to its rank when the kernel has made it.
+    fn send_products(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        let control = Control { begin: scatter.control, world: world.into() };
+        let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles(world));
+        let all = part / TILE_BYTES;
+        self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;
+        let mut sent = None;
+        for distance in 1..world {
+            let peer = (rank + distance) % world;
+            for chunk in 0..scatter.chunks(world) {
+                let tiles = each.min(all - chunk * each);
+                // Both halves of every tile.
+                let halves = 2 * tiles as u32;
+                let finished = (control.finished(peer, chunk), halves);
+                self.memory_operations.write_and_await_own(sent, Some(finished), copies)?;
+                let within = (chunk * each * TILE_BYTES) as u64;
+                let from = scatter.parts + u64::from(distance - 1) * part as u64 + within;
+                // The peer counts from itself on too.
+                let theirs = u64::from(world - 1) + u64::from(world - distance - 1);
+                let to = scatter.parts + theirs * part as u64 + within;
+                let bytes = (tiles * TILE_BYTES) as u64;
+                // SAFETY: both are within the parts, which the caller promised are windows.
+                unsafe { self.copy_outside_calls(self.at_peer(to, peer), from, bytes, copies) }?;
+                sent = Some(control.sent(peer, chunk));
+            }
+        }
+        self.memory_operations.write_and_await_own(sent, None, copies)
+    }
+}

@@ -1,0 +1,47 @@
+//! The kernel of a rank's program of a plan: its key, its source, and compiling it ahead of calls.
+
+use super::all_reduce::THREADS;
+use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::generated_kernel::{MadeKernel, MadeSource};
+use crate::plan::{CheckedPlan, cuda};
+use crate::{DType, ReduceOp};
+
+/// What the kernel of a rank of the plan is known by. Of plans that only move data there is one for all types.
+pub(in crate::cuda) fn key(
+    checked: &CheckedPlan,
+    world: u32,
+    of_plan: u32,
+    (dtype, op): (DType, ReduceOp),
+) -> MadeKernel {
+    let reduces = checked.plan().collective.reduces();
+    let (dtype, op) = if reduces { (dtype, op) } else { (DType::U8, ReduceOp::Sum) };
+    let (dtype, op, hash) = (dtype as u8, op as u8, checked.hash());
+    MadeKernel { world, hash, rank: of_plan, dtype, op, threads: THREADS }
+}
+
+/// The source of that kernel.
+pub(in crate::cuda) fn source(checked: &CheckedPlan, of_plan: u32) -> MadeSource {
+    MadeSource {
+        name: checked.plan().name.clone(),
+        path: "plan.cu".to_owned(),
+        entry: cuda::ENTRY.to_owned(),
+        source: cuda::source(checked, checked.schedule(), of_plan),
+    }
+}
+
+impl CudaEngine {
+    /// Compiles this rank's kernels of plans, for calls with these roots, several at a time. An error occurs again in the
+    /// call that needs the kernel.
+    pub(crate) fn compile_plans(
+        &self,
+        plans: &[(&CheckedPlan, DType, ReduceOp, u32)],
+        threads: usize,
+    ) {
+        let (rank, world) = (self.rank(), self.world());
+        let kernel = |(checked, dtype, op, root): &(&CheckedPlan, DType, ReduceOp, u32)| {
+            let of_plan = (rank + world - root % world) % world;
+            (key(checked, world, of_plan, (*dtype, *op)), source(checked, of_plan))
+        };
+        self.compile_made(&plans.iter().map(kernel).collect::<Vec<_>>(), threads);
+    }
+}
