@@ -42,16 +42,16 @@ use self::rehearsal::Rehearsal;
 use self::stream_order::{CallEvents, StreamOrder};
 use super::driver::api::{Api, Handle};
 use super::kernel::kernels::Kernels;
-use super::kernel::modules;
 use super::kernel::modules::Modules;
 use super::kernel::sm_budget::BudgetOptions;
 use super::kernel::spec::KernelSpec;
-use super::layout::footprint::Footprint;
+use super::layout::p2p_layout::P2p;
+use super::layout::params::Footprint;
 use super::layout::params::{CallParams, ChannelEnd, Comm, Control};
-use super::ops::p2p::P2p;
-use super::select::algorithms::Exchange;
+use super::select::exchange::Exchange;
 use super::select::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
+use crate::cuda::driver::api::cuda;
 use crate::host::call::{Call, Operation};
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
@@ -158,7 +158,7 @@ impl CudaEngine {
 
     /// The device's ordinal in this process.
     pub(super) fn ordinal(&self) -> Result<u32> {
-        Ok(cuda(&self.pool)?.facts().ordinal)
+        Ok(cuda(self.pool.driver())?.facts().ordinal)
     }
 
     /// Why all calls fail, if they do.
@@ -239,7 +239,7 @@ impl CudaEngine {
     /// Waits until the stream has done what was put on it, and says what went wrong there.
     pub(crate) fn synchronize(&mut self, stream: Stream) -> Result<()> {
         self.maker.check("a communicator")?;
-        let driver = cuda(&self.pool)?;
+        let driver = cuda(self.pool.driver())?;
         let api = self.api;
         driver.stream_handle(stream)?;
         driver.with_context(|| api.synchronize(stream))?;
@@ -258,20 +258,21 @@ impl CudaEngine {
     /// Whether the stream has done what was put on it.
     pub(crate) fn is_idle(&self, stream: Stream) -> Result<bool> {
         let api = self.api;
-        cuda(&self.pool)?.with_context(|| api.is_idle(stream))
+        cuda(self.pool.driver())?.with_context(|| api.is_idle(stream))
     }
 
     /// The same of a stream that is not captured, by a thread that may capture another one.
     pub(crate) fn is_done(&self, stream: Stream) -> Result<bool> {
         let api = self.api;
-        cuda(&self.pool)?.with_context_unordered(|| api.is_idle(stream))
+        cuda(self.pool.driver())?.with_context_unordered(|| api.is_idle(stream))
     }
 
     /// Makes the place where dispatches to experts tell the host sizes, ahead of them: it may wait for the device.
     pub(super) fn make_sizes(&mut self) -> Result<()> {
         if self.sizes.is_none() {
             let api = self.api;
-            self.sizes = Some(cuda(&self.pool)?.with_context_unordered(|| Sizes::new(api))?);
+            self.sizes =
+                Some(cuda(self.pool.driver())?.with_context_unordered(|| Sizes::new(api))?);
         }
         Ok(())
     }
@@ -341,7 +342,7 @@ impl Drop for CudaEngine {
     /// Waits for the device: kernels under way use the control block and the fault record.
     fn drop(&mut self) {
         self.report_at_the_end();
-        let Ok(driver) = cuda(&self.pool) else { return };
+        let Ok(driver) = cuda(self.pool.driver()) else { return };
         let (api, sizes) = (self.api, self.sizes.take());
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams =
@@ -384,8 +385,4 @@ impl fmt::Debug for CudaEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudaEngine").field("comm", &self.comm).finish_non_exhaustive()
     }
-}
-
-fn cuda(pool: &Pool) -> Result<&CudaDriver> {
-    modules::cuda(pool.driver())
 }

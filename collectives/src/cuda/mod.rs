@@ -24,8 +24,9 @@ pub(crate) use self::engine::rehearsal::{Lifts, Rehearsed};
 pub(crate) use self::kernel::sm_budget::BudgetOptions;
 pub use self::kernel::sm_budget::share_sms;
 pub(crate) use self::layout::footprint::{
-    Footprint, Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
+    Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
     communicator_bytes, growing_bytes, requested_total,
 };
+pub(crate) use self::layout::params::Footprint;
 pub(crate) use self::select::constraints::fits_lamport;
 pub(crate) use engine::{Area, CudaEngine, CudaOptions, ReadyKernels};

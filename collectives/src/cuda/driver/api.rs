@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Driver, Error, Result, Stream};
 
 /// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`, `CUevent`) that is passed on, never followed.
 pub(in crate::cuda) type Handle = usize;
@@ -159,4 +159,14 @@ impl Api {
         CudaDriver::check(code, || "asking whether a stream is idle".to_owned())?;
         Ok(true)
     }
+}
+
+/// The CUDA driver of a pool's memory.
+pub(in crate::cuda) fn cuda(driver: &Driver) -> Result<&CudaDriver> {
+    driver.as_cuda().ok_or_else(|| {
+        Error::unsupported(format!(
+            "a communicator over memory of the {} driver: kernels run on CUDA devices",
+            driver.name()
+        ))
+    })
 }

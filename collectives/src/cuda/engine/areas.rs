@@ -11,8 +11,9 @@
 
 use symmpool_allocator::{Block, Result};
 
-use super::{CudaEngine, cuda};
-use crate::cuda::layout::footprint::Footprint;
+use super::CudaEngine;
+use crate::cuda::driver::api::cuda;
+use crate::cuda::layout::params::Footprint;
 use crate::cuda::layout::params::{Control, LOCAL_AREAS};
 
 /// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
@@ -195,7 +196,7 @@ impl CudaEngine {
 
     /// Bytes of the device that nobody has.
     pub(crate) fn free_bytes(&self) -> Result<u64> {
-        cuda(&self.pool)?.memory_info().map(|(free, _)| free)
+        cuda(self.pool.driver())?.memory_info().map(|(free, _)| free)
     }
 
     /// Fills such a block as kernels expect it, before peers can see it. Waits for nothing that calls have put on the device,
@@ -204,7 +205,7 @@ impl CudaEngine {
     pub(crate) fn prepare_growth(&self, block: &Block<u8>) -> Result<()> {
         let Some(large) = self.areas.grown(0) else { return Ok(()) };
         let (at, api, stream) = (block.address(), self.api, self.copy_stream);
-        cuda(&self.pool)?.with_context(|| {
+        cuda(self.pool.driver())?.with_context(|| {
             for (begin, word, bytes) in initial_data(&large) {
                 // SAFETY: a part of a block that the caller holds, of which no other rank knows; parts begin and end at
                 // multiples of 4096.
@@ -225,7 +226,7 @@ impl CudaEngine {
         let own = self.pool.layout().address(self.comm.rank, self.comm.control) + LOCAL_AREAS;
         let words = areas.into_iter().flatten().flat_map(|word| [word as u32, (word >> 32) as u32]);
         let (api, stream) = (self.api, self.copy_stream);
-        cuda(&self.pool)?.with_context(|| {
+        cuda(self.pool.driver())?.with_context(|| {
             for (nth, word) in (0..).zip(words) {
                 // SAFETY: words of the control block that only this rank's kernels read, none of which runs: the call
                 // before has ended, and the next one comes behind this.

@@ -20,13 +20,14 @@ use std::time::Duration;
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use super::CudaEngine;
 use super::areas::Area;
-use super::{CudaEngine, cuda};
+use crate::cuda::driver::api::cuda;
 use crate::cuda::layout::fault::halfway_reason;
+use crate::cuda::layout::p2p_layout::end_of_messages;
 use crate::cuda::layout::params::{
     CallParams, DEPARTURE_REASON, DEPARTURE_WHEN, FAILED_ON_HOST, LOCAL_FAILED,
 };
-use crate::cuda::ops::p2p::end_of_messages;
 use crate::host::call::{Call, Operation};
 use crate::p2p::Direction;
 
@@ -222,7 +223,7 @@ impl CudaEngine {
         if self.is_capturing(stream) {
             return Ok(());
         }
-        self.events.mark(self.api, cuda(&self.pool)?, stream)?;
+        self.events.mark(self.api, cuda(self.pool.driver())?, stream)?;
         self.progress.is_marked = true;
         Ok(())
     }
@@ -232,7 +233,7 @@ impl CudaEngine {
         let (rank, world, api) = (self.rank(), self.world(), self.api);
         let own = self.stream_of_reports()?;
         if self.progress.is_marked {
-            self.events.wait_for_mark(api, cuda(&self.pool)?, own)?;
+            self.events.wait_for_mark(api, cuda(self.pool.driver())?, own)?;
         } else {
             self.switch_to(own)?;
         }
@@ -243,7 +244,7 @@ impl CudaEngine {
         let theirs = peers.flat_map(|at| words.map(|(offset, word)| (at + offset, word)));
         // Kernels of this rank do not wait for what does not come either.
         let mine = (layout.address(rank, self.comm.control + LOCAL_FAILED), FAILED_ON_HOST);
-        cuda(&self.pool)?.with_context_unordered(|| {
+        cuda(self.pool.driver())?.with_context_unordered(|| {
             theirs.chain([mine]).try_for_each(|(at, word)| {
                 // SAFETY: words of control blocks, which stay mapped until the engine has waited for the device. Peers' words
                 // are written by this rank alone, and its own by kernels that write what says the same.
@@ -379,7 +380,7 @@ impl CudaEngine {
             return Ok(stream);
         }
         let api = self.api;
-        let made = cuda(&self.pool)?.with_context_unordered(|| api.stream())?;
+        let made = cuda(self.pool.driver())?.with_context_unordered(|| api.stream())?;
         Ok(*self.progress.stream.insert(made))
     }
 }

@@ -5,10 +5,11 @@
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Result, Stream};
 
-use super::{CudaEngine, cuda};
+use super::CudaEngine;
 use crate::cuda::driver::api::Handle;
+use crate::cuda::driver::api::cuda;
 use crate::cuda::kernel::generated_kernel::{MadeKernel, MadeSource};
-use crate::cuda::kernel::kernels::LoadedKernel;
+use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::{BARRIER_THREADS, KernelSpec};
 use crate::cuda::layout::params::{CallParams, Comm, Traffic};
 use crate::host::call::Call;
@@ -143,7 +144,7 @@ impl CudaEngine {
             rehearsal.launch(&kernel, grid);
             return Ok(());
         }
-        cuda(&self.pool)?.with_context(|| {
+        cuda(self.pool.driver())?.with_context(|| {
             // SAFETY: as the caller promised.
             unsafe { self.kernels.launch(kernel, grid, stream, comm, params, traffic) }
         })
@@ -192,7 +193,7 @@ impl CudaEngine {
             return Ok(());
         }
         let both = (&self.comm, params);
-        cuda(&self.pool)?.with_context(|| {
+        cuda(self.pool.driver())?.with_context(|| {
             // SAFETY: as the caller promised.
             unsafe { self.kernels.launch_with_work(kernel, grid, stream, both, work) }
         })?;
@@ -238,7 +239,7 @@ impl CudaEngine {
             return Ok(());
         }
         let api = self.api;
-        cuda(&self.pool)?.with_context(|| {
+        cuda(self.pool.driver())?.with_context(|| {
             // SAFETY: the caller's promise; the stream is live.
             let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as Handle) };
             CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))

@@ -25,19 +25,15 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result, Stream};
 
 use super::failure::Failure;
+use crate::cuda::driver::api::cuda;
 use crate::cuda::driver::api::{Api, Handle};
 use crate::cuda::driver::pinned_words::Words;
-use crate::cuda::kernel::modules;
 use crate::cuda::layout::fault::Record;
+use crate::cuda::layout::memory_channels::Flag;
+use crate::cuda::layout::memory_channels::MEMORY_CHANNELS;
+use crate::cuda::layout::memory_channels::MemoryFlags;
 use crate::cuda::layout::params::{Control, DEPARTURE, FAILED_ON_HOST, LOCAL_FAILED};
-use crate::cuda::ops::copy_engine::pieces::CHANNELS_OF_PIECES;
-use crate::signal::channel::CHANNELS;
 
-/// Channels of memory operations between two ranks in each direction: those of programs, behind them as many for fused
-/// operators, and then those of collectives by copy engines.
-pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + CHANNELS_OF_PIECES;
-/// The first channel of collectives by copy engines.
-pub(in crate::cuda) const PIECE_CHANNELS: u32 = 2 * CHANNELS;
 /// How often the thread looks at waits.
 const LOOK: Duration = Duration::from_millis(50);
 /// How often it ends all waits of a communicator that has failed, and for how long after it saw the last one: streams may
@@ -63,39 +59,6 @@ static PROCESS_ENDS: Mutex<bool> = Mutex::new(false);
 /// afterwards have no end of their own.
 pub fn end_watching() {
     *PROCESS_ENDS.lock().unwrap_or_else(PoisonError::into_inner) = true;
-}
-
-/// Which of the two flags that a rank has for a peer and a channel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) enum Flag {
-    /// 1 while a signal of the peer was not taken yet.
-    Arrived,
-    /// 1 while the peer has not taken this rank's last signal.
-    Untaken,
-}
-
-/// Where flags of memory operations lie in a control block.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::cuda) struct MemoryFlags {
-    /// Where they begin: two flags for each rank and channel.
-    begin: u64,
-}
-
-impl MemoryFlags {
-    pub(in crate::cuda) fn new(begin: u64) -> Self {
-        Self { begin }
-    }
-
-    /// Bytes that they take for so many ranks.
-    pub(in crate::cuda) const fn bytes(world: u32) -> u64 {
-        8 * world as u64 * MEMORY_CHANNELS as u64
-    }
-
-    /// The flag that a rank has for `peer`.
-    fn at(self, peer: u32, channel: u32, flag: Flag) -> u64 {
-        let pair = u64::from(peer) * u64::from(MEMORY_CHANNELS) + u64::from(channel);
-        self.begin + 8 * pair + 4 * u64::from(flag == Flag::Untaken)
-    }
 }
 
 /// One operation of a batch.
@@ -319,7 +282,7 @@ impl Shared {
     }
 
     fn put(&self, steps: &[Step], stream: Stream) -> Result<()> {
-        modules::cuda(self.pool.driver())?.with_context(|| put(self.api, steps, stream))
+        cuda(self.pool.driver())?.with_context(|| put(self.api, steps, stream))
     }
 
     fn put_wait(
@@ -421,7 +384,7 @@ impl Shared {
             }
         }
         let (api, stream, bytes) = (self.api, self.stream, 4 * words.len());
-        modules::cuda(self.pool.driver())?.with_context_unordered(|| {
+        cuda(self.pool.driver())?.with_context_unordered(|| {
             // A device whose streams share a queue may not come to the last copy while one of them waits.
             if !api.is_idle(stream)? {
                 return Ok(());
@@ -452,7 +415,7 @@ impl Shared {
         let failed = Step::Write(self.control + LOCAL_FAILED, FAILED_ON_HOST);
         let done = Step::Write(self.words.address(last), *batch);
         let steps: Vec<Step> = std::iter::once(failed).chain(writes).chain([done]).collect();
-        let driver = modules::cuda(self.pool.driver())?;
+        let driver = cuda(self.pool.driver())?;
         driver.with_context_unordered(|| {
             steps.chunks(MOST_STEPS).try_for_each(|some| put(self.api, some, self.stream))
         })

@@ -9,8 +9,9 @@ use std::cell::RefCell;
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use super::{Area, CudaEngine};
-use crate::cuda::kernel::kernels::LoadedKernel;
+
 use crate::cuda::kernel::sm_budget::{Lifted, SmBudget};
 use crate::cuda::layout::params::{Comm, Control};
 

@@ -14,17 +14,17 @@ use super::decline::Progress;
 use super::failure::{Alive, Failure};
 use super::memory_operations::MemoryOperations;
 use super::stream_order::{CallEvents, StreamOrder};
-use super::{CudaEngine, CudaOptions, ReadyKernels, cuda};
+use super::{CudaEngine, CudaOptions, ReadyKernels};
 use crate::DType;
 use crate::cuda::driver::api::Api;
+use crate::cuda::driver::api::cuda;
 use crate::cuda::kernel::kernels::Kernels;
 use crate::cuda::kernel::modules::Modules;
 use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::p2p_layout::{P2p, P2pLayout, prepare};
 use crate::cuda::layout::params::Control;
-use crate::cuda::ops::p2p;
-use crate::cuda::ops::p2p::{P2p, P2pLayout};
-use crate::cuda::select::algorithms::Exchange;
 use crate::cuda::select::constraints::{AllReduceShape, directly_linked};
+use crate::cuda::select::exchange::Exchange;
 use crate::cuda::select::table::MeasuredTable;
 use crate::timeout::Timeout;
 
@@ -49,7 +49,7 @@ impl CudaEngine {
         block: &Block<u8>,
         options: &CudaOptions,
     ) -> Result<ReadyKernels> {
-        let driver = cuda(pool)?;
+        let driver = cuda(pool.driver())?;
         let control = Control::new(pool.world(), options.footprint)?;
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
             return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
@@ -64,7 +64,7 @@ impl CudaEngine {
                 P2pLayout::new(pool.world(), control.data_end(), options.footprint.staging);
             let (words, words_bytes) = layout.zeroed();
             fill(driver, block.address() + words, 0, words_bytes)?;
-            p2p::prepare(driver, block.address(), layout)?;
+            prepare(driver, block.address(), layout)?;
         }
         let modules = Modules::of(pool.driver())?;
         let usual = AllReduceShape {
@@ -94,7 +94,7 @@ impl CudaEngine {
         ReadyKernels(modules): ReadyKernels,
         alive: Alive,
     ) -> Result<Self> {
-        let driver = cuda(pool)?;
+        let driver = cuda(pool.driver())?;
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.footprint)?;

@@ -2,15 +2,16 @@
 
 use symmpool_allocator::{Pool, Result, Stream};
 
+use super::CudaEngine;
 use super::stream_order::CudaEvents;
-use super::{CudaEngine, cuda};
 use crate::cuda::driver::api::Api;
-use crate::cuda::kernel::kernels::LoadedKernel;
+use crate::cuda::driver::api::cuda;
+use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::layout::params::ChannelEnd;
 
 /// What the order of calls needs of the device.
 fn events<'a>(api: &'a Api, pool: &'a Pool) -> Result<CudaEvents<'a>> {
-    Ok(CudaEvents { api, driver: cuda(pool)? })
+    Ok(CudaEvents { api, driver: cuda(pool.driver())? })
 }
 
 impl CudaEngine {
@@ -67,7 +68,7 @@ impl CudaEngine {
 
     /// Lets go of the order of operations on a set of channels, by its address.
     pub(crate) fn forget_channel_set(&mut self, set: u64) {
-        let Ok(driver) = cuda(&self.pool) else { return };
+        let Ok(driver) = cuda(self.pool.driver()) else { return };
         let (api, channels) = (self.api, &mut self.channels);
         // Events that cannot be destroyed now are lost; the driver takes them away with the context.
         let _ = driver.with_context(|| {
@@ -100,7 +101,7 @@ impl CudaEngine {
         if self.is_rehearsing() {
             return Ok(());
         }
-        self.events.record(self.api, cuda(&self.pool)?, number, stream)
+        self.events.record(self.api, cuda(self.pool.driver())?, number, stream)
     }
 
     /// Puts all that comes on the stream from now on behind what an event was recorded behind.
@@ -108,12 +109,12 @@ impl CudaEngine {
         if self.is_rehearsing() {
             return Ok(());
         }
-        self.events.wait(self.api, cuda(&self.pool)?, number, stream)
+        self.events.wait(self.api, cuda(self.pool.driver())?, number, stream)
     }
 
     /// Refuses a stream that is none of a device.
     pub(in super::super) fn check_stream(&self, stream: Stream) -> Result<()> {
-        cuda(&self.pool)?.stream_handle(stream).map(drop)
+        cuda(self.pool.driver())?.stream_handle(stream).map(drop)
     }
 
     /// Makes a stream wait for what another one has been given within a call, in graphs too.
@@ -121,6 +122,6 @@ impl CudaEngine {
         if self.is_rehearsing() {
             return Ok(());
         }
-        self.events.fork(self.api, cuda(&self.pool)?, from, to)
+        self.events.fork(self.api, cuda(self.pool.driver())?, from, to)
     }
 }

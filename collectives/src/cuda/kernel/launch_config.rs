@@ -1,6 +1,6 @@
 //! The launch configuration of a kernel: how many blocks of how many threads.
 
-use super::kernels::LoadedKernel;
+use super::loaded_kernel::LoadedKernel;
 
 /// How many blocks of how many threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl LaunchConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::kernel::kernels::SIZES;
+    use crate::cuda::kernel::loaded_kernel::SIZES;
 
     /// A kernel of 512 threads of 64 registers, on a device whose processors hold so many threads and blocks each.
     fn kernel(processors: u32, threads: u32, blocks: u32) -> LoadedKernel {

@@ -3,6 +3,14 @@
 use crate::matmul::CLUSTER;
 use crate::{DType, NormOutput};
 
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_tiles.cuh`.
+const GEMM_SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 2 * 8192 + 32 * 16 + 1024;
+
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_few.cu`.
+const fn gemm_few_shared_bytes(tokens: u32) -> u32 {
+    8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + 2 * 8 * 16 + 1024
+}
+
 /// A kernel's file and what it is compiled to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) enum KernelMode {
@@ -119,8 +127,8 @@ impl KernelMode {
     /// Bytes of shared memory that a launch asks for.
     pub(in crate::cuda) fn shared_bytes(self) -> u32 {
         match self {
-            Self::Matmul(_) => crate::cuda::ops::gemm::SHARED_BYTES,
-            Self::FewRows(mode) => crate::cuda::ops::gemm::few::shared_bytes(mode.tokens),
+            Self::Matmul(_) => GEMM_SHARED_BYTES,
+            Self::FewRows(mode) => gemm_few_shared_bytes(mode.tokens),
             _ => 0,
         }
     }

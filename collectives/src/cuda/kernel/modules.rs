@@ -19,8 +19,9 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result};
 
 use super::generated_kernel::{MadeKernel, MadeSource};
-use super::kernels::{LoadedKernel, SIZES};
+use super::loaded_kernel::{LoadedKernel, SIZES};
 use super::spec::KernelSpec;
+use crate::cuda::driver::api::cuda;
 use crate::cuda::driver::api::{Api, Handle};
 use crate::cuda::layout::fault::RECORD_BYTES;
 use crate::cuda::layout::params::{
@@ -57,16 +58,6 @@ fn jit(driver: &CudaDriver) -> &'static Jit {
     JIT.get_or_init(|| {
         let driver_major = Some(driver.facts().driver_version / 1000);
         Jit::new(JitOptions { driver_major, ..JitOptions::from_env() })
-    })
-}
-
-/// The CUDA driver of a pool's memory.
-pub(in crate::cuda) fn cuda(driver: &Driver) -> Result<&CudaDriver> {
-    driver.as_cuda().ok_or_else(|| {
-        Error::unsupported(format!(
-            "a communicator over memory of the {} driver: kernels run on CUDA devices",
-            driver.name()
-        ))
     })
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use symmpool_allocator::Error;
 
-use crate::cuda::engine::memory_operations::{MEMORY_CHANNELS, PIECE_CHANNELS};
+use super::memory_channels::{MEMORY_CHANNELS, PIECE_CHANNELS};
 use crate::host::call::{Call, mismatch_of_two};
 use crate::p2p::{Afterwards, Payload, payloads_differ, refused_elsewhere};
 use crate::signal::channel::CHANNELS;

@@ -11,6 +11,7 @@ use std::ffi::OsStr;
 use symmpool_allocator::{Error, Result};
 
 use super::params::{Control, LOCAL};
+use crate::cuda::layout::params::Footprint;
 use crate::signal::channel::CHANNELS;
 
 /// Bytes of a communicator where nothing else was requested: as much as its parts have use for.
@@ -52,29 +53,7 @@ pub(crate) struct Requested {
     pub(crate) scratch: Option<u64>,
 }
 
-/// Bytes of the parts of a communicator's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Footprint {
-    /// The LL inbox in each parity, of which half are data.
-    pub(in crate::cuda) ll: u64,
-    /// The LL128 inbox in each parity, whose lines of 128 bytes have 120 bytes of data.
-    pub(in crate::cuda) ll128: u64,
-    /// The escaped Lamport inbox in each parity; its escape marks take a sixteenth more.
-    pub(in crate::cuda) escaped: u64,
-    /// Each of the three parts of the Lamport inbox.
-    pub(in crate::cuda) inbox: u64,
-    pub(in crate::cuda) scratch: u64,
-    /// The scratch of kernels that are made of plans, in each parity.
-    pub(in crate::cuda) plan_scratch: u64,
-    /// The slots of point-to-point messages from all ranks together.
-    pub(in crate::cuda) staging: u64,
-}
-
 impl Footprint {
-    /// Of a communicator that is not made.
-    pub(crate) const NONE: Self =
-        Self { ll: 0, ll128: 0, escaped: 0, inbox: 0, scratch: 0, plan_scratch: 0, staging: 0 };
-
     /// Divides the memory of a communicator of `world` ranks.
     pub(crate) fn new(world: u32, requested: Requested) -> Result<Self> {
         check_total(requested.total)?;
@@ -227,7 +206,7 @@ impl Footprint {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::ops::p2p::P2pLayout;
+    use crate::cuda::layout::p2p_layout::P2pLayout;
 
     fn bytes(world: u32, footprint: Footprint) -> u64 {
         let control = Control::new(world, footprint).expect("up to 8 ranks");

@@ -2,10 +2,9 @@
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
-use super::footprint::Footprint;
-use crate::cuda::engine::memory_operations::MemoryFlags;
-use crate::cuda::ops::gemm::{MOST_PRODUCTS, Split};
+use super::memory_channels::MemoryFlags;
 use crate::host::call::Call;
+use crate::matmul::MOST_PRODUCTS;
 use crate::signal::channel::CHANNELS;
 
 /// Most peer blocks: the control block has flags for so many. Twice as many as an H200 runs at 512 threads.
@@ -157,6 +156,21 @@ impl MatmulProduct {
     };
 }
 
+/// What clusters make of a product: `Split` in `fused/matmul_work.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) struct Split {
+    /// Tiles that are made whole, from the first one on, as a cluster counts them.
+    pub(in crate::cuda) whole: u32,
+    /// Clusters that help with the others, from the first one on; each of the others makes one.
+    pub(in crate::cuda) helpers: u32,
+    /// Helpers of a tile, or else tiles of a helper: one of them is 1.
+    pub(in crate::cuda) per_tile: u32,
+    pub(in crate::cuda) per_helper: u32,
+    /// Blocks of the inner dimension that a helper makes of a tile.
+    pub(in crate::cuda) helper_blocks: u32,
+}
+
 /// What a product of tensor cores is given besides [`CallParams`]: `MatmulWork` in `fused/matmul_work.cuh`, which documents
 /// the fields.
 #[repr(C)]
@@ -239,6 +253,30 @@ pub(in crate::cuda) struct ChannelEnd {
     pub(in crate::cuda) sends: bool,
     pub(in crate::cuda) peer: u32,
     pub(in crate::cuda) number: u32,
+}
+
+/// Bytes of the parts of a communicator's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Footprint {
+    /// The LL inbox in each parity, of which half are data.
+    pub(in crate::cuda) ll: u64,
+    /// The LL128 inbox in each parity, whose lines of 128 bytes have 120 bytes of data.
+    pub(in crate::cuda) ll128: u64,
+    /// The escaped Lamport inbox in each parity; its escape marks take a sixteenth more.
+    pub(in crate::cuda) escaped: u64,
+    /// Each of the three parts of the Lamport inbox.
+    pub(in crate::cuda) inbox: u64,
+    pub(in crate::cuda) scratch: u64,
+    /// The scratch of kernels that are made of plans, in each parity.
+    pub(in crate::cuda) plan_scratch: u64,
+    /// The slots of point-to-point messages from all ranks together.
+    pub(in crate::cuda) staging: u64,
+}
+
+impl Footprint {
+    /// Parts of a communicator that is not made.
+    pub(crate) const NONE: Self =
+        Self { ll: 0, ll128: 0, escaped: 0, inbox: 0, scratch: 0, plan_scratch: 0, staging: 0 };
 }
 
 /// The layout of the control block: offsets and lengths in the order of `Comm` in `symmpool/comm.cuh`. The parts for data

@@ -10,16 +10,17 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::all_reduce::Work;
 use super::all_to_all::Parts;
 use super::copy_engine::all_to_all::EqualParts;
+use super::reduction_call::Work;
 use crate::algorithm::COPY;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
 use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::kernel::spec::STAGE_THREADS;
 use crate::cuda::layout::params::UNKNOWN;
-use crate::cuda::select::algorithms::Use;
+use crate::cuda::select::exchange::Use;
 use crate::host::call::{Call, Operation};
 use crate::{DType, Place, ReduceOp};
 
@@ -33,9 +34,6 @@ const TWO_STEP_BYTES: u64 = 2 << 20;
 /// Broadcasts of so many bytes or more go in stages where there are more than two ranks. On four H200s, stages take 78
 /// us for 16 MiB, 219 for 64 and 794 for 256; two steps take 77, 292 and 1,135. Shorter ones go faster in two steps.
 const STAGES_BYTES: u64 = 16 << 20;
-/// Threads of a block of a broadcast in stages. Two of these blocks run on an SM, so that one stores while the other
-/// waits for its stores to arrive before it raises a flag.
-pub(in crate::cuda) const STAGE_THREADS: u32 = 256;
 /// Most peer blocks of it, and the least bytes that scratch must have for each of them: two of the shortest stages.
 const MAX_STAGE_BLOCKS: u64 = 256;
 const MIN_STAGES_BYTES: u64 = 2 * 16 * STAGE_THREADS as u64;

@@ -6,18 +6,18 @@ use symmpool_allocator::{Result, Stream};
 
 use crate::algorithm::{CallShape, RequestedAlgorithm};
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::kernels::LoadedKernel;
 use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::mode::TwoShotCollective;
 use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::{CallParams, Control, LL128_PAYLOAD, MAX_PEER_BLOCKS};
-use crate::cuda::select::algorithms::AllReduce;
+use crate::cuda::ops::reduction_call::Work;
+use crate::cuda::select::all_reduce::{AllReduce, Launch};
 use crate::cuda::select::constraints::AllReduceShape;
 use crate::host::call::{Call, Operation};
 use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
 
-/// Most threads of a block; kernels are compiled for so many.
-pub(in crate::cuda) const THREADS: u32 = 512;
 /// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
 /// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
 const MAX_PUSH_BLOCKS: u32 = 128;
@@ -33,63 +33,6 @@ pub(in crate::cuda) enum Results {
     /// Into outputs, which are windows.
     Direct,
     ThroughScratch,
-}
-
-/// A call of a reduction, or of the LL protocol, with checked arguments.
-#[derive(Clone, Copy)]
-pub(in crate::cuda) struct Work {
-    pub(in crate::cuda) call: Call,
-    pub(in crate::cuda) input: u64,
-    pub(in crate::cuda) output: u64,
-    /// Bytes of the whole data, or of a rank's part.
-    pub(in crate::cuda) bytes: u64,
-    /// Bytes from part to part.
-    pub(in crate::cuda) stride: u64,
-    pub(in crate::cuda) dtype: DType,
-    pub(in crate::cuda) op: ReduceOp,
-    pub(in crate::cuda) root: u32,
-    pub(in crate::cuda) stream: Stream,
-}
-
-impl Work {
-    pub(in crate::cuda) fn params(&self) -> CallParams {
-        CallParams {
-            description: *self.call.words(),
-            input: self.input,
-            output: self.output,
-            bytes: self.bytes,
-            stride: self.stride,
-            root: self.root,
-            peer_blocks: 0,
-        }
-    }
-
-    /// The call as pieces of at most `most` bytes and of about equal length. All but the last are a multiple of
-    /// `unit`; so must `most` be.
-    pub(in crate::cuda) fn pieces(self, most: u64, unit: u64) -> impl Iterator<Item = Self> {
-        let count = self.bytes.div_ceil(most).max(1);
-        let each = self.bytes.div_ceil(count).div_ceil(unit).saturating_mul(unit).clamp(1, most);
-        (0..count)
-            .map(move |nth| nth * each)
-            .take_while(move |from| *from < self.bytes)
-            .map(move |from| self.piece(from, each.min(self.bytes - from)))
-    }
-
-    /// Where a rank's share of the input begins, and its length: its part of a reduce-scatter, or what `RankChunks` in
-    /// `symmpool/partition.cuh` computes.
-    pub(in crate::cuda) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
-        if self.stride > 0 {
-            return (u64::from(rank) * self.stride, self.bytes);
-        }
-        let share = self.bytes.div_ceil(16).div_ceil(u64::from(world)) * 16;
-        let from = (u64::from(rank) * share).min(self.bytes);
-        (from, share.min(self.bytes - from))
-    }
-
-    /// The range `[from, from + bytes)` of both buffers.
-    fn piece(&self, from: u64, bytes: u64) -> Self {
-        Self { input: self.input + from, output: self.output + from, bytes, ..*self }
-    }
 }
 
 impl CudaEngine {
@@ -143,8 +86,20 @@ impl CudaEngine {
         let (algorithm, most_sms) = (entry.name.name(), self.most_sms());
         tracing::debug!(bytes, dtype, algorithm, why, most_sms, "all_reduce");
         self.note_algorithm(algorithm, Some(why));
+        let launch: unsafe fn(&mut Self, &AllReduce, &Work, bool) -> Result<()> = match entry.launch
+        {
+            Launch::OneShot => Self::one_shot,
+            Launch::OneShotLl128 => Self::one_shot_ll128,
+            Launch::OneShotPull => Self::one_shot_pull,
+            Launch::TwoShotLamport => Self::two_shot_lamport,
+            Launch::TwoShotPush => Self::two_shot_push,
+            Launch::TwoShotLl => Self::two_shot_ll,
+            Launch::TwoShotPull => Self::two_shot_pull,
+            Launch::TwoShotCopy => Self::two_shot_copy,
+            Launch::TwoShotStages => Self::two_shot_stages,
+        };
         // SAFETY: as above.
-        unsafe { (entry.launch)(self, entry, &work, output.is_window()) }
+        unsafe { launch(self, entry, &work, output.is_window()) }
     }
 
     /// # Safety

@@ -13,7 +13,7 @@ use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::AllToAllMode;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
-use crate::cuda::select::algorithms::Use;
+use crate::cuda::select::exchange::Use;
 use crate::host::call::{Call, Operation};
 use crate::{DType, Place, SplitRows, SplitsAt};
 

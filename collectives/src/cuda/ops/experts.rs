@@ -4,10 +4,10 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::all_reduce::THREADS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{ExpertsMode, KernelMode};
 use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::{CallParams, Control};
 use crate::experts::{ExpertCall, ExpertShape, Quantization};
 use crate::host::call::{Call, Operation};

@@ -12,12 +12,17 @@
 //! | `one_sided` | copies and signals between two ranks |
 //! | `p2p` | send and recv between two ranks |
 //! | `plan`, `plan_kernel`, `native` | run collectives that programs bring along: plans, by kernels made for them, and kernels |
+//! | `reduction_call` | a call of a reduction whose arguments were checked |
+//! | `algorithms` | which algorithms an engine has for a call |
+//! | `await_recv_counts` | the wait for how many rows a dispatch to experts receives |
 //! | `arguments` | checks of what calls are given |
 
+pub(in crate::cuda) mod algorithms;
 pub(in crate::cuda) mod all_gather_broadcast;
 pub(in crate::cuda) mod all_reduce;
 pub(in crate::cuda) mod all_to_all;
 pub(in crate::cuda) mod arguments;
+pub(in crate::cuda) mod await_recv_counts;
 pub(in crate::cuda) mod copy_engine;
 pub(in crate::cuda) mod experts;
 pub(in crate::cuda) mod gemm;
@@ -28,3 +33,4 @@ pub(in crate::cuda) mod p2p;
 pub(in crate::cuda) mod plan;
 pub(in crate::cuda) mod plan_kernel;
 pub(in crate::cuda) mod reduce_scatter;
+pub(in crate::cuda) mod reduction_call;

@@ -6,8 +6,8 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use crate::algorithm::{NativeKernel, StandardCollective};
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::kernels::LoadedKernel;
 use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::layout::params::{CallParams, MAX_PEER_BLOCKS, PlanWork};
 use crate::host::call::{Call, Operation};
 use crate::host::plan_call::Arguments;
@@ -165,7 +165,7 @@ fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::kernel::kernels::SIZES;
+    use crate::cuda::kernel::loaded_kernel::SIZES;
     use crate::cuda::kernel::sm_budget::SmBudget;
 
     #[test]

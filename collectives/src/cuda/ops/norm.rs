@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::kernels::LoadedKernel;
+use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::mode::{KernelMode, NormMode};
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, NormWork};

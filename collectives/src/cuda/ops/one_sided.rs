@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use symmpool_allocator::{Result, Stream};
 
-use super::all_reduce::THREADS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::OneSidedMode;
 use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::{CallParams, ChannelEnd, Comm};
 use crate::signal::channel::CHANNELS;
 use crate::timeout::nanoseconds;

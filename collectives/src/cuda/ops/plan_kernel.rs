@@ -1,8 +1,8 @@
 //! The kernel of a rank's program of a plan: its key, its source, and compiling it ahead of calls.
 
-use super::all_reduce::THREADS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::generated_kernel::{MadeKernel, MadeSource};
+use crate::cuda::kernel::spec::THREADS;
 use crate::plan::{CheckedPlan, cuda};
 use crate::{DType, ReduceOp};
 

@@ -6,15 +6,17 @@ use std::ops::RangeInclusive;
 
 use symmpool_allocator::{Result, Stream};
 
-use super::all_reduce::{Results, THREADS, Work};
+use super::all_reduce::Results;
+use super::reduction_call::Work;
 use crate::algorithm::{AUTO, COPY, DIRECT, LAMPORT, LL, STAGES};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
+use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES};
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
-use crate::cuda::select::algorithms::Scatter;
 use crate::cuda::select::constraints::fits_lamport;
+use crate::cuda::select::reduce_scatter::{Launch, Scatter};
 use crate::host::call::{Call, Operation};
 use crate::{DType, Place, ReduceOp};
 
@@ -144,8 +146,15 @@ impl CudaEngine {
         let most_sms = self.most_sms();
         tracing::debug!(part, %call, algorithm = entry.name(), most_sms, "reduce_scatter");
         self.note_algorithm(entry.name(), None);
+        let launch: unsafe fn(&mut Self, &Work) -> Result<()> = match entry.launch {
+            Launch::Lamport => Self::scatter_lamport,
+            Launch::Ll => Self::scatter_ll,
+            Launch::Stages => Self::scatter_in_stages,
+            Launch::Copies => Self::scatter_by_copies,
+            Launch::Direct => Self::scatter_directly,
+        };
         // SAFETY: likewise.
-        unsafe { (entry.launch)(self, &work) }
+        unsafe { launch(self, &work) }
     }
 
     /// Most bytes of a part that one launch of a reduce-scatter takes through inboxes, which must hold a part of each

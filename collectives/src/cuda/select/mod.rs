@@ -3,11 +3,36 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `constraints` | what decides which all-reduce can serve a call |
-//! | `algorithms` | the built-in algorithms: what fits each, and how it is launched |
+//! | `all_reduce`, `reduce_scatter`, `exchange` | the tables of built-in algorithms: what fits each, and how it is launched |
 //! | `table` | what was measured on known devices |
 //! | `rule` | which algorithm serves an all-reduce |
+//! | `ready_kernels` | which kernels are ready before a communicator's first call |
 
-pub(in crate::cuda) mod algorithms;
+pub(in crate::cuda) mod all_reduce;
 pub(in crate::cuda) mod constraints;
+pub(in crate::cuda) mod exchange;
+pub(in crate::cuda) mod ready_kernels;
+pub(in crate::cuda) mod reduce_scatter;
 pub(in crate::cuda) mod rule;
 pub(in crate::cuda) mod table;
+
+use symmpool_allocator::Error;
+
+use crate::algorithm::{StandardCollective, name_of};
+
+/// The error of an algorithm that runs in host memory only, with those that devices have.
+#[cold]
+pub(in crate::cuda) fn not_here(
+    collective: StandardCollective,
+    code: u8,
+    all: impl IntoIterator<Item = u8>,
+) -> Error {
+    let name = |code: u8| name_of(collective, code).unwrap_or("?");
+    let all: Vec<&str> = all.into_iter().map(name).collect();
+    Error::unsupported(format!(
+        "the {} algorithm {}: it runs in host memory only; on devices there are {}",
+        collective.in_words(),
+        name(code),
+        all.join(", ")
+    ))
+}

@@ -3,14 +3,13 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::algorithms::{ALL_REDUCE, AllReduce};
+use super::all_reduce::{ALL_REDUCE, AllReduce};
 use super::constraints::{AllReduceShape, fits_lamport};
 use super::table::MeasuredTable;
 use crate::AllReduceAlgorithm as Algorithm;
 use crate::algorithm::{RequestedAlgorithm, VARIABLE};
 use crate::cuda::layout::params::Control;
-use crate::cuda::ops::copy_engine::all_reduce_pieces::SLOTS_OF_BOTH;
-use crate::cuda::ops::copy_engine::pieces;
+use crate::cuda::layout::piece_slots::{SLOTS_OF_BOTH, pays_off};
 
 /// By what an algorithm was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,8 +153,7 @@ impl AllReduceShape {
         };
         let fits = |one: &Algorithm| self.bytes >= least(*one) && self.can_serve(*one, control);
         let order = [Algorithm::TwoShotCopy, Algorithm::TwoShotStages];
-        let in_pieces =
-            self.streams_may_wait && pieces::pays_off(control, self.world, SLOTS_OF_BOTH);
+        let in_pieces = self.streams_may_wait && pays_off(control, self.world, SLOTS_OF_BOTH);
         let order = &order[usize::from(!in_pieces)..];
         self.beside_compute.then(|| order.iter().copied().find(fits)).flatten()
     }
@@ -196,7 +194,7 @@ impl AllReduceShape {
 
 #[cfg(test)]
 mod tests {
-    use crate::cuda::layout::footprint::Footprint;
+    use crate::cuda::layout::params::Footprint;
     use std::collections::BTreeMap;
     use std::fs;
     use std::path::Path;

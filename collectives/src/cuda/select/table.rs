@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use super::algorithms::AllReduce;
+use super::all_reduce::AllReduce;
 use super::constraints::{AllReduceShape, fits_lamport};
 use crate::AllReduceAlgorithm as Algorithm;
 use crate::algorithm::table_format::{Row, Table};
@@ -55,7 +55,7 @@ impl MeasuredTable {
 
 #[cfg(test)]
 mod tests {
-    use crate::cuda::layout::footprint::Footprint;
+    use crate::cuda::layout::params::Footprint;
     use std::collections::BTreeMap;
     use std::fs;
     use std::path::Path;

@@ -10,9 +10,11 @@
 use symmpool_allocator::{Result, Stream};
 
 use super::all_to_all::EqualParts;
-use super::pieces::{SLOTS, emptied, filled, pieces, room, slot};
+use super::pieces::{emptied, filled, pieces, slot};
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::select::algorithms::Use;
+use crate::cuda::layout::memory_channels::SLOTS;
+use crate::cuda::layout::piece_slots::room;
+use crate::cuda::select::exchange::Use;
 use crate::host::call::Call;
 
 /// Beside compute all-gathers of two ranks go by copies if parts have at least so many bytes. A step of matrix products of two

@@ -22,8 +22,8 @@ use super::pieces::equal_pieces;
 use super::reduce_arrived::{ByteRange, Copied, within};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::ops::all_reduce::Work;
-use crate::cuda::select::algorithms::AllReduce;
+use crate::cuda::ops::reduction_call::Work;
+use crate::cuda::select::all_reduce::AllReduce;
 use crate::jit::sources::TWO_SHOT_COPY;
 
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`

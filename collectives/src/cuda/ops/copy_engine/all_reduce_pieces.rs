@@ -17,15 +17,15 @@
 
 use symmpool_allocator::Result;
 
-use super::pieces::{Reduction, SLOTS, emptied, slot};
+use super::pieces::{Reduction, emptied, slot};
 use super::reduce_arrived::within;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::ops::all_reduce::Work;
+use crate::cuda::layout::memory_channels::SLOTS;
+use crate::cuda::layout::piece_slots::SLOTS_OF_BOTH;
+use crate::cuda::ops::reduction_call::Work;
 
 /// How many pieces are sent between a piece and its results, in the order in which streams are given them.
 const LAG: usize = SLOTS - 2;
-/// Slots of inputs and of results.
-pub(in crate::cuda) const SLOTS_OF_BOTH: usize = 2 * SLOTS;
 /// Most bytes of a piece: longer ones leave links idle for longer before the first reduction.
 const LONGEST: u64 = 16 << 20;
 

@@ -16,33 +16,21 @@ use symmpool_allocator::{Result, Stream};
 
 use super::reduce_arrived::Copied;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::engine::memory_operations::{MemoryOperations, PIECE_CHANNELS};
-use crate::cuda::kernel::kernels::LoadedKernel;
+use crate::cuda::engine::memory_operations::MemoryOperations;
+use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::layout::params::Control;
-use crate::cuda::ops::all_reduce::Work;
+use crate::cuda::layout::memory_channels::PIECE_CHANNELS;
+use crate::cuda::layout::memory_channels::SLOTS;
+use crate::cuda::layout::piece_slots::SHORTEST;
+use crate::cuda::layout::piece_slots::pays_off;
+use crate::cuda::layout::piece_slots::room;
+use crate::cuda::ops::reduction_call::Work;
 use crate::host::call::Call;
 use crate::jit::sources::TWO_SHOT_COPY;
 
-/// Slots that pieces use in turn.
-pub(in crate::cuda) const SLOTS: usize = 4;
-/// Channels of the signals of pieces: two for each slot.
-pub(in crate::cuda) const CHANNELS_OF_PIECES: u32 = 2 * SLOTS as u32;
 /// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less
 /// time than a copy takes to start.
 const PIECES: u64 = 4;
-const SHORTEST: u64 = 4 << 20;
-
-/// Bytes of a slot, where a rank has so many for each peer.
-pub(in crate::cuda) fn room(control: &Control, world: u32, slots: usize) -> u64 {
-    control.scratch_room(world) / slots as u64 / 128 * 128
-}
-
-/// Whether pieces are worth their signals beside compute: between two ranks whose scratch has room for long ones. With more
-/// ranks each peer's part of the scratch is smaller, and what is lost between pieces is more than what compute gains.
-pub(in crate::cuda) fn pays_off(control: &Control, world: u32, slots: usize) -> bool {
-    world == 2 && room(control, world, slots) >= SHORTEST
-}
 
 /// Where the slot of a piece begins, in slots of `room` bytes.
 pub(in crate::cuda) fn slot(nth: usize, room: u64) -> u64 {
@@ -209,6 +197,7 @@ impl CudaEngine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::layout::memory_channels::CHANNELS_OF_PIECES;
 
     const LONGEST: u64 = 16 << 20;
 

@@ -7,9 +7,8 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::{BLOCK_BYTES, THREADS};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{FewRowsMode, KernelMode};
-use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::kernel::spec::{KernelSpec, THREADS as REDUCE_THREADS};
 use crate::cuda::layout::params::{CallParams, FewRows};
-use crate::cuda::ops::all_reduce;
 use crate::host::call::Call;
 use crate::jit::sources::{MATMUL_FEW, MATMUL_FEW_RECEIVED};
 use crate::{MatmulAllReduce, ReduceOp};
@@ -20,11 +19,6 @@ const TILE_COLUMNS: usize = 128;
 const MOST_OF_CLUSTER: u32 = 8;
 /// Blocks of the inner dimension that a block of a cluster has at least: as many as it can load at once.
 const LEAST_OF_INNER: u32 = 8;
-
-/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_few.cu`.
-pub(in crate::cuda) const fn shared_bytes(tokens: u32) -> u32 {
-    8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + 2 * 8 * 16 + 1024
-}
 
 /// Rows of a product, filled up to what kernels are compiled for.
 fn tokens(rows: usize) -> u32 {
@@ -97,9 +91,9 @@ impl CudaEngine {
         // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
         unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
         let Some(kernel) = received else { return Ok(()) };
-        let most = kernel.resident(all_reduce::THREADS).min(kernel.budget.most_blocks);
-        let grid = ((bytes / 16) as u32).div_ceil(all_reduce::THREADS).clamp(1, most);
-        let grid = (grid, all_reduce::THREADS);
+        let most = kernel.resident(REDUCE_THREADS).min(kernel.budget.most_blocks);
+        let grid = ((bytes / 16) as u32).div_ceil(REDUCE_THREADS).clamp(1, most);
+        let grid = (grid, REDUCE_THREADS);
         // SAFETY: as above; the kernel has no third parameter, and the driver reads none.
         unsafe { self.launch_rest(kernel, grid, &params, &(), stream) }
     }

@@ -28,11 +28,11 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Result, Stream};
 
-pub(in crate::cuda) use self::split::Split;
+use crate::cuda::driver::api::cuda;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{KernelMode, MatmulMode};
-use crate::cuda::kernel::modules::cuda;
 use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::params::Split;
 use crate::cuda::layout::params::{CallParams, MatmulWork, TensorMap};
 use crate::host::call::Call;
 use crate::jit::sources::MATMUL_WAIT;
@@ -40,17 +40,12 @@ use crate::jit::{Arch, Kernel};
 use crate::matmul::{CLUSTER, MOST_CHUNKS, MOST_PARTIAL_TILES, SUMS_BYTES};
 use crate::{DType, ReduceOp, Rows};
 
-/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_tiles.cuh`.
-pub(in crate::cuda) const SHARED_BYTES: u32 =
-    3 * (128 + 256) * 128 + 65_536 + 2 * 8192 + 32 * 16 + 1024;
 /// Threads of a block.
 const THREADS: u32 = 384;
 /// And of the one that waits.
 const WAIT_THREADS: u32 = 32;
 /// Bytes of a row of a tile in shared memory.
 const BLOCK_BYTES: usize = 128;
-/// Products of a call at most.
-pub(in crate::cuda) const MOST_PRODUCTS: usize = crate::matmul::MOST_PRODUCTS;
 
 /// Where words lie in the control memory: `MatmulControl` in `fused/matmul_work.cuh`.
 struct Control {

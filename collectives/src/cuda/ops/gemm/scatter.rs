@@ -6,13 +6,15 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use super::{BLOCK_BYTES, Control, MOST_PRODUCTS, Product, Split};
+use super::{BLOCK_BYTES, Control, Product};
 use crate::MatmulScatter;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
+use crate::cuda::layout::params::Split;
 use crate::cuda::layout::params::{MatmulProduct, MatmulWork, TensorMap};
 use crate::host::call::Call;
 use crate::jit::sources::MATMUL_SCATTER;
+use crate::matmul::MOST_PRODUCTS;
 use crate::matmul::TILE_BYTES;
 
 impl CudaEngine {

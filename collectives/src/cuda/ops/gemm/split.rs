@@ -5,27 +5,13 @@
 //! products of a part of the inner dimension, for one of these tiles or several, and leaves the sums in memory for the cluster
 //! that makes the rest of it.
 
+use crate::cuda::layout::params::Split;
 /// How long it takes a helper to leave a tile's sums in memory and to begin another tile, and how long to add them, as blocks
 /// of the inner dimension, of which each takes some 0.7 us: measured on H100s.
 const LEAVING: u32 = 8;
 const ADDING: u32 = 4;
 /// Blocks by which the last wave must become shorter.
 const LEAST_SAVED: u32 = 4;
-
-/// What clusters make of a product: `Split` in `fused/matmul_work.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) struct Split {
-    /// Tiles that are made whole, from the first one on, as a cluster counts them.
-    pub(super) whole: u32,
-    /// Clusters that help with the others, from the first one on; each of the others makes one.
-    pub(super) helpers: u32,
-    /// Helpers of a tile, or else tiles of a helper: one of them is 1.
-    pub(super) per_tile: u32,
-    pub(super) per_helper: u32,
-    /// Blocks of the inner dimension that a helper makes of a tile.
-    pub(super) helper_blocks: u32,
-}
 
 impl Split {
     /// All of `tiles` tiles are made whole.

@@ -1,0 +1,71 @@
+//! A kernel that is loaded on a device, with what its communicator may occupy.
+
+use super::sm_budget::SmBudget;
+use crate::cuda::driver::api::Handle;
+
+/// The numbers of threads that blocks may have.
+pub(in crate::cuda) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
+
+/// A loaded kernel.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) struct LoadedKernel {
+    pub(in crate::cuda) function: Handle,
+    /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
+    resident: [u32; SIZES.len()],
+    /// Most threads of a block.
+    pub(in crate::cuda) threads: u32,
+    /// Processors of the device.
+    pub(in crate::cuda) processors: u32,
+    /// Bytes of shared memory of a block, besides those that the kernel has by itself.
+    pub(in crate::cuda) shared_bytes: u32,
+    /// What its communicator may occupy.
+    pub(in crate::cuda) budget: SmBudget,
+}
+
+impl LoadedKernel {
+    pub(in crate::cuda) fn new(
+        function: Handle,
+        resident: [u32; SIZES.len()],
+        threads: u32,
+        processors: u32,
+    ) -> Self {
+        Self { function, resident, threads, processors, shared_bytes: 0, budget: SmBudget::ALL }
+    }
+
+    /// The kernel with the budget of a call.
+    pub(super) fn with_budget(self, budget: SmBudget) -> Self {
+        Self { budget, ..self }
+    }
+
+    /// How many blocks of so many threads the device runs at once, as the driver says: it takes registers, shared
+    /// memory, threads and the device's limit of 16 to 32 blocks a processor into account.
+    pub(in crate::cuda) fn resident(&self, threads: u32) -> u32 {
+        let at = SIZES.iter().position(|size| *size >= threads).unwrap_or(SIZES.len() - 1);
+        self.resident[at].max(1)
+    }
+
+    /// The kernel with the budget that its communicator has when it is alone on the device.
+    pub(in crate::cuda) fn alone(self) -> Self {
+        Self { budget: SmBudget::ALL, ..self }
+    }
+
+    /// The kernel with no more blocks than that, if the call runs beside compute.
+    pub(in crate::cuda) fn beside_compute(self, most: u32) -> Self {
+        let most_blocks = self.budget.most_blocks;
+        let most_blocks =
+            if self.budget.beside_compute { most_blocks.min(most) } else { most_blocks };
+        Self { budget: SmBudget { most_blocks, ..self.budget }, ..self }
+    }
+
+    /// The kernel as it may be launched if it waits for no other rank: it gives SMs back soon, and sooner
+    /// the more it has, so it need not leave any to compute.
+    pub(in crate::cuda) fn without_waits(self) -> Self {
+        if self.budget.beside_compute { self.alone() } else { self }
+    }
+
+    /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
+    /// themselves, so it must not start early.
+    pub(in crate::cuda) fn after_copies(self) -> Self {
+        Self { budget: SmBudget { early: false, ..self.budget }, ..self }
+    }
+}

@@ -1,0 +1,78 @@
+//! The reduce-scatters of devices, and what each needs.
+
+use symmpool_allocator::{Error, Result};
+
+use super::constraints::fits_lamport;
+use super::not_here;
+use crate::DType;
+use crate::algorithm::{COPY, DIRECT, LAMPORT, LL, STAGES, StandardCollective, name_of};
+
+/// How reduce-scatters are launched: `ops/reduce_scatter.rs` has a function for each.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) enum Launch {
+    Lamport,
+    Ll,
+    Stages,
+    Copies,
+    Direct,
+}
+
+/// A reduce-scatter algorithm.
+pub(in crate::cuda) struct Scatter {
+    pub(in crate::cuda) code: u8,
+    /// Whether it can serve calls of a type, from a window or not; and what it needs.
+    fits: fn(DType, bool) -> bool,
+    needs: &'static str,
+    /// How it is launched.
+    pub(in crate::cuda) launch: Launch,
+}
+
+pub(in crate::cuda) static REDUCE_SCATTER: [Scatter; 5] = [
+    Scatter {
+        code: LAMPORT,
+        fits: |dtype, _| fits_lamport(dtype),
+        needs: "it carries floats of up to 32 bits",
+        launch: Launch::Lamport,
+    },
+    Scatter { code: LL, fits: |_, _| true, needs: "", launch: Launch::Ll },
+    Scatter { code: STAGES, fits: |_, _| true, needs: "", launch: Launch::Stages },
+    Scatter { code: COPY, fits: |_, _| true, needs: "", launch: Launch::Copies },
+    Scatter {
+        code: DIRECT,
+        fits: |_, window| window,
+        needs: "ranks read each other's inputs, which must be windows",
+        launch: Launch::Direct,
+    },
+];
+
+impl Scatter {
+    pub(in crate::cuda) fn name(&self) -> &'static str {
+        name_of(StandardCollective::ReduceScatter, self.code).unwrap_or("?")
+    }
+
+    /// The algorithm of this number, if it can reduce elements of this type from such an input.
+    pub(in crate::cuda) fn named(
+        code: u8,
+        dtype: DType,
+        input_window: bool,
+    ) -> Result<&'static Self> {
+        let found = REDUCE_SCATTER.iter().find(|entry| entry.code == code);
+        let entry = found.ok_or_else(|| {
+            not_here(
+                StandardCollective::ReduceScatter,
+                code,
+                REDUCE_SCATTER.iter().map(|entry| entry.code),
+            )
+        })?;
+        if (entry.fits)(dtype, input_window) {
+            return Ok(entry);
+        }
+        Err(Error::unsupported(format!(
+            "the reduce-scatter algorithm {} for {} from {}: {}",
+            entry.name(),
+            dtype.name(),
+            if input_window { "a window" } else { "ordinary memory" },
+            entry.needs
+        )))
+    }
+}
