@@ -57,15 +57,14 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
 use crate::cuda::Area;
 use crate::host::HostOneSided;
-use crate::timeout::Timeout;
-use crate::{Element, Place, ReduceOp, StandardCollective};
+use crate::types::timeout::Timeout;
+use crate::{CommunicatorMemory, Element, Place, ReduceOp, StandardCollective};
 pub use channel_set::ChannelSet;
 pub use choice::Selector;
 use choice::{Choices, Request};
 use engine::Engine;
 pub use experts::{ExpertBuffer, ReceivedParts};
 pub use explain::{CallPlan, Explanation};
-pub use memory::CommunicatorMemory;
 pub use options::CommunicatorOptions;
 use refusal::Shared;
 pub use splits::Splits;

@@ -14,43 +14,39 @@ extern crate self as symmpool_collectives;
 
 mod algorithm;
 mod built;
+mod call;
 mod communicator;
 mod cuda;
-mod dtype;
-mod experts;
-mod float8;
-mod fused;
 mod host;
 mod jit;
 mod matching;
-mod matmul;
-mod p2p;
-mod parts;
 pub mod plan;
-mod reduce_op;
 mod signal;
-mod timeout;
+mod types;
 
 pub use algorithm::{
     Algorithm, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints, LaunchShape,
     NativeKernel, Origin, StandardCollective,
 };
 pub use built::{built_from, kernel_versions};
-pub use communicator::{
-    CallPlan, ChannelSet, Communicator, CommunicatorMemory, CommunicatorOptions, ExpertBuffer,
-    Explanation, ReceivedParts, Selector, Splits,
-};
-pub use cuda::{end_watching, share_sms};
-pub use dtype::{DType, Element};
-pub use experts::{
+pub use call::experts::{
     CombineAt, DispatchAt, ExpertLayout, ExpertShape, HandleParts, Quantization, ReceivedSizes,
 };
-pub use float8::{F8E4m3, F8E5m2};
-pub use fused::{FusedAlgorithm, NormBuffers, NormOutput, NormShape};
-pub use host::{HostEngine, HostOptions, Mailbox, Operation, Place, SplitRows, SplitsAt};
-pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
-pub use matmul::{
-    MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm, RightMatrix,
-    Rows,
+pub use call::matmul::shape::{MatmulKind, MatmulShape};
+pub use call::matmul::{
+    MatmulAllReduce, MatmulGather, MatmulScatter, MatmulTerm, RightMatrix, Rows,
 };
-pub use reduce_op::ReduceOp;
+pub use call::norm::{FusedAlgorithm, NormBuffers, NormShape};
+pub use call::norm_output::NormOutput;
+pub use communicator::{
+    CallPlan, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
+    ReceivedParts, Selector, Splits,
+};
+pub use cuda::{end_watching, share_sms};
+pub use host::{HostEngine, HostOptions, Mailbox, Operation, SplitRows, SplitsAt};
+pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
+pub use types::communicator_memory::CommunicatorMemory;
+pub use types::dtype::{DType, Element};
+pub use types::float8::{F8E4m3, F8E5m2};
+pub use types::place::Place;
+pub use types::reduce_op::ReduceOp;

@@ -27,6 +27,3 @@ pub(crate) use registered::{BuiltIn, Source};
 pub(crate) use requested::{RequestedAlgorithm, RequestedName, VARIABLE};
 pub use shape::CallShape;
 pub(crate) use tables::{read_rows, table_files};
-
-/// Bytes of a name that a program gives an algorithm or a collective, or a kernel has, at most.
-pub(crate) const MOST_NAME: usize = 256;

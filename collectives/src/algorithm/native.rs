@@ -2,7 +2,8 @@
 
 use symmpool_allocator::{Error, Result, short};
 
-use super::{Constraints, MOST_NAME, StandardCollective};
+use super::{Constraints, StandardCollective};
+use crate::plan::MOST_NAME;
 use crate::{DType, ReduceOp};
 
 /// Bytes of a source at most.

@@ -3,8 +3,7 @@
 use symmpool_allocator::topology::Mesh;
 
 use super::StandardCollective;
-use crate::host::Data;
-use crate::{DType, HostEngine, ReduceOp};
+use crate::{DType, ReduceOp};
 
 /// A call of a collective, as selectors see it. It is the same on every rank, except that inputs and outputs of
 /// all-to-alls may be windows on some ranks only.
@@ -29,27 +28,6 @@ pub struct CallShape {
 }
 
 impl CallShape {
-    /// A call in host memory whose parts have `part` bytes, for the checks of an engine, which knows its links.
-    pub(crate) fn of_host(
-        engine: &HostEngine,
-        collective: StandardCollective,
-        part: usize,
-        dtype: DType,
-        data: &Data,
-    ) -> Self {
-        let world = engine.world();
-        Self {
-            collective,
-            bytes: part as u64 * u64::from(collective.parts(world)),
-            dtype,
-            op: None,
-            world,
-            input_window: data.input.is_window(),
-            output_window: data.output.is_window(),
-            topology: Mesh::Unknown,
-        }
-    }
-
     /// Bytes of a part: of what a rank gathers, or sends to another one.
     pub fn part(&self) -> u64 {
         self.bytes / u64::from(self.collective.parts(self.world).max(1))

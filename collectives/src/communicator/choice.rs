@@ -14,8 +14,8 @@ use crate::algorithm::table_format::Row;
 use crate::algorithm::{
     AUTO, CallShape, RequestedName, Source, StandardCollective, read_rows, table_files,
 };
+use crate::call::plan_call::Arguments;
 use crate::cuda::fits_lamport;
-use crate::host::plan_call::Arguments;
 use crate::{Algorithm, DType, Place, ReduceOp};
 
 /// Chooses algorithms for a collective's calls. Functions are selectors.

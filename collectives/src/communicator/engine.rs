@@ -6,17 +6,17 @@ use std::sync::{Arc, OnceLock};
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::CommunicatorMemory;
 use super::choice::Request;
 use crate::algorithm::{
     BuiltIn, CallShape, Constraints, NativeKernel, RequestedAlgorithm, StandardCollective,
 };
+use crate::call::experts::{ExpertCall, ExpertShape};
+use crate::call::plan_call::Arguments;
 use crate::cuda::{Area, CudaEngine, CudaFailure, Lifts, Rehearsed};
-use crate::experts::{ExpertCall, ExpertShape};
 use crate::host::expect_length;
-use crate::host::plan_call::Arguments;
 use crate::plan::CheckedPlan;
-use crate::timeout::Timeout;
+use crate::types::communicator_memory::CommunicatorMemory;
+use crate::types::timeout::Timeout;
 use crate::{DType, HostEngine, NormBuffers, NormShape, Place, ReceivedSizes, SplitRows, SplitsAt};
 
 /// The engine of host memory or of a device. Both are boxed, as they are large and differ in size.

@@ -10,8 +10,8 @@ use super::engine::Engine;
 use super::experts::ExpertBuffer;
 use super::{Communicator, Inner};
 use crate::ExpertShape;
-use crate::experts::RegionParts;
-use crate::host::call::Call;
+use crate::call::Call;
+use crate::call::experts::RegionParts;
 
 /// Alignment of the memory. DLPack consumers may count on 256 bytes.
 const ALIGN: u64 = 512;

@@ -11,8 +11,10 @@ use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
 
 use super::expert_memory::Memory;
 use super::{Communicator, Inner};
-use crate::experts::{ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP};
-use crate::host::call::{Call, Operation};
+use crate::call::experts::{
+    ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP,
+};
+use crate::call::{Call, Operation};
 use crate::{
     CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization, ReceivedSizes,
 };

@@ -18,8 +18,8 @@ use super::choice::{Chosen, Request};
 use super::engine::Engine;
 use super::{Communicator, Inner};
 use crate::algorithm::Source;
+use crate::call::{Call, Operation};
 use crate::cuda::{Area, CudaEngine, fits_lamport};
-use crate::host::call::{Call, Operation};
 use crate::{DType, ReduceOp, StandardCollective};
 
 /// Bytes of a device that are left to others.

@@ -10,7 +10,7 @@ use symmpool_allocator::{Block, Error, Result, Stream};
 
 use super::Communicator;
 use crate::DType;
-use crate::p2p::{Direction, Payload};
+use crate::call::p2p::{Direction, Payload};
 
 impl Communicator {
     /// Sends `input` to `peer`, whose next [`Self::recv`] from this rank receives it. That must expect as many

@@ -11,8 +11,8 @@ use super::engine::Places;
 use super::growth::described_by;
 use super::{Communicator, Inner};
 use crate::algorithm::{BuiltIn, Source, StandardCollective, code_of, name_of};
-use crate::host::call::{Call, Operation};
-use crate::host::plan_call::Arguments;
+use crate::call::plan_call::Arguments;
+use crate::call::{Call, Operation};
 use crate::{Algorithm, DType, Element, ReduceOp};
 
 /// The algorithms of a communicator.

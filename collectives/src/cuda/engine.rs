@@ -9,7 +9,7 @@
 //! | `decline` | calls that this rank cannot make |
 //! | `failure` | why all calls fail from then on |
 //! | `memory_operations` | signals and waits that take no SM, and the thread that ends such waits |
-//! | `rehearsal` | what a call would do, found by a rehearsal of it |
+//! | `rehearsal`, `rehearse` | what a call would do, found by a rehearsal of it |
 //! | `recv_counts` | how many rows a dispatch to experts receives, which the host learns before they have arrived |
 
 #![allow(unsafe_code)] // destroys streams by their handles
@@ -21,6 +21,7 @@ mod launch;
 pub(super) mod memory_operations;
 pub(super) mod recv_counts;
 pub(super) mod rehearsal;
+mod rehearse;
 mod setup;
 pub(super) mod stream_order;
 mod streams;
@@ -51,9 +52,9 @@ use super::layout::params::{CallParams, ChannelEnd, Comm, Control};
 use super::select::exchange::Exchange;
 use super::select::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
+use crate::call::{Call, Operation};
 use crate::cuda::driver::api::cuda;
-use crate::host::call::{Call, Operation};
-use crate::timeout::Timeout;
+use crate::types::timeout::Timeout;
 use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
 pub(crate) use areas::Area;
 use areas::Areas;

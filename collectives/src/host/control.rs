@@ -29,7 +29,7 @@ use super::fault::{Fault, WaitFailure};
 use crate::CommunicatorMemory;
 use crate::signal::channel::CHANNELS;
 use crate::signal::{Native, Slot};
-use crate::timeout::nanoseconds;
+use crate::types::timeout::nanoseconds;
 
 /// The alignment of every part, and of the block itself.
 pub(super) const ALIGN: u64 = 128;

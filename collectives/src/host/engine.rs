@@ -22,11 +22,12 @@ use super::cores::enough_here;
 use super::experts::ExpertScratch;
 use super::kernels::{Isa, ReduceFn, prepare_to_copy, select};
 use super::options::HostOptions;
-use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
+use super::place::{Data, InPlace, Resolver, checked, disjoint};
 use super::shared_cores::SharedCores;
 use super::wait::SpinPolicy;
 use crate::algorithm::AUTO;
-use crate::timeout::Timeout;
+use crate::types::place::Place;
+use crate::types::timeout::Timeout;
 use crate::{CommunicatorMemory, DType, ReduceOp};
 
 /// One rank's side of a communicator in host memory.

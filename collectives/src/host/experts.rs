@@ -17,9 +17,9 @@ use self::memory::{Handle, Region};
 use self::routing::{BadId, Routing};
 pub(super) use self::scratch::ExpertScratch;
 use super::HostEngine;
-use super::call::{Call, Operation};
 use super::kernels::{ExpertRows, copy};
-use crate::experts::{ExpertCall, ExpertsWork, HandleParts};
+use crate::call::experts::{ExpertCall, ExpertsWork, HandleParts};
+use crate::call::{Call, Operation};
 use crate::{Quantization, ReceivedSizes};
 
 impl HostEngine {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use symmpool_allocator::Error;
 
-use super::operation::Operation;
+use crate::call::operation::Operation;
 
 /// What ended a wait without its signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,8 +4,9 @@
 
 use symmpool_allocator::Result;
 
+use super::HostEngine;
 use super::kernels::{RowIn, narrow_row, norm_row, widen_row};
-use super::{HostEngine, Place};
+use crate::types::place::Place;
 use crate::{AllReduceAlgorithm, FusedAlgorithm, NormBuffers, NormOutput, NormShape, ReduceOp};
 
 impl HostEngine {

@@ -1,11 +1,14 @@
 //! An entry of a table of algorithms, and the calls that such algorithms run.
 
 use symmpool_allocator::Result;
+use symmpool_allocator::topology::Mesh;
 
-use super::call::Call;
 use super::kernels::ReduceFn;
 use super::{Data, HostEngine};
+use crate::DType;
 use crate::algorithm::CallShape;
+use crate::algorithm::StandardCollective;
+use crate::call::Call;
 
 /// A built-in algorithm of a collective whose calls are a `W`.
 pub(crate) struct HostAlgorithm<W: 'static> {
@@ -55,5 +58,28 @@ pub(crate) fn with_output_window(
         Ok(())
     } else {
         Err("peers write the output, which must be a window".to_owned())
+    }
+}
+
+impl CallShape {
+    /// A call in host memory whose parts have `part` bytes, for the checks of an engine, which knows its links.
+    pub(crate) fn of_host(
+        engine: &HostEngine,
+        collective: StandardCollective,
+        part: usize,
+        dtype: DType,
+        data: &Data,
+    ) -> Self {
+        let world = engine.world();
+        Self {
+            collective,
+            bytes: part as u64 * u64::from(collective.parts(world)),
+            dtype,
+            op: None,
+            world,
+            input_window: data.input.is_window(),
+            output_window: data.output.is_window(),
+            topology: Mesh::Unknown,
+        }
     }
 }

@@ -9,11 +9,10 @@
 //! | `wait`, `cores` | how a rank waits, and whether each rank has a core of its own to spin on |
 //! | `shared_cores` | where ranks run that share cores |
 //! | `crowd` | whether other programs want this machine's cores |
-//! | `call`, `operation` | the call description that ranks compare in the handshake, and the operations |
 //! | `fault` | what a rank reports to the others when it gives up waiting |
-//! | `place` | where the data of a call lies |
+//! | `place` | this rank's addresses of a call's data |
 //! | `collectives` | the collectives, one file or folder each |
-//! | `plan`, `plan_call` | runs collectives that programs bring along; what both engines check of such calls |
+//! | `plan` | runs collectives that programs bring along |
 //! | `host_algorithm`, `algorithms` | what the tables of their algorithms consist of, and how one is found |
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `slices` | collectives on slices |
@@ -24,7 +23,6 @@
 //! | `kernels` | the loops over memory: reductions and copies |
 
 mod algorithms;
-pub(crate) mod call;
 mod collectives;
 mod control;
 pub(crate) mod cores;
@@ -38,12 +36,10 @@ pub(crate) mod kernels;
 mod mailbox;
 mod numbers;
 mod one_sided;
-mod operation;
 mod options;
 mod p2p;
 mod place;
 mod plan;
-pub(crate) mod plan_call;
 mod shared_cores;
 mod slices;
 mod wait;
@@ -53,6 +49,5 @@ pub use engine::HostEngine;
 pub use mailbox::{Mailbox, Operation};
 pub(crate) use one_sided::{HostChannels, HostOneSided};
 pub use options::HostOptions;
-pub use place::Place;
 pub(crate) use place::{Data, InPlace};
 pub(crate) use slices::expect_length;

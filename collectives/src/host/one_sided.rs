@@ -20,7 +20,7 @@ use super::p2p::PeerMessages;
 use super::wait::{Interrupted, SpinPolicy, Waiter, Watchdog, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
-use crate::timeout::Timeout;
+use crate::types::timeout::Timeout;
 
 /// Returns whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;

@@ -24,9 +24,9 @@ use super::control::{PACKETS, peers};
 use super::fault::{Cause, Fault, WaitFailure};
 use super::kernels::copy;
 use super::one_sided::HostOneSided;
-use super::operation::Operation;
 use super::wait::{Waiter, Watchdog, wake};
-use crate::p2p::{Direction, Payload};
+use crate::call::operation::Operation;
+use crate::call::p2p::{Direction, Payload};
 use crate::signal::{Native, Slot, await_word, wake_sleepers};
 
 /// How a wait for a peer ended.

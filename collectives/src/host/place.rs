@@ -1,37 +1,9 @@
-//! Where a collective's data lies.
+//! This rank's addresses of a collective's data.
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::control::Control;
-
-/// Where one rank's input or output of a call begins.
-///
-/// All ranks must pass the same kind of place, because it decides how the data travels. Ranks compare it in the
-/// handshake.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Memory of this process alone; its data passes through the communicator's scratch.
-    Plain(*mut u8),
-    /// An offset of the heap, the same on every rank, that every rank has mapped; peers reach the
-    /// data itself.
-    Window(u64),
-}
-
-impl Place {
-    /// Whether this is memory that peers reach.
-    #[inline]
-    pub fn is_window(self) -> bool {
-        matches!(self, Self::Window(_))
-    }
-
-    /// The place that lies `bytes` bytes after this one.
-    pub(crate) fn offset_by(self, bytes: u64) -> Self {
-        match self {
-            Self::Window(offset) => Self::Window(offset + bytes),
-            Self::Plain(pointer) => Self::Plain(pointer.wrapping_add(bytes as usize)),
-        }
-    }
-}
+use crate::Place;
 
 /// Resolves places to this rank's addresses, and refuses places that cannot be right.
 #[derive(Clone, Copy)]

@@ -9,9 +9,10 @@
 use symmpool_allocator::{Error, Result};
 
 use super::kernels::{ReduceFn, copy};
-use super::plan_call::{Arguments, Chunks, LINE};
-use super::{Data, HostEngine, InPlace, Place};
+use super::{Data, HostEngine, InPlace};
+use crate::call::plan_call::{Arguments, Chunks, LINE};
 use crate::plan::{Buffer, Cell, CheckedPlan, Collective, Item, Step};
+use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
 /// Bytes of a chunk that operations between two signals run over together, so that what one writes another finds in

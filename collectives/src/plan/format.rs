@@ -26,14 +26,13 @@ use serde::{Deserialize, Deserializer, Serialize};
 use symmpool_allocator::{Error, Result, short};
 
 use super::model::{
-    Buffer, Collective, Contribution, Instruction, Operation, Plan, Protocol, Span,
+    Buffer, Collective, Contribution, Instruction, MOST_NAME, Operation, Plan, Protocol, Span,
 };
 
 /// The version of the format of plans in files.
 pub const PLAN_VERSION: u32 = 1;
 
 /// More operations than any sensible program has; what a check takes grows with them.
-const MOST_NAME: usize = crate::algorithm::MOST_NAME;
 const MAX_OPERATIONS: usize = 1 << 18;
 /// More bytes than so many operations need. `symmpool.language.load` reads no more of a file.
 const MAX_BYTES: usize = 64 << 20;

@@ -22,14 +22,14 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::CudaEngine;
 use super::areas::Area;
+use crate::call::p2p::Direction;
+use crate::call::{Call, Operation};
 use crate::cuda::driver::api::cuda;
 use crate::cuda::layout::fault::halfway_reason;
 use crate::cuda::layout::p2p_layout::end_of_messages;
 use crate::cuda::layout::params::{
     CallParams, DEPARTURE_REASON, DEPARTURE_WHEN, FAILED_ON_HOST, LOCAL_FAILED,
 };
-use crate::host::call::{Call, Operation};
-use crate::p2p::Direction;
 
 /// How often the host looks whether a stream is idle.
 const POLL: Duration = Duration::from_micros(100);

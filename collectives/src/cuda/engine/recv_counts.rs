@@ -9,9 +9,9 @@ use std::sync::atomic::Ordering;
 use symmpool_allocator::Result;
 
 use crate::ReceivedSizes;
+use crate::call::experts::MOST_EXPERTS;
 use crate::cuda::driver::api::Api;
 use crate::cuda::driver::pinned_words::Words;
-use crate::experts::MOST_EXPERTS;
 
 // Which word has what: as in `experts/work.cuh`.
 const NUMBER: usize = 0;

@@ -3,16 +3,14 @@
 //! So an explanation of a call cannot differ from the call. The doors to the device note what they would put there
 //! (`engine/launch`), the order of streams stays as it is (`engine/streams`), a refusal is returned and reported to nobody
 //! (`engine/decline`), kernels are looked up and not loaded, and the SM budget is asked and not changed. What a call leaves in
-//! the engine is put back at the end.
+//! the engine is put back at the end (`engine/rehearse`).
 
 use std::cell::RefCell;
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Error, Result};
 
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
-use super::{Area, CudaEngine};
-
-use crate::cuda::kernel::sm_budget::{Lifted, SmBudget};
+use crate::cuda::kernel::sm_budget::SmBudget;
 use crate::cuda::layout::params::{Comm, Control};
 
 /// What a rehearsal leaves out of what keeps a call from its best case.
@@ -49,101 +47,25 @@ pub(crate) struct Rehearsed {
 
 /// A rehearsal under way.
 pub(in crate::cuda) struct Rehearsal {
-    lifts: Lifts,
+    pub(super) lifts: Lifts,
     /// What is noted by doors that have the engine by a shared reference.
-    seen: RefCell<Rehearsed>,
+    pub(super) seen: RefCell<Rehearsed>,
     /// Whether it goes on as if the memory had grown.
     pub(in crate::cuda) has_grown: bool,
-    kept: Kept,
+    pub(super) kept: Kept,
 }
 
 /// What calls leave in an engine.
-struct Kept {
-    control: Control,
-    comm: Comm,
-    budget: SmBudget,
-    beside_compute: bool,
-}
-
-impl CudaEngine {
-    /// Begins a rehearsal: until its end calls do nothing but say what they would do. Nothing else may use the engine
-    /// meanwhile.
-    pub(crate) fn begin_rehearsal(&mut self, lifts: Lifts) {
-        let kept = Kept {
-            control: self.control,
-            comm: self.comm,
-            budget: self.kernels().budget(),
-            beside_compute: self.beside_compute,
-        };
-        let seen = RefCell::new(Rehearsed { starts_early: true, ..Rehearsed::default() });
-        self.beside_compute &= !lifts.options;
-        self.rehearsal = Some(Box::new(Rehearsal { lifts, seen, has_grown: false, kept }));
-        self.use_area(Area::Small);
-    }
-
-    /// Ends a rehearsal. Returns what was noted.
-    pub(crate) fn end_rehearsal(&mut self) -> Rehearsed {
-        let Some(rehearsal) = self.rehearsal.take() else { return Rehearsed::default() };
-        let Rehearsal { seen, kept, .. } = *rehearsal;
-        (self.control, self.comm, self.beside_compute) =
-            (kept.control, kept.comm, kept.beside_compute);
-        self.kernels_mut().set_budget(kept.budget);
-        seen.into_inner()
-    }
-
-    #[inline]
-    pub(crate) fn is_rehearsing(&self) -> bool {
-        self.rehearsal.is_some()
-    }
-
-    /// Whether the rehearsal goes on as if the memory had grown, whatever there is.
-    pub(crate) fn lifts_memory(&self) -> bool {
-        self.rehearsal.as_ref().is_some_and(|rehearsal| rehearsal.lifts.memory)
-    }
-
-    /// Goes on as if the memory had grown, by so many bytes in this call.
-    pub(crate) fn rehearse_growth(&mut self, takes: u64) {
-        if let Some(rehearsal) = &mut self.rehearsal {
-            rehearsal.has_grown = true;
-            rehearsal.seen.get_mut().takes = takes;
-        }
-    }
-
-    /// Notes why a call takes no memory that it has use for.
-    pub(crate) fn rehearse_no_growth(&mut self, why: String) {
-        if let Some(rehearsal) = &mut self.rehearsal {
-            rehearsal.seen.get_mut().takes_none = Some(why);
-        }
-    }
-
-    /// How many other communicators of the process are on the device.
-    pub(crate) fn other_communicators(&self) -> u32 {
-        self.kernels().other_communicators()
-    }
-
-    /// Notes which algorithm a call runs, and by what the engine chose it.
-    #[inline]
-    pub(in crate::cuda) fn note_algorithm(&self, name: &str, chosen_by: Option<&'static str>) {
-        if let Some(rehearsal) = &self.rehearsal {
-            rehearsal.note_algorithm(name, chosen_by);
-        }
-    }
-
-    /// The budget of a call on that stream, while it is rehearsed.
-    pub(in crate::cuda) fn rehearsed_budget(
-        &self,
-        stream: Stream,
-        is_captured: impl FnOnce() -> bool,
-    ) -> Option<SmBudget> {
-        let Lifts { company, options, .. } = self.rehearsal.as_ref()?.lifts;
-        let lifted = Lifted { company, options };
-        Some(self.kernels().budget_if_called(stream, is_captured(), lifted))
-    }
+pub(in crate::cuda) struct Kept {
+    pub(super) control: Control,
+    pub(super) comm: Comm,
+    pub(super) budget: SmBudget,
+    pub(super) beside_compute: bool,
 }
 
 impl Rehearsal {
     #[cold]
-    fn note_algorithm(&self, name: &str, chosen_by: Option<&'static str>) {
+    pub(super) fn note_algorithm(&self, name: &str, chosen_by: Option<&'static str>) {
         let mut seen = self.seen.borrow_mut();
         name.clone_into(&mut seen.algorithm);
         seen.chosen_by = chosen_by.or(seen.chosen_by);

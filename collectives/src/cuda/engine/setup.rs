@@ -26,7 +26,7 @@ use crate::cuda::layout::params::Control;
 use crate::cuda::select::constraints::{AllReduceShape, directly_linked};
 use crate::cuda::select::exchange::Exchange;
 use crate::cuda::select::table::MeasuredTable;
-use crate::timeout::Timeout;
+use crate::types::timeout::Timeout;
 
 /// How long a communicator waits for calls of others when it is made.
 const LONGEST_WAIT_FOR_OTHERS: Duration = Duration::from_secs(10);

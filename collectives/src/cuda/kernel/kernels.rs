@@ -133,14 +133,14 @@ impl Kernels {
     pub(in crate::cuda) fn find(&self, spec: KernelSpec) -> Option<LoadedKernel> {
         let known = self.known.get(&spec).copied();
         let loaded = known.or_else(|| self.modules.find(self.world, spec))?;
-        Some(LoadedKernel { budget: self.budget, ..loaded })
+        Some(loaded.with_budget(self.budget))
     }
 
     /// The same of a kernel whose source is no file of ours.
     pub(in crate::cuda) fn find_made(&self, key: &MadeKernel) -> Option<LoadedKernel> {
         let known = self.known_made.get(key).copied();
         let loaded = known.or_else(|| self.modules.find_made(key))?;
-        Some(LoadedKernel { budget: self.budget, ..loaded })
+        Some(loaded.with_budget(self.budget))
     }
 
     /// A kernel whose source is no file of ours, with its budget. It is asked for its source if need be.

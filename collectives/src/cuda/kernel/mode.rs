@@ -1,6 +1,6 @@
 //! What a kernel is compiled to do, where its file can do several things: values of macros that the file names.
 
-use crate::matmul::CLUSTER;
+use crate::call::matmul::CLUSTER;
 use crate::{DType, NormOutput};
 
 /// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_tiles.cuh`.

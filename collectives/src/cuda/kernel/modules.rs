@@ -21,13 +21,13 @@ use symmpool_allocator::{Driver, Error, Result};
 use super::generated_kernel::{MadeKernel, MadeSource};
 use super::loaded_kernel::{LoadedKernel, SIZES};
 use super::spec::KernelSpec;
+use crate::call::experts::ExpertsWork;
 use crate::cuda::driver::api::cuda;
 use crate::cuda::driver::api::{Api, Handle};
 use crate::cuda::layout::fault::RECORD_BYTES;
 use crate::cuda::layout::params::{
     CallParams, Comm, FewRows, MatmulWork, NormWork, PlanWork, Traffic,
 };
-use crate::experts::ExpertsWork;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 
 /// Compiling and loading a kernel that takes longer has waited for something, and is logged.

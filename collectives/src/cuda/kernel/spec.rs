@@ -1,6 +1,7 @@
 //! What a kernel is compiled for.
 
 use super::mode::{AllToAllMode, KernelMode, OneSidedMode, TwoShotCollective};
+use crate::call::p2p::Direction;
 use crate::cuda::kernel::mode::P2pMode;
 use crate::cuda::layout::params::Control;
 use crate::jit::Kernel;
@@ -9,7 +10,6 @@ use crate::jit::sources::{
     ALL_TO_ALL, BARRIER, BROADCAST_STAGES, MEASURED_BARRIER, ONE_SIDED, TWO_SHOT, TWO_SHOT_PULL,
     TWO_SHOT_STAGES,
 };
-use crate::p2p::Direction;
 use crate::{DType, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.

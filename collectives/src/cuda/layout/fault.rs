@@ -5,8 +5,8 @@ use std::time::Duration;
 use symmpool_allocator::Error;
 
 use super::memory_channels::{MEMORY_CHANNELS, PIECE_CHANNELS};
-use crate::host::call::{Call, mismatch_of_two};
-use crate::p2p::{Afterwards, Payload, payloads_differ, refused_elsewhere};
+use crate::call::p2p::{Afterwards, Payload, payloads_differ, refused_elsewhere};
+use crate::call::{Call, mismatch_of_two};
 use crate::signal::channel::CHANNELS;
 
 /// `Fault` in `symmpool/comm.cuh`.
@@ -327,7 +327,7 @@ impl Record {
         after: Duration,
     ) -> Self {
         let phase = if untaken { MEMORY_UNTAKEN } else { MEMORY } + channel;
-        let after = crate::timeout::nanoseconds(after);
+        let after = crate::types::timeout::nanoseconds(after);
         Self { kind: TIMEOUT, peer, phase, ours: [after, 0, 0, 0], ..Self::default() }
     }
 
@@ -345,7 +345,7 @@ pub(in crate::cuda) const RECORD_BYTES: usize = size_of::<Record>();
 pub(in crate::cuda) mod tests {
     use super::*;
     use crate::DType;
-    use crate::host::call::Operation;
+    use crate::call::Operation;
 
     /// A record of a wait for rank 2 that took too long, or of nothing yet.
     pub(in crate::cuda) fn record(complete: bool) -> Record {

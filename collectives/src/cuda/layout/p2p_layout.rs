@@ -6,7 +6,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{HeapLayout, Result};
 
 use super::params::ChannelEnd;
-use crate::p2p::Direction;
+use crate::call::p2p::Direction;
 use crate::signal::channel::CHANNELS;
 
 /// Most chunks of a lane that are under way: `SLOTS` in `p2p/p2p.cu`.

@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::memory_channels::MemoryFlags;
-use crate::host::call::Call;
-use crate::matmul::MOST_PRODUCTS;
+use crate::call::Call;
+use crate::call::matmul::MOST_PRODUCTS;
 use crate::signal::channel::CHANNELS;
 
 /// Most peer blocks: the control block has flags for so many. Twice as many as an H200 runs at 512 threads.

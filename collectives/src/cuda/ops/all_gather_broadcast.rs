@@ -14,6 +14,7 @@ use super::all_to_all::Parts;
 use super::copy_engine::all_to_all::EqualParts;
 use super::reduction_call::Work;
 use crate::algorithm::COPY;
+use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
@@ -21,7 +22,6 @@ use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::kernel::spec::STAGE_THREADS;
 use crate::cuda::layout::params::UNKNOWN;
 use crate::cuda::select::exchange::Use;
-use crate::host::call::{Call, Operation};
 use crate::{DType, Place, ReduceOp};
 
 /// Most bytes that a rank sends to all its peers together in the LL protocol, which sends twice as many as it

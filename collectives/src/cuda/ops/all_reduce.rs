@@ -5,6 +5,7 @@
 use symmpool_allocator::{Result, Stream};
 
 use crate::algorithm::{CallShape, RequestedAlgorithm};
+use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
@@ -15,7 +16,6 @@ use crate::cuda::layout::params::{CallParams, Control, LL128_PAYLOAD, MAX_PEER_B
 use crate::cuda::ops::reduction_call::Work;
 use crate::cuda::select::all_reduce::{AllReduce, Launch};
 use crate::cuda::select::constraints::AllReduceShape;
-use crate::host::call::{Call, Operation};
 use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
 
 /// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four

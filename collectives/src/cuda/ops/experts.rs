@@ -4,13 +4,13 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use crate::call::experts::{ExpertCall, ExpertShape, Quantization};
+use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{ExpertsMode, KernelMode};
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::{CallParams, Control};
-use crate::experts::{ExpertCall, ExpertShape, Quantization};
-use crate::host::call::{Call, Operation};
 use crate::jit::Kernel;
 use crate::jit::sources::{COMBINE, DISPATCH};
 use crate::{DType, ReceivedSizes, ReduceOp};
@@ -235,7 +235,7 @@ fn spec(
 
 #[cfg(test)]
 mod tests {
-    use crate::experts::ExpertsWork;
+    use crate::call::experts::ExpertsWork;
 
     #[test]
     fn the_arguments_are_as_large_as_kernels_are_compiled_with() {

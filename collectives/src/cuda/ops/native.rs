@@ -5,12 +5,12 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::algorithm::{NativeKernel, StandardCollective};
+use crate::call::plan_call::Arguments;
+use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::layout::params::{CallParams, MAX_PEER_BLOCKS, PlanWork};
-use crate::host::call::{Call, Operation};
-use crate::host::plan_call::Arguments;
 use crate::{DType, ReduceOp};
 
 /// Most worker blocks of a call whose kernel does not say how many.

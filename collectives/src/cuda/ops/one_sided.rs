@@ -12,7 +12,7 @@ use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::{CallParams, ChannelEnd, Comm};
 use crate::signal::channel::CHANNELS;
-use crate::timeout::nanoseconds;
+use crate::types::timeout::nanoseconds;
 
 /// Most blocks that copy: enough to keep a link busy, with processors left for other kernels.
 const COPY_BLOCKS: u64 = 64;

@@ -8,6 +8,7 @@
 
 use symmpool_allocator::{Result, Stream};
 
+use crate::call::p2p::{Direction, Payload};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::sm_budget::share_sms;
@@ -17,7 +18,6 @@ use crate::cuda::layout::p2p_layout::Division;
 use crate::cuda::layout::p2p_layout::P2p;
 use crate::cuda::layout::p2p_layout::end_of_messages;
 use crate::cuda::layout::params::CallParams;
-use crate::p2p::{Direction, Payload};
 
 impl CudaEngine {
     /// Sends data at `address` to a peer, which is another rank, or receives the peer's data there.

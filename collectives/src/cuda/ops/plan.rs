@@ -7,11 +7,11 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::plan_kernel;
 use crate::ReduceOp;
+use crate::call::plan_call::Arguments;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::{CallParams, MAX_PEER_BLOCKS, MAX_RANKS, PlanWork};
-use crate::host::plan_call::Arguments;
 use crate::plan::schedule::Schedule;
 use crate::plan::{CheckedPlan, Collective, Protocol};
 

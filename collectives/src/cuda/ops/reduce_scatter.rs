@@ -9,6 +9,7 @@ use symmpool_allocator::{Result, Stream};
 use super::all_reduce::Results;
 use super::reduction_call::Work;
 use crate::algorithm::{AUTO, COPY, DIRECT, LAMPORT, LL, STAGES};
+use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
@@ -17,7 +18,6 @@ use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES};
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
 use crate::cuda::select::constraints::fits_lamport;
 use crate::cuda::select::reduce_scatter::{Launch, Scatter};
-use crate::host::call::{Call, Operation};
 use crate::{DType, Place, ReduceOp};
 
 /// Reduce-scatters of parts of so many bytes go by loads from inputs that are windows. On two H200s 16 MiB take 59 us so and

@@ -2,8 +2,8 @@
 
 use symmpool_allocator::Stream;
 
+use crate::call::Call;
 use crate::cuda::layout::params::CallParams;
-use crate::host::call::Call;
 use crate::{DType, ReduceOp};
 
 /// A call of a reduction, or of the LL protocol, with checked arguments.

@@ -14,8 +14,8 @@ use crate::{DType, ReduceOp};
 /// Most threads of a block; kernels are compiled for so many.
 pub(in crate::cuda) const THREADS: u32 = 512;
 
+use crate::call::p2p::Direction;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::p2p::Direction;
 
 /// The environment variable that lists the reductions whose kernels are to be ready.
 const VARIABLE: &str = "SYMMPOOL_READY";

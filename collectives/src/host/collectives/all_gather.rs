@@ -7,10 +7,11 @@ use symmpool_allocator::Result;
 use super::pieces::Pieces;
 use crate::DType;
 use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::host::call::{Call, Operation};
+use crate::call::{Call, Operation};
 use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_output_window};
 use crate::host::kernels::{copy, copy_own};
-use crate::host::{HostEngine, InPlace, Place};
+use crate::host::{HostEngine, InPlace};
+use crate::types::place::Place;
 
 /// The algorithms: through scratch, and straight into outputs that are windows.
 pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [

@@ -4,8 +4,8 @@
 
 use symmpool_allocator::Result;
 
+use crate::call::{Call, Operation};
 use crate::host::HostEngine;
-use crate::host::call::{Call, Operation};
 use crate::host::numbers::Numbers;
 
 impl HostEngine {

@@ -7,10 +7,11 @@ use symmpool_allocator::{Error, Result};
 use super::pieces::Pieces;
 use crate::DType;
 use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::host::call::{Call, Operation};
+use crate::call::{Call, Operation};
 use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_input_window};
 use crate::host::kernels::copy;
-use crate::host::{Data, HostEngine, Place};
+use crate::host::{Data, HostEngine};
+use crate::types::place::Place;
 
 /// The algorithms: through the root's scratch, and straight from its window.
 pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [

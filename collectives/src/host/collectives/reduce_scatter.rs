@@ -6,10 +6,11 @@ use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
 use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::host::call::{Call, Operation};
+use crate::call::{Call, Operation};
 use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_input_window};
 use crate::host::kernels::copy;
-use crate::host::{HostEngine, InPlace, Place};
+use crate::host::{HostEngine, InPlace};
+use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
 /// The algorithms: through scratch, and by reading inputs that are windows.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
-use crate::host::call::{Call, mismatch};
+use crate::call::{Call, mismatch};
 use crate::host::fault::{Cause, Fault, WaitFailure};
 use crate::host::wait::{Waiter, Watchdog, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
-use crate::host::call::{Call, Operation};
+use crate::call::{Call, Operation};
 use crate::signal::is_handshake;
 
 /// Calls that this rank refused, beginning with the first one that not all other ranks have reached yet.

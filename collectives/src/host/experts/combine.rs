@@ -6,8 +6,8 @@ use symmpool_allocator::Result;
 
 use super::memory::{Handle, Region, given_weights};
 use super::{ExpertScratch, HostEngine};
-use crate::experts::ExpertCall;
-use crate::host::call::{Call, Operation};
+use crate::call::experts::ExpertCall;
+use crate::call::{Call, Operation};
 use crate::host::kernels::{ExpertRows, copy};
 use crate::host::numbers::Numbers;
 

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // arrays by address
 
 use crate::Place;
-use crate::experts::{ExpertCall, ExpertsWork, HandleParts, RegionParts};
+use crate::call::experts::{ExpertCall, ExpertsWork, HandleParts, RegionParts};
 use crate::host::HostEngine;
 use crate::host::numbers::Numbers;
 

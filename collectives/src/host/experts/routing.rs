@@ -2,7 +2,7 @@
 
 use symmpool_allocator::Error;
 
-use crate::experts::ExpertsWork;
+use crate::call::experts::ExpertsWork;
 use crate::host::numbers::Numbers;
 
 /// The number of a token and an id of it that is no expert.

@@ -7,7 +7,7 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
-use crate::float8::{e4m3_to_f32, e5m2_to_f32, f32_to_e4m3, f32_to_e5m2};
+use crate::types::float8::{e4m3_to_f32, e5m2_to_f32, f32_to_e4m3, f32_to_e5m2};
 use crate::{F8E4m3, F8E5m2};
 
 /// One reduction of one element type.

@@ -2,8 +2,8 @@
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 use super::float_environment::DefaultEnvironment;
-use crate::experts::SCALE_GROUP;
-use crate::float8::f32_to_e4m3;
+use crate::call::experts::SCALE_GROUP;
+use crate::types::float8::f32_to_e4m3;
 use crate::{DType, Quantization};
 
 /// Smaller magnitudes give the scale of this one, so that no scale is 0.

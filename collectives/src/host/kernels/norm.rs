@@ -3,8 +3,8 @@
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 use super::float_environment::DefaultEnvironment;
-use crate::float8::f32_to_e4m3;
-use crate::fused::{GROUP, LANES};
+use crate::call::norm::{GROUP, LANES};
+use crate::types::float8::f32_to_e4m3;
 use crate::{DType, NormOutput, NormShape};
 
 const LARGEST: f32 = 448.0;

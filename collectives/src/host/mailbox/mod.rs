@@ -52,9 +52,9 @@ use super::cores::enough_here;
 use super::fault::Cause;
 use super::wait::{Interrupted, SpinPolicy, Waiter, Watchdog};
 use crate::DType;
-use crate::p2p::{Direction, Payload};
+use crate::call::p2p::{Direction, Payload};
 use crate::signal::Pause;
-use crate::timeout::Timeout;
+use crate::types::timeout::Timeout;
 
 /// What a forked child may not use, for errors.
 const WHAT: &str = "a group's mailbox";

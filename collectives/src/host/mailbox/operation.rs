@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use symmpool_allocator::{Error, Result};
 
-use crate::p2p::{Direction, Payload};
+use crate::call::p2p::{Direction, Payload};
 
 /// A send or a receive that was begun.
 pub(super) struct Op {

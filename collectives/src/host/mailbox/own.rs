@@ -10,7 +10,7 @@ use symmpool_allocator::Error;
 use super::operation::Op;
 use super::peer::Unexpected;
 use super::state::{State, WHOLE};
-use crate::p2p::{Afterwards, Direction, Payload, payloads_differ};
+use crate::call::p2p::{Afterwards, Direction, Payload, payloads_differ};
 
 impl State {
     /// Begins a message of this rank to itself. A small one is copied, so that its send is done at once.

@@ -59,7 +59,7 @@ pub(super) struct Entry {
     /// Number of the message among those of its sender.
     pub(super) number: u64,
     pub(super) tag: u64,
-    /// The word of a [`Payload`](crate::p2p::Payload).
+    /// The word of a [`Payload`](crate::call::p2p::Payload).
     pub(super) payload: u64,
     /// Bytes that follow.
     pub(super) bytes: u64,

@@ -12,7 +12,7 @@ use symmpool_allocator::{Dialled, Error, PairAddress, PairListener, PairSocket, 
 use super::operation::Op;
 use super::peer::{Link, Peer, Queued, Stream, Unexpected};
 use super::segment::{Entry, Kind, Segment, before_sleep};
-use crate::p2p::{Afterwards, Direction, Payload, payloads_differ};
+use crate::call::p2p::{Afterwards, Direction, Payload, payloads_differ};
 
 /// Messages up to this length are sent whole, wherever the receiver is.
 pub(super) const WHOLE: u64 = 1 << 16;

@@ -10,9 +10,9 @@ use symmpool_allocator::{Error, Result};
 
 use super::messages::Position;
 use super::publish;
+use crate::call::p2p::{Afterwards, Direction, Payload, declined, payloads_differ, refused_before};
 use crate::host::one_sided::HostOneSided;
 use crate::host::wait::wake;
-use crate::p2p::{Afterwards, Direction, Payload, declined, payloads_differ, refused_before};
 use crate::signal::wake_sleepers;
 
 impl HostOneSided {

@@ -15,12 +15,12 @@
 use symmpool_allocator::{Result, Stream};
 
 use crate::algorithm::COPY;
+use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::CallParams;
 use crate::cuda::select::exchange::Use;
-use crate::host::call::{Call, Operation};
 use crate::jit::sources::COPY_COMPANION;
 use crate::{DType, Place};
 

@@ -15,6 +15,7 @@ use std::ops::Range;
 use symmpool_allocator::{Result, Stream};
 
 use super::reduce_arrived::Copied;
+use crate::call::Call;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::engine::memory_operations::MemoryOperations;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
@@ -25,7 +26,6 @@ use crate::cuda::layout::piece_slots::SHORTEST;
 use crate::cuda::layout::piece_slots::pays_off;
 use crate::cuda::layout::piece_slots::room;
 use crate::cuda::ops::reduction_call::Work;
-use crate::host::call::Call;
 use crate::jit::sources::TWO_SHOT_COPY;
 
 /// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less

@@ -5,11 +5,11 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::{BLOCK_BYTES, THREADS};
+use crate::call::Call;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{FewRowsMode, KernelMode};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS as REDUCE_THREADS};
 use crate::cuda::layout::params::{CallParams, FewRows};
-use crate::host::call::Call;
 use crate::jit::sources::{MATMUL_FEW, MATMUL_FEW_RECEIVED};
 use crate::{MatmulAllReduce, ReduceOp};
 

@@ -7,13 +7,13 @@
 use symmpool_allocator::{Result, Stream};
 
 use super::{BLOCK_BYTES, Control, Product};
+use crate::call::Call;
+use crate::call::matmul::MOST_PRODUCTS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
 use crate::cuda::layout::params::Split;
 use crate::cuda::layout::params::{MatmulProduct, MatmulWork};
-use crate::host::call::Call;
 use crate::jit::sources::MATMUL_GATHER;
-use crate::matmul::MOST_PRODUCTS;
 use crate::{MatmulGather, Rows};
 
 impl CudaEngine {

@@ -28,16 +28,16 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Result, Stream};
 
+use crate::call::Call;
+use crate::call::matmul::{CLUSTER, MOST_CHUNKS, MOST_PARTIAL_TILES, SUMS_BYTES};
 use crate::cuda::driver::api::cuda;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{KernelMode, MatmulMode};
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::Split;
 use crate::cuda::layout::params::{CallParams, MatmulWork, TensorMap};
-use crate::host::call::Call;
 use crate::jit::sources::MATMUL_WAIT;
 use crate::jit::{Arch, Kernel};
-use crate::matmul::{CLUSTER, MOST_CHUNKS, MOST_PARTIAL_TILES, SUMS_BYTES};
 use crate::{DType, ReduceOp, Rows};
 
 /// Threads of a block.

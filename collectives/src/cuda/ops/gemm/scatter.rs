@@ -8,14 +8,14 @@ use symmpool_allocator::{Result, Stream};
 
 use super::{BLOCK_BYTES, Control, Product};
 use crate::MatmulScatter;
+use crate::call::Call;
+use crate::call::matmul::MOST_PRODUCTS;
+use crate::call::matmul::TILE_BYTES;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
 use crate::cuda::layout::params::Split;
 use crate::cuda::layout::params::{MatmulProduct, MatmulWork, TensorMap};
-use crate::host::call::Call;
 use crate::jit::sources::MATMUL_SCATTER;
-use crate::matmul::MOST_PRODUCTS;
-use crate::matmul::TILE_BYTES;
 
 impl CudaEngine {
     /// Makes a product, and adds up each rank's part of it over all ranks.

@@ -21,10 +21,11 @@ pub(crate) use paired_groups::PairedGroups;
 
 use super::pieces::{Pieces, share};
 use crate::algorithm::{CallShape, StandardCollective};
-use crate::host::call::{Call, Operation};
+use crate::call::{Call, Operation};
 use crate::host::host_algorithm::{HostAlgorithm, always};
 use crate::host::kernels::ReduceFn;
-use crate::host::{Data, HostEngine, InPlace, Place};
+use crate::host::{Data, HostEngine, InPlace};
+use crate::types::place::Place;
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
 
 /// The algorithms.

@@ -3,7 +3,7 @@
 
 use symmpool_allocator::topology::{Mesh, Topology};
 
-use crate::host::call::rank_list;
+use crate::call::rank_list;
 use crate::matching::assign;
 
 /// More ranks than such machines have. The search tries every split of the ranks, so the limit keeps it short.

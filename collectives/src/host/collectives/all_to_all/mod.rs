@@ -28,8 +28,9 @@ pub(crate) use load_balance::LoadBalance;
 pub use splits::{SplitRows, SplitsAt};
 
 use super::pieces::Pieces;
-use crate::host::call::{Call, Operation};
-use crate::host::{Data, HostEngine, InPlace, Place};
+use crate::call::{Call, Operation};
+use crate::host::{Data, HostEngine, InPlace};
+use crate::types::place::Place;
 
 /// Stands in a row for the offset of an input or output that is not a window.
 const NO_WINDOW: u64 = u64::MAX;

@@ -7,8 +7,9 @@ use symmpool_allocator::{Error, Result};
 use super::Work;
 use super::traffic_matrix::{BAD_SPLITS, TrafficMatrix};
 use crate::DType;
-use crate::host::call::{Call, Operation};
-use crate::host::{HostEngine, InPlace, Place};
+use crate::call::{Call, Operation};
+use crate::host::{HostEngine, InPlace};
+use crate::types::place::Place;
 
 /// The data of an all-to-all with splits in memory: rows of `row` elements of `dtype`. `dtype` and `row` are the
 /// same on every rank.

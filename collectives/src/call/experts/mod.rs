@@ -15,8 +15,8 @@ use std::fmt;
 
 use symmpool_allocator::{Error, Result};
 
-pub use layout::HandleParts;
-pub(crate) use layout::{ExpertsWork, RegionParts};
+pub use self::layout::HandleParts;
+pub(crate) use self::layout::{ExpertsWork, RegionParts};
 
 use crate::{DType, Place};
 

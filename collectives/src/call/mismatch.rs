@@ -153,8 +153,8 @@ pub(crate) fn rank_list(ranks: &[u32]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::*;
     use super::*;
+    use crate::call::*;
     use crate::{AllToAllAlgorithm, DType, ReduceOp};
 
     #[test]

@@ -1,7 +1,7 @@
 //! Where things lie in the memory of a buffer for experts and in a handle, and the arguments of kernels.
 
 use super::ExpertShape;
-use crate::parts::Parts;
+use crate::types::parts::Parts;
 
 /// Most chunks into which kernels cut a rank's tokens: `MOST_CHUNKS` in `experts/work.cuh`.
 const MOST_CHUNKS: u32 = 2048;

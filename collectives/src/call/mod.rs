@@ -1,15 +1,32 @@
 //! The call description: what a rank calls, in the four words that travel with its handshake signal, and their
 //! digest, which ranks compare (rule S6).
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | `operation` | the operations by number |
+//! | `text`, `mismatch` | descriptions in words, and the errors of ranks that differ |
+//! | `plan_call` | calls of plans: what both engines check |
+//! | `p2p` | point-to-point messages: what their two ends compare |
+//! | `norm`, `norm_output` | all-reduces with a residual and a norm |
+//! | `matmul` | fused products of matrices |
+//! | `experts` | dispatch to experts, and combine |
 
+pub(crate) mod experts;
+pub(crate) mod matmul;
 mod mismatch;
+pub(crate) mod norm;
+pub(crate) mod norm_output;
+pub(crate) mod operation;
+pub(crate) mod p2p;
+pub(crate) mod plan_call;
 mod text;
 
-pub(crate) use super::operation::Operation;
-use super::place::Place;
-use crate::experts::{ExpertMode, ExpertShape};
+use self::experts::{ExpertMode, ExpertShape};
+pub(crate) use self::mismatch::{mismatch, mismatch_of_two, rank_list};
+pub(crate) use self::operation::Operation;
 use crate::signal::DESCRIPTION_WORDS;
+use crate::types::place::Place;
 use crate::{DType, MatmulShape, ReduceOp};
-pub(crate) use mismatch::{mismatch, mismatch_of_two, rank_list};
 
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;

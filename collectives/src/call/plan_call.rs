@@ -3,14 +3,14 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::Place;
-use super::call::{Call, Operation};
+use super::{Call, Operation};
 use crate::plan::{CheckedPlan, Collective, Plan};
+use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
 /// Chunks of scratch begin at multiples of this, a cache line; so do chunks of inputs and outputs, if they may differ in
 /// length.
-pub(super) const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
 /// Counts from here on leave no place in call descriptions for an algorithm's hash.
 const MAX_COUNT: usize = 1 << 48;
 
@@ -63,12 +63,12 @@ impl Chunks {
     }
 
     /// The elements of the chunks at this place of their parts.
-    pub(super) fn length(&self, place: usize) -> usize {
+    pub(crate) fn length(&self, place: usize) -> usize {
         self.count.saturating_sub(place.saturating_mul(self.each)).min(self.each)
     }
 
     /// Where a chunk of the input or output begins, in bytes.
-    pub(super) fn start(&self, index: u32) -> usize {
+    pub(crate) fn start(&self, index: u32) -> usize {
         let (part, place) = (index as usize / self.of_part, index as usize % self.of_part);
         // A chunk without elements may lie behind the end, where nothing is accessed.
         (part * self.count + (place * self.each).min(self.count)) * self.size

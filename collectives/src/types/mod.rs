@@ -1,0 +1,9 @@
+//! The types that everything else is made of. They import nothing but each other.
+
+pub(crate) mod communicator_memory;
+pub(crate) mod dtype;
+pub(crate) mod float8;
+pub(crate) mod parts;
+pub(crate) mod place;
+pub(crate) mod reduce_op;
+pub(crate) mod timeout;
