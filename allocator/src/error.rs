@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::lane::Divergence;
+use crate::divergence::Divergence;
 use crate::ranks::list;
 
 /// A result with symmpool's [`Error`].

@@ -11,6 +11,7 @@ mod amount;
 mod blocking;
 mod deadline;
 mod descriptors;
+mod divergence;
 pub mod driver;
 mod error;
 mod fork;

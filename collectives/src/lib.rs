@@ -38,12 +38,13 @@ pub use call::matmul::{
 };
 pub use call::norm::{FusedAlgorithm, NormBuffers, NormShape};
 pub use call::norm_output::NormOutput;
+pub use call::splits::{SplitRows, SplitsAt};
 pub use communicator::{
     CallPlan, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
     ReceivedParts, Selector, Splits,
 };
 pub use cuda::{end_watching, share_sms};
-pub use host::{HostEngine, HostOptions, Mailbox, Operation, SplitRows, SplitsAt};
+pub use host::{HostEngine, HostOptions, Mailbox, Operation};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub use types::communicator_memory::CommunicatorMemory;
 pub use types::dtype::{DType, Element};

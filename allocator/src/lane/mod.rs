@@ -28,7 +28,6 @@
 //! | `commit_trigger` | when deferred frees make a commit due |
 //! | `lane_event` | the events of a lane's sequence |
 //! | `history` | the event log: its digest and its most recent events |
-//! | `divergence` | the report of the first event at which ranks differ |
 //! | `rollback` | returning to a state that all ranks share |
 //! | `site` | which line of a program an event comes from |
 //! | `stats` | a lane's counts and sizes |
@@ -38,7 +37,6 @@ mod backing;
 mod commit_trigger;
 mod config;
 mod deferred;
-mod divergence;
 mod free;
 mod growth;
 mod history;
@@ -60,9 +58,9 @@ mod streams;
 mod table;
 mod uses;
 
+pub use crate::divergence::{Divergence, Side};
 pub use backing::{Backing, NoBacking};
 pub use config::{LaneConfig, LaneKind, MAX_LANE_BYTES, UNIT, WindowPolicy};
-pub use divergence::{Divergence, Side};
 pub use history::Digest;
 pub use lane_event::{EventKind, LaneEvent};
 pub use segments::{Growth, Move, NewSegment, Segment};

@@ -6,6 +6,7 @@
 //! | `operation` | the operations by number |
 //! | `text`, `mismatch` | descriptions in words, and the errors of ranks that differ |
 //! | `plan_call` | calls of plans: what both engines check |
+//! | `splits` | all-to-alls whose counts lie in memory |
 //! | `p2p` | point-to-point messages: what their two ends compare |
 //! | `norm`, `norm_output` | all-reduces with a residual and a norm |
 //! | `matmul` | fused products of matrices |
@@ -19,6 +20,7 @@ pub(crate) mod norm_output;
 pub(crate) mod operation;
 pub(crate) mod p2p;
 pub(crate) mod plan_call;
+pub(crate) mod splits;
 mod text;
 
 use self::experts::{ExpertMode, ExpertShape};

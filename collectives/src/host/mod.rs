@@ -44,7 +44,6 @@ mod shared_cores;
 mod slices;
 mod wait;
 
-pub use collectives::all_to_all::{SplitRows, SplitsAt};
 pub use engine::HostEngine;
 pub use mailbox::{Mailbox, Operation};
 pub(crate) use one_sided::{HostChannels, HostOneSided};

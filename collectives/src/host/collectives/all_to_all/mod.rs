@@ -25,7 +25,6 @@ use self::traffic_matrix::TrafficMatrix;
 use crate::DType;
 use crate::algorithm::{AUTO, COPY, DIRECT, LAMPORT, RING, STAGED, StandardCollective};
 pub(crate) use load_balance::LoadBalance;
-pub use splits::{SplitRows, SplitsAt};
 
 use super::pieces::Pieces;
 use crate::call::{Call, Operation};
