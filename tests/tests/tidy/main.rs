@@ -1,5 +1,10 @@
 //! Checks rules of the repository that no compiler checks.
 
+mod arrows;
+mod imports;
+mod python_imports;
+mod rust_imports;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -107,38 +112,6 @@ fn unsafe_code_is_where_the_architecture_says() {
     }
 }
 
-#[test]
-fn the_parts_of_the_cuda_driver_do_not_import_each_other_in_circles() {
-    // For each file, the files of the folder that it imports. `mod.rs` may import all of them.
-    let folder = root().join("allocator/src/driver/cuda");
-    let parts: Vec<String> = sources()
-        .iter()
-        .filter(|path| path.parent() == Some(&folder))
-        .filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned()))
-        .filter(|part| part != "mod" && part != "tests")
-        .collect();
-    let used = |part: &str| {
-        let text = read(&folder.join(part).with_extension("rs"));
-        let code = text.split("#[cfg(test)]").next().unwrap_or_default().to_owned();
-        parts.iter().filter(move |other| {
-            let list = code.lines().filter(|line| line.starts_with("use super::{"));
-            let listed = |word: &str| word.trim_end_matches([',', '}', ';']) == other.as_str();
-            code.contains(&format!("super::{other}::"))
-                || list.flat_map(|line| line.split([' ', '{'])).any(listed)
-        })
-    };
-    for part in &parts {
-        let mut reached: Vec<&String> = used(part).collect();
-        let mut next = 0;
-        while let Some(&via) = reached.get(next) {
-            assert_ne!(via, part, "{part} imports itself by way of {reached:?}");
-            let more: Vec<_> = used(via).filter(|other| !reached.contains(other)).collect();
-            reached.extend(more);
-            next += 1;
-        }
-    }
-}
-
 /// For each test function of a source text, the comment before it and its name.
 fn tests_of(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
@@ -164,7 +137,7 @@ fn cites(test: &str, rule: &str) -> bool {
 fn every_rule_is_held_by_a_test() {
     let tests: Vec<String> = sources()
         .iter()
-        .filter(|path| !path.ends_with("tidy.rs"))
+        .filter(|path| !path.ends_with("tidy/main.rs"))
         .flat_map(|path| tests_of(&read(path)))
         .collect();
     // S9 is about staging by the host, which is not implemented.
@@ -191,21 +164,23 @@ fn a_rule_is_not_held_by_words_elsewhere_in_a_file() {
     assert!(!cited("D7") && !cited("D2") && !cited("D3") && !cited("D4"));
 }
 
-const DOCUMENTS: [&str; 8] = [
-    "README.md",
-    "ARCHITECTURE.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "docs/python.md",
-    "docs/gpus.md",
-    "docs/performance.md",
-    "docs/decisions.md",
-];
+/// All documents: those of the root and of `docs`.
+fn documents() -> Vec<String> {
+    let read = |folder: &str| fs::read_dir(root().join(folder)).expect("a folder").flatten();
+    let files = read("").chain(read("docs")).map(|entry| entry.path());
+    let mut found: Vec<String> = files
+        .filter(|path| path.extension().is_some_and(|end| end == "md"))
+        .map(|path| name(&path))
+        .collect();
+    found.sort();
+    assert!(found.len() > 8, "too few documents found: {found:?}");
+    found
+}
 
 #[test]
 fn the_documents_name_files_that_exist() {
-    for document in DOCUMENTS {
-        let text = read(&root().join(document));
+    for document in documents() {
+        let text = read(&root().join(&document));
         for quoted in text.split('`').skip(1).step_by(2) {
             let folders = [
                 "allocator/",
@@ -239,11 +214,13 @@ fn links_between_documents_lead_somewhere() {
         headings.map(|line| anchor(line.trim_start_matches('#').trim())).collect()
     };
     let mut links = 0;
-    for document in DOCUMENTS {
-        let path = root().join(document);
+    for document in documents() {
+        let path = root().join(&document);
         let text = read(&path);
         let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-        for target in targets.filter(|target| !target.contains("://")) {
+        for target in
+            targets.filter(|target| !target.contains([' ', '\n']) && !target.contains("://"))
+        {
             links += 1;
             let (file, place) = target.split_once('#').unwrap_or((target, ""));
             let folder = path.parent().expect("a folder");
