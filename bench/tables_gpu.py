@@ -195,12 +195,12 @@ def collectives(places):
     return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
-def collectives_memory(places):
-    """How many times longer collectives take with less device memory than with the default."""
-    place, report = recorded("collectives_memory", places)
+def collectives_limited(name, places, title, limits):
+    """How many times longer collectives take with each of a report's limits than without."""
+    place, report = recorded(name, places)
     if report is None:
         return None
-    amounts, rows = [size(each) for each in report["options"]["device_memory"]], []
+    amounts, rows = limits(report["options"]), []
     for entry in report["results"]:
         row = [entry["operation"], size(entry["bytes"])]
         for name in ("ours", "ours ordinary"):
@@ -210,8 +210,25 @@ def collectives_memory(places):
         rows.append(row)
     more = [f"times as long with {amount}" for amount in amounts]
     head = ["operation", "bytes", "in windows us", *more, "on torch's memory us", *more]
-    title = "Collectives of communicators with less device memory than the default"
     return title, place, report, head, rows
+
+
+def collectives_memory(places):
+    def limits(options):
+        return [size(each) for each in options["device_memory"]]
+
+    title = "Collectives of communicators with less device memory than the default"
+    return collectives_limited("collectives_memory", places, title, limits)
+
+
+def collectives_sm_budgets(places):
+    title = "Collectives whose kernels take fewer SMs than the device has"
+    return collectives_limited(
+        "collectives_sm_budgets",
+        places,
+        title,
+        lambda options: [f"{each} SMs" for each in options["sm_budgets"]],
+    )
 
 
 def python_and_rust():
@@ -480,6 +497,7 @@ def more():
         with_scratch,
         device_splits,
         *everywhere(collectives_memory),
+        *everywhere(collectives_sm_budgets),
         *everywhere(plans),
         *everywhere(tables_models.experts),
         *everywhere(tables_models.experts_24),

@@ -29,6 +29,16 @@ def operation_list(text):
     return names
 
 
+def budget_list(text):
+    try:
+        budgets = [int(each) for each in comma_separated(text)]
+    except ValueError:
+        budgets = []
+    if not budgets or min(budgets) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of SMs, 2 or more, separated by commas")
+    return budgets
+
+
 def add_options(commands):
     command = commands.add_parser(
         "collectives", help="every collective, in windows and in ordinary memory, compared with NCCL or gloo"
@@ -47,6 +57,12 @@ def add_options(commands):
         type=size_list,
         default=[],
         help="of symmpool: also communicators of so many bytes each, as in 96M,16M, on GPUs",
+    )
+    command.add_argument(
+        "--sm-budgets",
+        type=budget_list,
+        default=[],
+        help="of symmpool: also kernels of so many SMs at most, as in 88,44,22, on GPUs",
     )
     add_measuring(command)
 
@@ -81,16 +97,14 @@ class CollectiveContender(peers.Contender):
 
 
 class Ours(CollectiveContender):
-    def __init__(self, name, ranks, dtype, count, pool, in_windows, device_memory=None):
-        self.pool, self.in_windows, self.device_memory = pool, in_windows, device_memory
+    def __init__(self, name, ranks, dtype, count, pool, in_windows, **limits):
+        self.pool, self.in_windows, self.limits = pool, in_windows, limits
         super().__init__(name, ranks, dtype, count)
         self.comm = self.communicator()
         pool.commit()
 
     def communicator(self):
-        return Communicator(
-            self.pool, timeout=self.ranks.timeout, concurrent=1, device_memory_bytes=self.device_memory
-        )
+        return Communicator(self.pool, timeout=self.ranks.timeout, concurrent=1, **self.limits)
 
     def empty(self, count):
         return self.pool.empty(count, self.dtype) if self.in_windows else super().empty(count)
@@ -215,23 +229,25 @@ def measure(ranks, options, contenders, operation, bytes_, step):
     return row
 
 
-def plans_of_ours(ranks, dtype, count, pools, device_memory):
+def plans_of_ours(ranks, dtype, count, pools, device_memory, sm_budgets):
     """symmpool's contenders by name, each as a function that sets it up: in windows and in ordinary memory,
-    by default and with each of these amounts of device memory."""
+    by default, with each of these amounts of device memory, and with each of these SM budgets."""
     kinds = {"ours": True, "ours ordinary": False}
-    amounts = {"": None, **{f" {table.show_size(each)}": each for each in device_memory}}
+    limits = {"": {}}
+    limits |= {f" {table.show_size(each)}": {"device_memory_bytes": each} for each in device_memory}
+    limits |= {f" {each} SMs": {"sm_budget": each} for each in sm_budgets}
 
-    def make(name, *how):
-        return Ours(name, ranks, dtype, count, pools.get(ranks), *how)
+    def make(name, in_windows, limit):
+        return Ours(name, ranks, dtype, count, pools.get(ranks), in_windows, **limit)
 
     return {
-        name + amount: partial(make, name + amount, in_windows, bytes_)
+        name + limited: partial(make, name + limited, in_windows, limit)
         for name, in_windows in kinds.items()
-        for amount, bytes_ in amounts.items()
+        for limited, limit in limits.items()
     }
 
 
-def set_up(ranks, dtype, count, only, device_memory=()):
+def set_up(ranks, dtype, count, only, device_memory=(), sm_budgets=()):
     """The contenders that could be set up, symmpool first, and by name the reasons why others could not."""
     pools = peers.Pools()
     others = (
@@ -239,7 +255,7 @@ def set_up(ranks, dtype, count, only, device_memory=()):
     )
     if unknown := [each for each in only or [] if each not in others]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(others)}")
-    plans = plans_of_ours(ranks, dtype, count, pools, device_memory)
+    plans = plans_of_ours(ranks, dtype, count, pools, device_memory, sm_budgets)
     for name, kind in others.items():
         if only is None or name in only:
             plans[name] = partial(kind, name, ranks, dtype, count)
@@ -271,9 +287,13 @@ def run(options, arguments):
     session.require_parts(options, sizes, dtype, ranks.world)
     if options.device_memory and not ranks.on_cuda:
         raise SystemExit("--device-memory: communicators on the CPU take no device's memory")
+    if options.sm_budgets and not ranks.on_cuda:
+        raise SystemExit("--sm-budgets: communicators on the CPU take no SMs")
     count = max(sizes) // dtype.itemsize
     requested = session.requested_peers(options)
-    contenders, missing, pools = set_up(ranks, dtype, count, requested, options.device_memory)
+    contenders, missing, pools = set_up(
+        ranks, dtype, count, requested, options.device_memory, options.sm_budgets
+    )
     progress = session.Progress(len(names) * len(sizes) * (options.rounds + 1), ranks.rank == 0)
     try:
         rows = [

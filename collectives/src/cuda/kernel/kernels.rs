@@ -249,7 +249,7 @@ impl Kernels {
             sharedMemBytes: kernel.shared_bytes,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
-            numAttrs: kernel.budget.early.into(),
+            numAttrs: kernel.budget.starts_early.into(),
         };
         // SAFETY: the configuration and the arguments, which have the kernel's parameter types
         // (checked by size when it was compiled), live until the call returns; the driver copies

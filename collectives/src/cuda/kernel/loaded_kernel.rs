@@ -66,6 +66,6 @@ impl LoadedKernel {
     /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
     /// themselves, so it must not start early.
     pub(in crate::cuda) fn after_copies(self) -> Self {
-        Self { budget: SmBudget { early: false, ..self.budget }, ..self }
+        Self { budget: self.budget.in_turn(), ..self }
     }
 }

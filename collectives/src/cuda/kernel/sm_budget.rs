@@ -99,9 +99,12 @@ pub fn share_sms(ordinal: u32) {
 pub(in crate::cuda) struct SmBudget {
     /// Most blocks of a kernel.
     pub(in crate::cuda) most_blocks: u32,
-    /// Whether a kernel may start before the one before it on the stream has ended, and the next one before
-    /// this one has (programmatic dependent launch). Two kernels are resident at once then.
+    /// Whether the stream's next kernel may start while this one still waits for peers (programmatic dependent launch). Two
+    /// kernels are resident at once then.
     pub(in crate::cuda) early: bool,
+    /// Whether a kernel may start when the one before it on the stream lets it, at the latest when all blocks of that one have
+    /// ended, and before what that one wrote is visible. It takes no more of the device than its own blocks.
+    pub(in crate::cuda) starts_early: bool,
     /// Whether other communicators' calls may be under way at the same time.
     pub(in crate::cuda) concurrent: bool,
     /// Whether the call runs beside compute, with no more SMs than it needs.
@@ -110,8 +113,13 @@ pub(in crate::cuda) struct SmBudget {
 
 impl SmBudget {
     /// The whole device.
-    pub(in crate::cuda) const ALL: Self =
-        Self { most_blocks: u32::MAX, early: true, concurrent: false, beside_compute: false };
+    pub(in crate::cuda) const ALL: Self = Self {
+        most_blocks: u32::MAX,
+        early: true,
+        starts_early: true,
+        concurrent: false,
+        beside_compute: false,
+    };
 
     /// Whether kernels may not take the whole device.
     pub(in crate::cuda) fn is_limited(&self) -> bool {
@@ -126,7 +134,13 @@ impl SmBudget {
     /// together; with the mean, they have less than 2/3 of 2 ln 2, which is 0.92 of it.
     fn among(concurrent: u32, communicators: u32, processors: u32) -> Self {
         let most_blocks = (4 * processors / (3 * (concurrent + communicators))).max(2);
-        Self { most_blocks, early: false, concurrent: concurrent > 1, beside_compute: false }
+        let concurrent = concurrent > 1;
+        Self { most_blocks, early: false, starts_early: true, concurrent, beside_compute: false }
+    }
+
+    /// The budget of kernels that start when all before them on the stream has ended.
+    pub(in crate::cuda) fn in_turn(self) -> Self {
+        Self { early: false, starts_early: false, ..self }
     }
 }
 
@@ -239,6 +253,7 @@ impl BudgetMember {
         most.map_or(shared, |most| SmBudget {
             most_blocks: shared.most_blocks.min(most),
             early: false,
+            starts_early: !beside_compute,
             beside_compute,
             ..shared
         })
@@ -305,7 +320,7 @@ impl BudgetMember {
                 communicators < 2 && !device.share_sms.load(Ordering::Relaxed)
             }
         };
-        SmBudget { early: alone, ..SmBudget::ALL }
+        if alone { SmBudget::ALL } else { SmBudget::ALL.in_turn() }
     }
 }
 
@@ -341,8 +356,8 @@ mod tests {
         budget(member, stream).most_blocks
     }
 
-    const fn part(most_blocks: u32) -> SmBudget {
-        SmBudget { most_blocks, early: false, concurrent: true, beside_compute: false }
+    fn part(most_blocks: u32) -> SmBudget {
+        SmBudget { most_blocks, concurrent: true, ..SmBudget::among(1, 1, 3) }
     }
 
     #[test]
@@ -449,7 +464,7 @@ mod tests {
         let mut limited = member(1002, 2, Some(4));
         assert_eq!(budget(&mut limited, 1), part(22));
         // They wait for nobody, but would be resident while the kernel before them on the stream waits.
-        let late = SmBudget { early: false, ..SmBudget::ALL };
+        let late = SmBudget::ALL.in_turn();
         assert_eq!(
             [budget(&mut alone, 9), first.budget_outside_calls(), limited.budget_outside_calls()],
             [late; 3]
@@ -492,8 +507,12 @@ mod tests {
         };
         let mut alone = new(None, None);
         let (concurrent, beside_compute) = (false, true);
-        let few =
-            SmBudget { most_blocks: SMS_BESIDE_COMPUTE, early: false, concurrent, beside_compute };
+        let few = SmBudget {
+            most_blocks: SMS_BESIDE_COMPUTE,
+            concurrent,
+            beside_compute,
+            ..SmBudget::ALL.in_turn()
+        };
         assert_eq!(budget(&mut alone, 7), few);
         assert_eq!([0, 1, 2].map(|stream| budget(&mut alone, stream)), [SmBudget::ALL; 3]);
         assert_eq!(alone.budget_in_call(Stream::numbered(7), || true), SmBudget::ALL, "captured");

@@ -181,6 +181,7 @@ mod tests {
                         let budget = SmBudget {
                             most_blocks,
                             early,
+                            starts_early: true,
                             concurrent: !early,
                             beside_compute: early,
                         };

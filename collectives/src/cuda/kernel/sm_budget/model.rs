@@ -26,6 +26,9 @@ struct Kernel {
     needs: u32,
     /// Whether the host waits for all kernels before it: its communicator was made just before.
     behind_all: bool,
+    /// The stream of the communicator's last call, if this call changes it: it is behind all that the host had put there
+    /// (`StreamOrder::switch_to`).
+    leaves: Option<u64>,
 }
 
 /// When communicators are made.
@@ -37,20 +40,35 @@ enum Make {
     Late { waits: bool },
 }
 
+/// Whether the first call on another stream is behind all that the communicator's last stream holds, or behind its own last call
+/// alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Leave {
+    BehindTheStream,
+    BehindItsCall,
+}
+
 /// What the kernels of a rank are, in the order in which its host launches them.
-fn kernels(ordinal: u32, communicators: usize, make: Make, calls: &[Made]) -> Vec<Kernel> {
+fn kernels(
+    ordinal: u32,
+    communicators: usize,
+    (make, leave): (Make, Leave),
+    calls: &[Made],
+) -> Vec<Kernel> {
+    let follows_stream = leave == Leave::BehindTheStream;
     let member = || BudgetMember::new(ordinal, SMS, 2, BudgetOptions::default());
     let mut members: Vec<Option<BudgetMember>> =
         (0..communicators).map(|nth| (nth == 0 || make == Make::First).then(member)).collect();
-    let mut counts = vec![0; communicators];
+    let (mut counts, mut last) = (vec![0; communicators], vec![None; communicators]);
     let kernel = |(comm, stream): &Made| {
         let is_new = members[*comm].is_none();
         let made = members[*comm].get_or_insert_with(member);
         let behind_all = is_new && make == Make::Late { waits: true } && made.has_company();
         let budget = made.budget_in_call(Stream::numbered(*stream), || false);
         counts[*comm] += 1;
+        let leaves = last[*comm].replace(*stream).filter(|last| last != stream && follows_stream);
         let (nth, needs) = (counts[*comm] - 1, budget.most_blocks.min(SMS));
-        Kernel { comm: *comm, stream: *stream, nth, needs, behind_all }
+        Kernel { comm: *comm, stream: *stream, nth, needs, behind_all, leaves }
     };
     calls.iter().map(kernel).collect()
 }
@@ -91,7 +109,9 @@ fn steps(ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
             let is_behind = |other: usize| {
                 let before = &kernels[other];
                 held[other].is_some()
-                    && (before.stream == kernel.stream || before.comm == kernel.comm)
+                    && (before.stream == kernel.stream
+                        || before.comm == kernel.comm
+                        || kernel.leaves == Some(before.stream))
             };
             if has < kernel.needs && free > 0 && !(0..nth).any(is_behind) {
                 let mut next = state.clone();
@@ -143,7 +163,7 @@ fn orders(left: &[usize]) -> Vec<Vec<usize>> {
 fn circles(
     ordinal: u32,
     counts: &[usize],
-    make: Make,
+    rules: (Make, Leave),
     stream: impl Fn(usize, usize) -> u64,
 ) -> (usize, usize) {
     let programs: Vec<Vec<Made>> = orders(counts)
@@ -166,7 +186,7 @@ fn circles(
     for (nth, one) in programs.iter().enumerate() {
         for other in &programs[nth..] {
             if on_streams(one) == on_streams(other) {
-                let ranks = [one, other].map(|calls| kernels(ordinal, counts.len(), make, calls));
+                let ranks = [one, other].map(|calls| kernels(ordinal, counts.len(), rules, calls));
                 found += usize::from(finds_a_circle(&ranks).is_some());
                 tried += 1;
             }
@@ -174,6 +194,9 @@ fn circles(
     }
     (found, tried)
 }
+
+/// All communicators are made first, and calls change their streams as the engine has it.
+const ALL_FIRST: (Make, Leave) = (Make::First, Leave::BehindTheStream);
 
 fn streams_of_their_own(comm: usize, _: usize) -> u64 {
     comm as u64 + 7
@@ -184,12 +207,12 @@ fn eager_calls_on_streams_of_their_own_get_through_in_any_order() {
     for (ordinal, counts) in
         [(2000, &[2, 2][..]), (2001, &[1, 1, 1]), (2002, &[3, 1]), (2003, &[2, 2, 0])]
     {
-        let (found, tried) = circles(ordinal, counts, Make::First, streams_of_their_own);
+        let (found, tried) = circles(ordinal, counts, ALL_FIRST, streams_of_their_own);
         assert!(found == 0 && tried > 3, "{counts:?}: {found} of {tried}");
     }
     // The first one alternates between two streams.
     let stream = |comm, nth| if comm == 0 { 7 + nth as u64 % 2 } else { 9 };
-    assert_eq!(circles(2004, &[3, 1], Make::First, stream).0, 0);
+    assert_eq!(circles(2004, &[3, 1], ALL_FIRST, stream).0, 0);
 }
 
 /// Kernels that have the whole device may still be to come on their stream when another communicator is made. What that
@@ -197,27 +220,39 @@ fn eager_calls_on_streams_of_their_own_get_through_in_any_order() {
 #[test]
 fn a_communicator_that_is_made_behind_calls_waits_for_them() {
     for (ordinal, counts) in [(2010, [2, 1]), (2012, [3, 1])] {
-        let (found, tried) =
-            circles(ordinal, &counts, Make::Late { waits: false }, streams_of_their_own);
+        let late = |waits| (Make::Late { waits }, Leave::BehindTheStream);
+        let (found, tried) = circles(ordinal, &counts, late(false), streams_of_their_own);
         assert!(found > 0, "of {tried}");
-        let waits = Make::Late { waits: true };
-        assert_eq!(circles(ordinal + 1, &counts, waits, streams_of_their_own).0, 0);
+        assert_eq!(circles(ordinal + 1, &counts, late(true), streams_of_their_own).0, 0);
     }
 }
 
 /// Two communicators on one stream have the whole device each. What one of them launches on another stream then may get in
-/// front of what is still to come on the first one. Programs must synchronize before (docs/gpus.md).
+/// front of what is still to come on the first one, unless it is behind all that is there.
 #[test]
-fn a_communicator_that_leaves_a_common_stream_can_make_a_circle() {
-    let stream = |comm, nth| if comm == 1 && nth > 0 { 8 } else { 7 };
-    let (found, tried) = circles(2020, &[2, 2], Make::First, stream);
-    assert!(found > 0, "none of {tried}: docs/gpus.md says that there are some");
+fn a_communicator_that_leaves_a_common_stream_is_behind_what_is_there() {
+    let second_leaves = |comm, nth| if comm == 1 && nth > 0 { 8 } else { 7 };
+    let both_leave = |comm, nth| if nth > 0 { 8 + comm as u64 } else { 7 };
+    let comes_back = |comm, nth| if comm == 1 && nth == 1 { 8 } else { 7 };
+    let (found, tried) = circles(2020, &[2, 2], (Make::First, Leave::BehindItsCall), second_leaves);
+    assert!(found > 0, "none of {tried}");
+    assert_eq!(circles(2021, &[2, 2], ALL_FIRST, second_leaves).0, 0);
+    assert_eq!(circles(2022, &[3, 2], ALL_FIRST, second_leaves).0, 0);
+    assert_eq!(circles(2023, &[2, 2], ALL_FIRST, both_leave).0, 0);
+    assert_eq!(circles(2024, &[2, 3], ALL_FIRST, comes_back).0, 0);
 }
 
 /// The model finds a circle where there is one: two kernels that each take the whole device.
 #[test]
 fn whole_devices_in_opposite_orders_are_a_circle() {
-    let whole = |comm| Kernel { comm, stream: comm as u64, nth: 0, needs: SMS, behind_all: false };
+    let whole = |comm| Kernel {
+        comm,
+        stream: comm as u64,
+        nth: 0,
+        needs: SMS,
+        behind_all: false,
+        leaves: None,
+    };
     let ranks = [vec![whole(0), whole(1)], vec![whole(1), whole(0)]];
     assert!(finds_a_circle(&ranks).is_some());
     let part = |comm| Kernel { needs: 44, ..whole(comm) };
