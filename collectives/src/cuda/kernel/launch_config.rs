@@ -31,7 +31,8 @@ impl LaunchConfig {
             // So many blocks are not resident at once; fewer and larger ones have as many threads.
             threads = (2 * threads).min(kernel.threads);
         };
-        Self { blocks: blocks + 1, threads }
+        let items = vectors.div_ceil(u64::from(threads)).min(u64::from(u32::MAX)) as u32;
+        Self { blocks: evenly(kernel, items, blocks) + 1, threads }
     }
 
     /// With one block more if these are as many as fit: it starts when the leader block ends, which is as soon
@@ -44,7 +45,8 @@ impl LaunchConfig {
 
     /// With no more blocks than the SM budget of the kernel's communicator.
     pub(in crate::cuda) fn within_budget(self, kernel: &LoadedKernel) -> Self {
-        Self { blocks: self.blocks.min(kernel.budget.most_blocks).max(2), ..self }
+        let most = self.blocks.min(kernel.budget.most_blocks).max(2) - 1;
+        Self { blocks: evenly(kernel, self.worker_blocks(), most) + 1, ..self }
     }
 
     /// The blocks without the leader block.
@@ -53,10 +55,21 @@ impl LaunchConfig {
     }
 }
 
+/// The fewest worker blocks that do `items`, one each at a time, in as few rounds as `most` blocks do, where the budget does not
+/// allow for one round. An all-reduce of 1 MiB on two H200s takes 6.8 us in 115 blocks, of which 13 do a second item, and 5.9 in
+/// 64 that do two items each.
+fn evenly(kernel: &LoadedKernel, items: u32, most: u32) -> u32 {
+    if !kernel.budget.is_limited() || items <= most {
+        return most;
+    }
+    items.div_ceil(items.div_ceil(most))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cuda::kernel::loaded_kernel::SIZES;
+    use crate::cuda::kernel::sm_budget::SmBudget;
 
     /// A kernel of 512 threads of 64 registers, on a device whose processors hold so many threads and blocks each.
     fn kernel(processors: u32, threads: u32, blocks: u32) -> LoadedKernel {
@@ -80,6 +93,37 @@ mod tests {
                     let most = u64::from(processors * threads - 512);
                     assert!(at_once >= vectors.min(most), "{grid:?} for {vectors}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_under_a_budget_have_equal_work() {
+        let alone = kernel(132, 2048, 32);
+        for most_blocks in 2..=140 {
+            let budget = SmBudget { most_blocks, ..SmBudget::ALL };
+            let limited = alone.with_budget(budget);
+            for wanted in [1, 2, 63, 64, 100, 128, 256, 1000] {
+                let [one, all] =
+                    [limited, alone].map(|of| LaunchConfig::new(&of, 512 * wanted, 512, 256));
+                let peers = LaunchConfig { blocks: wanted as u32 + 1, threads: 512 }
+                    .within_budget(&limited);
+                for grid in [one, peers] {
+                    let (items, workers) = (wanted as u32, grid.worker_blocks());
+                    let rounds = items.div_ceil(workers);
+                    assert!(grid.blocks <= most_blocks.max(2), "{grid:?} of {most_blocks}");
+                    assert_eq!(
+                        rounds,
+                        items.div_ceil((most_blocks - 1).min(items)),
+                        "{grid:?} for {wanted}"
+                    );
+                    // One worker less would need a round more.
+                    assert!(
+                        workers == 1 || items.div_ceil(workers - 1) > rounds,
+                        "{grid:?} for {wanted}"
+                    );
+                }
+                assert!(all.worker_blocks() == wanted.min(256) as u32, "{all:?} alone");
             }
         }
     }
