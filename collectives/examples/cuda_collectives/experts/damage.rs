@@ -141,7 +141,7 @@ impl Damage<'_, '_> {
         Ok(any_closed)
     }
 
-    /// Writes one to three numbers into the handle. Returns where in it, and which.
+    /// Writes one to four numbers into the handle. Returns where in it, and which.
     fn write_numbers(
         &self,
         buffer: &Buffer<'_>,
@@ -150,26 +150,28 @@ impl Damage<'_, '_> {
     ) -> Result<Vec<(usize, i32)>> {
         let (parts, shape) = (buffer.handle_parts(), buffer.shape());
         let (pool, world) = (self.check.pool, self.check.pool.world() as usize);
-        let (local, rows) = (shape.experts as usize / world, buffer.capacity(false, 1));
+        let rows = buffer.capacity(false, 1);
+        let handle = self.check.handles[0].address();
+        let received = super::numbers(&download(pool, handle + parts.head as u64, 4)?)[0] as usize;
+        // What kernels take indices and counts from, as far as a call of so many tokens and rows reads it.
         let all = [
             (parts.head, 4),
             (parts.source_offsets, world + 1),
             (parts.bases, world),
             (parts.source_tokens, world),
-            (parts.expert_counts, local),
-            (parts.expert_offsets, local + 1),
             (parts.positions, tokens * world),
-            (parts.chunks, (parts.places - parts.chunks) / 4),
-            (parts.places, rows * shape.top_k as usize),
-            (parts.tokens, rows),
+            (parts.positions, tokens * world),
+            (parts.chunks, 130),
+            (parts.places, received * shape.top_k as usize),
+            (parts.places, received * shape.top_k as usize),
         ];
         let some: Vec<(usize, usize)> = all.into_iter().filter(|(_, count)| *count > 0).collect();
         let mut written = Vec::new();
-        for nth in 0..1 + seed % 3 {
+        for nth in 0..1 + seed % 4 {
             let number = |which: u64| random(seed, 10 * nth + which);
             let (begin, count) = some[number(0) as usize % some.len()];
             let at = begin + 4 * (number(1) as usize % count);
-            let place = self.check.handles[0].address() + at as u64;
+            let place = handle + at as u64;
             let found = super::numbers(&download(pool, place, 4)?)[0];
             let new = match number(2) % 8 {
                 0 => -1,
