@@ -144,7 +144,7 @@ emulated-faults: emulated-begun
 	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 8 \
 		--algorithms one_shot_ll,two_shot_push,p2p,plans,native,late,outside,captures
 	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --quick --ranks 2 --timeout 8 --algorithms launches
-	$(EMULATED) $(COLLECTIVES) killed $(PATIENCE) --quick --ranks 2 --algorithms growth
+	$(EMULATED) $(COLLECTIVES) killed $(PATIENCE) --quick --ranks 2 --algorithms growth,captured_growth
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"

@@ -42,7 +42,8 @@ pub use fork::Maker;
 pub use group::Group;
 pub use heap::HeapLayout;
 pub use pool::{
-    Block, CONTROL_LANE, CommitReport, Lane, Pool, PoolBuilder, PoolStats, PreparedPool,
+    Block, CONTROL_LANE, CommitReport, JointBlock, Lane, Pool, PoolBuilder, PoolStats,
+    PreparedPool, Topic,
 };
 pub use quote::{Short, short};
 pub use random::random_bytes;

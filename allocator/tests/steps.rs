@@ -3,9 +3,10 @@
 use std::thread;
 use std::time::Duration;
 
+use symmpool_allocator::driver::{FaultDriver, FaultPlan};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::testing::on_ranks;
-use symmpool_allocator::{Deadline, Driver, Error, Group, Pool};
+use symmpool_allocator::{Block, Deadline, Driver, Error, Group, JointBlock, Pool, Result};
 
 /// Runs `body` as every rank of a group of `world`; returns their results in rank order.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
@@ -166,5 +167,98 @@ fn a_rank_without_room_fails_a_step_that_commits_first_on_all() {
             assert_eq!(made.is_ok(), !fails);
         }
         assert!(pool.can_commit());
+    });
+}
+
+/// A pool of host memory with a lane "a", where `rank` fails as `plan` says.
+fn pool_that_fails(group: Group, rank: u32, plan: &str) -> Pool {
+    let plan =
+        if group.rank() == rank { FaultPlan::parse(plan).unwrap() } else { FaultPlan::new() };
+    let driver = Driver::new(FaultDriver::new(Driver::host().unwrap(), plan));
+    Pool::builder(group).driver(driver).lane(LaneConfig::symmetric("a")).build().unwrap()
+}
+
+const JOINT: JointBlock = JointBlock { bytes: 3 << 20, align: 4096, subject: 1, captures: false };
+
+fn allocate(pool: &Pool, joint: JointBlock, ready: Result<()>) -> Result<Block<u8>> {
+    let deadline = Deadline::after(Duration::from_secs(20));
+    let fill = |block: &Block<u8>| block.write(&vec![7; block.len()]);
+    pool.alloc_together(&pool.lane("a").unwrap(), joint, ready, deadline, fill).unwrap()
+}
+
+/// A block that one rank cannot make, fill or map is on no rank, and costs later calls nothing (rule D6): no commit is due for
+/// it, its memory returns, and the next block is made.
+#[test]
+fn a_block_that_one_rank_cannot_have_is_on_no_rank() {
+    for (plan, captures) in ["fail-oom@create:1", "fail-oom@map:2", "fail-oom@step:commit-map:1"]
+        .into_iter()
+        .flat_map(|plan| [(plan, false), (plan, true)])
+    {
+        let outcomes = ranks(3, |group| {
+            let pool = pool_that_fails(group, 1, plan);
+            let joint = JointBlock { captures, ..JOINT };
+            let error = allocate(&pool, joint, Ok(())).unwrap_err();
+            let lane = pool.lane("a").unwrap();
+            assert_eq!(pool.is_commit_due(), captures, "{plan}");
+            if captures {
+                pool.commit().unwrap();
+            }
+            assert_eq!(lane.stats().unwrap().reserved, 0, "{plan}");
+            let block = allocate(&pool, joint, Ok(())).unwrap();
+            assert!(pool.is_window(block.address(), block.bytes()) && !pool.is_commit_due());
+            let at_last = pool.peer_ptr((pool.rank() + 1) % 3, block.address() + block.bytes() - 1);
+            // SAFETY: a window, whose owner filled it before this rank could map it.
+            assert_eq!(unsafe { (at_last.unwrap() as *const u8).read() }, 7);
+            assert!(pool.can_commit());
+            (error, block.offset(), lane.digest().unwrap())
+        });
+        for (error, offset, digest) in &outcomes {
+            assert!(error.is_out_of_memory() && error.ranks() == [1], "{plan}: {error}");
+            assert_eq!((offset, digest), (&outcomes[0].1, &outcomes[0].2), "{plan}");
+        }
+    }
+}
+
+/// Nor is it where a rank is not ready, or cannot fill it. It leaves other lanes' commits as they are.
+#[test]
+fn a_block_of_all_ranks_leaves_due_what_was_due() {
+    ranks(2, |group| {
+        let pool = pool_that_fails(group, 9, "fail-oom@create:1");
+        let (rank, lane) = (pool.rank(), pool.lane("a").unwrap());
+        let deadline = Deadline::after(Duration::from_secs(20));
+        let before = lane.counter().unwrap();
+        let no_room = Error::out_of_memory("nothing is left");
+        let ready = if rank == 0 { Err(no_room.clone()) } else { Ok(()) };
+        assert!(allocate(&pool, JOINT, ready).unwrap_err().is_out_of_memory());
+        assert_eq!(lane.counter().unwrap(), before);
+        let fill = |_: &Block<u8>| if rank == 1 { Err(no_room.clone()) } else { Ok(()) };
+        let filled = pool.alloc_together(&lane, JOINT, Ok(()), deadline, fill).unwrap();
+        assert!(filled.is_err_and(|why| why.is_out_of_memory() && why.ranks() == [1]));
+        assert!(!pool.is_commit_due());
+        // A block of the program, of which no commit has heard, in the same lane or another one.
+        let other = pool.alloc::<u8>(1 << 20).unwrap();
+        assert!(pool.is_commit_due());
+        let block = allocate(&pool, JOINT, Ok(())).unwrap();
+        assert!(pool.is_window(block.address(), block.bytes()));
+        assert!(pool.is_commit_due(), "a commit of all lanes is still to come");
+        pool.commit().unwrap();
+        assert!(pool.is_window(other.address(), other.bytes()) && !pool.is_commit_due());
+    });
+}
+
+/// Where a step of all ranks cannot map what it allocated, that is not tried again by each later commit.
+#[test]
+fn a_step_that_cannot_map_its_memory_leaves_nothing_due() {
+    ranks(2, |group| {
+        let pool = pool_that_fails(group, 1, "fail-oom@step:commit-map:1");
+        let deadline = || Deadline::after(Duration::from_secs(20));
+        let allocate = || pool.lane("a").unwrap().alloc::<u8>(3 << 20);
+        let made = pool.reclaim_and_commit_together(1, Ok(()), deadline(), allocate).unwrap();
+        assert!(made.is_err_and(|why| why.is_out_of_memory() && why.ranks() == [1]));
+        assert!(!pool.is_commit_due() && pool.can_commit());
+        assert_eq!(pool.lane("a").unwrap().stats().unwrap().reserved, 0);
+        let made = pool.reclaim_and_commit_together(1, Ok(()), deadline(), allocate).unwrap();
+        let block = made.unwrap();
+        assert!(pool.is_window(block.address(), block.bytes()));
     });
 }

@@ -82,7 +82,7 @@ void stop_if_asked(Kind kind) {
 }
 
 // A device without resources: a call of a kind that fails, counted from the request on.
-enum Failing : int { LAUNCH = 0, LOAD = 1, COPY = 2, MEMORY_OPERATION = 3, FAILING = 4 };
+enum Failing : int { LAUNCH = 0, LOAD = 1, COPY = 2, MEMORY_OPERATION = 3, CREATE = 4, MAPPING = 5, FAILING = 6 };
 std::atomic<int> calls_of[FAILING], failing[FAILING];
 
 bool fails(Failing kind) { return ++calls_of[kind] == failing[kind]; }
@@ -291,13 +291,18 @@ int cuCtxPopCurrent_v2(size_t* context) {
     contexts.pop_back();
     return OK;
 }
-int cuCtxSynchronize() {
-    stop_if_asked(SYNCHRONIZE);
-    return synchronize_all(), OK;
-}
 // This thread's capture mode: global, or relaxed while it does what would disturb a capture otherwise.
 thread_local unsigned capture_mode = 0;
 constexpr unsigned GLOBAL_MODE = 0, RELAXED_MODE = 2;
+// Whether a call that may be unsafe during captures ends one in an error, and fails.
+static bool disturbs_captures() { return capture_mode != RELAXED_MODE && spoil_global_captures(); }
+int cuCtxSynchronize() {
+    if (disturbs_captures()) {
+        return CAPTURE_UNSUPPORTED;
+    }
+    stop_if_asked(SYNCHRONIZE);
+    return synchronize_all(), OK;
+}
 int cuThreadExchangeStreamCaptureMode(unsigned* mode) { return std::swap(*mode, capture_mode), OK; }
 
 int cuMemGetInfo_v2(size_t* left, size_t* total) { return *total = TOTAL, *left = TOTAL - used(), OK; }
@@ -307,19 +312,30 @@ int cuMemAddressReserve(uint64_t* base, size_t bytes, size_t align, uint64_t, un
 }
 int cuMemAddressFree(uint64_t base, size_t bytes) { return unreserve(base, bytes); }
 int cuMemCreate(uint64_t* handle, size_t bytes, const int* properties, unsigned long long) {
-    return create(handle, bytes, properties[3]);
+    if (disturbs_captures()) {
+        return CAPTURE_UNSUPPORTED;
+    }
+    return fails(CREATE) ? OUT_OF_MEMORY : create(handle, bytes, properties[3]);
 }
 int cuMemRelease(uint64_t handle) { return release(handle); }
 int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
+    if (disturbs_captures()) {
+        return CAPTURE_UNSUPPORTED;
+    }
     stop_if_asked(MAP);
-    return map(address, bytes, offset, handle);
+    return fails(MAPPING) ? OUT_OF_MEMORY : map(address, bytes, offset, handle);
 }
 int cuMemUnmap(uint64_t address, size_t bytes) {
+    if (disturbs_captures()) {
+        return CAPTURE_UNSUPPORTED;
+    }
     // On a device, unmapping memory waits for the work under way.
     synchronize_all();
     return unmap(address, bytes);
 }
-int cuMemSetAccess(uint64_t address, size_t bytes, const void*, size_t) { return open_access(address, bytes); }
+int cuMemSetAccess(uint64_t address, size_t bytes, const void*, size_t) {
+    return disturbs_captures() ? CAPTURE_UNSUPPORTED : open_access(address, bytes);
+}
 int cuMemExportToShareableHandle(int* fd, uint64_t handle, unsigned kind, unsigned long long) {
     return kind == 1 ? export_fd(fd, handle) : NOT_SUPPORTED;
 }
@@ -455,10 +471,7 @@ int cuStreamSynchronize(void* handle) {
 int cuStreamQuery(void* handle) {
     bool idle = false, captured = false;
     const int code = on(handle, [&](Stream* stream) {
-        captured = spoil_capture(stream);
-        if (!captured && capture_mode != RELAXED_MODE) {
-            captured = spoil_global_captures();
-        }
+        captured = spoil_capture(stream) || disturbs_captures();
         idle = is_idle(stream);
     });
     return captured ? CAPTURE_UNSUPPORTED : code != OK || idle ? code : NOT_READY;

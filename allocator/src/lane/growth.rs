@@ -243,6 +243,11 @@ impl LaneState {
         found
     }
 
+    /// Whether a segment of this counter or a later one is wholly free.
+    pub(crate) fn has_free_segment_since(&self, counter: u64) -> bool {
+        self.free_segments().iter().any(|segment| segment.counter >= counter)
+    }
+
     /// Segments that lie wholly in one free block, by stream, then offset.
     fn free_segments(&self) -> Vec<Segment> {
         let segments = self.segments.live();

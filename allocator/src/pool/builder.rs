@@ -193,6 +193,7 @@ impl PreparedPool {
         let topology = peers.topology().clone();
         let devices = peers.devices().clone();
         let first_on_device = peers.first_on_device();
+        let has_sockets = peers.sockets().is_some();
         Ok(Pool(Arc::new(Inner {
             group,
             heap,
@@ -207,6 +208,7 @@ impl PreparedPool {
             devices,
             pids,
             first_on_device,
+            has_sockets,
             _on_device: on_device,
             maker: Maker::here(),
         })))

@@ -36,6 +36,15 @@ const MAX_REPORTS: usize = 1 << 16;
 /// The same over all lanes, so that a message stays well below its maximal length.
 const MAX_REPORTS_TOGETHER: usize = 1 << 20;
 
+/// What a commit covers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Covers {
+    /// All that lanes have done.
+    All,
+    /// New segments alone: it waits for no device, and may be made during captures.
+    NewMemory,
+}
+
 /// What a commit did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitReport {
@@ -144,7 +153,7 @@ impl Pool {
         locked: &mut [LockedLane<'_>],
         deadline: Deadline,
     ) -> Result<CommitReport> {
-        let reports = self.agree(committer, locked, deadline)?;
+        let reports = self.agree(committer, locked, Ok(Covers::All), deadline)?;
         let mut ready = self.driver().at_step(Step::CommitAgree);
         let fresh = fresh_segments(locked);
         if locked.iter().any(LockedLane::is_due) {
@@ -169,14 +178,16 @@ impl Pool {
         registered.map(|()| report)
     }
 
-    /// Steps 1 and 2. Returns, for each locked lane, the deferred frees that ranks have reported.
-    fn agree(
+    /// Steps 1 and 2. Returns, for each locked lane, the deferred frees that ranks have reported. `covers` is an error if this
+    /// rank has failed already.
+    pub(super) fn agree(
         &self,
         committer: &mut Committer,
         locked: &[LockedLane<'_>],
+        covers: Result<Covers>,
         deadline: Deadline,
     ) -> Result<Vec<ReportedFrees>> {
-        let proposal = self.propose(committer, locked, deadline);
+        let proposal = covers.and_then(|covers| self.propose(committer, locked, covers, deadline));
         let own = proposal.as_ref().err().cloned();
         let group = &self.0.group;
         let proposal = encode_status(Propose, proposal.map_err(|error| error.kind().clone()))?;
@@ -209,6 +220,7 @@ impl Pool {
         &self,
         committer: &Committer,
         locked: &[LockedLane<'_>],
+        covers: Covers,
         deadline: Deadline,
     ) -> Result<Proposal> {
         if let Some(cause) = &committer.incomplete {
@@ -216,17 +228,15 @@ impl Pool {
         }
         all_sound(locked)?;
         self.driver().at_step(Step::CommitPublish)?;
-        let used = locked.iter().flat_map(|locked| locked.inner.state.streams());
-        for stream in std::iter::once(Stream::DEFAULT).chain(used) {
-            if self.driver().is_capturing(stream) {
-                return Err(Error::invalid_state(format!(
-                    "stream {:#x} is being captured into a graph; commit after the capture",
-                    stream.raw()
-                )));
+        // Frees are reported once no kernel uses the blocks.
+        let most = match covers {
+            Covers::All => {
+                self.refuse_captures(locked)?;
+                self.wait_for_users(locked, deadline)?;
+                max_reports(locked.len())
             }
-        }
-        self.wait_for_users(locked, deadline)?;
-        let most = max_reports(locked.len());
+            Covers::NewMemory => 0,
+        };
         let lanes = locked.iter().map(|locked| {
             let state = &locked.inner.state;
             LaneProposal {
@@ -237,6 +247,18 @@ impl Pool {
             }
         });
         Ok(Proposal { round: committer.commits, lanes: lanes.collect() })
+    }
+
+    fn refuse_captures(&self, locked: &[LockedLane<'_>]) -> Result<()> {
+        let used = locked.iter().flat_map(|locked| locked.inner.state.streams());
+        match std::iter::once(Stream::DEFAULT).chain(used).find(|s| self.driver().is_capturing(*s))
+        {
+            None => Ok(()),
+            Some(stream) => Err(Error::invalid_state(format!(
+                "stream {:#x} is being captured into a graph; commit after the capture",
+                stream.raw()
+            ))),
+        }
     }
 
     /// Waits for kernels that may still use blocks which were freed (`Block::free_after_device`), here and, as every rank

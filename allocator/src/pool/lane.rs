@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use super::Block;
-use super::lane_memory::LaneInner;
+use super::lane_memory::{AtOnce, LaneInner};
 use super::shared_lane::SharedLane;
 use crate::driver::Stream;
 use crate::lane::{Backing, BlockView, Digest, LaneStats, Placed, Request, Segment, Site, here};
@@ -82,6 +82,33 @@ impl Lane {
         };
         let Placed { key, offset, .. } = placed.map_err(|error| self.named(error))?;
         Ok(Block::new(self.0.clone(), key, self.0.base + offset, bytes))
+    }
+
+    /// As [`alloc_bytes`](Self::alloc_bytes) on the default stream, in a step of all ranks that shares the block at once: no
+    /// commit is due for it. A rank that has no memory for the block has it all the same, until all ranks give it up; so
+    /// their sequences stay alike. Returns the block, unless the lane itself has no place for it, and whether there is memory.
+    pub(super) fn alloc_at_once(
+        &self,
+        bytes: u64,
+        align: u64,
+        site: Site,
+    ) -> (Option<Block<u8>>, Result<()>) {
+        let request = Request { bytes, align, stream: Stream::DEFAULT, site };
+        let (placed, made) = match self.0.lock() {
+            Ok(mut inner) => {
+                let LaneInner { state, memory } = &mut *inner;
+                let mut alloc = |pretends| state.alloc(request, &mut AtOnce { memory, pretends });
+                match alloc(false) {
+                    Ok(placed) => (Some(placed), Ok(())),
+                    Err(why) => (alloc(true).ok(), Err(why)),
+                }
+            }
+            Err(why) => (None, Err(why)),
+        };
+        let block = placed.map(|Placed { key, offset, .. }| {
+            Block::new(self.0.clone(), key, self.0.base + offset, bytes as usize)
+        });
+        (block, made.map_err(|error| self.named(error)))
     }
 
     fn place<T: Pod>(

@@ -1,6 +1,6 @@
 //! The physical memory of a lane's segments, and how it grows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -37,6 +37,8 @@ pub(crate) struct LaneMemory {
     lazily: bool,
     /// The allocations of segments in use, by segment counter.
     physical: BTreeMap<u64, Physical>,
+    /// Counters of segments for which this rank found no memory, and which all ranks give up.
+    pretended: BTreeSet<u64>,
     /// EarlyHandles of segments that no commit has shared, as far as there are any. By counter.
     early: BTreeMap<u64, EarlyHandle>,
     /// `None` in a local lane, whose segments need no handles.
@@ -57,8 +59,8 @@ impl LaneMemory {
         due: Option<Arc<CommitDue>>,
         handles: Option<Arc<EarlyHandles>>,
     ) -> Self {
-        let (physical, early) = (BTreeMap::new(), BTreeMap::new());
-        Self { heap, base, lazily, physical, early, handles, shared_below: 0, due }
+        let (physical, early, pretended) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        Self { heap, base, lazily, physical, pretended, early, handles, shared_below: 0, due }
     }
 
     /// The allocation behind a segment in use.
@@ -71,6 +73,11 @@ impl LaneMemory {
         self.early.get(&counter)
     }
 
+    /// Makes a commit due.
+    pub(super) fn raise_due(&mut self) {
+        self.due();
+    }
+
     /// Takes the early handle of a segment, because a commit has shared the segment.
     pub(super) fn take_handle(&mut self, counter: u64) -> Option<OwnedFd> {
         self.early.remove(&counter).map(EarlyHandle::into_fd)
@@ -79,6 +86,9 @@ impl LaneMemory {
     /// Unmaps a segment of this rank that is no longer used, and releases its memory unless that was moved
     /// to another segment.
     pub(crate) fn drop_segment(&mut self, segment: &Segment) -> Result<()> {
+        if self.pretended.remove(&segment.counter) {
+            return Ok(());
+        }
         let rank = self.heap.layout().rank;
         self.heap.unmap(rank, self.base + segment.offset, segment.bytes)?;
         let Some(physical) = self.physical.remove(&segment.counter) else { return Ok(()) };
@@ -214,6 +224,40 @@ impl Backing for LaneMemory {
 
     fn release(&mut self, event: Event) {
         self.heap.driver().release_event(event);
+    }
+}
+
+/// A lane's memory for an allocation that makes no commit due: all ranks share it at once, or give it up.
+pub(super) struct AtOnce<'a> {
+    pub(super) memory: &'a mut LaneMemory,
+    /// Whether segments are not made, as this rank has no memory for them.
+    pub(super) pretends: bool,
+}
+
+impl Backing for AtOnce<'_> {
+    fn grow(&mut self, growth: &Growth) -> Result<()> {
+        if !self.pretends {
+            return self.memory.grow(growth);
+        }
+        let moved = growth.moves.iter().map(|step| step.to.counter);
+        self.memory.pretended.extend(moved.chain(growth.new.iter().map(|new| new.counter)));
+        Ok(())
+    }
+
+    fn record(&mut self, stream: Stream) -> Result<Event> {
+        self.memory.record(stream)
+    }
+
+    fn wait(&mut self, stream: Stream, event: &Event) -> Result<()> {
+        self.memory.wait(stream, event)
+    }
+
+    fn is_capturing(&self, stream: Stream) -> bool {
+        self.memory.is_capturing(stream)
+    }
+
+    fn release(&mut self, event: Event) {
+        self.memory.release(event);
     }
 }
 

@@ -20,8 +20,10 @@
 //! | `background` | a commit in a background thread, which reports a failure of this rank |
 //! | `commit_due` | whether a commit is due |
 //! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
+//! | `meeting` | ranks that wait for each other, of which any may leave again |
 //! | `nccl_windows` | registering windows with NCCL |
 //! | `resync` | returning to a common state after a divergence |
+//! | `together` | one block on every rank, or on none, without a wait for devices |
 //! | `vote` | whether all ranks are ready for a step |
 
 mod access;
@@ -37,11 +39,13 @@ mod early_handles;
 mod free_queue;
 mod lane;
 mod lane_memory;
+mod meeting;
 mod nccl_windows;
 mod on_device;
 mod resync;
 mod share;
 mod shared_lane;
+mod together;
 mod vote;
 
 use std::fmt;
@@ -54,6 +58,8 @@ pub use block::Block;
 pub use builder::{PoolBuilder, PreparedPool};
 pub use commit::CommitReport;
 pub use lane::Lane;
+pub use meeting::Topic;
+pub use together::JointBlock;
 
 use crate::driver::{DeviceIdentity, Driver, Stream};
 use crate::fork::Maker;
@@ -103,6 +109,8 @@ struct Inner {
     pids: Vec<Option<u32>>,
     /// See [`Pool::is_first_on_device`].
     first_on_device: bool,
+    /// Whether ranks are connected by sockets.
+    has_sockets: bool,
     _on_device: OnDevice,
     maker: Maker,
 }

@@ -6,8 +6,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Pool;
-use super::commit_guard::CommitGuard;
+use super::commit_guard::{CommitGuard, LockedLane};
 use super::committer::{Committer, incomplete_commit, own_failure_or};
+use super::lane_memory::LaneInner;
+use super::shared_lane::SharedLane;
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
@@ -102,6 +104,9 @@ impl Pool {
             Err(why) if why.is_out_of_memory() && committer.is_sound() => {
                 drop(prepared);
                 self.resync_with(committer, deadline)?;
+                if self.retire_unshared(|_| true) {
+                    self.give_back_retired(committer, deadline)?;
+                }
                 Ok(Err(why))
             }
             Err(why) => Err(why),
@@ -109,7 +114,7 @@ impl Pool {
     }
 
     /// The right to commit, once no other thread has it.
-    fn committer_by(&self, deadline: Deadline) -> Result<CommitGuard<'_>> {
+    pub(super) fn committer_by(&self, deadline: Deadline) -> Result<CommitGuard<'_>> {
         loop {
             match self.committer() {
                 Err(_) if self.is_committing() && !deadline.expired() => thread::sleep(PAUSE),
@@ -118,7 +123,35 @@ impl Pool {
         }
     }
 
-    fn vote(
+    /// Retires segments of some lanes that no commit could share and that are free. Otherwise every later commit would try again to share
+    /// them. Every rank must do it in the same place. Returns whether there are some.
+    pub(super) fn retire_unshared(&self, of: impl Fn(&SharedLane) -> bool) -> bool {
+        let mut found = false;
+        let mut locked = self.lock_lanes();
+        for LockedLane { inner, .. } in locked.iter_mut().filter(|locked| of(locked.lane)) {
+            let LaneInner { state, memory } = &mut **inner;
+            if state.has_free_segment_since(memory.shared_below) {
+                state.trim(None);
+                memory.raise_due();
+                found = true;
+            }
+        }
+        found
+    }
+
+    /// Commits, so that the memory of retired segments is given back. What else could not be shared stays due.
+    pub(super) fn give_back_retired(
+        &self,
+        committer: &mut Committer,
+        deadline: Deadline,
+    ) -> Result<()> {
+        match self.commit_with(committer, deadline) {
+            Err(why) if !committer.is_sound() => Err(why),
+            Ok(_) | Err(_) => Ok(()),
+        }
+    }
+
+    pub(super) fn vote(
         &self,
         committer: &mut Committer,
         subject: u64,

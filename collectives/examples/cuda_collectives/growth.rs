@@ -1,5 +1,11 @@
-//! Checks communicators whose memory grows: before each kind of call that has use for it, but in captures, on all ranks or on
-//! none, with graphs that were captured before and after it, and with the errors of other calls where ranks differ.
+//! Checks communicators whose memory grows: before each kind of call that has use for it, on all ranks or on none, with graphs
+//! that were captured before and after it, and with the errors of other calls where ranks differ.
+//!
+//! `captures` checks first large calls that are captured, `no_room` devices without room, and `crossed` growths that meet.
+
+mod captures;
+mod crossed;
+mod no_room;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -95,14 +101,17 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         growth.keeps_one_sided_operations_off()?;
         growth.grows_for_named_algorithms()?;
         growth.grows_for_equal_parts_and_splits()?;
-        growth.grows_after_captures()?;
         growth.old_flags_expire_in_both_areas()?;
-        growth.grows_where_one_rank_captured()?;
         growth.late_reports_leave_the_next_call_alone()?;
         growth.choices_of_a_selector_have_the_memory()?;
         growth.says_which_ranks_differ()?;
         growth.says_which_rank_is_late()?;
         growth.can_be_interrupted()?;
+        growth.captures()?;
+        if lane.name() == ORDINARY {
+            growth.has_no_room()?;
+            growth.crosses()?;
+        }
         cases += growth.cases;
         wrong += growth.wrong;
     }
@@ -225,46 +234,6 @@ impl Growth<'_> {
         Ok(())
     }
 
-    /// What was captured before, small calls and large ones, costs later calls nothing, and stays right when memory was taken
-    /// since.
-    fn grows_after_captures(&mut self) -> Result<()> {
-        self.renew()?;
-        // Captured calls of any size take no memory.
-        let captured = [(Kind::AllReduce, 1000), (Kind::AllGather, 77), (Kind::AllReduce, MANY)];
-        let mut graphs = Vec::new();
-        for (kind, count) in captured {
-            let graph = Graph::capture(self.pool, self.stream, || self.call(kind, count))?;
-            graphs.push((kind, count, graph));
-        }
-        let replays = |growth: &mut Self, turns: usize| {
-            for (kind, count, graph) in graphs.iter().cycle().take(turns) {
-                growth.case_by(*kind, *count, |growth| graph.launch(growth.pool, growth.stream))?;
-                growth.case(Kind::AllGather, 1000)?;
-            }
-            Ok::<_, Error>(())
-        };
-        replays(self, 4)?;
-        self.check("captures take no memory", self.comm.memory().total <= SMALL);
-        self.case(Kind::AllReduce, MANY)?;
-        let total = self.comm.memory().total;
-        self.check("the first large call behind them does", (SMALL + 1..=GROWN).contains(&total));
-        for kind in KINDS {
-            self.case(kind, MANY)?;
-            replays(self, 5)?;
-            self.case(kind, MANY)?;
-        }
-        // Large calls that are captured now are in the memory for them.
-        let large = Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, MANY))?;
-        for _ in 0..3 {
-            self.case_by(Kind::AllReduce, MANY, |growth| large.launch(growth.pool, growth.stream))?;
-            self.case(Kind::AllReduce, MANY)?;
-            replays(self, 2)?;
-        }
-        self.check("memory is taken once", self.comm.memory().total == total);
-        large.destroy(self.pool)?;
-        graphs.into_iter().try_for_each(|(_, _, graph)| graph.destroy(self.pool))
-    }
-
     /// Numbers of calls begin anew while calls are made in both areas, in graphs and outside.
     fn old_flags_expire_in_both_areas(&mut self) -> Result<()> {
         for first_epoch in [(1 << 30) - 6, u32::MAX - 6] {
@@ -291,47 +260,6 @@ impl Growth<'_> {
             large.destroy(self.pool)?;
         }
         Ok(())
-    }
-
-    /// Small calls that one rank alone captured keep nobody from taking memory. A large call that one rank captured before,
-    /// and the others make outside of a capture afterwards, is an error that says so.
-    fn grows_where_one_rank_captured(&mut self) -> Result<()> {
-        self.renew()?;
-        let last = self.pool.world() - 1;
-        let is_last = self.pool.rank() == last;
-        let capture = |growth: &Self, count| {
-            is_last
-                .then(|| {
-                    Graph::capture(growth.pool, growth.stream, || {
-                        growth.call(Kind::AllReduce, count)
-                    })
-                })
-                .transpose()
-        };
-        let graphs = [capture(self, 1000)?, capture(self, MANY)?];
-        let replayed = |growth: &Self, nth: usize, count| match &graphs[nth] {
-            Some(graph) => graph.launch(growth.pool, growth.stream),
-            None => growth.call(Kind::AllReduce, count),
-        };
-        self.case_by(Kind::AllReduce, 1000, |growth| replayed(growth, 0, 1000))?;
-        for count in [MANY, 1000, MANY] {
-            self.case(Kind::AllReduce, count)?;
-            self.case(Kind::AllToAll, count)?;
-            self.case_by(Kind::AllReduce, 1000, |growth| replayed(growth, 0, 1000))?;
-        }
-        self.check("one rank's graph is no obstacle", self.comm.memory().total > SMALL);
-        let block = self.pool.alloc::<u8>(4 << 20)?;
-        self.pool.commit()?;
-        self.check("the pool commits", self.pool.is_window(block.address(), 4 << 20));
-        let called = replayed(self, 1, MANY);
-        let ended = called.and_then(|()| self.comm.synchronize(&self.stream));
-        let error = expect_error(ended, "a call in different memory")?;
-        let named =
-            error.is_diverged() && error.to_string().contains(&format!("rank {last} alone"));
-        self.check(&format!("which rank captured it: {error}"), named);
-        graphs.into_iter().flatten().try_for_each(|graph| graph.destroy(self.pool))?;
-        // What a communicator makes later grows again.
-        self.grows_before(Kind::AllReduce)
     }
 
     /// What is reported late, of a call that all ranks refused in a capture, leaves the next call in its memory: rank 0 reports it

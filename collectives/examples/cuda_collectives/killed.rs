@@ -4,18 +4,18 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::process::{Signal, getpid, kill_process};
-use symmpool_allocator::{Block, Error, Pool, Result, Stream};
+use symmpool_allocator::{Block, Error, Pool, Result};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
     SplitRows, SplitsAt, StandardCollective,
 };
 
-use crate::cuda::{stream, upload};
+use crate::cuda::{Graph, stream, upload};
 use crate::oracle::random;
 use crate::{ORDINARY, Options, expect_error};
 
 /// The calls that are under way then.
-pub(crate) const KINDS: [&str; 8] = [
+pub(crate) const KINDS: [&str; 9] = [
     "all_reduce",
     "two_shot_copy",
     "reduce_scatter_copy",
@@ -24,9 +24,12 @@ pub(crate) const KINDS: [&str; 8] = [
     "all_to_all_splits",
     "all_to_all_copy",
     GROWTH,
+    CAPTURED_GROWTH,
 ];
 /// First large calls of communicators whose memory grows.
 const GROWTH: &str = "growth";
+/// The same, which are captured.
+const CAPTURED_GROWTH: &str = "captured_growth";
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 /// How much longer than the timeout ranks may take: until the rank is killed, and until processes end.
@@ -50,8 +53,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let splits = pool.alloc::<i64>(world)?;
     pool.commit()?;
     let stream = stream(pool)?;
-    if kind == GROWTH {
-        return while_memory_grows(pool, options, (&to, &from), &stream);
+    if kind == GROWTH || kind == CAPTURED_GROWTH {
+        return while_memory_grows(pool, options, (&to, &from), kind == CAPTURED_GROWTH);
     }
     let algorithm = match kind {
         "two_shot_copy" => AllReduceAlgorithm::TwoShotCopy,
@@ -159,8 +162,9 @@ fn while_memory_grows(
     pool: &Pool,
     options: &Options,
     (to, from): (&Block<u8>, &Block<u8>),
-    stream: &Stream,
+    captured: bool,
 ) -> Result<bool> {
+    let stream = &stream(pool)?;
     let (rank, last) = (pool.rank(), pool.world() - 1);
     let grows = CommunicatorOptions {
         timeout: TIMEOUT,
@@ -171,8 +175,21 @@ fn while_memory_grows(
     let grow = || {
         let comm = Communicator::with_options(pool, &grows)?;
         let (to, from) = (to.as_ptr(), from.as_ptr().cast_const());
-        // SAFETY: both blocks are this long, and nothing else uses them.
-        unsafe { comm.all_reduce_at(to, from, count, DType::F32, ReduceOp::Sum, stream) }?;
+        let call = || {
+            // SAFETY: both blocks are this long, and nothing else uses them.
+            unsafe { comm.all_reduce_at(to, from, count, DType::F32, ReduceOp::Sum, stream) }
+        };
+        if captured {
+            let mut called = Ok(());
+            let graph = Graph::capture(pool, *stream, || {
+                called = call();
+                Ok(())
+            });
+            called?;
+            graph?.destroy(pool)?;
+        } else {
+            call()?;
+        }
         comm.synchronize(stream)?;
         match comm.memory().total {
             total if total <= 16 << 20 => {
@@ -209,7 +226,7 @@ fn while_memory_grows(
     // Others may have ended since.
     let right = typed && took < TIMEOUT + SLACK + 2 * round && again.ranks().contains(&last);
     println!(
-        "{} rank {rank}, killed while memory grows: after {took:?}: {error}",
+        "{} rank {rank}, killed while memory grows, captured: {captured}: after {took:?}: {error}",
         if right { "right:" } else { "WRONG:" }
     );
     Ok(right)

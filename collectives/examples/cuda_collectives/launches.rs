@@ -17,11 +17,13 @@ use crate::{MOST_LATE, Options, expect_error};
 
 /// What fails: `Failing` in `tests/emulator/driver.cpp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Failing {
+pub(crate) enum Failing {
     Launch = 0,
     Load = 1,
     Copy = 2,
     MemoryOperation = 3,
+    Create = 4,
+    Mapping = 5,
 }
 
 /// What a rank does first after a capture in which its call failed.
@@ -38,10 +40,10 @@ impl Then {
 
 /// An emulated device's calls, of which some may be made to fail.
 #[derive(Clone, Copy)]
-struct Emulated(unsafe extern "C" fn(c_int, c_int) -> c_int);
+pub(crate) struct Emulated(unsafe extern "C" fn(c_int, c_int) -> c_int);
 
 impl Emulated {
-    fn find() -> Option<Self> {
+    pub(crate) fn find() -> Option<Self> {
         let address: NonNull<c_void> = CudaDriver::function("emulatedFail").ok()?;
         // SAFETY: the emulator's function of this name has this type.
         Some(Self(unsafe {
@@ -51,7 +53,7 @@ impl Emulated {
 
     /// Of the calls of a kind from now on the one of that number fails; none if it is 0. Returns how many there were since
     /// the last request.
-    fn fail(self, what: Failing, nth: i32) -> i32 {
+    pub(crate) fn fail(self, what: Failing, nth: i32) -> i32 {
         // SAFETY: takes two numbers.
         unsafe { (self.0)(what as c_int, nth) }
     }

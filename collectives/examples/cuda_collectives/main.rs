@@ -128,7 +128,8 @@ struct Options {
     /// algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, plans, native, late (ranks that come when the
     /// others have given up), outside (ranks that disagree on what is moved) launches (devices without resources) and captures (calls that
     /// are refused while a graph is captured). `killed` has all_reduce,
-    /// two_shot_copy, reduce_scatter_copy, all_gather_copy, all_to_all, all_to_all_splits, all_to_all_copy and growth.
+    /// two_shot_copy, reduce_scatter_copy, all_gather_copy, all_to_all, all_to_all_splits, all_to_all_copy, growth and
+    /// captured_growth.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.

@@ -58,6 +58,29 @@ pub(crate) fn mismatch_of_two(
     peer: u32,
     theirs: &Call,
 ) -> Error {
+    mismatch_at(&format!("call {number}"), (rank, ours), (peer, theirs))
+}
+
+/// The error of a rank that captures a first large call, or makes it, where a peer comes to another call or makes it in the other
+/// way. Each comes with whether it captures the call.
+pub(crate) fn mismatch_of_first_large(
+    (rank, ours, we_capture): (u32, &Call, bool),
+    (peer, theirs, they_capture): (u32, &Call, bool),
+) -> Error {
+    if ours != theirs {
+        return mismatch_at("a first large call", (rank, ours), (peer, theirs));
+    }
+    debug_assert!(we_capture != they_capture, "nothing differs");
+    let (captures, calls) = if we_capture { (rank, peer) } else { (peer, rank) };
+    Error::mismatch(format!(
+        "ranks made the same call ({ours}), which rank {captures} captures in a graph and rank {calls} does not. Until a \
+         communicator whose memory grows has had its first large call, large calls are captured in graphs on all ranks or on \
+         none. The communicator is closed: make a new one."
+    ))
+    .naming([rank, peer])
+}
+
+fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &Call)) -> Error {
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
     let pieces = both.map(|(_, call)| call.piece_number());
@@ -68,9 +91,9 @@ pub(crate) fn mismatch_of_two(
         let [(low, first), (high, _)] = both;
         let small = if first.is_in_large_area() { high } else { low };
         return Error::mismatch(format!(
-            "ranks made the same call ({ours}) as call {number}, but rank {small} alone by the memory for small calls: it \
-             captured the call before the communicator's first large call outside of captures. Capture calls on all \
-             ranks or on none, or make one large call on all ranks before. The communicator is closed."
+            "ranks made the same call ({ours}) as {number}, but rank {small} alone by the memory for small calls: it \
+             captured the call while a device had no room for the memory for large ones. Capture large calls on all ranks \
+             or on none until there is room. The communicator is closed."
         ))
         .naming([rank, peer]);
     }
@@ -79,7 +102,7 @@ pub(crate) fn mismatch_of_two(
     if whole(ours) == whole(theirs) && pieces[0] != pieces[1] {
         let [(low, _), (high, _)] = both;
         return Error::mismatch(format!(
-            "ranks are at different pieces of the same call ({ours}) as call {number}: rank {low} at piece {} and rank \
+            "ranks are at different pieces of the same call ({ours}) as {number}: rank {low} at piece {} and rank \
              {high} at piece {}. A rank failed in the middle of the call, or its communicator divides calls in other ways; all \
              ranks need the same options and the same memory of the communicator. What that call should have written is \
              undefined. The communicator is closed: make a new one.",
@@ -94,14 +117,14 @@ pub(crate) fn mismatch_of_two(
         if mine == 0 || other == 0 {
             let cut = if mine == 0 { high } else { low };
             return Error::mismatch(format!(
-                "ranks made the same call ({ours}) as call {number}, but on rank {cut} alone it goes by copy engines in \
+                "ranks made the same call ({ours}) as {number}, but on rank {cut} alone it goes by copy engines in \
                  pieces. All ranks need the same CUDA_DEVICE_MAX_CONNECTIONS, the same option beside_compute of the \
                  communicator, and buffers in the same kind of memory. The communicator is closed."
             ))
             .naming([rank, peer]);
         }
         return Error::mismatch(format!(
-            "ranks made the same call ({ours}) as call {number}, but the device of rank {low} divides it \
+            "ranks made the same call ({ours}) as {number}, but the device of rank {low} divides it \
              among {mine} blocks and that of rank {high} among {other}. All ranks need devices with the same \
              number of SMs, the same share of them left to the process (MPS), and kernels compiled by the \
              same NVRTC; for native kernels also the same SM budget, or a grid that all have room for. The \
@@ -109,7 +132,7 @@ pub(crate) fn mismatch_of_two(
         ))
         .naming([rank, peer]);
     }
-    let mut message = format!("ranks entered different collectives as call {number}:");
+    let mut message = format!("ranks entered different collectives as {number}:");
     for (rank, call) in both {
         message.push_str(&format!("\n  rank {rank}: {call}"));
     }
@@ -190,6 +213,26 @@ mod tests {
             let text = mismatch_of_two(7, 0, &sum(1 << 20).grows(), 1, &other).to_string();
             assert!(text.contains(grows) && !text.contains("captured"), "{text}");
         }
+    }
+
+    #[test]
+    fn a_first_large_call_that_one_rank_captures_alone_is_named_with_the_reason() {
+        let sum = |count| {
+            let call = Call::new(Operation::AllReduce).elements(DType::F32, count);
+            call.reduce(ReduceOp::Sum).grows()
+        };
+        let (one, other) = (sum(1 << 20), sum(1 << 21));
+        for (ours, theirs) in [(true, false), (false, true)] {
+            let error = mismatch_of_first_large((2, &one, ours), (0, &one, theirs));
+            let (captures, calls) = if ours { (2, 0) } else { (0, 2) };
+            let text = error.to_string();
+            assert!(
+                text.contains(&format!("rank {captures} captures in a graph and rank {calls}"))
+            );
+            assert!(error.is_diverged() && error.ranks() == [0, 2], "{text}");
+        }
+        let text = mismatch_of_first_large((2, &one, true), (0, &other, true)).to_string();
+        assert!(text.contains("different collectives as a first large call:"), "{text}");
     }
 
     #[test]

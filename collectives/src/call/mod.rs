@@ -24,7 +24,7 @@ pub(crate) mod splits;
 mod text;
 
 use self::experts::{ExpertMode, ExpertShape};
-pub(crate) use self::mismatch::{mismatch, mismatch_of_two, rank_list};
+pub(crate) use self::mismatch::{mismatch, mismatch_of_first_large, mismatch_of_two, rank_list};
 pub(crate) use self::operation::Operation;
 use crate::signal::DESCRIPTION_WORDS;
 use crate::types::place::Place;

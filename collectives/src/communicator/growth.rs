@@ -2,23 +2,27 @@
 //!
 //! Small calls need little memory, and many groups of a program make no others. So a communicator whose memory may grow
 //! ([`device_memory_grows`](super::CommunicatorOptions::device_memory_grows)) begins with an area for small calls. Its first
-//! large call waits on the host until every rank has come to it; then all ranks allocate a block of one size and commit, and it
+//! large call waits on the host until every rank has come to it; then all ranks allocate a block of one size and share it, and it
 //! is the area of this call and of all large ones to come (`cuda/engine/areas.rs`). Where a rank has no room on its device, all
 //! keep what they have, the call is made in more pieces, and it is tried again, after twice as many large calls each time.
 //!
-//! Whether a call is large must follow from what ranks have alike: its kind and its size. A large call that is captured before
-//! there is an area for it uses the one of small calls, in that graph for good.
+//! Ranks come to the call by two handshakes on the device, which compare it with what other ranks call, whatever that is. A call
+//! that is captured has none: the device may run graphs that were launched before, and comes to the call with the replay of its
+//! own. There ranks meet on the host, with the same description of the call. Whoever makes it outside of captures says so, and
+//! listens meanwhile: a first large call is captured on all ranks or on none.
+//!
+//! Whether a call is large must follow from what ranks have alike: its kind and its size.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::{Block, CONTROL_LANE, Error, Result, Stream};
+use symmpool_allocator::{Block, CONTROL_LANE, Deadline, Error, JointBlock, Pool, Result, Stream};
 
 use super::choice::{Chosen, Request};
 use super::engine::Engine;
 use super::{Communicator, Inner};
 use crate::algorithm::Source;
-use crate::call::{Call, Operation};
+use crate::call::{Call, Operation, mismatch_of_first_large};
 use crate::cuda::{Area, CudaEngine, fits_lamport};
 use crate::{DType, ReduceOp, StandardCollective};
 
@@ -29,6 +33,9 @@ const LEFT: u64 = 64 << 20;
 const SPIN: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(50);
 const ASK_TO_STOP: Duration = Duration::from_millis(100);
+
+/// Looks why other ranks do not come to a handshake.
+type Look<'a> = dyn FnMut(&Pool, u32) -> Result<()> + 'a;
 
 /// Small inboxes that hold what all ranks send in a small call. LL's is the smallest one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,13 +123,13 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// Those of the call, on every rank: `is_diverged` if ranks make different calls, a late or lost rank; and those of a
-    /// commit.
+    /// Those of the call, on every rank: `is_diverged` if ranks make different calls, or only some of them capture it, a late or
+    /// lost rank; and those of a commit.
     pub(super) fn grow(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
         let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         if cuda.is_rehearsing() {
-            self.rehearse_growth(cuda, stream);
-        } else if !self.pool.driver().is_capturing(*stream) && cuda.is_time_to_grow() {
+            self.rehearse_growth(cuda);
+        } else if cuda.is_time_to_grow() {
             self.take_memory(inner, call, stream)?;
         }
         inner.engine.use_area(Area::Large);
@@ -130,14 +137,12 @@ impl Communicator {
     }
 
     /// Says what [`Self::grow`] would do, as far as this rank knows.
-    fn rehearse_growth(&self, cuda: &mut CudaEngine, stream: &Stream) {
+    fn rehearse_growth(&self, cuda: &mut CudaEngine) {
         let Some(calls_left) = cuda.next_growth() else { return };
         if cuda.lifts_memory() {
             return cuda.rehearse_growth(0);
         }
-        let why = if self.pool.driver().is_capturing(*stream) {
-            "calls that are captured take none".to_owned()
-        } else if calls_left > 0 {
+        let why = if calls_left > 0 {
             format!(
                 "a device had no room, and it is tried again after {calls_left} more large calls"
             )
@@ -169,15 +174,23 @@ impl Communicator {
     #[cold]
     fn take_memory(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
         let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
-        self.await_ranks(cuda, call.grows(), stream)?;
+        let captures = self.pool.driver().is_capturing(*stream);
+        let call = call.grows();
+        if captures {
+            self.meet_ranks(cuda, call, stream)?;
+        } else {
+            self.come_to_handshakes(cuda, call, stream)?;
+        }
+        let deadline = self.pool.group().deadline();
         let total = self.memory().total;
-        match self.allocate_growth(cuda) {
+        match self.allocate_growth(cuda, captures, deadline) {
             Ok(Ok(block)) => {
                 inner.windows = self.pool.windows();
                 let (offset, bytes) = (block.offset(), block.bytes());
                 // From here on it is the communicator's, whatever becomes of that.
                 self.shared.keep_grown(block);
-                cuda.grow(offset).map_err(|why| cuda.fail_halfway(why, *stream))?;
+                cuda.grow(offset, captures, deadline)
+                    .map_err(|why| cuda.fail_halfway(why, *stream))?;
                 self.set_memory(cuda.memory(total + bytes));
                 Ok(())
             }
@@ -202,6 +215,38 @@ impl Communicator {
         }
     }
 
+    /// Waits on the host until every rank has come to capture the call, and closes the communicator where that fails.
+    fn meet_ranks(&self, cuda: &mut CudaEngine, call: Call, stream: &Stream) -> Result<()> {
+        let (rank, topic) = (self.rank(), cuda.growth_topic());
+        let deadline = Deadline::after(self.timeout.get());
+        let comes = |captures| Arrival { captures, call };
+        if let Err(why) = cuda.ready() {
+            // Other ranks need not wait for one that makes no further call.
+            let _ = self.pool.come_elsewhere(topic, &Arrival::FAILED, deadline);
+            return Err(why);
+        }
+        let met = self.pool.meet(topic, &comes(true).bytes(), deadline, |peer, brings| {
+            comes(true).compare(rank, peer, brings)
+        });
+        met.map_err(|why| cuda.fail_halfway(why, *stream))
+    }
+
+    /// Waits until every rank has come to the call outside of captures.
+    fn come_to_handshakes(&self, cuda: &mut CudaEngine, call: Call, stream: &Stream) -> Result<()> {
+        let topic = cuda.growth_topic();
+        let own = Arrival { captures: false, call };
+        let deadline = Deadline::after(self.timeout.get());
+        if let Err(why) = self.pool.come_elsewhere(topic, &own.bytes(), deadline) {
+            // What is wrong is found by the handshakes, or by the commit behind them.
+            tracing::debug!(%why, "ranks that capture a first large call are not told of one that does not");
+        }
+        self.await_ranks_unless(cuda, call, stream, &mut |pool, rank| {
+            pool.have_come(topic)
+                .into_iter()
+                .try_for_each(|(peer, brings)| own.compare_captures(rank, peer, &brings))
+        })
+    }
+
     /// Waits on the host until every rank has come to a call without data.
     ///
     /// Ranks that make different calls, or none, get their errors here, from the device, and the pool goes on.
@@ -211,10 +256,21 @@ impl Communicator {
         call: Call,
         stream: &Stream,
     ) -> Result<()> {
+        self.await_ranks_unless(cuda, call, stream, &mut |_, _| Ok(()))
+    }
+
+    /// The same, and closes the communicator when `look` finds why ranks do not come, which is asked now and then.
+    fn await_ranks_unless(
+        &self,
+        cuda: &mut CudaEngine,
+        call: Call,
+        stream: &Stream,
+        look: &mut Look<'_>,
+    ) -> Result<()> {
         // A rank may pass a handshake that another one has given up; in the second one it misses that rank.
         for may_stop in [true, false] {
             cuda.call(*stream, |cuda| cuda.handshake_only(call, *stream))?;
-            self.await_handshake(cuda, may_stop, stream)?;
+            self.await_handshake(cuda, may_stop, stream, look)?;
         }
         Ok(())
     }
@@ -227,14 +283,19 @@ impl Communicator {
         cuda: &mut CudaEngine,
         may_stop: bool,
         stream: &Stream,
+        look: &mut Look<'_>,
     ) -> Result<()> {
         let (interrupt, begun) = (self.pool.interrupt(), Instant::now());
-        let mut asked = begun;
+        let (mut asked, mut looked) = (begun, begun);
         while !cuda.is_done(*stream)? {
             let now = Instant::now();
             if now - begun < SPIN {
                 std::hint::spin_loop();
                 continue;
+            }
+            if now - looked >= SPIN {
+                looked = now;
+                look(&self.pool, self.rank()).inspect_err(|why| cuda.close(why))?;
             }
             let asks = may_stop && now - asked >= ASK_TO_STOP;
             asked = if asks { now } else { asked };
@@ -252,15 +313,17 @@ impl Communicator {
     }
 
     /// The block that the memory grows by, as a window; or why no rank has taken one, which is the same on every rank.
-    fn allocate_growth(&self, cuda: &CudaEngine) -> Result<Result<Block<u8>>> {
-        let (subject, deadline) = (cuda.subject(), self.pool.group().deadline());
+    fn allocate_growth(
+        &self,
+        cuda: &CudaEngine,
+        captures: bool,
+        deadline: Deadline,
+    ) -> Result<Result<Block<u8>>> {
         let lane = self.pool.lane(CONTROL_LANE)?;
-        self.pool.commit_together(subject, self.check_room(cuda), deadline, || {
-            let block = lane.alloc_bytes(cuda.growth_bytes() as usize, 4096, Stream::DEFAULT);
-            // A failure counts at the first event in which ranks differ: freeing the block again is one.
-            let prepared = block.and_then(|block| cuda.prepare_growth(&block).map(|()| block));
-            prepared.inspect_err(|why| lane.note_failure(why))
-        })
+        let (bytes, subject) = (cuda.growth_bytes(), cuda.subject());
+        let joint = JointBlock { bytes, align: 4096, subject, captures };
+        let fill = |block: &Block<u8>| cuda.prepare_growth(block, deadline);
+        self.pool.alloc_together(&lane, joint, self.check_room(cuda), deadline, fill)
     }
 
     /// Refuses to grow on a device that has no room.
@@ -275,6 +338,58 @@ impl Communicator {
             )));
         }
         Ok(())
+    }
+}
+
+/// How a rank comes to a first large call, as ranks tell each other on the host.
+#[derive(Clone, Copy, Debug)]
+struct Arrival {
+    /// Whether it captures the call.
+    captures: bool,
+    /// The call's description, as the handshakes on the device compare it.
+    call: Call,
+}
+
+impl Arrival {
+    /// What a rank says that makes no further call.
+    const FAILED: [u8; 0] = [];
+
+    fn bytes(&self) -> Vec<u8> {
+        let words = self.call.words().iter().flat_map(|word| word.to_le_bytes());
+        std::iter::once(u8::from(self.captures)).chain(words).collect()
+    }
+
+    fn read(bytes: &[u8]) -> Option<Self> {
+        let (captures, words) = bytes.split_first()?;
+        let (words, rest) = words.as_chunks::<8>();
+        let words = words.iter().map(|word| u64::from_le_bytes(*word)).collect::<Vec<_>>();
+        let call = Call::from_words(words.try_into().ok().filter(|_| rest.is_empty())?);
+        Some(Self { captures: *captures != 0, call })
+    }
+
+    /// Finds out whether a peer captures the same call, as this rank does or does not.
+    fn compare(&self, rank: u32, peer: u32, brings: &[u8]) -> Result<()> {
+        let Some(theirs) = Self::read(brings) else {
+            return Err(Error::mismatch(format!(
+                "rank {peer} has failed before, and makes no further call of the communicator; see its error"
+            ))
+            .naming([peer]));
+        };
+        if (theirs.captures, theirs.call) == (self.captures, self.call) {
+            return Ok(());
+        }
+        Err(mismatch_of_first_large(
+            (rank, &self.call, self.captures),
+            (peer, &theirs.call, theirs.captures),
+        ))
+    }
+
+    /// Finds out whether a peer captures a call that this rank makes. Handshakes on the device compare calls otherwise.
+    fn compare_captures(&self, rank: u32, peer: u32, brings: &[u8]) -> Result<()> {
+        match Self::read(brings) {
+            Some(theirs) if theirs.captures => self.compare(rank, peer, brings),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -118,7 +118,7 @@ impl Communicator {
         let zeroed = HostEngine::zeroed_bytes(pool.world(), &engine_options);
         let zero = |block: &Block<u8>| block.write(&vec![0; zeroed? as usize]);
         let mut one_sided = None;
-        let (engine, control) = Self::on_control_block(pool, bytes, zero, |control| {
+        let (engine, control) = Self::on_control_block(pool, bytes, zero, |control, _| {
             let (offset, bytes) = (control.offset(), control.bytes());
             // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its
             // own before the commit, which all have passed; its place is given to nobody else
@@ -157,19 +157,20 @@ impl Communicator {
             Ok(())
         };
         let alive = Box::new(still_there(pool));
-        Self::on_control_block(pool, bytes, prepare, |control| {
+        Self::on_control_block(pool, bytes, prepare, |control, number| {
             let ready = ready.take().ok_or_else(|| Error::invalid_state("nothing was prepared"))?;
-            let engine = CudaEngine::new(pool, control.offset(), &options, ready, alive)?;
+            let engine = CudaEngine::new(pool, control.offset(), &options, ready, alive, number)?;
             Ok(Engine::Cuda(Box::new(engine)))
         })
     }
 
-    /// Allocates and prepares a control block of so many bytes, commits it, and builds the engine on it.
+    /// Allocates and prepares a control block of so many bytes, commits it, and builds the engine on it, which is given the number
+    /// of that commit.
     fn on_control_block(
         pool: &Pool,
         bytes: Result<u64>,
         prepare: impl FnOnce(&Block<u8>) -> Result<()>,
-        build: impl FnOnce(&Block<u8>) -> Result<Engine>,
+        build: impl FnOnce(&Block<u8>, u64) -> Result<Engine>,
     ) -> Result<(Engine, Block<u8>)> {
         // Preparing writes to memory that a forked child shares with its parent.
         pool.check_process()?;
@@ -188,8 +189,8 @@ impl Communicator {
                 return Err(error);
             }
         };
-        pool.commit()?;
-        match build(&control) {
+        let number = pool.commit()?.number;
+        match build(&control, number) {
             Ok(engine) => Ok((engine, control)),
             Err(error) => {
                 // An unordered free, as other ranks may keep their blocks.

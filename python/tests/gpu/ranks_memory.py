@@ -101,6 +101,20 @@ class Runner:
         self.check("a call after a capture takes memory", AT_FIRST < self.held(group) <= AT_MOST)
         dist.destroy_process_group(group)
 
+    def takes_memory_in_a_capture(self):
+        group = self.group()
+        x, graph = torch.empty(MANY, device=self.device), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(x, group=group)
+        self.check("a captured call takes memory", AT_FIRST < self.held(group) <= AT_MOST)
+        for _ in range(3):
+            x.fill_(1.0)
+            graph.replay()
+            self.wrong += int((x != self.world).sum().item())
+            self.sums(group, MANY)
+            self.sums(group, 1000)
+        dist.destroy_process_group(group)
+
     def takes_none_where_a_device_is_full(self):
         group = self.group()
         full = []
@@ -133,6 +147,7 @@ def main():
     for name, call in runner.calls():
         runner.takes_memory_before(name, call)
     runner.takes_memory_after_a_capture()
+    runner.takes_memory_in_a_capture()
     runner.takes_none_where_a_device_is_full()
     print(f"{runner.groups} groups on {runner.world} ranks, {runner.wrong} wrong", flush=True)
     dist.destroy_process_group()

@@ -179,7 +179,7 @@ impl CudaDriver {
 
     /// Free and total bytes of the device's memory at this moment.
     pub fn memory_info(&self) -> Result<(u64, u64)> {
-        let _current = self.context.enter()?;
+        let _current = self.context.enter_for_memory()?;
         calls::memory_info(self.context.api)
     }
 

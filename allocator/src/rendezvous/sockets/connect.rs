@@ -193,6 +193,7 @@ impl<'a> Connecting<'a> {
             buffer,
             maker: Maker::here(),
             rounds: 0,
+            notes: Vec::new(),
             interrupt: None,
             broken: None,
         }

@@ -16,6 +16,7 @@
 //! | `round` | the loop in which every rank sends to all others and receives from all |
 //! | `gather` | a round in which every rank's bytes go to every other |
 //! | `exchange` | a round in which descriptors do |
+//! | `notes` | what a rank says between rounds, which others hear whenever they listen |
 //!
 //! A rank whose part fails sends its peers the reason before it closes the connections (a *farewell*), so
 //! that they can tell a failure from a crash and name the first cause rather than the last. After one
@@ -24,6 +25,7 @@
 mod connect;
 mod exchange;
 mod gather;
+mod notes;
 mod packet;
 mod round;
 #[cfg(test)]
@@ -42,7 +44,7 @@ use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
 pub(crate) use connect::{Dial, Listener, dial, same_user};
-pub(crate) use packet::{PacketBuffer, Received, Sent, send};
+pub(crate) use packet::{Note, PacketBuffer, Received, Said, Sent, send};
 
 /// A connection, or what becomes one. Forked children do not inherit it: with a copy in a child, peers
 /// would not see that this process is gone.
@@ -59,6 +61,8 @@ pub(crate) struct PeerSockets {
     maker: Maker,
     /// The number of exchanges and gathers begun.
     rounds: u64,
+    /// Notes that were received and not heard yet, with their ranks, in the order of each rank.
+    notes: Vec<(u32, Note)>,
     /// Asked by a rank that waits whether it is to stop.
     interrupt: Option<Interrupt>,
     broken: Option<Broken>,
@@ -101,6 +105,7 @@ impl PeerSockets {
     /// A rank that gave up sends a farewell, and may still use what is mapped. Does not wait. False after
     /// a failure, when all connections are closed.
     pub(crate) fn has_left(&mut self, rank: u32) -> bool {
+        self.take_in_notes();
         let Self { sockets, buffer, .. } = self;
         let Some(socket) = sockets.get(rank as usize).and_then(Option::as_deref) else {
             return false;
@@ -122,12 +127,16 @@ impl PeerSockets {
 
     /// The number of the next exchange or gather. Fails after an earlier failure.
     fn next_round(&mut self) -> Result<u64> {
-        if let Some(broken) = &self.broken {
-            let error = broken.why.clone().into_error();
-            return Err(error.context("ranks can no longer talk since an earlier failure"));
-        }
+        self.check()?;
         self.rounds += 1;
         Ok(self.rounds)
+    }
+
+    /// Fails after an earlier failure.
+    fn check(&self) -> Result<()> {
+        let Some(broken) = &self.broken else { return Ok(()) };
+        let error = broken.why.clone().into_error();
+        Err(error.context("ranks can no longer talk since an earlier failure"))
     }
 
     /// Sends the peers the reason, closes all connections and returns the fault as an error.

@@ -97,6 +97,37 @@ impl Message for Part {
     const NAME: &'static str = "part";
 }
 
+/// What a rank says outside of rounds, about a step of that topic.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Note {
+    /// Two numbers that the step has on all ranks, and no other step of the pool.
+    pub(crate) topic: (u64, u64),
+    pub(crate) said: Said,
+}
+
+/// What a note says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Said {
+    /// The rank has come to the step, and what it brings.
+    Here(Vec<u8>),
+    /// It knows that all ranks have come, and goes on.
+    GoesOn,
+    /// It has left the step, and why.
+    Left(ErrorKind),
+}
+
+impl Message for Note {
+    const KIND: u16 = 0x14;
+    const NAME: &'static str = "note";
+}
+
+impl Note {
+    /// What `rank` sent, when it is a note.
+    pub(super) fn read(rank: u32, frame: &[u8]) -> Option<Self> {
+        message::decode(rank, frame).ok()
+    }
+}
+
 /// The last packet of a rank that gives up, so that its peers can tell this from a crash.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Farewell {
@@ -190,6 +221,14 @@ pub(crate) enum Received<'a> {
     Closed,
 }
 
+/// What the next packet is.
+#[derive(Debug)]
+pub(super) enum Peeked<'a> {
+    Frame(&'a [u8]),
+    Nothing,
+    Closed,
+}
+
 /// Receives packets, one at a time.
 pub(crate) struct PacketBuffer(Vec<u8>);
 
@@ -206,18 +245,31 @@ impl PacketBuffer {
 
     /// The farewell of `rank`, if that is its next packet, which is not taken out of the socket.
     pub(super) fn farewell(&mut self, rank: u32, socket: &OwnedFd) -> Option<Farewell> {
+        match self.peek(socket) {
+            Ok(Peeked::Frame(frame)) => Farewell::read(rank, frame),
+            Ok(Peeked::Nothing | Peeked::Closed) | Err(_) => None,
+        }
+    }
+
+    /// The next packet, which is not taken out of the socket.
+    pub(super) fn peek(&mut self, socket: &OwnedFd) -> rustix::io::Result<Peeked<'_>> {
         let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
         let mut resets = 0;
         let bytes = loop {
             match rustix::net::recv(socket, &mut self.0[..], flags) {
                 Ok((_, bytes)) => break bytes,
                 Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(Peeked::Nothing),
                 // As in `receive`: reported once, before what the peer had sent is read.
                 Err(Errno::CONNRESET) if resets == 0 => resets = 1,
-                Err(_) => return None,
+                Err(Errno::CONNRESET | Errno::NOTCONN) => return Ok(Peeked::Closed),
+                Err(error) => return Err(error),
             }
         };
-        Farewell::read(rank, self.0.get(..bytes)?)
+        match bytes.min(self.0.len()) {
+            0 => Ok(Peeked::Closed),
+            bytes => Ok(Peeked::Frame(&self.0[..bytes])),
+        }
     }
 
     /// Receives one packet of `rank`, without waiting. Descriptors are close-on-exec.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::packet::{self, Farewell, PacketBuffer, Received, Sent};
+use super::packet::{self, Farewell, Note, PacketBuffer, Received, Sent};
 use super::{CLOSED, Fault, PeerSockets, at_most, connected, is_closed, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
@@ -103,7 +103,7 @@ impl PeerSockets {
                 peer.send(round)?;
             }
             for peer in &mut peers {
-                peer.receive(round, &mut self.buffer)?;
+                peer.receive(round, &mut self.buffer, &mut self.notes)?;
             }
             if peers.iter().all(Progress::is_complete) {
                 return Ok(());
@@ -185,7 +185,12 @@ impl<'a> Progress<'a> {
 
     /// Receives until everything is received or nothing more has arrived. Does not read what a faster peer
     /// may have sent for the next round.
-    fn receive<R: Round>(&mut self, round: &mut R, buffer: &mut PacketBuffer) -> Result<(), Fault> {
+    fn receive<R: Round>(
+        &mut self,
+        round: &mut R,
+        buffer: &mut PacketBuffer,
+        notes: &mut Vec<(u32, Note)>,
+    ) -> Result<(), Fault> {
         while !self.all_received {
             let (frame, fds) = match buffer.receive(self.peer, self.socket)? {
                 Received::WouldBlock => break,
@@ -194,6 +199,10 @@ impl<'a> Progress<'a> {
             };
             if let Some(farewell) = Farewell::read(self.peer, frame) {
                 return Err(Fault::GaveUp(farewell));
+            }
+            if let Some(note) = Note::read(self.peer, frame) {
+                notes.push((self.peer, note));
+                continue;
             }
             let packet: R::Packet = message::decode(self.peer, frame)?;
             self.all_received = round.take(self.peer, packet, fds)?;

@@ -9,10 +9,14 @@
 //! calls begin anew does it expire old flags there too, for which the device knows both areas (`AreaFlags` in
 //! `symmpool/comm.cuh`).
 
-use symmpool_allocator::{Block, Result};
+use std::thread;
+use std::time::Duration;
+
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Block, Deadline, Error, Result, Stream, Topic};
 
 use super::CudaEngine;
-use crate::cuda::driver::api::cuda;
+use crate::cuda::driver::api::{Handle, cuda};
 use crate::cuda::layout::params::Footprint;
 use crate::cuda::layout::params::{Control, LOCAL_AREAS};
 
@@ -20,6 +24,12 @@ use crate::cuda::layout::params::{Control, LOCAL_AREAS};
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
 /// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
 const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
+
+/// Between the places of an area's flags and their lengths. A call of a graph that was launched before may run meanwhile, and must
+/// not read a length without its place; it reads both within nanoseconds.
+const BETWEEN_FLAGS: Duration = Duration::from_millis(5);
+/// Between two looks whether the device has done something.
+const POLL: Duration = Duration::from_micros(50);
 
 /// Where data of a call lies on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +48,8 @@ pub(super) struct Areas {
     growth: Option<Growth>,
     /// That of all calls of experts, as a dispatch and its combine have the same.
     of_experts: Option<Area>,
+    /// A number that the communicator has on all ranks, and no other one of the pool.
+    number: u64,
     /// Whether the call was asked already whether it is time to grow, and whether it counts as a large one once it is made.
     asked: bool,
     counts: bool,
@@ -55,9 +67,9 @@ struct Growth {
 }
 
 impl Areas {
-    pub(super) fn new(small: Control, grown: Option<Footprint>) -> Self {
+    pub(super) fn new(small: Control, grown: Option<Footprint>, number: u64) -> Self {
         let growth = grown.map(|footprint| Growth { footprint, failures: 0, calls_left: 0 });
-        Self { small, large: None, growth, of_experts: None, asked: false, counts: false }
+        Self { small, large: None, growth, of_experts: None, number, asked: false, counts: false }
     }
 
     /// The layout of an area: of the small one where there is no large one.
@@ -178,6 +190,12 @@ impl CudaEngine {
         }
     }
 
+    /// What tells this growth from others of the pool where ranks wait for each other.
+    pub(crate) fn growth_topic(&self) -> Topic {
+        let failures = self.areas.growth.as_ref().map_or(0, |growth| growth.failures);
+        (self.areas.number, failures.into())
+    }
+
     /// What tells this engine from others of the pool in a question to all ranks.
     pub(crate) fn subject(&self) -> u64 {
         self.comm.control
@@ -202,40 +220,75 @@ impl CudaEngine {
     /// Fills such a block as kernels expect it, before peers can see it. Waits for nothing that calls have put on the device,
     /// which may wait for other ranks. Nothing else is under way in the block: those of the control lane are freed without
     /// order, and given out again when no rank uses them any more.
-    pub(crate) fn prepare_growth(&self, block: &Block<u8>) -> Result<()> {
+    pub(crate) fn prepare_growth(&self, block: &Block<u8>, deadline: Deadline) -> Result<()> {
         let Some(large) = self.areas.grown(0) else { return Ok(()) };
-        let (at, api, stream) = (block.address(), self.api, self.copy_stream);
-        cuda(self.pool.driver())?.with_context(|| {
-            for (begin, word, bytes) in initial_data(&large) {
+        let (at, api) = (block.address(), self.api);
+        self.at_once(deadline, |stream| {
+            initial_data(&large).into_iter().try_for_each(|(begin, word, bytes)| {
                 // SAFETY: a part of a block that the caller holds, of which no other rank knows; parts begin and end at
                 // multiples of 4096.
-                unsafe { api.fill(at + begin, word, bytes / 4, stream) }?;
-            }
-            api.synchronize(stream)
+                unsafe { api.fill(at + begin, word, bytes / 4, stream) }
+            })
         })
     }
 
-    /// Uses a block of that offset as the area for large calls. Every rank has prepared and committed its own, and all calls
-    /// before have ended.
-    pub(crate) fn grow(&mut self, block: u64) -> Result<()> {
+    /// Uses a block of that offset as the area for large calls. Every rank has prepared and committed its own. Calls of graphs may
+    /// be under way if this one is `captured`, and otherwise none.
+    pub(crate) fn grow(&mut self, block: u64, captured: bool, deadline: Deadline) -> Result<()> {
         // The block may lie in front of the control block: places are added modulo 2^64.
         let Some(large) = self.areas.grown(block.wrapping_sub(self.comm.control)) else {
             return Ok(());
         };
         let areas = [self.areas.small, large].map(|area| area.for_links(self.direct).area_flags());
         let own = self.pool.layout().address(self.comm.rank, self.comm.control) + LOCAL_AREAS;
-        let words = areas.into_iter().flatten().flat_map(|word| [word as u32, (word >> 32) as u32]);
-        let (api, stream) = (self.api, self.copy_stream);
-        cuda(self.pool.driver())?.with_context(|| {
-            for (nth, word) in (0..).zip(words) {
-                // SAFETY: words of the control block that only this rank's kernels read, none of which runs: the call
-                // before has ended, and the next one comes behind this.
-                unsafe { api.fill(own + 4 * nth, word, 1, stream) }?;
-            }
-            api.synchronize(stream)
-        })?;
+        let words = (0..).zip(areas.into_iter().flatten());
+        let (places, lengths): (Vec<_>, Vec<_>) = words.partition(|(nth, _)| nth % 2 == 0);
+        self.write(own, &places, deadline)?;
+        if captured {
+            thread::sleep(BETWEEN_FLAGS);
+        }
+        self.write(own, &lengths, deadline)?;
         (self.areas.large, self.areas.growth) = (Some(large), None);
         Ok(())
+    }
+
+    /// Writes words of 64 bits, which are numbered from an address in the control block on.
+    fn write(&self, begin: u64, words: &[(u64, u64)], deadline: Deadline) -> Result<()> {
+        let api = self.api;
+        self.at_once(deadline, |stream| {
+            words.iter().try_for_each(|(nth, word)| {
+                let at = begin + 8 * nth;
+                // SAFETY: words that only this rank's kernels read. Where some may run, they find an area without a length
+                // until its places are there.
+                unsafe { api.fill(at, *word as u32, 1, stream) }?;
+                // SAFETY: the same.
+                unsafe { api.fill(at + 4, (word >> 32) as u32, 1, stream) }
+            })
+        })
+    }
+
+    /// Puts work on a stream of its own, which is part of no capture, and waits until it is done.
+    fn at_once(&self, deadline: Deadline, put: impl FnOnce(Stream) -> Result<()>) -> Result<()> {
+        let api = self.api;
+        cuda(self.pool.driver())?.with_context_unordered(|| {
+            let stream = api.stream()?;
+            let done = put(stream).and_then(|()| {
+                while !api.is_idle(stream)? {
+                    if deadline.expired() {
+                        let budget = deadline.budget();
+                        // No other rank is late, so it is no timeout of ranks.
+                        return Err(Error::invalid_state(format!(
+                            "the device has not filled a communicator's memory in {budget:.1?}"
+                        )));
+                    }
+                    thread::sleep(POLL);
+                }
+                Ok(())
+            });
+            // SAFETY: made above and given up here; the driver takes it away when it is done.
+            let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };
+            done.and(CudaDriver::check(code, || "giving back a stream".to_owned()))
+        })
     }
 
     /// The layouts that calls may have, the largest one last.

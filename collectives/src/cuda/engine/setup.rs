@@ -86,13 +86,14 @@ impl CudaEngine {
     }
 
     /// A communicator whose control blocks lie at one offset of every slot. Every rank has prepared and
-    /// committed its own.
+    /// committed its own, by the commit of that number.
     pub(crate) fn new(
         pool: &Pool,
         control_offset: u64,
         options: &CudaOptions,
         ReadyKernels(modules): ReadyKernels,
         alive: Alive,
+        number: u64,
     ) -> Result<Self> {
         let driver = cuda(pool.driver())?;
         let api = Api::get()?;
@@ -131,7 +132,7 @@ impl CudaEngine {
             direct,
             beside_compute: options.budget.beside_compute,
             control,
-            areas: Areas::new(control, options.grown),
+            areas: Areas::new(control, options.grown, number),
             comm,
             exchange: Exchange::of(options.all_to_all as u8),
             kernels,
