@@ -12,7 +12,8 @@
 
 using namespace symmpool;
 
-// Where peers' data is, and what has to be waited for: the call's root, and `Copied` in cuda/copied.rs.
+// Where peers' data is, and what has to be waited for: the call's root. `Copied` in
+// `cuda/ops/copy_engine/reduce_arrived.rs` is the same.
 enum Copied : u32 {
     AWAITS_BARRIER,  // in scratch, when all ranks have come to the barrier
     IN_SCRATCH,

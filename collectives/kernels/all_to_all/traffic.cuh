@@ -11,7 +11,7 @@ namespace symmpool {
 constexpr u32 MAX_RANKS = 8;
 constexpr u64 UNKNOWN = ~0ull;
 
-// The arguments of an all-to-all: `Traffic` in `cuda/params.rs`. Counts are elements.
+// The arguments of an all-to-all: `Traffic` in `cuda/layout/params.rs`. Counts are elements.
 struct Traffic {
     // Splits that the host knows, and where the parts of the input and output begin, in bytes.
     u64 send[MAX_RANKS];

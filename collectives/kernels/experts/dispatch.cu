@@ -147,7 +147,7 @@ __device__ __forceinline__ void notify_host(const Session& session, const Routin
     }
 }
 
-// Tells a host that waits for it how many rows there are: `Sizes` in `cuda/sizes.rs`. Rows may still be
+// Tells a host that waits for it how many rows there are: `Sizes` in `cuda/engine/recv_counts.rs`. Rows may still be
 // on their way. Called by all threads of the leader block, after `notify_host`, as the host looks for notices then.
 __device__ __noinline__ void send_sizes(const ExpertsWork& work, u32 local) {
     volatile u32* sizes = work.sizes;

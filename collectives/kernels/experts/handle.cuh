@@ -7,11 +7,12 @@
 
 namespace symmpool {
 
-// By which number a handle says how the rows of its dispatch lie: `HandleParts::layout_word` in `experts/layout.rs`.
+// Number by which a handle says how the rows of its dispatch lie: `HandleParts::layout_word` in
+// `call/experts/layout.rs`.
 constexpr int LAYOUT_WORD = 0x5e1dab00 + BY_EXPERT;
 constexpr int OTHER_LAYOUT_WORD = 0x5e1dab00 + !BY_EXPERT;
 
-// Which part of a handle is wrong: `PARTS_OF_HANDLES` in `cuda/fault.rs` has their names.
+// Which part of a handle is wrong: `PARTS_OF_HANDLES` in `cuda/layout/fault.rs` has their names.
 constexpr u32 WRONG_LAYOUT = 1;
 constexpr u32 WRONG_TOKENS = 2;
 constexpr u32 WRONG_RECEIVED = 3;

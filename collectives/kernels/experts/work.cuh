@@ -12,7 +12,7 @@
 
 namespace symmpool {
 
-// `ExpertsWork` in `experts/layout.rs`, which documents the fields.
+// `ExpertsWork` in `call/experts/layout.rs`, which documents the fields.
 struct ExpertsWork {
     const char* input;
     const char* input_scales;
@@ -65,12 +65,12 @@ struct ExpertsWork {
 
 static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
 
-// As in `experts/layout.rs`: memory has room for so many.
+// As in `call/experts/layout.rs`: memory has room for so many.
 constexpr u32 MOST_CHUNKS = 2048;
 // Most chunks of a peer block: so many times it signals in a call. Fewer tokens are not worth a signal.
 constexpr u32 MOST_STEPS = 8;
 constexpr u32 CHUNK_TOKENS = 4;
-// As in `experts/mod.rs`.
+// As in `call/experts/mod.rs`.
 constexpr u32 MOST_EXPERTS = 1024;
 constexpr u32 MOST_TOP_K = 32;
 

@@ -20,7 +20,7 @@
 
 using namespace symmpool;
 
-// What a call is given besides `Call`, whose output is the sum; the host has the same layout in `cuda/params.rs`.
+// What a call is given besides `Call`, whose output is the sum; the host has the same layout in `cuda/layout/params.rs`.
 struct FewRows {
     TensorMap left, right;
     u32 rows, columns;  // of the product; a multiple of 8 columns

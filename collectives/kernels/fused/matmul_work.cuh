@@ -37,7 +37,8 @@ struct MatmulProduct {
     u32 end_block;             // of its inner dimension
 };
 
-// How clusters divide tiles; `cuda/matmul/split.rs` says how these are chosen. Here a cluster's tiles of one place count once.
+// How clusters divide tiles; `cuda/ops/gemm/split.rs` says how these are chosen. Here a cluster's tiles of one place
+// count once.
 struct Split {
     u32 whole;    // tiles that are made whole, from the first one on
     u32 helpers;  // clusters that help with the others, from the first one on; each of the others makes one
@@ -45,7 +46,7 @@ struct Split {
     u32 helper_blocks;  // blocks of the inner dimension that a helper makes of a tile
 };
 
-// What a call is given besides `Call`; the host has the same layout in `cuda/params.rs`.
+// What a call is given besides `Call`; the host has the same layout in `cuda/layout/params.rs`.
 struct MatmulWork {
     TensorMap own;  // this rank's part of the left matrix, where it is sent to the others
     MatmulProduct products[MOST_PRODUCTS];

@@ -19,7 +19,7 @@
 
 namespace symmpool {
 
-// The arguments besides those of `Call`: `NormWork` in `cuda/params.rs`. Rows follow each other without gaps.
+// The arguments besides those of `Call`: `NormWork` in `cuda/layout/params.rs`. Rows follow each other without gaps.
 struct NormWork {
     const char* residual;  // or null
     const char* weight;

@@ -37,7 +37,7 @@ constexpr u32 SHARED_LANES = 24;
 constexpr u32 PEERS = WORLD > 1 ? WORLD - 1 : 1;
 constexpr u32 ALL_LANES = SHARED_LANES / PEERS < MOST_LANES ? SHARED_LANES / PEERS : MOST_LANES;
 
-// In the record of a failure: the phases of waits (`cuda/fault.rs`).
+// In the record of a failure: the phases of waits (`cuda/layout/fault.rs`).
 constexpr u32 SENDING = CHANNEL + CHANNELS;
 constexpr u32 RECEIVING = SENDING + 1;
 

@@ -3,8 +3,8 @@
 //! Every rank has a control block at the same offset of its slot of the heap. It begins with `Local`,
 //! which only its own rank accesses; peers write into the handshake slots, flags and inboxes behind it.
 //! The number of the call, its epoch, is kept there in device memory, so that the replays of a CUDA graph
-//! have epochs of their own (rule S2). The host has the same layouts in `cuda/params.rs` and
-//! `cuda/fault.rs`, and defines their sizes: COMM_BYTES, CALL_BYTES and FAULT_BYTES.
+//! have epochs of their own (rule S2). The host has the same layouts in `cuda/layout/params.rs` and
+//! `cuda/layout/fault.rs`, and defines their sizes: COMM_BYTES, CALL_BYTES and FAULT_BYTES.
 
 #pragma once
 
@@ -96,7 +96,7 @@ struct Local {
     AreaFlags areas[AREAS];  // what calls in the other area expire; the host writes both when the memory grows, and else none
 };
 
-constexpr u64 AREAS_OFFSET = 40;  // `LOCAL_AREAS` in `cuda/params.rs`
+constexpr u64 AREAS_OFFSET = 40;  // `LOCAL_AREAS` in `cuda/layout/params.rs`
 static_assert(sizeof(Local) == AREAS_OFFSET + AREAS * sizeof(AreaFlags), "the host writes there");
 
 struct Comm {

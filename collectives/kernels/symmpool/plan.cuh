@@ -25,7 +25,7 @@
 
 namespace symmpool {
 
-// How a call's data is divided. The host computes the same on every rank (`cuda/plan.rs`).
+// How a call's data is divided. The host computes the same on every rank (`cuda/ops/plan.rs`).
 struct PlanWork {
     u64 part;     // bytes of a part of the input or output
     u64 chunk;    // bytes of a chunk of a part; the last ones may have fewer, or none

@@ -13,7 +13,7 @@
 
 namespace symmpool {
 
-// The codes of `DType` in dtype.rs.
+// The codes of `DType` in types/dtype.rs.
 constexpr int F32 = 1;
 constexpr int F64 = 2;
 constexpr int F16 = 3;

@@ -54,6 +54,22 @@ fn files_can_be_held_in_the_head() {
     assert!(long.is_empty(), "split these: {long:#?}");
 }
 
+/// Files that comments of kernels name, as in `cuda/layout/params.rs`: paths below `collectives/src`, or the ends of some.
+#[test]
+fn kernels_name_files_that_there_are() {
+    let rust: Vec<String> = sources().iter().map(|path| name(path)).collect();
+    let is_part = |byte: char| byte.is_ascii_alphanumeric() || "_/.".contains(byte);
+    let mut named = 0;
+    for path in sources().iter().filter(|path| name(path).starts_with("collectives/kernels/")) {
+        for word in read(path).split(|byte| !is_part(byte)).filter(|word| word.ends_with(".rs")) {
+            named += 1;
+            let is_there = rust.iter().any(|file| file.ends_with(&format!("/src/{word}")));
+            assert!(is_there, "{} names {word}, which is not below collectives/src", name(path));
+        }
+    }
+    assert!(named > 10, "found {named} names of files");
+}
+
 #[test]
 fn every_source_file_says_what_it_is() {
     for path in sources() {
