@@ -231,6 +231,36 @@ def collectives_sm_budgets(places):
     )
 
 
+def calls_in_order(places):
+    """How many times longer calls take in the orders of programs than fresh ones, and NCCL's beside them."""
+    place, report = recorded("order", places)
+    if report is None:
+        return None
+    orders, rows = [each for each in report["contenders"] if each != "fresh"], []
+    for entry in report["results"]:
+        took = {name: found["us"] for name, found in entry["figures"].items()}
+        fresh = took.get("fresh")
+        row = [entry["operation"], entry["memory"], size(entry["bytes"]), exact(fresh)]
+        row += [ratio(took.get(order), fresh) for order in orders]
+        rows.append(
+            [*row, *(ratio(took.get(f"NCCL, {order}"), took.get(order)) for order in ("fresh", *orders))]
+        )
+    head = [
+        "operation",
+        "memory",
+        "bytes",
+        "fresh us",
+        *orders,
+        "NCCL / fresh",
+        *(f"NCCL / {each}" for each in orders),
+    ]
+    title = (
+        "Calls in the orders of programs (`bench order`): times as long as from a fresh communicator, "
+        "and NCCL's time in the same order beside ours"
+    )
+    return title, place, report, head, rows
+
+
 def python_and_rust():
     place, rust = recorded("allreduce_rust")
     _, report = recorded("allreduce", (place,) if place else ())
@@ -498,6 +528,7 @@ def more():
         device_splits,
         *everywhere(collectives_memory),
         *everywhere(collectives_sm_budgets),
+        *everywhere(calls_in_order),
         *everywhere(plans),
         *everywhere(tables_models.experts),
         *everywhere(tables_models.experts_24),

@@ -53,10 +53,30 @@ impl Graph {
         stream: Stream,
         work: impl FnOnce() -> Result<()>,
     ) -> Result<Self> {
+        const GLOBAL: c_int = 0;
+        Self::capture_in_mode(pool, stream, GLOBAL, work)
+    }
+
+    /// The same where other threads may do meanwhile what a capture forbids its own thread.
+    pub(crate) fn capture_of_thread(
+        pool: &Pool,
+        stream: Stream,
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<Self> {
+        const THREAD_LOCAL: c_int = 1;
+        Self::capture_in_mode(pool, stream, THREAD_LOCAL, work)
+    }
+
+    fn capture_in_mode(
+        pool: &Pool,
+        stream: Stream,
+        mode: c_int,
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<Self> {
         let (mut graph, mut ready): (Handle, Handle) = (0, 0);
-        let (global, flags): (c_int, u64) = (0, 0);
+        let flags = 0u64;
         driver(pool).with_context(
-            || call!("cuStreamBeginCapture_v2"(stream.raw() as Handle => Handle, global => c_int)),
+            || call!("cuStreamBeginCapture_v2"(stream.raw() as Handle => Handle, mode => c_int)),
         )?;
         let worked = work();
         driver(pool).with_context(|| {

@@ -53,7 +53,7 @@ impl Growth<'_> {
                         unsafe { comm.all_reduce_at(to, from, MANY, DTYPE, ReduceOp::Sum, &stream) }
                     };
                     if captured {
-                        let graph = Graph::capture(pool, stream, call)?;
+                        let graph = Graph::capture_of_thread(pool, stream, call)?;
                         graph.launch(pool, stream)?;
                     } else {
                         call()?;

@@ -207,6 +207,12 @@ impl CudaEngine {
         }
     }
 
+    /// The same where the host knows better than the device, which may have recorded meanwhile that another rank departed.
+    pub(crate) fn close_because(&mut self, why: &Error) {
+        self.failure.close(why);
+        self.depart_or_later();
+    }
+
     fn depart_or_later(&mut self) {
         // Behind a call on a captured stream nothing can come yet.
         self.progress.departs = self.order_is_captured();
