@@ -66,27 +66,30 @@ def test_everything_is_measured_and_right(tmp_path):
         assert set(each["figures"]) == {"ours", "ours ordinary", "gloo"} and not each["missing"]
 
 
-def test_less_device_memory_makes_contenders_of_its_own(monkeypatch):
+def test_less_device_memory_and_fewer_sms_make_contenders_of_their_own(monkeypatch):
     made = []
-    monkeypatch.setattr(collectives, "Ours", lambda *given: made.append((given[0], *given[5:])))
+    monkeypatch.setattr(collectives, "Ours", lambda *given, **how: made.append((given[0], given[5], how)))
 
     class Pools:
         get = staticmethod(lambda ranks: "pool")
 
-    plans = collectives.plans_of_ours(None, torch.float32, 64, Pools(), [96 << 20])
+    plans = collectives.plans_of_ours(None, torch.float32, 64, Pools(), [96 << 20], [44])
     for name, plan in plans.items():
         plan()
         assert made[-1][0] == name
-    less = 96 << 20
+    less, few = {"device_memory_bytes": 96 << 20}, {"sm_budget": 44}
     assert made == [
-        ("ours", True, None),
+        ("ours", True, {}),
         ("ours 96 MiB", True, less),
-        ("ours ordinary", False, None),
+        ("ours 44 SMs", True, few),
+        ("ours ordinary", False, {}),
         ("ours ordinary 96 MiB", False, less),
+        ("ours ordinary 44 SMs", False, few),
     ]
-    few = ["--device", "cpu", "--sizes", "4K", "--device-memory", "96M"]
-    status, output, errors = torchrun(1, *few, benchmark="collectives")
-    assert status != 0 and "--device-memory: communicators on the CPU" in output + errors
+    for option, value in (("--device-memory", "96M"), ("--sm-budgets", "44")):
+        few = ["--device", "cpu", "--sizes", "4K", option, value]
+        status, output, errors = torchrun(1, *few, benchmark="collectives")
+        assert status != 0 and f"{option}: communicators on the CPU" in output + errors
 
 
 def test_wrong_results_are_counted_and_fail(monkeypatch):

@@ -237,9 +237,10 @@ fn confirm_on_sockets(
             let ours = topology.map(|topology| Linked { sockets: Some(sockets), topology });
             conclude(group.rank(), &gathered, ours)
         }
-        // Perhaps a rank that is not connected to all others, and reports that in the store.
-        Err(error) if error.is_peer_lost() => confirm(group, Err(error), deadline),
-        Err(error) => Err(error),
+        Err(error) if error.is_timeout() || error.is_interrupted() => Err(error),
+        // Perhaps a rank that is not connected to all others, and reports that in the store. Before it closed the connections
+        // that it has, it may have said why, which is no error of this rank.
+        Err(error) => confirm(group, Err(sockets.loss().unwrap_or(error)), deadline),
     }
 }
 

@@ -58,7 +58,7 @@ pub struct CallPlan {
     pub is_known: bool,
     /// How many copies copy engines make.
     pub copies: usize,
-    /// Whether each kernel may start before the one before it on its stream has ended.
+    /// Whether each kernel may start while the one before it on its stream still waits for peers, or works.
     pub starts_early: bool,
 }
 
@@ -140,7 +140,7 @@ impl fmt::Display for Explanation {
         let best = self.best.in_words(self.device_sms);
         write!(f, ". In the best case {best}")?;
         if self.best.starts_early && !self.now.starts_early {
-            f.write_str(", which may start before the kernel before it has ended")?;
+            f.write_str(", which may start while the kernel before it still runs")?;
         }
         write!(f, "; what keeps it from that: {}.", self.kept_by.join("; "))
     }

@@ -33,6 +33,8 @@ const LEFT: u64 = 64 << 20;
 const SPIN: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(50);
 const ASK_TO_STOP: Duration = Duration::from_millis(100);
+/// Longest wait until a rank has said that it comes to handshakes, where another thread commits or others do not listen.
+const LONGEST_TO_SAY: Duration = Duration::from_millis(20);
 
 /// Looks why other ranks do not come to a handshake.
 type Look<'a> = dyn FnMut(&Pool, u32) -> Result<()> + 'a;
@@ -221,8 +223,10 @@ impl Communicator {
         let deadline = Deadline::after(self.timeout.get());
         let comes = |captures| Arrival { captures, call };
         if let Err(why) = cuda.ready() {
-            // Other ranks need not wait for one that makes no further call.
-            let _ = self.pool.come_elsewhere(topic, &Arrival::FAILED, deadline);
+            // Other ranks need not wait for one that makes no further call. They are told once.
+            if cuda.is_first_failed_meeting() {
+                let _ = self.pool.come_elsewhere(topic, &Arrival::FAILED, deadline);
+            }
             return Err(why);
         }
         let met = self.pool.meet(topic, &comes(true).bytes(), deadline, |peer, brings| {
@@ -233,9 +237,11 @@ impl Communicator {
 
     /// Waits until every rank has come to the call outside of captures.
     fn come_to_handshakes(&self, cuda: &mut CudaEngine, call: Call, stream: &Stream) -> Result<()> {
+        cuda.ready()?;
         let topic = cuda.growth_topic();
         let own = Arrival { captures: false, call };
-        let deadline = Deadline::after(self.timeout.get());
+        // Another thread may commit, and wait for what this call is to do on the device.
+        let deadline = Deadline::after(self.timeout.get().min(LONGEST_TO_SAY));
         if let Err(why) = self.pool.come_elsewhere(topic, &own.bytes(), deadline) {
             // What is wrong is found by the handshakes, or by the commit behind them.
             tracing::debug!(%why, "ranks that capture a first large call are not told of one that does not");

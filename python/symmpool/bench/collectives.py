@@ -229,7 +229,7 @@ def measure(ranks, options, contenders, operation, bytes_, step):
     return row
 
 
-def plans_of_ours(ranks, dtype, count, pools, device_memory, sm_budgets):
+def plans_of_ours(ranks, dtype, count, pools, device_memory=(), sm_budgets=()):
     """symmpool's contenders by name, each as a function that sets it up: in windows and in ordinary memory,
     by default, with each of these amounts of device memory, and with each of these SM budgets."""
     kinds = {"ours": True, "ours ordinary": False}

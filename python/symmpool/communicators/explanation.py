@@ -34,7 +34,7 @@ class Explanation:
     launches: tuple[tuple[int, int], ...]
     #: How many copies copy engines make.
     copies: int
-    #: Whether each kernel may start before the one before it on its stream has ended.
+    #: Whether each kernel may start while the one before it on its stream still waits for peers, or works.
     starts_early: bool
     #: Where data lies on its way: in the memory for "small" or "large" calls, in the "whole" of one that
     #: does not grow, or "host" on the CPU.

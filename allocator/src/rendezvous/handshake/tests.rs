@@ -104,6 +104,27 @@ fn why_a_rank_is_not_connected_is_the_error_of_those_that_are() {
     }
 }
 
+/// It says why in a farewell first, as a rank does that has connected to some of the others.
+#[test]
+fn a_farewell_to_ranks_that_are_connected_is_no_error_of_theirs() {
+    let errors = on_ranks(3, |group| {
+        let mut sockets = connected(&group, &Driver::host().unwrap());
+        let deadline = Deadline::seconds(60);
+        group.all_gather("connected", b"", deadline).unwrap();
+        if group.rank() == 1 {
+            let why = Error::out_of_memory("no descriptors");
+            sockets.give_up(&why);
+            drop(sockets);
+            return confirm(&group, Err(why), deadline).unwrap_err();
+        }
+        confirm_on_sockets(&group, sockets, Ok(Topology::host(3)), deadline).unwrap_err()
+    });
+    for error in &errors {
+        assert!(error.is_out_of_memory() && error.ranks() == [1], "{error}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+}
+
 #[test]
 fn simulated_ranks_need_no_sockets() {
     on_ranks(16, |group| {

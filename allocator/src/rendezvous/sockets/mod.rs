@@ -139,6 +139,12 @@ impl PeerSockets {
         Err(error.context("ranks can no longer talk since an earlier failure"))
     }
 
+    /// Which rank is lost, if another one has given up; for ranks that go on to agree on an error.
+    pub(crate) fn loss(&self) -> Option<Error> {
+        let why = self.broken.as_ref().map(|broken| &broken.why);
+        why.filter(|why| why.by != self.rank).map(|why| why.clone().into_loss())
+    }
+
     /// Sends the peers the reason, closes all connections and returns the fault as an error.
     fn break_with(&mut self, fault: Fault) -> Error {
         let (error, why) = match fault {

@@ -53,6 +53,8 @@ pub(super) struct Areas {
     /// Whether the call was asked already whether it is time to grow, and whether it counts as a large one once it is made.
     asked: bool,
     counts: bool,
+    /// Whether other ranks were told that this one failed before it could come to a growth.
+    said_failed: bool,
 }
 
 /// What an engine's memory may grow to, and when that is tried again.
@@ -69,7 +71,8 @@ struct Growth {
 impl Areas {
     pub(super) fn new(small: Control, grown: Option<Footprint>, number: u64) -> Self {
         let growth = grown.map(|footprint| Growth { footprint, failures: 0, calls_left: 0 });
-        Self { small, large: None, growth, of_experts: None, number, asked: false, counts: false }
+        let (asked, counts, said_failed) = (false, false, false);
+        Self { small, large: None, growth, of_experts: None, number, asked, counts, said_failed }
     }
 
     /// The layout of an area: of the small one where there is no large one.
@@ -188,6 +191,11 @@ impl CudaEngine {
             growth.failures += 1;
             growth.calls_left = 1 << growth.failures.min(32);
         }
+    }
+
+    /// Whether this is asked for the first time: to be called where ranks meet for a growth and this one has failed before.
+    pub(crate) fn is_first_failed_meeting(&mut self) -> bool {
+        !std::mem::replace(&mut self.areas.said_failed, true)
     }
 
     /// What tells this growth from others of the pool where ranks wait for each other.

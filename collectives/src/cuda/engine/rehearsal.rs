@@ -35,7 +35,7 @@ pub(crate) struct Rehearsed {
     pub(crate) launches: Vec<(u32, u32)>,
     /// How many copies copy engines make.
     pub(crate) copies: usize,
-    /// Whether every kernel may start before the one before it on its stream has ended.
+    /// Whether every kernel may start while the one before it on its stream still waits for peers, or works.
     pub(crate) starts_early: bool,
     /// Whether a kernel is not loaded yet, so that nobody knows its grid.
     pub(crate) is_not_loaded: bool,

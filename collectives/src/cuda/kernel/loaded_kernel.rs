@@ -63,6 +63,11 @@ impl LoadedKernel {
         if self.budget.beside_compute { self.alone() } else { self }
     }
 
+    /// The kernel as it is launched where it must not start before all that comes before it has ended.
+    pub(in crate::cuda) fn in_turn(self) -> Self {
+        Self { budget: self.budget.in_turn(), ..self }
+    }
+
     /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
     /// themselves, so it must not start early.
     pub(in crate::cuda) fn after_copies(self) -> Self {

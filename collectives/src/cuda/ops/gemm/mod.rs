@@ -146,6 +146,8 @@ impl CudaEngine {
             ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
         })?;
         let in_two = world > 1 && !kernel.budget.early;
+        // It takes all SMs beside other communicators too, so it must not take them before its turn.
+        let kernel = if in_two { kernel.in_turn() } else { kernel };
         tracing::debug!(kernel = product.kernel.name, in_two, "a product by tensor cores");
         // Loaded before anything is on streams: loading may wait for what runs.
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
