@@ -195,12 +195,12 @@ def collectives(places):
     return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
-def collectives_limited(name, places, title, limits):
+def collectives_limited(name, places, title, option, shown):
     """How many times longer collectives take with each of a report's limits than without."""
     place, report = recorded(name, places)
     if report is None:
         return None
-    amounts, rows = limits(report["options"]), []
+    amounts, rows = [shown(each) for each in report["options"][option]], []
     for entry in report["results"]:
         row = [entry["operation"], size(entry["bytes"])]
         for name in ("ours", "ours ordinary"):
@@ -214,21 +214,13 @@ def collectives_limited(name, places, title, limits):
 
 
 def collectives_memory(places):
-    def limits(options):
-        return [size(each) for each in options["device_memory"]]
-
     title = "Collectives of communicators with less device memory than the default"
-    return collectives_limited("collectives_memory", places, title, limits)
+    return collectives_limited("collectives_memory", places, title, "device_memory", size)
 
 
 def collectives_sm_budgets(places):
     title = "Collectives whose kernels take fewer SMs than the device has"
-    return collectives_limited(
-        "collectives_sm_budgets",
-        places,
-        title,
-        lambda options: [f"{each} SMs" for each in options["sm_budgets"]],
-    )
+    return collectives_limited("collectives_sm_budgets", places, title, "sm_budgets", "{} SMs".format)
 
 
 def calls_in_order(places):

@@ -1,8 +1,9 @@
 //! A block that all ranks allocate together, or none, without a wait for any device: also while streams are captured.
 //!
-//! It is a commit of new segments of one lane. It looks at no stream, returns no block that was freed, and unmaps nothing: the
-//! next commit of all lanes does that, whenever it comes. Until then segments that were moved are mapped at their old places too. A rank without memory takes part all the same, so that ranks stay alike. Then all of them
-//! free the block again, and its segments are retired.
+//! It is a commit of new segments of one lane. It looks at no stream, returns no block that was freed, and unmaps
+//! nothing: the next commit of all lanes does that, whenever it comes. Until then segments that were moved are mapped at
+//! their old places too. A rank without memory takes part all the same, so that ranks stay alike. Then all of them free
+//! the block again, and its segments are retired.
 
 use std::sync::Arc;
 

@@ -123,8 +123,8 @@ impl Pool {
         }
     }
 
-    /// Retires segments of some lanes that no commit could share and that are free. Otherwise every later commit would try again to share
-    /// them. Every rank must do it in the same place. Returns whether there are some.
+    /// Retires segments of some lanes that no commit could share and that are free. Otherwise every later commit would
+    /// try again to share them. Every rank must do it in the same place. Returns whether there are some.
     pub(super) fn retire_unshared(&self, of: impl Fn(&SharedLane) -> bool) -> bool {
         let mut found = false;
         let mut locked = self.lock_lanes();

@@ -221,7 +221,7 @@ impl Communicator {
     fn meet_ranks(&self, cuda: &mut CudaEngine, call: Call, stream: &Stream) -> Result<()> {
         let (rank, topic) = (self.rank(), cuda.growth_topic());
         let deadline = Deadline::after(self.timeout.get());
-        let comes = |captures| Arrival { captures, call };
+        let own = Arrival { captures: true, call };
         if let Err(why) = cuda.ready() {
             // Other ranks need not wait for one that makes no further call. They are told once.
             if cuda.is_first_failed_meeting() {
@@ -229,9 +229,9 @@ impl Communicator {
             }
             return Err(why);
         }
-        let met = self.pool.meet(topic, &comes(true).bytes(), deadline, |peer, brings| {
-            comes(true).compare(rank, peer, brings)
-        });
+        let met = self
+            .pool
+            .meet(topic, &own.bytes(), deadline, |peer, brings| own.compare(rank, peer, brings));
         met.map_err(|why| cuda.fail_halfway(why, *stream))
     }
 

@@ -6,8 +6,7 @@ use symmpool_allocator::topology::Mesh;
 use super::kernels::ReduceFn;
 use super::{Data, HostEngine};
 use crate::DType;
-use crate::algorithm::CallShape;
-use crate::algorithm::StandardCollective;
+use crate::algorithm::{CallShape, StandardCollective};
 use crate::call::Call;
 
 /// A built-in algorithm of a collective whose calls are a `W`.

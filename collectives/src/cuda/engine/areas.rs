@@ -17,8 +17,7 @@ use symmpool_allocator::{Block, Deadline, Error, Result, Stream, Topic};
 
 use super::CudaEngine;
 use crate::cuda::driver::api::{Handle, cuda};
-use crate::cuda::layout::params::Footprint;
-use crate::cuda::layout::params::{Control, LOCAL_AREAS};
+use crate::cuda::layout::params::{Control, Footprint, LOCAL_AREAS};
 
 /// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;

@@ -7,8 +7,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::CudaEngine;
 use crate::call::Call;
-use crate::cuda::driver::api::Handle;
-use crate::cuda::driver::api::cuda;
+use crate::cuda::driver::api::{Handle, cuda};
 use crate::cuda::kernel::generated_kernel::{MadeKernel, MadeSource};
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::{BARRIER_THREADS, KernelSpec};

@@ -25,13 +25,10 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result, Stream};
 
 use super::failure::Failure;
-use crate::cuda::driver::api::cuda;
-use crate::cuda::driver::api::{Api, Handle};
+use crate::cuda::driver::api::{Api, Handle, cuda};
 use crate::cuda::driver::pinned_words::Words;
 use crate::cuda::layout::fault::Record;
-use crate::cuda::layout::memory_channels::Flag;
-use crate::cuda::layout::memory_channels::MEMORY_CHANNELS;
-use crate::cuda::layout::memory_channels::MemoryFlags;
+use crate::cuda::layout::memory_channels::{Flag, MEMORY_CHANNELS, MemoryFlags};
 use crate::cuda::layout::params::{Control, DEPARTURE, FAILED_ON_HOST, LOCAL_FAILED};
 
 /// How often the thread looks at waits.

@@ -4,8 +4,7 @@ use symmpool_allocator::{Pool, Result, Stream};
 
 use super::CudaEngine;
 use super::stream_order::CudaEvents;
-use crate::cuda::driver::api::Api;
-use crate::cuda::driver::api::cuda;
+use crate::cuda::driver::api::{Api, cuda};
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::layout::params::ChannelEnd;
 

@@ -63,14 +63,19 @@ impl LoadedKernel {
         if self.budget.beside_compute { self.alone() } else { self }
     }
 
+    /// The kernel as it takes all SMs, whatever its budget is. Beside other communicators it must not take them before its turn.
+    pub(in crate::cuda) fn on_all_sms(self) -> Self {
+        if self.budget.early { self } else { self.in_turn() }
+    }
+
     /// The kernel as it is launched where it must not start before all that comes before it has ended.
-    pub(in crate::cuda) fn in_turn(self) -> Self {
+    fn in_turn(self) -> Self {
         Self { budget: self.budget.in_turn(), ..self }
     }
 
     /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
     /// themselves, so it must not start early.
     pub(in crate::cuda) fn after_copies(self) -> Self {
-        Self { budget: self.budget.in_turn(), ..self }
+        self.in_turn()
     }
 }

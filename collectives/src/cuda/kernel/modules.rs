@@ -22,8 +22,7 @@ use super::generated_kernel::{MadeKernel, MadeSource};
 use super::loaded_kernel::{LoadedKernel, SIZES};
 use super::spec::KernelSpec;
 use crate::call::experts::ExpertsWork;
-use crate::cuda::driver::api::cuda;
-use crate::cuda::driver::api::{Api, Handle};
+use crate::cuda::driver::api::{Api, Handle, cuda};
 use crate::cuda::layout::fault::RECORD_BYTES;
 use crate::cuda::layout::params::{
     CallParams, Comm, FewRows, MatmulWork, NormWork, PlanWork, Traffic,

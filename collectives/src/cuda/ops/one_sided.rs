@@ -8,8 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::OneSidedMode;
-use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::kernel::spec::THREADS;
+use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::{CallParams, ChannelEnd, Comm};
 use crate::signal::channel::CHANNELS;
 use crate::types::timeout::nanoseconds;

@@ -12,11 +12,8 @@ use crate::call::p2p::{Direction, Payload};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::sm_budget::share_sms;
-use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::kernel::spec::P2P_THREADS;
-use crate::cuda::layout::p2p_layout::Division;
-use crate::cuda::layout::p2p_layout::P2p;
-use crate::cuda::layout::p2p_layout::end_of_messages;
+use crate::cuda::kernel::spec::{KernelSpec, P2P_THREADS};
+use crate::cuda::layout::p2p_layout::{Division, P2p, end_of_messages};
 use crate::cuda::layout::params::CallParams;
 
 impl CudaEngine {

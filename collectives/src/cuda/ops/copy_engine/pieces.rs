@@ -20,11 +20,8 @@ use crate::cuda::engine::CudaEngine;
 use crate::cuda::engine::memory_operations::MemoryOperations;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::layout::memory_channels::PIECE_CHANNELS;
-use crate::cuda::layout::memory_channels::SLOTS;
-use crate::cuda::layout::piece_slots::SHORTEST;
-use crate::cuda::layout::piece_slots::pays_off;
-use crate::cuda::layout::piece_slots::room;
+use crate::cuda::layout::memory_channels::{PIECE_CHANNELS, SLOTS};
+use crate::cuda::layout::piece_slots::{SHORTEST, pays_off, room};
 use crate::cuda::ops::reduction_call::Work;
 use crate::jit::sources::TWO_SHOT_COPY;
 

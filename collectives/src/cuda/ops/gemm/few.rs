@@ -72,15 +72,15 @@ impl CudaEngine {
             tokens: tokens(product.rows),
         };
         let reduction = (product.dtype, if product.mean { ReduceOp::Avg } else { ReduceOp::Sum });
-        let kernel = self.kernel(KernelSpec {
-            mode: KernelMode::FewRows(mode),
-            threads: THREADS,
-            lamport: true,
-            ..KernelSpec::reduces(&MATMUL_FEW, reduction)
-        })?;
+        let kernel = self
+            .kernel(KernelSpec {
+                mode: KernelMode::FewRows(mode),
+                threads: THREADS,
+                lamport: true,
+                ..KernelSpec::reduces(&MATMUL_FEW, reduction)
+            })?
+            .on_all_sms();
         let in_two = self.world() > 1 && !kernel.budget.early;
-        // It takes all SMs beside other communicators too, so it must not take them before its turn.
-        let kernel = if in_two { kernel.in_turn() } else { kernel };
         tracing::debug!(rows = product.rows, cluster, in_two, %call, "a product of few rows");
         // Loaded before anything is on the stream: loading may wait for what runs.
         let received = KernelSpec::reduces(&MATMUL_FEW_RECEIVED, reduction);

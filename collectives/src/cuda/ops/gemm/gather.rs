@@ -11,8 +11,7 @@ use crate::call::Call;
 use crate::call::matmul::MOST_PRODUCTS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
-use crate::cuda::layout::params::Split;
-use crate::cuda::layout::params::{MatmulProduct, MatmulWork};
+use crate::cuda::layout::params::{MatmulProduct, MatmulWork, Split};
 use crate::jit::sources::MATMUL_GATHER;
 use crate::{MatmulGather, Rows};
 

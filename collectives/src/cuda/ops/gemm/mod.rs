@@ -34,8 +34,7 @@ use crate::cuda::driver::api::cuda;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{KernelMode, MatmulMode};
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::layout::params::Split;
-use crate::cuda::layout::params::{CallParams, MatmulWork, TensorMap};
+use crate::cuda::layout::params::{CallParams, MatmulWork, Split, TensorMap};
 use crate::jit::sources::MATMUL_WAIT;
 use crate::jit::{Arch, Kernel};
 use crate::{DType, ReduceOp, Rows};
@@ -140,14 +139,14 @@ impl CudaEngine {
         send: impl FnOnce(&mut Self, Stream) -> Result<()>,
     ) -> Result<()> {
         let world = self.world();
-        let kernel = self.kernel(KernelSpec {
-            mode: KernelMode::Matmul(product.mode),
-            threads: THREADS,
-            ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
-        })?;
+        let kernel = self
+            .kernel(KernelSpec {
+                mode: KernelMode::Matmul(product.mode),
+                threads: THREADS,
+                ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
+            })?
+            .on_all_sms();
         let in_two = world > 1 && !kernel.budget.early;
-        // It takes all SMs beside other communicators too, so it must not take them before its turn.
-        let kernel = if in_two { kernel.in_turn() } else { kernel };
         tracing::debug!(kernel = product.kernel.name, in_two, "a product by tensor cores");
         // Loaded before anything is on streams: loading may wait for what runs.
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);

@@ -9,12 +9,10 @@ use symmpool_allocator::{Result, Stream};
 use super::{BLOCK_BYTES, Control, Product};
 use crate::MatmulScatter;
 use crate::call::Call;
-use crate::call::matmul::MOST_PRODUCTS;
-use crate::call::matmul::TILE_BYTES;
+use crate::call::matmul::{MOST_PRODUCTS, TILE_BYTES};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
-use crate::cuda::layout::params::Split;
-use crate::cuda::layout::params::{MatmulProduct, MatmulWork, TensorMap};
+use crate::cuda::layout::params::{MatmulProduct, MatmulWork, Split, TensorMap};
 use crate::jit::sources::MATMUL_SCATTER;
 
 impl CudaEngine {
