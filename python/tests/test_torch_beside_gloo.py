@@ -117,20 +117,22 @@ def test_a_call_that_ranks_make_differently_is_named_on_all_at_once(tmp_path):
 
 
 def waits(group, folder):
-    """How long gloo's ranks wait where one makes another call, with a timeout of two seconds."""
+    """How long gloo waits where one rank makes another call, with a timeout of two seconds, and its error."""
     me, world = begin(group, folder, "gloo", 2)
     x, began = torch.ones(4), time.monotonic()
-    with pytest.raises(RuntimeError, match="Timed out") as caught:
+    with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(x) if me == 1 else dist.all_gather_into_tensor(torch.zeros(4 * world), x)
     took = time.monotonic() - began
     # gloo aborts a process that ends its group then.
     print(caught.value, flush=True)
-    return took
+    return took, "Timed out" in str(caught.value)
 
 
 @pytest.mark.skipif(not GLOO, reason="the documents speak of torch 2.11's gloo")
 def test_gloo_waits_for_its_timeout_where_a_call_differs(tmp_path):
-    assert all(took > 1.9 for took in values(3, waits, str(tmp_path)))
+    waited = values(3, waits, str(tmp_path))
+    # A rank whose time runs out closes its connections, which others may see before their own time runs out.
+    assert all(took > 1.8 for took, _ in waited) and any(timed_out for _, timed_out in waited), waited
 
 
 def needs(package):
