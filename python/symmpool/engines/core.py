@@ -178,6 +178,17 @@ def replace_module(name: str, module: Any) -> None:
         setattr(importlib.import_module(parent), last, module)
 
 
+def rebind(old: Any, new: Any, package: str | None = None, but: str | None = None) -> None:
+    """Replaces a function or a class under every name that a module of a package has for it; without one, of
+    any module. The module `but` stays as it is."""
+    for name, module in list(sys.modules.items()):
+        if name == but or (package is not None and name.partition(".")[0] != package):
+            continue
+        names = [key for key, value in list(getattr(module, "__dict__", {}).items()) if value is old]
+        for key in names:
+            setattr(module, key, new)
+
+
 def _rebind(name: str, found: Any, module: Any) -> None:
     """Replaces names that the engine's modules have imported from `found` by those of `module`."""
     replaced = {key: getattr(found, key) for key in module.__all__ if hasattr(found, key)}

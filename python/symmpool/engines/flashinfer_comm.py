@@ -12,7 +12,6 @@ promise.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch
 import symmpool
 from symmpool import fused
 from symmpool.communicators import cache
+from symmpool.engines import core
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 from symmpool.groups import process_groups
 
@@ -29,6 +29,7 @@ __all__ = [
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
     "install",
+    "is_installed",
     "uninstall",
 ]
 
@@ -63,21 +64,45 @@ _NORM_TOO = (
 _ALL = (AllReduceFusionPattern.kAllReduce, AllReduceFusionPattern.kARResidualRMSNorm, *_STATIC, *_DYNAMIC)
 
 
+class _NoAddress(int):
+    """A number that is 0, and true."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+_NO_ADDRESS = _NoAddress(0)
+
+
 class AllReduceFusionWorkspace:
     """A group whose communicator serves the calls. It holds no memory of its own: rows travel through the
     communicator's inboxes, which other calls of the group use, too. So it is large enough for any number
     of tokens."""
 
-    def __init__(self, group: Any, world_size: int, rank: int, backend: str):
+    def __init__(
+        self, group: Any, world_size: int, rank: int, backend: str, dtype: torch.dtype | None = None
+    ):
         self.group = group
         self.world_size, self.rank = world_size, rank
         self._backend = backend
         self._destroyed = False
+        # What SGLang reads of a workspace of "trtllm". Entries about FlashInfer's own memory are left out.
+        self.metadata = {
+            "tp_rank": rank,
+            "tp_size": world_size,
+            "use_fp32_lamport": dtype == torch.float32,
+        }
 
     @property
     def backend(self) -> str:
         """The backend that was asked for, as engines compare it with that; "trtllm" for "auto"."""
         return self._backend
+
+    @property
+    def mc_ptr(self) -> int:
+        """True for "mnnvl" and 0 as a number: vLLM drops a workspace of "mnnvl" whose `mc_ptr` is false, and
+        no function here uses multicast."""
+        return _NO_ADDRESS if self._backend == "mnnvl" and not self._destroyed else 0
 
     def is_buffer_size_sufficient(
         self,
@@ -90,6 +115,21 @@ class AllReduceFusionWorkspace:
         """Whether calls of such rows are served: of float32, float16 or bfloat16, a multiple of 8 of them."""
         fits = tp_size == self.world_size and hidden_dim % 8 == 0 and 8 <= hidden_dim <= 65536
         return fits and dtype in (torch.float32, torch.float16, torch.bfloat16) and not self._destroyed
+
+    def checkpoint_prepare(self) -> None:
+        """Always raises UnsupportedError, a NotImplementedError: engines that suspend communicators go on
+        then, and those that write a checkpoint report it."""
+        raise UnsupportedError(self._stays("checkpoint_prepare"))
+
+    def checkpoint_restore(self, comm_backend: Any = None) -> None:
+        """As `checkpoint_prepare`."""
+        raise UnsupportedError(self._stays("checkpoint_restore"))
+
+    def _stays(self, call: str) -> str:
+        return (
+            f"{call} on rank {self.rank}: the memory of symmpool's communicators cannot be given back while "
+            "the engine lives; do without checkpoints of the process, or set SYMMPOOL_ENGINES=off"
+        )
 
     def destroy(self) -> None:
         """Refuses further calls. The group's communicator stays."""
@@ -131,7 +171,8 @@ def create_allreduce_fusion_workspace(
             )
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     cache.communicator(found, device)
-    return AllReduceFusionWorkspace(found, size, own, "trtllm" if backend == "auto" else str(backend))
+    name = "trtllm" if backend == "auto" else str(backend)
+    return AllReduceFusionWorkspace(found, size, own, name, dtype)
 
 
 def _group_of(comm_backend: Any) -> Any:
@@ -267,21 +308,16 @@ def install() -> None:
         raise UnsupportedError(f"{REPLACES} has no {missing[0]}; FlashInfer 0.6 and newer have it")
     for name in FUNCTIONS:
         _before[name] = getattr(module, name)
-        _rebind(_before[name], globals()[name])
+        core.rebind(_before[name], globals()[name], but=__name__)
+
+
+def is_installed() -> bool:
+    """Whether this module's functions are in place of FlashInfer's."""
+    return bool(_before)
 
 
 def uninstall() -> None:
     """Gives FlashInfer its functions back."""
     for name, function in _before.items():
-        _rebind(globals()[name], function)
+        core.rebind(globals()[name], function, but=__name__)
     _before.clear()
-
-
-def _rebind(old: Any, new: Any) -> None:
-    """Replaces a function under every name that a module has for it."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", None) == __name__:
-            continue
-        names = [name for name, value in list(getattr(module, "__dict__", {}).items()) if value is old]
-        for name in names:
-            setattr(module, name, new)

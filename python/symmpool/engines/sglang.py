@@ -17,6 +17,7 @@ from typing import Any
 
 from symmpool.engines import CustomAllreduce, core
 from symmpool.engines.core import EnginePool, Scope
+from symmpool.engines.custom_allreduce_v2 import derived, is_derived
 from symmpool.errors import InvalidStateError, UnsupportedError
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "get_nccl_mem_pool",
     "install",
     "install_custom_allreduce",
+    "install_fusion",
     "is_symmetric_memory_enabled",
     "is_tensor_in_symmetric_mempool",
     "prealloc_symmetric_memory_pool",
@@ -41,6 +43,10 @@ logger = logging.getLogger("symmpool.engines")
 #: The modules of SGLang that are replaced.
 REPLACES = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 ALL_REDUCE = "sglang.srt.distributed.device_communicators.custom_all_reduce"
+ALL_REDUCE_V2 = "sglang.srt.distributed.device_communicators.custom_all_reduce_v2"
+
+FUSION = "sglang.srt.layers.flashinfer_comm_fusion"
+_PREFLIGHT = "_preflight_check_workspace_memory"
 
 # Pools of groups, by the group's name and the identity of its communicator.
 _pools: dict[tuple[str, tuple[int, bytes]], EnginePool] = {}
@@ -59,12 +65,46 @@ def install() -> None:
 
 
 def install_custom_allreduce() -> None:
-    """Makes SGLang use this package's `CustomAllreduce` for groups that it makes from now on."""
-    importlib.import_module(ALL_REDUCE).dispatch_custom_allreduce = _dispatch_custom_allreduce
+    """Makes SGLang use this package's all-reduces for groups that it makes from now on. Where SGLang chooses
+    its `CustomAllReduceV2`, groups have a class derived from that, so models that ask for the class lose
+    nothing; elsewhere `CustomAllreduce`."""
+    module = importlib.import_module(ALL_REDUCE)
+    theirs = getattr(module, "dispatch_custom_allreduce", None)
+    if getattr(theirs, "is_of_symmpool", False):
+        return
+    try:
+        # SGLang 0.5.17 and newer; it needs CUDA's compiler package, so it need not be there.
+        second: Any = importlib.import_module(ALL_REDUCE_V2)
+    except ImportError:
+        second = None
+    own = getattr(second, "CustomAllReduceV2", None)
+    if own is not None and not is_derived(own):
+        core.rebind(own, derived(own), "sglang")
+
+    def dispatch_custom_allreduce(group: Any, device: Any) -> Any:
+        # On the CPU SGLang's own has no answer.
+        asks = theirs is not None and core.has_cuda()
+        chosen = theirs(group=group, device=device) if asks else None
+        return chosen if is_derived(chosen) else CustomAllreduce
+
+    dispatch_custom_allreduce.is_of_symmpool = True  # type: ignore[attr-defined]
+    module.dispatch_custom_allreduce = dispatch_custom_allreduce
 
 
-def _dispatch_custom_allreduce(group: Any, device: Any) -> Any:
-    return CustomAllreduce
+def install_fusion() -> None:
+    """Puts `flashinfer_comm` in place of FlashInfer's functions, and has SGLang not try before whether a
+    device has memory and multicast for FlashInfer's workspace: ours takes neither. Raises UnsupportedError
+    where FlashInfer cannot be imported."""
+    from symmpool.engines import flashinfer_comm
+
+    flashinfer_comm.install()
+    module = importlib.import_module(FUSION)
+    if hasattr(module, _PREFLIGHT):
+        setattr(module, _PREFLIGHT, _needs_nothing)
+
+
+def _needs_nothing(*arguments: Any, **options: Any) -> bool:
+    return True
 
 
 def is_symmetric_memory_enabled() -> bool:

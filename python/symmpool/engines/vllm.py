@@ -10,6 +10,8 @@ windows are registered with that communicator in the same order on every rank.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
 import sys
 from typing import Any
 
@@ -27,6 +29,8 @@ __all__ = [
     "set_graph_pool_id",
 ]
 
+logger = logging.getLogger("symmpool.engines")
+
 #: The modules of vLLM that are replaced.
 REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
 ALL_REDUCE = "vllm.distributed.device_communicators.custom_all_reduce"
@@ -42,8 +46,31 @@ def install() -> None:
 
 
 def install_custom_allreduce() -> None:
-    """Makes vLLM use this package's `CustomAllreduce` for groups that it makes from now on."""
+    """Makes vLLM use this package's `CustomAllreduce` for groups that it makes from now on. vLLM 0.33 asks
+    FlashInfer before it, where that is installed and VLLM_ALLREDUCE_USE_FLASHINFER is not 0: then
+    `flashinfer_comm.install()` is needed besides, and a warning says so where it is missing."""
     importlib.import_module(ALL_REDUCE).CustomAllreduce = CustomAllreduce
+    if asks_flashinfer_first() and not _serves_flashinfer():
+        logger.warning(
+            "symmpool: vLLM asks FlashInfer for all-reduces before symmpool's; call "
+            "symmpool.engines.flashinfer_comm.install() too, or set VLLM_ALLREDUCE_USE_FLASHINFER=0"
+        )
+
+
+def asks_flashinfer_first() -> bool:
+    """Whether vLLM in this process asks FlashInfer before its custom all-reduce."""
+    variables = sys.modules.get("vllm.envs")
+    if not hasattr(variables, "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        return False
+    # Each is a reason for vLLM to do without it.
+    if not variables.VLLM_ALLREDUCE_USE_FLASHINFER or getattr(variables, "VLLM_BATCH_INVARIANT", False):
+        return False
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+def _serves_flashinfer() -> bool:
+    module = sys.modules.get("symmpool.engines.flashinfer_comm")
+    return module is not None and module.is_installed()
 
 
 def is_symmetric_memory_enabled() -> bool:
