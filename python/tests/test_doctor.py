@@ -73,6 +73,15 @@ GOOD = {
     "kernel_cache": {"place": "/home/u/.cache/symmpool/jit", "error": None},
     "nccl": {"version": [2, 28, 9], "error": None, "place": "libnccl.so.2", "windows": True},
     "triton": {"version": "3.6.0", "error": None},
+    "engines": {
+        "vllm": {
+            "name": "vLLM",
+            "served": ["0.16.0", "0.33.0"],
+            "tested": ["0.32.0 on the CPU"],
+            "installed": "0.32.0",
+            "problem": None,
+        }
+    },
     "launcher": {"executable": "/usr/bin/python3", "RANK": "0"},
     "variables": {"wrong": {}, "unknown": []},
 }
@@ -99,6 +108,7 @@ def test_everything_works_on_a_good_machine():
         "torch's allocations in a pool (with pool:)": True,
         "all of torch's CUDA memory (symmpool.install())": True,
         "Triton on handles of symmetric memory": True,
+        "in vLLM": True,
         "backend of torch.distributed": True,
         "windows registered with NCCL": None,
     }
@@ -160,6 +170,7 @@ def test_the_environment_says_what_communicators_take(monkeypatch):
         ("install", lambda m: m["torch"]["allocator"].update(install_error="no name"), False),
         ("install", lambda m: m["torch"]["allocator"].update(mempool=False), True),
         ("Triton", lambda m: m["triton"].update(version=None, error="not installed"), False),
+        ("in vLLM", lambda m: m["engines"]["vllm"].update(problem="vLLM 1.0.0 is newer than 0.33.0"), False),
         ("Triton", lambda m: m["torch"].update(version=None, error="no module"), False),
         ("Triton", lambda m: m["cuda"].update(devices=[]), False),
         ("_PORT", lambda m: m["variables"]["wrong"].update(SYMMPOOL_PORT="'x': expected a port"), False),

@@ -102,6 +102,10 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("NCCL", nccl["error"]))
     else:
         found.append(("NCCL", f"{'.'.join(map(str, nccl['version']))}, {nccl['place']}"))
+    for each in facts["engines"].values():
+        served = f"served from {each['served'][0]} to {each['served'][1]}"
+        ran = f"; {', '.join(each['tested'])} ran" if each["tested"] else ""
+        found.append((each["name"], f"{each['installed'] or 'not installed'}; {served}{ran}"))
     variables = {name: text for name, text in facts["launcher"].items() if name != "executable"}
     if variables:
         found.append(("environment", ", ".join(f"{name}={text}" for name, text in variables.items())))

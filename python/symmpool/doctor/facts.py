@@ -48,6 +48,7 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
         "kernel_cache": cache_facts(found["cache"]),
         "nccl": nccl_facts(),
         "triton": triton_facts(),
+        "engines": engine_facts(),
         "launcher": launcher_facts(),
         "variables": variable_facts(),
     }
@@ -218,6 +219,24 @@ def nccl_facts() -> dict[str, Any]:
     return {"version": None, "error": last}
 
 
+def engine_facts() -> dict[str, Any]:
+    """Serving engines and the libraries that they call: which versions are served, which ran, and which is
+    installed. Nothing of them is imported."""
+    from symmpool.plugins.versions import ENGINES, installed
+
+    found = {}
+    for key, engine in ENGINES.items():
+        version = installed(engine)
+        found[key] = {
+            "name": engine.name,
+            "served": [engine.oldest, engine.newest],
+            "tested": list(engine.tested),
+            "installed": version,
+            "problem": None if version is None else engine.problem(version),
+        }
+    return found
+
+
 def cache_facts(folder: str | None) -> dict[str, Any]:
     """Where compiled kernels are stored on disk, or why they are not."""
     if folder is None:
@@ -249,6 +268,7 @@ SHOWN = (
     "SYMMPOOL_DEVICE_MEMORY",
     "SYMMPOOL_READY",
     "SYMMPOOL_SHARED_DEVICE",
+    "SYMMPOOL_ENGINES",
     "SYMMPOOL_TABLES",
 )
 #: The largest number of ranks in a group.
@@ -293,6 +313,7 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_SM_BUDGET": (lambda value: not value or sm_budget.is_budget(value), "2 or more"),
         "SYMMPOOL_DEVICE_MEMORY": (_is_memory, "bytes such as 64M, or two such as 96M,16M"),
         "SYMMPOOL_READY": (_are_reductions, "none, or a list of types or type:operation"),
+        "SYMMPOOL_ENGINES": (_one_of(("on", "off", "any")), "on, off or any"),
         "SYMMPOOL_SHARED_DEVICE": (_one_of(("0", "1")), "1, or 0"),
         "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),
         "MASTER_PORT": (_number(1, 65535), "a port from 1 to 65535"),

@@ -31,7 +31,7 @@ def judge(facts: dict[str, Any]) -> list[Verdict]:
     found = [host(facts), *limits(facts)]
     found += [devices(facts), links(facts), across(facts), kernels(facts)]
     found += [tensors(facts), scopes(facts), install(facts), backend(facts), windows(facts)]
-    found += [triton(facts), *variables(facts)]
+    found += [triton(facts), *engines(facts), *variables(facts)]
     return found
 
 
@@ -184,6 +184,22 @@ def triton(facts: dict[str, Any]) -> Verdict:
     if not usable(facts):
         return Verdict(what, False, f"Triton {found['version']}, but no device")
     return Verdict(what, True, f"Triton {found['version']}")
+
+
+def engines(facts: dict[str, Any]) -> list[Verdict]:
+    """A verdict for each serving engine that is installed, and for each library that engines call."""
+    found = []
+    for each in facts["engines"].values():
+        if each["installed"] is None:
+            continue
+        if each["problem"]:
+            why = f"{each['problem']}; SYMMPOOL_ENGINES=any on every rank serves it all the same"
+            found.append(Verdict(f"in {each['name']}", False, why))
+            continue
+        ran = any(each["installed"] == version.partition(" ")[0] for version in each["tested"])
+        why = f"{each['installed']}, {'which ran' if ran else 'which was not run'} with symmpool"
+        found.append(Verdict(f"in {each['name']}", True, why))
+    return found
 
 
 def variables(facts: dict[str, Any]) -> list[Verdict]:

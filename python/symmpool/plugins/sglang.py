@@ -1,0 +1,72 @@
+"""What is put in place in a process of SGLang, by the devices that it has."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symmpool.engines import sglang as adapters
+from symmpool.errors import Error, InvalidStateError
+from symmpool.plugins import deep_ep_names
+from symmpool.plugins.report import Report
+
+__all__ = ["put_in_place"]
+
+logger = logging.getLogger("sglang.srt.plugins.symmpool")
+
+BACKEND = "symmpool"
+_GROUPS = "sglang.srt.distributed.parallel_state.init_distributed_environment"
+# Where it stands among the function's arguments.
+_PLACE = 4
+
+
+def put_in_place() -> Report:
+    """Called before this process makes groups."""
+    cuda = torch.version.hip is None and torch.cuda.is_available()
+    report = Report("CUDA" if cuda else "the CPU")
+    if torch.version.hip is not None:
+        return Report("ROCm", [], ["everything, as symmpool has CPUs and NVIDIA GPUs"])
+    _groups(report)
+    if not cuda:
+        report.left.append("all-reduces of SGLang's own CPU kernels, where it has these (AMX, Arm)")
+        return report
+    adapters.install_custom_allreduce()
+    report.served.append("all-reduces (CustomAllReduceV2, and CustomAllreduce where SGLang has not that)")
+    try:
+        adapters.install_fusion()
+        report.served.append("fused norms of --flashinfer-allreduce-fusion-backend trtllm or mnnvl")
+    except Error as error:
+        report.left.append(f"fused norms: {error}")
+    try:
+        adapters.install()
+        report.served.append("memory of --enable-symm-mem")
+    except InvalidStateError as error:
+        report.left.append(f"memory of --enable-symm-mem: {error}")
+    deep_ep_names.put_in_place(report, "--moe-a2a-backend deepep")
+    return report
+
+
+def _groups(report: Report) -> None:
+    """The groups of devices are made on our backend."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        from symmpool import backend  # noqa: F401
+    hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(_GROUPS, on_our_backend, hooks.HookType.BEFORE)
+    report.served.append("groups (broadcasts, all-gathers, reduce-scatters, all-to-alls, messages)")
+
+
+def on_our_backend(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of SGLang's `init_distributed_environment`, with our backend in place of torch's. One
+    that is neither gloo nor NCCL stays, and a warning says so."""
+    asked = arguments[_PLACE] if len(arguments) > _PLACE else options.get("backend", "nccl")
+    if asked not in ("nccl", "gloo", BACKEND):
+        logger.warning("symmpool serves no groups: SGLang was told to make them on %r", asked)
+    elif len(arguments) > _PLACE:
+        arguments = (*arguments[:_PLACE], BACKEND, *arguments[_PLACE + 1 :])
+    else:
+        options = {**options, "backend": BACKEND}
+    return arguments, options

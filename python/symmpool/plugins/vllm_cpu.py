@@ -1,0 +1,83 @@
+"""vLLM's communicator of ranks on the CPU, with tensor-parallel collectives of this package.
+
+vLLM imports `CpuCommunicator` from here by its name, and makes one for each group of several ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+
+import symmpool
+from symmpool.communicators import cache
+
+__all__ = ["Collectives", "communicator_class"]
+
+logger = logging.getLogger("vllm.plugins.symmpool")
+
+_THEIRS = "vllm.distributed.device_communicators.cpu_communicator"
+# Before a group's name it keeps vLLM from making shared memory of its own for the group.
+_PREFIX = "symmpool/"
+
+
+class Collectives:
+    """What vLLM's communicator calls in place of torch.distributed. Each call is collective and returns when
+    it is done; a rank that does not come within the group's timeout is an error that names it."""
+
+    def __init__(self, group: Any):
+        self._group = group
+        # Made now, where all ranks are: a first call may be traced.
+        cache.communicator(group, "cpu")
+
+    def all_reduce(self, input: torch.Tensor, group: Any = None) -> None:
+        """Sums up every rank's tensor in place."""
+        symmpool.all_reduce(input, group=self._group)
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: Any = None) -> None:
+        """Every rank's `input`, one behind the other, in `output`."""
+        symmpool.all_gather_into_tensor(output, input, group=self._group)
+
+    def gather(
+        self, input: torch.Tensor, gather_list: list[torch.Tensor] | None, dst: int = 0, group: Any = None
+    ) -> None:
+        """Every rank's tensor in the list of the rank `dst`, a rank of the default group."""
+        symmpool.gather(input, gather_list, dst=dst, group=self._group)
+
+
+@functools.cache
+def communicator_class() -> type:
+    """vLLM's class with `Collectives` in the groups of tensor parallelism."""
+    base = importlib.import_module(_THEIRS).CpuCommunicator
+
+    class CpuCommunicator(base):  # type: ignore[misc]
+        """As vLLM's. Construction is collective."""
+
+        def __init__(
+            self,
+            cpu_group: Any,
+            device: Any = None,
+            device_group: Any = None,
+            unique_name: str = "",
+            *arguments: Any,
+            **options: Any,
+        ):
+            serves = unique_name.startswith("tp")
+            name = _PREFIX + unique_name if serves else unique_name
+            super().__init__(cpu_group, device, device_group, name, *arguments, **options)
+            if not serves:
+                return
+            self.unique_name = unique_name
+            self.dist_module = Collectives(device_group if device_group is not None else cpu_group)
+            self.supports_tensor_dict = False
+            logger.debug("symmpool serves group %s, rank %s of %s", unique_name, self.rank, self.world_size)
+
+    return CpuCommunicator
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CpuCommunicator":
+        return communicator_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
