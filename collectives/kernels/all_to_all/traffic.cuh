@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <all_to_all/traffic_layout.cuh>
 #include <symmpool/peer_blocks.cuh>
 
 namespace symmpool {
@@ -11,29 +12,7 @@ namespace symmpool {
 constexpr u32 MAX_RANKS = 8;
 constexpr u64 UNKNOWN = ~0ull;
 
-// The arguments of an all-to-all: `Traffic` in `cuda/layout/params.rs`. Counts are elements.
-struct Traffic {
-    // Splits that the host knows, and where the parts of the input and output begin, in bytes.
-    u64 send[MAX_RANKS];
-    u64 receive[MAX_RANKS];
-    u64 send_begin[MAX_RANKS];
-    u64 receive_begin[MAX_RANKS];
-    // Device memory: the input splits that the device knows; where to write how much came from each rank and where in
-    // the output that begins, or null.
-    const void* splits;
-    void* received;
-    void* offsets;
-    u64 length;       // of the input
-    u64 capacity;     // of the output
-    u64 window;       // the output's offset in the slot, or UNKNOWN if it is no window
-    u64 inbox_bytes;  // parts of at most so many bytes go through inboxes
-    u32 head;         // so many bytes at the beginning of longer parts do as well
-    u32 size;         // bytes of an element
-    u32 wide;         // whether splits on the device have 64 bits
-    u32 ring;         // whether direct data goes to one peer after the other in any case
-};
-
-static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");
+static_assert(sizeof(Traffic::send) == MAX_RANKS * sizeof(u64), "the host has a count for each rank");
 
 // The words of a row: the counts sent to each rank and those expected from each rank, which are all that inboxes need;
 // behind them what direct data needs.

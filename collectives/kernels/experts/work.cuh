@@ -7,63 +7,11 @@
 
 #pragma once
 
+#include <experts/work_layout.cuh>
 #include <symmpool/peer_blocks.cuh>
 #include <symmpool/vector.cuh>
 
 namespace symmpool {
-
-// `ExpertsWork` in `call/experts/layout.rs`, which documents the fields.
-struct ExpertsWork {
-    const char* input;
-    const char* input_scales;
-    const void* ids;
-    const float* weights;
-    char* output;
-    char* output_scales;
-    int* head;
-    int* source_offsets;
-    int* bases;
-    int* source_tokens;
-    int* expert_counts;
-    int* expert_offsets;
-    int* positions;
-    int* chunks;
-    int* places;
-    float* kept_weights;
-    int* kept_tokens;
-    char* rows;
-    char* row_scales;
-    int* row_ids;
-    float* row_weights;
-    int* row_tokens;
-    int* row_places;
-    int* chunk_begins;
-    float* combine_weights;
-    char* combined;
-    u32* sizes;
-    u64 row_bytes;
-    u64 scale_bytes;
-    u64 capacity;
-    u64 output_capacity;
-    u64 input_rows;
-    u64 expert_rows;
-    u32 max_tokens;
-    u32 tokens;
-    u32 top_k;
-    u32 experts;
-    u32 alignment;
-    u32 wide;
-    u32 known;
-    u32 quantize;
-    u32 peer_blocks;
-    u32 sends_weights;
-    u32 inbox_tokens;
-    u32 sizes_number;
-    u32 any_layout;
-    u32 unused;
-};
-
-static_assert(sizeof(ExpertsWork) == EXPERTS_WORK_BYTES, "layouts differ");
 
 // As in `call/experts/layout.rs`: memory has room for so many.
 constexpr u32 MOST_CHUNKS = 2048;

@@ -4,7 +4,7 @@
 //! elements, by clusters of CLUSTER blocks, which make tiles with the same columns at once and load the right matrix's for
 //! each other. Of a block, one warp loads, two groups of four warps multiply, each a half of the tile's rows, and a warp for
 //! each group moves what becomes of the sums. If tiles fill no whole wave of clusters, several clusters make the last ones,
-//! each a part of the inner dimension (`Split`). Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
+//! each a part of the inner dimension (`MatmulSplit`). Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
 //! matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether results are F16 (1) or BF16.
 
 #pragma once

@@ -15,20 +15,10 @@
 //! RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of the inner dimension (1).
 
 #include <fused/few_rows.cuh>
+#include <fused/matmul_layout.cuh>
 #include <fused/stages.cuh>
-#include <symmpool/ptx_tensor.cuh>
 
 using namespace symmpool;
-
-// What a call is given besides `Call`, whose output is the sum; the host has the same layout in `cuda/layout/params.rs`.
-struct FewRows {
-    TensorMap left, right;
-    u32 rows, columns;  // of the product; a multiple of 8 columns
-    u32 inner_blocks;   // of the inner dimension
-    u32 tiles;          // of 128 columns
-    u32 receives;       // whether this launch adds up what all ranks send
-};
-static_assert(sizeof(FewRows) == FEW_ROWS_BYTES, "layouts differ");
 
 constexpr u32 TYPE = DTYPE == BF16 ? MULTIPLIES_BF16 : MULTIPLIES_F16;
 constexpr u32 ALL_GROUPS = GROUPS * GROUP_THREADS;
@@ -81,7 +71,7 @@ public:
 
 // --- one thread loads
 
-__device__ __forceinline__ void load_tile_factors(const FewRows& work, const SharedMemory& shared, Blocks blocks,
+__device__ __forceinline__ void load_tile_factors(const MatmulFewWork& work, const SharedMemory& shared, Blocks blocks,
                                                   u32 column, Stage& stage) {
 #pragma unroll 1
     for (u32 nth = blocks.begin; nth < blocks.end; ++nth, stage.advance()) {
@@ -150,7 +140,7 @@ __device__ __forceinline__ void multiply_tile(const SharedMemory& shared, Blocks
 
 // The vectors of a tile that a thread of the groups of a block of a cluster has.
 struct Vectors {
-    const FewRows& work;
+    const MatmulFewWork& work;
     u32 tile, block, thread;
 
     // Calls `visit` with each vector's row, its first column in the tile, and its number among those of the product.
@@ -200,7 +190,7 @@ __device__ __forceinline__ void let_meet() {
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     symmpool_matmul_few(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
-                        const __grid_constant__ FewRows work) {
+                        const __grid_constant__ MatmulFewWork work) {
     begin_kernel(comm.early);
     Session session(comm);
     const u64 each = call.bytes / 16;

@@ -69,7 +69,7 @@ class Tiles {
 
     // A tile that several clusters make.
     __device__ __forceinline__ bool next_of_rest(Tile& tile) {
-        const Split& split = work_.split;
+        const MatmulSplit& split = work_.split;
         const u32 begin = work_.first_part * each(), cluster = blockIdx.x / CLUSTER;
         tile.helps = cluster < split.helpers;
         const u32 item = tile.helps ? cluster * split.per_helper + rest_ : cluster - split.helpers;

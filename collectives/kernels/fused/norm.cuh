@@ -1,7 +1,7 @@
 //! What follows a sum of all ranks in a fused all-reduce: a bias and the residual are added, rows are normed by their root
 //! mean square, and the result is stored as it is or as 8-bit floats with scales.
 //! Defines: WORLD, DTYPE (F32, F16 or BF16), PROTOCOL (LAMPORT), BLOCKS (1), THREADS, UNITS, HELD, OUTPUT (SUM_ONLY, NORM,
-//! FP8_STATIC, FP8_TOKEN or FP8_GROUP), NORM_WORK_BYTES.
+//! FP8_STATIC, FP8_TOKEN or FP8_GROUP).
 //!
 //! A row is the hidden vector of one token. A block has one row at a time, whose elements are in units of eight: thread
 //! `t` has the units `t`, `t + THREADS`, and so on. THREADS follows from the length of a row alone, and so does the tree
@@ -14,30 +14,11 @@
 
 #pragma once
 
+#include <fused/norm_layout.cuh>
 #include <symmpool/comm.cuh>
 #include <symmpool/reduce.cuh>
 
 namespace symmpool {
-
-// The arguments besides those of `Call`: `NormWork` in `cuda/layout/params.rs`. Rows follow each other without gaps.
-struct NormWork {
-    const char* residual;  // or null
-    const char* weight;
-    const char* bias;    // a row, or null
-    char* residual_out;  // the sum with bias and residual
-    char* norm_out;      // of quantised outputs, the norm before it is quantised; or null
-    float* scales;       // FP8_STATIC: one, which is read; else those that are written
-    u64 scale_row;       // scales from one row's to the next one's
-    u64 scale_group;     // and from one group's
-    u32 tokens;
-    u32 hidden;
-    float epsilon;
-    float weight_bias;  // added to each weight
-    u32 powers_of_two;  // whether scales are rounded up to powers of two
-    u32 unused;
-};
-
-static_assert(sizeof(NormWork) == NORM_WORK_BYTES, "layouts differ");
 
 // What is made of the sum with the residual.
 enum class Output { SUM_ONLY, NORM, FP8_STATIC, FP8_TOKEN, FP8_GROUP };

@@ -3,50 +3,14 @@
 //! Every rank has a control block at the same offset of its slot of the heap. It begins with `Local`,
 //! which only its own rank accesses; peers write into the handshake slots, flags and inboxes behind it.
 //! The number of the call, its epoch, is kept there in device memory, so that the replays of a CUDA graph
-//! have epochs of their own (rule S2). The host has the same layouts in `cuda/layout/params.rs` and
-//! `cuda/layout/fault.rs`, and defines their sizes: COMM_BYTES, CALL_BYTES and FAULT_BYTES.
+//! have epochs of their own (rule S2). The host defines what it shares with kernels, and `comm_layout.cuh` is made of that.
 
 #pragma once
 
+#include <symmpool/comm_layout.cuh>
 #include <symmpool/vector.cuh>
 
 namespace symmpool {
-
-using u32 = unsigned;
-using u64 = unsigned long long;
-
-// Something that the host is to know although the call went on: that of the last call that had one.
-struct Notice {
-    u64 calls;   // how many calls have written a notice
-    u32 kind;
-    u32 epoch;
-    u32 rank;
-    u32 unused;
-    u64 needed;  // elements that the rank was sent
-    u64 room;    // elements that its output holds
-};
-
-// The record in pinned host memory in which the host reads what went wrong (rule S5). It is written at
-// most once, except for the notice.
-struct Fault {
-    u32 complete;
-    u32 kind;
-    u32 epoch;      // of the call; for a wait on a channel, the low half of the signal's number
-    u32 peer;
-    u32 phase;
-    u64 ours[4];    // for MISMATCH, this rank's call description; for COUNTS, the pair and its two counts
-    u64 theirs[4];  // for MISMATCH, the peer's call description; for GAVE_UP, what its handshake is withdrawn with
-    Notice notice;
-};
-
-// What a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further call. `when`
-// comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
-struct Departure {
-    u64 when;      // 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
-    u64 reason;    // in the upper half, as in a withdrawn handshake
-    u64 sent;      // with MESSAGE_FOLLOWS, the payload that was sent, and the one that was expected
-    u64 expected;
-};
 
 // Kinds of failures.
 constexpr u32 TIMEOUT = 1;
@@ -68,66 +32,13 @@ constexpr u32 CHANNELS = 16;
 // Each has the four counts that `one_sided/one_sided.cu` describes.
 constexpr u64 CHANNELS_BYTES = 4 * 8ull * WORLD * CHANNELS;
 
-// What of an area's memory holds flags of epochs: offsets from the control block, and bytes of all parities together.
-struct AreaFlags {
-    u64 ll;
-    u64 ll_bytes;
-    u64 ll128;
-    u64 ll128_bytes;
-    u64 escape_marks;
-    u64 escape_mark_bytes;
-};
-
 // Areas of memory for data, each of which has calls of its own: one for small calls, and one for large ones where a
 // communicator's memory has grown. A graph keeps the area that its calls were captured with.
 constexpr u32 AREAS = 2;
 
-// The first 16 bytes are read by one load, by every block of every call.
-struct Local {
-    u32 epoch;           // of the last call
-    u32 failed;          // not 0 if a wait expired or ranks differed: later calls do nothing
-    u32 lamport[AREAS];  // of each area: which third of its Lamport inbox the next call there uses, in the lowest two bits,
-                         // and how many vectors the call before there used of its third
-    u32 blocks_arrived;    // blocks of the running call that have read the four words above
-    // These three belong to `symmpool/companion.cuh`.
-    u32 companion_blocks;
-    u64 handshakes_reported;
-    u64 handshakes_consumed;
-    AreaFlags areas[AREAS];  // what calls in the other area expire; the host writes both when the memory grows, and else none
-};
+static_assert(sizeof(Local::areas) == AREAS * sizeof(AreaFlags), "the host writes there");
 
-constexpr u64 AREAS_OFFSET = 40;  // `LOCAL_AREAS` in `cuda/layout/params.rs`
-static_assert(sizeof(Local) == AREAS_OFFSET + AREAS * sizeof(AreaFlags), "the host writes there");
-
-struct Comm {
-    char* base;    // of slot 0
-    u64 stride;    // from one slot to the next
-    u64 control;   // offset of the control block in every slot
-    // Offsets from the control block, and the lengths of all parities together, in bytes. Those for data are the call's area,
-    // which may lie in another block in front of this one: offsets are added modulo 2^64.
-    u64 handshake;
-    u64 flags;
-    u64 flags_bytes;
-    u64 ll;
-    u64 ll_bytes;
-    u64 ll128;
-    u64 ll128_bytes;
-    u64 lamport;
-    u64 lamport_bytes;
-    u64 escape_marks;
-    u64 escaped;
-    u64 escaped_bytes;
-    u64 scratch;
-    u64 scratch_bytes;
-    u64 channels;
-    u64 plan_scratch;  // of kernels that are made of plans
-    u64 plan_scratch_bytes;
-    u64 timeout;   // nanoseconds
-    Fault* fault;
-    u32 rank;
-    unsigned short early;  // whether the stream's next kernel may start while this one still runs
-    unsigned short area;   // which of the areas the call uses
-
+struct Comm : CommFields {
     __device__ __forceinline__ char* of(u32 peer) const { return base + peer * stride + control; }
     __device__ __forceinline__ char* own() const { return of(rank); }
     __device__ __forceinline__ Local* local() const { return reinterpret_cast<Local*>(own()); }
@@ -158,19 +69,7 @@ struct Comm {
     }
 };
 
-// The arguments of a call.
-struct Call {
-    u64 description[4];  // what ranks compare in the handshake (rule S6)
-    const char* input;
-    char* output;
-    u64 bytes;   // of the whole buffer, or of each rank's chunk
-    u64 stride;  // from one rank's chunk to the next
-    u32 root;
-    u32 peer_blocks;  // how many there are, for kernels that use `symmpool/peer_blocks.cuh`
-};
-
-static_assert(sizeof(Comm) == COMM_BYTES && sizeof(Call) == CALL_BYTES, "layouts differ");
-static_assert(sizeof(Fault) == FAULT_BYTES, "layouts differ");
+static_assert(sizeof(Comm) == sizeof(CommFields), "the host gives kernels the fields alone");
 
 // One call, as a block of it sees it.
 struct Session {

@@ -21,23 +21,10 @@
 
 #include <symmpool/copy.cuh>
 #include <symmpool/peer_blocks.cuh>
+#include <symmpool/plan_layout.cuh>
 #include <symmpool/reduce.cuh>
 
 namespace symmpool {
-
-// How a call's data is divided. The host computes the same on every rank (`cuda/ops/plan.rs`).
-struct PlanWork {
-    u64 part;     // bytes of a part of the input or output
-    u64 chunk;    // bytes of a chunk of a part; the last ones may have fewer, or none
-    u64 begin;    // where in each chunk this launch begins
-    u64 vectors;  // of the longest chunk, in this launch
-    u32 each;     // vectors of a slice in a stage, at most
-    u32 stages;
-    u32 slots;     // how many stages have a place in scratch at once
-    u32 interval;  // turns from one stage to the next
-};
-
-static_assert(sizeof(PlanWork) == PLAN_WORK_BYTES, "layouts differ");
 
 // --- waits
 

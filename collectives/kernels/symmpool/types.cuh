@@ -13,6 +13,9 @@
 
 namespace symmpool {
 
+using u32 = unsigned;
+using u64 = unsigned long long;
+
 // The codes of `DType` in types/dtype.rs.
 constexpr int F32 = 1;
 constexpr int F64 = 2;

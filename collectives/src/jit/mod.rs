@@ -22,7 +22,7 @@ mod nvrtc;
 mod search;
 pub(crate) mod sources;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod usage;
 

@@ -32,12 +32,15 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/inbox_pipeline.cuh",
     "all_to_all/scratch_pipeline.cuh",
     "all_to_all/traffic.cuh",
+    "all_to_all/traffic_layout.cuh",
     "all_to_all/work_assignment.cuh",
     "fused/few_rows.cuh",
     "fused/matmul.cuh",
+    "fused/matmul_layout.cuh",
     "fused/matmul_tiles.cuh",
     "fused/matmul_work.cuh",
     "fused/norm.cuh",
+    "fused/norm_layout.cuh",
     "fused/row_sums.cuh",
     "fused/stages.cuh",
     "experts/arrived.cuh",
@@ -50,6 +53,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "experts/returned.cuh",
     "experts/tile.cuh",
     "experts/work.cuh",
+    "experts/work_layout.cuh",
     "protocol/inbox.cuh",
     "protocol/lamport.cuh",
     "protocol/lamport_escaped.cuh",
@@ -58,6 +62,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/channels.cuh",
     "symmpool/collective.cuh",
     "symmpool/comm.cuh",
+    "symmpool/comm_layout.cuh",
     "symmpool/companion.cuh",
     "symmpool/copy.cuh",
     "symmpool/device.cuh",
@@ -65,6 +70,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/partition.cuh",
     "symmpool/peer_blocks.cuh",
     "symmpool/plan.cuh",
+    "symmpool/plan_layout.cuh",
     "symmpool/ptx.cuh",
     "symmpool/ptx_tensor.cuh",
     "symmpool/reduce.cuh",
@@ -150,17 +156,10 @@ const DIRECT: Axis = ("DIRECT", &["1"]);
 const HOST_COUNTS: Axis = ("DEVICE_COUNTS", &["0"]);
 const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
 const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
-/// The sizes of kernels' arguments on the host, which kernels compare with their own.
-pub(super) const COMM_BYTES: Axis = ("COMM_BYTES", &["184"]);
-pub(super) const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
-pub(super) const FAULT_BYTES: Axis = ("FAULT_BYTES", &["128"]);
-const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
-const NORM_WORK_BYTES: Axis = ("NORM_WORK_BYTES", &["88"]);
 const ANY_TOKENS: Axis = ("ONLY_FEW", &["0"]);
 const ONLY_FEW: Axis = ("ONLY_FEW", &["1"]);
-const EXPERTS_WORK_BYTES: Axis = ("EXPERTS_WORK_BYTES", &["320"]);
 
-// A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
+// A kernel of a communicator.
 macro_rules! collective {
     ($folder:literal / $name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
         collective!($folder / $name as concat!("symmpool_", $name), $([$($axis),+]),+)
@@ -171,7 +170,7 @@ macro_rules! collective {
             path: concat!($folder, "/", $name, ".cu"),
             entry: $entry,
             source: include_str!(concat!("../../kernels/", $folder, "/", $name, ".cu")),
-            variants: &[$(&[$($axis,)+ COMM_BYTES, CALL_BYTES, FAULT_BYTES]),+],
+            variants: &[$(&[$($axis),+]),+],
         }
     };
 }
@@ -194,12 +193,12 @@ pub(crate) const BARRIER: Kernel<'static> = collective!(
 /// All-to-all with any counts.
 pub(crate) const ALL_TO_ALL: Kernel<'static> = collective!(
     "all_to_all" / "all_to_all",
-    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, INBOXES, HOST_COUNTS, TRAFFIC_BYTES],
-    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, DIRECT, ANY_COUNTS, TRAFFIC_BYTES],
-    [ABOVE_4, NARROW, BYTES, INBOXES, HOST_COUNTS, TRAFFIC_BYTES],
-    [ABOVE_4, NARROW, BYTES, DIRECT, ANY_COUNTS, TRAFFIC_BYTES],
-    [ODD_UP_TO_4, WIDE, BYTES, DIRECT, DEVICE_COUNTS, TRAFFIC_BYTES],
-    [ODD_ABOVE_4, NARROW, BYTES, DIRECT, DEVICE_COUNTS, TRAFFIC_BYTES],
+    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, INBOXES, HOST_COUNTS],
+    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, DIRECT, ANY_COUNTS],
+    [ABOVE_4, NARROW, BYTES, INBOXES, HOST_COUNTS],
+    [ABOVE_4, NARROW, BYTES, DIRECT, ANY_COUNTS],
+    [ODD_UP_TO_4, WIDE, BYTES, DIRECT, DEVICE_COUNTS],
+    [ODD_ABOVE_4, NARROW, BYTES, DIRECT, DEVICE_COUNTS],
 );
 
 /// What SMs do while copy engines carry an all-to-all or an all-gather.
@@ -225,9 +224,9 @@ pub(crate) const P2P: Kernel<'static> = collective!(
 /// Sends tokens to the ranks of their experts.
 pub(crate) const DISPATCH: Kernel<'static> = collective!(
     "experts" / "dispatch" as "_ZN8symmpool8dispatchEv",
-    [FEW_AND_MOST, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ANY_TOKENS, EXPERTS_WORK_BYTES],
-    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), ANY_TOKENS, EXPERTS_WORK_BYTES],
-    [FEW_AND_MOST, NARROW, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ONLY_FEW, EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ANY_TOKENS],
+    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), ANY_TOKENS],
+    [FEW_AND_MOST, NARROW, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ONLY_FEW],
     // Wider tokens, and an odd number of ranks.
     [
         ("WORLD", &["3"]),
@@ -235,17 +234,16 @@ pub(crate) const DISPATCH: Kernel<'static> = collective!(
         F32,
         ("BY_EXPERT", &["1"]),
         ("QUANTIZES", &["1"]),
-        ONLY_FEW,
-        EXPERTS_WORK_BYTES
+        ONLY_FEW
     ],
 );
 
 /// Sends rows of experts back, and sums them up.
 pub(crate) const COMBINE: Kernel<'static> = collective!(
     "experts" / "combine" as "_ZN8symmpool7combineEv",
-    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ANY_TOKENS, EXPERTS_WORK_BYTES],
-    [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, ANY_TOKENS, EXPERTS_WORK_BYTES],
-    [FEW_AND_MOST, ("THREADS", &["256", "512"]), BF16, BY_EXPERT, ONLY_FEW, EXPERTS_WORK_BYTES],
+    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ANY_TOKENS],
+    [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, ANY_TOKENS],
+    [FEW_AND_MOST, ("THREADS", &["256", "512"]), BF16, BY_EXPERT, ONLY_FEW],
 );
 
 /// All-reduce in one shot through inboxes.
@@ -335,16 +333,16 @@ macro_rules! norms {
     ($name:literal $(, [$($more:expr),+ $(,)?])?) => {
         collective!(
             "fused" / $name,
-            [FEW, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS, NORM_WORK_BYTES],
+            [FEW, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS],
             // The most ranks of which a thread has two units.
-            [("WORLD", &["4"]), WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, TWO_UNITS, NORM_WORK_BYTES],
-            [ABOVE_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [FEW, WIDE, ONE, LAMPORT, SUM, NORM_DTYPES, NORM, HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [FEW, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, NOT_HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [FEW, ONE_WARP, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, HELD, ONE_UNIT, NORM_WORK_BYTES],
-            [ODD, WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, ONE_UNIT, NORM_WORK_BYTES],
+            [("WORLD", &["4"]), WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, TWO_UNITS],
+            [ABOVE_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT],
+            [FEW, WIDE, ONE, LAMPORT, SUM, NORM_DTYPES, NORM, HELD, ONE_UNIT],
+            [FEW, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, HELD, ONE_UNIT],
+            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, NOT_HELD, ONE_UNIT],
+            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, NOT_HELD, ONE_UNIT],
+            [FEW, ONE_WARP, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, HELD, ONE_UNIT],
+            [ODD, WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, ONE_UNIT],
             $([$($more),+],)?
         )
     };
@@ -353,14 +351,13 @@ macro_rules! norms {
 /// All-reduce, residual and norm in one shot; also of a single rank.
 pub(crate) const NORM_ONE_SHOT: Kernel<'static> = norms!(
     "norm_one_shot",
-    [("WORLD", &["1"]), WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT, NORM_WORK_BYTES]
+    [("WORLD", &["1"]), WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT]
 );
 
 /// All-reduce, residual and norm in two shots.
 pub(crate) const NORM_TWO_SHOT: Kernel<'static> = norms!("norm_two_shot");
 
 const MATMUL_THREADS: Axis = ("THREADS", &["384"]);
-const MATMUL_WORK_BYTES: Axis = ("MATMUL_WORK_BYTES", &["2048"]);
 const BY_ROWS: Axis = ("RIGHT_BY_ROWS", &["1"]);
 const BY_COLUMNS: Axis = ("RIGHT_BY_ROWS", &["0"]);
 const EITHER_LAYOUT: Axis = ("RIGHT_BY_ROWS", &["0", "1"]);
@@ -372,14 +369,13 @@ const E4M3: Axis = ("DTYPE", &["9"]);
 /// Rows of a product of few, filled up.
 const TOKENS: Axis = ("TOKENS", &["8", "16", "32", "64"]);
 const MOST_TOKENS: Axis = ("TOKENS", &["64"]);
-const FEW_ROWS_BYTES: Axis = ("FEW_ROWS_BYTES", &["320"]);
 const PAIRS: Axis = ("CLUSTER", &["2"]);
 const MORE_THAN_PAIRS: Axis = ("CLUSTER", &["4", "8"]);
 
 /// A kernel of a product of tensor cores.
 macro_rules! product {
     ($name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
-        collective!("fused" / $name, $([$($axis,)+ MATMUL_THREADS, MATMUL_WORK_BYTES]),+)
+        collective!("fused" / $name, $([$($axis,)+ MATMUL_THREADS]),+)
     };
 }
 
@@ -402,43 +398,10 @@ pub(crate) const MATMUL_GATHER: Kernel<'static> = product!(
 /// A product of few rows and an all-reduce in one.
 pub(crate) const MATMUL_FEW: Kernel<'static> = collective!(
     "fused" / "matmul_few",
-    [
-        FEW_AND_MOST,
-        MATMUL_THREADS,
-        ONE,
-        LAMPORT,
-        SUM,
-        BF16,
-        EITHER_LAYOUT,
-        TOKENS,
-        PAIRS,
-        FEW_ROWS_BYTES
-    ],
-    [
-        FEW,
-        MATMUL_THREADS,
-        ONE,
-        LAMPORT,
-        SUM,
-        F16,
-        EITHER_LAYOUT,
-        MOST_TOKENS,
-        PAIRS,
-        FEW_ROWS_BYTES
-    ],
-    [
-        FEW,
-        MATMUL_THREADS,
-        ONE,
-        LAMPORT,
-        SUM,
-        BF16,
-        BY_ROWS,
-        TOKENS,
-        MORE_THAN_PAIRS,
-        FEW_ROWS_BYTES
-    ],
-    [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, PAIRS, FEW_ROWS_BYTES],
+    [FEW_AND_MOST, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, EITHER_LAYOUT, TOKENS, PAIRS],
+    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, F16, EITHER_LAYOUT, MOST_TOKENS, PAIRS],
+    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, TOKENS, MORE_THAN_PAIRS],
+    [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, PAIRS],
 );
 
 /// The sum of what all ranks send for it.
@@ -452,8 +415,8 @@ pub(crate) const MATMUL_FEW_RECEIVED: Kernel<'static> = collective!(
 /// The wait for what other ranks send for such a product, in one block.
 pub(crate) const MATMUL_WAIT: Kernel<'static> = collective!(
     "fused" / "matmul_wait",
-    [FEW_AND_MOST, ("THREADS", &["32"]), MATMUL_WORK_BYTES],
-    [OTHERS, ("THREADS", &["32"]), MATMUL_WORK_BYTES],
+    [FEW_AND_MOST, ("THREADS", &["32"])],
+    [OTHERS, ("THREADS", &["32"])],
 );
 
 /// Reduces arrays of one device, in the given order.

@@ -12,19 +12,13 @@ use std::path::Path;
 use std::thread;
 
 use super::search::Candidate;
-use super::sources::{CALL_BYTES, COMM_BYTES, FAULT_BYTES, REDUCE_LOCAL};
+use super::sources::REDUCE_LOCAL;
 use super::usage::{Usage, usage};
 use super::*;
 
 /// Bytes of stack that a call of a function takes that is not inlined. Waits that take long call such functions.
 const CALL_FRAME: u32 = 24;
 
-/// The layouts that kernels of programs are compiled with.
-const SIZES: [(&str, &str); 3] = [
-    (COMM_BYTES.0, COMM_BYTES.1[0]),
-    (CALL_BYTES.0, CALL_BYTES.1[0]),
-    (FAULT_BYTES.0, FAULT_BYTES.1[0]),
-];
 /// The registers, threads, blocks and bytes of shared memory of an SM, by compute capability.
 const PROCESSORS: [((u32, u32), Processor); 6] = [
     ((8, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 164 << 10 }),
@@ -58,7 +52,7 @@ fn arch(major: u32, minor: u32) -> Arch {
     Arch::new(major, minor).expect("new enough")
 }
 
-fn options(nvrtc: Option<PathBuf>, cache: Option<&Path>) -> JitOptions {
+pub(crate) fn options(nvrtc: Option<PathBuf>, cache: Option<&Path>) -> JitOptions {
     let cache = cache.map(Path::to_owned);
     let environment = JitOptions::from_env();
     let nvrtc = nvrtc.or(environment.nvrtc.clone());
@@ -66,7 +60,7 @@ fn options(nvrtc: Option<PathBuf>, cache: Option<&Path>) -> JitOptions {
 }
 
 /// The compilers to test with. Those that the variable names must work.
-fn compilers() -> Vec<Option<PathBuf>> {
+pub(crate) fn compilers() -> Vec<Option<PathBuf>> {
     if let Some(paths) = env::var_os("SYMMPOOL_TEST_NVRTC").filter(|paths| !paths.is_empty()) {
         return env::split_paths(&paths).map(Some).collect();
     }

@@ -3,6 +3,7 @@
 pub(crate) mod communicator_memory;
 pub(crate) mod dtype;
 pub(crate) mod float8;
+pub(crate) mod kernel_struct;
 pub(crate) mod parts;
 pub(crate) mod place;
 pub(crate) mod reduce_op;

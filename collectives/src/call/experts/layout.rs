@@ -1,6 +1,7 @@
 //! Where things lie in the memory of a buffer for experts and in a handle, and the arguments of kernels.
 
 use super::ExpertShape;
+use crate::types::kernel_struct::kernel_structs;
 use crate::types::parts::Parts;
 
 /// Most chunks into which kernels cut a rank's tokens: `MOST_CHUNKS` in `experts/work.cuh`.
@@ -129,75 +130,76 @@ impl HandleParts {
     }
 }
 
-/// The arguments of kernels; addresses are those of this rank. This is `ExpertsWork` in `experts/work.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ExpertsWork {
-    /// What the caller gave.
-    pub(crate) input: u64,
-    pub(crate) input_scales: u64,
-    pub(crate) ids: u64,
-    pub(crate) weights: u64,
-    pub(crate) output: u64,
-    pub(crate) output_scales: u64,
-    /// Parts of the handle.
-    pub(crate) head: u64,
-    pub(crate) source_offsets: u64,
-    pub(crate) bases: u64,
-    pub(crate) source_tokens: u64,
-    pub(crate) expert_counts: u64,
-    pub(crate) expert_offsets: u64,
-    pub(crate) positions: u64,
-    pub(crate) chunks: u64,
-    pub(crate) places: u64,
-    pub(crate) kept_weights: u64,
-    pub(crate) kept_tokens: u64,
-    /// Parts of the buffer's symmetric memory.
-    pub(crate) rows: u64,
-    pub(crate) row_scales: u64,
-    pub(crate) row_ids: u64,
-    pub(crate) row_weights: u64,
-    pub(crate) row_tokens: u64,
-    pub(crate) row_places: u64,
-    pub(crate) chunk_begins: u64,
-    pub(crate) combine_weights: u64,
-    pub(crate) combined: u64,
-    /// Where a dispatch tells the host how many rows it received, or 0.
-    pub(crate) sizes: u64,
-    /// Bytes of a row that travels, and of its scales.
-    pub(crate) row_bytes: u64,
-    pub(crate) scale_bytes: u64,
-    /// Rows that a rank can receive, and rows by expert that `output` has room for.
-    pub(crate) capacity: u64,
-    pub(crate) output_capacity: u64,
-    /// Rows that the input of a combine has.
-    pub(crate) input_rows: u64,
-    /// The rows of each expert's part of `output`; 0 if rows of experts lie one after the other.
-    pub(crate) expert_rows: u64,
-    pub(crate) max_tokens: u32,
-    pub(crate) tokens: u32,
-    pub(crate) top_k: u32,
-    pub(crate) experts: u32,
-    /// What the number of each expert's first row is a multiple of.
-    pub(crate) alignment: u32,
-    /// Whether ids have 64 bits.
-    pub(crate) wide: u32,
-    /// Whether the routing is that of the handle.
-    pub(crate) known: u32,
-    /// How tokens are quantised: `Quantization`.
-    pub(crate) quantize: u32,
-    /// How many peer blocks there are on every rank.
-    pub(crate) peer_blocks: u32,
-    /// Whether weights are sent ahead of a combine.
-    pub(crate) sends_weights: u32,
-    /// A rank with at most so many tokens sends them through inboxes in a dispatch, and gets its rows back through them
-    /// in a combine. The two calls have numbers of their own.
-    pub(crate) inbox_tokens: u32,
-    /// What it writes there when it has told all.
-    pub(crate) sizes_number: u32,
-    /// Whether the handle may be of a dispatch whose rows lie otherwise.
-    pub(crate) any_layout: u32,
-    pub(crate) unused: u32,
+kernel_structs! {
+    /// The arguments of dispatch and combine; addresses are those of this rank.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) struct ExpertsWork as "ExpertsWork" {
+        /// Memory that the caller gave.
+        pub(crate) input: u64 as "const char*",
+        pub(crate) input_scales: u64 as "const char*",
+        pub(crate) ids: u64 as "const void*",
+        pub(crate) weights: u64 as "const float*",
+        pub(crate) output: u64 as "char*",
+        pub(crate) output_scales: u64 as "char*",
+        /// Parts of the handle.
+        pub(crate) head: u64 as "int*",
+        pub(crate) source_offsets: u64 as "int*",
+        pub(crate) bases: u64 as "int*",
+        pub(crate) source_tokens: u64 as "int*",
+        pub(crate) expert_counts: u64 as "int*",
+        pub(crate) expert_offsets: u64 as "int*",
+        pub(crate) positions: u64 as "int*",
+        pub(crate) chunks: u64 as "int*",
+        pub(crate) places: u64 as "int*",
+        pub(crate) kept_weights: u64 as "float*",
+        pub(crate) kept_tokens: u64 as "int*",
+        /// Parts of the buffer's symmetric memory.
+        pub(crate) rows: u64 as "char*",
+        pub(crate) row_scales: u64 as "char*",
+        pub(crate) row_ids: u64 as "int*",
+        pub(crate) row_weights: u64 as "float*",
+        pub(crate) row_tokens: u64 as "int*",
+        pub(crate) row_places: u64 as "int*",
+        pub(crate) chunk_begins: u64 as "int*",
+        pub(crate) combine_weights: u64 as "float*",
+        pub(crate) combined: u64 as "char*",
+        /// Where a dispatch tells the host how many rows it received, or 0.
+        pub(crate) sizes: u64 as "u32*",
+        /// Bytes of a row that travels, and of its scales.
+        pub(crate) row_bytes: u64,
+        pub(crate) scale_bytes: u64,
+        /// Rows that a rank can receive, and rows by expert that `output` has room for.
+        pub(crate) capacity: u64,
+        pub(crate) output_capacity: u64,
+        /// Rows that the input of a combine has.
+        pub(crate) input_rows: u64,
+        /// The rows of each expert's part of `output`; 0 if rows of experts lie one after the other.
+        pub(crate) expert_rows: u64,
+        pub(crate) max_tokens: u32,
+        pub(crate) tokens: u32,
+        pub(crate) top_k: u32,
+        pub(crate) experts: u32,
+        /// The number of each expert's first row is a multiple of this.
+        pub(crate) alignment: u32,
+        /// Whether ids have 64 bits.
+        pub(crate) wide: u32,
+        /// Whether the routing is that of the handle.
+        pub(crate) known: u32,
+        /// How tokens are quantised: `Quantization`.
+        pub(crate) quantize: u32,
+        /// How many peer blocks there are on every rank.
+        pub(crate) peer_blocks: u32,
+        /// Whether weights are sent ahead of a combine.
+        pub(crate) sends_weights: u32,
+        /// A rank with at most so many tokens sends them through inboxes in a dispatch, and gets its rows back through them
+        /// in a combine. The two calls have numbers of their own.
+        pub(crate) inbox_tokens: u32,
+        /// The number that a dispatch writes to `sizes` when it has told all.
+        pub(crate) sizes_number: u32,
+        /// Whether the handle may be of a dispatch whose rows lie otherwise.
+        pub(crate) any_layout: u32,
+        pub(crate) unused: u32,
+    }
 }
 
 impl ExpertsWork {

@@ -17,7 +17,7 @@ use symmpool_allocator::{Block, Deadline, Error, Result, Stream, Topic};
 
 use super::CudaEngine;
 use crate::cuda::driver::api::{Handle, cuda};
-use crate::cuda::layout::params::{Control, Footprint, LOCAL_AREAS};
+use crate::cuda::layout::params::{AreaFlags, Control, Footprint, LOCAL_AREAS};
 
 /// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
@@ -248,26 +248,28 @@ impl CudaEngine {
         };
         let areas = [self.areas.small, large].map(|area| area.for_links(self.direct).area_flags());
         let own = self.pool.layout().address(self.comm.rank, self.comm.control) + LOCAL_AREAS;
-        let words = (0..).zip(areas.into_iter().flatten());
-        let (places, lengths): (Vec<_>, Vec<_>) = words.partition(|(nth, _)| nth % 2 == 0);
-        self.write(own, &places, deadline)?;
+        let write = |words: fn(&AreaFlags) -> [(u64, u64); 3]| {
+            let each = (own..).step_by(size_of::<AreaFlags>()).zip(&areas);
+            let at = |(begin, area)| words(area).map(|(offset, word)| (begin + offset, word));
+            self.write(&each.flat_map(at).collect::<Vec<_>>(), deadline)
+        };
+        write(AreaFlags::places)?;
         if captured {
             thread::sleep(BETWEEN_FLAGS);
         }
-        self.write(own, &lengths, deadline)?;
+        write(AreaFlags::lengths)?;
         (self.areas.large, self.areas.growth) = (Some(large), None);
         Ok(())
     }
 
-    /// Writes words of 64 bits, which are numbered from an address in the control block on.
-    fn write(&self, begin: u64, words: &[(u64, u64)], deadline: Deadline) -> Result<()> {
+    /// Writes words of 64 bits to these addresses in the control block.
+    fn write(&self, words: &[(u64, u64)], deadline: Deadline) -> Result<()> {
         let api = self.api;
         self.at_once(deadline, |stream| {
-            words.iter().try_for_each(|(nth, word)| {
-                let at = begin + 8 * nth;
+            words.iter().try_for_each(|&(at, word)| {
                 // SAFETY: words that only this rank's kernels read. Where some may run, they find an area without a length
                 // until its places are there.
-                unsafe { api.fill(at, *word as u32, 1, stream) }?;
+                unsafe { api.fill(at, word as u32, 1, stream) }?;
                 // SAFETY: the same.
                 unsafe { api.fill(at + 4, (word >> 32) as u32, 1, stream) }
             })

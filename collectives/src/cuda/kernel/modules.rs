@@ -21,12 +21,7 @@ use symmpool_allocator::{Driver, Error, Result};
 use super::generated_kernel::{MadeKernel, MadeSource};
 use super::loaded_kernel::{LoadedKernel, SIZES};
 use super::spec::KernelSpec;
-use crate::call::experts::ExpertsWork;
 use crate::cuda::driver::api::{Api, Handle, cuda};
-use crate::cuda::layout::fault::RECORD_BYTES;
-use crate::cuda::layout::params::{
-    CallParams, Comm, FewRows, MatmulWork, NormWork, PlanWork, Traffic,
-};
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 
 /// Compiling and loading a kernel that takes longer has waited for something, and is logged.
@@ -75,15 +70,6 @@ fn compile_with(
         ("OP", u64::from(op)),
         ("THREADS", u64::from(threads)),
         ("BLOCKS", u64::from(blocks)),
-        ("COMM_BYTES", size_of::<Comm>() as u64),
-        ("CALL_BYTES", size_of::<CallParams>() as u64),
-        ("FAULT_BYTES", RECORD_BYTES as u64),
-        ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
-        ("EXPERTS_WORK_BYTES", size_of::<ExpertsWork>() as u64),
-        ("PLAN_WORK_BYTES", size_of::<PlanWork>() as u64),
-        ("NORM_WORK_BYTES", size_of::<NormWork>() as u64),
-        ("MATMUL_WORK_BYTES", size_of::<MatmulWork>() as u64),
-        ("FEW_ROWS_BYTES", size_of::<FewRows>() as u64),
     ]
     .map(|(name, value)| (name, value.to_string()));
     let mut defines: Vec<(&str, &str)> =

@@ -8,32 +8,40 @@ use super::memory_channels::{MEMORY_CHANNELS, PIECE_CHANNELS};
 use crate::call::p2p::{Afterwards, Payload, payloads_differ, refused_elsewhere};
 use crate::call::{Call, mismatch_of_two};
 use crate::signal::channel::CHANNELS;
+use crate::types::kernel_struct::kernel_structs;
 
-/// `Fault` in `symmpool/comm.cuh`.
-#[repr(C)]
-#[derive(Default)]
-pub(in crate::cuda) struct Record {
-    pub(in crate::cuda) complete: u32,
-    kind: u32,
-    epoch: u32,
-    pub(in crate::cuda) peer: u32,
-    phase: u32,
-    ours: [u64; 4],
-    theirs: [u64; 4],
-    pub(in crate::cuda) notice: Notice,
-}
+kernel_structs! {
+    /// Something that the host is to know although the call went on: that of the last call that had one.
+    #[derive(Clone, Copy, Default)]
+    pub(in crate::cuda) struct Notice as "Notice" {
+        /// How many calls have written a notice.
+        pub(in crate::cuda) calls: u64,
+        kind: u32,
+        epoch: u32,
+        rank: u32,
+        unused: u32,
+        /// Elements that the rank was sent.
+        needed: u64,
+        /// Elements that its output holds.
+        room: u64,
+    }
 
-/// `Notice` in `symmpool/comm.cuh`: what a call reports to the host without failing.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(in crate::cuda) struct Notice {
-    pub(in crate::cuda) calls: u64,
-    kind: u32,
-    epoch: u32,
-    rank: u32,
-    unused: u32,
-    needed: u64,
-    room: u64,
+    /// The record in pinned host memory in which the host reads what went wrong (rule S5). It is written at most once, except
+    /// for the notice.
+    #[derive(Default)]
+    pub(in crate::cuda) struct Record as "Fault" {
+        pub(in crate::cuda) complete: u32,
+        kind: u32,
+        /// The epoch of the call; for a wait on a channel, the low half of the signal's number.
+        epoch: u32,
+        pub(in crate::cuda) peer: u32,
+        phase: u32,
+        /// For `MISMATCH`, this rank's call description; for `COUNTS`, the pair and its two counts.
+        ours: [u64; 4],
+        /// For `MISMATCH`, the peer's call description; for `GAVE_UP`, what its handshake is withdrawn with.
+        theirs: [u64; 4],
+        pub(in crate::cuda) notice: Notice,
+    }
 }
 
 const OVERFLOW: u32 = 1;
@@ -338,8 +346,6 @@ impl Record {
         Self { kind: GAVE_UP, peer, phase: MEMORY + channel, theirs, ..Self::default() }
     }
 }
-
-pub(in crate::cuda) const RECORD_BYTES: usize = size_of::<Record>();
 
 #[cfg(test)]
 pub(in crate::cuda) mod tests {

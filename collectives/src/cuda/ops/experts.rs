@@ -231,15 +231,3 @@ fn spec(
     let spec = KernelSpec::reduces(kernel, (dtype, ReduceOp::Sum));
     KernelSpec { mode: KernelMode::Experts(mode), threads, ..spec }
 }
-
-#[cfg(test)]
-mod tests {
-    use crate::call::experts::ExpertsWork;
-
-    #[test]
-    fn the_arguments_are_as_large_as_kernels_are_compiled_with() {
-        let row = crate::jit::sources::COMBINE.variants[0];
-        let stated = row.iter().find(|(axis, _)| *axis == "EXPERTS_WORK_BYTES").expect("the axis");
-        assert_eq!(stated.1[0].parse(), Ok(size_of::<ExpertsWork>()));
-    }
-}

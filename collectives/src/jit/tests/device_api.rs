@@ -34,13 +34,8 @@ fn kernels_of_the_document_compile_for_every_architecture() {
                         source: text,
                         variants: &[],
                     };
-                    let mut defines = SIZES.to_vec();
-                    defines.extend([
-                        ("WORLD", world),
-                        ("DTYPE", "4"),
-                        ("OP", "1"),
-                        ("THREADS", "256"),
-                    ]);
+                    let defines =
+                        [("WORLD", world), ("DTYPE", "4"), ("OP", "1"), ("THREADS", "256")];
                     let variant = Variant { kernel: &kernel, defines: &defines };
                     let image = jit.compile(&variant, arch(major, minor));
                     let image = image.unwrap_or_else(|error| panic!("{error}"));

@@ -35,9 +35,8 @@ fn kernels_of_plans_compile_for_every_architecture() {
                 });
                 for (nth, ((major, minor), processor)) in some {
                     let (dtype, op) = [("1", "1"), ("4", "1"), ("6", "5"), ("9", "1")][nth % 4];
-                    let mut defines = SIZES.to_vec();
-                    defines.extend([("PLAN_WORK_BYTES", "48"), ("THREADS", "512")]);
-                    defines.extend([("WORLD", number.as_str()), ("DTYPE", dtype), ("OP", op)]);
+                    let world_is = ("WORLD", number.as_str());
+                    let defines = [world_is, ("DTYPE", dtype), ("OP", op), ("THREADS", "512")];
                     let variant = Variant { kernel: &kernel, defines: &defines };
                     let image = jit.compile(&variant, arch(*major, *minor));
                     let image = image.unwrap_or_else(|error| panic!("{error}\n{text}"));

@@ -9,7 +9,7 @@ use crate::call::Call;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{FewRowsMode, KernelMode};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS as REDUCE_THREADS};
-use crate::cuda::layout::params::{CallParams, FewRows};
+use crate::cuda::layout::params::{CallParams, MatmulFewWork};
 use crate::jit::sources::{MATMUL_FEW, MATMUL_FEW_RECEIVED};
 use crate::{MatmulAllReduce, ReduceOp};
 
@@ -89,7 +89,7 @@ impl CudaEngine {
         let bytes = (product.rows * product.columns * product.dtype.size()) as u64;
         let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
         let grid = work.tiles.min((processors / cluster).max(1)) * cluster;
-        let work = FewRows { receives: u32::from(!in_two), ..work };
+        let work = MatmulFewWork { receives: u32::from(!in_two), ..work };
         // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
         unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
         let Some(kernel) = received else { return Ok(()) };
@@ -100,7 +100,7 @@ impl CudaEngine {
         unsafe { self.launch_rest(kernel, grid, &params, &(), stream) }
     }
 
-    fn few_rows(&self, product: &MatmulAllReduce) -> Result<FewRows> {
+    fn few_rows(&self, product: &MatmulAllReduce) -> Result<MatmulFewWork> {
         let MatmulAllReduce { dtype, rows, inner, columns, right_by_rows, .. } = *product;
         if !self.products_fit(rows, columns, self.control.lamport_vectors()) {
             return Err(Error::unsupported(format!(
@@ -112,7 +112,7 @@ impl CudaEngine {
         let size = dtype.size();
         let box_of_left = (tokens(rows) as usize, BLOCK_BYTES / size, size);
         let left_pitch = rows as u64 * product.left.pitch;
-        Ok(FewRows {
+        Ok(MatmulFewWork {
             left: self.tensor_map((product.left, left_pitch), (1, rows, inner), box_of_left)?,
             right: self.right_map(dtype, (product.right, right_by_rows), (inner, columns))?,
             rows: rows as u32,

@@ -272,3 +272,32 @@ impl CudaEngine {
         Ok(map)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write as _;
+
+    use super::Control;
+    use crate::cuda::layout::headers::compile_assertions;
+
+    #[test]
+    fn kernels_have_the_words_of_control_memory_where_the_host_has_them() {
+        for world in [2, 8] {
+            let control = Control { begin: 0, world };
+            let mut text = "#include <fused/matmul_work.cuh>\n".to_owned();
+            for (word, at) in [
+                ("sent", control.sent(0, 0)),
+                ("sent[1][2]", control.sent(1, 2)),
+                ("finished", control.finished(0, 0)),
+                ("finished[1][2]", control.finished(1, 2)),
+                ("entered", control.entered()),
+            ] {
+                let offset = format!("offsetof(symmpool::MatmulControl, {word})");
+                let _ = writeln!(text, "static_assert({offset} == {at}, \"{word}\");");
+            }
+            let world = world.to_string();
+            let defines = [("WORLD", world.as_str()), ("THREADS", "384"), ("DTYPE", "4")];
+            compile_assertions(&text, &defines).unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+}

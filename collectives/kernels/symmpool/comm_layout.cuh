@@ -1,0 +1,143 @@
+//! Structs that the host and kernels share, made of those in `cuda/layout/params.rs` and `cuda/layout/fault.rs`.
+//! SYMMPOOL_BLESS=1 cargo test -p symmpool-collectives --all-features --lib headers writes this file.
+
+#pragma once
+
+#include <symmpool/types.cuh>
+
+namespace symmpool {
+
+// Something that the host is to know although the call went on: that of the last call that had one.
+struct Notice {
+    // How many calls have written a notice.
+    u64 calls;
+    u32 kind;
+    u32 epoch;
+    u32 rank;
+    u32 unused;
+    // Elements that the rank was sent.
+    u64 needed;
+    // Elements that its output holds.
+    u64 room;
+};
+static_assert(sizeof(Notice) == 40, "the host has another layout");
+
+// The record in pinned host memory in which the host reads what went wrong (rule S5). It is written at most once, except
+// for the notice.
+struct Fault {
+    u32 complete;
+    u32 kind;
+    // The epoch of the call; for a wait on a channel, the low half of the signal's number.
+    u32 epoch;
+    u32 peer;
+    u32 phase;
+    // For `MISMATCH`, this rank's call description; for `COUNTS`, the pair and its two counts.
+    u64 ours[4];
+    // For `MISMATCH`, the peer's call description; for `GAVE_UP`, what its handshake is withdrawn with.
+    u64 theirs[4];
+    Notice notice;
+};
+static_assert(sizeof(Fault) == 128, "the host has another layout");
+
+// What a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further call. `when`
+// comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
+struct Departure {
+    // 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
+    u64 when;
+    // In the upper half, as in a withdrawn handshake.
+    u64 reason;
+    // With `MESSAGE_FOLLOWS`, the payload that was sent, and the one that was expected.
+    u64 sent;
+    u64 expected;
+};
+static_assert(sizeof(Departure) == 32, "the host has another layout");
+
+// The parts of an area's memory that hold flags of epochs: offsets from the control block, and bytes of all parities
+// together.
+struct AreaFlags {
+    u64 ll;
+    u64 ll_bytes;
+    u64 ll128;
+    u64 ll128_bytes;
+    u64 escape_marks;
+    u64 escape_mark_bytes;
+};
+static_assert(sizeof(AreaFlags) == 48, "the host has another layout");
+
+// The beginning of a control block, which only its own rank accesses. The first 16 bytes are read by one load, by every
+// block of every call.
+struct Local {
+    // The epoch of the last call.
+    u32 epoch;
+    // Not 0 if a wait expired or ranks differed: later calls do nothing.
+    u32 failed;
+    // Of each area: which third of its Lamport inbox the next call there uses, in the lowest two bits, and how many vectors
+    // the call before there used of its third.
+    u32 lamport[2];
+    // Blocks of the running call that have read the four words above.
+    u32 blocks_arrived;
+    // This one and the next two belong to `symmpool/companion.cuh`.
+    u32 companion_blocks;
+    u64 handshakes_reported;
+    u64 handshakes_consumed;
+    // Flags that calls in the other area expire. The host writes both when the memory grows, and else none.
+    AreaFlags areas[2];
+};
+static_assert(sizeof(Local) == 136, "the host has another layout");
+
+// The communicator, as a kernel is given it.
+struct CommFields {
+    // The address of slot 0.
+    char* base;
+    // Bytes from one slot to the next.
+    u64 stride;
+    // The offset of the control block in every slot.
+    u64 control;
+    // Offsets from the control block, and the lengths of all parities together, in bytes. Those for data are the call's
+    // area, which may lie in another block in front of this one: offsets are added modulo 2^64.
+    u64 handshake;
+    u64 flags;
+    u64 flags_bytes;
+    u64 ll;
+    u64 ll_bytes;
+    u64 ll128;
+    u64 ll128_bytes;
+    u64 lamport;
+    u64 lamport_bytes;
+    u64 escape_marks;
+    u64 escaped;
+    u64 escaped_bytes;
+    u64 scratch;
+    u64 scratch_bytes;
+    u64 channels;
+    // Scratch of kernels that are made of plans, in two parities.
+    u64 plan_scratch;
+    u64 plan_scratch_bytes;
+    // Nanoseconds.
+    u64 timeout;
+    Fault* fault;
+    u32 rank;
+    // Whether the stream's next kernel may start while this one runs (programmatic dependent launch).
+    unsigned short early;
+    // The number of the area of memory that the call uses (`engine/areas.rs`).
+    unsigned short area;
+};
+static_assert(sizeof(CommFields) == 184, "the host has another layout");
+
+// The arguments of a call.
+struct Call {
+    // Words that ranks compare in the handshake (rule S6).
+    u64 description[4];
+    const char* input;
+    char* output;
+    // Bytes of the whole buffer, or of each rank's chunk.
+    u64 bytes;
+    // Bytes from one rank's chunk to the next.
+    u64 stride;
+    u32 root;
+    // How many peer blocks there are, for kernels that use `symmpool/peer_blocks.cuh`.
+    u32 peer_blocks;
+};
+static_assert(sizeof(Call) == 72, "the host has another layout");
+
+}  // namespace symmpool
