@@ -19,7 +19,9 @@ PATIENCE := --limit 1500
 # A file a suite: when its last run began in which everything passed.
 PASSED := $(TARGET)/passed
 begin = @mkdir -p $(PASSED) && touch $(PASSED)/.$(1)
-passed = @mv $(PASSED)/.$(1) $(PASSED)/$(1)
+# Says how long the suite took, too.
+passed = @mv $(PASSED)/.$(1) $(PASSED)/$(1) && \
+	echo "test-$(1) passed in $$(( $$(date +%s) - $$(stat --format=%Y $(PASSED)/$(1)) )) s"
 # What the suites read, but for what they are made of themselves.
 files = $(shell find $(1) -type f -not -path '*/__pycache__*' -not -name '*.so')
 # Libraries in place of CUDA's driver and compiler, for devices that this machine's processors play.
@@ -29,12 +31,20 @@ CXXFLAGS := -std=c++20 -g -O2 -fPIC -shared -pthread -Wall -Wextra -Werror
 # Ways through every kernel, but for what takes minutes there: repeats and streams.
 EMULATED_CHECKS := one_shot_ll,one_shot_ll128,one_shot_lamport,one_shot_pull,two_shot_ll,two_shot_lamport$(\
 	),two_shot_pull,two_shot_push,two_shot_stages,two_shot_copy,all_to_all,all_gather_broadcast,reduce_scatter,experts,handles,one_sided,call_order,p2p,plans,odd_plans,random_plans,native,fused
+# The same, with what takes minutes, as often as is worth while in a run of its own.
+LONG_PATIENCE := --limit 7200
+# Programs of `symmpool.language`, and their seed: `make test-long SEED=8` has others.
+SEED ?= 7
+# Packages whose tests need more than `make test` fetches, and a folder beside the virtual environment that has them.
+PACKAGES := "deepspeed>=0.17,<1" "lightning>=2.5,<3" "matplotlib>=3.7,<4" "megatron-core>=0.15,<1" "ninja>=1.11"
+WITH_PACKAGES := $(TARGET)/packages
 # The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
-TORCH ?= torch==2.11.0
+TYPED_TORCH := torch==2.11.0
+TORCH ?= $(TYPED_TORCH)
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-tidy rust lint-rust lint-python build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-variants test-long-emulated test-packages test-gpu test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
@@ -50,21 +60,80 @@ check: ready
 	@+$(MAKE) --no-print-directory --jobs 6 --output-sync=target test-tidy \
 		$(addprefix $(PASSED)/,emulated python rust variants)
 
+## What takes too long for `make test`: more random programs, every kernel compiled anew, long checks on emulated devices.
+test-long: ready
+	@+$(MAKE) --no-print-directory test-long-plans test-long-variants test-long-emulated
+
+test-long-plans:
+	$(call begin,long-plans)
+	SYMMPOOL_RANDOM_PLANS=20000,$(SEED) $(CARGO_TEST) --test host plans::random -- --nocapture
+	$(call passed,long-plans)
+
+# Without what is recorded, and without what is kept of earlier runs: all must need what is recorded.
+test-long-variants: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)
+test-long-variants: $(VENV)/ready
+	$(call begin,long-variants)
+	SYMMPOOL_VARIANTS=all $(CARGO_TEST) --lib $(VARIANTS) -- --nocapture
+	$(call passed,long-variants)
+
+ifneq ($(shell command -v c++),)
+test-long-emulated: emulated-begun
+	$(call begin,long-emulated)
+	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --ranks 2 --algorithms repeats,streams
+	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 4 --algorithms random_plans --programs 40 --seed $(SEED)
+	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 5 --algorithms $(EMULATED_CHECKS)
+	$(EMULATED) $(COLLECTIVES) soak $(LONG_PATIENCE) --ranks 3 --calls 2000
+	$(call passed,long-emulated)
+else
+test-long-emulated:
+	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
+endif
+
+## What needs packages that `make test` does not fetch: libraries for training, and pictures of benchmarks.
+test-packages: test-extension torch $(WITH_PACKAGES)/ready
+	$(call begin,packages)
+	PATH="$(WITH_PACKAGES)/bin:$$PATH" $(WITH_PACKAGES)/bin/python -m pytest -q python/tests/packages
+	$(call passed,packages)
+
+# It adds to the virtual environment, and changes nothing there.
+$(WITH_PACKAGES)/ready: Makefile | torch
+	rm -rf $(WITH_PACKAGES)
+	$(PYTHON) -m venv $(WITH_PACKAGES)
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" \
+		> $$(ls -d $(WITH_PACKAGES)/lib/python3*/site-packages)/base.pth
+	DS_BUILD_OPS=0 $(WITH_PACKAGES)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation "$(TORCH)" $(PACKAGES)
+	touch $@
+
+## What needs GPUs, on those of this machine: make test-gpu RANKS=2
+test-gpu: extension torch
+	cargo build --release -p symmpool-collectives --example cuda_collectives
+	$(TARGET)/release/examples/cuda_collectives check --quick --ranks $(RANKS)
+	$(TARGET)/release/examples/cuda_collectives soak --ranks $(RANKS)
+	$(VENV)/bin/python -m pytest -q python/tests/gpu
+
 # What is built and checked before tests. Rust needs nothing of what pip fetches, which takes minutes, so both are done at
 # once.
 ready:
 	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target rust torch
-	@+$(MAKE) --no-print-directory lint-python test-extension
+	@+$(MAKE) --no-print-directory lint-python lint-types test-extension
 
 rust:
 	@+$(MAKE) --no-print-directory lint-rust
 	@+$(MAKE) --no-print-directory build-rust
 
-lint: lint-python lint-rust
+lint: lint-python lint-types lint-rust
 
 lint-python: $(VENV)/ready
 	$(VENV)/bin/ruff check . bench/record_gpu
 	$(VENV)/bin/ruff format --check . bench/record_gpu
+
+# Types depend on torch's: they are checked with those of one version.
+lint-types: torch
+ifeq ($(TORCH),$(TYPED_TORCH))
+	cd python && $(CURDIR)/$(VENV)/bin/mypy --cache-dir $(TARGET)/mypy
+else
+	@echo "types are not checked, as torch's are other ones in $(TORCH) than in $(TYPED_TORCH)"
+endif
 
 lint-rust:
 	cargo fmt --all --check
@@ -205,7 +274,8 @@ wheel: $(VENV)/ready
 $(VENV)/ready: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(NVRTC_PACKAGES) \
-		"maturin>=1.10,<2" "expecttest>=0.2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "pytest-xdist>=3.6,<4" "ruff>=0.17,<0.18"
+		"maturin>=1.10,<2" "expecttest>=0.2" "ml_dtypes>=0.5" "mypy==1.20.2" "numpy>=1.26" \
+		"pytest>=8,<10" "pytest-xdist>=3.6,<4" "ruff>=0.17,<0.18"
 	touch $@
 
 ## Measures on this machine and writes bench/results; `make tables` puts them into the documents and pictures.

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # The package works without torch. Files named test_torch* need it.
 TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore_glob = [] if TORCH else ["test_torch*.py"]
+# What needs packages that `make test` does not fetch is run by its own name: `make test-packages`.
+collect_ignore = ["packages"]
 
 #: The folder for temporary files of processes that tests start.
 TEMPORARY = tempfile.TemporaryDirectory(prefix="symmpool-tests-")

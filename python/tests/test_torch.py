@@ -2,14 +2,10 @@
 
 import gc
 import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 
 import pytest
 import torch
+from launcher import torchrun
 from ranks import values
 
 import symmpool
@@ -97,26 +93,6 @@ def test_wrong_results_are_counted():
     assert check.count_wrong(torch, again, 3, "sum", calls=3) == 0
 
 
-def torchrun(world, *arguments, benchmark="allreduce"):
-    """Runs a benchmark under a launcher, which ends its ranks when it is asked to end."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(port), "-m", "symmpool", "bench", benchmark, *arguments]
-    pipe = subprocess.PIPE
-    # The launcher leaves a folder for logs behind.
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
-        try:
-            # On two processors that four suites share, a benchmark takes several times as long as alone.
-            output, errors = process.communicate(timeout=400)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            output, errors = process.communicate(timeout=60)
-    return process.returncode, output, errors
-
-
 def test_the_benchmark_runs_beside_gloo(tmp_path):
     report = tmp_path / "report.json"
     status, output, errors = torchrun(
@@ -138,17 +114,3 @@ def test_a_peer_that_lacks_an_operation_is_missing():
     status, output, errors = torchrun(2, *few, "--dtype", "i32", "--op", "avg")
     assert status == 0, errors
     assert "missing: gloo: on 2 of 2 ranks" in output
-
-
-@pytest.mark.parametrize("benchmark", ["allreduce", "alltoallv", "collectives"])
-def test_pictures_are_drawn(tmp_path, benchmark):
-    # That it is said where this is missing is tested elsewhere.
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "x.svg"
-    few = ["--device", "cpu", "--sizes", "4K,8K", "--rounds", "1", "--calls", "2"]
-    status, output, errors = torchrun(2, *few, "--plot", str(picture), benchmark=benchmark)
-    assert status == 0, output + errors
-    drawn = picture.read_text()
-    for said in ("symmpool", "gloo", "best peer / symmpool", f"torch {torch.__version__}", "; 20"):
-        assert said in drawn, said
-    assert ">ours" not in drawn

@@ -7,7 +7,8 @@
 //! [`super::device_api`] compiles the public headers for each architecture with each compiler.
 //!
 //! What a kernel's variants need is recorded ([`super::recorded`]). A kernel is compiled if anything that it is made from is
-//! another than when it was recorded, and so is one of the others in each run, another one each time.
+//! another than when it was recorded, and so is one of the others in each run, another one each time. With
+//! `SYMMPOOL_VARIANTS=all` every kernel is, whatever was recorded and kept of earlier runs.
 
 use std::cmp::Reverse;
 use std::sync::atomic::AtomicUsize;
@@ -68,10 +69,16 @@ fn version(jit: &Jit) -> (u32, u32) {
 /// What a job's machine code needs; `None` for intermediate code.
 type Done<'a> = (&'a Job, Option<Usage>);
 
+/// Whether every kernel is to be compiled.
+fn compiles_all() -> bool {
+    env::var_os("SYMMPOOL_VARIANTS").is_some_and(|which| which == "all")
+}
+
 /// The compilers, the oldest first.
 fn jits() -> Vec<Jit> {
-    let mut jits: Vec<Jit> =
-        compilers().into_iter().map(|nvrtc| Jit::new(options(nvrtc, Some(&kept())))).collect();
+    let kept = (!compiles_all()).then(kept);
+    let jit = |nvrtc| Jit::new(options(nvrtc, kept.as_deref()));
+    let mut jits: Vec<Jit> = compilers().into_iter().map(jit).collect();
     jits.sort_by_key(version);
     jits
 }
@@ -143,8 +150,13 @@ fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
     let mut unchanged: BTreeMap<&str, &Needs> =
         hashes.iter().filter_map(|(name, hash)| Some((*name, recorded.of(name, hash)?))).collect();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time");
-    let checked =
-        unchanged.keys().nth(now.subsec_nanos() as usize % unchanged.len().max(1)).copied();
+    let one = now.subsec_nanos() as usize % unchanged.len().max(1);
+    let checked: Vec<&str> = unchanged
+        .keys()
+        .copied()
+        .enumerate()
+        .filter_map(|(nth, name)| (compiles_all() || nth == one).then_some(name))
+        .collect();
     println!(
         "as recorded: {} of {} kernels; compiled again: {checked:?}",
         unchanged.len(),
@@ -153,12 +165,13 @@ fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
     if !blesses && unchanged.len() < hashes.len() {
         println!("SYMMPOOL_BLESS=1 make test-variants records the others");
     }
-    let checked = checked.and_then(|name| unchanged.remove_entry(name));
+    let checked: BTreeMap<&str, &Needs> =
+        checked.into_iter().filter_map(|name| unchanged.remove_entry(name)).collect();
     let (as_recorded, wanted): (Vec<&Job>, Vec<&Job>) =
         jobs.iter().partition(|job| unchanged.contains_key(job.kernel.name));
     let mut done = compile(jits, &wanted);
-    if let Some((name, needs)) = checked {
-        for (job, used) in done.iter().filter(|(job, _)| job.kernel.name == name) {
+    for (job, used) in &done {
+        if let Some(needs) = checked.get(job.kernel.name) {
             let what = job.describe(jits);
             assert_eq!(*used, needs[&what], "{what} is recorded otherwise");
         }
