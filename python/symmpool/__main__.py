@@ -6,6 +6,7 @@ import sys
 
 
 def main(arguments=None):
+    """Runs `python -m symmpool`: `bench`, `doctor` or `tune`. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m symmpool", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("bench", help="measure collectives and those of other libraries", add_help=False)

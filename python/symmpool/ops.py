@@ -29,7 +29,8 @@ whose names and arguments they have."""
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,6 +42,9 @@ from symmpool.communicators.gradients import warn_of_gradient, watch
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups, resolution
 from symmpool.groups.names import group_of, name_of, rank_in, resolved
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = [
     "all_gather_tensor",
@@ -263,7 +267,7 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-_OPERATORS = {
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce_": (_all_reduce_, _nothing),
     "all_reduce_into_": (_all_reduce_into_, _nothing),
     "all_reduce": (_all_reduce, _all_reduce_fake),
@@ -397,12 +401,12 @@ for _name in ("barrier_", "_refused_", "_refused"):
 # With the group itself.
 
 
-def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> torch.Tensor:
     """Every rank's `x` reduced, as a new tensor; with a gradient for "sum" and "avg"."""
     return _ops.all_reduce(x, name_of_op(op), text_of(group))
 
 
-def all_gather_tensor(x: torch.Tensor, gather_dim: int = 0, group: Any = None) -> torch.Tensor:
+def all_gather_tensor(x: torch.Tensor, gather_dim: int = 0, group: GroupLike = None) -> torch.Tensor:
     """Every rank's `x`, one after the other along a dimension; with a gradient."""
     world = world_of(group)
     # Of what comes out, which has a dimension where a single element comes in.
@@ -416,7 +420,7 @@ def all_gather_tensor(x: torch.Tensor, gather_dim: int = 0, group: Any = None) -
 
 
 def reduce_scatter_tensor(
-    x: torch.Tensor, op: str = "sum", scatter_dim: int = 0, group: Any = None
+    x: torch.Tensor, op: str = "sum", scatter_dim: int = 0, group: GroupLike = None
 ) -> torch.Tensor:
     """This rank's part of every rank's `x` reduced, in equal parts along a dimension; with a gradient for
     "sum" and "avg"."""
@@ -436,7 +440,7 @@ def all_to_all_single(
     x: torch.Tensor,
     output_split_sizes: Any = None,
     input_split_sizes: Any = None,
-    group: Any = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     """What every rank sends to this one; rows are sent in equal parts, or by split sizes (both are
     needed then); with a gradient."""

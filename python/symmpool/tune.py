@@ -51,6 +51,7 @@ ROUNDS = 3
 
 
 def collectives(text: str) -> list[str]:
+    """The collectives that an argument names. Raises ArgumentTypeError for another one."""
     names = list(COLLECTIVES) if text == "all" else comma_separated(text)
     for name in names:
         if name not in COLLECTIVES:
@@ -61,6 +62,7 @@ def collectives(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m symmpool tune`."""
     command = argparse.ArgumentParser(
         prog="python -m symmpool tune",
         description=__doc__,
@@ -91,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs `python -m symmpool tune`. Returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -175,6 +178,7 @@ class Rank:
         self.names: dict[str, tuple[str, int | None]] = {}
 
     def register(self) -> None:
+        """Registers the plans, programs and kernels that are to be timed."""
         from symmpool import language
 
         plans = [language.load(path) for path in self.options.plan]
@@ -203,6 +207,7 @@ class Rank:
                 self.names[variant.name] = (plan.name, blocks)
 
     def run(self) -> int:
+        """Times all algorithms of all collectives; rank 0 writes the table. Returns the exit status."""
         table = read(self.options.out, [self.device_name])
         self.register()
         # bfloat16 stands for what the Lamport protocol carries, int32 for what it does not.
@@ -262,9 +267,9 @@ class Rank:
             whole = self.torch.tensor([value], dtype=self.torch.float64, device=self.device)
             self.comm.all_reduce(whole, "max", algorithm="auto")
             return float(whole.item())
-        whole = np.array([value])
-        self.comm.all_reduce(whole, "max", algorithm="auto")
-        return float(whole[0])
+        array = np.array([value])
+        self.comm.all_reduce(array, "max", algorithm="auto")
+        return float(array[0])
 
 
 class Call:
@@ -287,9 +292,9 @@ class Call:
         mine = slice(me * self.part, (me + 1) * self.part)
         match collective:
             case "all_reduce":
-                self.expected = sum(data)
+                self.expected = np.sum(data, axis=0)
             case "reduce_scatter":
-                self.expected = sum(data)[mine]
+                self.expected = np.sum(data, axis=0)[mine]
             case "all_gather":
                 self.expected = np.concatenate(data)
             case "broadcast":
@@ -320,16 +325,19 @@ class Call:
             tensor[:] = values
 
     def clear(self) -> None:
+        """Fills the output with what no call leaves there; the root of a broadcast has its data there."""
         is_root = self.collective == "broadcast" and self.rank.comm.rank == 0
         self._fill(self.output, self.data if is_root else 31)
 
     def is_right(self) -> bool:
+        """Whether the output holds the result, bit by bit."""
         import numpy as np
 
         found = self.output.float().cpu().numpy() if self.rank.cuda else self.output
         return bool(np.array_equal(found, self.expected))
 
     def make(self, name: str) -> None:
+        """Makes the call by the algorithm of this name."""
         comm = self.rank.comm
         match self.collective:
             case "all_reduce":
@@ -395,8 +403,8 @@ def fastest(
     found = []
     for up_to, name in rows:
         algorithm, blocks = names.get(name, (name, None))
-        row = {"up_to": up_to, "algorithm": algorithm}
-        found.append(row if blocks is None else {**row, "blocks": blocks})
+        entry = {"up_to": up_to, "algorithm": algorithm}
+        found.append(entry if blocks is None else {**entry, "blocks": blocks})
     return found
 
 
@@ -404,6 +412,7 @@ GROUP = ("collective", "world", "lamport", "windows")
 
 
 def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows of a table have in common that are for the same calls."""
     return (row.get("collective", "all_reduce"), *(row.get(name) for name in GROUP[1:]))
 
 

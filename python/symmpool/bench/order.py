@@ -224,7 +224,7 @@ class Bench:
 
     def run(self) -> list[Row]:
         options = self.options
-        rows = {}
+        rows: dict[Any, Row] = {}
         for last in (False, True):
             orders = [order for order in options.orders if (order in LAST) == last]
             if FRESH not in orders and not last:
@@ -281,7 +281,8 @@ def worst(rows: list[Row], orders: list[str]) -> list[str]:
     """A line for each order: the largest ratio, where it is, and in how many cells it is above the noise."""
     lines = []
     for order in orders:
-        found = [(row.ratio(order, FRESH), row) for row in rows if row.ratio(order, FRESH) is not None]
+        ratios = [(row.ratio(order, FRESH), row) for row in rows]
+        found = [(ratio, row) for ratio, row in ratios if ratio is not None]
         if order == FRESH or not found:
             continue
         ratio, row = max(found, key=lambda each: each[0])

@@ -100,7 +100,13 @@ class Program:
     def captured(self, calls: list[Callable[[], None]], times: int = 1) -> Callable[[], None]:
         """A graph of calls, none of which need have been made before; on the CPU a loop."""
         if not self.ranks.on_cuda:
-            return lambda: [call() for _ in range(times) for call in calls] and None
+
+            def made() -> None:
+                for _ in range(times):
+                    for call in calls:
+                        call()
+
+            return made
         torch = self.torch
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

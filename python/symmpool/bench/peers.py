@@ -95,7 +95,7 @@ class Contender:
 
     name = ""
     #: The largest size that is measured, in bytes; None for no limit.
-    limit = None
+    limit: int | None = None
 
     def __init__(self, ranks, dtype, op, count):
         self.ranks, self.dtype, self.op = ranks, dtype, op
@@ -250,7 +250,7 @@ class OneShot(SymmetricMemory):
     """Every rank reads the data of all others, from symmetric memory into ordinary memory."""
 
     name = "one-shot"
-    limit = 16 << 20
+    limit: int = 16 << 20
 
     def __init__(self, ranks, dtype, op, count):
         most = max(1, self.limit // dtype.itemsize)

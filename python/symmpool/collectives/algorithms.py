@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Algorithm, Communicator
 from symmpool.communicators import cache
 
+if TYPE_CHECKING:
+    from symmpool.groups.types import DeviceLike, GroupLike
+
 __all__ = ["load_tables", "register", "select"]
 
 
-def register(algorithm: Algorithm, group: Any = None, *, device: Any = None) -> None:
+def register(algorithm: Algorithm, group: GroupLike = None, *, device: DeviceLike = None) -> None:
     """As `Communicator.register`, with the communicator that serves a group: module-level calls on it take
     the algorithm by `algorithm=`, and these calls and those of torch.distributed's backend by
     SYMMPOOL_ALL_REDUCE and the like, or by `select`. `device` says where ("cpu", "cuda:N"); without it,
@@ -21,7 +24,7 @@ def register(algorithm: Algorithm, group: Any = None, *, device: Any = None) -> 
     _communicator(group, device).register(algorithm)
 
 
-def load_tables(path: str | os.PathLike[str], group: Any = None, *, device: Any = None) -> None:
+def load_tables(path: str | os.PathLike[str], group: GroupLike = None, *, device: DeviceLike = None) -> None:
     """As `Communicator.load_tables`, with the communicator that serves a group; see `register`."""
     _communicator(group, device).load_tables(path)
 
@@ -29,9 +32,9 @@ def load_tables(path: str | os.PathLike[str], group: Any = None, *, device: Any 
 def select(
     collective: str,
     selector: Callable[[int, str, str | None, int, list[str], str], str | None] | None,
-    group: Any = None,
+    group: GroupLike = None,
     *,
-    device: Any = None,
+    device: DeviceLike = None,
 ) -> None:
     """As `Communicator.select`, with the communicator that serves a group; see `register`."""
     _communicator(group, device).select(collective, selector)

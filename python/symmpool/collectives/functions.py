@@ -55,8 +55,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from symmpool.collectives.types import GroupLike, Op, SplitSizes, Tensor
+    from symmpool.collectives.types import Op, SplitSizes, Tensor
     from symmpool.communicators.work import Work
+    from symmpool.groups.types import GroupLike
 
 __all__ = [
     "all_gather",
@@ -108,10 +109,10 @@ def all_reduce(
         # As `torch_state.is_traced` and `cache.communicator_to_write` do: this call is made the most, and
         # another frame would take a tenth of its time.
         at = id(torch_state.torch_world._default_pg if group is None else group)
-        entry = looked_up[tensor.get_device()][at]
+        entry = looked_up[tensor.get_device()][at]  # type: ignore[union-attr]  # caught below
         if group is not None and entry.registered is not None and group not in entry.registered:
             entry = None
-        elif (tensor if out is None else out).requires_grad:
+        elif (tensor if out is None else out).requires_grad:  # type: ignore[union-attr]  # the same
             watch(tensor if out is None else out)
     except (AttributeError, KeyError):
         entry = None
@@ -480,7 +481,8 @@ def barrier(
     if torch_state.compiling():
         from symmpool.ops import traced
 
-        return traced.end_graph("barrier")
+        traced.end_graph("barrier")
+        return None
     try:
         if device is None and device_ids is not None:
             device = _device_of(device_ids)

@@ -33,7 +33,8 @@ from symmpool.groups.names import group_of, rank_in, rank_of_default
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from symmpool.collectives.types import GroupLike, Tensor
+    from symmpool.collectives.types import Tensor
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
@@ -239,7 +240,7 @@ def _message(call: str, tensor: Any, group: Any, tag: int, waits: bool, **peers:
     entry = cache.communicator_for(tensor, group)
     if entry is None:
         return -1 if call == "recv" and waits else None
-    if any_source:
+    if peer is None:
         _check_tag(tag)
     else:
         with entry.preparing_message(call, peer):
@@ -250,7 +251,7 @@ def _message(call: str, tensor: Any, group: Any, tag: int, waits: bool, **peers:
             f"symmpool.{what} of a CUDA tensor: torch.distributed's on the backend symmpool has it"
         )
     lines = _lines.get(entry)
-    if waits and not any_source and (lines is None or lines.is_idle(call, peer)):
+    if waits and peer is not None and (lines is None or lines.is_idle(call, peer)):
         _make(entry, call, tensor, peer)
         return given
     if lines is None:

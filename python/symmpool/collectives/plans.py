@@ -98,11 +98,12 @@ def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Te
 
     def prepare() -> Any:
         source = made.encode(tensor)
-        if made.combine is None:
+        combine = made.combine
+        if combine is None:
             total = torch.empty_like(source)
             return (source, made.op, total), _decoded(target, made, lambda: total) if keeps else None
         parts = source.new_empty(world, source.numel())
-        finish = _decoded(target, made, lambda: made.combine(parts)) if keeps else None
+        finish = _decoded(target, made, lambda: combine(parts)) if keeps else None
         return (parts, source), finish
 
     call = "all_reduce" if made.combine is None else "all_gather_into_tensor"
@@ -190,26 +191,27 @@ def _scattered(
     """A reduce-scatter of what `whole` gives: the name of the call, and its preparation."""
     if made is None:
 
-        def prepare() -> Any:
+        def prepare_plain() -> Any:
             place, finish = destination(output)
             return (place, plain(whole()), op), finish
 
-        return "reduce_scatter_tensor", prepare
-    if made.combine is None:
+        return "reduce_scatter_tensor", prepare_plain
+    combine = made.combine
+    if combine is None:
 
-        def prepare() -> Any:
+        def prepare_sum() -> Any:
             source = made.encode(whole())
             total = source.new_empty(source.numel() // world)
             return (total, source, made.op), _decoded(output, made, lambda: total)
 
-        return "reduce_scatter_tensor", prepare
+        return "reduce_scatter_tensor", prepare_sum
 
-    def prepare() -> Any:
+    def prepare_parts() -> Any:
         source = made.encode(whole())
         parts = torch.empty_like(source)
-        return (parts, source), _decoded(output, made, lambda: made.combine(parts.view(world, -1)))
+        return (parts, source), _decoded(output, made, lambda: combine(parts.view(world, -1)))
 
-    return "all_to_all_single", prepare
+    return "all_to_all_single", prepare_parts
 
 
 def all_to_all_single(

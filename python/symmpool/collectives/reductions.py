@@ -63,7 +63,8 @@ def operation(op: Any) -> Op | None:
 
 
 def _premultiplied(op: Any) -> Op | None:
-    state = op.__getstate__() if isinstance(op, dist.ReduceOp) else (None, None)
+    getstate: Any = getattr(op, "__getstate__", None)
+    state = getstate() if isinstance(op, dist.ReduceOp) else (None, None)
     if state[0] != dist.ReduceOp.PREMUL_SUM or state[1] is None:
         return None
     # FSDP2 asks for a factor of 1 where it has to divide gradients by 1, as torchtitan does.

@@ -15,8 +15,9 @@ from symmpool.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from symmpool.collectives.types import GroupLike, Op, Tensor
+    from symmpool.collectives.types import Op, Tensor
     from symmpool.communicators.work import Work
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["all_gather_object", "all_reduce_coalesced"]
 

@@ -45,6 +45,8 @@ def text_of(group: Any) -> str:
 
 
 def name_of_op(op: Any) -> str:
+    """The name of a reduction, as operators of torch are given it: "sum", ... What is none of ours is refused
+    by the operator."""
     if isinstance(op, ReduceOp):
         return op.value
     if isinstance(op, str):
@@ -102,6 +104,7 @@ def _done(async_op: bool, *results: torch.Tensor) -> Any:
 def traced_all_reduce(
     tensor: Any, op: Any, group: Any, async_op: bool, out: Any, algorithm: Any = None
 ) -> Any:
+    """`symmpool.all_reduce` as an operator. Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(tensor if out is None else out, group, async_op, algorithm):
         return None
     if out is None:
@@ -114,6 +117,7 @@ def traced_all_reduce(
 def traced_reduce_scatter(
     output: Any, input: Any, op: Any, group: Any, async_op: bool, algorithm: Any = None
 ) -> Any:
+    """`symmpool.reduce_scatter_tensor` as an operator. Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
         return None
     name = text_of(group)
@@ -122,6 +126,8 @@ def traced_reduce_scatter(
 
 
 def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool, algorithm: Any = None) -> Any:
+    """`symmpool.all_gather_into_tensor` as an operator. Returns a finished Work with `async_op`, else
+    None."""
     if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
         return None
     torch.ops.symmpool.all_gather_into_(output, input, text_of(group))
@@ -140,6 +146,8 @@ def are_sizes(given: Any) -> bool:
 def traced_all_to_all(
     output: Any, input: Any, sizes: Any, group: Any, async_op: bool, algorithm: Any = None
 ) -> Any:
+    """`symmpool.all_to_all_single` as an operator. `sizes` are the output's and the input's splits, in
+    elements of the first dimension, or None. Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
         return None
     for name, given in zip(("output", "input"), sizes, strict=True):
@@ -155,6 +163,8 @@ def traced_all_to_all(
 def traced_broadcast(
     tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool, algorithm: Any = None
 ) -> Any:
+    """`symmpool.broadcast` as an operator: from the global rank `src` or the group's rank `group_src`.
+    Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(tensor, group, async_op, algorithm):
         return None
     name = text_of(group)
@@ -168,6 +178,8 @@ def traced_broadcast(
 
 
 def dispatched_barrier(device: int, group: Any, async_op: bool) -> Any:
+    """`symmpool.barrier` as an operator, on the CPU for a negative device. Returns a finished Work with
+    `async_op`, else None."""
     if _is_outside(group):
         return None
     tensor = torch.empty(0, device="cpu" if device < 0 else f"cuda:{device}")

@@ -12,14 +12,11 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed
 
-    from symmpool._symmpool import Block, Group, Pool
+    from symmpool._symmpool import Block
     from symmpool.collectives.reduce_op import ReduceOp
 
     #: A tensor of torch, an array of numpy, or memory of a pool.
     Tensor: TypeAlias = torch.Tensor | numpy.ndarray[Any, Any] | Block
-    #: A process group of torch or its name, a group or a pool of this package, or what makes one of a store;
-    #: None is the default group.
-    GroupLike: TypeAlias = torch.distributed.ProcessGroup | str | Group | Pool | tuple[Any, int, int] | None
     #: A reduction: one of ours, its name, or torch's constant.
     Op: TypeAlias = ReduceOp | str | torch.distributed.ReduceOp
     #: Rows for each rank.

@@ -16,7 +16,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Communicator, Pool, default_device
 from symmpool.communicators import first_call, forks, torch_state
@@ -26,6 +27,9 @@ from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError
 from symmpool.groups import pool_registry, process_groups, refusals, resolution
 from symmpool.groups.names import group_of, resolved
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import DeviceLike, GroupLike
 
 __all__ = ["CommunicatorCache", "communicator", "communicator_for", "first_device", "forget", "look_up"]
 
@@ -154,7 +158,7 @@ def end(key: Any, wait: bool) -> None:
     cache.end(key)
 
 
-def communicator(group: Any = None, device: Any = None) -> Communicator:
+def communicator(group: GroupLike = None, device: DeviceLike = None) -> Communicator:
     """The communicator that serves a group, or a pool, on a device ("cpu", "cuda:N"); made if need
     be, which is collective. Without `device`, where the group's first pool is, or where `Pool()` would be."""
     if device is None:
@@ -337,7 +341,8 @@ def _warns_outside(group: Any) -> bool:
         return False
     why = "symmpool: a collective on a group that this process is no member of does nothing"
     # The warning names the line of the program, however many frames of ours are between.
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame: FrameType | None = sys._getframe()
     while frame is not None and (frame.f_globals.get("__package__") or "").startswith("symmpool"):
         level, frame = level + 1, frame.f_back
     warnings.warn(why, stacklevel=level)

@@ -30,19 +30,24 @@ class Forked:
     __slots__ = ()
 
     def is_here(self) -> bool:
+        """Whether calls can be made in this process: never."""
         return False
 
     @property
     def order(self) -> Forked:
+        """This object, in place of a thread's order of calls."""
         return self
 
     def announce(self, comm: Any) -> Forked:
+        """This object, in place of a communicator's."""
         return self
 
     def submit(self, *_: Any) -> Any:
+        """Raises what every call in a forked child raises."""
         raise error()
 
     def join(self) -> Any:
+        """Raises what every call in a forked child raises."""
         raise error()
 
 

@@ -34,6 +34,7 @@ def _warn(gradient: Any) -> Any:
 
 
 def warn_of_gradient() -> None:
+    """Warns that a gradient takes no account of what a collective wrote."""
     warnings.warn(
         "symmpool: a gradient came back by way of a tensor that a collective has written to, and took "
         "no account of that. symmpool.ops has collectives with gradients; make the call under "

@@ -97,6 +97,7 @@ class HostWork(Work):
         prepared: Prepared | None,
         explain: Explain,
     ) -> None:
+        """Makes the call, on the thread that makes a communicator's calls. An error is kept for `wait`."""
         try:
             finish = None
             if prepared is not None:
@@ -134,6 +135,8 @@ class HostWork(Work):
                 callbacks_done.set()
 
     def wait(self, timeout: Any = None) -> bool:
+        """Waits until the call is done, `timeout` long: seconds, a timedelta, or None for no limit of its
+        own. Raises what the call raised, or TimeoutError. Any thread may wait."""
         seconds = seconds_or_none(timeout)
         calls, done = self._queue, self._done
         if calls.is_lost:
@@ -152,21 +155,25 @@ class HostWork(Work):
         return self._future is not None
 
     def is_completed(self) -> bool:
+        """Whether the call is over, with an error or without. It never waits."""
         # In a forked child it ends no other way than by an error.
         return self._done.is_set() or self._queue.is_lost
 
     def exception(self) -> Exception | None:
+        """The error of a call that failed, else None. It never waits."""
         if self._queue.is_lost and not self._done.is_set():
             return forks.error("a call with async_op=True")
         return self._error
 
     def join(self) -> None:
+        """Waits until the call is over, and raises nothing that it raised."""
         self._queue.check_here(self._done)
         self._queue.advance(self._done)
         self._queue.help(self._done)
         self._done.wait()
 
     def get_future(self) -> Any:
+        """torch's future of the results, which callbacks can be added to. Raises nothing."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -395,6 +402,7 @@ class Worker:
         calls.thread = self._thread.ident or 0
 
     def is_alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -451,7 +459,7 @@ def _end_all() -> None:
     """A thread that comes back to a finished interpreter is ended where it is, in the middle of torch's code,
     which aborts the process. So threads end before that, after the callbacks that they are in. One that waits
     for a rank that does not come is given up: it never returns from that call."""
-    running = []
+    running: list[Any] = []
     while not running and _running:
         # A thread of the program may begin to make calls meanwhile.
         with contextlib.suppress(RuntimeError):

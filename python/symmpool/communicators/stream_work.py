@@ -26,10 +26,13 @@ class StreamWork(Work):
 
     def __init__(self, comm: Any, side: SideStream, mark: Any, results: list[Any], held: Held | None):
         """`held` is None for a captured call."""
-        self._results, self._future = results, None
+        self._results = results
+        self._future: Any = None
         self._comm, self._side, self._mark, self._held = comm, side, mark, held
 
     def wait(self, timeout: Any = None) -> bool:
+        """Has the current stream wait for the call; with a `timeout` (seconds or a timedelta) the host waits
+        too. Raises the communicator's failure, or TimeoutError."""
         self._mark.wait()
         held = self._held
         if held is not None and held.tensors is not None:
@@ -48,6 +51,7 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
+        """Whether the device is done with the call, or the communicator has failed. It never waits."""
         return self._held is None or self._mark.query() or self._comm.failure is not None
 
     def __del__(self) -> None:
@@ -56,15 +60,18 @@ class StreamWork(Work):
             self._side.leave(self._held)
 
     def exception(self) -> Exception | None:
+        """The communicator's failure, else None. It never waits."""
         failure = self._comm.failure
         if failure is not None:
             self._side.explain(failure)
         return failure
 
     def join(self) -> None:
+        """Has the current stream wait for the call."""
         self._mark.wait()
 
     def get_future(self) -> Any:
+        """torch's future of the results: who uses its value comes behind the call on the device."""
         if self._future is None:
             # A future records an event of the current stream when it is completed: here the side stream's,
             # so that whoever uses its value comes after the call.
@@ -140,6 +147,8 @@ class SideStream:
         prepared: Prepared | None = None,
         held: Held | None = None,
     ) -> StreamWork:
+        """Makes a call on this stream, behind what the current stream has been given so far. Returns its
+        Work."""
         # Marks are used, as torch's streams and events cost the host more than the call itself.
         handle = self.handle
         capturing = self._capturing()

@@ -93,7 +93,7 @@ def opaque(function: Any) -> Any:
 
 def skip(function: Any) -> None:
     """Has the compiler take no frame of a function for a program to trace, nor those that it calls."""
-    frames = getattr(sys.modules["torch"]._C._dynamo, "eval_frame", None)
+    frames: Any = getattr(sys.modules["torch"]._C._dynamo, "eval_frame", None)
     if hasattr(frames, "set_code_exec_strategy"):
         action = frames._FrameAction.SKIP
         # The frame, and those that it calls.

@@ -55,7 +55,7 @@ class Work:
 
     def __init__(self, results: list[Any]):
         self._results = results
-        self._future = None
+        self._future: Any = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """On the CPU, waits until the call is done, and raises what went wrong in it; at most
@@ -107,18 +107,22 @@ class DoneWork(Work):
     __slots__ = ()
 
     def wait(self, timeout: Any = None) -> bool:
+        """Returns True at once."""
         return True
 
     def is_completed(self) -> bool:
+        """True."""
         return True
 
     def exception(self) -> Exception | None:
+        """None."""
         return None
 
     def join(self) -> None:
-        pass
+        """Returns at once."""
 
     def get_future(self) -> Any:
+        """torch's future of the results, which is completed."""
         if self._future is None:
             import torch
 

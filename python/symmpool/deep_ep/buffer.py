@@ -314,8 +314,11 @@ class Buffer:
         cores, stream = self._parts(x)
         with cores.door(lambda: "low_latency" in cores.last) as door:
             self._check_hook(async_finish, return_recv_hook)
-            named = {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}
-            formats = tuple(switch(name, given) for name, given in named.items())
+            formats = (
+                switch("use_fp8", use_fp8),
+                switch("round_scale", round_scale),
+                switch("use_ue8m0", use_ue8m0),
+            )
             statistics, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
             call = low_latency.dispatch(
                 door, self, cores, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, formats,

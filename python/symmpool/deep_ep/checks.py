@@ -83,6 +83,8 @@ def check_events(previous: Any, asynchronous: Any, on_comm_stream: Any) -> None:
 
 
 def check_layout(topk_idx: Any, num_experts: int, world: int) -> None:
+    """Refuses what `get_dispatch_layout` cannot serve: ids that are no int64 matrix on one device, and
+    numbers of experts that the ranks do not divide. Raises TypeError or InvalidArgumentError."""
     if not isinstance(topk_idx, torch.Tensor):
         raise TypeError(f"deep_ep: topk_idx: a torch.Tensor is needed, not {type(topk_idx)}")
     matrix("topk_idx", topk_idx, _INT64, (None, None), topk_idx.device)

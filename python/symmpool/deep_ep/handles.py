@@ -113,9 +113,16 @@ class NormalHandle(_LazyTuple):
     among those that it received; all else is -1. `recv_src_idx`, int32, says which token of its rank each row
     is. The other parts describe DeepEP's channels, of which there are none."""
 
+    owner: Any
+    kept: Handle
+    rows: int
+    top_k: int | None
+
     def __new__(
         cls, owner: Any, kept: Handle, rows: int, top_k: int | None, is_token_in_rank: torch.Tensor | None
     ) -> Any:
+        """A handle of a dispatch's `kept` rows; its parts are made when they are looked at."""
+
         def matrix() -> torch.Tensor:
             ranks = kept.buffer.world
             found = torch.full((ranks, ranks), -1, dtype=torch.int32, device=kept.memory.device)
@@ -141,7 +148,14 @@ class LowLatencyHandle(_LazyTuple):
     looked at first: after the call's hook or event. Of a call in a graph they are made at each look, for the
     last replay."""
 
+    owner: Any
+    kept: Handle
+    most: int
+    shape: tuple[int, int]
+
     def __new__(cls, owner: Any, kept: Handle, most: int, shape: tuple[int, int]) -> Any:
+        """A handle of a dispatch's `kept` rows, of `shape` (local experts, rows of each); its parts are made
+        when they are looked at."""
         local, rows = shape
         parts: dict[str, torch.Tensor] = {}
 

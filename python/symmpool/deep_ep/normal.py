@@ -88,7 +88,9 @@ def dispatch(
             rows = worst
             if not worst:
                 rows = kept.rows
-                lists = [-(-count // alignment) * alignment for count in lists or kept.counts]
+                counted = lists or kept.counts
+                assert counted is not None  # an exact dispatch knows them
+                lists = [-(-count // alignment) * alignment for count in counted]
             kept.rows = rows
             of_ids = of_weights = None
             if ids is not None:

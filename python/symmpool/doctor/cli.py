@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from symmpool.doctor import facts as machine_facts
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(facts: dict[str, Any], verdicts: list[Verdict]) -> list[str]:
+    """The lines that `doctor` prints."""
     commit = f", commit {facts['commit']}" if facts.get("commit") else ""
     lines = [f"symmpool {facts['symmpool']}{commit}", ""]
     lines += table(rows(facts)) + [""]
@@ -45,10 +47,12 @@ def report(facts: dict[str, Any], verdicts: list[Verdict]) -> list[str]:
 
 
 def size(bytes: int | None) -> str:
+    """Bytes as text, in GiB; None is no limit."""
     return "no limit" if bytes is None else f"{bytes / (1 << 30):,.1f} GiB"
 
 
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the machine has: names and values."""
     system, memory, torch = facts["system"], facts["memory"], facts["torch"]
     found = [
         ("system", f"Linux {system['kernel']}, {system['machine']}, {system['cpus']} CPUs"),
@@ -128,6 +132,7 @@ def rooms(devices: list[dict[str, Any]], growing: list[int] | None) -> list[tupl
 
 
 def matrix(cuda: dict[str, Any]) -> list[str]:
+    """The lines of a matrix of links between devices; none for fewer than two devices."""
     if len(cuda["links"]) < 2:
         return []
     lines = [f"Links ({cuda['mesh']}):", ""]
@@ -147,7 +152,7 @@ def brief(text: str) -> str:
     return f"{head}. {advice}" if advice else head
 
 
-def table(found: list[tuple[str, ...]]) -> list[str]:
+def table(found: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines with aligned columns. The last column is wrapped if it is long."""
     widths = [max(len(row[at]) for row in found) for at in range(len(found[0]) - 1)]
     left = sum(widths) + 2 * len(widths)

@@ -66,6 +66,7 @@ def held_facts() -> list[dict[str, Any]]:
 
 
 def system_facts() -> dict[str, Any]:
+    """The kernel, the machine, Python and how many CPUs this process may use."""
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -138,6 +139,7 @@ def _try_reserve() -> str | None:
 
 
 def torch_facts() -> dict[str, Any]:
+    """torch's version and what it was built with; or the error of importing it."""
     try:
         import torch
     except Exception as error:  # a broken installation raises anything
@@ -161,7 +163,7 @@ def allocator_facts(torch: Any) -> dict[str, Any]:
     from symmpool.memory import install
 
     cuda = torch.cuda
-    found = {
+    found: dict[str, Any] = {
         "pluggable": hasattr(torch._C, "_cuda_customAllocator"),
         "mempool": all(hasattr(cuda, name) for name in ("MemPool", "use_mem_pool")),
         "backend": None,

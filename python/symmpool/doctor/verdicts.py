@@ -23,6 +23,7 @@ class Verdict:
     why: str
 
     def as_dict(self) -> dict[str, Any]:
+        """The verdict for JSON."""
         return asdict(self)
 
 
@@ -36,6 +37,7 @@ def judge(facts: dict[str, Any]) -> list[Verdict]:
 
 
 def host(facts: dict[str, Any]) -> Verdict:
+    """Whether pools and collectives in host memory work."""
     what = "pools and collectives in host memory"
     memory = facts["memory"]
     for problem, name in (
@@ -49,6 +51,7 @@ def host(facts: dict[str, Any]) -> Verdict:
 
 
 def limits(facts: dict[str, Any]) -> list[Verdict]:
+    """What this process's limits get in the way of; nothing where all is well."""
     memory, found = facts["memory"], []
     if memory["open_files"] is not None and memory["open_files"] < FILES:
         why = f"only {memory['open_files']} open files (ulimit -n); a segment takes one"
@@ -65,10 +68,12 @@ def limits(facts: dict[str, Any]) -> list[Verdict]:
 
 
 def usable(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The devices without an error."""
     return [device for device in facts["cuda"]["devices"] if not device["error"]]
 
 
 def devices(facts: dict[str, Any]) -> Verdict:
+    """Whether pools on CUDA devices work."""
     what = "pools on CUDA devices"
     cuda = facts["cuda"]
     if cuda["error"]:
@@ -89,6 +94,7 @@ def devices(facts: dict[str, Any]) -> Verdict:
 
 
 def links(facts: dict[str, Any]) -> Verdict:
+    """Whether collectives between this machine's devices work."""
     what = "collectives between the devices of this machine"
     good = usable(facts)
     if len(good) < 2:
@@ -105,6 +111,7 @@ def links(facts: dict[str, Any]) -> Verdict:
 
 
 def across(facts: dict[str, Any]) -> Verdict:
+    """Whether memory of devices can be shared between machines."""
     what = "device memory shared across machines"
     good = usable(facts)
     if good and all(device["fabric"] for device in good):
@@ -114,6 +121,7 @@ def across(facts: dict[str, Any]) -> Verdict:
 
 
 def kernels(facts: dict[str, Any]) -> Verdict:
+    """Whether kernels for devices can be compiled, and are kept."""
     what = "kernels for devices"
     compiler, cache = facts["nvrtc"], facts["kernel_cache"]
     if compiler["error"]:
@@ -125,6 +133,7 @@ def kernels(facts: dict[str, Any]) -> Verdict:
 
 
 def tensors(facts: dict[str, Any]) -> Verdict:
+    """Whether calls take tensors of torch."""
     what = "tensors of torch"
     torch = facts["torch"]
     if torch["version"] is None:
@@ -150,6 +159,7 @@ def _cannot_allocate(facts: dict[str, Any], what: str) -> Verdict | None:
 
 
 def scopes(facts: dict[str, Any]) -> Verdict:
+    """Whether `with pool:` works on devices."""
     what = "torch's allocations in a pool (with pool:)"
     refused = _cannot_allocate(facts, what)
     if refused is not None:
@@ -164,6 +174,7 @@ def scopes(facts: dict[str, Any]) -> Verdict:
 
 
 def install(facts: dict[str, Any]) -> Verdict:
+    """Whether `symmpool.install()` works."""
     what = "all of torch's CUDA memory (symmpool.install())"
     refused = _cannot_allocate(facts, what)
     if refused is not None:
@@ -175,6 +186,7 @@ def install(facts: dict[str, Any]) -> Verdict:
 
 
 def triton(facts: dict[str, Any]) -> Verdict:
+    """Whether Triton can use handles of symmetric memory."""
     what = "Triton on handles of symmetric memory"
     found = facts["triton"]
     if found["version"] is None:
@@ -211,6 +223,7 @@ def variables(facts: dict[str, Any]) -> list[Verdict]:
 
 
 def backend(facts: dict[str, Any]) -> Verdict:
+    """Whether the backend of torch.distributed works, and with which fallbacks."""
     what = "backend of torch.distributed"
     torch = facts["torch"]
     if torch["version"] is None or not torch["distributed"]:
@@ -222,6 +235,7 @@ def backend(facts: dict[str, Any]) -> Verdict:
 
 
 def windows(facts: dict[str, Any]) -> Verdict:
+    """Whether windows can be registered with NCCL."""
     what = "windows registered with NCCL"
     nccl = facts["nccl"]
     if nccl["version"] is None:

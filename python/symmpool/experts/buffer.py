@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from symmpool.experts.door import Door
 from symmpool.experts.received import Handle, Received, copied, scales_of
 from symmpool.groups import pool_registry, resolution
 from symmpool.groups.names import resolved
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import DeviceLike, GroupLike
 
 __all__ = ["Buffer", "combine", "dispatch"]
 
@@ -44,14 +47,14 @@ class Buffer:
 
     def __init__(
         self,
-        group: Any = None,
+        group: GroupLike = None,
         *,
         hidden: int,
         experts: int,
         top_k: int,
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
-        device: Any = None,
+        device: DeviceLike = None,
         num_sms: int | None = None,
         capacity: int | None = None,
         count_load: bool = False,
@@ -167,7 +170,7 @@ class Buffer:
         Raises InvalidArgumentError, on every rank, for an id that is no expert, which counts as -1, and
         OverflowError where a rank has no room for all its rows, the last of which are not written."""
         with Door(self._entry.preparing) as door:
-            options = {
+            options: dict[str, Any] = {
                 "scales": scales,
                 "quantize": quantize,
                 "layout": layout,
@@ -302,10 +305,11 @@ class Buffer:
 
         def left() -> Received:
             """What the call has left. It runs on the call's stream, before another call can begin."""
-            counts = self._load is not None and not known
-            if counts:
-                self._load += handle.expert_counts
+            load = None if known else self._load
+            if load is not None:
+                load += handle.expert_counts
             if by_expert:
+                assert out is not None
                 received = Received(out, out_scales, None, None, handle)
             else:
                 received = self._received(handle, known, dtype, scaled)
@@ -314,7 +318,7 @@ class Buffer:
             copies = given.copy and not by_expert
             if copies:
                 copied(received, handle, given.exact)
-            if copies or counts:
+            if copies or load is not None:
                 self.extend_order()
             return received
 

@@ -35,6 +35,7 @@ class WeightsBuffer:
         self._rows = torch.from_dlpack(block).view(torch.float32)
 
     def memory(self) -> dict[str, int]:
+        """Bytes of symmetric memory that it takes, as `{"total": bytes}`."""
         return {"total": sum(self._core.memory().values())}
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def _dispatch(
 ) -> Any:
     found = _named(buffer)
     with Door(found._entry.preparing) as door:
-        options = {
+        options: dict[str, Any] = {
             "scales": None,
             "exact": False,
             "hook": False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from symmpool.fused import pipeline
 from symmpool.fused.arguments import described
 from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
 from symmpool.fused.products import DTYPES, check_reduce, fingerprint
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["low_contention_all_gather", "low_contention_reduce_scatter"]
 
@@ -36,7 +39,7 @@ def _call(entry: Any, name: str, tensor: torch.Tensor, *rest: Any) -> pipeline.C
     return pipeline.Call(entry, name, tensor, sizes, fingerprint(tuple(tensor.shape), *rest))
 
 
-def low_contention_all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def low_contention_all_gather(tensor: torch.Tensor, group: GroupLike) -> torch.Tensor:
     """Every rank's `tensor`, one after the other along the first dimension, carried by copy engines on the
     current stream. SMs only copy the tensor into the pool's memory."""
     name = "_low_contention_all_gather"
@@ -54,7 +57,7 @@ def low_contention_all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return found.flatten(0, 1)
 
 
-def low_contention_reduce_scatter(tensor: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
+def low_contention_reduce_scatter(tensor: torch.Tensor, reduce_op: str, group: GroupLike) -> torch.Tensor:
     """This rank's part, along the first dimension, of the sum (or with "avg" the mean) of all ranks'
     `tensor`; copy engines exchange the parts, and a kernel adds them up in float32."""
     name = "_low_contention_reduce_scatter"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from symmpool.fused.products import (
     scales_of_rows,
 )
 
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
+
 __all__ = ["fused_all_gather_matmul", "fused_all_gather_scaled_matmul"]
 
 
@@ -32,7 +35,7 @@ def fused_all_gather_matmul(
     A_shard: torch.Tensor,
     Bs: Sequence[torch.Tensor],
     gather_dim: int,
-    group: Any,
+    group: GroupLike,
     *,
     return_A: bool = True,
     in_front: bool = False,
@@ -66,7 +69,7 @@ def fused_all_gather_scaled_matmul(
     A_scale: torch.Tensor,
     B_scales: Sequence[torch.Tensor],
     gather_dim: int,
-    group: Any,
+    group: GroupLike,
     biases: Sequence[torch.Tensor | None],
     result_scales: Sequence[torch.Tensor | None],
     out_dtypes: Sequence[torch.dtype | None],
@@ -161,7 +164,7 @@ def _gather_matmul(
     if not is_carried or not products:
         call.begin(0)
         whole = gathered_rows(entry, rows)
-        if kind == "shard":
+        if scales is not None and kind == "shard":
             scales = gathered_rows(entry, scales)
         found = [shaped(product.make(whole, scales, None)) for product in products]
         return shaped(whole) if return_A else None, found
@@ -185,7 +188,7 @@ def _gather_matmul(
 
 def _scales_of_ranks(kind: str, scales: torch.Tensor | None, world: int) -> list[torch.Tensor | None]:
     """The scales of each rank's rows, where they are on every rank."""
-    if kind != "whole":
+    if scales is None or kind != "whole":
         return [scales] * world
     return [aligned(part) for part in scales.chunk(world)]
 
@@ -234,7 +237,7 @@ def _gather_columns(
         done.append(torch.cuda.current_stream(rows.device).record_event())
 
     pipeline.gather_multiply(call, rows, None, multiply, gathered)
-    whole = None
-    if gathered is not None:
-        whole = shaped(gathered.movedim(0, 1).reshape(rows.shape[0], world * rows.shape[1]))
-    return whole, [shaped(out) for out in outs]
+    found = [shaped(out) for out in outs]
+    if gathered is None:
+        return None, found
+    return shaped(gathered.movedim(0, 1).reshape(rows.shape[0], world * rows.shape[1])), found

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from symmpool.fused.products import (
     rows_of,
 )
 
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
+
 __all__ = [
     "fused_matmul_reduce_scatter",
     "fused_matmuls_reduce_scatter",
@@ -40,7 +43,7 @@ _SHORT_PART = 4 << 20
 
 
 def fused_matmul_reduce_scatter(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group: Any
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group: GroupLike
 ) -> torch.Tensor:
     """This rank's part, along `scatter_dim`, of the sum (or with "avg" the mean) of all ranks' `A @ B`; A
     has the shape (..., K) and B (K, N). Ranks may have different K.
@@ -52,7 +55,7 @@ def fused_matmul_reduce_scatter(
 
 
 def fused_matmuls_reduce_scatter(
-    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: int, group: Any
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: int, group: GroupLike
 ) -> torch.Tensor:
     """As `fused_matmul_reduce_scatter`, of the sum of products `As[0] @ Bs[0] + As[1] @ Bs[1] + ...`, as the
     backward pass has it where several layers have one input. The `As` have the shapes (..., K) and the `Bs`
@@ -81,7 +84,7 @@ def fused_scaled_matmul_reduce_scatter(
     reduce_op: str,
     orig_scatter_dim: int,
     scatter_dim_after_maybe_reshape: int,
-    group: Any,
+    group: GroupLike,
     output_shape: Sequence[int] | None,
     bias: torch.Tensor | None = None,
     result_scale: torch.Tensor | None = None,

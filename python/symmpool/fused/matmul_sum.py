@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,9 @@ from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.entry import entry_for, is_pipelined
 from symmpool.fused.matmul_scatter import parts_of
 from symmpool.fused.products import Product, check_left, check_reduce, check_right, fingerprint
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["ALGORITHMS", "matmul_all_reduce"]
 
@@ -26,7 +29,7 @@ _FEW_ROWS, _MOST_COLUMNS, _LEAST_COLUMNS = 16, 66 * 128, 3072
 
 
 def matmul_all_reduce(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: Any, *, algorithm: str = "auto"
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group: GroupLike, *, algorithm: str = "auto"
 ) -> torch.Tensor:
     """The sum (or with "avg" the mean) of all ranks' `A @ B`, on every rank; A has the shape (..., K) and B
     (K, N). All ranks get the same bits, and pass the same algorithm:

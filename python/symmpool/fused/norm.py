@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from symmpool.fused.arguments import described, refuse_gradients
 from symmpool.fused.entry import entry_for
 from symmpool.fused.quantization import FP8, Fused, Quantization, check, new_scales
 from symmpool.groups.names import group_of
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["all_reduce_rms_norm"]
 
@@ -42,7 +45,7 @@ def all_reduce_rms_norm(
     bias: torch.Tensor | None = None,
     weight_bias: float = 0.0,
     norm_out: torch.Tensor | None = None,
-    group: Any = None,
+    group: GroupLike = None,
     algorithm: str = "auto",
 ) -> Fused:
     """Adds up every rank's `x`, of shape (..., hidden), adds `bias` (hidden) and `residual` (as `x`) to the

@@ -7,6 +7,7 @@ import functools
 import inspect
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _scaled_matmul_reduce_scatter(
     use_fast_accum: bool = False,
 ) -> Any:
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
-    more = (output_shape, bias, result_scale, _dtype(out_dtype), use_fast_accum)
+    more: tuple[Any, ...] = (output_shape, bias, result_scale, _dtype(out_dtype), use_fast_accum)
     call = matmul_scatter.fused_scaled_matmul_reduce_scatter
     return call(A, B, A_scale, B_scale, reduce_op, *dims, group_of(group_name), *more)
 
@@ -126,7 +127,7 @@ def _all_reduce(A: Any, B: Any, reduce_op: str, group_name: str, *, algorithm: s
     return matmul_sum.matmul_all_reduce(A, B, reduce_op, group_of(group_name), algorithm=algorithm)
 
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "fused_all_gather_matmul": _all_gather_matmul,
     "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul,
     "fused_matmul_reduce_scatter": _matmul_reduce_scatter,
@@ -139,7 +140,7 @@ _IMPLEMENTATIONS = {
 
 
 # What is in the place of torch's operators, whose results lie in memory in another way.
-_AS_TORCH = {
+_AS_TORCH: dict[str, Callable[..., Any]] = {
     **_IMPLEMENTATIONS,
     "fused_all_gather_matmul": functools.partial(_all_gather_matmul, in_front=True),
     "fused_all_gather_scaled_matmul": functools.partial(_all_gather_scaled_matmul, in_front=True),
@@ -227,7 +228,7 @@ def _all_reduce_fake(A: Any, B: Any, reduce_op: str, group_name: str, *, algorit
     return A.new_empty((*A.shape[:-1], B.shape[1]))
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "fused_all_gather_matmul": _all_gather_matmul_fake,
     "fused_all_gather_scaled_matmul": _all_gather_scaled_matmul_fake,
     "fused_matmul_reduce_scatter": _matmul_reduce_scatter_fake,

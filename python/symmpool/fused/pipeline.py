@@ -257,6 +257,7 @@ def multiply_scatter(
             else:
                 out[here].add_(others[0][here])
     else:
+        assert others is not None
         product.make(given, scale, others[rank])
         current.wait_event(arrived[0])
         if reduce_op == "avg":

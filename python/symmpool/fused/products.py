@@ -54,6 +54,7 @@ class Product:
 
     @property
     def is_scaled(self) -> bool:
+        """Whether the matrices are of 8-bit floats, with scales."""
         return self.right_scale is not None
 
     def dtype_for(self, left: torch.Tensor) -> torch.dtype:
@@ -62,8 +63,9 @@ class Product:
 
     def make(self, left: torch.Tensor, left_scale: torch.Tensor | None, out: torch.Tensor | None) -> Any:
         """The product of rows, in `out` if that is given."""
-        if not self.is_scaled:
+        if self.right_scale is None:
             return torch.mm(left, self.right) if out is None else torch.mm(left, self.right, out=out)
+        assert left_scale is not None
         if not left.is_cuda and not all(each.numel() == 1 for each in (left_scale, self.right_scale)):
             return self._make_by_rows(left, left_scale, out)
         more = {"out": out} if out is not None else {}
@@ -81,6 +83,7 @@ class Product:
 
     def _make_by_rows(self, left: torch.Tensor, left_scale: Any, out: torch.Tensor | None) -> torch.Tensor:
         """The product with scales of rows or columns, which torch has none of on the CPU."""
+        assert self.right_scale is not None
         made = (left.float() * left_scale) @ (self.right.float() * self.right_scale)
         if self.bias is not None:
             made += self.bias
@@ -109,8 +112,9 @@ class Product:
         """The product with a range of the right matrix's columns."""
 
         def part(given: torch.Tensor | None, dim: int) -> torch.Tensor | None:
-            is_shared = given is None or given.numel() == 1
-            return given if is_shared else given.narrow(dim, begin, end - begin)
+            if given is None or given.numel() == 1:
+                return given
+            return given.narrow(dim, begin, end - begin)
 
         return dataclasses.replace(
             self,
@@ -149,7 +153,7 @@ def check_right(name: str, which: str, product: Product, left: torch.Tensor, inn
     for what, given in (("bias", bias), ("result scale", product.result_scale)):
         if given is not None and not isinstance(given, torch.Tensor):
             raise InvalidArgumentError(f"{name}: {what} of {which}: {described(given)}; it must be a tensor")
-    if product.is_scaled and scale.numel() not in (1, right.shape[1]):
+    if scale is not None and scale.numel() not in (1, right.shape[1]):
         raise InvalidArgumentError(
             f"{name}: scale of {which}: shape {tuple(scale.shape)}; it must have 1 element, or one for each "
             f"of {right.shape[1]} columns"
@@ -205,6 +209,7 @@ def check_alike(
 
 
 def check_reduce(name: str, reduce_op: Any) -> None:
+    """Refuses reductions other than "sum" and "avg": InvalidArgumentError."""
     if reduce_op not in ("sum", "avg"):
         raise InvalidArgumentError(f"{name}: reduce_op: {reduce_op!r} is none of 'sum' and 'avg'")
 
@@ -239,6 +244,7 @@ def fingerprint(*what: Any) -> int:
 
 
 def rows_of(shape: Any) -> int:
+    """How many rows a shape has: the product of all dimensions but the last."""
     return math.prod(shape[:-1])
 
 

@@ -167,7 +167,8 @@ def _aligned(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix that is aligned: itself, or a copy."""
     if _is_aligned(matrix):
         return matrix
-    return _empty(*matrix.shape, matrix, matrix.dtype).copy_(matrix)
+    rows, columns = matrix.shape
+    return _empty(rows, columns, matrix, matrix.dtype).copy_(matrix)
 
 
 def _aligned_batches(left: torch.Tensor) -> torch.Tensor:

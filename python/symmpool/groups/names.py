@@ -10,11 +10,14 @@ import operator
 import os
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["group_of", "name_of", "rank_in", "resolved", "sizes_or_none"]
 
@@ -27,7 +30,7 @@ _lock = threading.Lock()
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def name_of(group: Any) -> str:
+def name_of(group: GroupLike) -> str:
     """The text by which operators know a group, the same for as long as the group is there. A
     `Group` or a `Pool` gets its name here: the first is "symmpool:0"."""
     if group is None:
@@ -39,9 +42,10 @@ def name_of(group: Any) -> str:
                 name = f"symmpool:{next(_numbers)}"
                 _names[group], _named[name] = name, group
         return name
-    if not hasattr(group, "group_name"):
+    known: Any = group
+    if not hasattr(known, "group_name"):
         raise InvalidArgumentError(f"group: {group!r} has no name that operators could know it by")
-    return group.group_name
+    return known.group_name
 
 
 def group_of(name: Any) -> Any:

@@ -78,5 +78,6 @@ def seconds_of(timeout: Any) -> float | None:
 
 
 def description_of(group: Any) -> str:
+    """A process group's name and description, for messages."""
     name = getattr(group, "group_desc", None)
     return f"group {group.group_name!r} ({name})" if name else "its group"

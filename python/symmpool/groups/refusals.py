@@ -94,6 +94,7 @@ def _end_all() -> None:
         return
     end_waits()
     for thread in left:
+        assert thread.ident is not None  # it has run
         store.given_up.add(thread.ident)
     for thread in left:
         thread.join(LAST_WAIT)

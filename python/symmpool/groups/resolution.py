@@ -68,7 +68,7 @@ def _environment(options: dict[str, float]) -> Group:
 
 def resolve(argument: Any, timeout: float | None = None) -> Group:
     """The group that `Pool(group)` means. `timeout` is for a group that is made now, in seconds."""
-    options = {} if timeout is None else {"timeout": timeout}
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if argument is None:
         dist = distributed()
         initialized = dist is not None and dist.is_initialized()

@@ -79,22 +79,28 @@ class StoreAdapter:
         return f"{self._prefix}symmpool/{key}"
 
     def set(self, key: str, value: bytes, seconds: float) -> None:
+        """Writes a value. torch's store has a timeout of its own, so `seconds` is not used."""
         self._call(self._here().set, self._key(key), bytes(value))
 
     def get(self, key: str, seconds: float) -> bytes:
+        """A key's value, for which it waits up to `seconds`. Raises TimeoutError."""
         store, place = self._here(), self._key(key)
         self._wait(store, [place], seconds)
         return self._call(store.get, place)
 
     def add(self, key: str, delta: int, seconds: float) -> int:
+        """Adds to a counter, which is 0 at first; returns the sum."""
         return self._call(self._here().add, self._key(key), delta)
 
     def delete(self, key: str, seconds: float) -> bool:
+        """Removes a key; returns whether there was one."""
         return self._call(self._here().delete_key, self._key(key))
 
     def all_gather(
         self, key: str, rank: int, world: int, value: bytes, seconds: float, waited: float = 0.0
     ) -> list[bytes]:
+        """All ranks' values by rank, for which it waits up to `seconds`. Raises TimeoutError, PeerLostError
+        or DivergedError with the ranks that are missing, gone or of another world."""
         if world == 1:
             return [value]
         try:
@@ -154,9 +160,9 @@ class StoreAdapter:
         for peer, part in enumerate(parts):
             theirs = int.from_bytes(part[:HEADER], "little")
             if theirs != world:
-                error = DivergedError(f"rank {peer}'s world has {theirs} ranks, rank {rank}'s {world}")
-                error.ranks = (peer,)
-                raise error
+                differs = DivergedError(f"rank {peer}'s world has {theirs} ranks, rank {rank}'s {world}")
+                differs.ranks = (peer,)
+                raise differs
         self._met = True
         last.append(own)
         return [part[HEADER:] for part in parts]

@@ -146,6 +146,7 @@ class Program:
         return json.dumps(plan)
 
     def __call__(self, *_: Any, **__: Any) -> None:
+        """Raises TypeError: a program is compiled, and runs as an algorithm."""
         raise TypeError(
             f"{self.name} is a program, which runs as an algorithm: {self.name}.compile(world_size=...)"
         )
@@ -184,6 +185,7 @@ class Program:
 
     def _outputs_of(self, rank: int, chunks: int, world: int) -> list[list[list[int]]]:
         name = self.collective
+        assert not isinstance(self._collective, str)
         promised = self._collective.outputs(rank, world)
         try:
             outputs = [

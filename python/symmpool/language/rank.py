@@ -262,9 +262,11 @@ class Tracer:
         self.operations: list[dict[str, Any]] = []
 
     def buffer(self, owner: int, name: BufferName) -> Buffer:
+        """A rank's whole buffer."""
         return Buffer(self, owner, name, 0, self.chunks[name][owner])
 
     def add(self, op: str, **operands: Any) -> None:
+        """Adds an operation at the program's line. Raises PlanError where there are too many."""
         if len(self.operations) >= MOST_OPERATIONS:
             raise self.error("out_of_range", f"a program of more than {MOST_OPERATIONS} operations")
         entry: dict[str, Any] = {"op": op, **operands, "line": self.place()[1]}
@@ -284,4 +286,5 @@ class Tracer:
         return (found.f_code.co_filename, found.f_lineno) if found else (self.source, 0)
 
     def error(self, kind: str, why: str) -> PlanError:
+        """An error at the program's line."""
         return plan_error(kind, self.rank, self.place(), why)

@@ -12,13 +12,18 @@ import operator
 import reprlib
 import struct
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Block, Channels, Communicator, Group, Pool
 from symmpool.communicators import cache
 from symmpool.errors import DivergedError, Error, InvalidArgumentError
 from symmpool.groups import names, pool_registry, process_groups, resolution
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
 
@@ -42,7 +47,9 @@ def _sizes_of(sizes: Any) -> tuple[int, ...]:
         raise InvalidArgumentError(f"sizes: {sizes!r} are no sequence of lengths") from None
 
 
-def rendezvous(tensor: Any, group: Any = None, *, signal_pad_size: int = SIGNAL_PAD_SIZE) -> SymmetricMemory:
+def rendezvous(
+    tensor: torch.Tensor, group: GroupLike = None, *, signal_pad_size: int = SIGNAL_PAD_SIZE
+) -> SymmetricMemory:
     """A handle to every rank's copy of a torch tensor in a pool's memory. Collective: all ranks call
     it in the same place of their program with their copies; it commits the pool.
 
@@ -232,7 +239,7 @@ class SymmetricMemory:
         return self._pool.world
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device:
         """The memory's device."""
         return self._pad.device
 
@@ -277,16 +284,20 @@ class SymmetricMemory:
         """Bytes from the beginning of the buffer to the tensor's first element."""
         return self._offset
 
-    def get_buffer(self, rank: int, sizes: Any, dtype: Any, storage_offset: int = 0) -> Any:
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor:
         """A tensor over `rank`'s buffer, of these sizes, from element `storage_offset` on."""
         return self._view(rank, self._base, self._bytes, sizes, dtype, storage_offset, self._tensor)
 
-    def get_remote_tensor(self, peer: int, sizes: Any, dtype: Any) -> Any:
+    def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """`peer`'s copy of the tensor that the handle was made of, or as much as sizes say."""
         base, length = self._base + self._offset, self._bytes - self._offset
         return self._view(peer, base, length, sizes, dtype, 0, self._tensor)
 
-    def get_signal_pad(self, rank: int, sizes: Any = (), dtype: Any = None, storage_offset: int = 0) -> Any:
+    def get_signal_pad(
+        self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype | None = None, storage_offset: int = 0
+    ) -> torch.Tensor:
         """A tensor over `rank`'s signal pad; all of it, as uint32, unless `sizes` and `dtype` say
         otherwise."""
         dtype = self._torch.uint32 if dtype is None else dtype

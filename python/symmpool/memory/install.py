@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool import _symmpool
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import DeviceLike
 
 # torch's allocator object, once installed. torch calls it until the process ends.
 _installed: Any = None
@@ -117,7 +120,7 @@ def _current(torch: Any) -> int:
         raise UnsupportedError(f"device: torch has no CUDA device here ({error})") from error
 
 
-def memory_stats(device: Any = None) -> dict[str, int]:
+def memory_stats(device: DeviceLike | int = None) -> dict[str, int]:
     """The numbers of a device's memory under `install`: bytes `allocated` and `reserved` and their
     peaks (`peak_allocated`, `peak_reserved`), and counts: `allocs`, `frees`, `ooms`, `retries`
     (allocations served after free memory was given back), `segments`, `graphs` with memory of their
@@ -129,12 +132,12 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     return dict.fromkeys((*names, "retries", "graphs", "segments"), 0)
 
 
-def reset_peak_memory_stats(device: Any = None) -> None:
+def reset_peak_memory_stats(device: DeviceLike | int = None) -> None:
     """Begins the peaks of `memory_stats` anew."""
     _symmpool.process_reset_peaks(_device(device))
 
 
-def memory_summary(device: Any = None) -> str:
+def memory_summary(device: DeviceLike | int = None) -> str:
     """`memory_stats` as a table."""
     number = _device(device)
     stats = memory_stats(number)

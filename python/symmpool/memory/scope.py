@@ -76,7 +76,8 @@ class Scope:
         self._torch = torch
         self._device = int(device.partition(":")[2] or 0)
         self._slot = _symmpool.Slot(pool)
-        self._mempool = self._use = None
+        self._mempool: Any = None
+        self._use: Any = None
         if install.is_installed():
             # No MemPool: every allocation comes to us, and goes to the pool by itself.
             return

@@ -32,4 +32,5 @@ def window(group: Any, size: int, dtype: torch.dtype, device: Any) -> torch.Tens
         return pool.empty(size, dtype)
     # torch's allocator keeps what is freed, so that a program in its stride commits nothing.
     with pool:
-        return torch.empty(size, dtype=dtype, device=device)
+        made = torch.empty(size, dtype=dtype, device=device)
+    return made

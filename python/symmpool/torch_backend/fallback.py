@@ -57,11 +57,11 @@ def _in_group(kind: type) -> type:
             return super(found, self).allocate_tensor(size, dtype=dtype, device=device)
         return torch.empty(size, dtype=dtype, device=device)
 
-    methods = [_set_default_timeout]
+    methods: list[Callable[..., Any]] = [_set_default_timeout]
     # torch 2.8 and newer.
     if hasattr(kind, "allocate_tensor"):
         methods += [supports_tensor_alloc, allocate_tensor]
-    found = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
+    found: Any = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
     return found
 
 
@@ -80,7 +80,8 @@ def _gloo_devices(process: int, interfaces: str | None) -> list[Any]:
 
 
 def _gloo_options(timeout: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
     # As torch has it where it makes the devices.
     options._threads = 2 * len(options._devices)
@@ -162,6 +163,7 @@ class FallbackBackends:
     def _nccl(self, timeout: Any) -> Any:
         options = self._options if self._options is not None else dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        assert _Nccl is not None  # it is among the group's backends
         return _Nccl(self.meeting("nccl", self._store), *self._place, options)
 
     def begin(self, channel: tuple[int, int], tensor: torch.Tensor) -> Any:

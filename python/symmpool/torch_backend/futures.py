@@ -25,7 +25,7 @@ def for_caller(future: Any, work: Any, results: list[Any]) -> Any:
         # Such a future knows no streams: the current one waits.
         work.wait()
     failed = torch.zeros((), dtype=torch.int32, device="cpu")
-    ready = torch.futures.Future()
+    ready: torch.futures.Future = torch.futures.Future()
 
     def complete(done: Any) -> None:
         try:

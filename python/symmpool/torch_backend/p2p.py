@@ -207,6 +207,6 @@ class _SelfWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         self.wait()
-        future = torch.futures.Future(devices=[self._tensor.device])
+        future: torch.futures.Future = torch.futures.Future(devices=[self._tensor.device])
         future.set_result([self._tensor])
         return future

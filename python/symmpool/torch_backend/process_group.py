@@ -90,7 +90,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
             super().__init__(store, rank, size)
         except TypeError:
             # Before 2.12 or so torch makes no derived objects so; those made thus know no store.
-            super().__init__(rank, size)
+            super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
         self._store, self._timeout = store, timeout
         # Asking torch's object takes as long as the rest of a small call's way through this one.
         self._rank, self._size = rank, size
@@ -137,6 +137,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         self.timeout_is(timeout)
 
     def getBackendName(self) -> str:
+        """ "symmpool"."""
         return NAME
 
     def get_group_store(self) -> Any:
@@ -193,9 +194,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
             share_sms(number_of(device))
         note(operation, name)
 
-    # Collectives that ours serves. Two names for one call are those of older and newer torch.
+    # Collectives that ours serves. Two names for one call are those of older and newer torch. torch's stubs
+    # have several signatures for some of them, all of which these take.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Reduces a list of one tensor in place."""
         opts = opts if opts is not None else dist.AllreduceOptions()
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
@@ -204,12 +207,14 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
             work = self._run("all_reduce", opts, tensors[0], plans.all_reduce, tensors[0], op, self._size)
         return work if work is not None else self._pass("all_reduce", "allreduce", tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:  # type: ignore[override]
+        """Sends the root's tensor to all ranks."""
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         return self._run_one("broadcast", tensors, opts, plans.broadcast, opts.rootRank, self._rank)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Reduces a list of one tensor, into the root's."""
         opts = opts if opts is not None else dist.ReduceOptions()
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
@@ -224,6 +229,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         return self._run_one("reduce", tensors, opts, plans.reduce, *given)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """Gathers all ranks' `input` in `output`, which has as many times its elements as there are ranks."""
         opts, name = opts if opts is not None else AllgatherOptions(), "all_gather_into_tensor"
         work = None
         if self._moves(output):
@@ -233,22 +239,27 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        """Reduces all ranks' `input`, and leaves this rank's part of it in `output`."""
         opts, name = opts if opts is not None else dist.ReduceScatterOptions(), "reduce_scatter_tensor"
         op, work = operation(opts.reduceOp), None
         if op is not None and self._moves(output):
             work = self._run(name, opts, output, plans.reduce_scatter_tensor, output, input, op, self._size)
         return work if work is not None else self._pass(name, "_reduce_scatter_base", output, input, opts)
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Gathers all ranks' tensor in a list of as many tensors."""
         opts, work = opts if opts is not None else AllgatherOptions(), None
         if len(inputs) == len(outputs) == 1 and self._moves(inputs[0]):
             given = (outputs[0], inputs[0], self._size)
             work = self._run("allgather", opts, inputs[0], plans.all_gather, *given)
         return work if work is not None else self._pass("allgather", "allgather", outputs, inputs, opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        """Reduces lists of tensors, and leaves this rank's one in the output."""
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         op, name, work = operation(opts.reduceOp), "reduce_scatter", None
         if op is not None and len(outputs) == len(inputs) == 1 and self._moves(outputs[0]):
@@ -260,6 +271,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     # one tensor, which need not be looked at twice.
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Reduces several tensors in place, each by itself."""
         opts, work = opts if opts is not None else dist.AllreduceCoalescedOptions(), None
         if len(tensors) == 1:
             return self.allreduce(tensors, opts)
@@ -271,6 +283,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         return work if work is not None else self._pass(name, name, tensors, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Several gathers as `all_gather_single` makes them."""
         opts, work = opts if opts is not None else AllgatherOptions(), None
         if len(outputs) == len(inputs) == 1:
             return self.all_gather_single(outputs[0], inputs[0], opts)
@@ -284,6 +297,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Several reduce-scatters as `reduce_scatter_single` makes them."""
         opts, work = opts if opts is not None else dist.ReduceScatterOptions(), None
         if len(outputs) == len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
@@ -298,6 +312,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
+        """Sends a list of one tensor to a rank of the group."""
         self._check_peer("send", to)
         if self._messages.fits(tensors, to, tag) and self._has_mailbox():
             return self._host_message("send", tensors[0], to, tag)
@@ -306,6 +321,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         return self._point_to_point("send", tensors[0], to)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
+        """Receives a list of one tensor from a rank of the group."""
         self._check_peer("recv", source)
         if self._messages.fits(tensors, source, tag) and self._has_mailbox():
             return self._host_message("recv", tensors[0], source, tag)
@@ -314,6 +330,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         return self._point_to_point("recv", tensors[0], source)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> dist.Work:
+        """Receives a list of one tensor from whichever rank sends first."""
         if self._messages.fits(tensors, None, tag) and self._has_mailbox():
             return self._host_message("recv", tensors[0], None, tag)
         return self._message("recv_anysource", "from any rank", tensors, (), tag)
@@ -339,6 +356,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         """A message that the group's mailbox carries."""
         self._served.refuse_at_end(self)
         if operation == "send":
+            assert peer is not None
             work = self._messages.send(tensor, peer, tag)
         else:
             work = self._messages.recv(tensor, peer, tag)
@@ -384,7 +402,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         self._served.refuse_at_end(self)
         self._batch = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work | None:
+    def _end_coalescing(  # type: ignore[override]
+        self, device: torch.device
+    ) -> dist.Work | None:
         works, self._batch = self._batch, None
         return joined(works) if works else None
 
@@ -407,6 +427,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
+        """Exchanges parts of one tensor. Splits are elements of the first dimension; empty ones are equal
+        parts."""
         opts, work = opts if opts is not None else dist.AllToAllOptions(), None
         if self._moves(output):
             given = (output, input, list(output_splits) or None, list(input_splits) or None)
@@ -417,16 +439,18 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         arguments = (output, input, output_splits, input_splits, opts)
         return self._pass("all_to_all_single", "alltoall_base", *arguments)
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Gathers all ranks' tensor in the root's list."""
         opts, work = opts if opts is not None else dist.GatherOptions(), None
         if len(inputs) == 1 and self._moves(inputs[0]):
             given = (inputs[0], outputs[0] if outputs else None, opts.rootRank, self._rank, self._size)
             work = self._run("gather", opts, inputs[0], plans.gather, *given)
         return work if work is not None else self._pass("gather", "gather", outputs, inputs, opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Sends each rank one tensor of the root's list."""
         opts, work = opts if opts is not None else dist.ScatterOptions(), None
         if len(outputs) == 1 and self._moves(outputs[0]):
             given = (outputs[0], inputs[0] if inputs else None, opts.rootRank, self._rank, self._size)
@@ -434,6 +458,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         return work if work is not None else self._pass("scatter", "scatter", outputs, inputs, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Exchanges lists of tensors, one for each rank."""
         opts, work = opts if opts is not None else dist.AllToAllOptions(), None
         first = layout.first_tensor((outputs, inputs))
         first = torch.empty(0) if first is None else first
@@ -443,6 +468,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         return work if work is not None else self._pass("alltoall", "alltoall", outputs, inputs, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        """Returns Work that is done once every rank has called it."""
         opts = opts if opts is not None else dist.BarrierOptions()
         device = getattr(opts, "device", None)
         if device is None or device.type != "cuda" or "cuda" not in self._names:
@@ -454,6 +480,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
             return self._rest.barrier(opts)
         note("barrier", NAME)
         entry = cache.look_up(None, self, number_of(device))
+        assert entry is not None  # this process is a member
         if getattr(opts, "asyncOp", True):
             return BarrierWork(entry.begin(entry.comm.barrier, (), []), entry.comm.synchronize)
         entry.run(entry.comm.barrier, (), [], False)
@@ -507,7 +534,9 @@ def _passes(method: str) -> Any:
 
 # A method that classes derived from ProcessGroup have in some versions of torch.
 if hasattr(dist.ProcessGroup, "allgather_coalesced"):
-    SymmpoolProcessGroup.allgather_coalesced = _passes("allgather_coalesced")
+    SymmpoolProcessGroup.allgather_coalesced = _passes(  # type: ignore[method-assign]
+        "allgather_coalesced"
+    )
 
 
 opaque(ServedCalls)

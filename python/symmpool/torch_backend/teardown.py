@@ -34,8 +34,8 @@ def await_server(store: Any) -> None:
             gone.register(stack.enter_context(link), select.POLLRDHUP)
         # Those to a server that went before are of groups that the program still holds.
         dead = gone.poll(0)
-        for link, _ in dead:
-            gone.unregister(link)
+        for descriptor, _ in dead:
+            gone.unregister(descriptor)
         if len(dead) < len(links):
             gone.poll(LONGEST_WAIT * 1000)
 

@@ -59,6 +59,7 @@ class TorchWork(dist.Work):
         self._work = work
 
     def wait(self, timeout: Any = None) -> bool:
+        """Waits as the Work that it stands for. Tensors that torch would wait for are waited for no more."""
         if is_let_go(self):
             return True
         if self not in _registered:
@@ -69,22 +70,28 @@ class TorchWork(dist.Work):
             unregister(self, self._work._results)
 
     def synchronize(self) -> None:
+        """The same as `wait()`."""
         self.wait()
 
     def is_completed(self) -> bool:
+        """Whether the call is over. It never waits."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
+        """Whether the call is over and did not fail. It never waits."""
         return self._work.is_success()
 
     def exception(self) -> Any:
+        """The call's error, else None. It never waits."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
+        """The tensors that the call writes."""
         return self._work.result()
 
     def get_future(self) -> torch.futures.Future:
-        return for_caller(self._work.get_future(), self._work, getattr(self._work, "_results", ()))
+        """torch's future of the results."""
+        return for_caller(self._work.get_future(), self._work, getattr(self._work, "_results", []))
 
 
 @opaque
@@ -96,6 +103,7 @@ class BarrierWork(TorchWork):
         self._synchronize = synchronize
 
     def wait(self, timeout: Any = None) -> bool:
+        """Waits for the barrier; the host waits for the device too, as with NCCL's."""
         done = super().wait(timeout)
         self._synchronize()
         return done
@@ -124,7 +132,8 @@ def unregister(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
         return
     _registered.discard(work)
     for tensor in tensors:
-        _popped.works = popped = []
+        popped: list[Any] = []
+        _popped.works = popped
         try:
             with torch.no_grad():
                 torch.ops._c10d_functional.wait_tensor(tensor)
@@ -144,26 +153,32 @@ class DoneWork(dist.Work):
         self._results, self._device = results, device
 
     def wait(self, timeout: Any = None) -> bool:
+        """Returns True at once."""
         return True
 
     def synchronize(self) -> None:
-        pass
+        """Returns at once."""
 
     def is_completed(self) -> bool:
+        """True."""
         return True
 
     def is_success(self) -> bool:
+        """True."""
         return True
 
     def exception(self) -> Any:
+        """None."""
         return None
 
     def result(self) -> list[torch.Tensor]:
+        """The tensors that the call has written."""
         return self._results
 
     def get_future(self) -> torch.futures.Future:
-        devices = [self._device] if self._device.type == "cuda" else None
-        future = torch.futures.Future(devices=devices)
+        """torch's future of the results, which is completed."""
+        devices: list[Any] | None = [self._device] if self._device.type == "cuda" else None
+        future: torch.futures.Future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return for_caller(future, self, self._results)
 
@@ -181,6 +196,8 @@ class CopyingWork(TorchWork):
         self._lock = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
+        """Waits for the call, and copies its results to where the program wants them, once. Raises
+        TimeoutError."""
         try:
             # torch's own takes no None.
             done = self._work.wait() if timeout is None else self._work.wait(timeout)
@@ -195,6 +212,7 @@ class CopyingWork(TorchWork):
         return done
 
     def result(self) -> Any:
+        """Waits, and returns the tensors of the program."""
         self.wait()
         return self._results
 
@@ -202,6 +220,8 @@ class CopyingWork(TorchWork):
         return self._work._source_rank()
 
     def get_future(self) -> torch.futures.Future:
+        """torch's future of the tensors of the program, for which its callbacks wait."""
+
         def copied(_: Any) -> Any:
             self.wait()
             return self._results

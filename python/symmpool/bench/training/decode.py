@@ -36,7 +36,7 @@ class Decoding:
         drawn = torch.Generator().manual_seed(1)
         shape = (options.decode_batch, options.prompt)
         prompt = torch.randint(options.vocabulary, shape, generator=drawn).to(meeting.device)
-        self.graph = None
+        self.graph: Any = None
         # Steps are given these tokens, and not what the step before has decoded: with random weights that is
         # another sequence as soon as a logit is rounded in another way, and nothing could be compared.
         shape = (options.tokens, options.decode_batch)

@@ -57,7 +57,8 @@ def compile_options(fused: str | None) -> dict[str, Any]:
     if fused == "torch":
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        enable_symm_mem_for_group(torch.distributed.group.WORLD.group_name)
+        whole: Any = torch.distributed.group.WORLD
+        enable_symm_mem_for_group(whole.group_name)
         return {"_micro_pipeline_tp": True}
     return {}
 

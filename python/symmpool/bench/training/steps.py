@@ -124,7 +124,7 @@ class Training:
         tokens = [torch.randint(options.vocabulary, shape, generator=drawn) for _ in range(4)]
         self.tokens = [each.to(meeting.device) for each in tokens]
         # Once for both libraries; `loss_parallel` sums over parts of the vocabulary.
-        self.losses_in = contextlib.nullcontext
+        self.losses_in: Callable[[], Any] = contextlib.nullcontext
         if kind in ("tp", "tp_compiled"):
             from torch.distributed.tensor.parallel import loss_parallel
 

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.inductor.graphs import VIEWS, c10d, fits, is_static, keeps_rows, made, remove, waits_of
+from symmpool.fused.inductor.graphs import (
+    VIEWS,
+    arguments_of,
+    c10d,
+    fits,
+    is_static,
+    keeps_rows,
+    made,
+    remove,
+    waits_of,
+)
 from symmpool.fused.operators import has_ours
 from symmpool.fused.tensor_cores import MOST_PRODUCTS
 
@@ -58,7 +68,7 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
     shapes = [(*whole.shape[:-1], each.meta["val"].shape[1]) for each in products]
     values = whole.new_empty(whole.shape), [whole.new_empty(shape) for shape in shapes]
     with graph.inserting_before(wait):
-        rights = [_brought(graph, each.args[1], order, here) for each in products]
+        rights = [_brought(graph, arguments_of(each)[1], order, here) for each in products]
         is_used = _is_used_by_others(found.whole, products)
         target = torch.ops.symmpool.fused_all_gather_matmul.default
         call = made(graph, target, (found.shard, rights, found.dim, found.group), values)
@@ -82,7 +92,7 @@ def _gather_of(wait: Node) -> _Gather | None:
     gather = wait.args[0]
     if not isinstance(gather, Node) or gather.target != c10d.all_gather_into_tensor.default:
         return None
-    shard, world, group = gather.args
+    shard, world, group = arguments_of(gather)
     if len(gather.users) != 1 or not isinstance(group, str) or not isinstance(shard, Node):
         return None
     whole, dim = _concatenated(wait, world)
@@ -105,15 +115,17 @@ def _concatenated(wait: Node, world: int) -> tuple[Node, int]:
     size = wait.meta["val"].shape[0] // world
     if not is_whole or split.args[1:] not in ((size,), (size, 0)):
         return wait, 0
-    return whole, whole.args[1] % wait.meta["val"].dim()
+    return whole, arguments_of(whole)[1] % wait.meta["val"].dim()
 
 
 def _products(node: Node) -> list[Node]:
     """The products whose left matrix has the rows of a node."""
     found = []
     for user in node.users:
-        if user.target == _aten.mm.default and user.args[0] is node and is_static(user.args[1].meta["val"]):
-            found.append(user)
+        if user.target == _aten.mm.default:
+            left, right = arguments_of(user)
+            if left is node and is_static(right.meta["val"]):
+                found.append(user)
         elif keeps_rows(user):
             found += _products(user)
     return found
@@ -140,5 +152,5 @@ def _brought(graph: Graph, node: Node, order: dict[Node, int], here: int) -> Nod
     """A right matrix at the graph's place of insertion, to which views are brought."""
     if order.get(node, here) < here:
         return node
-    base = _brought(graph, node.args[0], order, here)
+    base = _brought(graph, arguments_of(node)[0], order, here)
     return made(graph, node.target, (base, *node.args[1:]), node.meta["val"])

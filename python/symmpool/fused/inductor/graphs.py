@@ -11,11 +11,16 @@ from torch.fx import Graph, Node
 
 from symmpool.fused.tensor_cores import LEAST_ROWS
 
-__all__ = ["VIEWS", "c10d", "fits", "is_static", "keeps_rows", "made", "remove", "waits_of"]
+__all__ = ["VIEWS", "arguments_of", "c10d", "fits", "is_static", "keeps_rows", "made", "remove", "waits_of"]
 
 _aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 #: Calls that give the same elements another shape.
 VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+
+
+def arguments_of(node: Node) -> tuple[Any, ...]:
+    """The arguments of a node. To torch's types each may be anything; patterns look at what it is."""
+    return node.args
 
 
 def waits_of(graph: Graph) -> list[Node]:
@@ -54,9 +59,10 @@ def keeps_rows(node: Node) -> bool:
     """Whether a node is a view of another one in which rows are rows."""
     if node.target not in VIEWS:
         return False
-    value, viewed = node.meta.get("val"), node.args[0].meta.get("val")
-    are_tensors = isinstance(value, torch.Tensor) and isinstance(viewed, torch.Tensor)
-    return are_tensors and value.shape[-1:] == viewed.shape[-1:]
+    value, viewed = node.meta.get("val"), arguments_of(node)[0].meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(viewed, torch.Tensor):
+        return False
+    return value.shape[-1:] == viewed.shape[-1:]
 
 
 def remove(graph: Graph, waits: Sequence[Node]) -> int:
@@ -67,7 +73,7 @@ def remove(graph: Graph, waits: Sequence[Node]) -> int:
     graph.eliminate_dead_code()
     # Collectives count as needed, so they are taken away by hand, the last one first.
     for wait in reversed(waits):
-        for each in (wait, *wait.args):
+        for each in (wait, *arguments_of(wait)):
             if not each.users:
                 graph.erase_node(each)
     graph.eliminate_dead_code()

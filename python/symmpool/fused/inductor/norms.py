@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.inductor.graphs import VIEWS, c10d, made, remove, waits_of
+from symmpool.fused.inductor.graphs import VIEWS, arguments_of, c10d, made, remove, waits_of
 from symmpool.fused.operators import has_ours
 
 __all__ = ["fuse_norms"]
@@ -110,9 +110,9 @@ def _fits(total: Node, residual: Node | None, weight: Node) -> bool:
     return True
 
 
-def _only(node: Node, target: Any) -> Node | None:
-    """The one user of a node, if it calls `target`."""
-    users = list(node.users)
+def _only(node: Node | None, target: Any) -> Node | None:
+    """The one user of a node, if there is one and it calls `target`."""
+    users = list(node.users) if node is not None else []
     targets = target if isinstance(target, tuple) else (target,)
     return users[0] if len(users) == 1 and users[0].target in targets else None
 
@@ -143,8 +143,10 @@ def _norm_of_wide(wide: Node, value: torch.Tensor) -> _Norm | None:
             continue
         shifted = _only(mean, _ADDS)
         eps = shifted.args[1] if shifted is not None and not shifted.kwargs else None
-        root = _only(shifted, _aten.rsqrt.default) if isinstance(eps, (int, float)) else None
-        normed = _only(root, _aten.mul.Tensor) if root is not None else None
+        if not isinstance(eps, (int, float)):
+            continue
+        root = _only(shifted, _aten.rsqrt.default)
+        normed = _only(root, _aten.mul.Tensor)
         if normed is None or set(normed.args) != {wide, root}:
             continue
         found = _weighted(normed, value.dtype)
@@ -161,16 +163,16 @@ def _weighted(normed: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
         product = _only(rounded, _aten.mul.Tensor)
         return (_factor(product, rounded), product) if product is not None else None
     product = _only(normed, _aten.mul.Tensor)
-    rounded = _only(product, convert) if product is not None else None
-    if rounded is None or rounded.args[1] != dtype:
+    rounded = _only(product, convert)
+    if product is None or rounded is None or rounded.args[1] != dtype:
         return None
     weight = _factor(product, normed)
     # A weight that is widened first, or by the multiplication.
     if weight.target == convert and weight.args[1] == torch.float32:
-        weight = weight.args[0]
+        weight = arguments_of(weight)[0]
     return weight, rounded
 
 
 def _factor(product: Node, known: Node) -> Node:
-    one, other = product.args
+    one, other = arguments_of(product)
     return other if one is known else one

@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.inductor.graphs import c10d, fits, is_static, keeps_rows, made, remove, waits_of
+from symmpool.fused.inductor.graphs import (
+    arguments_of,
+    c10d,
+    fits,
+    is_static,
+    keeps_rows,
+    made,
+    remove,
+    waits_of,
+)
 from symmpool.fused.operators import has_ours
 from symmpool.fused.tensor_cores import MOST_PRODUCTS
 
@@ -48,7 +57,8 @@ def _fuse(graph: Graph, wait: Node) -> bool:
     with graph.inserting_before(wait):
         lefts = []
         for product in products:
-            left, value = product.args[0], product.args[0].meta["val"]
+            left = arguments_of(product)[0]
+            value = left.meta["val"]
             shape = [*leading, value.shape[1]]
             lefts.append(made(graph, _aten.reshape.default, (left, shape), value.reshape(shape)))
         rights = [product.args[1] for product in products]
@@ -63,7 +73,7 @@ def _scatter_of(wait: Node) -> _Scatter | None:
     scatter = wait.args[0]
     if not isinstance(scatter, Node) or scatter.target != c10d.reduce_scatter_tensor.default:
         return None
-    given, op, world, group = scatter.args
+    given, op, world, group = arguments_of(scatter)
     if len(scatter.users) != 1 or op not in ("sum", "avg") or not isinstance(group, str):
         return None
     whole, dim = _split(given, world)
@@ -75,14 +85,14 @@ def _split(given: Any, world: int) -> tuple[Any, int]:
     that."""
     if not isinstance(given, Node) or given.target != _aten.cat.default or given.args[1:] not in ((), (0,)):
         return given, 0
-    parts = given.args[0]
+    parts = arguments_of(given)[0]
     split = parts[0].args[0] if parts[0].target is operator.getitem else None
     if split is None or split.target != _aten.split.Tensor or len(split.args) != 3 or given.kwargs:
         return given, 0
     wanted = [(split, nth) for nth in range(world)]
     if [part.args for part in parts] != wanted or any(part.target is not operator.getitem for part in parts):
         return given, 0
-    whole, size, dim = split.args
+    whole, size, dim = arguments_of(split)
     value = whole.meta.get("val")
     # Where sizes are not known, that of a part is a node.
     if not isinstance(size, int) or not isinstance(value, torch.Tensor) or value.shape[dim] != size * world:
@@ -100,13 +110,13 @@ def _products(node: Any) -> list[Node] | None:
     if not isinstance(value, torch.Tensor):
         return None
     if node.target == _aten.mm.default:
-        return [node] if is_static(node.args[0].meta["val"], value) else None
+        return [node] if is_static(arguments_of(node)[0].meta["val"], value) else None
     if keeps_rows(node):
         return _products(node.args[0])
     if node.target != _aten.add.Tensor or node.kwargs:
         return None
     found: list[Node] = []
-    for each in node.args:
+    for each in arguments_of(node):
         products = _products(each)
         if products is None or (each.meta["val"].shape, each.meta["val"].dtype) != (value.shape, value.dtype):
             return None
