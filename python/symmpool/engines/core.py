@@ -51,6 +51,7 @@ class EnginePool:
         return self.pool._scope().mempool
 
     def holds(self, tensor: Any) -> bool:
+        """Whether a tensor of torch lies in the pool's memory."""
         return self.pool.owns(tensor.untyped_storage().data_ptr())
 
 

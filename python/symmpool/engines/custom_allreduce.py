@@ -129,6 +129,7 @@ class CustomAllreduce:
         if not self.should_custom_all_gather(inp):
             return None
         out = inp.new_empty((inp.shape[0] * self.world_size, *inp.shape[1:]))
+        assert self._comm is not None  # it serves
         self._comm.all_gather_into_tensor(out, inp)
         return out
 
@@ -150,6 +151,7 @@ class CustomAllreduce:
         if not self.should_custom_reduce_scatter(inp):
             return None
         out = inp.new_empty((inp.shape[0] // self.world_size, *inp.shape[1:]))
+        assert self._comm is not None  # it serves
         self._comm.reduce_scatter_tensor(out, inp, "sum")
         return out
 

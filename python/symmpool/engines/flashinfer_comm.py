@@ -230,14 +230,15 @@ def allreduce_fusion(
     quant = None
     if pattern in _STATIC:
         if not isinstance(scale_factor, torch.Tensor):
+            assert scale_factor is not None  # the pattern needs it
             scale_factor = torch.full((1,), float(scale_factor), dtype=torch.float32, device=input.device)
         quant = fused.fp8_static(scale_factor.reshape(1))
     elif pattern in _DYNAMIC:
         quant = fused.fp8_per_token(scale_out)
     norm = norm_out if pattern in _NORM_TOO else None
     # A norm beside 8-bit floats has memory of its own.
-    in_place = norm is not None and norm.data_ptr() == input.data_ptr()
-    separate = torch.empty_like(input) if in_place else norm
+    own = norm if norm is not None and norm.data_ptr() == input.data_ptr() else None
+    separate = torch.empty_like(input) if own is not None else norm
     made = fused.all_reduce_rms_norm(
         input,
         residual_in,
@@ -251,8 +252,8 @@ def allreduce_fusion(
         group=workspace.group,
         algorithm={None: "auto", True: "one_shot", False: "two_shot"}[use_oneshot],
     )
-    if in_place:
-        norm.copy_(separate)
+    if own is not None and separate is not None:
+        own.copy_(separate)
     if norm is not None and workspace.backend != "mnnvl":
         return norm
     return made.out
@@ -273,7 +274,7 @@ def _check(workspace: Any, pattern: int, *given: Any) -> None:
             "its norm, and 8-bit floats of that with a scale that is given or one for each token"
         )
     residual_in, rms_gamma, quant_out, scale_factor, scale_out, norm_out = given
-    needed = {}
+    needed: dict[str, Any] = {}
     if pattern != AllReduceFusionPattern.kAllReduce:
         needed |= {"residual_in": residual_in, "rms_gamma": rms_gamma}
     if pattern in _STATIC:

@@ -258,6 +258,8 @@ class PrepareAndFinalize:
         # Until what the call has left is copied: the next dispatch writes where received rows lie.
         with buffer.in_turn():
             received, handle, _ = buffer._dispatch(door, asked)
+            # Rows by rank come with both.
+            assert received.topk_ids is not None and received.topk_weights is not None
             self._handles[batch] = handle
             first = buffer.rank * buffer.local_experts
             # Experts of another rank, which kernels leave out by the map of experts.

@@ -68,8 +68,8 @@ def install_custom_allreduce() -> None:
     """Makes SGLang use this package's all-reduces for groups that it makes from now on. Where SGLang chooses
     its `CustomAllReduceV2`, groups have a class derived from that, so models that ask for the class lose
     nothing; elsewhere `CustomAllreduce`."""
-    module = importlib.import_module(ALL_REDUCE)
-    theirs = getattr(module, "dispatch_custom_allreduce", None)
+    module: Any = importlib.import_module(ALL_REDUCE)
+    theirs: Any = getattr(module, "dispatch_custom_allreduce", None)
     if getattr(theirs, "is_of_symmpool", False):
         return
     try:
@@ -111,7 +111,7 @@ def is_symmetric_memory_enabled() -> bool:
     """SGLang's option `enable_symm_mem`; false before it is set."""
     try:
         # Since 0.5.17; the older way raises there.
-        context = sys.modules.get("sglang.srt.runtime_context")
+        context: Any = sys.modules.get("sglang.srt.runtime_context")
         if hasattr(context, "get_exec"):
             return bool(context.get_exec().comm.enable_symm_mem)
         arguments = sys.modules.get("sglang.srt.server_args")

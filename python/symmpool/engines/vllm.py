@@ -49,7 +49,8 @@ def install_custom_allreduce() -> None:
     """Makes vLLM use this package's `CustomAllreduce` for groups that it makes from now on. vLLM 0.33 asks
     FlashInfer before it, where that is installed and VLLM_ALLREDUCE_USE_FLASHINFER is not 0: then
     `flashinfer_comm.install()` is needed besides, and a warning says so where it is missing."""
-    importlib.import_module(ALL_REDUCE).CustomAllreduce = CustomAllreduce
+    module: Any = importlib.import_module(ALL_REDUCE)
+    module.CustomAllreduce = CustomAllreduce
     if asks_flashinfer_first() and not _serves_flashinfer():
         logger.warning(
             "symmpool: vLLM asks FlashInfer for all-reduces before symmpool's; call "
@@ -59,7 +60,7 @@ def install_custom_allreduce() -> None:
 
 def asks_flashinfer_first() -> bool:
     """Whether vLLM in this process asks FlashInfer before its custom all-reduce."""
-    variables = sys.modules.get("vllm.envs")
+    variables: Any = sys.modules.get("vllm.envs")
     if not hasattr(variables, "VLLM_ALLREDUCE_USE_FLASHINFER"):
         return False
     # Each is a reason for vLLM to do without it.

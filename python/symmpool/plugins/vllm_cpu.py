@@ -50,7 +50,7 @@ class Collectives:
 @functools.cache
 def communicator_class() -> type:
     """vLLM's class with `Collectives` in the groups of tensor parallelism."""
-    base = importlib.import_module(_THEIRS).CpuCommunicator
+    base: Any = importlib.import_module(_THEIRS).CpuCommunicator
 
     class CpuCommunicator(base):  # type: ignore[misc]
         """As vLLM's. Construction is collective."""
