@@ -2,7 +2,8 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | here | the calls on blocks |
+//! | here | the collectives as methods, on blocks |
+//! | `request` | the door of all collectives: a call is one value |
 //! | `make` | how one is made |
 //! | `options` | how a communicator behaves |
 //! | `slices` | the same calls on ordinary memory |
@@ -45,6 +46,7 @@ mod peers;
 mod raw;
 mod refusal;
 mod registry;
+mod request;
 mod slices;
 mod splits;
 
@@ -60,13 +62,14 @@ use crate::host::HostOneSided;
 use crate::types::timeout::Timeout;
 use crate::{CommunicatorMemory, Element, Place, ReduceOp, StandardCollective};
 pub use channel_set::ChannelSet;
+use choice::Choices;
 pub use choice::Selector;
-use choice::{Choices, Request};
-use engine::Engine;
+use engine::AnyEngine;
 pub use experts::{ExpertBuffer, ReceivedParts};
 pub use explain::{CallPlan, Explanation};
 pub use options::CommunicatorOptions;
 use refusal::Shared;
+pub use request::{Callee, Request};
 pub use splits::Splits;
 
 /// Collectives between the ranks of a [`Pool`], on its blocks and on ordinary slices.
@@ -146,9 +149,9 @@ pub struct Communicator {
 
 /// What only one call at a time may use.
 struct Inner {
-    engine: Engine,
+    engine: AnyEngine,
     choices: Choices,
-    /// The windows of some earlier commit; see [`Communicator::place`].
+    /// The windows of some earlier commit; see [`Communicator::place_block`].
     windows: Arc<Windows>,
 }
 
@@ -191,16 +194,7 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.fits("all_reduce", out.len(), Some(input.len()), stream)?;
-        let (from, to) =
-            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
-        let (collective, count) = (StandardCollective::AllReduce, input.len());
-        let request = Request { op, ..Request::new(collective, (from, to), count, T::DTYPE) };
-        // SAFETY: both blocks are borrowed, so live and mapped, for this length. Whoever else
-        // touches them meanwhile, here or on a peer, does so through raw pointers as well: there
-        // are no references into blocks.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::new(StandardCollective::AllReduce, out, input).op(op), stream)
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.
@@ -211,16 +205,7 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.fits("reduce_scatter", input.len(), self.parts(out.len()), stream)?;
-        let (from, to) =
-            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
-        let request = Request {
-            op,
-            ..Request::new(StandardCollective::ReduceScatter, (from, to), out.len(), T::DTYPE)
-        };
-        // SAFETY: as in `all_reduce_into`; the input has `world` times the output's length.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::new(StandardCollective::ReduceScatter, out, input).op(op), stream)
     }
 
     /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts. On devices,
@@ -232,26 +217,12 @@ impl Communicator {
         input: &Block<T>,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.fits("all_gather", out.len(), self.parts(input.len()), stream)?;
-        let (from, to) =
-            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
-        let request =
-            Request::new(StandardCollective::AllGather, (from, to), input.len(), T::DTYPE);
-        // SAFETY: as in `all_reduce_into`; the output has `world` times the input's length.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::new(StandardCollective::AllGather, out, input), stream)
     }
 
     /// Copies the root's `x` into every other rank's.
     pub fn broadcast<T: Element>(&self, x: &Block<T>, root: u32, stream: &Stream) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        let place = self.place(&mut inner, x, stream)?;
-        let request = Request {
-            root,
-            ..Request::new(StandardCollective::Broadcast, (place, place), x.len(), T::DTYPE)
-        };
-        // SAFETY: as in `all_reduce_into`.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::new(StandardCollective::Broadcast, x, x).root(root), stream)
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`. Both have the
@@ -264,15 +235,7 @@ impl Communicator {
         input: &Block<T>,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        let count = input.len() / self.world() as usize;
-        inner.engine.fits("all_to_all", input.len(), self.parts(count), stream)?;
-        inner.engine.fits("all_to_all", out.len(), Some(input.len()), stream)?;
-        let (from, to) =
-            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
-        let request = Request::new(StandardCollective::AllToAll, (from, to), count, T::DTYPE);
-        // SAFETY: as in `all_reduce_into`; both have `world` times this length.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::new(StandardCollective::AllToAll, out, input), stream)
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]`
@@ -289,12 +252,11 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         inner.holds("input", input.len(), input_split_sizes, stream)?;
         inner.holds("output", out.len(), output_split_sizes, stream)?;
-        let (from, to) =
-            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let places = self.places(&mut inner, input, out, stream)?;
         let sizes = (input_split_sizes, output_split_sizes);
         self.grow_for_splits(&mut inner, T::DTYPE, stream)?;
-        // SAFETY: as in `all_reduce_into`; neither sum is above its block's length.
-        unsafe { inner.engine.all_to_all_v((from, to), sizes, T::DTYPE, stream) }
+        // SAFETY: as in `call`; neither sum is above its block's length.
+        unsafe { inner.engine.all_to_all_v(places, sizes, T::DTYPE, stream) }
     }
 
     /// Returns once every rank has called it. What ranks wrote before is visible to all after.
@@ -346,7 +308,7 @@ impl Communicator {
     fn begin(&self, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
         tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
         let mut inner = self.shared.begin(&self.pool, stream)?;
-        if let Engine::Cuda(cuda) = &mut inner.engine {
+        if let AnyEngine::Cuda(cuda) = &mut inner.engine {
             cuda.begin_in_small_area();
         }
         Ok(inner)
@@ -364,32 +326,42 @@ impl Communicator {
     /// The windows that are searched first may be older than the pool's. They are still valid: what was ever in a
     /// window is in a symmetric lane's range, and all live blocks of such a lane lie in windows when no commit is
     /// due, which `begin` has made sure of.
-    fn place<T: Element>(
+    fn place_block(
         &self,
         inner: &mut Inner,
-        block: &Block<T>,
+        (address, offset): (*mut u8, u64),
+        bytes: usize,
         stream: &Stream,
     ) -> Result<Place> {
-        let (address, bytes) = (block.address(), block.bytes());
-        if self.pool.layout().locate(address) != Some((self.rank(), block.offset())) {
+        if self.pool.layout().locate(address as u64) != Some((self.rank(), offset)) {
             let why = format!(
-                "{block:?} on rank {} is not a block of the communicator's pool",
+                "a block at {address:p} on rank {} is not a block of the communicator's pool",
                 self.rank()
             );
             return Err(inner.engine.decline(Error::invalid_argument(why), stream));
         }
-        if !inner.windows.covers(address, bytes) {
+        if !inner.windows.covers(address as u64, bytes as u64) {
             inner.windows = self.pool.windows();
-            if !inner.windows.covers(address, bytes) {
-                return Ok(Place::Plain(block.as_ptr().cast()));
+            if !inner.windows.covers(address as u64, bytes as u64) {
+                return Ok(Place::Plain(address));
             }
         }
-        Ok(Place::Window(block.offset()))
+        Ok(Place::Window(offset))
     }
 
-    /// As many elements as `world` parts of `count`.
-    fn parts(&self, count: usize) -> Option<usize> {
-        count.checked_mul(self.world() as usize)
+    /// Where the blocks of an input and an output lie.
+    fn places<T: Element>(
+        &self,
+        inner: &mut Inner,
+        input: &Block<T>,
+        out: &Block<T>,
+        stream: &Stream,
+    ) -> Result<(Place, Place)> {
+        let mut place = |block: &Block<T>| {
+            let at = (block.as_ptr().cast(), block.offset());
+            self.place_block(inner, at, block.bytes() as usize, stream)
+        };
+        Ok((place(input)?, place(out)?))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

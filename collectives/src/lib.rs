@@ -17,6 +17,7 @@ mod built;
 mod call;
 mod communicator;
 mod cuda;
+mod engine;
 mod host;
 mod jit;
 mod matching;
@@ -40,8 +41,8 @@ pub use call::norm::{FusedAlgorithm, NormBuffers, NormShape};
 pub use call::norm_output::NormOutput;
 pub use call::splits::{SplitRows, SplitsAt};
 pub use communicator::{
-    CallPlan, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
-    ReceivedParts, Selector, Splits,
+    CallPlan, Callee, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
+    ReceivedParts, Request, Selector, Splits,
 };
 pub use cuda::{end_watching, share_sms};
 pub use host::{HostEngine, HostOptions, Mailbox, Operation};

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::plan::{CheckedPlan, Plan, PlanError};
-use symmpool_collectives::{DType, NativeKernel, ReduceOp};
+use symmpool_collectives::{DType, NativeKernel, ReduceOp, Request};
 
 use crate::arguments::{Argument, Calls};
 use crate::communicator::Communicator;
@@ -373,7 +373,10 @@ fn run(
     // the documented contract of `execute`.
     calls.run(py, || unsafe {
         let dtype = input.dtype;
-        calls.comm.execute_at(algorithm, output.to(), input.from(), count, dtype, op, src, &stream)
+        calls.comm.call(
+            &Request::at(algorithm, output.to(), input.from(), count, dtype).op(op).root(src),
+            &stream,
+        )
     })
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
-use symmpool_collectives::{DType, ReduceOp, StandardCollective};
+use symmpool_collectives::{DType, ReduceOp, Request, StandardCollective};
 
 use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
@@ -115,7 +115,7 @@ impl Calls {
     ///
     /// # Safety
     ///
-    /// As [`symmpool_collectives::Communicator::call_at`].
+    /// As [`Request::at`].
     #[allow(unsafe_code)] // passes on the caller's promises
     #[inline]
     pub(crate) unsafe fn make(
@@ -132,7 +132,13 @@ impl Calls {
             let (to, from, dtype) = (output.to(), input.from(), input.dtype);
             // SAFETY: the caller's promises.
             unsafe {
-                self.comm.call_at(collective, algorithm, to, from, count, dtype, op, root, &stream)
+                self.comm.call(
+                    &Request::at(collective, to, from, count, dtype)
+                        .op(op)
+                        .root(root)
+                        .algorithm(algorithm),
+                    &stream,
+                )
             }
         })
     }

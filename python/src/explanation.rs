@@ -1,9 +1,11 @@
 //! `Communicator.explain`: what a call would do now.
 
+#![allow(unsafe_code)] // names addresses, which nothing reads
+
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use symmpool_collectives::ReduceOp::Sum as SUM;
-use symmpool_collectives::{Explanation, StandardCollective};
+use symmpool_collectives::{Explanation, Request, StandardCollective};
 
 use crate::arguments::{Argument, Calls};
 use crate::convert::{long_name, standard};
@@ -81,7 +83,9 @@ pub(crate) fn explain<'py>(
         .detach(|| {
             let (to, from) = (output.to(), input.from());
             let dtype = input.dtype;
-            calls.comm.explain_at(collective, algorithm, to, from, count, dtype, op, root, &stream)
+            // SAFETY: nothing is read or written.
+            let request = unsafe { Request::at(collective, to, from, count, dtype) };
+            calls.comm.explain(&request.op(op).root(root).algorithm(algorithm), &stream)
         })
         .or_raise(py)?;
     as_object(py, &said)

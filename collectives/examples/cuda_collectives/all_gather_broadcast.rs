@@ -3,7 +3,8 @@
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, StandardCollective,
+    AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request,
+    StandardCollective,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -137,7 +138,13 @@ impl Check<'_> {
                 // SAFETY: as above.
                 unsafe {
                     let (to, from) = (at as *mut u8, at as *const u8);
-                    comm.call_at(collective, algorithm, to, from, count, dtype, op, root, stream)
+                    comm.call(
+                        &Request::at(collective, to, from, count, dtype)
+                            .op(op)
+                            .root(root)
+                            .algorithm(algorithm),
+                        stream,
+                    )
                 }
             },
             |pool, seed| {

@@ -4,7 +4,7 @@ use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     Algorithm, AllReduceAlgorithm, CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt,
     ExpertBuffer, ExpertLayout, ExpertShape, FusedAlgorithm, NormBuffers, NormOutput, NormShape,
-    Quantization, ReduceOp, SplitRows, SplitsAt, StandardCollective,
+    Quantization, ReduceOp, Request, SplitRows, SplitsAt, StandardCollective,
 };
 
 use crate::cuda::{download, upload};
@@ -206,7 +206,15 @@ impl<'a> EveryKind<'a> {
             let (dtype, op) = (DType::Bf16, ReduceOp::Sum);
             let (to, from) = (output as *mut u8, input as *const u8);
             // SAFETY: both blocks have room for the call, and nothing else uses them.
-            unsafe { comm.call_at(collective, algorithm, to, from, count, dtype, op, root, stream) }
+            unsafe {
+                comm.call(
+                    &Request::at(collective, to, from, count, dtype)
+                        .op(op)
+                        .root(root)
+                        .algorithm(algorithm),
+                    stream,
+                )
+            }
         };
         // The root's data stays as it is: all zeros.
         let written = if is_root { 0 } else { 2 * count * parts };
@@ -334,9 +342,7 @@ impl<'a> EveryKind<'a> {
             let make = move |comm: &Communicator, stream: &Stream| {
                 let (to, from, dtype) = (to.as_ptr(), from.as_ptr(), DType::Bf16);
                 // SAFETY: as in `standard`.
-                unsafe {
-                    comm.execute_at(&algorithm, to, from, count, dtype, ReduceOp::Sum, 0, stream)
-                }
+                unsafe { comm.call(&Request::at(&algorithm, to, from, count, dtype), stream) }
             };
             let output = (to.address(), 2 * count);
             Kind {

@@ -12,7 +12,7 @@ use std::ptr::NonNull;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, CONTROL_LANE, Pool, Result, Stream};
 use symmpool_collectives::{
-    Algorithm, CallPlan, Communicator, CommunicatorOptions, DType, Explanation, ReduceOp,
+    Algorithm, CallPlan, Communicator, CommunicatorOptions, DType, Explanation, ReduceOp, Request,
     StandardCollective,
 };
 
@@ -114,7 +114,9 @@ impl Explains<'_> {
     ) -> Result<Explanation> {
         let (to, from) = (self.output.as_ptr(), self.input.as_ptr().cast_const());
         let (count, sum) = (bytes / DTYPE.size(), ReduceOp::Sum);
-        comm.explain_at(collective, algorithm, to, from, count, DTYPE, sum, 0, &self.stream)
+        // SAFETY: nothing is read or written.
+        let request = unsafe { Request::at(collective, to, from, count, DTYPE) };
+        comm.explain(&request.op(sum).algorithm(algorithm), &self.stream)
     }
 
     fn call(
@@ -126,7 +128,12 @@ impl Explains<'_> {
         let (to, from) = (self.output.as_ptr(), self.input.as_ptr().cast_const());
         let (count, sum) = (bytes / DTYPE.size(), ReduceOp::Sum);
         // SAFETY: both blocks are as long as the parts of all ranks, and nothing else uses them.
-        unsafe { comm.call_at(collective, algorithm, to, from, count, DTYPE, sum, 0, &self.stream) }
+        unsafe {
+            comm.call(
+                &Request::at(collective, to, from, count, DTYPE).op(sum).algorithm(algorithm),
+                &self.stream,
+            )
+        }
     }
 
     /// What is said of a call is what it launches then, and saying so launches nothing.
@@ -281,8 +288,9 @@ impl Explains<'_> {
         let (at, stream) = (self.input.as_ptr(), self.stream);
         let reduce = StandardCollective::AllReduce;
         let explain = |algorithm, to, from: *mut u8, dtype, root, collective| {
-            let sum = ReduceOp::Sum;
-            comm.explain_at(collective, algorithm, to, from, 64, dtype, sum, root, &stream)
+            // SAFETY: nothing is read or written.
+            let request = unsafe { Request::at(collective, to, from, 64, dtype) };
+            comm.explain(&request.root(root).algorithm(algorithm), &stream)
         };
         let overlap = explain(None, at.wrapping_add(16), at, DTYPE, 0, reduce);
         let unknown = explain(Some("none"), at, at, DTYPE, 0, reduce);

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 use symmpool_collectives::{
-    CallShape, Communicator, CommunicatorOptions, DType, ReduceOp, Selector, StandardCollective,
+    CallShape, Communicator, CommunicatorOptions, DType, ReduceOp, Request, Selector,
+    StandardCollective,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -205,15 +206,8 @@ impl Growth<'_> {
                 let (collective, sum) = (StandardCollective::AllReduce, ReduceOp::Sum);
                 // SAFETY: as in `call`.
                 unsafe {
-                    growth.comm.call_at(
-                        collective,
-                        Some(name),
-                        to,
-                        from,
-                        count,
-                        DTYPE,
-                        sum,
-                        0,
+                    growth.comm.call(
+                        &Request::at(collective, to, from, count, DTYPE).op(sum).algorithm(name),
                         &growth.stream,
                     )
                 }

@@ -7,7 +7,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use symmpool_allocator::{Block, Error, Pool, Result};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
-    SplitRows, SplitsAt, StandardCollective,
+    Request, SplitRows, SplitsAt, StandardCollective,
 };
 
 use crate::cuda::{Graph, stream, upload};
@@ -108,15 +108,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
                 let (count, sum) = (bytes / 2 / world, ReduceOp::Sum);
                 // SAFETY: as above.
                 unsafe {
-                    comm.call_at(
-                        collective,
-                        Some("copy"),
-                        to,
-                        from,
-                        count,
-                        DType::Bf16,
-                        sum,
-                        0,
+                    comm.call(
+                        &Request::at(collective, to, from, count, DType::Bf16)
+                            .op(sum)
+                            .algorithm("copy"),
                         &stream,
                     )
                 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
-    StandardCollective,
+    Request, StandardCollective,
 };
 
 use crate::cuda::{download, stream, upload};
@@ -166,6 +166,14 @@ impl Late<'_> {
         };
         let (collective, algorithm, stream) = (way.collective, way.algorithm, &self.stream);
         // SAFETY: both blocks hold `COUNT` elements, which is what all ranks' parts are together.
-        unsafe { comm.call_at(collective, algorithm, to, from, count, DTYPE, op, root, stream) }
+        unsafe {
+            comm.call(
+                &Request::at(collective, to, from, count, DTYPE)
+                    .op(op)
+                    .root(root)
+                    .algorithm(algorithm),
+                stream,
+            )
+        }
     }
 }

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    Algorithm, Communicator, CommunicatorOptions, DType, NativeKernel, ReduceOp, StandardCollective,
+    Algorithm, Communicator, CommunicatorOptions, DType, NativeKernel, ReduceOp, Request,
+    StandardCollective,
 };
 
 use crate::all_to_all::with_empty_words;
@@ -102,7 +103,9 @@ impl Native<'_> {
         let (to, from) = (to as *mut u8, from as *const u8);
         let sum = ReduceOp::Sum;
         // SAFETY: the caller's promise.
-        unsafe { self.comm.execute_at(algorithm, to, from, count, dtype, sum, 0, &self.stream) }
+        unsafe {
+            self.comm.call(&Request::at(algorithm, to, from, count, dtype).op(sum), &self.stream)
+        }
     }
 
     fn kernel(&mut self, kernel: &NativeKernel, options: &Options, counts: &[usize]) -> Result<()> {
@@ -237,7 +240,7 @@ impl Native<'_> {
             let (count, dtype) = (BEYOND / 4, DType::F32);
             // SAFETY: both halves of the buffer are as long.
             let called = unsafe {
-                comm.execute_at(&algorithm, to, from, count, dtype, sum, 0, &self.stream)
+                comm.call(&Request::at(&algorithm, to, from, count, dtype).op(sum), &self.stream)
             };
             let ended = called.and_then(|()| comm.synchronize(&self.stream));
             self.cases += 1;
@@ -262,8 +265,9 @@ impl Native<'_> {
         let to = if self.pool.rank() == 0 { at } else { at + 8192 } as *mut u8;
         let (from, op) = (at as *const u8, ReduceOp::Sum);
         // SAFETY: the buffer is longer.
-        let result =
-            unsafe { comm.execute_at(&algorithm, to, from, 8, DType::F32, op, 0, &self.stream) };
+        let result = unsafe {
+            comm.call(&Request::at(&algorithm, to, from, 8, DType::F32).op(op), &self.stream)
+        };
         let result = result.and_then(|()| comm.synchronize(&self.stream));
         let error = expect_error(result, "in place on rank 0 alone")?;
         self.cases += 1;
@@ -294,7 +298,7 @@ pub(crate) fn faults(pool: &Pool, timeout: Duration) -> Result<u32> {
     let call = |comm: &Communicator, algorithm: &Algorithm| {
         let (to, from) = (block.address() as *mut u8, (block.address() + 8192) as *const u8);
         // SAFETY: the block is longer.
-        unsafe { comm.execute_at(algorithm, to, from, 8, DType::F32, ReduceOp::Sum, 0, &stream) }
+        unsafe { comm.call(&Request::at(algorithm, to, from, 8, DType::F32), &stream) }
     };
     let lazy = Algorithm::native(NativeKernel::new(StandardCollective::AllReduce, "lazy", LAZY))?;
     let other = LAZY.replace("output[0] = 1", "output[0] = 2");

@@ -6,7 +6,7 @@ use std::time::Duration;
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
-    SplitRows, SplitsAt, StandardCollective,
+    Request, SplitRows, SplitsAt, StandardCollective,
 };
 
 use crate::cuda::{download, stream, upload};
@@ -179,7 +179,10 @@ impl Outside<'_> {
                 let (collective, op) = (StandardCollective::ReduceScatter, ReduceOp::Max);
                 // SAFETY: as above.
                 unsafe {
-                    comm.call_at(collective, Some(name), to, from, COUNT, dtype, op, 0, stream)
+                    comm.call(
+                        &Request::at(collective, to, from, COUNT, dtype).op(op).algorithm(name),
+                        stream,
+                    )
                 }
             }
             Way::Push | Way::Pull => {

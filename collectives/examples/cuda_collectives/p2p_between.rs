@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Error, Pool, Result, Stream};
 use symmpool_collectives::{
-    Algorithm, Communicator, CommunicatorOptions, DType, NativeKernel, ReduceOp, StandardCollective,
+    Algorithm, Communicator, CommunicatorOptions, DType, NativeKernel, Request, StandardCollective,
 };
 
 use crate::cuda::{destroy, stream, upload};
@@ -55,7 +55,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         // SAFETY: both have room for these elements, and nothing else uses them.
         unsafe {
             let (to, from) = (to as *mut u8, from as *const u8);
-            comm.execute_at(&algorithm, to, from, 8, DType::U8, ReduceOp::Sum, 0, calls)
+            comm.call(&Request::at(&algorithm, to, from, 8, DType::U8), calls)
         }
     };
     // The kernels are loaded, and have run, before one of them waits.

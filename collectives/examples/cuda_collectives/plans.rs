@@ -14,7 +14,9 @@ mod programs;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::plan::{Collective, Plan};
-use symmpool_collectives::{Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp};
+use symmpool_collectives::{
+    Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request,
+};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random};
@@ -209,14 +211,10 @@ impl<'a> Plans<'a> {
         upload(self.pool, from, &all[rank as usize])?;
         // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
         unsafe {
-            self.comm.execute_at(
-                algorithm,
-                to as *mut u8,
-                from as *const u8,
-                count,
-                dtype,
-                op,
-                root,
+            self.comm.call(
+                &Request::at(algorithm, to as *mut u8, from as *const u8, count, dtype)
+                    .op(op)
+                    .root(root),
                 &self.stream,
             )
         }?;
@@ -285,7 +283,7 @@ impl<'a> Plans<'a> {
         let call = |algorithm: &Algorithm, stream: &Stream| {
             let (to, from) = (output_at as *mut u8, input_at as *const u8);
             // SAFETY: as in `call`.
-            unsafe { comm.execute_at(algorithm, to, from, count, dtype, op, 0, stream) }
+            unsafe { comm.call(&Request::at(algorithm, to, from, count, dtype).op(op), stream) }
         };
         let mut graphs = Vec::new();
         for algorithm in &algorithms {
@@ -322,14 +320,14 @@ impl<'a> Plans<'a> {
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         // SAFETY: the call is refused before anything is accessed.
         let refused = unsafe {
-            comm.execute_at(
-                &algorithm,
-                output.address() as *mut u8,
-                input.address() as *const u8,
-                8,
-                DType::F32,
-                ReduceOp::Sum,
-                0,
+            comm.call(
+                &Request::at(
+                    &algorithm,
+                    output.address() as *mut u8,
+                    input.address() as *const u8,
+                    8,
+                    DType::F32,
+                ),
                 &self.stream,
             )
         };

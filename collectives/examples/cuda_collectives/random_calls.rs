@@ -7,7 +7,9 @@ use symmpool_allocator::testing::SplitMix64;
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::plan::reference::ChunkLayout;
 use symmpool_collectives::plan::{CheckedPlan, Collective};
-use symmpool_collectives::{Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp};
+use symmpool_collectives::{
+    Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request,
+};
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::random_plans::calls::{Boundaries, Case, cases, differs, inputs};
@@ -204,7 +206,12 @@ impl Random<'_> {
         let run = |comm: &Communicator, stream: &Stream| {
             let (to, from) = (to as *mut u8, from as *const u8);
             // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
-            unsafe { comm.execute_at(&work.algorithm, to, from, count, dtype, op, root, stream) }
+            unsafe {
+                comm.call(
+                    &Request::at(&work.algorithm, to, from, count, dtype).op(op).root(root),
+                    stream,
+                )
+            }
         };
         let graph = match captured {
             true => {

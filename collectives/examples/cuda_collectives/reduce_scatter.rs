@@ -3,7 +3,7 @@
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, StandardCollective,
+    Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request, StandardCollective,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -146,8 +146,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                             let (to, from) = (case.to as *mut u8, case.from as *const u8);
                             // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
                             unsafe {
-                                comm.call_at(
-                                    collective, name, to, from, count, dtype, op, root, stream,
+                                comm.call(
+                                    &Request::at(collective, to, from, count, dtype)
+                                        .op(op)
+                                        .root(root)
+                                        .algorithm(name),
+                                    stream,
                                 )
                             }
                         })

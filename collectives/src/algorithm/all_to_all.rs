@@ -43,11 +43,6 @@ impl AllToAllAlgorithm {
         }
     }
 
-    /// The algorithm of this number.
-    pub(crate) fn of_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|each| *each as u8 == code)
-    }
-
     /// The algorithm of this [`name`](Self::name).
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)

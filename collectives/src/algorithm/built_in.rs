@@ -1,11 +1,8 @@
-//! The collectives that communicators have algorithms for, and the numbers that built-in algorithms have in call
-//! descriptions.
+//! The collectives that communicators have algorithms for.
 
 use std::fmt;
 
 use symmpool_allocator::{Error, Result, short};
-
-use super::AllReduceAlgorithm;
 
 /// A collective of which there are several algorithms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -98,69 +95,5 @@ impl StandardCollective {
 impl fmt::Display for StandardCollective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-/// The number of the algorithm that is chosen for a call by its size and memory.
-pub(crate) const AUTO: u8 = 0;
-/// The numbers of algorithms of the collectives that do not all-reduce. Those of all-to-alls come first.
-pub(crate) const LAMPORT: u8 = 1;
-pub(crate) const DIRECT: u8 = 2;
-pub(crate) const COPY: u8 = 3;
-pub(crate) const RING: u8 = 4;
-pub(crate) const STAGED: u8 = 5;
-pub(crate) const LL: u8 = 6;
-pub(crate) const STAGES: u8 = 7;
-
-const NAMES: [(&str, u8); 8] = [
-    ("auto", AUTO),
-    ("lamport", LAMPORT),
-    ("direct", DIRECT),
-    ("copy", COPY),
-    ("ring", RING),
-    ("staged", STAGED),
-    ("ll", LL),
-    ("stages", STAGES),
-];
-
-/// The number of a built-in algorithm, of host memory or of devices, by its name.
-pub(crate) fn code_of(collective: StandardCollective, name: &str) -> Option<u8> {
-    if collective == StandardCollective::AllReduce {
-        return AllReduceAlgorithm::named(name).map(|algorithm| algorithm as u8);
-    }
-    NAMES.iter().find(|(each, _)| *each == name).map(|(_, code)| *code)
-}
-
-/// The name of a built-in algorithm of this number.
-pub(crate) fn name_of(collective: StandardCollective, code: u8) -> Option<&'static str> {
-    if collective == StandardCollective::AllReduce {
-        let found = AllReduceAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
-        return found.map(AllReduceAlgorithm::name);
-    }
-    NAMES.iter().find(|(_, each)| *each == code).map(|(name, _)| *name)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::AllToAllAlgorithm;
-
-    #[test]
-    fn names_and_numbers_of_built_in_algorithms_are_one_to_one() {
-        for collective in StandardCollective::ALL {
-            assert_eq!(StandardCollective::named(collective.name()), Some(collective));
-            let mut known = 0;
-            for code in 0..=u8::MAX {
-                let Some(name) = name_of(collective, code) else { continue };
-                assert_eq!(code_of(collective, name), Some(code), "{collective} {name}");
-                known += 1;
-            }
-            assert!(known >= NAMES.len());
-            assert_eq!(code_of(collective, "nonsense"), None);
-        }
-        for algorithm in AllToAllAlgorithm::ALL {
-            let code = algorithm as u8;
-            assert_eq!(code_of(StandardCollective::AllToAll, algorithm.name()), Some(code));
-        }
     }
 }

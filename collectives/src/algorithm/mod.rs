@@ -5,6 +5,7 @@ mod all_reduce;
 mod all_to_all;
 mod built_in;
 mod constraints;
+mod id;
 mod known;
 mod native;
 mod registered;
@@ -16,14 +17,12 @@ mod tables;
 pub use all_reduce::AllReduceAlgorithm;
 pub use all_to_all::AllToAllAlgorithm;
 pub use built_in::StandardCollective;
-pub(crate) use built_in::{
-    AUTO, COPY, DIRECT, LAMPORT, LL, RING, STAGED, STAGES, code_of, name_of,
-};
 pub use constraints::{Constraints, LaunchShape, Origin};
+pub(crate) use id::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, RING, STAGED, STAGES};
 pub(crate) use known::known;
 pub use native::NativeKernel;
 pub use registered::Algorithm;
 pub(crate) use registered::{BuiltIn, Source};
-pub(crate) use requested::{RequestedAlgorithm, RequestedName, VARIABLE};
+pub(crate) use requested::RequestedName;
 pub use shape::CallShape;
 pub(crate) use tables::{read_rows, table_files};

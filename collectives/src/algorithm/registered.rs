@@ -5,14 +5,14 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use super::known::remember;
-use super::{Constraints, LaunchShape, NativeKernel, Origin, StandardCollective, name_of};
+use super::{AlgorithmId, Constraints, LaunchShape, NativeKernel, Origin, StandardCollective};
 use crate::plan::{CheckedPlan, Plan, PlanError};
 
 /// An algorithm of a collective: a built-in one, or what a program brought along: a plan that was proved, or a kernel.
 ///
 /// [`Communicator::algorithms`](crate::Communicator::algorithms) lists those of a communicator,
 /// [`Communicator::register`](crate::Communicator::register) adds one under its name, and
-/// [`Communicator::execute_at`](crate::Communicator::execute_at) runs one as it is. Clones share what they hold.
+/// A [`Request`](crate::Request) for one runs it as it is. Clones share what they hold.
 #[derive(Clone)]
 pub struct Algorithm {
     source: Source,
@@ -30,7 +30,7 @@ pub(crate) enum Source {
 pub(crate) struct BuiltIn {
     pub(crate) collective: StandardCollective,
     /// Its number in call descriptions.
-    pub(crate) code: u8,
+    pub(crate) id: AlgorithmId,
     /// `None` if it fits no call among these ranks.
     pub(crate) constraints: Option<Constraints>,
 }
@@ -72,9 +72,7 @@ impl Algorithm {
     /// The name, under which it is registered.
     pub fn name(&self) -> &str {
         match &self.source {
-            Source::BuiltIn(built_in) => {
-                name_of(built_in.collective, built_in.code).unwrap_or_default()
-            }
+            Source::BuiltIn(built_in) => built_in.id.name(built_in.collective).unwrap_or_default(),
             Source::Plan(plan) => &plan.plan().name,
             Source::Native(kernel) => &kernel.name,
         }

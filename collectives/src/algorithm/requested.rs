@@ -6,10 +6,7 @@ use std::ffi::OsStr;
 
 use symmpool_allocator::{Error, Result, short};
 
-use super::{AUTO, AllReduceAlgorithm, StandardCollective, code_of};
-
-/// The environment variable that requests an all-reduce algorithm.
-pub(crate) const VARIABLE: &str = StandardCollective::AllReduce.variable();
+use super::{AUTO, AlgorithmId, StandardCollective};
 
 /// The name of an algorithm that is requested of a communicator. It must be the same on every rank, as ranks compare
 /// what they use in the handshake of calls. It may be the name of one that is registered later.
@@ -31,7 +28,7 @@ impl RequestedName {
         option: Option<&str>,
         value: Option<&OsStr>,
     ) -> Result<Option<Self>> {
-        let is_open = |name: &str| code_of(collective, name) == Some(AUTO);
+        let is_open = |name: &str| AlgorithmId::named(collective, name) == Some(AUTO);
         let value = value.filter(|value| !value.is_empty());
         let (name, by_environment) = match (option.filter(|name| !is_open(name)), value) {
             (Some(name), _) => (name, false),
@@ -55,8 +52,8 @@ impl RequestedName {
     }
 
     /// The number of the built-in algorithm of that name, of host memory or of devices, if there is one.
-    pub(crate) fn code(&self) -> Option<u8> {
-        code_of(self.collective, &self.name)
+    pub(crate) fn id(&self) -> Option<AlgorithmId> {
+        AlgorithmId::named(self.collective, &self.name)
     }
 
     /// Adds to an error that the environment requested the algorithm, not the caller.
@@ -71,21 +68,6 @@ impl RequestedName {
     /// The same, of the error of an unsupported algorithm.
     pub(crate) fn blame(&self, error: Error) -> Error {
         if error.is_unsupported() { self.by_whom(error) } else { error }
-    }
-}
-
-/// The requested built-in algorithm of all-reduces.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct RequestedAlgorithm {
-    pub(crate) algorithm: AllReduceAlgorithm,
-    pub(crate) by_environment: bool,
-}
-
-impl RequestedAlgorithm {
-    /// The algorithm of this number.
-    pub(crate) fn of_code(code: u8, by_environment: bool) -> Self {
-        let found = AllReduceAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
-        Self { algorithm: found.unwrap_or_default(), by_environment }
     }
 }
 
@@ -112,21 +94,6 @@ mod tests {
         assert!(RequestedName::with(AllReduce, Some(""), None).unwrap_err().is_invalid_argument());
         let blank = RequestedName::with(AllGather, None, Some(OsStr::new("  "))).unwrap_err();
         assert!(blank.to_string().contains("SYMMPOOL_ALL_GATHER"), "{blank}");
-    }
-
-    #[test]
-    fn names_of_built_in_algorithms_have_their_numbers() {
-        let of = |collective, name: &str| {
-            RequestedName::with(collective, Some(name), None).unwrap().and_then(|one| one.code())
-        };
-        let lines = of(StandardCollective::AllReduce, "one_shot_ll128");
-        assert_eq!(lines, Some(AllReduceAlgorithm::OneShotLl128 as u8));
-        assert_eq!(of(StandardCollective::AllReduce, "nonsense"), None);
-        assert_eq!(of(StandardCollective::AllToAll, "direct"), Some(super::super::DIRECT));
-        let code = AllReduceAlgorithm::TwoShotPull as u8;
-        let expected =
-            RequestedAlgorithm { algorithm: AllReduceAlgorithm::TwoShotPull, by_environment: true };
-        assert_eq!(RequestedAlgorithm::of_code(code, true), expected);
     }
 
     #[test]

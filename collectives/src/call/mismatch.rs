@@ -177,8 +177,9 @@ pub(crate) fn rank_list(ranks: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::algorithm::{COPY, LL, STAGED};
     use crate::call::*;
-    use crate::{AllToAllAlgorithm, DType, ReduceOp};
+    use crate::{DType, ReduceOp};
 
     #[test]
     fn mismatches_group_ranks_by_what_they_called() {
@@ -239,7 +240,8 @@ mod tests {
     fn a_call_in_the_memory_for_small_calls_on_one_rank_alone_is_named_with_the_reason() {
         let sum = Call::new(Operation::AllReduce).elements(DType::F32, 1 << 20);
         let sum = sum.reduce(ReduceOp::Sum);
-        let (small, large) = (sum.algorithm(3).piece(2), sum.algorithm(4).in_large_area(true));
+        let (small, large) =
+            (sum.algorithm(LL).piece(2), sum.algorithm(STAGED).in_large_area(true));
         for (ours, theirs, alone) in [(&small, &large, 3), (&large, &small, 1)] {
             let text = mismatch_of_two(7, 3, ours, 1, theirs).to_string();
             assert!(
@@ -250,7 +252,7 @@ mod tests {
         let other = large.elements(DType::F32, 8);
         let text = mismatch_of_two(7, 3, &small, 1, &other).to_string();
         assert!(text.contains("different collectives"), "{text}");
-        assert_eq!(large.to_string(), sum.algorithm(4).to_string(), "text has no areas");
+        assert_eq!(large.to_string(), sum.algorithm(STAGED).to_string(), "text has no areas");
     }
 
     #[test]
@@ -283,7 +285,7 @@ mod tests {
     fn outputs_that_copy_engines_cannot_reach_are_named_with_what_to_do() {
         let copied = |offset| {
             let call = Call::new(Operation::AllToAll).elements(DType::F32, 8);
-            call.output(Place::Window(offset)).algorithm(AllToAllAlgorithm::Copy as u8)
+            call.output(Place::Window(offset)).algorithm(COPY)
         };
         let pushed = Call::new(Operation::AllToAllV).elements(DType::F32, 1);
         for (other, words) in

@@ -4,14 +4,17 @@
 //! | module | holds |
 //! | --- | --- |
 //! | `operation` | the operations by number |
+//! | `arguments` | a call as one value, on its way from a communicator's door to the engine |
 //! | `text`, `mismatch` | descriptions in words, and the errors of ranks that differ |
 //! | `plan_call` | calls of plans: what both engines check |
 //! | `splits` | all-to-alls whose counts lie in memory |
+//! | `rehearsal` | what a rehearsal of a call leaves out and finds |
 //! | `p2p` | point-to-point messages: what their two ends compare |
 //! | `norm`, `norm_output` | all-reduces with a residual and a norm |
 //! | `matmul` | fused products of matrices |
 //! | `experts` | dispatch to experts, and combine |
 
+mod arguments;
 pub(crate) mod experts;
 pub(crate) mod matmul;
 mod mismatch;
@@ -20,12 +23,15 @@ pub(crate) mod norm_output;
 pub(crate) mod operation;
 pub(crate) mod p2p;
 pub(crate) mod plan_call;
+pub(crate) mod rehearsal;
 pub(crate) mod splits;
 mod text;
 
+pub(crate) use self::arguments::{Arguments, StandardCall};
 use self::experts::{ExpertMode, ExpertShape};
 pub(crate) use self::mismatch::{mismatch, mismatch_of_first_large, mismatch_of_two, rank_list};
 pub(crate) use self::operation::Operation;
+use crate::algorithm::AlgorithmId;
 use crate::signal::DESCRIPTION_WORDS;
 use crate::types::place::Place;
 use crate::{DType, MatmulShape, ReduceOp};
@@ -95,7 +101,7 @@ impl Call {
         let flags = [fields.residual, fields.bias, fields.powers_of_two].map(u32::from);
         let root = u32::from(output) | flags[0] << 8 | flags[1] << 9 | flags[2] << 10;
         let call = Self::new(Operation::AllReduceNorm).elements(dtype, count).root(root);
-        let mut call = call.algorithm(fields.algorithm);
+        let mut call = call.algorithm_code(fields.algorithm);
         call.words[2] = u64::from(hidden) | u64::from(weight_bias.to_bits()) << 32;
         call.words[3] = u64::from(epsilon.to_bits());
         call
@@ -128,7 +134,12 @@ impl Call {
 
     /// Describes the requested algorithm by its number, which is the operation's own; 0 is the automatic choice.
     #[inline]
-    pub(crate) fn algorithm(mut self, code: u8) -> Self {
+    pub(crate) fn algorithm(self, id: AlgorithmId) -> Self {
+        self.algorithm_code(id.code())
+    }
+
+    #[inline]
+    fn algorithm_code(mut self, code: u8) -> Self {
         self.words[0] |= u64::from(code) << 24;
         self
     }
@@ -136,7 +147,7 @@ impl Call {
     /// Describes a registered algorithm by its hash. To be called last, and for counts below 2^48.
     #[inline]
     pub(crate) fn registered(self, hash: u64) -> Self {
-        let mut call = self.algorithm(REGISTERED);
+        let mut call = self.algorithm_code(REGISTERED);
         call.words[1] |= hash << PEER_BLOCKS_SHIFT;
         call.words[2] |= hash >> 16 << PEER_BLOCKS_SHIFT;
         call
@@ -347,7 +358,7 @@ mod tests {
             Call::new(Operation::AllReduce).elements(DType::I32, 8).reduce(ReduceOp::Sum),
             Call::new(Operation::AllReduce).elements(DType::F32, 9).reduce(ReduceOp::Sum),
             Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Max),
-            base.algorithm(1),
+            base.algorithm_code(1),
             base.root(1),
             base.input(Place::Window(0)),
             base.output(Place::Window(64)),
@@ -365,12 +376,12 @@ mod tests {
         }
         assert_ne!(base.digest(0), base.digest(1));
         for piece in 0..300 {
-            let call = base.root(7).algorithm(9).in_place(true).piece(piece);
+            let call = base.root(7).algorithm_code(9).in_place(true).piece(piece);
             assert_eq!(call.piece_number(), u64::from(piece) & 0x7f);
             let large = call.in_large_area(true);
             assert!(large.is_in_large_area() && large.piece_number() == call.piece_number());
             assert_eq!(large.in_large_area(false), call);
-            assert_eq!(call.piece(0), base.root(7).algorithm(9).in_place(true));
+            assert_eq!(call.piece(0), base.root(7).algorithm_code(9).in_place(true));
             assert_eq!(call.to_string(), call.piece(0).to_string(), "text has no pieces");
         }
         let shape = ExpertShape {

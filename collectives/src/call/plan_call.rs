@@ -3,7 +3,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Call, Operation};
+use super::{Arguments, Call, Operation};
 use crate::plan::{CheckedPlan, Collective, Plan};
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
@@ -13,18 +13,6 @@ use crate::{DType, ReduceOp};
 pub(crate) const LINE: usize = 64;
 /// Counts from here on leave no place in call descriptions for an algorithm's hash.
 const MAX_COUNT: usize = 1 << 48;
-
-/// The arguments of a call with a plan.
-#[derive(Clone, Copy)]
-pub(crate) struct Arguments {
-    pub(crate) input: Place,
-    pub(crate) output: Place,
-    /// Elements of a part; of one's own collective, of the input.
-    pub(crate) count: usize,
-    pub(crate) dtype: DType,
-    pub(crate) op: ReduceOp,
-    pub(crate) root: u32,
-}
 
 /// How a call's elements are divided into chunks.
 #[derive(Clone, Copy, Debug)]

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::{Call, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, Operation};
-use crate::algorithm::{AUTO, known, name_of};
+use crate::algorithm::{AUTO, AlgorithmId, known};
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
 
 impl Call {
@@ -146,11 +146,11 @@ impl fmt::Display for Call {
             let name = known.map_or_else(String::new, |known| format!("{:?}, ", known.name));
             return write!(f, ", by {name}a registered algorithm of hash {hash:08x}");
         }
-        let code = (head >> 24) as u8;
-        match operation.standard().and_then(|collective| name_of(collective, code)) {
-            _ if code == AUTO => Ok(()),
+        let id = AlgorithmId::from_code((head >> 24) as u8);
+        match operation.standard().and_then(|collective| id.name(collective)) {
+            _ if id == AUTO => Ok(()),
             Some(name) => write!(f, ", by {name}"),
-            None => write!(f, ", by algorithm {code}"),
+            None => write!(f, ", by algorithm {}", id.code()),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! Which algorithm a call takes: the one that the call names, that a selector chooses, that options or the environment
-//! request, or that the engine's own rule finds.
+//! call, or that the engine's own rule finds.
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw memory
 
@@ -10,13 +10,13 @@ use std::sync::{Arc, MutexGuard};
 use symmpool_allocator::{Error, Pool, Result, Stream};
 
 use super::{Communicator, CommunicatorOptions, Inner};
+use crate::Algorithm;
 use crate::algorithm::table_format::Row;
 use crate::algorithm::{
-    AUTO, CallShape, RequestedName, Source, StandardCollective, read_rows, table_files,
+    AUTO, AlgorithmId, CallShape, RequestedName, Source, StandardCollective, read_rows, table_files,
 };
-use crate::call::plan_call::Arguments;
+use crate::call::StandardCall;
 use crate::cuda::fits_lamport;
-use crate::{Algorithm, DType, Place, ReduceOp};
 
 /// Chooses algorithms for a collective's calls. Functions are selectors.
 pub trait Selector: Send + Sync {
@@ -40,37 +40,6 @@ pub trait Selector: Send + Sync {
 impl<F: Fn(&CallShape) -> Result<Option<String>> + Send + Sync> Selector for F {
     fn select(&self, call: &CallShape) -> Result<Option<String>> {
         self(call)
-    }
-}
-
-/// A call of a collective whose places were found.
-#[derive(Clone, Copy)]
-pub(super) struct Request {
-    pub(super) collective: StandardCollective,
-    pub(super) from: Place,
-    pub(super) to: Place,
-    /// Elements of a part.
-    pub(super) count: usize,
-    pub(super) dtype: DType,
-    pub(super) op: ReduceOp,
-    pub(super) root: u32,
-}
-
-impl Request {
-    /// A call that neither reduces nor has a root.
-    pub(super) fn new(
-        collective: StandardCollective,
-        (from, to): (Place, Place),
-        count: usize,
-        dtype: DType,
-    ) -> Self {
-        Self { collective, from, to, count, dtype, op: ReduceOp::Sum, root: 0 }
-    }
-
-    /// The same, for a plan.
-    fn arguments(&self) -> Arguments {
-        let Self { from, to, count, dtype, op, root, .. } = *self;
-        Arguments { input: from, output: to, count, dtype, op, root }
     }
 }
 
@@ -149,8 +118,8 @@ impl Choices {
 
 /// An algorithm that was found for a call.
 pub(super) enum Chosen {
-    /// A built-in one, by its number.
-    BuiltIn(u8),
+    /// A built-in one.
+    BuiltIn(AlgorithmId),
     Registered(Algorithm),
 }
 
@@ -159,7 +128,7 @@ pub(super) struct Decided {
     pub(super) chosen: Chosen,
     /// What has decided.
     pub(super) by: &'static str,
-    /// What options or the environment request, if that is the algorithm.
+    /// What options or the environment call, if that is the algorithm.
     requested: Option<RequestedName>,
     /// Why the selector's choice cannot be followed.
     not_followed: Option<Error>,
@@ -202,15 +171,15 @@ impl Communicator {
     pub(super) unsafe fn run(
         &self,
         mut inner: MutexGuard<'_, Inner>,
-        request: &Request,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<()> {
-        if inner.choices.is_open(request.collective) {
-            // SAFETY: passed on.
-            return unsafe { self.run_open(&mut inner, request, stream) };
+        if inner.choices.is_open(call.collective) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.run_open(&mut inner, call, stream) };
         }
-        // SAFETY: passed on.
-        unsafe { self.run_chosen(inner, request, stream) }
+        // SAFETY: the caller's promise.
+        unsafe { self.run_chosen(inner, call, stream) }
     }
 
     /// Runs a call with the algorithm that the engine's rule finds.
@@ -222,12 +191,12 @@ impl Communicator {
     pub(super) unsafe fn run_open(
         &self,
         inner: &mut Inner,
-        request: &Request,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<()> {
-        self.grow_for(inner, request, true, stream)?;
-        // SAFETY: passed on.
-        unsafe { inner.engine.run(request, AUTO, false, stream) }
+        self.grow_for(inner, call, true, stream)?;
+        // SAFETY: the caller's promise.
+        unsafe { inner.engine.run(call, stream) }
     }
 
     /// Runs a call with the algorithm that it names.
@@ -239,13 +208,13 @@ impl Communicator {
         &self,
         inner: &mut Inner,
         chosen: &Chosen,
-        request: &Request,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<()> {
-        self.grow_for(inner, request, false, stream)?;
-        self.grow_for_program(inner, chosen, request, stream)?;
-        // SAFETY: passed on.
-        unsafe { Self::run_by(inner, chosen, request, false, stream) }
+        self.grow_for(inner, call, false, stream)?;
+        self.grow_for_program(inner, chosen, call, stream)?;
+        // SAFETY: the caller's promise.
+        unsafe { Self::run_by(inner, chosen, call, stream) }
     }
 
     /// # Safety
@@ -254,15 +223,15 @@ impl Communicator {
     unsafe fn run_chosen<'a>(
         &'a self,
         mut inner: MutexGuard<'a, Inner>,
-        request: &Request,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<()> {
-        self.grow_for(&mut inner, request, false, stream)?;
-        let collective = request.collective;
+        self.grow_for(&mut inner, call, false, stream)?;
+        let collective = call.collective;
         let selector = inner.choices.selector(collective);
         let mut selected = None;
         if let Some(selector) = &selector {
-            let (shape, area) = (self.shape(request), inner.engine.area());
+            let (shape, area) = (self.shape(call), inner.engine.area());
             drop(inner);
             let name = ask(&**selector, &shape);
             inner = match name {
@@ -274,7 +243,7 @@ impl Communicator {
             selected = Some(name);
         }
         let Decided { chosen, requested, not_followed, .. } =
-            self.decide(&mut inner, selected, request, stream)?;
+            self.decide(&mut inner, selected, call, stream)?;
         if let (Some(why), Some(selector)) = (not_followed, selector)
             && !std::mem::replace(&mut inner.choices.of(collective).has_warned, true)
         {
@@ -283,32 +252,31 @@ impl Communicator {
             selector.warn(&why);
             inner = self.resume(area, stream)?;
         }
-        let by_environment = requested.as_ref().is_some_and(|requested| requested.by_environment);
-        // SAFETY: passed on.
-        let ran = unsafe { Self::run_by(&mut inner, &chosen, request, by_environment, stream) };
+        // SAFETY: the caller's promise.
+        let ran = unsafe { Self::run_by(&mut inner, &chosen, call, stream) };
         ran.map_err(|error| requested.map_or(error.clone(), |requested| requested.blame(error)))
     }
 
     /// Finds the algorithm of a call that names none, where something comes before the engine's rule: the name that a selector
-    /// returned, what options or the environment request, or a loaded table. The call then uses the memory that the algorithm
+    /// returned, what options or the environment call, or a loaded table. The call then uses the memory that the algorithm
     /// needs.
     pub(super) fn decide(
         &self,
         inner: &mut Inner,
         selected: Option<Result<Option<String>>>,
-        request: &Request,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<Decided> {
         // That of built-in algorithms. Programs have the large one, if there is one.
         let area = inner.engine.area();
-        let collective = request.collective;
+        let collective = call.collective;
         let mut not_followed = None;
         if let Some(name) = selected {
             let chosen = self.selected(name, collective);
             if let Ok(Some(chosen)) = &chosen {
-                self.grow_for_program(inner, chosen, request, stream)?;
+                self.grow_for_program(inner, chosen, call, stream)?;
             }
-            match self.follow(inner, chosen, request, &self.shape(request)) {
+            match self.follow(inner, chosen, call, &self.shape(call)) {
                 Ok(None) => {}
                 Ok(Some(chosen)) => return Ok(Decided::by(chosen, "selector")),
                 Err(why) => {
@@ -318,7 +286,7 @@ impl Communicator {
             }
         }
         let Some(requested) = inner.choices.requested(collective).cloned() else {
-            let measured = self.measured(inner, request, stream)?;
+            let measured = self.measured(inner, call, stream)?;
             let decided = match measured {
                 Some(chosen) => Decided::by(chosen, "loaded table"),
                 None => Decided::by(Chosen::BuiltIn(AUTO), "rule"),
@@ -327,7 +295,7 @@ impl Communicator {
         };
         match self.registry.find(collective, &requested.name) {
             Some(chosen) => {
-                self.grow_for_program(inner, &chosen, request, stream)?;
+                self.grow_for_program(inner, &chosen, call, stream)?;
                 let by = if requested.by_environment { collective.variable() } else { "requested" };
                 Ok(Decided { requested: Some(requested), not_followed, ..Decided::by(chosen, by) })
             }
@@ -356,10 +324,10 @@ impl Communicator {
     fn measured(
         &self,
         inner: &mut Inner,
-        request: &Request,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<Option<Chosen>> {
-        let (shape, collective) = (self.shape(request), request.collective);
+        let (shape, collective) = (self.shape(call), call.collective);
         let lamport = fits_lamport(shape.dtype);
         let fits =
             |measured: &&mut Measured| measured.row.fits(lamport, shape.output_window, shape.bytes);
@@ -378,8 +346,8 @@ impl Communicator {
             measured.with_blocks = made;
         }
         let area = inner.engine.area();
-        self.grow_for_program(inner, &chosen, request, stream)?;
-        if self.check_fit(inner, &chosen, request, &shape).is_err() {
+        self.grow_for_program(inner, &chosen, call, stream)?;
+        if self.check_fit(inner, &chosen, call, &shape).is_err() {
             inner.engine.use_area(area);
             return Ok(None);
         }
@@ -391,16 +359,16 @@ impl Communicator {
         &self,
         inner: &Inner,
         chosen: &Chosen,
-        request: &Request,
+        call: &StandardCall,
         shape: &CallShape,
     ) -> Result<()> {
         match chosen {
             Chosen::BuiltIn(AUTO) => Ok(()),
-            Chosen::BuiltIn(code) => inner.engine.check_fit(*code, shape),
+            Chosen::BuiltIn(id) => inner.engine.check_fit(*id, shape),
             Chosen::Registered(algorithm) => match algorithm.source() {
-                Source::BuiltIn(built_in) => inner.engine.check_fit(built_in.code, shape),
-                Source::Plan(plan) => inner.engine.check_plan(plan, &request.arguments()),
-                Source::Native(kernel) => inner.engine.check_native(kernel, &request.arguments()),
+                Source::BuiltIn(built_in) => inner.engine.check_fit(built_in.id, shape),
+                Source::Plan(plan) => inner.engine.check_plan(plan, &call.arguments),
+                Source::Native(kernel) => inner.engine.check_native(kernel, &call.arguments),
             },
         }
     }
@@ -423,18 +391,18 @@ impl Communicator {
         &self,
         inner: &Inner,
         chosen: Result<Option<Chosen>>,
-        request: &Request,
+        call: &StandardCall,
         shape: &CallShape,
     ) -> Result<Option<Chosen>> {
         let fits = |chosen| {
-            self.check_fit(inner, &chosen, request, shape)?;
+            self.check_fit(inner, &chosen, call, shape)?;
             Ok(chosen)
         };
         let found = chosen.and_then(|chosen| chosen.map(fits).transpose());
         found.map_err(|why| {
             why.context(format!(
                 "the selector for {} on rank {}, instead of which the built-in rule chooses",
-                request.collective,
+                call.collective,
                 self.rank()
             ))
         })
@@ -448,45 +416,28 @@ impl Communicator {
     pub(super) unsafe fn run_by(
         inner: &mut Inner,
         chosen: &Chosen,
-        request: &Request,
-        by_environment: bool,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<()> {
-        match chosen {
-            // SAFETY: passed on.
-            Chosen::BuiltIn(code) => unsafe {
-                inner.engine.run(request, *code, by_environment, stream)
-            },
+        let (engine, arguments) = (&mut inner.engine, &call.arguments);
+        let algorithm = match chosen {
+            Chosen::BuiltIn(id) => *id,
             Chosen::Registered(algorithm) => match algorithm.source() {
-                // SAFETY: passed on.
-                Source::BuiltIn(built_in) => unsafe {
-                    inner.engine.run(request, built_in.code, by_environment, stream)
-                },
-                Source::Plan(plan) => {
-                    // SAFETY: passed on.
-                    unsafe { inner.engine.run_plan(plan, &request.arguments(), stream) }
-                }
+                Source::BuiltIn(built_in) => built_in.id,
+                // SAFETY: the caller's promise.
+                Source::Plan(plan) => return unsafe { engine.run_plan(plan, arguments, stream) },
                 Source::Native(kernel) => {
-                    // SAFETY: passed on.
-                    unsafe { inner.engine.run_native(kernel, &request.arguments(), stream) }
+                    // SAFETY: the caller's promise.
+                    return unsafe { engine.run_native(kernel, arguments, stream) };
                 }
             },
-        }
+        };
+        // SAFETY: the caller's promise.
+        unsafe { engine.run(&StandardCall { algorithm, ..*call }, stream) }
     }
 
-    pub(super) fn shape(&self, request: &Request) -> CallShape {
-        let Request { collective, from, to, count, dtype, op, .. } = *request;
-        let parts = u64::from(collective.parts(self.world()));
-        CallShape {
-            collective,
-            bytes: (count as u64).saturating_mul(dtype.size() as u64).saturating_mul(parts),
-            dtype,
-            op: collective.reduces().then_some(op),
-            world: self.world(),
-            input_window: from.is_window(),
-            output_window: to.is_window(),
-            topology: self.mesh,
-        }
+    pub(super) fn shape(&self, call: &StandardCall) -> CallShape {
+        call.shape(self.world(), self.mesh)
     }
 }
 

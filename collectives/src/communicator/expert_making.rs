@@ -6,7 +6,7 @@ use std::ops::Deref;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Result, Stream};
 
-use super::engine::Engine;
+use super::engine::AnyEngine;
 use super::experts::ExpertBuffer;
 use super::{Communicator, Inner};
 use crate::ExpertShape;
@@ -58,8 +58,8 @@ impl Communicator {
     /// Waits on the host until every rank has come to a call without data.
     fn await_call(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
         match &mut inner.engine {
-            Engine::Host(host) => host.handshake_only(&call),
-            Engine::Cuda(cuda) => self.await_ranks(cuda, call, stream),
+            AnyEngine::Host(host) => host.handshake_only(&call),
+            AnyEngine::Cuda(cuda) => self.await_ranks(cuda, call, stream),
         }
     }
 

@@ -8,15 +8,18 @@
 
 use std::fmt;
 
-use symmpool_allocator::{Block, CONTROL_LANE, Error, Lane, Result, Stream};
+use symmpool_allocator::{CONTROL_LANE, Error, Lane, Result, Stream};
 
-use super::choice::{Chosen, Request, ask};
-use super::engine::{Engine, Places};
-use super::{Communicator, Inner};
-use crate::cuda::{Area, Lifts, Rehearsed};
-use crate::{DType, Element, Place, ReduceOp, StandardCollective};
+use super::choice::{Chosen, ask};
+use super::engine::AnyEngine;
+use super::{Communicator, Inner, Request};
+use crate::algorithm::AUTO;
+use crate::call::rehearsal::{Lifts, Rehearsed};
+use crate::call::{Arguments, StandardCall};
+use crate::cuda::Area;
+use crate::{DType, Place, StandardCollective};
 
-/// What a call would do on this rank, as it would be made now: [`Communicator::explain_at`].
+/// What a call would do on this rank, as it would be made now: [`Communicator::explain`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
     /// The collective.
@@ -161,50 +164,72 @@ impl Obstacle {
 
 /// A call that is explained.
 struct Explained<'a> {
-    request: Request,
+    request: StandardCall,
     /// The same between windows, if these have room for it.
-    between_windows: Option<Request>,
+    between_windows: Option<StandardCall>,
     named: Option<Chosen>,
     selected: Option<Result<Option<String>>>,
     stream: &'a Stream,
 }
 
 impl Communicator {
-    /// What a call of a collective on addresses would do on this rank, as it would be made now, with the arguments of
-    /// [`Self::call_at`]: which algorithm with how many blocks, what it would be in the best case, and what keeps it from that.
+    /// What a call of a collective would do on this rank, as it would be made now: which algorithm with how many blocks, what it
+    /// would be in the best case, and what keeps it from that.
     ///
     /// It talks to nobody, waits for nothing but calls that other threads are in, and changes nothing: it commits no memory,
     /// loads no kernel and reads no data. If a [selector](Self::select) chooses, that is asked. A call that is made later may
     /// go otherwise, where other communicators were made or have called since.
     ///
+    /// ```
+    /// use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
+    /// use symmpool_collectives::{Communicator, Request, StandardCollective};
+    ///
+    /// fn rank(group: Group) -> Result<()> {
+    ///     let pool = Pool::builder(group).driver(Driver::host()?).build()?;
+    ///     let comm = Communicator::new(&pool)?;
+    ///     let (x, out) = (pool.alloc::<f32>(1 << 20)?, pool.alloc::<f32>(1 << 20)?);
+    ///     let request = Request::new(StandardCollective::AllReduce, &out, &x);
+    ///     let said = comm.explain(&request, &Stream::DEFAULT)?;
+    ///     // The blocks become windows by the commit that the call makes first.
+    ///     assert!(said.input_window && said.output_window && said.kept_by.is_empty());
+    ///     assert_eq!(said.now.algorithm, "two_shot");
+    ///     println!("{said}");
+    ///     Ok(())
+    /// }
+    ///
+    /// let ranks: Vec<_> = Group::in_process(2)?
+    ///     .into_iter()
+    ///     .map(|group| std::thread::spawn(move || rank(group)))
+    ///     .collect();
+    /// for rank in ranks {
+    ///     rank.join().expect("no panic")?;
+    /// }
+    /// # Ok::<(), symmpool_allocator::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
-    /// Those for which the call would be refused, and why calls fail if they do. Other ranks hear nothing of them.
-    #[allow(clippy::too_many_arguments)] // what a call is
-    pub fn explain_at(
-        &self,
-        collective: StandardCollective,
-        algorithm: Option<&str>,
-        output: *mut u8,
-        input: *const u8,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-        root: u32,
-        stream: &Stream,
-    ) -> Result<Explanation> {
+    /// Those for which [`Self::call`] would refuse the call, and why calls fail if they do. Other ranks hear nothing of them.
+    /// `is_unsupported` for a collective of a program's own.
+    pub fn explain(&self, request: &Request<'_>, stream: &Stream) -> Result<Explanation> {
         self.pool.check_process()?;
-        let unknown = |name| self.registry.unknown(collective.name(), name, self.rank());
-        let find = |name| self.registry.find(collective, name).ok_or_else(|| unknown(name));
-        let named = algorithm.map(find).transpose()?;
-        let bytes = count.saturating_mul(dtype.size());
+        let named = self.named(request)?;
+        let Some(collective) = request.callee.standard() else {
+            return Err(Error::unsupported(format!(
+                "a collective of a program's own on rank {} cannot be explained: its algorithm says all of it",
+                self.rank()
+            )));
+        };
+        request.check_lengths(self.rank(), self.world())?;
         let mut inner = self.lock();
         inner.engine.ready()?;
         inner.engine.begin_rehearsal(Lifts::default());
-        let places = self.places_at(&mut inner, collective, (input, output), bytes, stream);
+        let arguments = self.arguments(&mut inner, request, stream);
         inner.engine.end_rehearsal();
-        let (from, to) = self.after_commit(places?, self.lengths_of(collective, bytes), stream);
-        let request = Request { collective, from, to, count, dtype, op, root };
+        let lengths = request.bytes(self.rank(), self.world());
+        let arguments = self.after_commit(arguments?, lengths, stream);
+        let request_on = (request.input.address() as u64, request.output.address() as u64);
+        let request = StandardCall { collective, algorithm: AUTO, arguments };
         let selector = inner.choices.selector(collective).filter(|_| named.is_none());
         drop(inner);
         // As in calls, outside of all locks.
@@ -214,7 +239,7 @@ impl Communicator {
         {
             return Err(why.clone());
         }
-        let between_windows = self.between_windows(&request, (input as u64, output as u64), bytes);
+        let between_windows = self.between_windows(&request, request_on, lengths);
         let call = Explained { request, between_windows, named, selected, stream };
         self.explained(&call)
     }
@@ -242,20 +267,26 @@ impl Communicator {
             kept_by = decisive.iter().map(|each| in_words(*each, inner, call, &seen)).collect();
         }
         let device_sms = match &inner.engine {
-            Engine::Cuda(cuda) => Some(cuda.processors()),
-            Engine::Host(_) => None,
+            AnyEngine::Cuda(cuda) => Some(cuda.processors()),
+            AnyEngine::Host(_) => None,
         };
-        let Request { collective, from, to, dtype, .. } = call.request;
+        let StandardCall { collective, arguments, .. } = call.request;
+        let Arguments { input, output, dtype, .. } = arguments;
         Ok(Explanation {
             collective,
             bytes: self.shape(&call.request).bytes,
             dtype,
             now,
-            chosen_by: seen.chosen_by.unwrap_or(chosen_by).to_owned(),
+            chosen_by: match (chosen_by, seen.chosen_by) {
+                // Only the engine knows by which of its rules.
+                ("rule", Some(by)) => by,
+                (by, _) => by,
+            }
+            .to_owned(),
             memory: area,
             takes: seen.takes,
-            input_window: from.is_window(),
-            output_window: to.is_window(),
+            input_window: input.is_window(),
+            output_window: output.is_window(),
             device_sms,
             best,
             kept_by,
@@ -278,10 +309,10 @@ impl Communicator {
         let windows = call.between_windows.as_ref().filter(|_| lifted(Obstacle::Windows));
         let chosen_by = self.rehearse(inner, call, windows.unwrap_or(&call.request));
         let area = match &inner.engine {
-            Engine::Host(_) => "host",
-            Engine::Cuda(cuda) if !cuda.may_have_large_area() => "whole",
-            Engine::Cuda(cuda) if cuda.area() == Area::Large => "large",
-            Engine::Cuda(_) => "small",
+            AnyEngine::Host(_) => "host",
+            AnyEngine::Cuda(cuda) if !cuda.may_have_large_area() => "whole",
+            AnyEngine::Cuda(cuda) if cuda.area() == Area::Large => "large",
+            AnyEngine::Cuda(_) => "small",
         };
         let seen = inner.engine.end_rehearsal();
         match chosen_by {
@@ -297,7 +328,7 @@ impl Communicator {
         &self,
         inner: &mut Inner,
         call: &Explained<'_>,
-        request: &Request,
+        request: &StandardCall,
     ) -> Result<&'static str> {
         let stream = call.stream;
         if let Some(named) = &call.named {
@@ -313,17 +344,17 @@ impl Communicator {
         self.grow_for(inner, request, false, stream)?;
         let decided = self.decide(inner, call.selected.clone(), request, stream)?;
         // SAFETY: as above.
-        unsafe { Self::run_by(inner, &decided.chosen, request, false, stream) }?;
+        unsafe { Self::run_by(inner, &decided.chosen, request, stream) }?;
         Ok(decided.by)
     }
 
     /// Where memory lies once the commit was made that a call makes first, if one is due.
     fn after_commit(
         &self,
-        (from, to): Places,
-        (inputs, outputs): (usize, usize),
+        arguments: Arguments,
+        [inputs, outputs]: [usize; 2],
         stream: &Stream,
-    ) -> Places {
+    ) -> Arguments {
         let commits = self.pool.is_commit_due() && !self.pool.driver().is_capturing(*stream);
         let placed = |place, bytes: usize| match place {
             Place::Plain(pointer) if commits => {
@@ -340,18 +371,18 @@ impl Communicator {
             }
             _ => place,
         };
-        (placed(from, inputs), placed(to, outputs))
+        let Arguments { input, output, .. } = arguments;
+        Arguments { input: placed(input, inputs), output: placed(output, outputs), ..arguments }
     }
 
     /// A call between windows in place of these buffers, which lie to each other as these do where they overlap.
     fn between_windows(
         &self,
-        request: &Request,
+        request: &StandardCall,
         (from, to): (u64, u64),
-        bytes: usize,
-    ) -> Option<Request> {
-        let (inputs, outputs) = self.lengths_of(request.collective, bytes);
-        let (inputs, outputs) = (inputs as u64, outputs as u64);
+        lengths: [usize; 2],
+    ) -> Option<StandardCall> {
+        let [inputs, outputs] = lengths.map(|bytes| bytes as u64);
         let is_broadcast = request.collective == StandardCollective::Broadcast;
         let from = if is_broadcast { to } else { from };
         let overlap = from < to.saturating_add(outputs) && to < from.saturating_add(inputs);
@@ -365,15 +396,16 @@ impl Communicator {
             .filter(|lane| lane.name() != CONTROL_LANE)
             .map(|lane| lane.range())
             .find(|(_, range)| *range >= end)?;
-        let (from, to) = (Place::Window(base + from), Place::Window(base + to));
-        Some(Request { from, to, ..*request })
+        let (input, output) = (Place::Window(base + from), Place::Window(base + to));
+        let arguments = Arguments { input, output, ..request.arguments };
+        Some(StandardCall { arguments, ..*request })
     }
 
     /// Whether something that may keep a call from its best case is there.
     fn is_there(&self, obstacle: Obstacle, call: &Explained<'_>, seen: &Rehearsed) -> bool {
-        let Request { from, to, .. } = call.request;
+        let Arguments { input, output, .. } = call.request.arguments;
         match obstacle {
-            Obstacle::Windows => !(from.is_window() && to.is_window()),
+            Obstacle::Windows => !(input.is_window() && output.is_window()),
             Obstacle::Memory => seen.takes_none.is_some(),
             Obstacle::Company | Obstacle::Options => self.pool.driver().as_cuda().is_some(),
         }
@@ -383,10 +415,10 @@ impl Communicator {
 /// What keeps a call from its best case, in words.
 fn in_words(obstacle: Obstacle, inner: &Inner, call: &Explained<'_>, seen: &Rehearsed) -> String {
     let others = match &inner.engine {
-        Engine::Cuda(cuda) => cuda.other_communicators(),
-        Engine::Host(_) => 0,
+        AnyEngine::Cuda(cuda) => cuda.other_communicators(),
+        AnyEngine::Host(_) => 0,
     };
-    let Request { from, to, .. } = call.request;
+    let Arguments { input, output, .. } = call.request.arguments;
     match obstacle {
         Obstacle::Company if others == 0 => {
             "SMs are left to other libraries, or to as many communicators as `concurrent` says"
@@ -401,76 +433,11 @@ fn in_words(obstacle: Obstacle, inner: &Inner, call: &Explained<'_>, seen: &Rehe
             let why = seen.takes_none.as_deref().unwrap_or("it has not grown");
             format!("there is no memory for large calls: {why}")
         }
-        Obstacle::Windows => match (from.is_window(), to.is_window()) {
+        Obstacle::Windows => match (input.is_window(), output.is_window()) {
             (false, true) => "the input is no window of the pool",
             (true, false) => "the output is no window of the pool",
             _ => "input and output are no windows of the pool",
         }
         .to_owned(),
-    }
-}
-
-impl Communicator {
-    /// [`Self::explain_at`] on blocks. `input` and `out` have as many elements as the collective has there; a broadcast has
-    /// `out` alone.
-    ///
-    /// ```
-    /// use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
-    /// use symmpool_collectives::{Communicator, ReduceOp, StandardCollective};
-    ///
-    /// fn rank(group: Group) -> Result<()> {
-    ///     let pool = Pool::builder(group).driver(Driver::host()?).build()?;
-    ///     let comm = Communicator::new(&pool)?;
-    ///     let (x, out) = (pool.alloc::<f32>(1 << 20)?, pool.alloc::<f32>(1 << 20)?);
-    ///     let how = (ReduceOp::Sum, 0);
-    ///     let said = comm.explain(StandardCollective::AllReduce, &out, &x, how, &Stream::DEFAULT)?;
-    ///     // The blocks become windows by the commit that the call makes first.
-    ///     assert!(said.input_window && said.output_window && said.kept_by.is_empty());
-    ///     assert_eq!(said.now.algorithm, "two_shot");
-    ///     println!("{said}");
-    ///     Ok(())
-    /// }
-    ///
-    /// let ranks: Vec<_> = Group::in_process(2)?
-    ///     .into_iter()
-    ///     .map(|group| std::thread::spawn(move || rank(group)))
-    ///     .collect();
-    /// for rank in ranks {
-    ///     rank.join().expect("no panic")?;
-    /// }
-    /// # Ok::<(), symmpool_allocator::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::explain_at`]; `is_invalid_argument` if the blocks' lengths do not fit each other.
-    pub fn explain<T: Element>(
-        &self,
-        collective: StandardCollective,
-        out: &Block<T>,
-        input: &Block<T>,
-        (op, root): (ReduceOp, u32),
-        stream: &Stream,
-    ) -> Result<Explanation> {
-        let world = self.world() as usize;
-        let count = match collective {
-            StandardCollective::AllToAll => input.len() / world,
-            StandardCollective::ReduceScatter => out.len(),
-            StandardCollective::Broadcast => out.len(),
-            StandardCollective::AllReduce | StandardCollective::AllGather => input.len(),
-        };
-        let (inputs, outputs) = self.lengths_of(collective, count);
-        let is_broadcast = collective == StandardCollective::Broadcast;
-        if outputs != out.len() || (inputs != input.len() && !is_broadcast) {
-            return Err(Error::invalid_argument(format!(
-                "{} on rank {}: an input of {} elements and an output of {} do not fit each other among {world} ranks",
-                collective.name(),
-                self.rank(),
-                input.len(),
-                out.len()
-            )));
-        }
-        let (to, from) = (out.as_ptr().cast(), input.as_ptr().cast_const().cast());
-        self.explain_at(collective, None, to, from, count, T::DTYPE, op, root, stream)
     }
 }

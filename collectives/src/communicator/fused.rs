@@ -5,7 +5,7 @@
 use symmpool_allocator::{Block, Error, Result, Stream};
 
 use super::Communicator;
-use super::engine::Engine;
+use super::engine::AnyEngine;
 use super::growth::Inbox;
 use crate::{Element, NormBuffers, NormShape};
 
@@ -92,7 +92,7 @@ impl Communicator {
         let call = shape.describe(buffers, shape.algorithm);
         self.grow_above(&mut inner, (bytes, Inbox::Lamport), call, stream)?;
         // In host memory peers reach an input that is a window; on devices rows travel through inboxes.
-        let is_host = matches!(inner.engine, Engine::Host(_));
+        let is_host = matches!(inner.engine, AnyEngine::Host(_));
         let bytes = shape.tokens.saturating_mul(shape.hidden).saturating_mul(shape.dtype.size());
         let input = match is_host {
             true => self.place_at(&mut inner, buffers.input.cast_mut(), bytes, stream)?,

@@ -18,13 +18,13 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, CONTROL_LANE, Deadline, Error, JointBlock, Pool, Result, Stream};
 
-use super::choice::{Chosen, Request};
-use super::engine::Engine;
+use super::choice::Chosen;
+use super::engine::AnyEngine;
 use super::{Communicator, Inner};
 use crate::algorithm::Source;
-use crate::call::{Call, Operation, mismatch_of_first_large};
+use crate::call::{Arguments, Call, Operation, StandardCall, mismatch_of_first_large};
 use crate::cuda::{Area, CudaEngine, fits_lamport};
-use crate::{DType, ReduceOp, StandardCollective};
+use crate::{DType, StandardCollective};
 
 /// Bytes of a device that are left to others.
 const LEFT: u64 = 64 << 20;
@@ -52,15 +52,16 @@ impl Communicator {
     pub(super) fn grow_for(
         &self,
         inner: &mut Inner,
-        request: &Request,
+        call: &StandardCall,
         is_open: bool,
         stream: &Stream,
     ) -> Result<()> {
-        if !matches!(&inner.engine, Engine::Cuda(cuda) if cuda.may_have_large_area()) {
+        if !matches!(&inner.engine, AnyEngine::Cuda(cuda) if cuda.may_have_large_area()) {
             return Ok(());
         }
-        let Request { collective, count, dtype, root, .. } = *request;
-        let bytes = (count as u64).saturating_mul(dtype.size() as u64);
+        let StandardCall { collective, arguments, .. } = *call;
+        let Arguments { dtype, root, .. } = arguments;
+        let bytes = arguments.bytes_of(1);
         let is_reducible = !collective.reduces() || dtype.is_reduced();
         let has_root = collective == StandardCollective::Broadcast;
         let is_rank = !has_root || root < self.world();
@@ -74,7 +75,7 @@ impl Communicator {
         }
         let by_lamport = is_open && (!collective.reduces() || fits_lamport(dtype));
         let inbox = if by_lamport { Inbox::Lamport } else { Inbox::Ll };
-        self.grow_above(inner, (bytes, inbox), described(request), stream)
+        self.grow_above(inner, (bytes, inbox), call.describe(), stream)
     }
 
     /// The same before a call with an algorithm that a program brings along, whatever its size: how much memory that needs
@@ -83,12 +84,12 @@ impl Communicator {
         &self,
         inner: &mut Inner,
         chosen: &Chosen,
-        request: &Request,
+        call: &StandardCall,
         stream: &Stream,
     ) -> Result<()> {
         match chosen {
             Chosen::Registered(algorithm) if !matches!(algorithm.source(), Source::BuiltIn(_)) => {
-                self.grow(inner, described(request), stream)
+                self.grow(inner, call.describe(), stream)
             }
             _ => Ok(()),
         }
@@ -114,7 +115,7 @@ impl Communicator {
     ) -> Result<()> {
         let is_large = |cuda: &CudaEngine| cuda.is_large(bytes, inbox == Inbox::Lamport);
         match &inner.engine {
-            Engine::Cuda(cuda) if cuda.may_have_large_area() && is_large(cuda) => {
+            AnyEngine::Cuda(cuda) if cuda.may_have_large_area() && is_large(cuda) => {
                 self.grow(inner, call, stream)
             }
             _ => Ok(()),
@@ -128,7 +129,7 @@ impl Communicator {
     /// Those of the call, on every rank: `is_diverged` if ranks make different calls, or only some of them capture it, a late or
     /// lost rank; and those of a commit.
     pub(super) fn grow(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
-        let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
+        let AnyEngine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         if cuda.is_rehearsing() {
             self.rehearse_growth(cuda);
         } else if cuda.is_time_to_grow() {
@@ -165,7 +166,7 @@ impl Communicator {
         call: Call,
         stream: &Stream,
     ) -> Result<()> {
-        let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
+        let AnyEngine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         if cuda.use_area_of_experts() {
             return Ok(());
         }
@@ -175,7 +176,7 @@ impl Communicator {
     /// Takes the memory for large calls, on every rank or on none.
     #[cold]
     fn take_memory(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
-        let Engine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
+        let AnyEngine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         let captures = self.pool.driver().is_capturing(*stream);
         let call = call.grows();
         if captures {
@@ -398,27 +399,5 @@ impl Arrival {
             Some(theirs) if theirs.captures => self.compare(rank, peer, brings),
             _ => Ok(()),
         }
-    }
-}
-
-/// What ranks compare before they take memory for a call.
-fn described(request: &Request) -> Call {
-    let Request { collective, count, dtype, op, root, .. } = *request;
-    described_by(collective, count, dtype, op, root)
-}
-
-/// The same of a call that is none of a [`Request`]'s.
-pub(super) fn described_by(
-    collective: StandardCollective,
-    count: usize,
-    dtype: DType,
-    op: ReduceOp,
-    root: u32,
-) -> Call {
-    let call = Call::new(Operation::of(collective)).elements(dtype, count);
-    match collective {
-        StandardCollective::Broadcast => call.root(root),
-        _ if collective.reduces() => call.reduce(op),
-        _ => call,
     }
 }

@@ -8,18 +8,18 @@ use std::time::Duration;
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
 use super::choice::{Choices, device_names};
-use super::engine::Engine;
+use super::engine::AnyEngine;
 use super::peers::{self, still_there};
 use super::refusal::Shared;
 use super::{Communicator, CommunicatorOptions, Inner};
-use crate::algorithm::{AUTO, LAMPORT, RequestedAlgorithm, STAGED, StandardCollective};
+use crate::algorithm::{RequestedName, STAGED, StandardCollective};
 use crate::cuda::{
     CudaEngine, CudaOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory, as_text,
     requested_total,
 };
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
-use crate::{AllToAllAlgorithm, HostEngine, HostOptions};
+use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostEngine, HostOptions};
 
 /// How long a rank that cannot make its communicator waits for the others. Those that are there come in less, and
 /// everything is then as after any other commit.
@@ -40,25 +40,21 @@ impl Communicator {
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
         // A wrong name fails in the commit below, so that all ranks get an error.
         let choices = device_names(pool).and_then(|devices| Choices::new(options, &devices));
-        let code = |collective| {
+        let requested = |collective| {
             let requested = choices.as_ref().ok().and_then(|all| all.requested(collective));
-            requested.map(|requested| (requested.code(), requested.by_environment))
+            requested.and_then(RequestedName::id).unwrap_or_default()
         };
-        let requested = code(StandardCollective::AllReduce).map(|(code, by_environment)| {
-            RequestedAlgorithm::of_code(code.unwrap_or(AUTO), by_environment)
-        });
-        let all_to_all = match code(StandardCollective::AllToAll) {
+        let all_reduce = requested(StandardCollective::AllReduce).all_reduce().unwrap_or_default();
+        let all_to_all = match requested(StandardCollective::AllToAll) {
             // In host memory that is what `lamport` stands for.
-            Some((Some(STAGED), _)) => AllToAllAlgorithm::of_code(LAMPORT),
-            Some((Some(code), _)) => AllToAllAlgorithm::of_code(code),
-            _ => None,
+            STAGED => AllToAllAlgorithm::Lamport,
+            id => id.all_to_all().unwrap_or_default(),
         };
-        let all_to_all = all_to_all.unwrap_or_default();
         let valid = choices.as_ref().map(drop).map_err(Clone::clone);
         let valid = valid.and_then(|()| options.check(pool.world()));
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
         let (engine, control, one_sided) = if pool.driver().as_cuda().is_some() {
-            let requested = valid.map(|()| requested.unwrap_or_default());
+            let requested = valid.map(|()| all_reduce);
             let (engine, control) = Self::on_device(pool, options, &requested)?;
             (engine, control, None)
         } else {
@@ -93,7 +89,7 @@ impl Communicator {
         pool: &Pool,
         options: &CommunicatorOptions,
         valid: Result<()>,
-    ) -> Result<(Engine, Block<u8>, Option<HostOneSided>)> {
+    ) -> Result<(AnyEngine, Block<u8>, Option<HostOneSided>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(
@@ -127,7 +123,7 @@ impl Communicator {
             let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
             // SAFETY: like the engine, it is not used once the communicator is dropped.
             one_sided = Some(unsafe { engine.one_sided(Box::new(alive)) });
-            Ok(Engine::Host(Box::new(engine)))
+            Ok(AnyEngine::Host(Box::new(engine)))
         })?;
         Ok((engine, control, one_sided))
     }
@@ -135,8 +131,8 @@ impl Communicator {
     fn on_device(
         pool: &Pool,
         options: &CommunicatorOptions,
-        requested: &Result<RequestedAlgorithm>,
-    ) -> Result<(Engine, Block<u8>)> {
+        requested: &Result<AllReduceAlgorithm>,
+    ) -> Result<(AnyEngine, Block<u8>)> {
         // If `requested` or `footprint` is an error, no engine is made with these options.
         let footprint =
             requested.as_ref().map_err(Clone::clone).and_then(|_| footprint(pool, options));
@@ -160,7 +156,7 @@ impl Communicator {
         Self::on_control_block(pool, bytes, prepare, |control, number| {
             let ready = ready.take().ok_or_else(|| Error::invalid_state("nothing was prepared"))?;
             let engine = CudaEngine::new(pool, control.offset(), &options, ready, alive, number)?;
-            Ok(Engine::Cuda(Box::new(engine)))
+            Ok(AnyEngine::Cuda(Box::new(engine)))
         })
     }
 
@@ -170,8 +166,8 @@ impl Communicator {
         pool: &Pool,
         bytes: Result<u64>,
         prepare: impl FnOnce(&Block<u8>) -> Result<()>,
-        build: impl FnOnce(&Block<u8>, u64) -> Result<Engine>,
-    ) -> Result<(Engine, Block<u8>)> {
+        build: impl FnOnce(&Block<u8>, u64) -> Result<AnyEngine>,
+    ) -> Result<(AnyEngine, Block<u8>)> {
         // Preparing writes to memory that a forked child shares with its parent.
         pool.check_process()?;
         let lane = pool.lane(CONTROL_LANE)?;

@@ -6,7 +6,7 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::engine::Engine;
+use super::engine::AnyEngine;
 use super::growth::Inbox;
 use super::{Communicator, Inner};
 use crate::signal::channel::CHANNELS;
@@ -27,8 +27,8 @@ impl Communicator {
     pub fn begin_matmul(&self, shape: &MatmulShape, stream: &Stream) -> Result<()> {
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
-            Engine::Host(host) => host.handshake_only(&shape.describe()),
-            Engine::Cuda(cuda) => {
+            AnyEngine::Host(host) => host.handshake_only(&shape.describe()),
+            AnyEngine::Cuda(cuda) => {
                 cuda.call(*stream, |cuda| cuda.open_product(shape.describe(), *stream))
             }
         }
@@ -92,7 +92,7 @@ impl Communicator {
     /// Whether [`Self::matmul_reduce_scatter_at`], [`Self::all_gather_matmul_at`] and [`Self::matmul_all_reduce_at`] have
     /// kernels for the device: for those of compute capability 9.0.
     pub fn has_tensor_kernels(&self) -> bool {
-        matches!(&self.lock().engine, Engine::Cuda(cuda) if cuda.has_tensor_kernels())
+        matches!(&self.lock().engine, AnyEngine::Cuda(cuda) if cuda.has_tensor_kernels())
     }
 
     /// Multiplies matrices on a device, and adds up the products of all ranks: each rank gets the rows of the sum whose
@@ -137,9 +137,9 @@ impl Communicator {
         };
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
-            Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
+            AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise; the memory used on the way is a window.
-            Engine::Cuda(cuda) => unsafe {
+            AnyEngine::Cuda(cuda) => unsafe {
                 cuda.call(*stream, |cuda| cuda.matmul_scatter(shape.describe(), product, *stream))
             },
         }
@@ -182,9 +182,9 @@ impl Communicator {
         };
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
-            Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
+            AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise; the memory used on the way is a window.
-            Engine::Cuda(cuda) => unsafe {
+            AnyEngine::Cuda(cuda) => unsafe {
                 cuda.call(*stream, |cuda| cuda.matmul_gather(shape.describe(), product, *stream))
             },
         }
@@ -194,8 +194,8 @@ impl Communicator {
     /// every rank.
     pub fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
         match &self.lock().engine {
-            Engine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
-            Engine::Host(_) => false,
+            AnyEngine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
+            AnyEngine::Host(_) => false,
         }
     }
 
@@ -215,8 +215,8 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         self.grow_for_product(&mut inner, dtype, (rows, columns), stream)?;
         Ok(match &inner.engine {
-            Engine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
-            Engine::Host(_) => false,
+            AnyEngine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
+            AnyEngine::Host(_) => false,
         })
     }
 
@@ -269,9 +269,9 @@ impl Communicator {
         let sizes = (product.rows, product.columns);
         self.grow_for_product(&mut inner, product.dtype, sizes, stream)?;
         match &mut inner.engine {
-            Engine::Host(host) => Err(only_for_devices(kind, host.rank())),
+            AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
             // SAFETY: the caller's promise.
-            Engine::Cuda(cuda) => unsafe {
+            AnyEngine::Cuda(cuda) => unsafe {
                 cuda.call(*stream, |cuda| {
                     cuda.matmul_all_reduce(shape.describe(), product, *stream)
                 })

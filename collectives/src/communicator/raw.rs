@@ -8,7 +8,7 @@
 
 use symmpool_allocator::{Error, Result, Stream, Windows};
 
-use super::choice::Request;
+use super::request::Request;
 use super::{Communicator, Inner};
 use crate::{DType, Place, ReduceOp, StandardCollective};
 
@@ -43,9 +43,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// `input` is readable and `output` writable for `count` elements by whoever runs the call (the
-    /// CPU in host memory, else the device), from now until `stream` is past the call. Nobody else
-    /// touches them meanwhile, in any rank's slot where they lie in a window.
+    /// As [`Request::at`].
     pub unsafe fn all_reduce_at(
         &self,
         output: *mut u8,
@@ -55,14 +53,10 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        let bytes = count.saturating_mul(dtype.size());
-        let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
-        let to = self.place_at(&mut inner, output, bytes, stream)?;
-        let collective = StandardCollective::AllReduce;
-        let request = Request { op, ..Request::new(collective, (from, to), count, dtype) };
-        // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { self.run(inner, &request, stream) }
+        // SAFETY: the caller's promise.
+        let request =
+            unsafe { Request::at(StandardCollective::AllReduce, output, input, count, dtype) };
+        self.call(&request.op(op), stream)
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output` of `count` elements; the
@@ -70,7 +64,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce_at`], for these lengths.
+    /// As [`Request::at`].
     pub unsafe fn reduce_scatter_at(
         &self,
         output: *mut u8,
@@ -80,16 +74,10 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        let bytes = count.saturating_mul(dtype.size());
-        let from = self.place_at(&mut inner, input.cast_mut(), self.all_parts(bytes), stream)?;
-        let to = self.place_at(&mut inner, output, bytes, stream)?;
-        let request = Request {
-            op,
-            ..Request::new(StandardCollective::ReduceScatter, (from, to), count, dtype)
-        };
-        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { self.run(inner, &request, stream) }
+        // SAFETY: the caller's promise.
+        let request =
+            unsafe { Request::at(StandardCollective::ReduceScatter, output, input, count, dtype) };
+        self.call(&request.op(op), stream)
     }
 
     /// Copies rank `r`'s `input` of `count` elements to part `r` of every rank's `output`, which
@@ -97,7 +85,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce_at`], for these lengths.
+    /// As [`Request::at`].
     pub unsafe fn all_gather_at(
         &self,
         output: *mut u8,
@@ -106,13 +94,10 @@ impl Communicator {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        let bytes = count.saturating_mul(dtype.size());
-        let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
-        let to = self.place_at(&mut inner, output, self.all_parts(bytes), stream)?;
-        let request = Request::new(StandardCollective::AllGather, (from, to), count, dtype);
-        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { self.run(inner, &request, stream) }
+        // SAFETY: the caller's promise.
+        let request =
+            unsafe { Request::at(StandardCollective::AllGather, output, input, count, dtype) };
+        self.call(&request, stream)
     }
 
     /// Copies the root's `count` elements at `data` into every other rank's. Otherwise as
@@ -120,7 +105,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce_at`]; `data` is written to on ranks other than the root.
+    /// As [`Request::at`]; `data` is written to on ranks other than the root.
     pub unsafe fn broadcast_at(
         &self,
         data: *mut u8,
@@ -129,14 +114,10 @@ impl Communicator {
         root: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        let place = self.place_at(&mut inner, data, count.saturating_mul(dtype.size()), stream)?;
-        let request = Request {
-            root,
-            ..Request::new(StandardCollective::Broadcast, (place, place), count, dtype)
-        };
-        // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { self.run(inner, &request, stream) }
+        // SAFETY: the caller's promise.
+        let request =
+            unsafe { Request::at(StandardCollective::Broadcast, data, data, count, dtype) };
+        self.call(&request.root(root), stream)
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `output`. Both have
@@ -144,7 +125,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce_at`], for these lengths.
+    /// As [`Request::at`].
     pub unsafe fn all_to_all_at(
         &self,
         output: *mut u8,
@@ -153,13 +134,10 @@ impl Communicator {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        let bytes = self.all_parts(count.saturating_mul(dtype.size()));
-        let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
-        let to = self.place_at(&mut inner, output, bytes, stream)?;
-        let request = Request::new(StandardCollective::AllToAll, (from, to), count, dtype);
-        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { self.run(inner, &request, stream) }
+        // SAFETY: the caller's promise.
+        let request =
+            unsafe { Request::at(StandardCollective::AllToAll, output, input, count, dtype) };
+        self.call(&request, stream)
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]` from
@@ -167,7 +145,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce_at`], `input` and `output` for the sums of their split sizes.
+    /// As [`Request::at`], of `input` and `output` for the sums of their split sizes.
     pub unsafe fn all_to_all_v_at(
         &self,
         output: *mut u8,
@@ -190,7 +168,7 @@ impl Communicator {
         unsafe { inner.engine.all_to_all_v((from, to), sizes, dtype, stream) }
     }
 
-    /// Where memory lies, for the engine: as [`Self::place`], for memory that may be no block of the pool.
+    /// Where memory lies, for the engine: as [`Self::place_block`], for memory that may be no block of the pool.
     pub(super) fn place_at(
         &self,
         inner: &mut Inner,
@@ -244,10 +222,5 @@ impl Communicator {
             "{bytes} bytes from address {address:#x} on begin in rank {slot}'s slot, {offset:#x} into \
              it, and are no memory of the pool: no block there is that long"
         )))
-    }
-
-    /// `world` times as many bytes; saturates, and no memory is that long then.
-    pub(super) fn all_parts(&self, bytes: usize) -> usize {
-        bytes.saturating_mul(self.world() as usize)
     }
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
-use super::engine::FailureHandle;
 use super::{Communicator, Inner};
+use crate::engine::FailureHandle;
 
 /// How long a rank that declines a call waits for the commit before it. It takes less if the other ranks are in
 /// the commit too, and then everything is as after any other call.
@@ -22,7 +22,7 @@ const GRACE: Duration = Duration::from_millis(100);
 /// that a background thread makes.
 pub(super) struct Shared {
     inner: Mutex<Inner>,
-    failure: FailureHandle,
+    failure: Arc<dyn FailureHandle>,
     /// While a background thread declines a call: how many more calls were declined since, which it must decline
     /// as well.
     pending: Mutex<Option<u64>>,
@@ -36,7 +36,7 @@ struct EngineMemory {
     control: Option<Block<u8>>,
     /// What that has grown by.
     grown: OnceLock<Block<u8>>,
-    failure: FailureHandle,
+    failure: Arc<dyn FailureHandle>,
 }
 
 impl Shared {

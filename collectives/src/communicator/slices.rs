@@ -1,12 +1,11 @@
 //! The same calls on slices of ordinary memory, which pass through the communicator's scratch.
 
-#![allow(unsafe_code)] // passes on slices as raw buffers, whole
-
 use symmpool_allocator::{Result, Stream};
 
 use super::Communicator;
-use super::choice::Request;
-use crate::{Element, Place, ReduceOp, StandardCollective};
+use super::engine::AnyEngine;
+use super::request::Request;
+use crate::{Element, ReduceOp, StandardCollective};
 
 impl Communicator {
     /// Reduces every rank's `data` in place.
@@ -16,14 +15,7 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.host("all_reduce of a slice", stream)?;
-        let place = Place::Plain(data.as_mut_ptr().cast());
-        let (collective, count) = (StandardCollective::AllReduce, data.len());
-        let request = Request { op, ..Request::new(collective, (place, place), count, T::DTYPE) };
-        // SAFETY: the slice is borrowed exclusively until the call returns, and peers do not touch
-        // ordinary memory.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::on_slice(StandardCollective::AllReduce, data).op(op), stream)
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.
@@ -34,14 +26,8 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.host("reduce_scatter of a slice", stream)?;
-        inner.engine.fits("reduce_scatter", input.len(), self.parts(out.len()), stream)?;
-        let places = places(input, out);
-        let collective = StandardCollective::ReduceScatter;
-        let request = Request { op, ..Request::new(collective, places, out.len(), T::DTYPE) };
-        // SAFETY: both slices are borrowed until the call returns, and have these lengths.
-        unsafe { self.run(inner, &request, stream) }
+        let request = Request::on_slices(StandardCollective::ReduceScatter, out, input);
+        self.call(&request.op(op), stream)
     }
 
     /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts.
@@ -51,14 +37,7 @@ impl Communicator {
         input: &[T],
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.host("all_gather of a slice", stream)?;
-        inner.engine.fits("all_gather", out.len(), self.parts(input.len()), stream)?;
-        let places = places(input, out);
-        let collective = StandardCollective::AllGather;
-        let request = Request::new(collective, places, input.len(), T::DTYPE);
-        // SAFETY: both slices are borrowed until the call returns, and have these lengths.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::on_slices(StandardCollective::AllGather, out, input), stream)
     }
 
     /// Copies the root's `data` into every other rank's.
@@ -68,13 +47,7 @@ impl Communicator {
         root: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.host("broadcast of a slice", stream)?;
-        let place = Place::Plain(data.as_mut_ptr().cast());
-        let (collective, count) = (StandardCollective::Broadcast, data.len());
-        let request = Request { root, ..Request::new(collective, (place, place), count, T::DTYPE) };
-        // SAFETY: the slice is borrowed exclusively until the call returns.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::on_slice(StandardCollective::Broadcast, data).root(root), stream)
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`.
@@ -84,15 +57,7 @@ impl Communicator {
         input: &[T],
         stream: &Stream,
     ) -> Result<()> {
-        let mut inner = self.begin(stream)?;
-        inner.engine.host("all_to_all of a slice", stream)?;
-        let count = input.len() / self.world() as usize;
-        inner.engine.fits("all_to_all", input.len(), self.parts(count), stream)?;
-        inner.engine.fits("all_to_all", out.len(), Some(input.len()), stream)?;
-        let places = places(input, out);
-        let request = Request::new(StandardCollective::AllToAll, places, count, T::DTYPE);
-        // SAFETY: both slices are borrowed until the call returns, and have `world` times this length.
-        unsafe { self.run(inner, &request, stream) }
+        self.call(&Request::on_slices(StandardCollective::AllToAll, out, input), stream)
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]`
@@ -106,12 +71,11 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        let host = inner.engine.host("all_to_all_v of a slice", stream)?;
+        let AnyEngine::Host(host) = &mut inner.engine else {
+            inner.engine.ready()?;
+            let why = self.not_on_devices("all_to_all_v of a slice");
+            return Err(inner.engine.decline(why, stream));
+        };
         host.all_to_all_v_slices(input, input_split_sizes, out, output_split_sizes)
     }
-}
-
-fn places<T>(input: &[T], out: &mut [T]) -> (Place, Place) {
-    let output = Place::Plain(out.as_mut_ptr().cast());
-    (Place::Plain(input.as_ptr().cast_mut().cast()), output)
 }

@@ -69,12 +69,11 @@ impl Communicator {
             dtype: S::DTYPE,
         };
         let mut inner = self.begin(stream)?;
-        let (from, to) =
-            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let places = self.places(&mut inner, input, out, stream)?;
         self.grow_for_splits(&mut inner, T::DTYPE, stream)?;
-        // SAFETY: as in `all_reduce_into`; rows are as many as both blocks have, and each block of
+        // SAFETY: as in `call`; rows are as many as both blocks have, and each block of
         // splits has a count for every rank.
-        unsafe { inner.engine.all_to_all_splits((from, to), &rows, &splits, stream) }
+        unsafe { inner.engine.all_to_all_splits(places, &rows, &splits, stream) }
     }
 
     /// [`Self::all_to_all_v`] on addresses.
@@ -85,7 +84,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce_at`], of `input` and `output` for `rows.length` and `rows.capacity`
+    /// As [`Request::at`](super::Request::at), of `input` and `output` for `rows.length` and `rows.capacity`
     /// rows, and of the splits for one count for each rank.
     pub unsafe fn all_to_all_v_splits_at(
         &self,

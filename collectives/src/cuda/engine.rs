@@ -51,11 +51,10 @@ use super::layout::params::Footprint;
 use super::layout::params::{CallParams, ChannelEnd, Comm, Control};
 use super::select::exchange::Exchange;
 use super::select::table::MeasuredTable;
-use crate::algorithm::RequestedAlgorithm;
 use crate::call::{Call, Operation};
 use crate::cuda::driver::api::cuda;
 use crate::types::timeout::Timeout;
-use crate::{AllToAllAlgorithm, CommunicatorMemory, Place};
+use crate::{AllReduceAlgorithm, AllToAllAlgorithm, CommunicatorMemory, Place};
 pub(crate) use areas::Area;
 use areas::Areas;
 use decline::Progress;
@@ -72,7 +71,7 @@ pub(crate) struct CudaOptions {
     /// The number of the first call.
     pub(crate) first_epoch: u32,
     /// The algorithm that was requested for all-reduces.
-    pub(crate) requested: RequestedAlgorithm,
+    pub(crate) requested: AllReduceAlgorithm,
     pub(crate) all_to_all: AllToAllAlgorithm,
     pub(crate) budget: BudgetOptions,
     /// How the ranks are linked.
@@ -100,8 +99,8 @@ pub(crate) struct CudaEngine {
     /// Whether calls may run beside compute.
     pub(super) beside_compute: bool,
     pub(super) comm: Comm,
-    /// How exchanges go now.
-    pub(super) exchange: &'static Exchange,
+    /// How exchanges go whose calls name no algorithm.
+    pub(super) usual_exchange: &'static Exchange,
     kernels: Kernels,
     failure: Arc<Failure>,
     /// There once a buffer for experts was made.

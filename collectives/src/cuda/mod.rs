@@ -10,9 +10,11 @@
 //! | `select` | the tables of built-in algorithms, and which of them serves a call |
 //! | `engine` | one rank's side of a communicator: its state, and what every call does |
 //! | `ops` | the collectives and the other operations: which kernels and copies they launch |
+//! | `interface` | all of it as an `Engine` |
 
 mod driver;
 mod engine;
+mod interface;
 mod kernel;
 mod layout;
 mod ops;
@@ -20,7 +22,6 @@ mod select;
 
 pub(crate) use self::engine::failure::Failure as CudaFailure;
 pub use self::engine::memory_operations::end_watching;
-pub(crate) use self::engine::rehearsal::{Lifts, Rehearsed};
 pub(crate) use self::kernel::sm_budget::BudgetOptions;
 pub use self::kernel::sm_budget::share_sms;
 pub(crate) use self::layout::footprint::{

@@ -5,73 +5,45 @@ use symmpool_allocator::{Error, Result};
 use super::HostEngine;
 use super::collectives::{all_gather, all_reduce, all_to_all, broadcast, reduce_scatter};
 use super::host_algorithm::HostAlgorithm;
-use crate::algorithm::{CallShape, StandardCollective, name_of};
+use crate::algorithm::{AlgorithmId, CallShape, StandardCollective};
+
+/// A collective's algorithms. All-to-alls have routes instead.
+fn table(collective: StandardCollective) -> Option<&'static [HostAlgorithm]> {
+    match collective {
+        StandardCollective::AllReduce => Some(&all_reduce::ALGORITHMS),
+        StandardCollective::ReduceScatter => Some(&reduce_scatter::ALGORITHMS),
+        StandardCollective::AllGather => Some(&all_gather::ALGORITHMS),
+        StandardCollective::Broadcast => Some(&broadcast::ALGORITHMS),
+        StandardCollective::AllToAll => None,
+    }
+}
 
 impl HostEngine {
-    /// The numbers of a collective's algorithms.
-    pub(crate) fn algorithms(collective: StandardCollective) -> Vec<u8> {
-        fn codes<W>(table: &[HostAlgorithm<W>]) -> Vec<u8> {
-            table.iter().map(|entry| entry.code).collect()
-        }
-        match collective {
-            StandardCollective::AllReduce => codes(&all_reduce::ALGORITHMS),
-            StandardCollective::ReduceScatter => codes(&reduce_scatter::ALGORITHMS),
-            StandardCollective::AllGather => codes(&all_gather::ALGORITHMS),
-            StandardCollective::Broadcast => codes(&broadcast::ALGORITHMS),
-            StandardCollective::AllToAll => {
-                all_to_all::ROUTES.iter().map(|(code, _)| *code).collect()
-            }
+    /// A collective's algorithms.
+    pub(crate) fn algorithms(collective: StandardCollective) -> Vec<AlgorithmId> {
+        match table(collective) {
+            Some(table) => table.iter().map(|entry| entry.id).collect(),
+            None => all_to_all::ROUTES.iter().map(|(id, _)| *id).collect(),
         }
     }
 
     /// Refuses an algorithm that is not of host memory, or cannot serve a call.
-    pub(crate) fn check_fit(&self, code: u8, shape: &CallShape) -> Result<()> {
-        match shape.collective {
-            StandardCollective::AllReduce => {
-                self.entry(&all_reduce::ALGORITHMS, code, shape).map(drop)
-            }
-            StandardCollective::ReduceScatter => {
-                self.entry(&reduce_scatter::ALGORITHMS, code, shape).map(drop)
-            }
-            StandardCollective::AllGather => {
-                self.entry(&all_gather::ALGORITHMS, code, shape).map(drop)
-            }
-            StandardCollective::Broadcast => {
-                self.entry(&broadcast::ALGORITHMS, code, shape).map(drop)
-            }
-            StandardCollective::AllToAll if all_to_all::route(code).is_some() => Ok(()),
-            StandardCollective::AllToAll => Err(self.not_here(code, StandardCollective::AllToAll)),
+    pub(crate) fn check_fit(&self, id: AlgorithmId, shape: &CallShape) -> Result<()> {
+        match table(shape.collective) {
+            Some(table) => self.entry(table, id, shape).map(drop),
+            None if all_to_all::route(id).is_some() => Ok(()),
+            None => Err(self.not_here(id, shape.collective)),
         }
     }
 
-    /// The entry of an algorithm that can serve the call.
-    pub(crate) fn entry<W>(
-        &self,
-        table: &'static [HostAlgorithm<W>],
-        code: u8,
-        shape: &CallShape,
-    ) -> Result<&'static HostAlgorithm<W>> {
-        let found = table.iter().find(|entry| entry.code == code);
-        let entry = found.ok_or_else(|| self.not_here(code, shape.collective))?;
-        (entry.fits)(self, shape).map_err(|why| {
-            let name = name_of(shape.collective, code).unwrap_or("?");
-            Error::unsupported(format!(
-                "the {} algorithm {name} on rank {}: {why}",
-                shape.collective.in_words(),
-                self.rank()
-            ))
-        })?;
-        Ok(entry)
-    }
-
     #[cold]
-    pub(crate) fn not_here(&self, code: u8, collective: StandardCollective) -> Error {
-        let name = |code: &u8| name_of(collective, *code).unwrap_or("?");
-        let all: Vec<&str> = Self::algorithms(collective).iter().map(name).collect();
+    pub(crate) fn not_here(&self, id: AlgorithmId, collective: StandardCollective) -> Error {
+        let all = Self::algorithms(collective);
+        let all: Vec<&str> = all.into_iter().map(|each| each.label(collective)).collect();
         Error::unsupported(format!(
             "the {} algorithm {} on rank {}: it runs on devices only; in host memory there are {}",
             collective.in_words(),
-            name(&code),
+            id.label(collective),
             self.rank(),
             all.join(", ")
         ))

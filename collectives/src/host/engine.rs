@@ -25,10 +25,9 @@ use super::options::HostOptions;
 use super::place::{Data, InPlace, Resolver, checked, disjoint};
 use super::shared_cores::SharedCores;
 use super::wait::SpinPolicy;
-use crate::algorithm::AUTO;
 use crate::types::place::Place;
 use crate::types::timeout::Timeout;
-use crate::{CommunicatorMemory, DType, ReduceOp};
+use crate::{DType, ReduceOp};
 
 /// One rank's side of a communicator in host memory.
 ///
@@ -73,9 +72,6 @@ pub struct HostEngine {
     /// The sums of a fused all-reduce.
     pub(crate) norm_sums: Vec<u8>,
     pub(crate) expert_scratch: ExpertScratch,
-    /// The number of the algorithm that all-to-alls use now, and of the one that the call names.
-    pub(crate) exchange: u8,
-    pub(crate) requested: u8,
     /// The algorithm of a call, while it is rehearsed.
     rehearsed: Option<String>,
 }
@@ -160,15 +156,9 @@ impl HostEngine {
             load_balance: LoadBalance::default(),
             norm_sums: Vec::new(),
             expert_scratch: ExpertScratch::default(),
-            exchange: options.all_to_all as u8,
-            requested: AUTO,
             rehearsed: None,
             options,
         })
-    }
-
-    pub(crate) fn memory(&self, total: u64) -> CommunicatorMemory {
-        self.control.memory(total)
     }
 
     /// This process's rank.
@@ -184,11 +174,6 @@ impl HostEngine {
     /// The error that all calls return since the communicator was closed, if it was.
     pub fn failure(&self) -> Option<&Error> {
         self.failed.get()
-    }
-
-    /// The same for threads that do not wait until a call has ended.
-    pub(crate) fn failure_handle(&self) -> Arc<OnceLock<Error>> {
-        Arc::clone(&self.failed)
     }
 
     /// Returns an error after the communicator was closed, and in a process that was forked from the one that made

@@ -15,7 +15,8 @@
 //! | `plan` | runs collectives that programs bring along |
 //! | `host_algorithm`, `algorithms` | what the tables of their algorithms consist of, and how one is found |
 //! | `fused` | all-reduces with a residual and a norm |
-//! | `slices` | collectives on slices |
+//! | `interface` | all of it as an `Engine` |
+//! | `calls` | the collectives as methods, on places and on slices |
 //! | `experts` | dispatch to experts, and combine |
 //! | `numbers` | numbers that others may write meanwhile |
 //! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
@@ -23,6 +24,7 @@
 //! | `kernels` | the loops over memory: reductions and copies |
 
 mod algorithms;
+mod calls;
 mod collectives;
 mod control;
 pub(crate) mod cores;
@@ -32,6 +34,7 @@ mod experts;
 mod fault;
 mod fused;
 mod host_algorithm;
+mod interface;
 pub(crate) mod kernels;
 mod mailbox;
 mod numbers;
@@ -41,12 +44,11 @@ mod p2p;
 mod place;
 mod plan;
 mod shared_cores;
-mod slices;
 mod wait;
 
+pub(crate) use calls::expect_length;
 pub use engine::HostEngine;
 pub use mailbox::{Mailbox, Operation};
 pub(crate) use one_sided::{HostChannels, HostOneSided};
 pub use options::HostOptions;
 pub(crate) use place::{Data, InPlace};
-pub(crate) use slices::expect_length;

@@ -10,7 +10,8 @@ use symmpool_allocator::{Error, Result};
 
 use super::kernels::{ReduceFn, copy};
 use super::{Data, HostEngine, InPlace};
-use crate::call::plan_call::{Arguments, Chunks, LINE};
+use crate::call::Arguments;
+use crate::call::plan_call::{Chunks, LINE};
 use crate::plan::{Buffer, Cell, CheckedPlan, Collective, Item, Step};
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};

@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, Result};
 use symmpool_collectives::plan::Plan;
-use symmpool_collectives::{Algorithm, CallShape, NativeKernel, Selector, StandardCollective};
+use symmpool_collectives::{
+    Algorithm, CallShape, NativeKernel, Request, Selector, StandardCollective,
+};
 
 use super::comm::{call, dtype, ends, find, op, symmpool_comm};
 use super::{Out, text};
@@ -150,7 +152,12 @@ pub unsafe extern "C" fn symmpool_collective(
     };
     call(comm, stream, arguments, |comm, (of, name, output, input, dtype, op), stream| {
         // SAFETY: the caller's promise.
-        unsafe { comm.call_at(of, name, output, input, count, dtype, op, root, stream) }
+        unsafe {
+            comm.call(
+                &Request::at(of, output, input, count, dtype).op(op).root(root).algorithm(name),
+                stream,
+            )
+        }
     })
 }
 

@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Block, Result, Stream};
 use symmpool_collectives::plan::Collective;
-use symmpool_collectives::{Algorithm, Communicator, DType, ReduceOp, StandardCollective};
+use symmpool_collectives::{Algorithm, Communicator, DType, ReduceOp, Request, StandardCollective};
 
 use super::{Bench, Times};
 use crate::{Options, plans};
@@ -56,7 +56,12 @@ impl Bench<'_> {
                     let count = bytes as usize / dtype.size() / world as usize;
                     // SAFETY: both blocks are this long, and nothing else uses them.
                     let call = |stream: &Stream| unsafe {
-                        comm.call_at(collective, algorithm, to, from, count, dtype, op, 0, stream)
+                        comm.call(
+                            &Request::at(collective, to, from, count, dtype)
+                                .op(op)
+                                .algorithm(algorithm),
+                            stream,
+                        )
                     };
                     self.note(&name, &comm, bytes, times, call)?;
                 }
@@ -79,7 +84,7 @@ impl Bench<'_> {
             let count = bytes as usize / dtype.size() / parts;
             // SAFETY: both blocks are this long, and nothing else uses them.
             let call = |stream: &Stream| unsafe {
-                comm.execute_at(algorithm, to, from, count, dtype, op, 0, stream)
+                comm.call(&Request::at(algorithm, to, from, count, dtype).op(op), stream)
             };
             // The first call compiles the kernel.
             match call(&self.stream) {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Pool, Result, Stream};
-use symmpool_collectives::{Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp};
+use symmpool_collectives::{Algorithm, Communicator, CommunicatorOptions, DType, Request};
 
 use super::all;
 use crate::cuda::stream;
@@ -26,9 +26,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         let at = block.address();
         let (to, from) = (at as *mut u8, at as *const u8);
         // SAFETY: the block is longer.
-        unsafe {
-            comm.execute_at(algorithm, to, from, 10_000, DType::F32, ReduceOp::Sum, 0, stream)
-        }
+        unsafe { comm.call(&Request::at(algorithm, to, from, 10_000, DType::F32), stream) }
     };
     let mut wrong = 0;
     let usual = CommunicatorOptions { timeout, ..Default::default() };

@@ -3,7 +3,9 @@
 
 use symmpool_allocator::Result;
 use symmpool_collectives::plan::Plan;
-use symmpool_collectives::{Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp};
+use symmpool_collectives::{
+    Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request,
+};
 
 use super::{Plans, more_programs, odd_programs, programs};
 use crate::oracle::{input, reduce};
@@ -34,7 +36,10 @@ impl Plans<'_> {
                         let (to, from) = (output_at as *mut u8, input_at as *const u8);
                         // SAFETY: both blocks are longer, and nothing else uses them.
                         unsafe {
-                            comm.execute_at(&algorithm, to, from, count, dtype, op, 0, &self.stream)
+                            comm.call(
+                                &Request::at(&algorithm, to, from, count, dtype).op(op),
+                                &self.stream,
+                            )
                         }?;
                         comm.synchronize(&self.stream)?;
                         let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
@@ -63,7 +68,10 @@ impl Plans<'_> {
                 let to = output_at as *mut u8;
                 // SAFETY: both blocks are longer, and nothing else uses them; no other input is read than the root's.
                 unsafe {
-                    self.comm.execute_at(&algorithm, to, from, count, dtype, op, root, &self.stream)
+                    self.comm.call(
+                        &Request::at(&algorithm, to, from, count, dtype).op(op).root(root),
+                        &self.stream,
+                    )
                 }?;
                 self.comm.synchronize(&self.stream)?;
                 let got = crate::cuda::download(self.pool, output_at, 4 * count)?;
@@ -89,7 +97,8 @@ impl Plans<'_> {
             let (to, from) = (at as *mut u8, input_at as *const u8);
             // SAFETY: both blocks are longer, and nothing else uses them.
             unsafe {
-                self.comm.execute_at(&algorithm, to, from, count, dtype, op, 0, &self.stream)
+                self.comm
+                    .call(&Request::at(&algorithm, to, from, count, dtype).op(op), &self.stream)
             }?;
             self.comm.synchronize(&self.stream)?;
             let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
@@ -106,14 +115,8 @@ impl Plans<'_> {
         let to = if rank == 0 { input_at } else { output_at } as *mut u8;
         // SAFETY: as above.
         let refused = unsafe {
-            comm.execute_at(
-                &algorithm,
-                to,
-                input_at as *const u8,
-                count,
-                dtype,
-                op,
-                0,
+            comm.call(
+                &Request::at(&algorithm, to, input_at as *const u8, count, dtype).op(op),
                 &self.stream,
             )
         };

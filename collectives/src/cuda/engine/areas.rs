@@ -327,7 +327,6 @@ fn exceeds_inbox(control: &Control, world: u32, bytes: u64, lamport: bool) -> bo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algorithm::RequestedAlgorithm;
     use crate::cuda::layout::footprint::Requested;
     use crate::cuda::ops::all_gather_broadcast::LL_BYTES;
     use crate::cuda::select::constraints::{AllReduceShape, fits_lamport};
@@ -340,8 +339,7 @@ mod tests {
         control: &Control,
         measured: &MeasuredTable,
     ) -> (&'static str, bool) {
-        let auto =
-            RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
+        let auto = AllReduceAlgorithm::Auto;
         let (entry, _) = shape.entry(auto, control, measured).expect("one serves");
         (entry.name.name(), (entry.most_bytes)(shape, control) >= shape.bytes)
     }

@@ -4,8 +4,9 @@ use std::cell::RefCell;
 
 use symmpool_allocator::Stream;
 
-use super::rehearsal::{Kept, Lifts, Rehearsal, Rehearsed};
+use super::rehearsal::{Kept, Rehearsal};
 use super::{Area, CudaEngine};
+use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::cuda::kernel::sm_budget::{Lifted, SmBudget};
 
 impl CudaEngine {

@@ -16,6 +16,7 @@ use super::memory_operations::MemoryOperations;
 use super::stream_order::{CallEvents, StreamOrder};
 use super::{CudaEngine, CudaOptions, ReadyKernels};
 use crate::DType;
+use crate::algorithm::AlgorithmId;
 use crate::cuda::driver::api::{Api, cuda};
 use crate::cuda::kernel::kernels::Kernels;
 use crate::cuda::kernel::modules::Modules;
@@ -133,7 +134,7 @@ impl CudaEngine {
             control,
             areas: Areas::new(control, options.grown, number),
             comm,
-            exchange: Exchange::of(options.all_to_all as u8),
+            usual_exchange: Exchange::of(AlgorithmId::of_all_to_all(options.all_to_all)),
             kernels,
             failure,
             sizes: None,

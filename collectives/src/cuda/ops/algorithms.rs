@@ -2,7 +2,8 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use crate::algorithm::{AUTO, CallShape, StandardCollective};
+use crate::algorithm::{AUTO, AlgorithmId, CallShape, StandardCollective};
+use crate::call::StandardCall;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::layout::params::Control;
 use crate::cuda::select::all_reduce::ALL_REDUCE;
@@ -12,64 +13,59 @@ use crate::cuda::select::reduce_scatter::{REDUCE_SCATTER, Scatter};
 
 impl CudaEngine {
     /// The numbers of a collective's algorithms.
-    pub(crate) fn algorithms(collective: StandardCollective) -> Vec<u8> {
+    pub(crate) fn algorithms(collective: StandardCollective) -> Vec<AlgorithmId> {
         match collective {
             StandardCollective::AllReduce => {
-                ALL_REDUCE.iter().map(|entry| entry.name as u8).collect()
+                ALL_REDUCE.iter().map(|entry| AlgorithmId::of_all_reduce(entry.name)).collect()
             }
             StandardCollective::ReduceScatter => {
-                REDUCE_SCATTER.iter().map(|entry| entry.code).collect()
+                REDUCE_SCATTER.iter().map(|entry| entry.id).collect()
             }
             _ => {
                 let of = |entry: &&Exchange| entry.collectives.contains(&collective);
-                EXCHANGE.iter().filter(of).map(|entry| entry.code).collect()
+                EXCHANGE.iter().filter(of).map(|entry| entry.id).collect()
             }
         }
     }
 
     /// Refuses an algorithm that is not of devices, or cannot serve a call.
-    pub(crate) fn check_fit(&self, code: u8, shape: &CallShape) -> Result<()> {
-        self.check_fit_in(code, shape, &self.control)
+    pub(crate) fn check_fit(&self, id: AlgorithmId, shape: &CallShape) -> Result<()> {
+        self.check_fit_in(id, shape, &self.control)
     }
 
     /// Whether an algorithm can serve a call with all memory that the communicator may have.
-    pub(crate) fn may_fit(&self, code: u8, shape: &CallShape) -> bool {
+    pub(crate) fn may_fit(&self, id: AlgorithmId, shape: &CallShape) -> bool {
         let layouts = self.layouts();
-        layouts.last().is_some_and(|largest| self.check_fit_in(code, shape, largest).is_ok())
+        layouts.last().is_some_and(|largest| self.check_fit_in(id, shape, largest).is_ok())
     }
 
-    fn check_fit_in(&self, code: u8, shape: &CallShape, layout: &Control) -> Result<()> {
+    fn check_fit_in(&self, id: AlgorithmId, shape: &CallShape, layout: &Control) -> Result<()> {
         let collective = shape.collective;
         match collective {
-            StandardCollective::AllReduce => self.check_all_reduce(code, shape, layout),
+            StandardCollective::AllReduce => self.check_all_reduce(id, shape, layout),
             StandardCollective::ReduceScatter => {
-                Scatter::named(code, shape.dtype, shape.input_window).map(drop)
+                Scatter::named(id, shape.dtype, shape.input_window).map(drop)
             }
-            _ if Self::algorithms(collective).contains(&code) => Ok(()),
-            _ => Err(not_here(collective, code, Self::algorithms(collective))),
+            _ if Self::algorithms(collective).contains(&id) => Ok(()),
+            _ => Err(not_here(collective, id, Self::algorithms(collective))),
         }
     }
 
-    /// Runs an exchange with the algorithm of this number, if it is not [`AUTO`].
-    pub(crate) fn exchanging(
+    /// How a call moves data between ranks. Refuses algorithms that are not of devices.
+    pub(in crate::cuda) fn exchange_of(
         &mut self,
-        code: u8,
-        collective: StandardCollective,
+        call: &StandardCall,
         stream: Stream,
-        run: impl FnOnce(&mut Self) -> Result<()>,
-    ) -> Result<()> {
-        if code == AUTO {
-            return run(self);
+    ) -> Result<&'static Exchange> {
+        let StandardCall { collective, algorithm, .. } = *call;
+        if algorithm == AUTO {
+            return Ok(self.usual_exchange);
         }
-        if !Self::algorithms(collective).contains(&code) {
+        let all = Self::algorithms(collective);
+        if !all.contains(&algorithm) {
             self.ready()?;
-            return Err(
-                self.decline(not_here(collective, code, Self::algorithms(collective)), stream)
-            );
+            return Err(self.decline(not_here(collective, algorithm, all), stream));
         }
-        let usual = std::mem::replace(&mut self.exchange, Exchange::of(code));
-        let result = run(self);
-        self.exchange = usual;
-        result
+        Ok(Exchange::of(algorithm))
     }
 }

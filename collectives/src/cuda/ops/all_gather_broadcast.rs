@@ -10,17 +10,17 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::all_to_all::Parts;
+use super::all_to_all::{Parts, Step};
 use super::copy_engine::all_to_all::EqualParts;
 use super::reduction_call::Work;
 use crate::algorithm::COPY;
-use crate::call::{Call, Operation};
+use crate::call::{Arguments, Call, StandardCall};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
 use crate::cuda::kernel::spec::{KernelSpec, STAGE_THREADS};
 use crate::cuda::layout::params::UNKNOWN;
-use crate::cuda::select::exchange::Use;
+use crate::cuda::select::exchange::{Exchange, Use};
 use crate::{DType, Place, ReduceOp};
 
 /// Most bytes that a rank sends to all its peers together in the LL protocol, which sends twice as many as it
@@ -45,28 +45,23 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`]; `output` has `world` parts.
-    pub(crate) unsafe fn all_gather(
-        &mut self,
-        (input, output): (Place, Place),
-        count: usize,
-        dtype: DType,
-        stream: Stream,
-    ) -> Result<()> {
+    pub(crate) unsafe fn all_gather(&mut self, call: &StandardCall, stream: Stream) -> Result<()> {
+        let by = self.exchange_of(call, stream)?;
         self.begin(stream)?;
+        let Arguments { input, output, count, dtype, .. } = call.arguments;
         let part = self.byte_count("all_gather", count, dtype, stream)?;
         let whole = self.bytes_of_parts("all_gather", part, stream)?;
         let (from, to) = (self.address(input), self.address(output));
         if from != to + u64::from(self.rank()) * part {
             self.check_disjoint("all_gather", (from, part), (to, whole), stream)?;
         }
-        let call = Call::new(Operation::AllGather).elements(dtype, count);
-        let call = call.algorithm(self.exchange.code);
-        if self.uses_ll(part) {
+        let call = call.describe().algorithm(by.id);
+        if self.uses_ll(by, part) {
             let work = Work { stride: part, ..moved(call, (from, to), part, dtype, stream) };
             // SAFETY: the caller's promises, which are passed on.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::AllGather) };
         }
-        if self.copies_parts(output, part) || self.gathers_by_copies(part) {
+        if self.copies_parts(by, output, part) || self.gathers_by_copies(by, part) {
             let call = call.output(output).algorithm(COPY);
             let parts = EqualParts { from, to, part, input_stride: 0 };
             if output.is_window() {
@@ -81,25 +76,20 @@ impl CudaEngine {
             &vec![count as u64; self.world() as usize],
             dtype.size() as u64,
         );
-        let parts = (&parts, count as u64);
+        let step = Step { call, by, places: (input, output), size: dtype.size() as u64, stream };
         // SAFETY: likewise.
-        unsafe { self.exchange_in_pieces(call, (input, output), parts, dtype, stream) }
+        unsafe { self.exchange_in_pieces(&step, &parts, count as u64) }
     }
 
-    /// Copies `count` elements of the root's `place` into every other rank's.
+    /// Copies `count` elements of the root's output into every other rank's.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    pub(crate) unsafe fn broadcast(
-        &mut self,
-        place: Place,
-        count: usize,
-        dtype: DType,
-        root: u32,
-        stream: Stream,
-    ) -> Result<()> {
+    pub(crate) unsafe fn broadcast(&mut self, call: &StandardCall, stream: Stream) -> Result<()> {
+        let by = self.exchange_of(call, stream)?;
         self.begin(stream)?;
+        let Arguments { output: place, count, dtype, root, .. } = call.arguments;
         let bytes = self.byte_count("broadcast", count, dtype, stream)?;
         let (rank, world) = (self.rank(), self.world());
         if root >= world {
@@ -108,15 +98,14 @@ impl CudaEngine {
             ));
             return Err(self.decline(why, stream));
         }
-        let call = Call::new(Operation::Broadcast).elements(dtype, count).root(root);
-        let call = call.algorithm(self.exchange.code);
-        if self.uses_ll(bytes) {
+        let call = call.describe().algorithm(by.id);
+        if self.uses_ll(by, bytes) {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
             // SAFETY: the caller's promises, which are passed on.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::Broadcast) };
         }
-        let in_stages = match self.exchange.stages {
+        let in_stages = match by.stages {
             Use::Never => false,
             Use::WhereFaster => world > 2 && bytes >= STAGES_BYTES,
             Use::Always => world > 1,
@@ -128,11 +117,11 @@ impl CudaEngine {
             return unsafe { self.broadcast_in_stages(&work, place) };
         }
         let (size, count) = (dtype.size() as u64, count as u64);
+        let step = |places| Step { call, by, places, size, stream };
         if world <= 2 || bytes < TWO_STEP_BYTES {
             let parts = Parts::from_root((rank, root), &vec![count; world as usize], &[]);
-            let parts = (&parts, count);
             // SAFETY: likewise.
-            return unsafe { self.exchange_in_pieces(call, (place, place), parts, dtype, stream) };
+            return unsafe { self.exchange_in_pieces(&step((place, place)), &parts, count) };
         }
         let shares = shares(count, size, world);
         let begins: Vec<u64> = begins(&shares).map(|before| before * size).collect();
@@ -142,9 +131,9 @@ impl CudaEngine {
         let longest = shares.iter().copied().max().unwrap_or(0);
         self.load_exchanges()?;
         // SAFETY: likewise; shares do not overlap.
-        unsafe { self.exchange_in_pieces(call, (place, own), (&parts, longest), dtype, stream) }?;
+        unsafe { self.exchange_in_pieces(&step((place, own)), &parts, longest) }?;
         // SAFETY: likewise.
-        unsafe { self.exchange_in_pieces(call, (own, place), (&gathered, longest), dtype, stream) }
+        unsafe { self.exchange_in_pieces(&step((own, place)), &gathered, longest) }
     }
 
     /// A reduction of a single rank, which is a copy.
@@ -155,14 +144,14 @@ impl CudaEngine {
     pub(in crate::cuda) unsafe fn copy_alone(
         &mut self,
         call: Call,
-        places: (Place, Place),
-        count: usize,
-        dtype: DType,
+        arguments: &Arguments,
         stream: Stream,
     ) -> Result<()> {
-        let parts = Parts::gathered(0, &[count as u64], dtype.size() as u64);
-        // SAFETY: passed on.
-        unsafe { self.exchange(call, places, &parts, dtype, stream) }
+        let Arguments { input, output, count, dtype, .. } = *arguments;
+        let (size, by) = (dtype.size() as u64, self.usual_exchange);
+        let step = Step { call, by, places: (input, output), size, stream };
+        // SAFETY: the caller's promises.
+        unsafe { self.exchange(&step, &Parts::gathered(0, &[count as u64], size)) }
     }
 
     /// The root sends a share to every peer, which passes it on while the next stage arrives.
@@ -182,9 +171,9 @@ impl CudaEngine {
         unsafe { self.launch_peer_blocks(loaded, config, &Work { stride: offset, ..*work }) }
     }
 
-    fn uses_ll(&self, bytes: u64) -> bool {
+    fn uses_ll(&self, by: &Exchange, bytes: u64) -> bool {
         let sent = bytes.saturating_mul(u64::from(self.world()) - 1);
-        let wanted = match self.exchange.ll {
+        let wanted = match by.ll {
             Use::Never => false,
             Use::WhereFaster => sent <= LL_BYTES,
             Use::Always => true,

@@ -4,8 +4,9 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use crate::algorithm::{CallShape, RequestedAlgorithm};
-use crate::call::{Call, Operation};
+use crate::DType;
+use crate::algorithm::{AlgorithmId, CallShape};
+use crate::call::{Arguments, StandardCall};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
@@ -15,7 +16,6 @@ use crate::cuda::layout::params::{CallParams, Control, LL128_PAYLOAD, MAX_PEER_B
 use crate::cuda::ops::reduction_call::Work;
 use crate::cuda::select::all_reduce::{AllReduce, Launch};
 use crate::cuda::select::constraints::AllReduceShape;
-use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
 
 /// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
 /// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
@@ -42,23 +42,18 @@ impl CudaEngine {
     /// `input` is readable and `output` writable on the device for `count` elements, until the
     /// stream has done the call; nothing else touches them meanwhile, in any rank's slot if they
     /// are windows.
-    pub(crate) unsafe fn all_reduce(
-        &mut self,
-        (input, output): (Place, Place),
-        count: usize,
-        (dtype, op): (DType, ReduceOp),
-        requested: RequestedAlgorithm,
-        stream: Stream,
-    ) -> Result<()> {
+    pub(crate) unsafe fn all_reduce(&mut self, call: &StandardCall, stream: Stream) -> Result<()> {
         self.begin(stream)?;
+        let StandardCall { algorithm, arguments, .. } = *call;
+        let Arguments { input, output, count, dtype, op, .. } = arguments;
         self.check_reducible("all_reduce", dtype, stream)?;
         let bytes = self.byte_count("all_reduce", count, dtype, stream)?;
         if bytes == 0 {
-            let call = Call::new(Operation::AllReduce).elements(dtype, count).reduce(op);
-            return self.handshake_only(call, stream);
+            return self.handshake_only(call.describe(), stream);
         }
         let windows = (input.is_window(), output.is_window());
         let shape = self.all_reduce_shape(bytes, dtype, windows);
+        let requested = algorithm.all_reduce().unwrap_or_default();
         let (entry, why) = match shape.entry(requested, &self.control, &self.measured) {
             Ok(found) => found,
             Err(error) => return Err(self.decline(error, stream)),
@@ -67,10 +62,9 @@ impl CudaEngine {
         if from != to {
             self.check_disjoint("all_reduce", (from, bytes), (to, bytes), stream)?;
         }
-        let call = Call::new(Operation::AllReduce)
-            .elements(dtype, count)
-            .reduce(op)
-            .algorithm(entry.name as u8)
+        let call = call
+            .describe()
+            .algorithm(AlgorithmId::of_all_reduce(entry.name))
             .input(input)
             .output(output)
             .in_place(from == to);
@@ -79,7 +73,7 @@ impl CudaEngine {
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
         if self.world() == 1 {
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
+            return unsafe { self.copy_alone(call, &arguments, stream) };
         }
         let (dtype, why) = (dtype.name(), why.name());
         let (algorithm, most_sms) = (entry.name.name(), self.most_sms());
@@ -322,14 +316,13 @@ impl CudaEngine {
     /// Refuses an all-reduce algorithm that cannot serve a call.
     pub(in crate::cuda) fn check_all_reduce(
         &self,
-        code: u8,
+        id: AlgorithmId,
         shape: &CallShape,
         layout: &Control,
     ) -> Result<()> {
-        let named = AllReduceAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
         let windows = (shape.input_window, shape.output_window);
         let shape = self.all_reduce_shape(shape.bytes, shape.dtype, windows);
-        shape.resolve(named.unwrap_or_default(), layout).map(drop)
+        shape.resolve(id.all_reduce().unwrap_or_default(), layout).map(drop)
     }
 
     /// Sends inputs through scratch in stages, and results of an all-reduce into outputs that are windows or through

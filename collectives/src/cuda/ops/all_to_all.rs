@@ -8,13 +8,13 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::call::{Call, Operation};
+use crate::call::{Arguments, Call, Operation, StandardCall};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::AllToAllMode;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
-use crate::cuda::select::exchange::Use;
+use crate::cuda::select::exchange::{Exchange, Use};
 use crate::{DType, Place, SplitRows, SplitsAt};
 
 /// Bytes that a rank sends to all others together through their inboxes, if all get as much. With more, it is
@@ -91,6 +91,18 @@ impl Parts {
     }
 }
 
+/// What the parts of one exchange have in common. A call makes one exchange or several.
+#[derive(Clone, Copy)]
+pub(in crate::cuda) struct Step {
+    pub(in crate::cuda) call: Call,
+    pub(in crate::cuda) by: &'static Exchange,
+    /// Input and output.
+    pub(in crate::cuda) places: (Place, Place),
+    /// Bytes of an element.
+    pub(in crate::cuda) size: u64,
+    pub(in crate::cuda) stream: Stream,
+}
+
 /// The ranges of elements in which parts of `count` elements go through inboxes, which take `most` elements of a part at
 /// once: as few as possible, of about equal length. All but the last begin and end at multiples of an item.
 fn pieces(count: u64, most: u64, size: u64) -> impl Iterator<Item = (u64, u64)> {
@@ -113,21 +125,17 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_to_all_v`].
-    pub(crate) unsafe fn all_to_all(
-        &mut self,
-        places: (Place, Place),
-        count: usize,
-        dtype: DType,
-        stream: Stream,
-    ) -> Result<()> {
-        if self.copies_parts(places.1, (count as u64).saturating_mul(dtype.size() as u64)) {
-            // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.all_to_all_copy(places, count, dtype, stream) };
+    pub(crate) unsafe fn all_to_all(&mut self, call: &StandardCall, stream: Stream) -> Result<()> {
+        let by = self.exchange_of(call, stream)?;
+        let Arguments { input, output, count, dtype, .. } = call.arguments;
+        if self.copies_parts(by, output, call.arguments.bytes_of(1)) {
+            // SAFETY: the caller's promises.
+            return unsafe { self.all_to_all_copy(call, stream) };
         }
         let counts = [count; MAX_RANKS as usize];
         let counts = &counts[..self.world() as usize];
-        // SAFETY: the caller's promises, which are passed on.
-        unsafe { self.all_to_all_v(places, (counts, counts), dtype, stream) }
+        // SAFETY: the caller's promises.
+        unsafe { self.exchange_splits(by, (input, output), (counts, counts), dtype, stream) }
     }
 
     /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it, on `stream`.
@@ -139,12 +147,28 @@ impl CudaEngine {
     /// rank's slot if they are windows.
     pub(crate) unsafe fn all_to_all_v(
         &mut self,
-        (input, output): (Place, Place),
+        places: (Place, Place),
+        splits: (&[usize], &[usize]),
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promises.
+        unsafe { self.exchange_splits(self.usual_exchange, places, splits, dtype, stream) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`].
+    unsafe fn exchange_splits(
+        &mut self,
+        by: &'static Exchange,
+        places: (Place, Place),
         (send, receive): (&[usize], &[usize]),
         dtype: DType,
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
+        let (input, output) = places;
         let (rank, world) = (self.rank() as usize, self.world() as usize);
         let size = dtype.size() as u64;
         let of_all = |counts: &[usize]| per_rank(counts.iter().map(|count| *count as u64));
@@ -175,17 +199,9 @@ impl CudaEngine {
             (self.address(output), capacity),
             stream,
         )?;
-        let call = self.describe(dtype, 1);
-        // SAFETY: the caller's promises, which are passed on; no sum is longer.
-        unsafe {
-            self.exchange(
-                call,
-                (input, output),
-                &Parts::contiguous(sent, received, size),
-                dtype,
-                stream,
-            )
-        }
+        let step = Step { call: describe(by, dtype, 1), by, places, size, stream };
+        // SAFETY: the caller's promises; no sum is longer.
+        unsafe { self.exchange(&step, &Parts::contiguous(sent, received, size)) }
     }
 
     /// Sends and receives parts that are known here.
@@ -193,16 +209,9 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_to_all_v`], for the parts of input and output.
-    pub(in crate::cuda) unsafe fn exchange(
-        &mut self,
-        call: Call,
-        places: (Place, Place),
-        parts: &Parts,
-        dtype: DType,
-        stream: Stream,
-    ) -> Result<()> {
-        let (rank, size) = (self.rank() as usize, dtype.size() as u64);
-        let (inbox_bytes, head) = self.inbox_limits();
+    pub(in crate::cuda) unsafe fn exchange(&mut self, step: &Step, parts: &Parts) -> Result<()> {
+        let (rank, size) = (self.rank() as usize, step.size);
+        let (inbox_bytes, head) = self.inbox_limits(step.by);
         let others =
             |counts: PerRank| counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank);
         let longest =
@@ -224,12 +233,12 @@ impl CudaEngine {
             offsets: 0,
             length,
             capacity,
-            window: window(places.1),
+            window: window(step.places.1),
             inbox_bytes,
             head,
             size: size as u32,
             wide: 0,
-            ring: self.keeps_ring(),
+            ring: step.by.ring.into(),
         };
         let work = if longest <= inbox_bytes {
             let own = parts.send[rank] * size;
@@ -240,8 +249,8 @@ impl CudaEngine {
         } else {
             (AllToAllMode::DIRECT, length.max(capacity) * size)
         };
-        // SAFETY: the caller's promises, which are passed on.
-        unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
+        // SAFETY: the caller's promises.
+        unsafe { self.launch_exchange(step, work, &traffic) }
     }
 
     /// As [`exchange`](Self::exchange), for parts of at most `longest` elements on all ranks alike, which may go through
@@ -252,25 +261,23 @@ impl CudaEngine {
     /// As [`CudaEngine::exchange`].
     pub(in crate::cuda) unsafe fn exchange_in_pieces(
         &mut self,
-        call: Call,
-        places: (Place, Place),
-        (parts, longest): (&Parts, u64),
-        dtype: DType,
-        stream: Stream,
+        step: &Step,
+        parts: &Parts,
+        longest: u64,
     ) -> Result<()> {
-        let size = dtype.size() as u64;
+        let size = step.size;
         let slot = self.control.escaped_slot(self.world());
         let wanted = self.largest_inbox_part();
         let bytes = longest * size;
-        let several = self.exchange.inboxes == Use::WhereFaster;
+        let several = step.by.inboxes == Use::WhereFaster;
         let few = bytes <= slot || self.world() < 2;
         if !several || few || bytes > wanted.min(MAX_LAUNCHES * slot) {
-            // SAFETY: passed on.
-            return unsafe { self.exchange(call, places, parts, dtype, stream) };
+            // SAFETY: the caller's promises.
+            return unsafe { self.exchange(step, parts) };
         }
         for (from, count) in pieces(longest, slot / size, size) {
             // SAFETY: parts of what the caller promised.
-            unsafe { self.exchange(call, places, &parts.piece(from, count, size), dtype, stream) }?;
+            unsafe { self.exchange(step, &parts.piece(from, count, size)) }?;
         }
         Ok(())
     }
@@ -332,7 +339,8 @@ impl CudaEngine {
                 self.check_disjoint(&what, other, (address, bytes), stream)?;
             }
         }
-        let (inbox_bytes, head) = self.inbox_limits();
+        let by = self.usual_exchange;
+        let (inbox_bytes, head) = self.inbox_limits(by);
         let traffic = Traffic {
             send: PerRank::default(),
             receive: PerRank::default(),
@@ -348,32 +356,23 @@ impl CudaEngine {
             head,
             size: size.unwrap_or(1),
             wide: u32::from(splits.dtype == DType::I64),
-            ring: self.keeps_ring(),
+            ring: by.ring.into(),
         };
         let work = (AllToAllMode::DEVICE_COUNTS, input_bytes);
-        let (call, places) = (self.describe(dtype, row), (input, output));
+        let (call, places) = (describe(by, dtype, row), (input, output));
+        let step = Step { call, by, places, size: size.unwrap_or(1).into(), stream };
         // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
         // than its length, whatever the counts, and writes no more than the capacity.
-        unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
-    }
-
-    /// The call description. It has neither places nor counts: those are in the rows of the traffic matrix.
-    fn describe(&self, dtype: DType, row: usize) -> Call {
-        let algorithm = self.exchange.code;
-        Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
-    }
-
-    fn keeps_ring(&self) -> u32 {
-        u32::from(self.exchange.ring)
+        unsafe { self.launch_exchange(&step, work, &traffic) }
     }
 
     /// The most bytes of a part that goes through inboxes whole, and how many bytes of longer parts go through
     /// inboxes. The same on every rank.
-    fn inbox_limits(&self) -> (u64, u32) {
+    fn inbox_limits(&self, by: &Exchange) -> (u64, u32) {
         let most = self.control.escaped_slot(self.world());
         // A multiple of an item, so that the rest of a part is aligned as its beginning is.
         let head = (HEAD_BYTES / u64::from(self.world().max(2) - 1)).next_multiple_of(ITEM);
-        let (all, head) = match self.exchange.inboxes {
+        let (all, head) = match by.inboxes {
             Use::WhereFaster => (most.min(self.largest_inbox_part()), most.min(head)),
             Use::Always => (most, most),
             Use::Never => (0, 0),
@@ -391,14 +390,13 @@ impl CudaEngine {
     /// As [`CudaEngine::all_to_all_v`].
     unsafe fn launch_exchange(
         &mut self,
+        step: &Step,
         (mode, bytes): (AllToAllMode, u64),
-        call: &Call,
-        (input, output): (Place, Place),
         traffic: &Traffic,
-        stream: Stream,
     ) -> Result<()> {
+        let Step { call, by, places: (input, output), stream, .. } = *step;
         let most = if self.world() <= 4 { MAX_BLOCKS } else { 2 * MAX_BLOCKS };
-        self.note_algorithm(self.exchange.way(mode.direct), None);
+        self.note_algorithm(by.way(mode.direct), None);
         let loaded = self.kernel(KernelSpec::all_to_all(self.world(), mode))?;
         let bound = loaded.threads;
         // At least so many that every pair of ranks has warps of its own.
@@ -417,16 +415,21 @@ impl CudaEngine {
         let params = CallParams {
             input: self.address(input),
             output: self.address(output),
-            ..CallParams::of(call)
+            ..CallParams::of(&call)
         };
         let splits = if mode.device_counts { "device" } else { "host" };
         let direct = mode.direct;
-        let (blocks, threads, requested) = (grid.blocks, grid.threads, self.exchange.name());
+        let (blocks, threads, requested) = (grid.blocks, grid.threads, by.name());
         tracing::debug!(bytes, direct, splits, requested, blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
         // SAFETY: passed on.
         unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
     }
+}
+
+/// Description of an exchange. It has neither places nor counts: those are in the rows of the traffic matrix.
+fn describe(by: &Exchange, dtype: DType, row: usize) -> Call {
+    Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(by.id)
 }
 
 /// The byte at which each part begins, for parts of so many elements that lie one behind the other.

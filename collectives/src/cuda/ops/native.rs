@@ -5,8 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::algorithm::{NativeKernel, StandardCollective};
-use crate::call::plan_call::Arguments;
-use crate::call::{Call, Operation};
+use crate::call::{Arguments, Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;

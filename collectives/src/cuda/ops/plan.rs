@@ -7,7 +7,7 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::plan_kernel;
 use crate::ReduceOp;
-use crate::call::plan_call::Arguments;
+use crate::call::Arguments;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::spec::THREADS;

@@ -8,8 +8,9 @@ use symmpool_allocator::{Result, Stream};
 
 use super::all_reduce::Results;
 use super::reduction_call::Work;
-use crate::algorithm::{AUTO, COPY, DIRECT, LAMPORT, LL, STAGES};
-use crate::call::{Call, Operation};
+use crate::DType;
+use crate::algorithm::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, STAGES};
+use crate::call::{Arguments, StandardCall};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
@@ -17,7 +18,6 @@ use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES, THREADS};
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
 use crate::cuda::select::constraints::fits_lamport;
 use crate::cuda::select::reduce_scatter::{Launch, Scatter};
-use crate::{DType, Place, ReduceOp};
 
 /// Reduce-scatters of parts of so many bytes go by loads from inputs that are windows. On two H200s 16 MiB take 59 us so and
 /// 61 through inboxes, 32 MiB 109 and 121, 64 MiB 209 and by copy engines 214, and 128 MiB 409 and 392. Four H200s gain
@@ -60,7 +60,7 @@ struct ScatterShape {
 impl ScatterShape {
     /// Through inboxes while that is faster, else through scratch by stores. Between two ranks, loads from inputs that are
     /// windows and copy engines are faster than these.
-    fn choose(&self) -> u8 {
+    fn choose(&self) -> AlgorithmId {
         let Self { part, world, lamport, .. } = *self;
         let (pair, alone) = (world == 2, !self.beside_compute);
         if pair && alone && self.input_window && self.direct && LOADED_BYTES.contains(&part) {
@@ -102,25 +102,19 @@ impl CudaEngine {
     /// As [`CudaEngine::all_reduce`]; `input` has `world` parts.
     pub(crate) unsafe fn reduce_scatter(
         &mut self,
-        (input, output): (Place, Place),
-        count: usize,
-        (dtype, op): (DType, ReduceOp),
-        algorithm: u8,
+        call: &StandardCall,
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
+        let StandardCall { algorithm, arguments, .. } = *call;
+        let Arguments { input, output, count, dtype, op, .. } = arguments;
         self.check_reducible("reduce_scatter", dtype, stream)?;
         let part = self.byte_count("reduce_scatter", count, dtype, stream)?;
         let whole = self.bytes_of_parts("reduce_scatter", part, stream)?;
         let (from, to) = (self.address(input), self.address(output));
-        let call = Call::new(Operation::ReduceScatter)
-            .elements(dtype, count)
-            .reduce(op)
-            .algorithm(algorithm)
-            .input(input);
-        // Outputs are no part of the description, as no peer writes into them.
         let in_place = to == from + u64::from(self.rank()) * part;
-        let call = call.in_place(in_place);
+        // Outputs are no part of the description, as no peer writes into them.
+        let call = call.describe().algorithm(algorithm).input(input).in_place(in_place);
         if !in_place {
             self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
         }
@@ -132,7 +126,7 @@ impl CudaEngine {
         }
         if self.world() == 1 {
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
+            return unsafe { self.copy_alone(call, &arguments, stream) };
         }
         let chosen = match algorithm {
             AUTO => self.scatter_shape(part, dtype, input.is_window()).choose(),

@@ -1,7 +1,7 @@
 //! The algorithms of collectives that exchange data: how they use the kernels that all of them share.
 
 use crate::algorithm::{
-    AUTO, COPY, DIRECT, LAMPORT, LL, RING, STAGES, StandardCollective, name_of,
+    AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, RING, STAGES, StandardCollective,
 };
 
 /// Where an exchange uses something that not all of its algorithms use.
@@ -17,7 +17,7 @@ pub(in crate::cuda) enum Use {
 /// use goes into outputs directly.
 #[derive(Debug)]
 pub(in crate::cuda) struct Exchange {
-    pub(in crate::cuda) code: u8,
+    pub(in crate::cuda) id: AlgorithmId,
     pub(in crate::cuda) collectives: &'static [StandardCollective],
     /// One shot of the LL protocol.
     pub(in crate::cuda) ll: Use,
@@ -39,7 +39,7 @@ const EXCHANGES: &[StandardCollective] =
     &[StandardCollective::AllToAll, StandardCollective::AllGather, StandardCollective::Broadcast];
 
 const DIRECTLY: Exchange = Exchange {
-    code: DIRECT,
+    id: DIRECT,
     collectives: EXCHANGES,
     ll: Use::Never,
     inboxes: Use::Never,
@@ -50,16 +50,16 @@ const DIRECTLY: Exchange = Exchange {
 
 pub(in crate::cuda) static EXCHANGE: [Exchange; 6] = [
     DIRECTLY,
-    Exchange { code: LAMPORT, inboxes: Use::Always, ..DIRECTLY },
-    Exchange { code: LL, collectives: GATHERS, ll: Use::Always, ..DIRECTLY },
-    Exchange { code: COPY, collectives: PARTS, copies: Use::Always, ..DIRECTLY },
-    Exchange { code: RING, ring: true, ..DIRECTLY },
-    Exchange { code: STAGES, collectives: BROADCAST, stages: Use::Always, ..DIRECTLY },
+    Exchange { id: LAMPORT, inboxes: Use::Always, ..DIRECTLY },
+    Exchange { id: LL, collectives: GATHERS, ll: Use::Always, ..DIRECTLY },
+    Exchange { id: COPY, collectives: PARTS, copies: Use::Always, ..DIRECTLY },
+    Exchange { id: RING, ring: true, ..DIRECTLY },
+    Exchange { id: STAGES, collectives: BROADCAST, stages: Use::Always, ..DIRECTLY },
 ];
 
 /// What is used where no algorithm is requested: whatever is faster.
 static FASTEST: Exchange = Exchange {
-    code: AUTO,
+    id: AUTO,
     ll: Use::WhereFaster,
     inboxes: Use::WhereFaster,
     copies: Use::WhereFaster,
@@ -69,21 +69,21 @@ static FASTEST: Exchange = Exchange {
 
 impl Exchange {
     /// The algorithm of this number.
-    pub(in crate::cuda) fn of(code: u8) -> &'static Self {
-        EXCHANGE.iter().find(|entry| entry.code == code).unwrap_or(&FASTEST)
+    pub(in crate::cuda) fn of(id: AlgorithmId) -> &'static Self {
+        EXCHANGE.iter().find(|entry| entry.id == id).unwrap_or(&FASTEST)
     }
 
     pub(in crate::cuda) fn name(&self) -> &'static str {
-        name_of(StandardCollective::AllToAll, self.code).unwrap_or("?")
+        self.id.label(StandardCollective::AllToAll)
     }
 
     /// The name of the way in which a kernel moves data, into outputs directly or through inboxes.
     pub(in crate::cuda) fn way(&self, direct: bool) -> &'static str {
-        let code = match (self.ring, direct) {
+        let id = match (self.ring, direct) {
             (true, _) => RING,
             (false, true) => DIRECT,
             (false, false) => LAMPORT,
         };
-        name_of(StandardCollective::AllToAll, code).unwrap_or("?")
+        id.label(StandardCollective::AllToAll)
     }
 }

@@ -18,21 +18,20 @@ pub(in crate::cuda) mod table;
 
 use symmpool_allocator::Error;
 
-use crate::algorithm::{StandardCollective, name_of};
+use crate::algorithm::{AlgorithmId, StandardCollective};
 
 /// The error of an algorithm that runs in host memory only, with those that devices have.
 #[cold]
 pub(in crate::cuda) fn not_here(
     collective: StandardCollective,
-    code: u8,
-    all: impl IntoIterator<Item = u8>,
+    id: AlgorithmId,
+    all: impl IntoIterator<Item = AlgorithmId>,
 ) -> Error {
-    let name = |code: u8| name_of(collective, code).unwrap_or("?");
-    let all: Vec<&str> = all.into_iter().map(name).collect();
+    let all: Vec<&str> = all.into_iter().map(|id| id.label(collective)).collect();
     Error::unsupported(format!(
         "the {} algorithm {}: it runs in host memory only; on devices there are {}",
         collective.in_words(),
-        name(code),
+        id.label(collective),
         all.join(", ")
     ))
 }

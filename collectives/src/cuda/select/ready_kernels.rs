@@ -3,13 +3,12 @@
 use symmpool_allocator::{Error, Result};
 
 use super::all_reduce::AllReduce;
-use crate::algorithm::RequestedAlgorithm;
 use crate::cuda::kernel::mode::{AllToAllMode, OneSidedMode, TwoShotCollective};
 use crate::cuda::layout::params::Control;
 use crate::cuda::select::constraints::{AllReduceShape, fits_lamport};
 use crate::cuda::select::table::MeasuredTable;
 use crate::jit::sources::{COPY_COMPANION, TWO_SHOT_COPY};
-use crate::{DType, ReduceOp};
+use crate::{AllReduceAlgorithm, DType, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.
 pub(in crate::cuda) const THREADS: u32 = 512;
@@ -55,7 +54,7 @@ impl KernelSpec {
     /// algorithm that was requested of the communicator.
     fn for_reduction(
         reduction: (DType, ReduceOp),
-        (usual, requested): (&AllReduceShape, RequestedAlgorithm),
+        (usual, requested): (&AllReduceShape, AllReduceAlgorithm),
         control: &Control,
         measured: &MeasuredTable,
     ) -> Vec<Self> {
@@ -89,7 +88,7 @@ impl KernelSpec {
     /// The kernels that a communicator has ready before its first call, in the same order on all ranks, for all layouts that
     /// its memory may have.
     pub(in crate::cuda) fn ready(
-        (usual, requested): (&AllReduceShape, RequestedAlgorithm),
+        (usual, requested): (&AllReduceShape, AllReduceAlgorithm),
         layouts: &[Control],
         measured: &MeasuredTable,
     ) -> Result<Vec<Self>> {
@@ -137,11 +136,9 @@ fn reductions(list: Option<&str>) -> Result<Vec<(DType, ReduceOp)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::AllReduceAlgorithm;
     use crate::cuda::layout::params::Footprint;
 
-    const AUTO: RequestedAlgorithm =
-        RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
+    const AUTO: AllReduceAlgorithm = AllReduceAlgorithm::Auto;
 
     fn shape(world: u32) -> AllReduceShape {
         AllReduceShape::between_windows(0, DType::F32, world)

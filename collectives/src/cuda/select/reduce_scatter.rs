@@ -5,7 +5,7 @@ use symmpool_allocator::{Error, Result};
 use super::constraints::fits_lamport;
 use super::not_here;
 use crate::DType;
-use crate::algorithm::{COPY, DIRECT, LAMPORT, LL, STAGES, StandardCollective, name_of};
+use crate::algorithm::{AlgorithmId, COPY, DIRECT, LAMPORT, LL, STAGES, StandardCollective};
 
 /// How reduce-scatters are launched: `ops/reduce_scatter.rs` has a function for each.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +19,7 @@ pub(in crate::cuda) enum Launch {
 
 /// A reduce-scatter algorithm.
 pub(in crate::cuda) struct Scatter {
-    pub(in crate::cuda) code: u8,
+    pub(in crate::cuda) id: AlgorithmId,
     /// Whether it can serve calls of a type, from a window or not; and what it needs.
     fits: fn(DType, bool) -> bool,
     needs: &'static str,
@@ -29,16 +29,16 @@ pub(in crate::cuda) struct Scatter {
 
 pub(in crate::cuda) static REDUCE_SCATTER: [Scatter; 5] = [
     Scatter {
-        code: LAMPORT,
+        id: LAMPORT,
         fits: |dtype, _| fits_lamport(dtype),
         needs: "it carries floats of up to 32 bits",
         launch: Launch::Lamport,
     },
-    Scatter { code: LL, fits: |_, _| true, needs: "", launch: Launch::Ll },
-    Scatter { code: STAGES, fits: |_, _| true, needs: "", launch: Launch::Stages },
-    Scatter { code: COPY, fits: |_, _| true, needs: "", launch: Launch::Copies },
+    Scatter { id: LL, fits: |_, _| true, needs: "", launch: Launch::Ll },
+    Scatter { id: STAGES, fits: |_, _| true, needs: "", launch: Launch::Stages },
+    Scatter { id: COPY, fits: |_, _| true, needs: "", launch: Launch::Copies },
     Scatter {
-        code: DIRECT,
+        id: DIRECT,
         fits: |_, window| window,
         needs: "ranks read each other's inputs, which must be windows",
         launch: Launch::Direct,
@@ -47,21 +47,21 @@ pub(in crate::cuda) static REDUCE_SCATTER: [Scatter; 5] = [
 
 impl Scatter {
     pub(in crate::cuda) fn name(&self) -> &'static str {
-        name_of(StandardCollective::ReduceScatter, self.code).unwrap_or("?")
+        self.id.label(StandardCollective::ReduceScatter)
     }
 
     /// The algorithm of this number, if it can reduce elements of this type from such an input.
     pub(in crate::cuda) fn named(
-        code: u8,
+        id: AlgorithmId,
         dtype: DType,
         input_window: bool,
     ) -> Result<&'static Self> {
-        let found = REDUCE_SCATTER.iter().find(|entry| entry.code == code);
+        let found = REDUCE_SCATTER.iter().find(|entry| entry.id == id);
         let entry = found.ok_or_else(|| {
             not_here(
                 StandardCollective::ReduceScatter,
-                code,
-                REDUCE_SCATTER.iter().map(|entry| entry.code),
+                id,
+                REDUCE_SCATTER.iter().map(|entry| entry.id),
             )
         })?;
         if (entry.fits)(dtype, input_window) {

@@ -7,15 +7,13 @@ use super::all_reduce::{ALL_REDUCE, AllReduce};
 use super::constraints::{AllReduceShape, fits_lamport};
 use super::table::MeasuredTable;
 use crate::AllReduceAlgorithm as Algorithm;
-use crate::algorithm::{RequestedAlgorithm, VARIABLE};
 use crate::cuda::layout::params::Control;
 use crate::cuda::layout::piece_slots::{SLOTS_OF_BOTH, pays_off};
 
 /// By what an algorithm was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) enum ChosenBy {
-    Options,
-    Environment,
+    Request,
     Table,
     Rule,
     BesideCompute,
@@ -24,8 +22,7 @@ pub(in crate::cuda) enum ChosenBy {
 impl ChosenBy {
     pub(in crate::cuda) fn name(self) -> &'static str {
         match self {
-            Self::Options => "requested",
-            Self::Environment => VARIABLE,
+            Self::Request => "requested",
             Self::Table => "measured on such devices",
             Self::Rule => "rule",
             Self::BesideCompute => "beside compute",
@@ -107,7 +104,7 @@ impl AllReduceShape {
     /// The entry of the algorithm that [`Self::choose`] finds, and by what it was chosen.
     pub(in crate::cuda) fn entry(
         &self,
-        requested: RequestedAlgorithm,
+        requested: Algorithm,
         control: &Control,
         measured: &MeasuredTable,
     ) -> Result<(&'static AllReduce, ChosenBy)> {
@@ -121,11 +118,11 @@ impl AllReduceShape {
     /// The requested algorithm, or the best that is known.
     pub(in crate::cuda) fn choose(
         &self,
-        requested: RequestedAlgorithm,
+        requested: Algorithm,
         control: &Control,
         measured: &MeasuredTable,
     ) -> Result<(Algorithm, ChosenBy)> {
-        if requested.algorithm == Algorithm::Auto {
+        if requested == Algorithm::Auto {
             if let Some(chosen) = self.beside_compute(control) {
                 return Ok((chosen, ChosenBy::BesideCompute));
             }
@@ -141,8 +138,7 @@ impl AllReduceShape {
                 None => (self.rule(control), ChosenBy::Rule),
             });
         }
-        let why = if requested.by_environment { ChosenBy::Environment } else { ChosenBy::Options };
-        Ok((self.resolve(requested.algorithm, control)?, why))
+        Ok((self.resolve(requested, control)?, ChosenBy::Request))
     }
 
     /// The algorithm of a large call where calls may run beside compute.
@@ -217,7 +213,7 @@ mod tests {
     #[test]
     fn large_calls_go_in_stages_where_they_may_run_beside_compute() {
         let control = Control::new(2, Footprint::ample(8 << 20, 64 << 20)).expect("valid");
-        let auto = RequestedAlgorithm { algorithm: Algorithm::Auto, by_environment: false };
+        let auto = Algorithm::Auto;
         let table = MeasuredTable::of(&["NVIDIA H100 80GB HBM3"; 2]);
         let chosen = |bytes, beside_compute| {
             let shape = AllReduceShape { beside_compute, ..shape(bytes, 2) };
@@ -350,27 +346,22 @@ mod tests {
     }
 
     #[test]
-    fn options_come_before_the_environment_the_table_and_the_rule() {
+    fn what_is_requested_comes_before_the_table_and_the_rule() {
         let control = control(4);
         let measured = MeasuredTable::of(&["NVIDIA H200"; 4]);
-        let requested =
-            |algorithm, by_environment| RequestedAlgorithm { algorithm, by_environment };
         let chosen = |shape: AllReduceShape, requested, measured| {
             shape.choose(requested, &control, measured).unwrap()
         };
-        let auto = requested(Algorithm::Auto, false);
+        let auto = Algorithm::Auto;
         let shape = shape(20 << 20, 4);
         assert_eq!(chosen(shape, auto, &measured), (Algorithm::TwoShotPush, ChosenBy::Table));
         let unknown = MeasuredTable::of(&["a device"; 4]);
         assert_eq!(chosen(shape, auto, &unknown), (Algorithm::TwoShotLamport, ChosenBy::Rule));
         let ordinary = AllReduceShape { output_window: false, ..shape };
         assert_eq!(chosen(ordinary, auto, &measured), (Algorithm::TwoShotLamport, ChosenBy::Table));
-        for (by_environment, why) in [(false, ChosenBy::Options), (true, ChosenBy::Environment)] {
-            let requested = requested(Algorithm::TwoShotPull, by_environment);
-            assert_eq!(chosen(shape, requested, &measured), (Algorithm::TwoShotPull, why));
-            let error = ordinary.choose(requested, &control, &measured).unwrap_err();
-            assert!(error.is_unsupported());
-        }
+        let pull = Algorithm::TwoShotPull;
+        assert_eq!(chosen(shape, pull, &measured), (pull, ChosenBy::Request));
+        assert!(ordinary.choose(pull, &control, &measured).unwrap_err().is_unsupported());
         // What was measured over NVLink does not hold where devices of that name are on another bus.
         let over_a_bus =
             AllReduceShape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };

@@ -5,18 +5,17 @@
 use symmpool_allocator::Result;
 
 use super::pieces::Pieces;
-use crate::DType;
-use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::call::{Call, Operation};
+use crate::algorithm::{DIRECT, STAGED};
+use crate::call::{Arguments, StandardCall};
 use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_output_window};
-use crate::host::kernels::{copy, copy_own};
+use crate::host::kernels::{copy, copy_own, moves_only};
 use crate::host::{HostEngine, InPlace};
 use crate::types::place::Place;
 
 /// The algorithms: through scratch, and straight into outputs that are windows.
-pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
-    HostAlgorithm { code: STAGED, fits: always, run: staged },
-    HostAlgorithm { code: DIRECT, fits: with_output_window, run: push },
+pub(crate) static ALGORITHMS: [HostAlgorithm; 2] = [
+    HostAlgorithm { id: STAGED, fits: always, run: staged },
+    HostAlgorithm { id: DIRECT, fits: with_output_window, run: push },
 ];
 
 /// Windows of up to this many bytes for each rank go through scratch too, in one phase instead of two, as far as
@@ -24,76 +23,29 @@ pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
-    /// Copies the `count` elements of rank `r`'s `input` to part `r` of every rank's `output`, which has
-    /// `world * count` elements. The call is in place if the input is this rank's part of the output; otherwise
-    /// the two must not overlap.
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::all_reduce`].
-    ///
-    /// # Safety
-    ///
-    /// `input` is readable for `count` elements of `dtype` and `output` writable for
-    /// `world * count`, and nobody else accesses either, in any rank's slot if it is a window,
-    /// until the call returns on every rank.
-    pub unsafe fn all_gather(
-        &mut self,
-        input: Place,
-        output: Place,
-        count: usize,
-        dtype: DType,
-    ) -> Result<()> {
-        // SAFETY: the caller's promises.
-        unsafe { self.all_gather_by(input, output, count, dtype, AUTO) }
-    }
-
-    /// The same with the algorithm of this number.
+    /// Copies rank `r`'s input to part `r` of every rank's output. In place if the input is this rank's part of the
+    /// output.
     ///
     /// # Safety
     ///
     /// As [`Self::all_gather`].
-    pub(crate) unsafe fn all_gather_by(
-        &mut self,
-        input: Place,
-        output: Place,
-        count: usize,
-        dtype: DType,
-        algorithm: u8,
-    ) -> Result<()> {
+    pub(crate) unsafe fn run_all_gather(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
+        let Arguments { input, output, count, dtype, .. } = standard.arguments;
         let size = dtype.size();
         let (part, all, own) = self.part_of_all(count, dtype);
         let data = self.resolve((input, part), (output, all), InPlace::InputAt(own));
         let data = self.or_decline(data)?;
-        let mut call = Call::new(Operation::AllGather)
-            .elements(dtype, count)
-            .algorithm(algorithm)
-            .output(output)
-            .in_place(data.in_place);
+        let call = standard.describe().algorithm(standard.algorithm);
+        let mut call = call.output(output).in_place(data.in_place);
         if !data.in_place {
             // In place, the input's offset differs from rank to rank, and follows from the output's.
             call = call.input(input);
         }
-        let bytes = count * size;
-        let direct = output.is_window() && bytes > SCRATCH_BYTES.min(self.scratch_bytes());
-        let code = match algorithm {
-            AUTO if direct => DIRECT,
-            AUTO => STAGED,
-            requested => requested,
-        };
-        let shape = CallShape::of_host(self, StandardCollective::AllGather, bytes, dtype, &data);
-        let entry = self.entry(&ALGORITHMS, code, &shape);
-        let entry = self.or_decline(entry)?;
-        if self.rehearses(StandardCollective::AllGather, code) {
-            return Ok(());
-        }
-        if count == 0 {
-            return self.handshake(&call);
-        }
-        let work = Work { call, data, count, size, root: 0, reduce: None };
+        let direct = output.is_window() && count * size > SCRATCH_BYTES.min(self.scratch_bytes());
+        let work = Work { call, data, count, size, root: 0, reduce: moves_only };
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { (entry.run)(self, &work) }
+        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
     }
 }
 

@@ -5,18 +5,17 @@
 use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
-use crate::DType;
-use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::call::{Call, Operation};
+use crate::algorithm::{DIRECT, STAGED};
+use crate::call::{Arguments, StandardCall};
 use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_input_window};
-use crate::host::kernels::copy;
+use crate::host::kernels::{copy, moves_only};
 use crate::host::{Data, HostEngine};
 use crate::types::place::Place;
 
 /// The algorithms: through the root's scratch, and straight from its window.
-pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
-    HostAlgorithm { code: STAGED, fits: always, run: staged },
-    HostAlgorithm { code: DIRECT, fits: with_input_window, run: pull },
+pub(crate) static ALGORITHMS: [HostAlgorithm; 2] = [
+    HostAlgorithm { id: STAGED, fits: always, run: staged },
+    HostAlgorithm { id: DIRECT, fits: with_input_window, run: pull },
 ];
 
 /// Windows of up to this many bytes go through scratch too, in one phase instead of two, as far as scratch holds
@@ -24,41 +23,14 @@ pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
-    /// Copies `count` elements of the root's `buffer` into every other rank's.
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::all_reduce`], and `is_invalid_argument` for a root that is not below the number of ranks.
-    ///
-    /// # Safety
-    ///
-    /// `buffer` is readable and writable for `count` elements of `dtype`, and nobody else accesses it, in any
-    /// rank's slot if it is a window, until the call returns on every rank.
-    pub unsafe fn broadcast(
-        &mut self,
-        buffer: Place,
-        count: usize,
-        dtype: DType,
-        root: u32,
-    ) -> Result<()> {
-        // SAFETY: the caller's promises.
-        unsafe { self.broadcast_by(buffer, count, dtype, root, AUTO) }
-    }
-
-    /// The same with the algorithm of this number.
+    /// Copies the root's output into every other rank's.
     ///
     /// # Safety
     ///
     /// As [`Self::broadcast`].
-    pub(crate) unsafe fn broadcast_by(
-        &mut self,
-        buffer: Place,
-        count: usize,
-        dtype: DType,
-        root: u32,
-        algorithm: u8,
-    ) -> Result<()> {
+    pub(crate) unsafe fn run_broadcast(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
+        let Arguments { output: buffer, count, dtype, root, .. } = standard.arguments;
         let size = dtype.size();
         let address = match self.resolve_one(buffer, count.checked_mul(size)) {
             Ok(_) if root >= self.world() => Err(Error::invalid_argument(format!(
@@ -68,33 +40,13 @@ impl HostEngine {
             other => other,
         };
         let address = self.or_decline(address)?;
-        let call = Call::new(Operation::Broadcast)
-            .elements(dtype, count)
-            .root(root)
-            .algorithm(algorithm)
-            .input(buffer)
-            .in_place(true);
+        let call = standard.describe().algorithm(standard.algorithm).input(buffer).in_place(true);
         let direct = buffer.is_window() && count * size > SCRATCH_BYTES.min(self.scratch_bytes());
-        let code = match algorithm {
-            AUTO if direct => DIRECT,
-            AUTO => STAGED,
-            requested => requested,
-        };
         let data =
             Data { input: buffer, output: buffer, from: address, to: address, in_place: true };
-        let (bytes, broadcast) = (count * size, StandardCollective::Broadcast);
-        let shape = CallShape::of_host(self, broadcast, bytes, dtype, &data);
-        let entry = self.entry(&ALGORITHMS, code, &shape);
-        let entry = self.or_decline(entry)?;
-        if self.rehearses(broadcast, code) {
-            return Ok(());
-        }
-        if count == 0 {
-            return self.handshake(&call);
-        }
-        let work = Work { call, data, count, size, root, reduce: None };
+        let work = Work { call, data, count, size, root, reduce: moves_only };
         // SAFETY: the caller's promises about the buffer, which `data` resolves.
-        unsafe { (entry.run)(self, &work) }
+        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
     }
 }
 

@@ -5,18 +5,17 @@
 use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
-use crate::algorithm::{AUTO, CallShape, DIRECT, STAGED, StandardCollective};
-use crate::call::{Call, Operation};
+use crate::algorithm::{DIRECT, STAGED};
+use crate::call::{Arguments, StandardCall};
 use crate::host::host_algorithm::{HostAlgorithm, Work, always, with_input_window};
 use crate::host::kernels::copy;
 use crate::host::{HostEngine, InPlace};
 use crate::types::place::Place;
-use crate::{DType, ReduceOp};
 
 /// The algorithms: through scratch, and by reading inputs that are windows.
-pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
-    HostAlgorithm { code: STAGED, fits: always, run: staged },
-    HostAlgorithm { code: DIRECT, fits: with_input_window, run: pull },
+pub(crate) static ALGORITHMS: [HostAlgorithm; 2] = [
+    HostAlgorithm { id: STAGED, fits: always, run: staged },
+    HostAlgorithm { id: DIRECT, fits: with_input_window, run: pull },
 ];
 
 /// Windows of up to this many bytes in all parts go through scratch too, in one phase instead of two, as far as
@@ -24,74 +23,26 @@ pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 2] = [
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
-    /// Reduces part `r` of every rank's `input`, which has `world * count` elements, into rank `r`'s `output` of
-    /// `count` elements. The call is in place if the output is this rank's part of the input; otherwise the two
-    /// must not overlap.
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::all_reduce`].
-    ///
-    /// # Safety
-    ///
-    /// `input` is readable for `world * count` elements of `dtype` and `output` writable for
-    /// `count`, and nobody else accesses either, in any rank's slot if it is a window, until the
-    /// call returns on every rank.
-    pub unsafe fn reduce_scatter(
-        &mut self,
-        input: Place,
-        output: Place,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-    ) -> Result<()> {
-        // SAFETY: the caller's promises.
-        unsafe { self.reduce_scatter_by(input, output, count, (dtype, op), AUTO) }
-    }
-
-    /// The same with the algorithm of this number.
+    /// Reduces part `r` of every rank's input into rank `r`'s output. In place if the output is this rank's part of the
+    /// input.
     ///
     /// # Safety
     ///
     /// As [`Self::reduce_scatter`].
-    pub(crate) unsafe fn reduce_scatter_by(
-        &mut self,
-        input: Place,
-        output: Place,
-        count: usize,
-        (dtype, op): (DType, ReduceOp),
-        algorithm: u8,
-    ) -> Result<()> {
+    pub(crate) unsafe fn run_reduce_scatter(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
+        let Arguments { input, output, count, dtype, op, .. } = standard.arguments;
         let reduce = self.reduction("reduce_scatter", dtype, op)?;
         let size = dtype.size();
         let (part, all, own) = self.part_of_all(count, dtype);
         let data = self.resolve((input, all), (output, part), InPlace::OutputAt(own));
         let data = self.or_decline(data)?;
-        let call = Call::new(Operation::ReduceScatter)
-            .elements(dtype, count)
-            .reduce(op)
-            .algorithm(algorithm)
-            .input(input)
-            .in_place(data.in_place);
-        let code = match algorithm {
-            AUTO if input.is_window() && !fits_scratch(count * size, self) => DIRECT,
-            AUTO => STAGED,
-            requested => requested,
-        };
-        let (bytes, scatter) = (count * size, StandardCollective::ReduceScatter);
-        let shape = CallShape::of_host(self, scatter, bytes, dtype, &data);
-        let entry = self.entry(&ALGORITHMS, code, &shape);
-        let entry = self.or_decline(entry)?;
-        if self.rehearses(scatter, code) {
-            return Ok(());
-        }
-        if count == 0 {
-            return self.handshake(&call);
-        }
-        let work = Work { call, data, count, size, root: 0, reduce: Some(reduce) };
+        let call = standard.describe().algorithm(standard.algorithm);
+        let call = call.input(input).in_place(data.in_place);
+        let direct = input.is_window() && !fits_scratch(count * size, self);
+        let work = Work { call, data, count, size, root: 0, reduce };
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { (entry.run)(self, &work) }
+        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
     }
 }
 
@@ -103,7 +54,7 @@ impl HostEngine {
 unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let Work { call, data, count, size, reduce, .. } = work;
     engine.handshake(call)?;
-    if let (Place::Window(offset), Some(reduce)) = (data.input, reduce) {
+    if let Place::Window(offset) = data.input {
         let at = offset + (engine.rank() as usize * count * size) as u64;
         let mut sources = std::mem::take(&mut engine.sources);
         sources.clear();
@@ -136,9 +87,6 @@ fn fits_scratch(part: usize, engine: &HostEngine) -> bool {
 unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let Work { call, data, count, size, reduce, .. } = work;
     let (count, size) = (*count, *size);
-    let Some(reduce) = reduce else {
-        return Err(engine.decline(Error::invalid_argument("a reduce_scatter without a reduction")));
-    };
     let (me, world) = (engine.rank(), engine.world());
     // Pieces use the two halves of it alternately. At least one element of the largest type fits into it.
     let room = part_room(engine);

@@ -1,7 +1,7 @@
 //! Rehearsals of calls: a call goes through its code up to its handshake, and says which algorithm it would run.
 
 use super::HostEngine;
-use crate::algorithm::{StandardCollective, name_of};
+use crate::algorithm::{AlgorithmId, StandardCollective};
 
 impl HostEngine {
     /// Begins a rehearsal: until its end calls check their arguments and choose an algorithm, and refusals are reported to
@@ -22,8 +22,8 @@ impl HostEngine {
 
     /// Whether a call ends here, as it is rehearsed. Notes its algorithm then.
     #[inline]
-    pub(crate) fn rehearses(&mut self, collective: StandardCollective, code: u8) -> bool {
-        self.rehearses_by(|| name_of(collective, code).unwrap_or("?"))
+    pub(crate) fn rehearses(&mut self, collective: StandardCollective, id: AlgorithmId) -> bool {
+        self.rehearses_by(|| id.label(collective))
     }
 
     /// The same of an algorithm of that name.

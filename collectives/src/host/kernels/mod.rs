@@ -16,4 +16,4 @@ mod reduce;
 pub(crate) use copy::{copy, copy_own, copy_streaming, prepare_to_copy};
 pub(crate) use expert_rows::ExpertRows;
 pub(crate) use norm::{RowIn, narrow_row, norm_row, widen_row};
-pub(crate) use reduce::{Isa, ReduceFn, select};
+pub(crate) use reduce::{Isa, ReduceFn, moves_only, select};

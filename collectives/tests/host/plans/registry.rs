@@ -7,7 +7,7 @@ use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{
     Algorithm, AllReduceAlgorithm, CallShape, Communicator, CommunicatorOptions, DType, Origin,
-    ReduceOp, Selector, StandardCollective,
+    ReduceOp, Request, Selector, StandardCollective,
 };
 
 use super::programs;
@@ -67,7 +67,7 @@ fn every_algorithm_is_listed_and_runs_by_name_with_the_same_bits() {
                     let (input, out) = (block(pool, inputs), block(pool, outputs));
                     let is_broadcast = collective == StandardCollective::Broadcast;
                     let input = if is_broadcast { &out } else { &input };
-                    comm.execute(algorithm, &out, input, ReduceOp::Sum, 0, STREAM).unwrap();
+                    comm.call(&Request::new(*algorithm, &out, input), STREAM).unwrap();
                     results.push(bits(&out));
                     // By name, on addresses.
                     let again = block(pool, outputs);
@@ -76,15 +76,8 @@ fn every_algorithm_is_listed_and_runs_by_name_with_the_same_bits() {
                     let name = Some(algorithm.name());
                     // SAFETY: both are blocks of these lengths.
                     unsafe {
-                        comm.call_at(
-                            collective,
-                            name,
-                            to,
-                            from,
-                            part,
-                            DType::F32,
-                            ReduceOp::Sum,
-                            0,
+                        comm.call(
+                            &Request::at(collective, to, from, part, DType::F32).algorithm(name),
                             STREAM,
                         )
                     }
@@ -157,17 +150,7 @@ fn unknown_and_unfit_names_are_errors_on_every_rank() {
             let (collective, at) = (StandardCollective::AllReduce, x.as_ptr().cast::<u8>());
             // SAFETY: a block of this length.
             unsafe {
-                comm.call_at(
-                    collective,
-                    Some(name),
-                    at,
-                    at,
-                    100,
-                    DType::F32,
-                    ReduceOp::Sum,
-                    0,
-                    STREAM,
-                )
+                comm.call(&Request::at(collective, at, at, 100, DType::F32).algorithm(name), STREAM)
             }
         };
         for (name, word) in [("one_shot_ll", "on devices only"), ("two_shot_copy", "one_shot")] {

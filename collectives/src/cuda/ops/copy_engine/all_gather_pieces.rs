@@ -15,7 +15,7 @@ use crate::call::Call;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::layout::memory_channels::SLOTS;
 use crate::cuda::layout::piece_slots::room;
-use crate::cuda::select::exchange::Use;
+use crate::cuda::select::exchange::{Exchange, Use};
 
 /// Beside compute all-gathers of two ranks go by copies if parts have at least so many bytes. A step of matrix products of two
 /// H200s beside 32 MiB takes 0.93 to 0.97 of what it takes beside NCCL's.
@@ -26,8 +26,8 @@ const LONGEST: u64 = 32 << 20;
 impl CudaEngine {
     /// Whether copy engines gather parts of so many bytes, into any memory: straight into windows, and in pieces into other
     /// memory. The same on every rank.
-    pub(in crate::cuda) fn gathers_by_copies(&self, part: u64) -> bool {
-        match self.exchange.copies {
+    pub(in crate::cuda) fn gathers_by_copies(&self, by: &Exchange, part: u64) -> bool {
+        match by.copies {
             Use::WhereFaster => part >= MIN_PART_BYTES && self.pieces_pay_off(),
             Use::Always => self.world() > 1 && part > 0 && self.streams_may_wait,
             Use::Never => false,

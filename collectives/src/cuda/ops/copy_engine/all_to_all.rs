@@ -14,14 +14,14 @@
 
 use symmpool_allocator::{Result, Stream};
 
+use crate::Place;
 use crate::algorithm::COPY;
-use crate::call::{Call, Operation};
+use crate::call::{Arguments, Call, StandardCall};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::CallParams;
-use crate::cuda::select::exchange::Use;
+use crate::cuda::select::exchange::{Exchange, Use};
 use crate::jit::sources::COPY_COMPANION;
-use crate::{DType, Place};
 
 /// Copy engines are faster than kernels' stores where a rank sends at least so many bytes to one peer,
 const MIN_SENT_BYTES: u64 = 48 << 20;
@@ -52,11 +52,11 @@ pub(in crate::cuda) struct EqualParts {
 impl CudaEngine {
     /// Whether copy engines carry equal parts of so many bytes. The same on every rank if outputs are
     /// windows on all ranks or on none.
-    pub(in crate::cuda) fn copies_parts(&self, output: Place, part: u64) -> bool {
+    pub(in crate::cuda) fn copies_parts(&self, by: &Exchange, output: Place, part: u64) -> bool {
         let sent = part.saturating_mul(u64::from(self.world()) - 1);
         let least =
             MIN_SENT_BYTES + u64::from(self.world().saturating_sub(2)) * MIN_SENT_BYTES_MORE;
-        let wanted = match self.exchange.copies {
+        let wanted = match by.copies {
             Use::WhereFaster => sent >= least && part >= MIN_PART_BYTES,
             Use::Always => sent > 0,
             Use::Never => false,
@@ -71,16 +71,14 @@ impl CudaEngine {
     /// As [`CudaEngine::all_to_all_v`].
     pub(in crate::cuda) unsafe fn all_to_all_copy(
         &mut self,
-        (input, output): (Place, Place),
-        count: usize,
-        dtype: DType,
+        call: &StandardCall,
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
+        let Arguments { input, output, count, dtype, .. } = call.arguments;
         let part = self.byte_count("all_to_all", count, dtype, stream)?;
         let whole = self.bytes_of_parts("all_to_all", part, stream)?;
-        let call = Call::new(Operation::AllToAll).elements(dtype, count).output(output);
-        let call = call.algorithm(COPY);
+        let call = call.describe().output(output).algorithm(COPY);
         let (from, to) = (self.address(input), self.address(output));
         self.check_disjoint("all_to_all", (from, whole), (to, whole), stream)?;
         // SAFETY: the caller's promises, which are passed on.
@@ -110,8 +108,7 @@ impl CudaEngine {
         // Where SMs are wanted for something else none is taken, unless the own part must be copied.
         let companion_runs = !(in_place && kernel.budget.is_limited());
         let head = if companion_runs { self.head_of(part) } else { 0 };
-        let requested = self.exchange.name();
-        tracing::debug!(part, head, companion_runs, algorithm = "copy", requested, %call);
+        tracing::debug!(part, head, companion_runs, algorithm = "copy", %call);
         let (copies, companion) = (self.copy_stream, self.companion_stream);
         self.switch_to(stream)?;
         // When peers have made the call, their streams are past whatever used their outputs before.

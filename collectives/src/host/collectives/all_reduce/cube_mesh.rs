@@ -70,7 +70,7 @@ impl ForwardSlots {
 /// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let groups = engine.paired_groups.clone().map_err(Error::unsupported)?;
-    match work.windows {
+    match work.windows() {
         // SAFETY: passed on.
         Some(places) => unsafe { direct(engine, work, groups, places) },
         // SAFETY: passed on.

@@ -15,25 +15,30 @@ mod paired_groups;
 mod two_shot;
 
 use symmpool_allocator::Result;
-use symmpool_allocator::topology::Mesh;
 
 pub(crate) use paired_groups::PairedGroups;
 
 use super::pieces::{Pieces, share};
-use crate::algorithm::{CallShape, StandardCollective};
-use crate::call::{Call, Operation};
-use crate::host::host_algorithm::{HostAlgorithm, always};
-use crate::host::kernels::ReduceFn;
-use crate::host::{Data, HostEngine, InPlace};
-use crate::types::place::Place;
-use crate::{AllReduceAlgorithm, DType, ReduceOp};
+use crate::AllReduceAlgorithm;
+use crate::algorithm::AlgorithmId;
+use crate::call::{Arguments, StandardCall};
+use crate::host::host_algorithm::{HostAlgorithm, Work, always};
+use crate::host::{HostEngine, InPlace};
 
 /// The algorithms.
-pub(crate) static ALGORITHMS: [HostAlgorithm<Work>; 3] = [
-    HostAlgorithm { code: AllReduceAlgorithm::OneShot as u8, fits: always, run: one_shot::run },
-    HostAlgorithm { code: AllReduceAlgorithm::TwoShot as u8, fits: always, run: two_shot::run },
+pub(crate) static ALGORITHMS: [HostAlgorithm; 3] = [
     HostAlgorithm {
-        code: AllReduceAlgorithm::CubeMesh as u8,
+        id: AlgorithmId::of_all_reduce(AllReduceAlgorithm::OneShot),
+        fits: always,
+        run: one_shot::run,
+    },
+    HostAlgorithm {
+        id: AlgorithmId::of_all_reduce(AllReduceAlgorithm::TwoShot),
+        fits: always,
+        run: two_shot::run,
+    },
+    HostAlgorithm {
+        id: AlgorithmId::of_all_reduce(AllReduceAlgorithm::CubeMesh),
         fits: |engine, _| engine.paired_groups.clone().map(drop),
         run: cube_mesh::run,
     },
@@ -48,79 +53,25 @@ const ONE_SHOT_WINDOW_BYTES: usize = 512;
 const ONE_SHOT_PLAIN_BYTES: usize = 128 << 10;
 
 impl HostEngine {
-    /// Reduces `count` elements of every rank's `input` into every rank's `output`. In place if
-    /// both begin at one address; otherwise they must not overlap.
-    ///
-    /// # Errors
-    ///
-    /// `is_diverged`, on every rank, if ranks make different calls; `is_invalid_argument` if buffers overlap or
-    /// do not fit, or `dtype` is none of [`DType::REDUCED`]; `is_unsupported` if the algorithm does not run in
-    /// host memory, or not over the links there are; `is_timeout` or `is_peer_lost` if a rank does not make the
-    /// call.
+    /// Reduces every rank's input into every rank's output. In place if both begin at one address.
     ///
     /// # Safety
     ///
-    /// `input` is readable and `output` writable for `count` elements of `dtype`, and nobody else accesses
-    /// either, in any rank's slot if it is a window, until the call returns on every rank.
-    pub unsafe fn all_reduce(
-        &mut self,
-        input: Place,
-        output: Place,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
-        algorithm: AllReduceAlgorithm,
-    ) -> Result<()> {
+    /// As [`Self::all_reduce`].
+    pub(crate) unsafe fn run_all_reduce(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
+        let Arguments { input, output, count, dtype, op, .. } = standard.arguments;
         let reduce = self.reduction("all_reduce", dtype, op)?;
         let size = count.checked_mul(dtype.size());
         let data = self.resolve((input, size), (output, size), InPlace::OutputAt(0));
         let data = self.or_decline(data)?;
-        let call = Call::new(Operation::AllReduce)
-            .elements(dtype, count)
-            .reduce(op)
-            .algorithm(algorithm as u8)
-            .input(input)
-            .output(output)
-            .in_place(data.in_place);
-        let windows = match (input, output) {
-            (Place::Window(from), Place::Window(to)) => Some((from, to)),
-            _ => None,
-        };
-        let work = Work { call, data, count, size: dtype.size(), reduce, windows };
-        let shape = CallShape {
-            collective: StandardCollective::AllReduce,
-            bytes: work.bytes() as u64,
-            dtype,
-            op: Some(op),
-            world: self.world(),
-            input_window: input.is_window(),
-            output_window: output.is_window(),
-            topology: Mesh::Unknown,
-        };
-        let code = match algorithm {
-            AllReduceAlgorithm::Auto => self.rule(work.bytes(), windows.is_some()),
-            requested => requested,
-        };
-        let entry = self.entry(&ALGORITHMS, code as u8, &shape);
-        let entry = self.or_decline(entry)?;
-        if self.rehearses(StandardCollective::AllReduce, code as u8) {
-            return Ok(());
-        }
-        if count == 0 {
-            return self.handshake(&work.call);
-        }
-        tracing::debug!(
-            bytes = work.bytes(),
-            dtype = dtype.name(),
-            windows = windows.is_some(),
-            algorithm = code.name(),
-            why = if algorithm == AllReduceAlgorithm::Auto { "rule" } else { "requested" },
-            "all_reduce"
-        );
+        let call = standard.describe().algorithm(standard.algorithm);
+        let call = call.input(input).output(output).in_place(data.in_place);
+        let work = Work { call, data, count, size: dtype.size(), root: 0, reduce };
+        let rule = self.rule(work.bytes(), work.windows().is_some());
         // SAFETY: the caller's promises about input and output, which `data` resolves; that windows are mapped in
         // every slot was promised to `new`.
-        unsafe { (entry.run)(self, &work) }
+        unsafe { self.run_by(&ALGORITHMS, standard, AlgorithmId::of_all_reduce(rule), &work) }
     }
 
     /// The best algorithm. It is chosen from what is the same on every rank, so all ranks choose the same.
@@ -141,24 +92,6 @@ impl HostEngine {
 /// Whether windows of `bytes` bytes go through scratch.
 fn one_shot_of_windows(bytes: usize, world: u32, scratch: usize) -> bool {
     bytes <= (ONE_SHOT_WINDOW_BYTES * (world as usize).pow(2)).min(scratch)
-}
-
-/// An all-reduce whose arguments were checked and resolved.
-pub(crate) struct Work {
-    call: Call,
-    data: Data,
-    count: usize,
-    /// Bytes of an element.
-    size: usize,
-    reduce: ReduceFn,
-    /// Where input and output lie in windows, if both do.
-    windows: Option<(u64, u64)>,
-}
-
-impl Work {
-    fn bytes(&self) -> usize {
-        self.count * self.size
-    }
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ const TILE: usize = 4096;
 ///
 /// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
-    match work.windows {
+    match work.windows() {
         // SAFETY: passed on.
         Some((from, to)) => unsafe { direct(engine, work, from, to) },
         // SAFETY: passed on.

@@ -23,11 +23,13 @@ use symmpool_allocator::{Error, Result};
 
 use self::traffic_matrix::TrafficMatrix;
 use crate::DType;
-use crate::algorithm::{AUTO, COPY, DIRECT, LAMPORT, RING, STAGED, StandardCollective};
+use crate::algorithm::{
+    AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, RING, STAGED, StandardCollective,
+};
 pub(crate) use load_balance::LoadBalance;
 
 use super::pieces::Pieces;
-use crate::call::{Call, Operation};
+use crate::call::{Arguments, Call, Operation, StandardCall};
 use crate::host::{Data, HostEngine, InPlace};
 use crate::types::place::Place;
 
@@ -40,44 +42,37 @@ const NO_WINDOW: u64 = u64::MAX;
 const DIRECT_BYTES: usize = 1 << 10;
 
 /// The routes that algorithms prescribe, by number; `None` where it follows from the size.
-pub(crate) static ROUTES: [(u8, bool); 2] = [(STAGED, false), (DIRECT, true)];
+pub(crate) static ROUTES: [(AlgorithmId, bool); 2] = [(STAGED, false), (DIRECT, true)];
 /// The same of names that serve on devices.
-static DEVICE_ROUTES: [(u8, bool); 3] = [(LAMPORT, false), (COPY, true), (RING, true)];
+static DEVICE_ROUTES: [(AlgorithmId, bool); 3] = [(LAMPORT, false), (COPY, true), (RING, true)];
 
 /// Whether the algorithm of this number has receivers read windows. `None` if there is no such algorithm.
-pub(crate) fn route(code: u8) -> Option<bool> {
-    ROUTES.iter().chain(&DEVICE_ROUTES).find(|(each, _)| *each == code).map(|(_, direct)| *direct)
+pub(crate) fn route(id: AlgorithmId) -> Option<bool> {
+    ROUTES.iter().chain(&DEVICE_ROUTES).find(|(each, _)| *each == id).map(|(_, direct)| *direct)
 }
 
 impl HostEngine {
-    /// Sends `count` elements to every rank: segment `r` of `input` goes to rank `r`, where it
-    /// becomes segment `rank` of `output`. Both hold `world * count` elements and must not overlap.
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::all_reduce`].
+    /// Sends segment `r` of the input to rank `r`, where it becomes segment `rank` of the output.
     ///
     /// # Safety
     ///
-    /// `input` is readable and `output` writable for `world * count` elements of `dtype`, and
-    /// nobody else accesses either, in any rank's slot if it is a window, until the call returns on
-    /// every rank.
-    pub unsafe fn all_to_all(
-        &mut self,
-        input: Place,
-        output: Place,
-        count: usize,
-        dtype: DType,
-    ) -> Result<()> {
+    /// As [`Self::all_to_all`].
+    pub(crate) unsafe fn run_all_to_all(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
+        let algorithm = standard.algorithm;
+        if algorithm != AUTO && route(algorithm).is_none() {
+            return Err(self.decline(self.not_here(algorithm, StandardCollective::AllToAll)));
+        }
+        let Arguments { input, output, count, dtype, .. } = standard.arguments;
         let (_, all, _) = self.part_of_all(count, dtype);
         let data = self.resolve((input, all), (output, all), InPlace::Never);
         let data = self.or_decline(data)?;
         let bytes = count * dtype.size();
-        let call = Call::new(Operation::AllToAll).elements(dtype, count).algorithm(self.requested);
-        let (matrix, counts) = (TrafficMatrix::Even { bytes }, |_| (bytes as u64, bytes as u64));
+        let call = standard.describe().algorithm(algorithm);
+        let matrix = TrafficMatrix::Even { bytes };
+        let work = Work::new(self, algorithm, data, matrix, dtype.size());
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { self.exchange((data, dtype), &call, matrix, counts) }
+        unsafe { self.exchange(work, &call, |_| (bytes as u64, bytes as u64)) }
     }
 
     /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it. Segments lie in rank order, without
@@ -119,30 +114,10 @@ impl HostEngine {
         };
         let data = self.or_decline(data)?;
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
-        let call = Call::new(Operation::AllToAllV).elements(dtype, 0).algorithm(self.requested);
+        let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
+        let work = Work::new(self, AUTO, data, TrafficMatrix::Rows, size);
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { self.exchange((data, dtype), &call, TrafficMatrix::Rows, bytes) }
-    }
-
-    /// Runs an exchange with the algorithm of this number, if it is not [`AUTO`].
-    pub(crate) fn exchanging(
-        &mut self,
-        code: u8,
-        run: impl FnOnce(&mut Self) -> Result<()>,
-    ) -> Result<()> {
-        if code == AUTO {
-            return run(self);
-        }
-        if route(code).is_none() {
-            self.ready()?;
-            let why = self.not_here(code, StandardCollective::AllToAll);
-            return Err(self.decline(why));
-        }
-        let usual = (self.exchange, self.requested);
-        (self.exchange, self.requested) = (code, code);
-        let result = run(self);
-        (self.exchange, self.requested) = usual;
-        result
+        unsafe { self.exchange(work, &call, bytes) }
     }
 
     /// Sends to and receives from each rank the numbers of bytes that `counts` gives for it.
@@ -152,20 +127,17 @@ impl HostEngine {
     /// As [`Self::all_to_all_v`], for the resolved buffers.
     unsafe fn exchange(
         &mut self,
-        (data, dtype): (Data, DType),
+        work: Work,
         call: &Call,
-        matrix: TrafficMatrix,
         counts: impl Fn(usize) -> (u64, u64),
     ) -> Result<()> {
-        let (rank, world) = (self.rank(), self.world());
-        let work = Work { data, matrix, size: dtype.size(), rank, world };
         if self.is_rehearsing() {
             return work.rehearse(self);
         }
-        for peer in 0..world {
+        for peer in 0..work.world {
             let (sent, received) = counts(peer as usize);
             self.set_next_row(peer, sent);
-            self.set_next_row(world + peer, received);
+            self.set_next_row(work.world + peer, received);
         }
         // SAFETY: the caller's promise.
         unsafe { work.run(self, call) }
@@ -174,6 +146,8 @@ impl HostEngine {
 
 /// An all-to-all whose arguments were checked and resolved. Sizes are in bytes from here on.
 struct Work {
+    /// Whether receivers read windows; `None` where that follows from the size.
+    direct: Option<bool>,
     data: Data,
     matrix: TrafficMatrix,
     /// Bytes of an element.
@@ -191,6 +165,19 @@ enum Route {
 }
 
 impl Work {
+    /// A call by an algorithm, or else by the one that options request.
+    fn new(
+        engine: &HostEngine,
+        algorithm: AlgorithmId,
+        data: Data,
+        matrix: TrafficMatrix,
+        size: usize,
+    ) -> Self {
+        let usual = AlgorithmId::of_all_to_all(engine.options.all_to_all);
+        let direct = route(if algorithm == AUTO { usual } else { algorithm });
+        Self { direct, data, matrix, size, rank: engine.rank(), world: engine.world() }
+    }
+
     /// # Safety
     ///
     /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's row is published.
@@ -263,8 +250,8 @@ impl Work {
             Place::Window(offset) => offset,
             Place::Plain(_) => NO_WINDOW,
         });
-        let code = if matches!(route, Route::Direct(_)) { DIRECT } else { STAGED };
-        engine.rehearses(StandardCollective::AllToAll, code);
+        let id = if matches!(route, Route::Direct(_)) { DIRECT } else { STAGED };
+        engine.rehearses(StandardCollective::AllToAll, id);
         Ok(())
     }
 
@@ -292,8 +279,8 @@ impl Work {
     /// How `outgoing` bytes to other ranks travel from an input whose offset `place` gives; it is called only
     /// where that matters.
     fn route(&self, outgoing: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
-        let direct = route(engine.exchange)
-            .unwrap_or_else(|| is_direct(outgoing, self.world, engine.scratch_bytes()));
+        let direct =
+            self.direct.unwrap_or_else(|| is_direct(outgoing, self.world, engine.scratch_bytes()));
         match if direct { place() } else { NO_WINDOW } {
             NO_WINDOW => Route::Staged(Pieces::new(outgoing, 1, engine.scratch_bytes())),
             offset => Route::Direct(offset),

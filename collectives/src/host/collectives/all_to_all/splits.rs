@@ -6,6 +6,7 @@ use symmpool_allocator::Result;
 
 use super::Work;
 use super::traffic_matrix::{BAD_SPLITS, TrafficMatrix};
+use crate::algorithm::AUTO;
 use crate::call::splits::{SplitRows, SplitsAt};
 use crate::call::{Call, Operation};
 use crate::host::{HostEngine, InPlace};
@@ -48,7 +49,7 @@ impl HostEngine {
         let nonsense = if sound { 0 } else { BAD_SPLITS };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
         let call = Call::new(Operation::AllToAllV).elements(dtype, row);
-        let work = Work { data, matrix: TrafficMatrix::Splits, size, rank, world };
+        let work = Work::new(self, AUTO, data, TrafficMatrix::Splits, size);
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { work.run(self, &call) }?;
         let mut offset = 0;

@@ -1,0 +1,68 @@
+//! A call as one value: what goes from a communicator's door to the engine.
+
+use crate::algorithm::{AlgorithmId, CallShape, StandardCollective};
+use crate::call::{Call, Operation};
+use crate::types::place::Place;
+use crate::{DType, ReduceOp};
+
+/// Arguments of a call by any algorithm, whose memory was found.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arguments {
+    pub(crate) input: Place,
+    pub(crate) output: Place,
+    /// Elements of a part; of one's own collective, of the input.
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: u32,
+}
+
+/// A call of a collective that has built-in algorithms, by one of these or by any.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StandardCall {
+    pub(crate) collective: StandardCollective,
+    /// The built-in algorithm, or [`AUTO`](crate::algorithm::AUTO).
+    pub(crate) algorithm: AlgorithmId,
+    pub(crate) arguments: Arguments,
+}
+
+impl Arguments {
+    /// Bytes of `parts` parts; saturates, and no memory is that long then.
+    pub(crate) fn bytes_of(&self, parts: u32) -> u64 {
+        let part = (self.count as u64).saturating_mul(self.dtype.size() as u64);
+        part.saturating_mul(u64::from(parts))
+    }
+}
+
+impl StandardCall {
+    /// What ranks compare of it, but for its algorithm and where its memory lies.
+    #[inline]
+    pub(crate) fn describe(&self) -> Call {
+        let Arguments { count, dtype, op, root, .. } = self.arguments;
+        let call = Call::new(Operation::of(self.collective)).elements(dtype, count);
+        match self.collective {
+            StandardCollective::Broadcast => call.root(root),
+            collective if collective.reduces() => call.reduce(op),
+            _ => call,
+        }
+    }
+
+    /// What it looks like to those who select an algorithm for it, among so many ranks that are linked so.
+    pub(crate) fn shape(
+        &self,
+        world: u32,
+        topology: symmpool_allocator::topology::Mesh,
+    ) -> CallShape {
+        let Self { collective, arguments, .. } = *self;
+        CallShape {
+            collective,
+            bytes: arguments.bytes_of(collective.parts(world)),
+            dtype: arguments.dtype,
+            op: collective.reduces().then_some(arguments.op),
+            world,
+            input_window: arguments.input.is_window(),
+            output_window: arguments.output.is_window(),
+            topology,
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! The one door of the collectives: a call is a [`Request`], whatever memory it is on and whoever chooses its algorithm.
+
+#![allow(unsafe_code)] // callers hand over raw memory, and promise what it is
+
+use std::marker::PhantomData;
+
+use symmpool_allocator::{Block, Error, Result, Stream};
+
+use super::choice::Chosen;
+use super::{Communicator, Inner};
+use crate::algorithm::{AUTO, Source};
+use crate::call::{Arguments, Call, Operation, StandardCall};
+use crate::{Algorithm, DType, Element, Place, ReduceOp, StandardCollective};
+
+/// A call of a collective: on which memory, with how many elements, and by which algorithm.
+///
+/// Every rank makes the same one, but for where its memory lies. A rank whose request is refused gets the error at once,
+/// and the other ranks get one too.
+///
+/// ```
+/// # use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
+/// # use symmpool_collectives::{Communicator, ReduceOp, Request, StandardCollective};
+/// # let group = Group::in_process(1)?.remove(0);
+/// # let pool = Pool::builder(group).driver(Driver::host()?).build()?;
+/// # let comm = Communicator::new(&pool)?;
+/// let (x, out) = (pool.alloc::<f32>(1000)?, pool.alloc::<f32>(1000)?);
+/// let request = Request::new(StandardCollective::AllReduce, &out, &x).op(ReduceOp::Max);
+/// comm.call(&request.algorithm("two_shot"), &Stream::DEFAULT)?;
+/// # Ok::<(), symmpool_allocator::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+#[must_use = "`Communicator::call` makes the call"]
+pub struct Request<'a> {
+    pub(super) callee: Callee<'a>,
+    /// The name of the algorithm, if the call names one.
+    pub(super) algorithm: Option<&'a str>,
+    pub(super) input: Memory,
+    pub(super) output: Memory,
+    /// Elements of a part, where these are addresses.
+    count: usize,
+    pub(super) dtype: DType,
+    pub(super) op: ReduceOp,
+    pub(super) root: u32,
+    borrowed: PhantomData<&'a [u8]>,
+}
+
+/// What is called: a collective, or an algorithm, registered or not.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Callee<'a> {
+    /// A collective, by an algorithm that the call names or that is chosen for it.
+    Collective(StandardCollective),
+    /// An algorithm, of a collective or of a program's own.
+    Algorithm(&'a Algorithm),
+}
+
+impl From<StandardCollective> for Callee<'_> {
+    fn from(collective: StandardCollective) -> Self {
+        Self::Collective(collective)
+    }
+}
+
+impl<'a> From<&'a Algorithm> for Callee<'a> {
+    fn from(algorithm: &'a Algorithm) -> Self {
+        Self::Algorithm(algorithm)
+    }
+}
+
+impl Callee<'_> {
+    /// The collective, if it is none of a program's own.
+    pub(super) fn standard(&self) -> Option<StandardCollective> {
+        match self {
+            Self::Collective(collective) => Some(*collective),
+            Self::Algorithm(algorithm) => StandardCollective::named(algorithm.collective()),
+        }
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            Self::Collective(collective) => collective.name(),
+            Self::Algorithm(algorithm) => algorithm.collective(),
+        }
+    }
+
+    /// Whether the output is the input as well. Broadcasts by programs may have one beside it.
+    fn is_on_output_alone(&self) -> bool {
+        let collective = match self {
+            Self::Collective(collective) => *collective,
+            Self::Algorithm(algorithm) => match algorithm.source() {
+                Source::BuiltIn(built_in) => built_in.collective,
+                _ => return false,
+            },
+        };
+        collective == StandardCollective::Broadcast
+    }
+
+    /// How many elements of input and output a rank has, for parts of `count`. `None` stands for more than can be.
+    fn lengths(&self, rank: u32, world: u32, count: usize) -> [Option<usize>; 2] {
+        match self {
+            Self::Collective(collective) => {
+                collective.both_parts(world).map(|parts| count.checked_mul(parts as usize))
+            }
+            Self::Algorithm(algorithm) => algorithm.lengths(rank, world, count),
+        }
+    }
+}
+
+/// Memory of an input or output.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Memory {
+    Block {
+        address: *mut u8,
+        /// Its place in a rank's slot.
+        offset: u64,
+        /// Elements.
+        length: usize,
+    },
+    Slice {
+        address: *mut u8,
+        length: usize,
+    },
+    /// As many elements as the call says.
+    Address(*mut u8),
+}
+
+impl Memory {
+    fn of_block<T: Element>(block: &Block<T>) -> Self {
+        Self::Block { address: block.as_ptr().cast(), offset: block.offset(), length: block.len() }
+    }
+
+    pub(super) fn address(&self) -> *mut u8 {
+        match *self {
+            Self::Block { address, .. } | Self::Slice { address, .. } | Self::Address(address) => {
+                address
+            }
+        }
+    }
+
+    fn length(&self) -> Option<usize> {
+        match *self {
+            Self::Block { length, .. } | Self::Slice { length, .. } => Some(length),
+            Self::Address(_) => None,
+        }
+    }
+}
+
+// The methods on addresses are unsafe, and say what must hold of those for as long as the call is under way. Blocks and slices
+// are borrowed.
+impl<'a> Request<'a> {
+    fn on(callee: Callee<'a>, output: Memory, input: Memory, dtype: DType) -> Self {
+        Self {
+            callee,
+            algorithm: None,
+            input,
+            output,
+            count: 0,
+            dtype,
+            op: ReduceOp::Sum,
+            root: 0,
+            borrowed: PhantomData,
+        }
+    }
+
+    /// A call on blocks, which have as many elements as the collective has there. Both may be one block, where a call may be
+    /// in place. A broadcast uses `out` alone, and a rank that has no output may pass any block.
+    pub fn new<T: Element>(
+        callee: impl Into<Callee<'a>>,
+        out: &'a Block<T>,
+        input: &'a Block<T>,
+    ) -> Self {
+        Self::on(callee.into(), Memory::of_block(out), Memory::of_block(input), T::DTYPE)
+    }
+
+    /// A call on slices, which pass through the communicator's scratch: in host memory only.
+    pub fn on_slices<T: Element>(
+        callee: impl Into<Callee<'a>>,
+        out: &'a mut [T],
+        input: &'a [T],
+    ) -> Self {
+        let output = Memory::Slice { address: out.as_mut_ptr().cast(), length: out.len() };
+        let address = input.as_ptr().cast_mut().cast();
+        Self::on(callee.into(), output, Memory::Slice { address, length: input.len() }, T::DTYPE)
+    }
+
+    /// A call on one slice, as input and output.
+    pub fn on_slice<T: Element>(callee: impl Into<Callee<'a>>, data: &'a mut [T]) -> Self {
+        let memory = Memory::Slice { address: data.as_mut_ptr().cast(), length: data.len() };
+        Self::on(callee.into(), memory, memory, T::DTYPE)
+    }
+
+    /// A call on addresses, for callers whose memory is no [`Block`], such as tensors of another language: for `count` elements
+    /// of each part (see [`Plan::input_parts`](crate::plan::Plan::input_parts)); of a program's own collective, for an input of
+    /// `count` elements. Memory inside a window is used where it lies, other memory is staged through scratch: which of the two
+    /// it is follows from the address alone. A broadcast uses `output` alone.
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable and `output` writable for the elements of all parts by whoever runs the call (the CPU in host
+    /// memory, else the device), from when it is made until `stream` is past it. Nobody else touches them meanwhile, in any
+    /// rank's slot where they lie in a window.
+    pub unsafe fn at(
+        callee: impl Into<Callee<'a>>,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+    ) -> Self {
+        let (output, input) = (Memory::Address(output), Memory::Address(input.cast_mut()));
+        Self { count, ..Self::on(callee.into(), output, input, dtype) }
+    }
+
+    /// The operation of a reduction, else [`ReduceOp::Sum`].
+    pub fn op(self, op: ReduceOp) -> Self {
+        Self { op, ..self }
+    }
+
+    /// The root of a broadcast, else rank 0.
+    pub fn root(self, root: u32) -> Self {
+        Self { root, ..self }
+    }
+
+    /// The name of the algorithm, registered or built in. `None` chooses as calls do that name none. Of no meaning where the
+    /// request is made for an algorithm.
+    pub fn algorithm(self, name: impl Into<Option<&'a str>>) -> Self {
+        Self { algorithm: name.into(), ..self }
+    }
+
+    /// Elements of a part, among so many ranks.
+    pub(super) fn count(&self, world: u32) -> usize {
+        let (Some(input), Some(output)) = (self.input.length(), self.output.length()) else {
+            return self.count;
+        };
+        match self.callee {
+            _ if self.callee.is_on_output_alone() => output,
+            Callee::Collective(StandardCollective::ReduceScatter) => output,
+            Callee::Collective(collective) => input / collective.both_parts(world)[0] as usize,
+            Callee::Algorithm(algorithm) => input / algorithm.input_parts(world),
+        }
+    }
+
+    /// Refuses blocks and slices that are too short or too long.
+    pub(super) fn check_lengths(&self, rank: u32, world: u32) -> Result<()> {
+        let name = self.callee.name();
+        let [inputs, outputs] = self.callee.lengths(rank, world, self.count(world));
+        if let (Some(length), false) = (self.input.length(), self.callee.is_on_output_alone()) {
+            crate::host::expect_length(name, rank, length, inputs)?;
+        }
+        match self.output.length() {
+            // A rank that has no output may pass any.
+            Some(_) if outputs == Some(0) => Ok(()),
+            Some(length) => crate::host::expect_length(name, rank, length, outputs),
+            None => Ok(()),
+        }
+    }
+
+    /// Bytes of input and output; saturates, and no memory is that long then.
+    pub(super) fn bytes(&self, rank: u32, world: u32) -> [usize; 2] {
+        let lengths = self.callee.lengths(rank, world, self.count(world));
+        lengths.map(|of| of.map_or(usize::MAX, |of| of.saturating_mul(self.dtype.size())))
+    }
+}
+
+impl Communicator {
+    /// Makes a call.
+    ///
+    /// # Errors
+    ///
+    /// As calls of the collective. `is_invalid_argument` for a name that no algorithm has here, for memory whose lengths do
+    /// not fit each other, if the elements do not divide as the algorithm needs them, or if buffers are in place where that is
+    /// wrong; `is_unsupported` for an algorithm that does not fit the call, for slices on devices, and there for programs that
+    /// are too long for a kernel. The other ranks get an error too.
+    #[inline]
+    pub fn call(&self, request: &Request<'_>, stream: &Stream) -> Result<()> {
+        let chosen = self.named(request).map_err(|why| self.decline(why, stream))?;
+        let mut inner = self.begin(stream)?;
+        self.check(&mut inner, request, stream)?;
+        let Some(collective) = request.callee.standard() else {
+            return self.call_own(inner, request, stream);
+        };
+        let arguments = self.arguments(&mut inner, request, stream)?;
+        let call = StandardCall { collective, algorithm: AUTO, arguments };
+        match chosen {
+            // SAFETY: whoever made the request has promised what is said of addresses; windows are covered (`place_at`).
+            // Blocks and slices are borrowed, so live and mapped, for lengths that were checked. Whoever else touches
+            // blocks meanwhile, here or on a peer, does so through raw pointers as well: there are no references into them.
+            Some(chosen) => unsafe { self.run_named(&mut inner, &chosen, &call, stream) },
+            // SAFETY: as above.
+            None => unsafe { self.run(inner, &call, stream) },
+        }
+    }
+
+    /// The algorithm that a call names, or is made for.
+    pub(super) fn named(&self, request: &Request<'_>) -> Result<Option<Chosen>> {
+        match (request.callee, request.algorithm) {
+            (Callee::Collective(_), None) => Ok(None),
+            (Callee::Collective(collective), Some(name)) => {
+                let found = self.registry.find(collective, name);
+                let unknown = || self.registry.unknown(collective.name(), name, self.rank());
+                found.ok_or_else(unknown).map(Some)
+            }
+            (Callee::Algorithm(algorithm), _) => Ok(Some(match algorithm.source() {
+                Source::BuiltIn(built_in) => Chosen::BuiltIn(built_in.id),
+                _ => Chosen::Registered(algorithm.clone()),
+            })),
+        }
+    }
+
+    /// Declines a call whose memory cannot be right, whatever its algorithm.
+    fn check(&self, inner: &mut Inner, request: &Request<'_>, stream: &Stream) -> Result<()> {
+        inner.engine.ready()?;
+        let is_slice = matches!(request.output, Memory::Slice { .. });
+        let found = if is_slice && self.pool.driver().as_cuda().is_some() {
+            let name = request.callee.name();
+            Err(self.not_on_devices(&format!("{name} of a slice")))
+        } else {
+            request.check_lengths(self.rank(), self.world())
+        };
+        found.map_err(|why| inner.engine.decline(why, stream))
+    }
+
+    /// The arguments, with where memory lies.
+    pub(super) fn arguments(
+        &self,
+        inner: &mut Inner,
+        request: &Request<'_>,
+        stream: &Stream,
+    ) -> Result<Arguments> {
+        let Request { dtype, op, root, .. } = *request;
+        let [inputs, outputs] = request.bytes(self.rank(), self.world());
+        let mut at = |memory, bytes| self.place(inner, memory, bytes, stream);
+        let (input, output) = if request.callee.is_on_output_alone() {
+            let both = at(&request.output, outputs)?;
+            (both, both)
+        } else {
+            (at(&request.input, inputs)?, at(&request.output, outputs)?)
+        };
+        Ok(Arguments { input, output, count: request.count(self.world()), dtype, op, root })
+    }
+
+    /// The error of a call that engines of devices do not have.
+    pub(super) fn not_on_devices(&self, what: &str) -> Error {
+        Error::unsupported(format!(
+            "{what} on rank {}: a communicator on devices has no such call yet; use memory of \
+             the device, or a pool in host memory",
+            self.rank()
+        ))
+    }
+
+    /// Where memory lies, for the engine.
+    fn place(
+        &self,
+        inner: &mut Inner,
+        memory: &Memory,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<Place> {
+        match *memory {
+            Memory::Block { address, offset, .. } => {
+                self.place_block(inner, (address, offset), bytes, stream)
+            }
+            Memory::Slice { address, .. } => Ok(Place::Plain(address)),
+            Memory::Address(address) => self.place_at(inner, address, bytes, stream),
+        }
+    }
+
+    /// Runs an algorithm of a collective of the program's own.
+    fn call_own(
+        &self,
+        mut inner: std::sync::MutexGuard<'_, Inner>,
+        request: &Request<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let Callee::Algorithm(algorithm) = request.callee else { return Ok(()) };
+        let count = request.count(self.world());
+        let call = Call::new(Operation::Custom).elements(request.dtype, count);
+        self.grow(&mut inner, call.registered(algorithm.hash()), stream)?;
+        let arguments = self.arguments(&mut inner, request, stream)?;
+        match algorithm.source() {
+            Source::BuiltIn(_) => Ok(()),
+            // SAFETY: as in `call`.
+            Source::Plan(plan) => unsafe { inner.engine.run_plan(plan, &arguments, stream) },
+            // SAFETY: as in `call`.
+            Source::Native(kernel) => unsafe {
+                inner.engine.run_native(kernel, &arguments, stream)
+            },
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! The engine on a device, as communicators use it.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw memory
+
+use std::sync::Arc;
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::{CudaEngine, CudaFailure};
+use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
+use crate::call::experts::{ExpertCall, ExpertShape};
+use crate::call::rehearsal::{Lifts, Rehearsed};
+use crate::call::{Arguments, StandardCall};
+use crate::engine::{Engine, FailureHandle};
+use crate::plan::CheckedPlan;
+use crate::types::timeout::Timeout;
+use crate::{
+    CommunicatorMemory, DType, NormBuffers, NormShape, Place, ReceivedSizes, ReduceOp, SplitRows,
+    SplitsAt,
+};
+
+impl FailureHandle for CudaFailure {
+    fn get(&self) -> Option<&Error> {
+        CudaFailure::get(self)
+    }
+
+    fn leaks(&self) -> bool {
+        CudaFailure::leaks(self)
+    }
+}
+
+impl Engine for CudaEngine {
+    fn rank(&self) -> u32 {
+        CudaEngine::rank(self)
+    }
+
+    fn world(&self) -> u32 {
+        CudaEngine::world(self)
+    }
+
+    fn timeout(&self) -> &Arc<Timeout> {
+        &self.timeout
+    }
+
+    fn failure(&self) -> Option<&Error> {
+        CudaEngine::failure(self)
+    }
+
+    fn failure_handle(&self) -> Arc<dyn FailureHandle> {
+        CudaEngine::failure_handle(self) as _
+    }
+
+    fn ready(&mut self) -> Result<()> {
+        CudaEngine::ready(self)
+    }
+
+    fn memory(&self, total: u64) -> CommunicatorMemory {
+        CudaEngine::memory(self, total)
+    }
+
+    fn abandon(&mut self) {
+        CudaEngine::abandon(self);
+    }
+
+    fn decline(&mut self, why: Error, stream: &Stream) -> Error {
+        CudaEngine::decline(self, why, *stream)
+    }
+
+    /// A kernel waits and not the host. If it finds an error, that closes the communicator.
+    fn give_up(&mut self, why: Error, stream: &Stream) -> Error {
+        CudaEngine::decline(self, why, *stream)
+    }
+
+    fn fail_halfway(&mut self, why: Error, stream: &Stream) -> Error {
+        CudaEngine::fail_halfway(self, why, *stream)
+    }
+
+    fn begin_rehearsal(&mut self, lifts: Lifts) {
+        CudaEngine::begin_rehearsal(self, lifts);
+    }
+
+    fn end_rehearsal(&mut self) -> Rehearsed {
+        CudaEngine::end_rehearsal(self)
+    }
+
+    fn algorithms(&self, collective: StandardCollective) -> Vec<AlgorithmId> {
+        CudaEngine::algorithms(collective)
+    }
+
+    fn check_fit(&self, id: AlgorithmId, shape: &CallShape) -> Result<()> {
+        CudaEngine::check_fit(self, id, shape)
+    }
+
+    fn may_fit(&self, id: AlgorithmId, shape: &CallShape) -> bool {
+        CudaEngine::may_fit(self, id, shape)
+    }
+
+    fn check_plan(&self, plan: &CheckedPlan, arguments: &Arguments) -> Result<()> {
+        CudaEngine::check_plan(self, plan, arguments)
+    }
+
+    fn check_native(&self, kernel: &NativeKernel, arguments: &Arguments) -> Result<()> {
+        CudaEngine::check_native(self, kernel, arguments).map(drop)
+    }
+
+    #[inline]
+    unsafe fn run(&mut self, call: &StandardCall, stream: &Stream) -> Result<()> {
+        let run: unsafe fn(&mut Self, &StandardCall, Stream) -> Result<()> = match call.collective {
+            StandardCollective::AllReduce => Self::all_reduce,
+            StandardCollective::ReduceScatter => Self::reduce_scatter,
+            StandardCollective::AllGather => Self::all_gather,
+            StandardCollective::Broadcast => Self::broadcast,
+            StandardCollective::AllToAll => Self::all_to_all,
+        };
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { run(cuda, call, *stream) })
+    }
+
+    unsafe fn run_plan(
+        &mut self,
+        plan: &CheckedPlan,
+        arguments: &Arguments,
+        stream: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.run_plan(plan, arguments, *stream) })
+    }
+
+    unsafe fn run_native(
+        &mut self,
+        kernel: &NativeKernel,
+        arguments: &Arguments,
+        stream: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.run_native(kernel, arguments, *stream) })
+    }
+
+    unsafe fn all_to_all_v(
+        &mut self,
+        places: (Place, Place),
+        splits: (&[usize], &[usize]),
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.all_to_all_v(places, splits, dtype, *stream) })
+    }
+
+    unsafe fn all_to_all_splits(
+        &mut self,
+        places: (Place, Place),
+        rows: &SplitRows,
+        splits: &SplitsAt,
+        stream: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.all_to_all_splits(places, rows, splits, *stream) })
+    }
+
+    unsafe fn all_reduce_norm(
+        &mut self,
+        shape: &NormShape,
+        buffers: &NormBuffers,
+        _: Place,
+        stream: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.all_reduce_norm(shape, buffers, *stream) })
+    }
+
+    unsafe fn dispatch(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()> {
+        CudaEngine::ready(self)?;
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.dispatch(call, *stream) })
+    }
+
+    unsafe fn dispatch_exact(
+        &mut self,
+        call: &ExpertCall,
+        stream: &Stream,
+    ) -> Result<ReceivedSizes> {
+        CudaEngine::ready(self)?;
+        // SAFETY: the caller's promise.
+        unsafe { CudaEngine::dispatch_exact(self, call, *stream) }
+    }
+
+    unsafe fn combine(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()> {
+        CudaEngine::ready(self)?;
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.combine(call, *stream) })
+    }
+
+    fn barrier(&mut self, stream: &Stream) -> Result<()> {
+        self.call(*stream, |cuda| CudaEngine::barrier(cuda, *stream))
+    }
+
+    unsafe fn measured_barrier(&mut self, waits: *mut i64, stream: &Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        self.call(*stream, |cuda| unsafe { cuda.measured_barrier(waits as u64, *stream) })
+    }
+
+    fn synchronize(&mut self, stream: &Stream) -> Result<()> {
+        CudaEngine::synchronize(self, *stream)
+    }
+
+    fn extend_order(&mut self, stream: &Stream) -> Result<()> {
+        CudaEngine::extend_order(self, *stream)
+    }
+
+    fn forget_stream(&mut self, stream: &Stream) -> Result<()> {
+        CudaEngine::forget_stream(self, *stream)
+    }
+
+    fn set_sm_budget(&mut self, most: Option<u32>) {
+        CudaEngine::set_sm_budget(self, most);
+    }
+
+    fn compile_plans(&self, plans: &[(&CheckedPlan, DType, ReduceOp, u32)], threads: usize) {
+        CudaEngine::compile_plans(self, plans, threads);
+    }
+
+    fn load_experts(&mut self, shape: &ExpertShape) -> Result<()> {
+        CudaEngine::load_experts(self, shape)
+    }
+
+    fn load_experts_together(&mut self, shape: &ExpertShape) -> Result<()> {
+        self.load_kernels_of(shape)
+    }
+}

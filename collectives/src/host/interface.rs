@@ -1,0 +1,193 @@
+//! The engine in host memory, as communicators use it.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw memory
+
+use std::sync::{Arc, OnceLock};
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::HostEngine;
+use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
+use crate::call::experts::ExpertCall;
+use crate::call::rehearsal::{Lifts, Rehearsed};
+use crate::call::{Arguments, StandardCall};
+use crate::engine::{Engine, FailureHandle};
+use crate::plan::CheckedPlan;
+use crate::types::timeout::Timeout;
+use crate::{
+    CommunicatorMemory, DType, NormBuffers, NormShape, Place, ReceivedSizes, SplitRows, SplitsAt,
+};
+
+impl FailureHandle for OnceLock<Error> {
+    fn get(&self) -> Option<&Error> {
+        OnceLock::get(self)
+    }
+}
+
+impl Engine for HostEngine {
+    fn rank(&self) -> u32 {
+        self.layout.rank
+    }
+
+    fn world(&self) -> u32 {
+        self.layout.world
+    }
+
+    fn timeout(&self) -> &Arc<Timeout> {
+        &self.timeout
+    }
+
+    fn failure(&self) -> Option<&Error> {
+        self.failed.get()
+    }
+
+    fn failure_handle(&self) -> Arc<dyn FailureHandle> {
+        Arc::clone(&self.failed) as _
+    }
+
+    fn ready(&mut self) -> Result<()> {
+        HostEngine::ready(self)
+    }
+
+    fn memory(&self, total: u64) -> CommunicatorMemory {
+        self.control.memory(total)
+    }
+
+    fn abandon(&mut self) {
+        HostEngine::abandon(self);
+    }
+
+    fn decline(&mut self, why: Error, _: &Stream) -> Error {
+        HostEngine::decline(self, why)
+    }
+
+    fn give_up(&mut self, why: Error, _: &Stream) -> Error {
+        HostEngine::give_up(self, why)
+    }
+
+    fn fail_halfway(&mut self, why: Error, _: &Stream) -> Error {
+        HostEngine::give_up(self, why)
+    }
+
+    fn begin_rehearsal(&mut self, _: Lifts) {
+        HostEngine::begin_rehearsal(self);
+    }
+
+    fn end_rehearsal(&mut self) -> Rehearsed {
+        Rehearsed { algorithm: HostEngine::end_rehearsal(self), ..Rehearsed::default() }
+    }
+
+    fn algorithms(&self, collective: StandardCollective) -> Vec<AlgorithmId> {
+        HostEngine::algorithms(collective)
+    }
+
+    fn check_fit(&self, id: AlgorithmId, shape: &CallShape) -> Result<()> {
+        HostEngine::check_fit(self, id, shape)
+    }
+
+    fn check_plan(&self, plan: &CheckedPlan, arguments: &Arguments) -> Result<()> {
+        HostEngine::check_plan(self, plan, arguments)
+    }
+
+    fn check_native(&self, kernel: &NativeKernel, _: &Arguments) -> Result<()> {
+        Err(no_kernels(kernel, self.layout.rank))
+    }
+
+    #[inline]
+    unsafe fn run(&mut self, call: &StandardCall, _: &Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::run(self, call) }
+    }
+
+    unsafe fn run_plan(
+        &mut self,
+        plan: &CheckedPlan,
+        arguments: &Arguments,
+        _: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.run_plan_for(plan, arguments) }
+    }
+
+    unsafe fn run_native(
+        &mut self,
+        kernel: &NativeKernel,
+        _: &Arguments,
+        _: &Stream,
+    ) -> Result<()> {
+        HostEngine::ready(self)?;
+        Err(HostEngine::decline(self, no_kernels(kernel, self.layout.rank)))
+    }
+
+    unsafe fn all_to_all_v(
+        &mut self,
+        (input, output): (Place, Place),
+        (send, receive): (&[usize], &[usize]),
+        dtype: DType,
+        _: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::all_to_all_v(self, input, send, output, receive, dtype) }
+    }
+
+    unsafe fn all_to_all_splits(
+        &mut self,
+        (input, output): (Place, Place),
+        rows: &SplitRows,
+        splits: &SplitsAt,
+        _: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::all_to_all_splits(self, input, output, rows, splits) }
+    }
+
+    unsafe fn all_reduce_norm(
+        &mut self,
+        shape: &NormShape,
+        buffers: &NormBuffers,
+        input: Place,
+        _: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::all_reduce_norm(self, shape, buffers, input) }
+    }
+
+    unsafe fn dispatch(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
+        HostEngine::ready(self)?;
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::dispatch(self, call) }
+    }
+
+    unsafe fn dispatch_exact(&mut self, call: &ExpertCall, _: &Stream) -> Result<ReceivedSizes> {
+        HostEngine::ready(self)?;
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::dispatch_exact(self, call) }
+    }
+
+    unsafe fn combine(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
+        HostEngine::ready(self)?;
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::combine(self, call) }
+    }
+
+    fn barrier(&mut self, _: &Stream) -> Result<()> {
+        HostEngine::barrier(self)
+    }
+
+    unsafe fn measured_barrier(&mut self, waits: *mut i64, _: &Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { HostEngine::measured_barrier(self, waits) }
+    }
+
+    /// Calls are over when they return.
+    fn synchronize(&mut self, _: &Stream) -> Result<()> {
+        HostEngine::ready(self)
+    }
+}
+
+fn no_kernels(kernel: &NativeKernel, rank: u32) -> Error {
+    Error::unsupported(format!(
+        "the native algorithm {} on rank {rank}: it is a CUDA kernel, and this communicator is in host memory",
+        kernel.name
+    ))
+}
