@@ -1,7 +1,7 @@
 //! All-reduces of rows with what layers do next to them: a residual is added, rows are normed, and the result is
 //! quantised. This file has what both engines share: the arguments, their checks, and how threads divide a row.
 //!
-//! `cuda/ops/norm.rs` runs one kernel (`collectives/kernels/fused/`); `host/fused.rs` is the same on the CPU, with equal
+//! `cuda/ops/norm.rs` runs one kernel (`collectives/kernels/fused/`); `host/ops/norm.rs` is the same on the CPU, with equal
 //! bits.
 
 use symmpool_allocator::{Error, Result};

@@ -1,7 +1,7 @@
 //! What a call would do now, what it would do in the best case, and what keeps it from that.
 //!
 //! The call is rehearsed: it goes through its own code, and nothing of it reaches the device or other ranks
-//! (`cuda/rehearsal.rs`, `host/engine/rehearsal.rs`). So the explanation cannot differ from the call. It is rehearsed again
+//! (`cuda/engine/rehearsal.rs`, `host/engine/rehearsal.rs`). So the explanation cannot differ from the call. It is rehearsed again
 //! without all that keeps calls from their best case, and without all of that but one, for each.
 
 #![allow(unsafe_code)] // makes calls that are rehearsed, of which nothing reads or writes memory

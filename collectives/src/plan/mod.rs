@@ -15,7 +15,7 @@
 //! | `schedule`, `cuda` | a plan in levels, as devices run it, and the CUDA kernel of a rank's program |
 //! | `timeline`, `explain`, `draw` | when operations run at the earliest; a plan as a table, and as a picture |
 //!
-//! The engines run checked plans; see `host/plan.rs` and `cuda/ops/plan.rs`.
+//! The engines run checked plans; see `host/ops/plan.rs` and `cuda/ops/plan.rs`.
 
 mod check;
 mod checked;

@@ -82,6 +82,7 @@ fn the_architecture_draws_what_rooms_import() {
         "collectives/kernels",
         "collectives/src",
         "collectives/src/cuda",
+        "collectives/src/host",
         "ffi/src",
         "python/symmpool",
     ];

@@ -7,7 +7,7 @@
 //! `f32`, so results have the same bits in every run (rule S7).
 //!
 //! This file has the shape of a buffer and what calls are given; `layout.rs` where things lie in its memory, and the
-//! arguments of kernels. `host/experts.rs` and `cuda/ops/experts.rs` run the calls.
+//! arguments of kernels. `host/ops/experts.rs` and `cuda/ops/experts.rs` run the calls.
 
 mod layout;
 

@@ -7,8 +7,8 @@ use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
 use crate::call::{Call, mismatch};
-use crate::host::fault::{Cause, Fault, WaitFailure};
-use crate::host::wait::{Waiter, Watchdog, wake};
+use crate::host::wait::fault::{Cause, Fault, WaitFailure};
+use crate::host::wait::waiter::{Waiter, Watchdog, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
 /// A measured wait checks what may end it at each of so many looks, and pauses between them when it has made the square.

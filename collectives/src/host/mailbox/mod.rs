@@ -48,11 +48,11 @@ use symmpool_allocator::{Error, Maker, PairAddress, PairListener, Result};
 
 use self::operation::Op;
 use self::state::State;
-use super::cores::enough_here;
-use super::fault::Cause;
-use super::wait::{Interrupted, SpinPolicy, Waiter, Watchdog};
 use crate::DType;
 use crate::call::p2p::{Direction, Payload};
+use crate::host::wait::cores::enough_here;
+use crate::host::wait::fault::Cause;
+use crate::host::wait::waiter::{Interrupted, SpinPolicy, Waiter, Watchdog};
 use crate::signal::Pause;
 use crate::types::timeout::Timeout;
 

@@ -1,0 +1,325 @@
+//! Send and recv between two ranks in host memory, through slots in the receiver's control block. They are no
+//! calls of all ranks, and wait for no turn of the communicator, as one-sided operations.
+//!
+//! A message is divided into packets of a slot's length. The sender counts in the receiver's control block how
+//! many it has sent. The receiver compares what comes with each packet before it writes, and counts in
+//! the sender's control block how many it has taken. An empty message is one packet.
+//!
+//! Both ranks number the messages of each direction alike, however they end: a message that one of them does not make
+//! fails on both (`refusal`), and the next ones arrive.
+
+#![allow(unsafe_code)] // copies between callers' memory and the control block
+
+mod messages;
+mod refusal;
+
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, PoisonError, TryLockError};
+
+use symmpool_allocator::{Error, Result};
+
+pub(in crate::host) use self::messages::PeerMessages;
+use self::messages::{Position, Turns};
+use crate::call::operation::Operation;
+use crate::call::p2p::{Direction, Payload};
+use crate::host::kernels::copy;
+use crate::host::layout::control::{PACKETS, peers};
+use crate::host::ops::one_sided::HostOneSided;
+use crate::host::wait::fault::{Cause, Fault, WaitFailure};
+use crate::host::wait::waiter::{Waiter, Watchdog, wake};
+use crate::signal::{Native, Slot, await_word, wake_sleepers};
+
+/// How a wait for a peer ended.
+enum Arrival {
+    /// The packet, or a free slot for it, is there.
+    Here,
+    /// The peer does not make the message.
+    Refused,
+    /// The peer has refused an earlier message of this rank, which no call has reported yet.
+    News,
+}
+
+impl HostOneSided {
+    /// Sends data at `memory` to a peer, which is another rank, or receives the peer's data there.
+    ///
+    /// # Safety
+    ///
+    /// The memory is readable, or, to receive, writable, for the payload's bytes. Nobody else writes it meanwhile,
+    /// or, to receive, touches it.
+    pub(crate) unsafe fn send_or_recv(
+        &self,
+        (direction, memory): (Direction, *mut u8),
+        payload: Payload,
+        peer: u32,
+    ) -> Result<()> {
+        self.ready()?;
+        let outcome = {
+            let mut position = self.take_turn(direction, peer);
+            // The message before this one may have failed while this thread waited for its turn.
+            self.ready()?;
+            position.messages += 1;
+            match self.earlier_refused(peer) {
+                Some(error) => Err(self.give_up(error, direction, peer, &mut position)),
+                None => match direction {
+                    // SAFETY: the caller's promise.
+                    Direction::Send => unsafe { self.send(memory, payload, peer, &mut position) },
+                    // SAFETY: the caller's promise.
+                    Direction::Receive => unsafe {
+                        self.receive(memory, payload, peer, &mut position)
+                    },
+                },
+            }
+        };
+        self.settle(direction, peer);
+        outcome
+    }
+
+    /// The peers that have sent what no thread of this rank receives. Does not wait.
+    pub(crate) fn waiting_senders(&self) -> Result<Vec<u32>> {
+        self.ready()?;
+        let has_sent = |peer: &u32| {
+            let Ok(position) = self.turns(Direction::Receive, *peer).position.try_lock() else {
+                return false;
+            };
+            let sent = self.control.packets_sent(self.layout.rank, *peer);
+            sent.word.load(Ordering::Acquire) > position.packets
+        };
+        Ok(peers(&self.layout).filter(has_sent).collect())
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::send_or_recv`], to send.
+    unsafe fn send(
+        &self,
+        memory: *mut u8,
+        payload: Payload,
+        peer: u32,
+        position: &mut Position,
+    ) -> Result<()> {
+        let (me, bytes) = (self.layout.rank, payload.bytes() as usize);
+        let (message, sent) = (position.messages, self.control.packets_sent(peer, me));
+        let end = position.packets + self.control.packets_of(payload.bytes());
+        let mut at = 0;
+        loop {
+            let number = position.packets + 1;
+            match self.await_free_slot(peer, (number, message), at == 0)? {
+                Arrival::Here => {}
+                Arrival::Refused => {
+                    // The receiver counts all packets of a message of which it has seen one.
+                    if at > 0 {
+                        position.packets = end;
+                        publish(sent, end);
+                    }
+                    return Err(self.untaken(peer, message));
+                }
+                Arrival::News => match self.earlier_refused(peer) {
+                    Some(error) => {
+                        return Err(self.give_up(error, Direction::Send, peer, position));
+                    }
+                    // Another thread of this rank reports it.
+                    None => continue,
+                },
+            }
+            let packet = self.control.packet(peer, me, number);
+            let part = (bytes - at).min(packet.room);
+            // SAFETY: the caller's promise; the packet is the sender's until it is counted, and has room.
+            unsafe { copy(memory.wrapping_add(at), packet.data, part) };
+            packet.header.message.store(message, Ordering::Relaxed);
+            packet.header.payload.store(payload.word(), Ordering::Relaxed);
+            position.packets = number;
+            publish(sent, number);
+            at += part;
+            if at >= bytes {
+                break;
+            }
+        }
+        // The receiver may have declined the message before it saw it: either it finds the packets, or this sees that.
+        if self.is_untaken(peer, message) { Err(self.untaken(peer, message)) } else { Ok(()) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::send_or_recv`], to receive.
+    unsafe fn receive(
+        &self,
+        memory: *mut u8,
+        payload: Payload,
+        peer: u32,
+        position: &mut Position,
+    ) -> Result<()> {
+        let (me, bytes) = (self.layout.rank, payload.bytes() as usize);
+        let message = position.messages;
+        let mut at = 0;
+        loop {
+            let number = position.packets + 1;
+            match self.await_packet(peer, (number, message), at == 0)? {
+                Arrival::Here => {}
+                Arrival::Refused => return Err(self.unsent(peer)),
+                Arrival::News => match self.earlier_refused(peer) {
+                    Some(error) => {
+                        return Err(self.give_up(error, Direction::Receive, peer, position));
+                    }
+                    // Another thread of this rank reports it.
+                    None => continue,
+                },
+            }
+            let packet = self.control.packet(me, peer, number);
+            let found = packet.header.message.load(Ordering::Relaxed);
+            if found > message {
+                // Packets come in the order of messages, so this one was declined.
+                return Err(self.unsent(peer));
+            }
+            let sent = Payload::from_word(packet.header.payload.load(Ordering::Relaxed));
+            if found < message {
+                self.skip(peer, (found, sent), position);
+                continue;
+            }
+            if sent != payload {
+                return Err(self.refuse(peer, (sent, payload), position));
+            }
+            let part = (bytes - at).min(packet.room);
+            // SAFETY: the caller's promise; the packet is the receiver's until it is counted as taken, and
+            // is as long as both ranks say.
+            unsafe { copy(packet.data, memory.wrapping_add(at), part) };
+            position.packets = number;
+            publish(self.control.packets_taken(peer, me), number);
+            at += part;
+            if at >= bytes {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Waits for the packet of that number, which may be the first one of the message.
+    #[inline]
+    fn await_packet(
+        &self,
+        peer: u32,
+        (number, message): (u64, u64),
+        is_first: bool,
+    ) -> Result<Arrival> {
+        let me = self.layout.rank;
+        let (slot, record) =
+            (self.control.packets_sent(me, peer), self.control.message_record(me, peer));
+        let is_unsent = || is_first && record.unsent.load(Ordering::Acquire) >= message;
+        let is_news = || is_first && self.is_refused_before(peer);
+        let accept = |sent: u64| sent >= number || is_unsent() || is_news();
+        self.await_count(slot, (Operation::Recv, peer, number), accept)?;
+        // What the peer did before it sent, or declined, is visible: so what it refused before comes first.
+        let is_unsent = is_unsent();
+        // A message is declined behind all packets that were sent before, so the count is read last.
+        let is_here = slot.word.load(Ordering::Acquire) >= number;
+        Ok(match (is_news(), is_here, is_unsent) {
+            (true, _, _) => Arrival::News,
+            (_, true, _) => Arrival::Here,
+            (_, _, true) => Arrival::Refused,
+            // What another thread of this rank has reported meanwhile.
+            (false, false, false) => Arrival::News,
+        })
+    }
+
+    /// Waits until the peer has a free slot for the packet of that number.
+    #[inline]
+    fn await_free_slot(
+        &self,
+        peer: u32,
+        (number, message): (u64, u64),
+        is_first: bool,
+    ) -> Result<Arrival> {
+        let slot = self.control.packets_taken(self.layout.rank, peer);
+        let is_news = || is_first && self.is_refused_before(peer);
+        let is_room = |taken: u64| taken + PACKETS >= number;
+        let accept = |taken| is_room(taken) || self.is_untaken(peer, message) || is_news();
+        let taken = self.await_count(slot, (Operation::Send, peer, number), accept)?;
+        Ok(if self.is_untaken(peer, message) {
+            Arrival::Refused
+        } else if is_news() || !is_room(taken) {
+            Arrival::News
+        } else {
+            Arrival::Here
+        })
+    }
+
+    /// Waits until a count is accepted. If the wait ends before, the communicator is closed, as the part of a
+    /// message that was transferred cannot be undone; peers are notified (rule S5).
+    fn await_count(
+        &self,
+        slot: &Slot<Native>,
+        (operation, peer, number): (Operation, u32, u64),
+        accept: impl Fn(u64) -> bool,
+    ) -> Result<u64> {
+        let mut watchdog = None;
+        let watch = || {
+            if let Some(end) = self.control.reported_fault(&self.layout) {
+                return Err(end);
+            }
+            let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.timeout.get()));
+            let (operation, timeout) = (operation as u8, watchdog.timeout());
+            let fault = |cause| Fault { cause, operation, phase: 0, peer, epoch: number, timeout };
+            if self.failed.get().is_some() {
+                // Another thread of this rank has closed the communicator, and reported it.
+                let reporter = Some(self.layout.rank);
+                return Err(WaitFailure { fault: fault(Cause::Timeout), reporter });
+            }
+            let alive = Some(|| (self.alive)(peer));
+            watchdog
+                .look(alive, self.interrupted.as_ref())
+                .map_err(|cause| WaitFailure { fault: fault(cause), reporter: None })
+        };
+        await_word(slot, accept, &mut Waiter::new(self.spin_policy, watch)).map_err(|end| {
+            let me = self.layout.rank;
+            if end.reporter.is_none() {
+                for peer in peers(&self.layout) {
+                    self.control.report_fault(peer, me, &end.fault);
+                }
+            }
+            self.close(end.fault.to_error(me, end.reporter, &[]))
+        })
+    }
+
+    /// Keeps the error for later calls, unless there was one before.
+    #[cold]
+    fn close(&self, error: Error) -> Error {
+        tracing::error!(rank = self.layout.rank, %error, "communicator closed");
+        self.failed.get_or_init(|| error).clone()
+    }
+
+    fn turns(&self, direction: Direction, peer: u32) -> &Turns {
+        let messages = &self.messages[peer as usize];
+        match direction {
+            Direction::Send => &messages.sends,
+            Direction::Receive => &messages.receives,
+        }
+    }
+
+    /// Waits for other threads' messages in this direction.
+    fn take_turn(&self, direction: Direction, peer: u32) -> MutexGuard<'_, Position> {
+        let turns = self.turns(direction, peer);
+        // Numbers are valid even if a thread panicked in a message.
+        let mut position = turns.position.lock().unwrap_or_else(PoisonError::into_inner);
+        // This thread may have declined messages while another thread was in one; those come first.
+        self.decline_pending(direction, peer, &mut position);
+        position
+    }
+
+    /// To be called after a message: declines those that were declined meanwhile.
+    fn settle(&self, direction: Direction, peer: u32) {
+        let turns = self.turns(direction, peer);
+        while turns.declined.load(Ordering::SeqCst) > 0 {
+            let mut position = match turns.position.try_lock() {
+                Ok(position) => position,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                // Whoever has the lock does it afterwards.
+                Err(TryLockError::WouldBlock) => return,
+            };
+            self.decline_pending(direction, peer, &mut position);
+        }
+    }
+}
+
+/// Signals a count to the peer that waits for it.
+fn publish(slot: &Slot<Native>, count: u64) {
+    slot.publish_word(count);
+    wake_sleepers(std::iter::once(slot), wake);
+}
