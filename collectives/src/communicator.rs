@@ -343,7 +343,7 @@ impl Communicator {
         if !inner.windows.covers(address as u64, bytes as u64) {
             inner.windows = self.pool.windows();
             if !inner.windows.covers(address as u64, bytes as u64) {
-                return Ok(Place::Plain(address));
+                return Ok(Place::Unregistered(address));
             }
         }
         Ok(Place::Window(offset))

@@ -564,7 +564,7 @@ fn is_length(object: &Bound<'_, PyAny>) -> bool {
 }
 
 /// The most dimensions of a tensor: as many as torch and numpy work with.
-const MOST_DIMENSIONS: usize = 64;
+const MAX_DIMENSIONS: usize = 64;
 
 /// A shape: one length, or a sequence of them.
 pub(crate) fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
@@ -578,9 +578,9 @@ pub(crate) fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let Some(lengths) = lengths.ok().filter(|_| !text) else {
         return Err(invalid(py, format!("shape: {shape:?} is no sequence of lengths")));
     };
-    if lengths.len() > MOST_DIMENSIONS {
+    if lengths.len() > MAX_DIMENSIONS {
         let count = lengths.len();
-        return Err(invalid(py, format!("shape: {count} lengths; {MOST_DIMENSIONS} are the most")));
+        return Err(invalid(py, format!("shape: {count} lengths; {MAX_DIMENSIONS} are the most")));
     }
     match lengths.iter().find(|length| **length < 0) {
         Some(length) => Err(invalid(py, format!("shape: a length of {length}"))),

@@ -13,7 +13,7 @@ use crate::matrix::Kind;
 const STREAM: &Stream = &Stream::DEFAULT;
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// The most calls that a time is the mean of.
-const MOST_CALLS: f64 = 4e6;
+const MAX_CALLS: f64 = 4e6;
 
 /// What a rank process of this program measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -121,10 +121,10 @@ impl Rank {
         loop {
             let each = self.repeat(calls as u32, &mut call)?;
             let more = target / (each * calls);
-            if more <= 2.0 || calls >= MOST_CALLS {
+            if more <= 2.0 || calls >= MAX_CALLS {
                 return Ok(each);
             }
-            calls = (calls * more.min(10.0)).ceil().min(MOST_CALLS);
+            calls = (calls * more.min(10.0)).ceil().min(MAX_CALLS);
         }
     }
 

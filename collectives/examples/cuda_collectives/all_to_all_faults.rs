@@ -8,7 +8,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::{download, stream, upload};
-use crate::{MOST_LATE, expect_error};
+use crate::{MAX_LATE, expect_error};
 
 const POISON: u8 = 0xa5;
 /// Elements of a pair of ranks: one size for each way that data travels.
@@ -67,7 +67,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
                 let good = error.is_diverged()
                     && text.contains(&names)
                     && again.is_diverged()
-                    && took < timeout + MOST_LATE
+                    && took < timeout + MAX_LATE
                     && rest.iter().all(|byte| *byte == POISON);
                 if !good {
                     wrong += 1;
@@ -121,7 +121,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
                 let error = expect_error(result, "an exchange without a peer")?;
                 let took = began.elapsed();
                 let named = error.ranks() == [odd];
-                if !error.is_timeout() || !named || took > timeout + MOST_LATE {
+                if !error.is_timeout() || !named || took > timeout + MAX_LATE {
                     wrong += 1;
                     println!(
                         "rank {rank}: all_to_all {} of {count} without a peer, after {took:?}: \
@@ -174,7 +174,7 @@ fn copied(pool: &Pool, timeout: Duration) -> Result<u32> {
             };
             let again = expect_error(call(part), "a call after that")?;
             let lasting = again.is_diverged() || again.is_timeout();
-            if !good || !lasting || took > timeout + MOST_LATE {
+            if !good || !lasting || took > timeout + MAX_LATE {
                 wrong += 1;
                 println!(
                     "rank {rank}: {part} bytes a part copied, alone {alone}: {took:?}: {error}"

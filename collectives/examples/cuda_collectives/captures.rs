@@ -8,7 +8,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
 use crate::cuda::{Graph, download, stream, upload};
-use crate::{MOST_LATE, Options, expect_error};
+use crate::{MAX_LATE, Options, expect_error};
 
 const COUNT: usize = 10_000;
 
@@ -167,7 +167,7 @@ impl Captures<'_> {
             Err(error) => {
                 let right = error.is_diverged() && error.ranks().contains(&odd);
                 self.expect(&format!("{name}: {error}"), right);
-                self.expect(&format!("{name}: after {took:?}"), took < self.timeout + MOST_LATE);
+                self.expect(&format!("{name}: after {took:?}"), took < self.timeout + MAX_LATE);
             }
         }
     }

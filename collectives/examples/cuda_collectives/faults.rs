@@ -9,7 +9,7 @@ use symmpool_collectives::{
 
 use crate::cuda::stream;
 use crate::{
-    MOST_LATE, Options, all_to_all_faults, captures, expect_error, late, launches, native, outside,
+    MAX_LATE, Options, all_to_all_faults, captures, expect_error, late, launches, native, outside,
     p2p_between, p2p_faults, plans, watched,
 };
 
@@ -63,7 +63,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             let result = call(&comm, odd).and_then(|()| comm.synchronize(&stream));
             let error = expect_error(result, "a call that differs")?;
             let took = began.elapsed();
-            let good = error.is_diverged() && took < timeout + MOST_LATE;
+            let good = error.is_diverged() && took < timeout + MAX_LATE;
             // No call succeeds after it.
             let again = expect_error(call(&comm, false), "a call after a failure")?;
             if !good || !again.is_diverged() {
@@ -99,7 +99,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             let took = began.elapsed();
             let named = error.ranks() == [pool.world() - 1]
                 && error.to_string().contains(&format!("{timeout:.1?}"));
-            if !error.is_timeout() || !named || took > timeout + MOST_LATE {
+            if !error.is_timeout() || !named || took > timeout + MAX_LATE {
                 wrong += 1;
                 println!("rank {rank}: {}: alone, after {took:?}: {error}", algorithm.name());
             } else if algorithm == AllReduceAlgorithm::Auto && rank == 0 {

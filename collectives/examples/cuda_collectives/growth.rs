@@ -19,7 +19,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, finite, random, reduce};
-use crate::{INTERRUPTED, MOST_LATE, ORDINARY, Options, expect_error};
+use crate::{INTERRUPTED, MAX_LATE, ORDINARY, Options, expect_error};
 
 /// More than a communicator has for small calls, and no more than it may have after it has grown.
 const SMALL: u64 = 16 << 20;
@@ -335,7 +335,7 @@ impl Growth<'_> {
         let error = expect_error(called, "a call to which a rank comes late")?;
         let named = error.is_timeout() && error.to_string().contains(&format!("rank {late}"));
         self.check(&format!("who is late: {error}"), named);
-        self.check("in time", begun.elapsed() < 2 * timeout + MOST_LATE);
+        self.check("in time", begun.elapsed() < 2 * timeout + MAX_LATE);
         self.renew()
     }
 
@@ -367,7 +367,7 @@ impl Growth<'_> {
         } else {
             let told = error.to_string().contains("rank 0 failed in the middle of a call");
             self.check(&format!("without rank 0: {error}"), told);
-            self.check("in time", begun.elapsed() < timeout + MOST_LATE);
+            self.check("in time", begun.elapsed() < timeout + MAX_LATE);
         }
         self.renew()
     }

@@ -13,7 +13,7 @@ use symmpool_collectives::{Communicator, CommunicatorOptions};
 
 use crate::cuda::{Graph, stream};
 use crate::every_kind::{EveryKind, Kind};
-use crate::{MOST_LATE, Options, expect_error};
+use crate::{MAX_LATE, Options, expect_error};
 
 /// What fails: `Failing` in `tests/emulator/driver.cpp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -216,7 +216,7 @@ impl Launches<'_> {
                     // Also where data of the call is on its way already, and streams wait for what does not come.
                     let right = error.is_diverged() && error.ranks().contains(&last);
                     // The others may have to compile what cannot be loaded here.
-                    let in_time = what == Failing::Load || took < self.timeout + MOST_LATE;
+                    let in_time = what == Failing::Load || took < self.timeout + MAX_LATE;
                     self.expect(&format!("{name}: after {took:?}: {error}"), right && in_time);
                 }
             }
@@ -258,7 +258,7 @@ impl Launches<'_> {
             graph.destroy(self.pool)?;
             let (took, last) = (began.elapsed(), self.pool.world() - 1);
             let right = ended.as_ref().is_err_and(|error| error.ranks().contains(&last));
-            let in_time = took < self.timeout + MOST_LATE;
+            let in_time = took < self.timeout + MAX_LATE;
             self.expect(&format!("{name}: {ended:?} after {took:?}"), right && in_time);
         }
         self.meet()

@@ -82,7 +82,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// Whether this rank's waits for others are to stop, as by Ctrl-C.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// How late an error may be: kernels look at the clock now and then.
-const MOST_LATE: Duration = Duration::from_secs(1);
+const MAX_LATE: Duration = Duration::from_secs(1);
 /// The lane whose blocks are no windows.
 const ORDINARY: &str = "ordinary";
 

@@ -11,7 +11,7 @@ use symmpool_collectives::{
 use crate::all_to_all::with_empty_words;
 use crate::cuda::{download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{MOST_LATE, Options, expect_error};
+use crate::{MAX_LATE, Options, expect_error};
 
 const DOCUMENT: &str = include_str!("../../../docs/kernels.md");
 const ALL_TO_ALL: &str = include_str!("my_all_to_all.cu");
@@ -318,7 +318,7 @@ pub(crate) fn faults(pool: &Pool, timeout: Duration) -> Result<u32> {
         let error = expect_error(result, name)?;
         let took = began.elapsed();
         let is_right = if name == "lazy" { error.is_timeout() } else { error.is_diverged() };
-        if !is_right || took > timeout + MOST_LATE {
+        if !is_right || took > timeout + MAX_LATE {
             wrong += 1;
             println!("rank {rank}: {name}, after {took:?}: {error}");
         }

@@ -9,7 +9,7 @@ use symmpool_collectives::{Communicator, DType};
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{input, random};
 use crate::tally::Tally;
-use crate::{MOST_LATE, ORDINARY, Options, expect_error};
+use crate::{MAX_LATE, ORDINARY, Options, expect_error};
 
 /// The timeout of waits that must not succeed.
 const SHORT: Duration = Duration::from_millis(1500);
@@ -229,7 +229,7 @@ impl Sided<'_> {
                 && text.contains(&format!("rank {before} on channel {channel}"));
             // Devices measure time with a coarser clock.
             let step = Duration::from_millis(10);
-            let in_time = took + step >= timeout && took < timeout + MOST_LATE;
+            let in_time = took + step >= timeout && took < timeout + MAX_LATE;
             let what = format!("a late signal: after {took:?}: {error}");
             self.tally.expect(&what, error.is_timeout() && named && in_time);
             // No call succeeds after it.

@@ -11,7 +11,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::{destroy, stream, upload};
-use crate::{MOST_LATE, expect_error};
+use crate::{MAX_LATE, expect_error};
 
 /// Sends the handshake of a call, and reads those of the other ranks when the host has written to the input.
 const SLOW_READER: &str = r#"
@@ -102,7 +102,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         expect(format!("the barrier: {ended:?}"), right);
     }
     let took = began.elapsed();
-    expect(format!("after {took:?}"), took < timeout + MOST_LATE);
+    expect(format!("after {took:?}"), took < timeout + MAX_LATE);
     meet()?;
     drop(comm);
     [calls, messages].into_iter().try_for_each(|stream| destroy(pool, stream))?;

@@ -7,7 +7,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType};
 
 use crate::cuda::{download, stream, upload};
-use crate::{MOST_LATE, expect_error};
+use crate::{MAX_LATE, expect_error};
 
 const BYTES: usize = 3 << 20;
 const BEFORE: u8 = 0xa5;
@@ -236,7 +236,7 @@ impl Faults<'_> {
             let took = began.elapsed();
             let what = if sends { "rank 1 to receive" } else { "a message of rank 1" };
             let named = error.ranks() == [1] && error.to_string().contains(what);
-            let in_time = took < self.timeout + MOST_LATE;
+            let in_time = took < self.timeout + MAX_LATE;
             self.expect(
                 &format!("alone, after {took:?}: {error}"),
                 error.is_timeout() && named && in_time,

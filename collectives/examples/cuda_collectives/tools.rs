@@ -80,7 +80,7 @@ AGAIN:
 "#;
 
 const THREADS: c_uint = 512;
-const MOST_BLOCKS: u64 = 264;
+const MAX_BLOCKS: u64 = 264;
 /// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`
 const CARVEOUT: c_int = 9;
 /// The second word while nothing has differed.
@@ -141,7 +141,7 @@ impl<'a> Tools<'a> {
         name: u64,
         stream: &Stream,
     ) -> Result<()> {
-        let blocks = (bytes as u64).div_ceil(THREADS.into()).clamp(1, MOST_BLOCKS) as c_uint;
+        let blocks = (bytes as u64).div_ceil(THREADS.into()).clamp(1, MAX_BLOCKS) as c_uint;
         let words = [got, wanted, bytes as u64, self.found.address(), name];
         self.launch(self.differences, (blocks, THREADS), &words, stream)
     }

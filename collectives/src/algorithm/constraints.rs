@@ -66,7 +66,7 @@ pub struct LaunchShape {
 }
 
 /// The largest power of two of bytes that constraints are looked for at.
-const MOST_BITS: u32 = 47;
+const MAX_BITS: u32 = 47;
 
 impl Constraints {
     /// What a plan can serve.
@@ -108,10 +108,10 @@ impl Constraints {
             topology: Mesh::Unknown,
         };
         let first = all[0];
-        let bits = (0..=MOST_BITS).find(|bits| fits(&shape(1 << bits, first)))?;
+        let bits = (0..=MAX_BITS).find(|bits| fits(&shape(1 << bits, first)))?;
         let some = 1_u64 << bits;
         let least = bound(some, 0, |bytes| fits(&shape(bytes, first)));
-        let most = bound(some, 1 << MOST_BITS, |bytes| fits(&shape(bytes, first)));
+        let most = bound(some, 1 << MAX_BITS, |bytes| fits(&shape(bytes, first)));
         let dtypes = all.into_iter().filter(|dtype| fits(&shape(some, *dtype))).collect();
         let needs = |shape: CallShape| !fits(&shape);
         Some(Self {
@@ -119,7 +119,7 @@ impl Constraints {
             topology: None,
             dtypes,
             ops: if reduces { ReduceOp::ALL.to_vec() } else { Vec::new() },
-            bytes: least..=(if most == 1 << MOST_BITS { u64::MAX } else { most }),
+            bytes: least..=(if most == 1 << MAX_BITS { u64::MAX } else { most }),
             multiple_of: 1,
             input_window: needs(CallShape { input_window: false, ..shape(some, first) }),
             output_window: needs(CallShape { output_window: false, ..shape(some, first) }),

@@ -3,17 +3,17 @@
 use symmpool_allocator::{Error, Result, short};
 
 use super::{Constraints, StandardCollective};
-use crate::plan::MOST_NAME;
+use crate::plan::MAX_NAME;
 use crate::{DType, ReduceOp};
 
 /// Bytes of a source at most.
-const MOST_SOURCE: usize = 1 << 20;
+const MAX_SOURCE: usize = 1 << 20;
 /// Threads of a block.
 const THREADS: [u32; 5] = [32, 64, 128, 256, 512];
 /// Blocks of a grid, without the one that does the handshake: there are flags for so many.
-const MOST_BLOCKS: u32 = 1056;
+const MAX_BLOCKS: u32 = 1056;
 /// Ranks on devices.
-const MOST_RANKS: u32 = 8;
+const MAX_RANKS: u32 = 8;
 
 /// A CUDA kernel for a collective, written against the device API (`docs/kernels.md`). It is compiled by NVRTC when a
 /// call first needs it, for the number of ranks and, if the collective reduces, the type and the operation.
@@ -73,8 +73,8 @@ impl NativeKernel {
                 short(name)
             )))
         };
-        if name.len() > MOST_NAME {
-            return refuse(format!("names have {MOST_NAME} bytes at most"));
+        if name.len() > MAX_NAME {
+            return refuse(format!("names have {MAX_NAME} bytes at most"));
         }
         if name.is_empty() || name == "auto" || name.chars().any(char::is_control) {
             return refuse("it needs a name, other than \"auto\"".to_owned());
@@ -82,23 +82,23 @@ impl NativeKernel {
         let is_word = |each: char| each.is_ascii_alphanumeric() || each == '_';
         let begins_right =
             kernel.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_');
-        if !begins_right || kernel.len() > MOST_NAME || !kernel.chars().all(is_word) {
+        if !begins_right || kernel.len() > MAX_NAME || !kernel.chars().all(is_word) {
             return refuse(format!("{:?} is no name of a kernel", short(kernel)));
         }
-        if self.source.is_empty() || self.source.len() > MOST_SOURCE {
+        if self.source.is_empty() || self.source.len() > MAX_SOURCE {
             let bytes = self.source.len();
-            return refuse(format!("a source of {bytes} bytes; 1 to {MOST_SOURCE} are possible"));
+            return refuse(format!("a source of {bytes} bytes; 1 to {MAX_SOURCE} are possible"));
         }
         if self.source.contains('\0') || self.path.contains('\0') {
             return refuse("its source or path has a NUL".to_owned());
         }
-        if self.world.is_some_and(|world| !(1..=MOST_RANKS).contains(&world)) {
+        if self.world.is_some_and(|world| !(1..=MAX_RANKS).contains(&world)) {
             let world = self.world.unwrap_or(0);
-            return refuse(format!("for {world} ranks; 1 to {MOST_RANKS} are possible"));
+            return refuse(format!("for {world} ranks; 1 to {MAX_RANKS} are possible"));
         }
-        if self.blocks.is_some_and(|blocks| !(1..=MOST_BLOCKS).contains(&blocks)) {
+        if self.blocks.is_some_and(|blocks| !(1..=MAX_BLOCKS).contains(&blocks)) {
             let blocks = self.blocks.unwrap_or(0);
-            return refuse(format!("{blocks} blocks; 1 to {MOST_BLOCKS} are possible"));
+            return refuse(format!("{blocks} blocks; 1 to {MAX_BLOCKS} are possible"));
         }
         if self.max_bytes == Some(0) {
             return refuse("for 0 bytes at most; max_bytes is 1 or more".to_owned());
@@ -117,7 +117,7 @@ impl NativeKernel {
         let reduces = self.collective.reduces();
         let dtypes = if reduces { DType::REDUCED.to_vec() } else { DType::all().collect() };
         Constraints {
-            world: self.world.unwrap_or(1)..=self.world.unwrap_or(MOST_RANKS),
+            world: self.world.unwrap_or(1)..=self.world.unwrap_or(MAX_RANKS),
             topology: None,
             dtypes,
             ops: if reduces { ReduceOp::ALL.to_vec() } else { Vec::new() },

@@ -17,9 +17,9 @@ pub(crate) const GROUP: usize = 128;
 /// Most threads of a row, and least.
 const THREADS: (usize, usize) = (32, 512);
 /// The longest row.
-const MOST_HIDDEN: usize = 1 << 16;
+const MAX_HIDDEN: usize = 1 << 16;
 /// The most rows of a call.
-const MOST_TOKENS: usize = i32::MAX as usize;
+const MAX_TOKENS: usize = i32::MAX as usize;
 
 /// How the rows of a fused all-reduce travel on devices. Bits are equal with each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -183,16 +183,16 @@ impl NormShape {
         if !matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
             return Some("it takes f32, f16 and bf16".to_owned());
         }
-        if hidden == 0 || !hidden.is_multiple_of(LANES) || hidden > MOST_HIDDEN {
-            return Some(format!("rows have a multiple of {LANES} elements, up to {MOST_HIDDEN}"));
+        if hidden == 0 || !hidden.is_multiple_of(LANES) || hidden > MAX_HIDDEN {
+            return Some(format!("rows have a multiple of {LANES} elements, up to {MAX_HIDDEN}"));
         }
         if self.output == NormOutput::Fp8PerGroup && !hidden.is_multiple_of(GROUP) {
             return Some(format!(
                 "groups of {GROUP} elements need rows of a multiple of {GROUP} elements"
             ));
         }
-        if tokens > MOST_TOKENS {
-            return Some(format!("there are at most {MOST_TOKENS} rows"));
+        if tokens > MAX_TOKENS {
+            return Some(format!("there are at most {MAX_TOKENS} rows"));
         }
         for (name, value) in [("epsilon", self.epsilon), ("weight_bias", self.weight_bias)] {
             if !value.is_finite() {

@@ -115,7 +115,7 @@ impl Arguments {
             call = call.reduce(self.op);
         }
         let [input, output] = [(reached[0], self.input), (reached[1], self.output)]
-            .map(|(is, place)| if is { place } else { Place::Plain(std::ptr::null_mut()) });
+            .map(|(is, place)| if is { place } else { Place::Unregistered(std::ptr::null_mut()) });
         call.input(input).output(output).registered(hash)
     }
 

@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
-use crate::types::parts::ALIGN;
+use crate::types::bump_layout::ALIGN;
 
 /// A block that kernels may still use when it is dropped.
 pub(super) struct Memory {

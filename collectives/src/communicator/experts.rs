@@ -377,7 +377,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
                 let (shape, num_sms) = (self.shape, self.num_sms());
                 Ok(ExpertCall { shape, mode, num_sms, work, region: place })
             }
-            Place::Plain(_) => {
+            Place::Unregistered(_) => {
                 let why = "its memory is in no window: commit the pool before a capture";
                 let why =
                     Error::invalid_state(format!("experts on rank {}: {why}", self.comm.rank()));

@@ -267,7 +267,7 @@ impl Communicator {
             kept_by = decisive.iter().map(|each| in_words(*each, inner, call, &seen)).collect();
         }
         let device_sms = match &inner.engine {
-            AnyEngine::Cuda(cuda) => Some(cuda.processors()),
+            AnyEngine::Cuda(cuda) => Some(cuda.sm_count()),
             AnyEngine::Host(_) => None,
         };
         let StandardCall { collective, arguments, .. } = call.request;
@@ -357,7 +357,7 @@ impl Communicator {
     ) -> Arguments {
         let commits = self.pool.is_commit_due() && !self.pool.driver().is_capturing(*stream);
         let placed = |place, bytes: usize| match place {
-            Place::Plain(pointer) if commits => {
+            Place::Unregistered(pointer) if commits => {
                 let located = self.pool.layout().locate(pointer as u64);
                 let becomes_window = |offset: &u64| {
                     self.pool.lanes().filter(Lane::is_symmetric).any(|lane| {

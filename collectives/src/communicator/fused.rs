@@ -96,7 +96,7 @@ impl Communicator {
         let bytes = shape.tokens.saturating_mul(shape.hidden).saturating_mul(shape.dtype.size());
         let input = match is_host {
             true => self.place_at(&mut inner, buffers.input.cast_mut(), bytes, stream)?,
-            false => crate::Place::Plain(buffers.input.cast_mut()),
+            false => crate::Place::Unregistered(buffers.input.cast_mut()),
         };
         // SAFETY: the caller's promises.
         unsafe { inner.engine.all_reduce_norm(shape, buffers, input, stream) }

@@ -178,7 +178,7 @@ impl Communicator {
     ) -> Result<Place> {
         let address = pointer as u64;
         let Some((slot, offset)) = self.pool.layout().locate(address) else {
-            return Ok(Place::Plain(pointer));
+            return Ok(Place::Unregistered(pointer));
         };
         if slot != self.rank() {
             let why = format!(
@@ -192,7 +192,7 @@ impl Communicator {
             inner.windows = self.pool.windows();
             if !inner.windows.covers(address, bytes as u64) {
                 return match self.may_be_plain(&inner.windows, address, bytes as u64) {
-                    Ok(()) => Ok(Place::Plain(pointer)),
+                    Ok(()) => Ok(Place::Unregistered(pointer)),
                     Err(why) => Err(inner.engine.decline(why, stream)),
                 };
             }

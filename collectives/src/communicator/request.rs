@@ -358,7 +358,7 @@ impl Communicator {
             Memory::Block { address, offset, .. } => {
                 self.place_block(inner, (address, offset), bytes, stream)
             }
-            Memory::Slice { address, .. } => Ok(Place::Plain(address)),
+            Memory::Slice { address, .. } => Ok(Place::Unregistered(address)),
             Memory::Address(address) => self.place_at(inner, address, bytes, stream),
         }
     }

@@ -152,8 +152,8 @@ impl CudaEngine {
     }
 
     /// The device's SMs.
-    pub(crate) fn processors(&self) -> u32 {
-        self.kernels.processors()
+    pub(crate) fn sm_count(&self) -> u32 {
+        self.kernels.sm_count()
     }
 
     /// The device's ordinal in this process.
@@ -316,7 +316,7 @@ impl CudaEngine {
     /// This rank's address of a place.
     pub(super) fn address(&self, place: Place) -> u64 {
         match place {
-            Place::Plain(pointer) => pointer as u64,
+            Place::Unregistered(pointer) => pointer as u64,
             Place::Window(offset) => self.pool.layout().address(self.comm.rank, offset),
         }
     }

@@ -368,7 +368,7 @@ const F16: Axis = ("DTYPE", &["3"]);
 const E4M3: Axis = ("DTYPE", &["9"]);
 /// Rows of a product of few, filled up.
 const TOKENS: Axis = ("TOKENS", &["8", "16", "32", "64"]);
-const MOST_TOKENS: Axis = ("TOKENS", &["64"]);
+const MAX_TOKENS: Axis = ("TOKENS", &["64"]);
 const PAIRS: Axis = ("CLUSTER", &["2"]);
 const MORE_THAN_PAIRS: Axis = ("CLUSTER", &["4", "8"]);
 
@@ -399,9 +399,9 @@ pub(crate) const MATMUL_GATHER: Kernel<'static> = product!(
 pub(crate) const MATMUL_FEW: Kernel<'static> = collective!(
     "fused" / "matmul_few",
     [FEW_AND_MOST, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, EITHER_LAYOUT, TOKENS, PAIRS],
-    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, F16, EITHER_LAYOUT, MOST_TOKENS, PAIRS],
+    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, F16, EITHER_LAYOUT, MAX_TOKENS, PAIRS],
     [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, TOKENS, MORE_THAN_PAIRS],
-    [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MOST_TOKENS, PAIRS],
+    [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MAX_TOKENS, PAIRS],
 );
 
 /// The sum of what all ranks send for it.

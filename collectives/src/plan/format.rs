@@ -26,7 +26,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use symmpool_allocator::{Error, Result, short};
 
 use super::model::{
-    Buffer, Collective, Contribution, Instruction, MOST_NAME, Operation, Plan, Protocol, Span,
+    Buffer, Collective, Contribution, Instruction, MAX_NAME, Operation, Plan, Protocol, Span,
 };
 
 /// The version of the format of plans in files.
@@ -240,9 +240,9 @@ impl Plan {
                 "plan {name:?} has {found} {what}; {most} are possible"
             )))
         };
-        over("bytes in its name", self.name.len() as u64, MOST_NAME as u64)?;
+        over("bytes in its name", self.name.len() as u64, MAX_NAME as u64)?;
         if let Collective::Custom { name, .. } = &self.collective {
-            over("bytes in its collective's name", name.len() as u64, MOST_NAME as u64)?;
+            over("bytes in its collective's name", name.len() as u64, MAX_NAME as u64)?;
         }
         over("operations", self.len() as u64, MAX_OPERATIONS as u64)?;
         over("ranks", self.world.into(), MAX_WORLD.into())?;

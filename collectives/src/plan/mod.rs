@@ -35,5 +35,5 @@ pub use check::{PlanError, PlanErrorKind, PlanErrorReason};
 pub use checked::CheckedPlan;
 pub use format::PLAN_VERSION;
 pub use model::{Buffer, Collective, Contribution, Instruction, Operation, Plan, Protocol, Span};
-pub(crate) use model::{Cell, MOST_NAME};
+pub(crate) use model::{Cell, MAX_NAME};
 pub(crate) use step::{Item, Step};

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 /// Bytes of a name that a program gives an algorithm or a collective, or a kernel has, at most.
-pub(crate) const MOST_NAME: usize = 256;
+pub(crate) const MAX_NAME: usize = 256;
 
 /// A program for every rank, for one number of ranks.
 ///

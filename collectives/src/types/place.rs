@@ -7,7 +7,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// Memory of this process alone; its data passes through the communicator's scratch.
-    Plain(*mut u8),
+    Unregistered(*mut u8),
     /// An offset of the heap, the same on every rank, that every rank has mapped; peers reach the
     /// data itself.
     Window(u64),
@@ -23,7 +23,7 @@ impl Place {
     pub(crate) fn offset_by(self, bytes: u64) -> Self {
         match self {
             Self::Window(offset) => Self::Window(offset + bytes),
-            Self::Plain(pointer) => Self::Plain(pointer.wrapping_add(bytes as usize)),
+            Self::Unregistered(pointer) => Self::Unregistered(pointer.wrapping_add(bytes as usize)),
         }
     }
 }

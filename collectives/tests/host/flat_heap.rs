@@ -165,13 +165,13 @@ impl Buffer {
     pub(crate) fn plain(bytes: usize, skew: usize) -> Self {
         let mut own = vec![0u8; bytes + skew];
         let address = own.as_mut_ptr().wrapping_add(skew);
-        Self { place: Place::Plain(address), address, bytes, _own: own }
+        Self { place: Place::Unregistered(address), address, bytes, _own: own }
     }
 
     /// The place `bytes` bytes into the buffer.
     pub(crate) fn part(&self, bytes: usize) -> Place {
         match self.place {
-            Place::Plain(address) => Place::Plain(address.wrapping_add(bytes)),
+            Place::Unregistered(address) => Place::Unregistered(address.wrapping_add(bytes)),
             Place::Window(offset) => Place::Window(offset + bytes as u64),
         }
     }

@@ -167,8 +167,8 @@ fn invalid_addresses_are_refused_unless_there_are_no_elements() {
         let mut engine = heap.engine(rank, 0, small_scratch());
         let buffer = Buffer::plain(16, 0);
         buffer.write(&[rank as i32; 4]);
-        let null = Place::Plain(std::ptr::null_mut());
-        let last = Place::Plain(std::ptr::without_provenance_mut(usize::MAX - 3));
+        let null = Place::Unregistered(std::ptr::null_mut());
+        let last = Place::Unregistered(std::ptr::without_provenance_mut(usize::MAX - 3));
         for place in [null, last] {
             // SAFETY: refused before memory is accessed, which is what is tested.
             let error = unsafe { engine.broadcast(place, 4, DType::I32, 0) }.unwrap_err();

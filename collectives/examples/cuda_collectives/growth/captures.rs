@@ -7,7 +7,7 @@ use symmpool_allocator::{Error, Result};
 
 use super::{DTYPE, FEW, GROWN, Growth, KINDS, Kind, MANY, SMALL};
 use crate::cuda::Graph;
-use crate::{INTERRUPTED, MOST_LATE, expect_error};
+use crate::{INTERRUPTED, MAX_LATE, expect_error};
 
 /// How long ranks may wait where none comes.
 const TIMEOUT: Duration = Duration::from_secs(2);
@@ -228,7 +228,7 @@ impl Growth<'_> {
         let error = expect_error(captured, "a capture to which a rank comes late")?;
         let named = error.is_timeout() && error.to_string().contains(&format!("rank {late}"));
         self.check(&format!("who is late: {error}"), named);
-        self.check("in time", begun.elapsed() < TIMEOUT + MOST_LATE);
+        self.check("in time", begun.elapsed() < TIMEOUT + MAX_LATE);
         self.check("the pool still commits", self.pool.can_commit());
         // Nothing of that is taken for the next communicator's.
         self.grows_in_a_capture_of(Kind::AllReduce)

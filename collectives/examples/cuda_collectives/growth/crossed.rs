@@ -8,7 +8,7 @@ use symmpool_collectives::{Communicator, CommunicatorOptions, ReduceOp};
 
 use super::{DTYPE, Growth, Kind, MANY, SMALL};
 use crate::cuda::{Graph, download, stream, upload};
-use crate::{MOST_LATE, expect_error};
+use crate::{MAX_LATE, expect_error};
 
 /// How long ranks may wait where none comes.
 const TIMEOUT: Duration = Duration::from_secs(3);
@@ -104,7 +104,7 @@ impl Growth<'_> {
         });
         self.check("there is no graph", captured.is_err());
         let error = expect_error(called, "captures in another order")?;
-        let in_time = begun.elapsed() < 2 * TIMEOUT + MOST_LATE;
+        let in_time = begun.elapsed() < 2 * TIMEOUT + MAX_LATE;
         let typed = Error::is_timeout(&error) && !error.ranks().is_empty();
         self.check(&format!("in another order: {error}"), typed && in_time);
         self.check("the pool still commits", self.pool.can_commit());

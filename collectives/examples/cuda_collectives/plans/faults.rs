@@ -7,7 +7,7 @@ use symmpool_collectives::{Algorithm, Communicator, CommunicatorOptions, DType, 
 
 use super::all;
 use crate::cuda::stream;
-use crate::{MOST_LATE, expect_error};
+use crate::{MAX_LATE, expect_error};
 
 /// Programs that wait in every way: for all, for a neighbour, at barriers, and for data in LL.
 const NAMES: [&str; 4] = ["two_shot", "ring", "two_shot_pull", "two_shot_in_scratch_ll"];
@@ -45,7 +45,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         let result = call(&comm, which, &stream).and_then(|()| comm.synchronize(&stream));
         let error = expect_error(result, "another plan")?;
         let took = began.elapsed();
-        if !error.is_diverged() || took > timeout + MOST_LATE {
+        if !error.is_diverged() || took > timeout + MAX_LATE {
             wrong += 1;
             println!("rank {rank}: {}: another plan, after {took:?}: {error}", algorithm.name());
         }
@@ -61,7 +61,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         let took = began.elapsed();
         // A rank may be told of a peer that gave up, which waited for the missing one.
         let is_named = error.ranks().contains(&last) || error.to_string().contains("gave up");
-        if !error.is_timeout() || !is_named || took > timeout + MOST_LATE {
+        if !error.is_timeout() || !is_named || took > timeout + MAX_LATE {
             wrong += 1;
             println!("rank {rank}: {}: alone, after {took:?}: {error}", algorithm.name());
         }

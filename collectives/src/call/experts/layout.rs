@@ -1,8 +1,8 @@
 //! Where things lie in the memory of a buffer for experts and in a handle, and the arguments of kernels.
 
 use super::ExpertShape;
+use crate::types::bump_layout::BumpLayout;
 use crate::types::kernel_struct::kernel_structs;
-use crate::types::parts::Parts;
 
 /// Most chunks into which kernels cut a rank's tokens: `MOST_CHUNKS` in `experts/work.cuh`.
 const MOST_CHUNKS: u32 = 2048;
@@ -32,7 +32,7 @@ impl RegionParts {
     pub(crate) fn new(shape: &ExpertShape, world: u32) -> Self {
         let (ranks, capacity) = (u64::from(world), shape.received(world) as u64);
         let (top_k, row) = (u64::from(shape.top_k), shape.row_bytes() as u64);
-        let mut parts = Parts(0);
+        let mut parts = BumpLayout(0);
         let rows = parts.take(capacity, row);
         let scales = parts.take(capacity, shape.most_scale_bytes() as u64);
         let ids = parts.take(capacity * top_k, 4);
@@ -99,7 +99,7 @@ impl HandleParts {
     pub(crate) fn new(shape: &ExpertShape, world: u32) -> Self {
         let (ranks, capacity) = (u64::from(world), shape.received(world) as u64);
         let (top_k, local) = (u64::from(shape.top_k), u64::from(shape.local_experts(world)));
-        let mut parts = Parts(0);
+        let mut parts = BumpLayout(0);
         let mut take = |count: u64| parts.take(count, 4) as usize;
         let head = take(16);
         let source_offsets = take(ranks + 1);

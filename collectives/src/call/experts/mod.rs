@@ -25,7 +25,7 @@ pub(crate) const MOST_EXPERTS: u32 = 1024;
 /// Most experts of a token.
 pub(crate) const MOST_TOP_K: u32 = 32;
 /// Most tokens of a rank in a call.
-const MOST_TOKENS: usize = 1 << 20;
+const MAX_TOKENS: usize = 1 << 20;
 /// Consecutive channels that have a scale together in quantised rows.
 pub(crate) const SCALE_GROUP: usize = 128;
 
@@ -305,10 +305,8 @@ impl ExpertShape {
         if top_k == 0 || top_k > MOST_TOP_K {
             return refuse(format!("top_k={top_k}: a token has 1 to {MOST_TOP_K} experts"));
         }
-        if max_tokens == 0 || max_tokens > MOST_TOKENS {
-            return refuse(format!(
-                "max_tokens={max_tokens}: a rank has 1 to {MOST_TOKENS} tokens"
-            ));
+        if max_tokens == 0 || max_tokens > MAX_TOKENS {
+            return refuse(format!("max_tokens={max_tokens}: a rank has 1 to {MAX_TOKENS} tokens"));
         }
         let most = max_tokens * world as usize;
         if capacity.is_some_and(|capacity| capacity == 0 || capacity > most) {

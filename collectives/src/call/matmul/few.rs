@@ -19,7 +19,7 @@ pub struct MatmulAllReduce {
     pub right_by_rows: bool,
     /// The address of the sum of all ranks' products, whose rows lie one after the other. A multiple of 16.
     pub out: u64,
-    /// Rows of the left matrix, from 1 to [`Self::MOST_ROWS`].
+    /// Rows of the left matrix, from 1 to [`Self::MAX_ROWS`].
     pub rows: usize,
     /// Columns of the left matrix. Ranks may have different ones.
     pub inner: usize,
@@ -31,7 +31,7 @@ pub struct MatmulAllReduce {
 
 impl MatmulAllReduce {
     /// Rows of a product at most.
-    pub const MOST_ROWS: usize = 64;
+    pub const MAX_ROWS: usize = 64;
 
     /// Refuses what tensor cores cannot be given. A product that passes here can be made on any device of compute
     /// capability 9.0 whose communicator has room for it
@@ -46,7 +46,7 @@ impl MatmulAllReduce {
         if dtype.size() == 2
             && are_types(dtype, dtype, right_by_rows, false)
             && are_sizes(&[rows, inner, columns])
-            && rows <= Self::MOST_ROWS
+            && rows <= Self::MAX_ROWS
             && columns.is_multiple_of(8)
             && self.left.fits(inner * dtype.size())
             && are_aligned(dtype, (self.right, right_by_rows), out, (inner, columns))
@@ -56,7 +56,7 @@ impl MatmulAllReduce {
         Err(Error::invalid_argument(format!(
             "a product of few rows: {self:?}; {}, here of f16 or bf16, at most {} rows, and a multiple of 8 columns",
             taken(),
-            Self::MOST_ROWS
+            Self::MAX_ROWS
         )))
     }
 }

@@ -42,7 +42,7 @@ const SCRATCH_BYTES: usize = MOST_PARTIAL_TILES * SUMS_BYTES;
 /// Matrices, and their rows, begin at multiples of so many bytes.
 const ALIGNMENT: usize = 16;
 /// The driver counts rows and columns in 32 bits, and the kernel tiles.
-const MOST_ELEMENTS: usize = 1 << 28;
+const MAX_ELEMENTS: usize = 1 << 28;
 
 /// A matrix in memory: rows of elements that lie one after the other, at a distance in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ fn are_aligned(
 }
 
 fn are_sizes(sizes: &[usize]) -> bool {
-    sizes.iter().all(|size| (1..MOST_ELEMENTS).contains(size))
+    sizes.iter().all(|size| (1..MAX_ELEMENTS).contains(size))
 }
 
 /// Whether so many rows of a part are in so many batches.
@@ -96,7 +96,7 @@ fn taken() -> String {
     format!(
         "it takes f16, bf16, or f8e4m3 with right matrices by columns, matrices whose addresses and pitches are multiples of \
          {ALIGNMENT}, and sizes from 1 to {}",
-        MOST_ELEMENTS - 1
+        MAX_ELEMENTS - 1
     )
 }
 

@@ -37,7 +37,7 @@ pub struct MatmulScatter<'a> {
     /// The type of the result, and of partial sums on their way: that of the matrices, or one of the first two for 8-bit
     /// floats.
     pub out_dtype: DType,
-    /// The products that are added up, in `f32`; at most [`Self::MOST_TERMS`]. Ranks may have different ones.
+    /// The products that are added up, in `f32`; at most [`Self::MAX_TERMS`]. Ranks may have different ones.
     pub terms: &'a [MatmulTerm],
     /// Whether rows of the right matrices in memory are theirs, which 8-bit floats cannot be; else they are columns.
     pub right_by_rows: bool,
@@ -72,7 +72,7 @@ impl MatmulScatter<'_> {
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Products of a call at most.
-    pub const MOST_TERMS: usize = MOST_PRODUCTS;
+    pub const MAX_TERMS: usize = MOST_PRODUCTS;
     /// Of a part, each of several batches has a multiple of so many rows: those of a tile.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
@@ -120,7 +120,7 @@ impl MatmulScatter<'_> {
                 && (batches == 1 || Rows { pitch: batch_pitch, ..left }.fits(0))
                 && are_aligned(dtype, (right, self.right_by_rows), self.out, (inner, columns))
         });
-        if (1..=Self::MOST_TERMS).contains(&self.terms.len())
+        if (1..=Self::MAX_TERMS).contains(&self.terms.len())
             && are_types(dtype, self.out_dtype, self.right_by_rows, self.scales != (0, 0))
             && are_sizes(&[rows, columns])
             && are_batches(rows, batches)
@@ -132,7 +132,7 @@ impl MatmulScatter<'_> {
             "a product of tensor cores: {self:?}; {}, 1 to {} products, and of a part a multiple of {} rows in each of \
              several batches",
             taken(),
-            Self::MOST_TERMS,
+            Self::MAX_TERMS,
             Self::BATCH_ROWS
         )))
     }

@@ -8,7 +8,7 @@ use symmpool_allocator::{Result, Stream};
 use super::CudaEngine;
 use crate::call::Call;
 use crate::cuda::driver::api::{Handle, cuda};
-use crate::cuda::kernel::generated_kernel::{MadeKernel, MadeSource};
+use crate::cuda::kernel::generated_kernel::{GeneratedKernel, GeneratedSource};
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::{BARRIER_THREADS, KernelSpec};
 use crate::cuda::layout::params::{CallParams, Comm, Traffic};
@@ -22,24 +22,24 @@ impl CudaEngine {
         }
     }
 
-    pub(in super::super) fn made_kernel(
+    pub(in super::super) fn generated_kernel(
         &mut self,
-        key: MadeKernel,
-        source: impl FnOnce() -> MadeSource,
+        key: GeneratedKernel,
+        source: impl FnOnce() -> GeneratedSource,
     ) -> Result<LoadedKernel> {
         match &self.rehearsal {
-            None => self.kernels.get_made(key, source),
-            Some(rehearsal) => rehearsal.loaded(self.kernels.find_made(&key)),
+            None => self.kernels.get_generated(key, source),
+            Some(rehearsal) => rehearsal.loaded(self.kernels.find_generated(&key)),
         }
     }
 
     /// Compiles kernels whose sources are no files of ours, so many at a time.
-    pub(in super::super) fn compile_made(
+    pub(in super::super) fn compile_generated(
         &self,
-        kernels: &[(MadeKernel, MadeSource)],
+        kernels: &[(GeneratedKernel, GeneratedSource)],
         threads: usize,
     ) {
-        self.kernels.compile_made(kernels, threads);
+        self.kernels.compile_generated(kernels, threads);
     }
 
     /// The device's compute capability.

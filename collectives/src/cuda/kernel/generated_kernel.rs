@@ -5,7 +5,7 @@ use crate::jit::sources::BARRIER;
 
 /// What such a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::cuda) struct MadeKernel {
+pub(in crate::cuda) struct GeneratedKernel {
     pub(in crate::cuda) world: u32,
     /// A hash of what its source is made from.
     pub(in crate::cuda) hash: u64,
@@ -16,7 +16,7 @@ pub(in crate::cuda) struct MadeKernel {
     pub(in crate::cuda) threads: u32,
 }
 
-impl MadeKernel {
+impl GeneratedKernel {
     pub(in crate::cuda) fn spec(&self) -> KernelSpec {
         // Of the kernel that is named here nothing is used.
         KernelSpec { dtype: self.dtype, op: self.op, ..KernelSpec::new(&BARRIER, self.threads) }
@@ -24,7 +24,7 @@ impl MadeKernel {
 }
 
 /// The source of such a kernel.
-pub(in crate::cuda) struct MadeSource {
+pub(in crate::cuda) struct GeneratedSource {
     /// Its name in messages, and that of its file.
     pub(in crate::cuda) name: String,
     pub(in crate::cuda) path: String,

@@ -10,7 +10,7 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Result, Stream};
 
-use super::generated_kernel::{MadeKernel, MadeSource};
+use super::generated_kernel::{GeneratedKernel, GeneratedSource};
 use super::modules::Modules;
 use super::sm_budget::{BudgetMember, BudgetOptions, Lifted, SmBudget};
 use super::spec::KernelSpec;
@@ -29,7 +29,7 @@ pub(in crate::cuda) struct Kernels {
     world: u32,
     /// The kernels that calls have used already.
     known: BTreeMap<KernelSpec, LoadedKernel>,
-    known_made: BTreeMap<MadeKernel, LoadedKernel>,
+    known_made: BTreeMap<GeneratedKernel, LoadedKernel>,
 }
 
 impl Kernels {
@@ -41,8 +41,8 @@ impl Kernels {
         world: u32,
         options: BudgetOptions,
     ) -> Self {
-        let (ordinal, processors) = (driver.facts().ordinal, modules.processors());
-        let member = BudgetMember::new(ordinal, processors, world, options);
+        let (ordinal, sm_count) = (driver.facts().ordinal, modules.sm_count());
+        let member = BudgetMember::new(ordinal, sm_count, world, options);
         let (known, known_made) = (BTreeMap::new(), BTreeMap::new());
         Self { api, modules, member, budget: SmBudget::ALL, world, known, known_made }
     }
@@ -98,13 +98,13 @@ impl Kernels {
     }
 
     /// The device's SMs.
-    pub(in crate::cuda) fn processors(&self) -> u32 {
-        self.modules.processors()
+    pub(in crate::cuda) fn sm_count(&self) -> u32 {
+        self.modules.sm_count()
     }
 
     /// The most SMs that kernels of the call under way take.
     pub(in crate::cuda) fn most_sms(&self) -> u32 {
-        self.budget.most_blocks.min(self.processors())
+        self.budget.most_blocks.min(self.sm_count())
     }
 
     /// Begins an operation that is no call of all ranks. Returns its budget.
@@ -137,34 +137,34 @@ impl Kernels {
     }
 
     /// The same of a kernel whose source is no file of ours.
-    pub(in crate::cuda) fn find_made(&self, key: &MadeKernel) -> Option<LoadedKernel> {
+    pub(in crate::cuda) fn find_generated(&self, key: &GeneratedKernel) -> Option<LoadedKernel> {
         let known = self.known_made.get(key).copied();
-        let loaded = known.or_else(|| self.modules.find_made(key))?;
+        let loaded = known.or_else(|| self.modules.find_generated(key))?;
         Some(loaded.with_budget(self.budget))
     }
 
     /// A kernel whose source is no file of ours, with its budget. It is asked for its source if need be.
-    pub(in crate::cuda) fn get_made(
+    pub(in crate::cuda) fn get_generated(
         &mut self,
-        key: MadeKernel,
-        source: impl FnOnce() -> MadeSource,
+        key: GeneratedKernel,
+        source: impl FnOnce() -> GeneratedSource,
     ) -> Result<LoadedKernel> {
         let budget = self.budget;
         if let Some(loaded) = self.known_made.get(&key) {
             return Ok(loaded.with_budget(budget));
         }
-        let loaded = self.modules.get_made(key, source)?;
+        let loaded = self.modules.get_generated(key, source)?;
         self.known_made.insert(key, loaded);
         Ok(loaded.with_budget(budget))
     }
 
     /// Compiles kernels whose sources are no files of ours, so many at a time, and loads none.
-    pub(in crate::cuda) fn compile_made(
+    pub(in crate::cuda) fn compile_generated(
         &self,
-        kernels: &[(MadeKernel, MadeSource)],
+        kernels: &[(GeneratedKernel, GeneratedSource)],
         threads: usize,
     ) {
-        self.modules.compile_made(kernels, threads);
+        self.modules.compile_generated(kernels, threads);
     }
 
     /// Keeps loaded kernels for as long as the process runs, as one of them may never end.

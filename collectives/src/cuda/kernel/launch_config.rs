@@ -72,25 +72,25 @@ mod tests {
     use crate::cuda::kernel::sm_budget::SmBudget;
 
     /// A kernel of 512 threads of 64 registers, on a device whose processors hold so many threads and blocks each.
-    fn kernel(processors: u32, threads: u32, blocks: u32) -> LoadedKernel {
-        let resident = SIZES.map(|size| (threads / size).min(blocks) * processors);
-        LoadedKernel::new(0, resident, 512, processors)
+    fn kernel(sm_count: u32, threads: u32, blocks: u32) -> LoadedKernel {
+        let resident = SIZES.map(|size| (threads / size).min(blocks) * sm_count);
+        LoadedKernel::new(0, resident, 512, sm_count)
     }
 
     #[test]
     fn every_block_is_resident_on_any_device() {
         // The limits of sm_80 and sm_90, of sm_86, and of sm_89 and sm_120.
-        for (processors, threads, places) in [(132, 2048, 32), (84, 1536, 16), (128, 1536, 24)] {
-            let loaded = kernel(processors, threads, places);
+        for (sm_count, threads, places) in [(132, 2048, 32), (84, 1536, 16), (128, 1536, 24)] {
+            let loaded = kernel(sm_count, threads, places);
             for vectors in [0, 1, 100, 10_000, 65_536, 1 << 20, 1 << 30] {
                 for least in SIZES {
                     let grid = LaunchConfig::new(&loaded, vectors, least, u32::MAX);
-                    let held = places.min(threads / grid.threads) * processors;
+                    let held = places.min(threads / grid.threads) * sm_count;
                     assert!(grid.blocks <= held, "{grid:?} where {held} run at once");
                     assert!(grid.threads >= least && grid.blocks >= 2);
                     // There are threads for all vectors, as far as the device holds them.
                     let at_once = u64::from(grid.worker_blocks() * grid.threads);
-                    let most = u64::from(processors * threads - 512);
+                    let most = u64::from(sm_count * threads - 512);
                     assert!(at_once >= vectors.min(most), "{grid:?} for {vectors}");
                 }
             }

@@ -15,7 +15,7 @@ pub(in crate::cuda) struct LoadedKernel {
     /// Most threads of a block.
     pub(in crate::cuda) threads: u32,
     /// Processors of the device.
-    pub(in crate::cuda) processors: u32,
+    pub(in crate::cuda) sm_count: u32,
     /// Bytes of shared memory of a block, besides those that the kernel has by itself.
     pub(in crate::cuda) shared_bytes: u32,
     /// What its communicator may occupy.
@@ -27,9 +27,9 @@ impl LoadedKernel {
         function: Handle,
         resident: [u32; SIZES.len()],
         threads: u32,
-        processors: u32,
+        sm_count: u32,
     ) -> Self {
-        Self { function, resident, threads, processors, shared_bytes: 0, budget: SmBudget::ALL }
+        Self { function, resident, threads, sm_count, shared_bytes: 0, budget: SmBudget::ALL }
     }
 
     /// The kernel with the budget of a call.

@@ -18,7 +18,7 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result};
 
-use super::generated_kernel::{MadeKernel, MadeSource};
+use super::generated_kernel::{GeneratedKernel, GeneratedSource};
 use super::loaded_kernel::{LoadedKernel, SIZES};
 use super::spec::KernelSpec;
 use crate::cuda::driver::api::{Api, Handle, cuda};
@@ -38,10 +38,10 @@ pub(in crate::cuda) struct Modules {
     /// Keeps the context alive.
     driver: Driver,
     arch: Arch,
-    processors: u32,
+    sm_count: u32,
     loaded: Mutex<BTreeMap<Key, (LoadedKernel, Handle)>>,
     /// Those whose sources are no files of ours.
-    made: Mutex<BTreeMap<MadeKernel, (LoadedKernel, Handle)>>,
+    made: Mutex<BTreeMap<GeneratedKernel, (LoadedKernel, Handle)>>,
     /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
     loading: Mutex<()>,
 }
@@ -63,7 +63,7 @@ fn compile_with(
     world: u32,
     spec: &KernelSpec,
 ) -> Result<(Image, String)> {
-    let KernelSpec { dtype, op, mode, lamport, threads, blocks, .. } = *spec;
+    let KernelSpec { dtype, op, mode, lamport, threads, min_blocks_per_sm: blocks, .. } = *spec;
     let numbers = [
         ("WORLD", u64::from(world)),
         ("DTYPE", u64::from(dtype)),
@@ -85,11 +85,11 @@ fn compile_with(
 /// Compiles a kernel for devices of an architecture, of which none need be there.
 pub(in crate::cuda) fn compile_without_device(
     (major, minor): (u32, u32),
-    (key, source): (&MadeKernel, &MadeSource),
+    (key, source): (&GeneratedKernel, &GeneratedSource),
 ) -> Result<Image> {
     static JIT: OnceLock<Jit> = OnceLock::new();
     let jit = JIT.get_or_init(|| Jit::new(JitOptions::from_env()));
-    let MadeSource { name, path, entry, source } = source;
+    let GeneratedSource { name, path, entry, source } = source;
     let kernel = Kernel { name, path, entry, source, variants: &[] };
     let (image, _) = compile_with(jit, Arch::new(major, minor)?, &kernel, key.world, &key.spec())?;
     Ok(image)
@@ -145,15 +145,15 @@ impl Modules {
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             )?,
-            processors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
+            sm_count: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
             loaded: Mutex::default(),
             made: Mutex::default(),
             loading: Mutex::default(),
         })
     }
 
-    pub(in crate::cuda) fn processors(&self) -> u32 {
-        self.processors
+    pub(in crate::cuda) fn sm_count(&self) -> u32 {
+        self.sm_count
     }
 
     /// The device's compute capability.
@@ -167,7 +167,7 @@ impl Modules {
     }
 
     /// The same of a kernel whose source is no file of ours.
-    pub(in crate::cuda) fn find_made(&self, key: &MadeKernel) -> Option<LoadedKernel> {
+    pub(in crate::cuda) fn find_generated(&self, key: &GeneratedKernel) -> Option<LoadedKernel> {
         lock(&self.made).get(key).map(|(kernel, _)| *kernel)
     }
 
@@ -218,12 +218,12 @@ impl Modules {
     }
 
     /// A kernel whose source is no file of ours. It is asked for its source if it was not loaded yet.
-    pub(in crate::cuda) fn get_made(
+    pub(in crate::cuda) fn get_generated(
         &self,
-        key: MadeKernel,
-        source: impl FnOnce() -> MadeSource,
+        key: GeneratedKernel,
+        source: impl FnOnce() -> GeneratedSource,
     ) -> Result<LoadedKernel> {
-        let find = || self.find_made(&key);
+        let find = || self.find_generated(&key);
         if let Some(kernel) = find() {
             return Ok(kernel);
         }
@@ -231,7 +231,7 @@ impl Modules {
         if let Some(kernel) = find() {
             return Ok(kernel);
         }
-        let MadeSource { name, path, entry, source } = source();
+        let GeneratedSource { name, path, entry, source } = source();
         let kernel =
             Kernel { name: &name, path: &path, entry: &entry, source: &source, variants: &[] };
         let made = cuda(&self.driver)?.with_context_unordered(|| {
@@ -243,13 +243,13 @@ impl Modules {
     }
 
     /// Compiles kernels whose sources are no files of ours, so many at a time. What fails does so again when it is loaded.
-    pub(in crate::cuda) fn compile_made(
+    pub(in crate::cuda) fn compile_generated(
         &self,
-        kernels: &[(MadeKernel, MadeSource)],
+        kernels: &[(GeneratedKernel, GeneratedSource)],
         threads: usize,
     ) {
         at_once(kernels.len(), threads, |nth| {
-            let (key, MadeSource { name, path, entry, source }) = &kernels[nth];
+            let (key, GeneratedSource { name, path, entry, source }) = &kernels[nth];
             let kernel = Kernel { name, path, entry, source, variants: &[] };
             let _ = self.compile_as(&kernel, key.world, &key.spec());
         });
@@ -344,9 +344,9 @@ impl Modules {
                      __launch_bounds__(THREADS), or give it fewer threads"
                 )));
             }
-            *blocks = u32::try_from(found).unwrap_or(0).max(1) * self.processors;
+            *blocks = u32::try_from(found).unwrap_or(0).max(1) * self.sm_count;
         }
-        let mut loaded = LoadedKernel::new(function, resident, most, self.processors);
+        let mut loaded = LoadedKernel::new(function, resident, most, self.sm_count);
         loaded.shared_bytes = shared;
         Ok(loaded)
     }

@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Error, Result, short};
 
-use super::generated_kernel::{MadeKernel, MadeSource};
+use super::generated_kernel::{GeneratedKernel, GeneratedSource};
 use super::modules::compile_without_device;
 use crate::algorithm::NativeKernel;
 use crate::jit::{Image, ImageKind};
@@ -53,8 +53,8 @@ impl NativeKernel {
     }
 
     /// What it is compiled for among so many ranks.
-    pub(in crate::cuda) fn key(&self, world: u32, dtype: DType, op: ReduceOp) -> MadeKernel {
-        MadeKernel {
+    pub(in crate::cuda) fn key(&self, world: u32, dtype: DType, op: ReduceOp) -> GeneratedKernel {
+        GeneratedKernel {
             world,
             hash: self.hash(),
             rank: 0,
@@ -65,8 +65,8 @@ impl NativeKernel {
     }
 
     /// What the compiler gets.
-    pub(in crate::cuda) fn made(&self) -> MadeSource {
-        MadeSource {
+    pub(in crate::cuda) fn made(&self) -> GeneratedSource {
+        GeneratedSource {
             name: self.name.clone(),
             path: self.path.clone(),
             entry: self.kernel.clone(),

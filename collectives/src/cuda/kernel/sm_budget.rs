@@ -132,8 +132,8 @@ impl SmBudget {
     /// when communicators leave a common stream one by one, kernels that run already have the larger budgets of
     /// fewer concurrent ones. Divided by `concurrent` alone, six or more would have more than the device
     /// together; with the mean, they have less than 2/3 of 2 ln 2, which is 0.92 of it.
-    fn among(concurrent: u32, communicators: u32, processors: u32) -> Self {
-        let most_blocks = (4 * processors / (3 * (concurrent + communicators))).max(2);
+    fn among(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
+        let most_blocks = (4 * sm_count / (3 * (concurrent + communicators))).max(2);
         let concurrent = concurrent > 1;
         Self { most_blocks, early: false, starts_early: true, concurrent, beside_compute: false }
     }
@@ -153,14 +153,14 @@ pub(in crate::cuda) struct BudgetMember {
     stream: OnlyStream,
     /// Whether calls may come on any stream: they have changed their stream, or are in graphs.
     any_stream: bool,
-    processors: u32,
+    sm_count: u32,
     options: BudgetOptions,
 }
 
 impl BudgetMember {
     pub(in crate::cuda) fn new(
         ordinal: u32,
-        processors: u32,
+        sm_count: u32,
         world: u32,
         options: BudgetOptions,
     ) -> Self {
@@ -173,7 +173,7 @@ impl BudgetMember {
                 number = Some(next);
             });
         }
-        Self { device, number, stream: None, any_stream: false, processors, options }
+        Self { device, number, stream: None, any_stream: false, sm_count, options }
     }
 
     /// Whether there are other communicators on the device. Kernels of theirs that are still to come may have the whole device.
@@ -299,13 +299,13 @@ impl BudgetMember {
     fn part_among(&self, concurrent: u32, communicators: u32) -> SmBudget {
         match (self.options.concurrent, concurrent) {
             (Some(1), _) => SmBudget::ALL,
-            (Some(configured), _) => SmBudget::among(configured, configured, self.processors),
+            (Some(configured), _) => SmBudget::among(configured, configured, self.sm_count),
             (None, 0 | 1) if self.device.share_sms.load(Ordering::Relaxed) => {
-                SmBudget::among(1, 1, self.processors)
+                SmBudget::among(1, 1, self.sm_count)
             }
             (None, 0 | 1) => SmBudget::ALL,
             (None, concurrent) => {
-                SmBudget::among(concurrent, communicators.max(concurrent), self.processors)
+                SmBudget::among(concurrent, communicators.max(concurrent), self.sm_count)
             }
         }
     }
@@ -485,12 +485,12 @@ mod tests {
 
     #[test]
     fn together_they_leave_a_third_whatever_the_device() {
-        for processors in [1, 46, 108, 132, 148] {
+        for sm_count in [1, 46, 108, 132, 148] {
             for count in 1..=16 {
                 let SmBudget { most_blocks, early, concurrent, .. } =
-                    SmBudget::among(count, count, processors);
+                    SmBudget::among(count, count, sm_count);
                 assert!(!early && most_blocks >= 2 && concurrent == (count > 1));
-                assert!(most_blocks == 2 || most_blocks * count <= processors * 2 / 3);
+                assert!(most_blocks == 2 || most_blocks * count <= sm_count * 2 / 3);
             }
         }
     }

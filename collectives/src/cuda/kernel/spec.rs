@@ -42,8 +42,8 @@ pub(in crate::cuda) struct KernelSpec {
     /// Whether inboxes are used in the Lamport protocol, and not in LL.
     pub(in crate::cuda) lamport: bool,
     pub(in crate::cuda) threads: u32,
-    /// Blocks that a processor must have registers for at the same time.
-    pub(in crate::cuda) blocks: u32,
+    /// Blocks that an SM must have registers for at the same time.
+    pub(in crate::cuda) min_blocks_per_sm: u32,
 }
 
 impl KernelSpec {
@@ -57,7 +57,7 @@ impl KernelSpec {
             mode: KernelMode::Only,
             lamport: false,
             threads,
-            blocks: 1,
+            min_blocks_per_sm: 1,
         }
     }
 
@@ -105,14 +105,21 @@ impl KernelSpec {
     ) -> Self {
         // Vectors of more ranks take more registers.
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
-        let blocks = if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
+        let min_blocks_per_sm =
+            if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
         let base = if collective.reduces() {
             Self::reduces(&TWO_SHOT, reduction)
         } else {
             // Nothing is reduced, so one kernel serves all element types.
             Self::new(&TWO_SHOT, threads)
         };
-        Self { mode: KernelMode::Collective(collective), lamport, threads, blocks, ..base }
+        Self {
+            mode: KernelMode::Collective(collective),
+            lamport,
+            threads,
+            min_blocks_per_sm,
+            ..base
+        }
     }
 
     /// Whether a launch of so many bytes has two blocks of an SM, and an inbox without a slot for the rank itself.

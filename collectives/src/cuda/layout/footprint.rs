@@ -31,11 +31,11 @@ const ESCAPED_DIVISOR: u64 = 12;
 const INBOX_DIVISOR: u64 = 12;
 const STAGING_DIVISOR: u64 = 24;
 const PLAN_SCRATCH_DIVISOR: u64 = 24;
-const MOST_LL: u64 = 8 << 20;
-const MOST_ESCAPED: u64 = 32 << 20;
-const MOST_INBOX: u64 = 32 << 20;
-const MOST_STAGING: u64 = 8 << 20;
-const MOST_PLAN_SCRATCH: u64 = 16 << 20;
+const MAX_LL: u64 = 8 << 20;
+const MAX_ESCAPED: u64 = 32 << 20;
+const MAX_INBOX: u64 = 32 << 20;
+const MAX_STAGING: u64 = 8 << 20;
+const MAX_PLAN_SCRATCH: u64 = 16 << 20;
 /// If the scratch was requested, slots of point-to-point messages take no larger part of it, nor does the scratch of
 /// plans in each parity.
 const SCRATCH_DIVISOR: u64 = 4;
@@ -72,17 +72,17 @@ impl Footprint {
             }
         }
         let part = |divisor, most| pages(total / divisor).min(most);
-        let staging = part(STAGING_DIVISOR, MOST_STAGING);
+        let staging = part(STAGING_DIVISOR, MAX_STAGING);
         let within_scratch = |part: u64| {
             requested.scratch.map_or(part, |bytes| part.min(pages(bytes / SCRATCH_DIVISOR)))
         };
         let parts = Self {
-            ll: part(LL_DIVISOR, MOST_LL),
-            ll128: part(LL_DIVISOR, MOST_LL),
-            escaped: part(ESCAPED_DIVISOR, MOST_ESCAPED),
-            inbox: requested.inbox.unwrap_or(part(INBOX_DIVISOR, MOST_INBOX)),
+            ll: part(LL_DIVISOR, MAX_LL),
+            ll128: part(LL_DIVISOR, MAX_LL),
+            escaped: part(ESCAPED_DIVISOR, MAX_ESCAPED),
+            inbox: requested.inbox.unwrap_or(part(INBOX_DIVISOR, MAX_INBOX)),
             scratch: 0,
-            plan_scratch: within_scratch(part(PLAN_SCRATCH_DIVISOR, MOST_PLAN_SCRATCH)),
+            plan_scratch: within_scratch(part(PLAN_SCRATCH_DIVISOR, MAX_PLAN_SCRATCH)),
             staging: if world < 2 { 0 } else { within_scratch(staging) },
         };
         let rest = pages(total.saturating_sub(parts.without_scratch(world)));
@@ -101,7 +101,7 @@ impl Footprint {
             inbox: 768 << 10,
             scratch: 0,
             plan_scratch: 256 << 10,
-            staging: MOST_STAGING,
+            staging: MAX_STAGING,
         };
         let scratch = pages(AT_FIRST.saturating_sub(parts.without_scratch(world)));
         Self { scratch, ..parts }
@@ -153,7 +153,7 @@ pub(crate) fn growing_bytes() -> Result<Option<[u64; 2]>> {
     let value = std::env::var_os(VARIABLE);
     let said = requested_total(as_text(value.as_deref())?, true)?;
     // Slots of messages stay, and are not made again.
-    Ok(said.is_none().then_some([AT_FIRST, AT_FIRST + DEFAULT - MOST_STAGING]))
+    Ok(said.is_none().then_some([AT_FIRST, AT_FIRST + DEFAULT - MAX_STAGING]))
 }
 
 /// The variable's value as text. One that is no text is refused, and not taken for one that is not set.
@@ -198,8 +198,8 @@ pub(crate) fn requested_total(value: Option<&str>, first: bool) -> Result<Option
 impl Footprint {
     /// As much memory as every size can use, but for the inbox and the scratch.
     pub(in crate::cuda) const fn ample(inbox: u64, scratch: u64) -> Self {
-        let (ll, ll128, escaped, staging) = (MOST_LL, MOST_LL, MOST_ESCAPED, MOST_STAGING);
-        Self { ll, ll128, escaped, inbox, scratch, plan_scratch: MOST_PLAN_SCRATCH, staging }
+        let (ll, ll128, escaped, staging) = (MAX_LL, MAX_LL, MAX_ESCAPED, MAX_STAGING);
+        Self { ll, ll128, escaped, inbox, scratch, plan_scratch: MAX_PLAN_SCRATCH, staging }
     }
 }
 

@@ -84,15 +84,15 @@ impl P2pLayout {
     }
 
     /// Where a rank writes how many processors its device has.
-    pub(in crate::cuda) fn processors(&self) -> u64 {
+    pub(in crate::cuda) fn sm_count(&self) -> u64 {
         self.words + self.words_bytes
     }
 
     /// How a message of so many bytes is divided, if the smallest device of the ranks has `processors` processors.
     /// The kernels of all peers and both directions occupy at most a third of them, and leave the others to
     /// collectives.
-    pub(in crate::cuda) fn divide(&self, bytes: u64, processors: u32) -> Division {
-        let most = (u64::from(processors) / 6 / self.peers).clamp(1, self.lanes);
+    pub(in crate::cuda) fn divide(&self, bytes: u64, sm_count: u32) -> Division {
+        let most = (u64::from(sm_count) / 6 / self.peers).clamp(1, self.lanes);
         let lanes = bytes.div_ceil(LANE_BYTES).clamp(1, most);
         let lane_bytes = bytes.div_ceil(lanes).next_multiple_of(LINE);
         let chunk =
@@ -106,7 +106,7 @@ impl P2pLayout {
 pub(in crate::cuda) struct P2p {
     pub(in crate::cuda) layout: P2pLayout,
     /// Processors of the smallest device of the ranks.
-    pub(in crate::cuda) processors: u32,
+    pub(in crate::cuda) sm_count: u32,
     /// Whether collectives leave SMs free for the kernels of send and recv.
     pub(in crate::cuda) shares_sms: bool,
 }
@@ -124,16 +124,16 @@ impl P2p {
         control: u64,
         p2p_layout: P2pLayout,
     ) -> Result<Self> {
-        let mut processors = u32::MAX;
+        let mut sm_count = u32::MAX;
         for rank in (0..layout.world).filter(|_| layout.world > 1) {
             let mut word = [0; 4];
-            let at = layout.address(rank, control + p2p_layout.processors());
+            let at = layout.address(rank, control + p2p_layout.sm_count());
             // SAFETY: the word lies in a control block, which is a window; its rank wrote it before the
             // commit that made it one, and nobody does later.
             unsafe { driver.copy_to_host(&mut word, at) }?;
-            processors = processors.min(u32::from_le_bytes(word));
+            sm_count = sm_count.min(u32::from_le_bytes(word));
         }
-        Ok(Self { layout: p2p_layout, processors, shares_sms: false })
+        Ok(Self { layout: p2p_layout, sm_count, shares_sms: false })
     }
 }
 
@@ -145,9 +145,9 @@ pub(in crate::cuda) fn end_of_messages(direction: Direction, peer: u32) -> Chann
 /// Writes how many processors this rank's device has, where peers read it.
 pub(in crate::cuda) fn prepare(driver: &CudaDriver, block: u64, layout: P2pLayout) -> Result<()> {
     use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as COUNT;
-    let processors = u32::try_from(driver.attribute(COUNT as u32)?).unwrap_or(0);
+    let sm_count = u32::try_from(driver.attribute(COUNT as u32)?).unwrap_or(0);
     // SAFETY: a word of a block that the caller holds, of which no other rank knows before the commit.
-    unsafe { driver.fill(block + layout.processors(), processors, 1) }
+    unsafe { driver.fill(block + layout.sm_count(), sm_count, 1) }
 }
 
 #[cfg(test)]
@@ -174,7 +174,7 @@ mod tests {
                 let slots = layout.peers * layout.lanes * SLOTS;
                 assert!(layout.slot_bytes >= LINE && layout.slot_bytes.is_multiple_of(LINE));
                 assert!(layout.slots.is_multiple_of(4096));
-                assert!(layout.processors() + 4 <= layout.slots);
+                assert!(layout.sm_count() + 4 <= layout.slots);
                 assert!(layout.slots + slots * layout.slot_bytes <= layout.end(world));
                 assert!(layout.end(world) - begin <= staging + (1 << 16), "{layout:?}");
                 assert!(layout.lanes * layout.peers <= SHARED_LANES);
@@ -188,18 +188,17 @@ mod tests {
 
     #[test]
     fn every_message_is_divided_whole_and_fits_its_slots() {
-        for (world, processors) in [(2, 132), (2, 4), (3, 132), (4, 108), (8, 132), (8, 1)] {
+        for (world, sm_count) in [(2, 132), (2, 4), (3, 132), (4, 108), (8, 132), (8, 1)] {
             for staging in [1 << 18, 16 << 20] {
                 let layout = P2pLayout::new(world, 0, staging);
                 let sizes = (0..40).flat_map(|bit| {
                     [(1_u64 << bit) - 1, 1 << bit, (1 << bit) + 1, (1 << bit) + 12_345]
                 });
                 for bytes in sizes {
-                    let division = layout.divide(bytes, processors);
+                    let division = layout.divide(bytes, sm_count);
                     assert!((1..=layout.lanes).contains(&division.lanes), "{bytes}: {division:?}");
                     assert!(
-                        division.lanes == 1
-                            || division.lanes * layout.peers * 6 <= processors.into()
+                        division.lanes == 1 || division.lanes * layout.peers * 6 <= sm_count.into()
                     );
                     assert!(division.lane_bytes * division.lanes >= bytes, "{bytes}: {division:?}");
                     // No lane is empty.

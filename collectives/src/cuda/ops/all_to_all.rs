@@ -445,7 +445,7 @@ fn begins(counts: &PerRank, size: u64) -> PerRank {
 fn window(place: Place) -> u64 {
     match place {
         Place::Window(offset) => offset,
-        Place::Plain(_) => UNKNOWN,
+        Place::Unregistered(_) => UNKNOWN,
     }
 }
 

@@ -19,10 +19,10 @@ use crate::{DType, ReceivedSizes, ReduceOp};
 const PEER_BLOCKS: u32 = 128;
 /// The most tokens that a rank dispatches through inboxes: `TILE` in `experts/work.cuh`. More tokens take longer there, as
 /// their receiver copies them, than waiting for peers does.
-const MOST_DISPATCH_INBOX_TOKENS: u64 = 128;
+const MAX_DISPATCH_INBOX_TOKENS: u64 = 128;
 /// The most tokens of a rank whose rows come back through its inbox. It reads them once wherever they come, so more do: on
 /// two H200s, 512 tokens of 7168 channels take 28.5 us so and 32 with flags, by expert 45 and 53.
-const MOST_COMBINE_INBOX_TOKENS: u64 = 512;
+const MAX_COMBINE_INBOX_TOKENS: u64 = 512;
 /// The threads of a block of few tokens. Of such blocks an SM holds several, so that those of a kernel start while those of
 /// the kernel before end: on two H200s, dispatch and combine of 8 tokens take 9.7 us with them and 10.5 with twice as many
 /// threads. Of more tokens a block has enough to do for more threads: a combine of 128 tokens takes 9.5 and 8.8 us.
@@ -31,7 +31,7 @@ const FEW_TOKENS_THREADS: u32 = 256;
 const FEW_COMBINED_TOKENS: u32 = 64;
 // A combine with flags reads chunks, which a dispatch keeps of ranks that sent with flags. So whoever gets rows back with
 // flags must have sent with flags.
-const _: () = assert!(MOST_COMBINE_INBOX_TOKENS >= MOST_DISPATCH_INBOX_TOKENS);
+const _: () = assert!(MAX_COMBINE_INBOX_TOKENS >= MAX_DISPATCH_INBOX_TOKENS);
 
 impl CudaEngine {
     /// Compiles and loads the kernels of a buffer ahead of calls, for all memory that the communicator may have then. A rank
@@ -84,10 +84,10 @@ impl CudaEngine {
         let (before, details, most) = if operation == Operation::ExpertDispatch {
             // A row's ids, then its scales, four groups of them in a vector.
             let details = top_k + (shape.groups() as u64).div_ceil(4);
-            (self.count_vectors(shape), details, MOST_DISPATCH_INBOX_TOKENS)
+            (self.count_vectors(shape), details, MAX_DISPATCH_INBOX_TOKENS)
         } else {
             // How many rows each rank returns, and weights, four in a vector.
-            (u64::from(self.world()), top_k.div_ceil(4), MOST_COMBINE_INBOX_TOKENS)
+            (u64::from(self.world()), top_k.div_ceil(4), MAX_COMBINE_INBOX_TOKENS)
         };
         let left = layout.ll_vectors() - before;
         rows.min(left / (u64::from(self.world()) * details)).min(most) as u32

@@ -54,7 +54,7 @@ impl CudaEngine {
         };
         self.note_algorithm(&native.name, None);
         let key = native.key(self.world(), dtype, op);
-        let kernel = match self.made_kernel(key, || native.made()) {
+        let kernel = match self.generated_kernel(key, || native.made()) {
             Ok(kernel) => kernel,
             // What the compiler says of a program's source is about an argument.
             Err(why) => {
@@ -169,9 +169,9 @@ mod tests {
 
     #[test]
     fn ranks_with_different_budgets_launch_as_many_blocks() {
-        for (processors, places) in [(132, 8), (132, 2), (4, 4), (1, 1)] {
-            let resident = SIZES.map(|size| (2048 / size).min(places) * processors);
-            let whole = LoadedKernel::new(0, resident, 256, processors);
+        for (sm_count, places) in [(132, 8), (132, 2), (4, 4), (1, 1)] {
+            let resident = SIZES.map(|size| (2048 / size).min(places) * sm_count);
+            let whole = LoadedKernel::new(0, resident, 256, sm_count);
             for vectors in [1, 1000, 1 << 20] {
                 for wanted in [None, Some(1), Some(100), Some(MAX_PEER_BLOCKS)] {
                     let expected = native_grid(&whole, vectors, 256, wanted);

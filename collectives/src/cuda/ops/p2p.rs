@@ -50,14 +50,14 @@ impl CudaEngine {
     ) -> Result<()> {
         self.ready()?;
         self.check_stream(stream)?;
-        let P2p { layout, processors, shares_sms } = self.p2p;
+        let P2p { layout, sm_count, shares_sms } = self.p2p;
         if !shares_sms {
             share_sms(self.ordinal()?);
             self.p2p.shares_sms = true;
         }
         self.begin_outside_calls();
         let kernel: LoadedKernel = self.kernel(KernelSpec::p2p(direction))?;
-        let Division { lanes, lane_bytes, chunk } = layout.divide(payload.bytes(), processors);
+        let Division { lanes, lane_bytes, chunk } = layout.divide(payload.bytes(), sm_count);
         let sends = direction == Direction::Send;
         let params = CallParams {
             description: [payload.word(), layout.words, layout.slot_bytes, lane_bytes],

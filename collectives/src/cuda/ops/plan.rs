@@ -116,7 +116,7 @@ impl CudaEngine {
         let key = plan_kernel::key(checked, world, of_plan, (arguments.dtype, arguments.op));
         let schedule = checked.schedule();
         let source = || plan_kernel::source(checked, of_plan);
-        let kernel = match self.made_kernel(key, source) {
+        let kernel = match self.generated_kernel(key, source) {
             Ok(kernel) => kernel,
             Err(why) => return Err(self.decline(why, stream)),
         };
@@ -149,7 +149,7 @@ impl CudaEngine {
         let alone = kernel.alone();
         let flags = MAX_PEER_BLOCKS * FLAG_KINDS / (schedule.flags + 1);
         let most =
-            plan.blocks.unwrap_or(MAX_BLOCKS).min(MAX_BLOCKS).min(flags).min(kernel.processors - 1);
+            plan.blocks.unwrap_or(MAX_BLOCKS).min(MAX_BLOCKS).min(flags).min(kernel.sm_count - 1);
         let whole = LaunchConfig::new(&alone, work.vectors, THREADS, most.max(1));
         let half = self.control.plan_scratch_bytes / 2;
         let divided = divide(schedule, half, work.vectors, whole.worker_blocks());

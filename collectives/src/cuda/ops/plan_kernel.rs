@@ -1,7 +1,7 @@
 //! The kernel of a rank's program of a plan: its key, its source, and compiling it ahead of calls.
 
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::generated_kernel::{MadeKernel, MadeSource};
+use crate::cuda::kernel::generated_kernel::{GeneratedKernel, GeneratedSource};
 use crate::cuda::kernel::spec::THREADS;
 use crate::plan::{CheckedPlan, cuda};
 use crate::{DType, ReduceOp};
@@ -12,16 +12,16 @@ pub(in crate::cuda) fn key(
     world: u32,
     of_plan: u32,
     (dtype, op): (DType, ReduceOp),
-) -> MadeKernel {
+) -> GeneratedKernel {
     let reduces = checked.plan().collective.reduces();
     let (dtype, op) = if reduces { (dtype, op) } else { (DType::U8, ReduceOp::Sum) };
     let (dtype, op, hash) = (dtype as u8, op as u8, checked.hash());
-    MadeKernel { world, hash, rank: of_plan, dtype, op, threads: THREADS }
+    GeneratedKernel { world, hash, rank: of_plan, dtype, op, threads: THREADS }
 }
 
 /// The source of that kernel.
-pub(in crate::cuda) fn source(checked: &CheckedPlan, of_plan: u32) -> MadeSource {
-    MadeSource {
+pub(in crate::cuda) fn source(checked: &CheckedPlan, of_plan: u32) -> GeneratedSource {
+    GeneratedSource {
         name: checked.plan().name.clone(),
         path: "plan.cu".to_owned(),
         entry: cuda::ENTRY.to_owned(),
@@ -42,6 +42,6 @@ impl CudaEngine {
             let of_plan = (rank + world - root % world) % world;
             (key(checked, world, of_plan, (*dtype, *op)), source(checked, of_plan))
         };
-        self.compile_made(&plans.iter().map(kernel).collect::<Vec<_>>(), threads);
+        self.compile_generated(&plans.iter().map(kernel).collect::<Vec<_>>(), threads);
     }
 }

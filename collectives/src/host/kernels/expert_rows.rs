@@ -7,7 +7,7 @@ use crate::types::float8::f32_to_e4m3;
 use crate::{DType, Quantization};
 
 /// Smaller magnitudes give the scale of this one, so that no scale is 0.
-const LEAST_MAGNITUDE: f32 = 1e-4;
+const MIN_MAGNITUDE: f32 = 1e-4;
 /// The largest number of `f8e4m3`.
 const LARGEST_F8: f32 = 448.0;
 
@@ -129,7 +129,7 @@ impl<'a> ExpertRows<'a> {
 
 /// The scale of a group with this largest magnitude, and its exponent with a bias of 127.
 fn scale_of(largest: f32, how: Quantization) -> (f32, u8) {
-    let scale = largest.max(LEAST_MAGNITUDE) / LARGEST_F8;
+    let scale = largest.max(MIN_MAGNITUDE) / LARGEST_F8;
     match how {
         Quantization::None | Quantization::Fp8 => (scale, 0),
         Quantization::Fp8PowerOfTwo | Quantization::Fp8Ue8m0 => {

@@ -22,7 +22,7 @@ impl Resolver<'_> {
         bytes: usize,
     ) -> Result<*mut u8> {
         match place {
-            Place::Plain(pointer) => {
+            Place::Unregistered(pointer) => {
                 if bytes > 0
                     && (pointer.is_null() || (pointer as usize).checked_add(bytes).is_none())
                 {

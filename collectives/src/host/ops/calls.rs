@@ -1,6 +1,6 @@
 //! The collectives of [`HostEngine`], on places and on ordinary slices.
 //!
-//! Slices are memory of this process alone, so their data passes through scratch; see [`Place::Plain`]. Lengths that
+//! Slices are memory of this process alone, so their data passes through scratch; see [`Place::Unregistered`]. Lengths that
 //! do not fit each other are refused, and the other ranks get an error as well.
 
 #![allow(unsafe_code)] // passes on the caller's promises, and slices as raw buffers, whole
@@ -12,11 +12,11 @@ use crate::call::{Arguments, StandardCall};
 use crate::{AllReduceAlgorithm, DType, Element, HostEngine, Place, ReduceOp};
 
 fn input<T: Element>(data: &[T]) -> Place {
-    Place::Plain(data.as_ptr().cast_mut().cast())
+    Place::Unregistered(data.as_ptr().cast_mut().cast())
 }
 
 fn output<T: Element>(data: &mut [T]) -> Place {
-    Place::Plain(data.as_mut_ptr().cast())
+    Place::Unregistered(data.as_mut_ptr().cast())
 }
 
 /// A call by the engine's rule, which neither reduces nor has a root.

@@ -34,7 +34,7 @@ impl HostEngine {
         let mut sums = std::mem::take(&mut self.norm_sums);
         sums.clear();
         sums.resize(shape.bytes(), 0);
-        let to = Place::Plain(sums.as_mut_ptr());
+        let to = Place::Unregistered(sums.as_mut_ptr());
         let (count, dtype) = (shape.tokens * shape.hidden, shape.dtype);
         let (op, auto) = (ReduceOp::Sum, AllReduceAlgorithm::Auto);
         // SAFETY: the caller's promise for the input; the sums are as long, and this engine's own.

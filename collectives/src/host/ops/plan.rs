@@ -129,7 +129,7 @@ impl HostEngine {
         }
         let offset = |place: Place| match place {
             Place::Window(offset) => Some(offset),
-            Place::Plain(_) => None,
+            Place::Unregistered(_) => None,
         };
         let windows = (offset(input), offset(output));
         let me = (self.rank() + self.world() - root) % self.world();

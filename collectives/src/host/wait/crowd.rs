@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 /// A yield that takes this long has given the core to another program. The least time slice on Linux is longer.
 const LONG: Duration = Duration::from_micros(500);
 /// For how long nobody yields after a yield that took long: each time in a row twice as long as the last time.
-const LEAST_HOLD: Duration = Duration::from_millis(20);
-const MOST_HOLD: Duration = Duration::from_millis(640);
+const MIN_HOLD: Duration = Duration::from_millis(20);
+const MAX_HOLD: Duration = Duration::from_millis(640);
 
 /// What yields have told. All threads of a process share one, as all may run on any of its cores.
 #[derive(Debug)]
@@ -61,8 +61,8 @@ impl Crowd {
             }
             return;
         }
-        let least = LEAST_HOLD.as_nanos() as u64;
-        let hold = (2 * hold).clamp(least, MOST_HOLD.as_nanos() as u64);
+        let least = MIN_HOLD.as_nanos() as u64;
+        let hold = (2 * hold).clamp(least, MAX_HOLD.as_nanos() as u64);
         self.hold.store(hold, Ordering::Relaxed);
         self.until.store(self.nanoseconds(ended).saturating_add(hold).max(1), Ordering::Relaxed);
     }

@@ -20,7 +20,7 @@ use crate::host::wait::waiter::SpinPolicy;
 const LOOK_EVERY: u32 = 256;
 /// How often a rank moves at most in [`FORGET_AFTER`] looks: the load that other programs put on a core is not known
 /// here, so the operating system may move it back.
-const MOST_MOVES: u32 = 16;
+const MAX_MOVES: u32 = 16;
 const FORGET_AFTER: u32 = 1024;
 
 /// In place of this rank's core where that does not matter.
@@ -89,7 +89,7 @@ impl SharedCores {
         if self.calls.is_multiple_of(LOOK_EVERY * FORGET_AFTER) {
             self.moves = 0;
         }
-        if self.moves == MOST_MOVES {
+        if self.moves == MAX_MOVES {
             return;
         }
         let Some(mut cores) = self.cores.iter().copied().collect::<Option<Vec<u32>>>() else {
@@ -169,10 +169,10 @@ mod tests {
             }
             shared.moves
         };
-        let most = if allowed > 1 { MOST_MOVES } else { 0 };
-        assert_eq!(made(&mut shared, MOST_MOVES + 4), most);
+        let most = if allowed > 1 { MAX_MOVES } else { 0 };
+        assert_eq!(made(&mut shared, MAX_MOVES + 4), most);
         assert_eq!(
-            made(&mut shared, FORGET_AFTER - MOST_MOVES - 4),
+            made(&mut shared, FORGET_AFTER - MAX_MOVES - 4),
             most.min(1),
             "later, moves are forgotten"
         );

@@ -189,7 +189,7 @@ fn who_is_not_the_root_needs_no_input() {
         for root in 0..WORLD {
             let data = [root as f32 + 1.0; COUNT];
             input.write(&data);
-            let nowhere = Place::Plain(std::ptr::null_mut());
+            let nowhere = Place::Unregistered(std::ptr::null_mut());
             let from = if rank == root { input.place } else { nowhere };
             for checked in &plans {
                 output.write(&[f32::NAN; COUNT]);

@@ -23,7 +23,7 @@ const ROOM: u64 = 256 << 10;
 const FENCE: u8 = 0xa5;
 const FENCE_BYTES: usize = 128;
 /// Smaller programs that are tried when one is wrong.
-const MOST_TRIES: u32 = 300;
+const MAX_TRIES: u32 = 300;
 
 pub(super) fn boundaries() -> Boundaries {
     let scratch = small_scratch().scratch_bytes as usize;
@@ -131,7 +131,7 @@ impl Buffers<'_> {
                 (Place::Window(offset), buffers.heap.at(buffers.rank, offset))
             } else {
                 let address = buffers.own[which].as_mut_ptr().wrapping_add(at);
-                (Place::Plain(address), address)
+                (Place::Unregistered(address), address)
             }
         };
         let part = case.count * size * self.rank as usize;
@@ -229,7 +229,7 @@ fn shrunk(work: &Work, prepared: &Prepared) -> String {
         tries += 1;
         let Ok(checked) = plan.clone().check() else { return false };
         let calls = Work::new(work.number, checked, vec![prepared.case.clone(); 3], work.number);
-        tries < MOST_TRIES && !run_once(&calls).is_empty()
+        tries < MAX_TRIES && !run_once(&calls).is_empty()
     };
     shrink(plan, is_wrong).to_json()
 }

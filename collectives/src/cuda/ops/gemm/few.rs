@@ -16,9 +16,9 @@ use crate::{MatmulAllReduce, ReduceOp};
 /// Columns of a tile.
 const TILE_COLUMNS: usize = 128;
 /// Blocks of a cluster at most, which a device of compute capability 9.0 is sure to have room for.
-const MOST_OF_CLUSTER: u32 = 8;
+const MAX_OF_CLUSTER: u32 = 8;
 /// Blocks of the inner dimension that a block of a cluster has at least: as many as it can load at once.
-const LEAST_OF_INNER: u32 = 8;
+const MIN_OF_INNER: u32 = 8;
 
 /// Rows of a product, filled up to what kernels are compiled for.
 fn tokens(rows: usize) -> u32 {
@@ -30,12 +30,12 @@ fn tokens(rows: usize) -> u32 {
 /// some wait for others to end (measured on an H200 with 132 SMs), and of 96 none. Elsewhere some may wait: that takes time, and
 /// nothing more. What kernels of other calls may use does not count, so a product has the same bits whatever runs at the same
 /// time.
-fn cluster_of(tiles: u32, inner_blocks: u32, processors: u32) -> u32 {
+fn cluster_of(tiles: u32, inner_blocks: u32, sm_count: u32) -> u32 {
     let fits = |cluster: u32| {
-        u64::from(tiles) * u64::from(cluster) <= u64::from(processors) * 3 / 4
-            && inner_blocks >= LEAST_OF_INNER * cluster
+        u64::from(tiles) * u64::from(cluster) <= u64::from(sm_count) * 3 / 4
+            && inner_blocks >= MIN_OF_INNER * cluster
     };
-    [MOST_OF_CLUSTER, 4].into_iter().find(|cluster| fits(*cluster)).unwrap_or(2)
+    [MAX_OF_CLUSTER, 4].into_iter().find(|cluster| fits(*cluster)).unwrap_or(2)
 }
 
 impl CudaEngine {
@@ -64,8 +64,8 @@ impl CudaEngine {
     ) -> Result<()> {
         let work =
             self.begin_product(product.check(), |engine| engine.few_rows(product), stream)?;
-        let processors = self.processors();
-        let cluster = cluster_of(work.tiles, work.inner_blocks, processors);
+        let sm_count = self.sm_count();
+        let cluster = cluster_of(work.tiles, work.inner_blocks, sm_count);
         let mode = FewRowsMode {
             right_by_rows: product.right_by_rows,
             cluster,
@@ -88,7 +88,7 @@ impl CudaEngine {
         let received = if in_two { Some(self.kernel(received)?) } else { None };
         let bytes = (product.rows * product.columns * product.dtype.size()) as u64;
         let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
-        let grid = work.tiles.min((processors / cluster).max(1)) * cluster;
+        let grid = work.tiles.min((sm_count / cluster).max(1)) * cluster;
         let work = MatmulFewWork { receives: u32::from(!in_two), ..work };
         // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
         unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;

@@ -152,7 +152,7 @@ impl CudaEngine {
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
         let wait = if in_two { Some(self.kernel(wait)?) } else { None };
         let params = CallParams::of(product.call);
-        let most = (kernel.processors / CLUSTER as u32).max(1) * CLUSTER as u32;
+        let most = (kernel.sm_count / CLUSTER as u32).max(1) * CLUSTER as u32;
         let tiles = work.tile_rows * work.tile_columns;
         // All blocks, also of a launch that has fewer tiles: what each of them helps with must not depend on it.
         let grid = ((world * tiles).min(most), THREADS);

@@ -11,7 +11,7 @@ use crate::cuda::layout::params::Split;
 const LEAVING: u32 = 8;
 const ADDING: u32 = 4;
 /// Blocks by which the last wave must become shorter.
-const LEAST_SAVED: u32 = 4;
+const MIN_SAVED: u32 = 4;
 
 impl Split {
     /// All of `tiles` tiles are made whole.
@@ -40,7 +40,7 @@ impl Split {
         } else {
             (1..=helpers / rest).map(|per_tile| of(per_tile, 1)).min_by_key(|(time, _)| *time)
         };
-        best.filter(|(time, _)| time + LEAST_SAVED <= inner_blocks)
+        best.filter(|(time, _)| time + MIN_SAVED <= inner_blocks)
             .map_or_else(|| Self::none(tiles), |(_, split)| split)
     }
 
@@ -100,7 +100,7 @@ mod tests {
                     let undivided = tiles.div_ceil(clusters) * inner;
                     assert!(most <= undivided, "{split:?}");
                     if split != Split::none(tiles) {
-                        assert!(most + LEAST_SAVED <= undivided, "{split:?}");
+                        assert!(most + MIN_SAVED <= undivided, "{split:?}");
                     }
                 }
             }

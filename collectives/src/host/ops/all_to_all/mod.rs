@@ -184,7 +184,7 @@ impl Work {
     unsafe fn run(mut self, engine: &mut HostEngine, call: &Call) -> Result<()> {
         let offset = |place| match place {
             Place::Window(offset) => offset,
-            Place::Plain(_) => NO_WINDOW,
+            Place::Unregistered(_) => NO_WINDOW,
         };
         let place = offset(self.data.input);
         engine.set_next_row(2 * self.world, place);
@@ -248,7 +248,7 @@ impl Work {
         let outgoing = self.matrix.next_outgoing(engine);
         let route = self.route(outgoing, engine, || match self.data.input {
             Place::Window(offset) => offset,
-            Place::Plain(_) => NO_WINDOW,
+            Place::Unregistered(_) => NO_WINDOW,
         });
         let id = if matches!(route, Route::Direct(_)) { DIRECT } else { STAGED };
         engine.rehearses(StandardCollective::AllToAll, id);
