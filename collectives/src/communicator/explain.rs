@@ -220,13 +220,13 @@ impl Communicator {
                 self.rank()
             )));
         };
-        request.check_lengths(self.rank(), self.world())?;
+        let size = request.size(self.rank(), self.world())?;
         let mut inner = self.lock();
         inner.engine.ready()?;
         inner.engine.begin_rehearsal(Lifts::default());
-        let arguments = self.arguments(&mut inner, request, stream);
+        let arguments = self.arguments(&mut inner, request, size, stream);
         inner.engine.end_rehearsal();
-        let lengths = request.bytes(self.rank(), self.world());
+        let lengths = [size.inputs, size.outputs];
         let arguments = self.after_commit(arguments?, lengths, stream);
         let request_on = (request.input.address() as u64, request.output.address() as u64);
         let request = StandardCall { collective, algorithm: AUTO, arguments };

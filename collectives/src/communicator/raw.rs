@@ -44,6 +44,7 @@ impl Communicator {
     /// # Safety
     ///
     /// As [`Request::at`].
+    #[inline]
     pub unsafe fn all_reduce_at(
         &self,
         output: *mut u8,
@@ -65,6 +66,7 @@ impl Communicator {
     /// # Safety
     ///
     /// As [`Request::at`].
+    #[inline]
     pub unsafe fn reduce_scatter_at(
         &self,
         output: *mut u8,
@@ -86,6 +88,7 @@ impl Communicator {
     /// # Safety
     ///
     /// As [`Request::at`].
+    #[inline]
     pub unsafe fn all_gather_at(
         &self,
         output: *mut u8,
@@ -106,6 +109,7 @@ impl Communicator {
     /// # Safety
     ///
     /// As [`Request::at`]; `data` is written to on ranks other than the root.
+    #[inline]
     pub unsafe fn broadcast_at(
         &self,
         data: *mut u8,
@@ -126,6 +130,7 @@ impl Communicator {
     /// # Safety
     ///
     /// As [`Request::at`].
+    #[inline]
     pub unsafe fn all_to_all_at(
         &self,
         output: *mut u8,

@@ -144,6 +144,16 @@ impl Memory {
     }
 }
 
+/// How long the memory of a call is on a rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Size {
+    /// Elements of a part.
+    count: usize,
+    /// Bytes; they saturate, and no memory is that long then.
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+}
+
 // The methods on addresses are unsafe, and say what must hold of those for as long as the call is under way. Blocks and slices
 // are borrowed.
 impl<'a> Request<'a> {
@@ -226,7 +236,8 @@ impl<'a> Request<'a> {
     }
 
     /// Elements of a part, among so many ranks.
-    pub(super) fn count(&self, world: u32) -> usize {
+    #[inline]
+    fn count(&self, world: u32) -> usize {
         let (Some(input), Some(output)) = (self.input.length(), self.output.length()) else {
             return self.count;
         };
@@ -238,25 +249,33 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Refuses blocks and slices that are too short or too long.
-    pub(super) fn check_lengths(&self, rank: u32, world: u32) -> Result<()> {
-        let name = self.callee.name();
-        let [inputs, outputs] = self.callee.lengths(rank, world, self.count(world));
-        if let (Some(length), false) = (self.input.length(), self.callee.is_on_output_alone()) {
-            crate::host::expect_length(name, rank, length, inputs)?;
+    /// How long memory is on a rank, unless blocks or slices are too short or too long.
+    #[inline]
+    pub(super) fn size(&self, rank: u32, world: u32) -> Result<Size> {
+        let count = self.count(world);
+        let [inputs, outputs] = self.callee.lengths(rank, world, count);
+        let is_wrong = |memory: Memory, needed: Option<usize>| {
+            memory.length().is_some_and(|length| needed != Some(length))
+        };
+        // A rank that has no output may pass any.
+        let wrong = match (self.input, self.output) {
+            (input, _) if is_wrong(input, inputs) && !self.callee.is_on_output_alone() => {
+                Some((input, inputs))
+            }
+            (_, output) if is_wrong(output, outputs) && outputs != Some(0) => {
+                Some((output, outputs))
+            }
+            _ => None,
+        };
+        if let Some((memory, needed)) = wrong {
+            let length = memory.length().unwrap_or(0);
+            crate::host::expect_length(self.callee.name(), rank, length, needed)?;
         }
-        match self.output.length() {
-            // A rank that has no output may pass any.
-            Some(_) if outputs == Some(0) => Ok(()),
-            Some(length) => crate::host::expect_length(name, rank, length, outputs),
-            None => Ok(()),
-        }
-    }
-
-    /// Bytes of input and output; saturates, and no memory is that long then.
-    pub(super) fn bytes(&self, rank: u32, world: u32) -> [usize; 2] {
-        let lengths = self.callee.lengths(rank, world, self.count(world));
-        lengths.map(|of| of.map_or(usize::MAX, |of| of.saturating_mul(self.dtype.size())))
+        let bytes = |elements: Option<usize>| match elements {
+            Some(elements) => elements.saturating_mul(self.dtype.size()),
+            None => usize::MAX,
+        };
+        Ok(Size { count, inputs: bytes(inputs), outputs: bytes(outputs) })
     }
 }
 
@@ -271,22 +290,31 @@ impl Communicator {
     /// are too long for a kernel. The other ranks get an error too.
     #[inline]
     pub fn call(&self, request: &Request<'_>, stream: &Stream) -> Result<()> {
-        let chosen = self.named(request).map_err(|why| self.decline(why, stream))?;
-        let mut inner = self.begin(stream)?;
-        self.check(&mut inner, request, stream)?;
-        let Some(collective) = request.callee.standard() else {
-            return self.call_own(inner, request, stream);
-        };
-        let arguments = self.arguments(&mut inner, request, stream)?;
-        let call = StandardCall { collective, algorithm: AUTO, arguments };
-        match chosen {
+        if let (Callee::Collective(collective), None) = (request.callee, request.algorithm) {
+            let mut inner = self.begin(stream)?;
+            let size = self.size(&mut inner, request, stream)?;
+            let arguments = self.arguments(&mut inner, request, size, stream)?;
+            let call = StandardCall { collective, algorithm: AUTO, arguments };
             // SAFETY: whoever made the request has promised what is said of addresses; windows are covered (`place_at`).
             // Blocks and slices are borrowed, so live and mapped, for lengths that were checked. Whoever else touches
             // blocks meanwhile, here or on a peer, does so through raw pointers as well: there are no references into them.
-            Some(chosen) => unsafe { self.run_named(&mut inner, &chosen, &call, stream) },
-            // SAFETY: as above.
-            None => unsafe { self.run(inner, &call, stream) },
+            return unsafe { self.run(inner, &call, stream) };
         }
+        self.call_named(request, stream)
+    }
+
+    /// Makes a call by the algorithm that it names.
+    fn call_named(&self, request: &Request<'_>, stream: &Stream) -> Result<()> {
+        let chosen = self.named(request).map_err(|why| self.decline(why, stream))?;
+        let mut inner = self.begin(stream)?;
+        let size = self.size(&mut inner, request, stream)?;
+        let (Some(collective), Some(chosen)) = (request.callee.standard(), chosen) else {
+            return self.call_own(inner, request, size, stream);
+        };
+        let arguments = self.arguments(&mut inner, request, size, stream)?;
+        let call = StandardCall { collective, algorithm: AUTO, arguments };
+        // SAFETY: as in `call`.
+        unsafe { self.run_named(&mut inner, &chosen, &call, stream) }
     }
 
     /// The algorithm that a call names, or is made for.
@@ -305,28 +333,29 @@ impl Communicator {
         }
     }
 
-    /// Declines a call whose memory cannot be right, whatever its algorithm.
-    fn check(&self, inner: &mut Inner, request: &Request<'_>, stream: &Stream) -> Result<()> {
-        inner.engine.ready()?;
+    /// How long memory is. Declines a call whose memory cannot be right, whatever its algorithm.
+    #[inline]
+    fn size(&self, inner: &mut Inner, request: &Request<'_>, stream: &Stream) -> Result<Size> {
         let is_slice = matches!(request.output, Memory::Slice { .. });
         let found = if is_slice && self.pool.driver().as_cuda().is_some() {
             let name = request.callee.name();
             Err(self.not_on_devices(&format!("{name} of a slice")))
         } else {
-            request.check_lengths(self.rank(), self.world())
+            request.size(self.rank(), self.world())
         };
         found.map_err(|why| inner.engine.decline(why, stream))
     }
 
     /// The arguments, with where memory lies.
+    #[inline]
     pub(super) fn arguments(
         &self,
         inner: &mut Inner,
         request: &Request<'_>,
+        Size { count, inputs, outputs }: Size,
         stream: &Stream,
     ) -> Result<Arguments> {
         let Request { dtype, op, root, .. } = *request;
-        let [inputs, outputs] = request.bytes(self.rank(), self.world());
         let mut at = |memory, bytes| self.place(inner, memory, bytes, stream);
         let (input, output) = if request.callee.is_on_output_alone() {
             let both = at(&request.output, outputs)?;
@@ -334,7 +363,7 @@ impl Communicator {
         } else {
             (at(&request.input, inputs)?, at(&request.output, outputs)?)
         };
-        Ok(Arguments { input, output, count: request.count(self.world()), dtype, op, root })
+        Ok(Arguments { input, output, count, dtype, op, root })
     }
 
     /// The error of a call that engines of devices do not have.
@@ -368,13 +397,13 @@ impl Communicator {
         &self,
         mut inner: std::sync::MutexGuard<'_, Inner>,
         request: &Request<'_>,
+        size: Size,
         stream: &Stream,
     ) -> Result<()> {
         let Callee::Algorithm(algorithm) = request.callee else { return Ok(()) };
-        let count = request.count(self.world());
-        let call = Call::new(Operation::Custom).elements(request.dtype, count);
+        let call = Call::new(Operation::Custom).elements(request.dtype, size.count);
         self.grow(&mut inner, call.registered(algorithm.hash()), stream)?;
-        let arguments = self.arguments(&mut inner, request, stream)?;
+        let arguments = self.arguments(&mut inner, request, size, stream)?;
         match algorithm.source() {
             Source::BuiltIn(_) => Ok(()),
             // SAFETY: as in `call`.
