@@ -157,13 +157,14 @@ pub(super) struct Size {
 // The methods on addresses are unsafe, and say what must hold of those for as long as the call is under way. Blocks and slices
 // are borrowed.
 impl<'a> Request<'a> {
-    fn on(callee: Callee<'a>, output: Memory, input: Memory, dtype: DType) -> Self {
+    #[inline]
+    fn on(callee: Callee<'a>, output: Memory, input: Memory, count: usize, dtype: DType) -> Self {
         Self {
             callee,
             algorithm: None,
             input,
             output,
-            count: 0,
+            count,
             dtype,
             op: ReduceOp::Sum,
             root: 0,
@@ -178,7 +179,7 @@ impl<'a> Request<'a> {
         out: &'a Block<T>,
         input: &'a Block<T>,
     ) -> Self {
-        Self::on(callee.into(), Memory::of_block(out), Memory::of_block(input), T::DTYPE)
+        Self::on(callee.into(), Memory::of_block(out), Memory::of_block(input), 0, T::DTYPE)
     }
 
     /// A call on slices, which pass through the communicator's scratch: in host memory only.
@@ -189,13 +190,14 @@ impl<'a> Request<'a> {
     ) -> Self {
         let output = Memory::Slice { address: out.as_mut_ptr().cast(), length: out.len() };
         let address = input.as_ptr().cast_mut().cast();
-        Self::on(callee.into(), output, Memory::Slice { address, length: input.len() }, T::DTYPE)
+        let input = Memory::Slice { address, length: input.len() };
+        Self::on(callee.into(), output, input, 0, T::DTYPE)
     }
 
     /// A call on one slice, as input and output.
     pub fn on_slice<T: Element>(callee: impl Into<Callee<'a>>, data: &'a mut [T]) -> Self {
         let memory = Memory::Slice { address: data.as_mut_ptr().cast(), length: data.len() };
-        Self::on(callee.into(), memory, memory, T::DTYPE)
+        Self::on(callee.into(), memory, memory, 0, T::DTYPE)
     }
 
     /// A call on addresses, for callers whose memory is no [`Block`], such as tensors of another language: for `count` elements
@@ -208,6 +210,7 @@ impl<'a> Request<'a> {
     /// `input` is readable and `output` writable for the elements of all parts by whoever runs the call (the CPU in host
     /// memory, else the device), from when it is made until `stream` is past it. Nobody else touches them meanwhile, in any
     /// rank's slot where they lie in a window.
+    #[inline]
     pub unsafe fn at(
         callee: impl Into<Callee<'a>>,
         output: *mut u8,
@@ -216,23 +219,29 @@ impl<'a> Request<'a> {
         dtype: DType,
     ) -> Self {
         let (output, input) = (Memory::Address(output), Memory::Address(input.cast_mut()));
-        Self { count, ..Self::on(callee.into(), output, input, dtype) }
+        Self::on(callee.into(), output, input, count, dtype)
     }
 
     /// The operation of a reduction, else [`ReduceOp::Sum`].
-    pub fn op(self, op: ReduceOp) -> Self {
-        Self { op, ..self }
+    #[inline]
+    pub fn op(mut self, op: ReduceOp) -> Self {
+        self.op = op;
+        self
     }
 
     /// The root of a broadcast, else rank 0.
-    pub fn root(self, root: u32) -> Self {
-        Self { root, ..self }
+    #[inline]
+    pub fn root(mut self, root: u32) -> Self {
+        self.root = root;
+        self
     }
 
     /// The name of the algorithm, registered or built in. `None` chooses as calls do that name none. Of no meaning where the
     /// request is made for an algorithm.
-    pub fn algorithm(self, name: impl Into<Option<&'a str>>) -> Self {
-        Self { algorithm: name.into(), ..self }
+    #[inline]
+    pub fn algorithm(mut self, name: impl Into<Option<&'a str>>) -> Self {
+        self.algorithm = name.into();
+        self
     }
 
     /// Elements of a part, among so many ranks.
