@@ -42,9 +42,11 @@ WITH_PACKAGES := $(TARGET)/packages
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
 TYPED_TORCH := torch==2.11.0
 TORCH ?= $(TYPED_TORCH)
+ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: demo test check ready test-long test-long-plans test-long-variants test-long-emulated test-packages test-gpu test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
+.PHONY: test-engines engines-wheel
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
@@ -239,6 +241,18 @@ test-python: test-extension torch
 		--numprocesses $(WORKERS) --dist loadgroup bench python/tests
 	$(call passed,python)
 
+## Serving engines on the CPU, each in an environment of its own, as they need different torches: 6 GB of disk for
+## each, and minutes. Not a part of `make test`.
+test-engines: $(addprefix test-engine-,$(ENGINES))
+
+test-engine-%: engines-wheel
+	$(VENV)/bin/python python/tests/engines/install.py $* $(TARGET)/engines/$* $(TARGET)/engines/wheel/*.whl
+	cd python/tests/engines && $(TARGET)/engines/$*/bin/python -m pytest -q -p no:cacheprovider test_$*_*.py
+
+engines-wheel: $(VENV)/ready
+	rm -rf $(TARGET)/engines/wheel
+	$(VENV)/bin/maturin build -q -m python/Cargo.toml --out $(TARGET)/engines/wheel
+
 # Where torch cannot be had the rest is tested still, and says what is left out.
 torch: $(VENV)/ready
 	@$(VENV)/bin/python -c "import importlib.metadata as m; exit('torch==' + m.version('torch').split('+')[0] != '$(TORCH)')" 2>/dev/null \
@@ -256,7 +270,7 @@ $(PASSED)/python: $(call files,$(ENGINE) ffi python bench docs examples README.m
 	@+$(MAKE) --no-print-directory test-python
 
 # What is built to be measured or given away says from which commit it was built.
-extension wheel: export SYMMPOOL_COMMIT = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null)
+extension wheel engines-wheel: export SYMMPOOL_COMMIT = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null)
 
 # The Python package, in place: python/symmpool in the virtual environment.
 extension: $(VENV)/ready

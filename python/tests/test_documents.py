@@ -213,6 +213,8 @@ def check_command(words):
         if rest[1] == "pytest":
             files = [word for word in rest[2:] if not word.startswith("-")]
             assert files and all((ROOT / word).exists() for word in files), words
+        elif rest[1] == "sglang.launch_server":
+            assert "--model-path" in rest, words
         elif TORCH:
             check_module(rest[1:])
     elif program == "torchrun":
@@ -225,6 +227,9 @@ def check_command(words):
         name = program.rsplit("/", 1)[-1]
         examples = [path.stem if path.suffix else path.name for path in ROOT.glob("*/examples/*")]
         assert name in examples, words
+    elif program == "vllm":
+        # `python/tests/engines` runs it.
+        assert rest[:2] == ["serve", "MODEL"], words
     elif program == "nvidia-cuda-mps-control":
         assert rest == ["-d"]
     else:

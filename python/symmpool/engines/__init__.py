@@ -10,10 +10,10 @@
 `symmpool.engines.fused_moe` sends tokens for vLLM's modular kernels; `symmpool.deep_ep` has the names of
 `deep_ep`.
 
-`install()` of the first two replaces the engines' modules. It must be called in each process that an engine
-starts, before that process makes a pool. An entry point `symmpool.engines.vllm:install` in the group
-`vllm.general_plugins`, or `symmpool.engines.sglang:install` in `sglang.srt.plugins`, is called there.
-`install_custom_allreduce()` of these modules replaces the class.
+An installed package is active in both engines by its plug-ins (`symmpool.plugins`), which call the functions
+`install` here. Without them, `install()` of the first two replaces the engines' modules. It must be called in
+each process that an engine starts, before that process makes a pool. `install_custom_allreduce()` of these
+modules replaces the class.
 """
 
 from symmpool.engines.custom_allreduce import CustomAllreduce

@@ -184,7 +184,8 @@ fn a_rule_is_not_held_by_words_elsewhere_in_a_file() {
 /// All documents: those of the root and of `docs`.
 fn documents() -> Vec<String> {
     let read = |folder: &str| fs::read_dir(root().join(folder)).expect("a folder").flatten();
-    let files = read("").chain(read("docs")).map(|entry| entry.path());
+    let files =
+        read("").chain(read("docs")).chain(read("docs/recipes")).map(|entry| entry.path());
     let mut found: Vec<String> = files
         .filter(|path| path.extension().is_some_and(|end| end == "md"))
         .map(|path| name(&path))

@@ -1,0 +1,63 @@
+"""SGLang's own groups on ranks of the CPU, with the plug-in of the installed package, which SGLang's own
+loader finds. Its server needs kernels that are no package."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import values
+
+
+def groups(group, folder, mode):
+    """As a worker of SGLang begins. Returns the backend's name, and what went otherwise than it should."""
+    os.environ["SYMMPOOL_ENGINES"] = mode
+    me, world = group.rank, group.world
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    load_plugins()
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.init_distributed_environment(
+        backend="gloo",
+        world_size=world,
+        rank=me,
+        local_rank=me,
+        distributed_init_method=f"file://{folder}/meeting-{mode}",
+        timeout=60,
+    )
+    made = parallel_state.init_model_parallel_group(
+        [list(range(world))],
+        local_rank=me,
+        backend=dist.get_backend(parallel_state.get_world_group().device_group),
+        use_pynccl=False,
+        use_custom_allreduce=False,
+        group_name="tp",
+    )
+    wrong = []
+    total = [[world * (world + 1) / 2] * 8] * 3
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.full((3, 8), me + 1.0, dtype=dtype)
+        if made.all_reduce(x).tolist() != total:
+            wrong.append(("all_reduce", dtype))
+        every = made.all_gather(torch.full((2, 4), float(me), dtype=dtype), dim=0)
+        if every[:, 0].tolist() != [float(rank) for rank in range(world) for _ in range(2)]:
+            wrong.append(("all_gather", dtype))
+        part = torch.empty(2, 4, dtype=dtype)
+        made.reduce_scatter_tensor(part, torch.full((2 * world, 4), me + 1.0, dtype=dtype))
+        if part.tolist() != [[world * (world + 1) / 2] * 4] * 2:
+            wrong.append(("reduce_scatter", dtype))
+    sent = made.broadcast(torch.full((4,), float(me)), src=1)
+    if sent.tolist() != [1.0] * 4:
+        wrong.append("broadcast")
+    if made.broadcast_object({"from": me} if me == 0 else None, src=0) != {"from": 0}:
+        wrong.append("broadcast_object")
+    backend = dist.get_backend(made.device_group)
+    dist.destroy_process_group()
+    return backend, wrong
+
+
+@pytest.mark.parametrize(("mode", "backend"), [("on", "symmpool"), ("off", "gloo")])
+def test_sglangs_groups_are_on_our_backend_unless_it_is_turned_off(tmp_path, mode, backend):
+    assert values(2, groups, str(tmp_path), mode) == [(backend, [])] * 2
