@@ -45,7 +45,9 @@ def groups(group, folder, mode):
         if every[:, 0].tolist() != [float(rank) for rank in range(world) for _ in range(2)]:
             wrong.append(("all_gather", dtype))
         part = torch.empty(2, 4, dtype=dtype)
-        made.reduce_scatter_tensor(part, torch.full((2 * world, 4), me + 1.0, dtype=dtype))
+        # SGLang's own method has no form for CPUs.
+        whole = torch.full((2 * world, 4), me + 1.0, dtype=dtype)
+        dist.reduce_scatter_tensor(part, whole, group=made.device_group)
         if part.tolist() != [[world * (world + 1) / 2] * 4] * 2:
             wrong.append(("reduce_scatter", dtype))
     sent = made.broadcast(torch.full((4,), float(me)), src=1)
