@@ -45,6 +45,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--commit", help="of the installed package, where it does not know its own")
     given = parser.parse_args()
     from vllm import SamplingParams
     from vllm import __version__ as version
@@ -75,7 +76,7 @@ def main():
     found = {
         "command": " ".join(["python compare.py", *sys.argv[1:]]),
         "symmpool": symmpool.version(),
-        "commit": symmpool._symmpool.built()[0],
+        "commit": symmpool._symmpool.built()[0] or given.commit,
         "vllm": version,
         "cpus": len(os.sched_getaffinity(0)),
         "bound": os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
