@@ -25,10 +25,16 @@ def environment(ranks, **variables):
     }
 
 
+def shared_memory():
+    """What vLLM's own communicators have made."""
+    return set(pathlib.Path("/dev/shm").glob("vllm_dist_*"))
+
+
 def generate(model, ranks=2, variables=None, timeout=400, **options):
     """The result of `generate.py`, and what it wrote besides."""
     options = {"tensor_parallel_size": ranks, "enforce_eager": True, **options}
-    # vLLM leaves its sockets behind.
+    before = shared_memory()
+    # vLLM leaves its sockets behind, and its own communicator shared memory.
     with tempfile.TemporaryDirectory() as folder:
         ran = subprocess.run(
             [sys.executable, str(FOLDER / "generate.py"), model, json.dumps(options)],
@@ -38,6 +44,9 @@ def generate(model, ranks=2, variables=None, timeout=400, **options):
             timeout=timeout,
             check=False,
         )
+    left = shared_memory() - before
+    for path in left:
+        path.unlink()
     log = ran.stdout + ran.stderr
     found = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
     assert found, log[-6000:]
