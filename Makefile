@@ -45,7 +45,7 @@ TORCH ?= $(TYPED_TORCH)
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-variants test-long-emulated test-packages test-gpu test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-variants test-long-emulated test-packages test-gpu check-published test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
 .PHONY: test-engines engines-wheel
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
@@ -112,6 +112,15 @@ test-gpu: extension torch
 	$(TARGET)/release/examples/cuda_collectives check --quick --ranks $(RANKS)
 	$(TARGET)/release/examples/cuda_collectives soak --ranks $(RANKS)
 	$(VENV)/bin/python -m pytest -q python/tests/gpu
+
+## What would be published: the crates, each built from its package, and the Python package. It needs both registries.
+check-published: $(VENV)/ready
+	cargo publish --workspace --dry-run
+	rm -rf $(TARGET)/published
+	$(PYTHON) -m venv $(TARGET)/published
+	$(TARGET)/published/bin/python -m pip install -q --disable-pip-version-check "twine>=6,<7"
+	$(VENV)/bin/maturin sdist -m python/Cargo.toml --out $(TARGET)/published/dist
+	$(TARGET)/published/bin/twine check --strict $(TARGET)/published/dist/*
 
 # What is built and checked before tests. Rust needs nothing of what pip fetches, which takes minutes, so both are done at
 # once.
