@@ -13,8 +13,8 @@ use symmpool_collectives::{DType, ReduceOp, Request, StandardCollective};
 
 use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
+use crate::fork_guarded::ForkGuarded;
 use crate::name::Name;
-use crate::own::Own;
 use crate::reading::{Refusal, Tensor};
 use crate::written::count_version;
 use crate::{stream, tensor};
@@ -35,7 +35,7 @@ pub(crate) fn rows_of(
 
 /// A communicator as its calls see it, and those of what is made on it.
 pub(crate) struct Calls {
-    pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
+    pub(crate) comm: ForkGuarded<Arc<symmpool_collectives::Communicator>>,
     pub(crate) terms: Terms,
 }
 

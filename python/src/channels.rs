@@ -11,14 +11,14 @@ use crate::arguments::{Argument, Calls};
 use crate::block::Block;
 use crate::communicator::Communicator;
 use crate::errors::{OrRaise, invalid};
+use crate::fork_guarded::ForkGuarded;
 use crate::number::Number;
-use crate::own::Own;
 use crate::stream;
 
 /// As many channels between all ranks as a communicator has. Signals on them complete no waits but theirs.
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct Channels {
-    set: Own<Set>,
+    set: ForkGuarded<Set>,
     /// Keeps the memory.
     _block: Py<Block>,
 }
@@ -64,7 +64,7 @@ impl Channels {
         // SAFETY: the block has these bytes, and is kept as long as the set; that all ranks have the same, which was zeros
         // and is written by nothing else, is the documented contract.
         let set = unsafe { calls.comm.channel_set_at(address) }.or_raise(py)?;
-        Ok(Self { set: Own::new(Set { calls, set }), _block: block.unbind() })
+        Ok(Self { set: ForkGuarded::new(Set { calls, set }), _block: block.unbind() })
     }
 
     /// As `Communicator.signal`.

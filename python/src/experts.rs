@@ -14,10 +14,10 @@ use crate::block::Block;
 use crate::communicator::Communicator;
 use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, invalid};
+use crate::fork_guarded::ForkGuarded;
 use crate::memory::Memory;
 use crate::name::Name;
 use crate::number::Number;
-use crate::own::Own;
 use crate::reading::{Refusal, Tensor};
 use crate::{site, stream};
 
@@ -27,7 +27,7 @@ type Buffer = symmpool_collectives::ExpertBuffer<Arc<symmpool_collectives::Commu
 /// to, are tensors of the caller's.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct ExpertBuffer {
-    buffer: Own<Buffer>,
+    buffer: ForkGuarded<Buffer>,
     calls: Arc<Calls>,
     memory: Arc<Memory>,
 }
@@ -231,7 +231,7 @@ impl ExpertBuffer {
         };
         let (block, buffer) = site::detach(py, make).or_raise(py)?;
         let memory = Memory::for_calls(block, calls.comm.pool(), calls.device, stream);
-        Ok(Self { buffer: Own::new(buffer), calls, memory })
+        Ok(Self { buffer: ForkGuarded::new(buffer), calls, memory })
     }
 
     /// Raises what is wrong with the options of a buffer on a communicator. Makes nothing.

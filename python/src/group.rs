@@ -7,8 +7,8 @@ use symmpool_allocator::store::FileStore;
 use symmpool_allocator::{Deadline, Error};
 
 use crate::errors::{OrRaise, invalid, is_interrupted};
+use crate::fork_guarded::ForkGuarded;
 use crate::number::Number;
-use crate::own::Own;
 use crate::store::PythonStore;
 
 /// The ordered set of ranks that share memory, seen from one of them.
@@ -29,12 +29,12 @@ use crate::store::PythonStore;
 /// RefusedError when a secret differs.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Group {
-    pub(crate) group: Own<symmpool_allocator::Group>,
+    pub(crate) group: ForkGuarded<symmpool_allocator::Group>,
 }
 
 impl Group {
     fn of(group: symmpool_allocator::Group) -> Self {
-        Self { group: Own::new(group.with_interrupt(is_interrupted)) }
+        Self { group: ForkGuarded::new(group.with_interrupt(is_interrupted)) }
     }
 }
 

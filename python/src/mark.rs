@@ -5,14 +5,14 @@ use symmpool_allocator::{Driver, Result, Stream};
 
 use crate::convert::Device;
 use crate::errors::OrRaise;
-use crate::own::Own;
+use crate::fork_guarded::ForkGuarded;
 use crate::stream;
 
 /// How far a stream was when this was made: what was given to it until then. On the CPU, where work
 /// is done when its call returns, there is never anything to wait for.
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct Mark {
-    event: Own<OwnedEvent>,
+    event: ForkGuarded<OwnedEvent>,
     device: Device,
 }
 
@@ -40,7 +40,7 @@ impl Drop for OwnedEvent {
 impl Mark {
     pub(crate) fn new(driver: &Driver, device: Device, stream: Stream) -> Result<Self> {
         let event = driver.record_event(stream)?;
-        let event = Own::new(OwnedEvent { driver: driver.clone(), event: Some(event) });
+        let event = ForkGuarded::new(OwnedEvent { driver: driver.clone(), event: Some(event) });
         Ok(Self { event, device })
     }
 

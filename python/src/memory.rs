@@ -6,16 +6,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmpool_allocator::{Pool, Result, Stream};
 
 use crate::convert::Device;
-use crate::own::Own;
+use crate::fork_guarded::ForkGuarded;
 
 /// A block that is freed without order when its last holder is gone: holders are garbage of a
 /// language whose order of collection differs between ranks (rule D5).
 pub(crate) struct Memory {
     /// `None` only while dropping.
-    block: Option<Own<symmpool_allocator::Block<u8>>>,
+    block: Option<ForkGuarded<symmpool_allocator::Block<u8>>>,
     /// Whether kernels of any stream may use the block still when its last holder is gone.
     outlived: bool,
-    pub(crate) pool: Own<Pool>,
+    pub(crate) pool: ForkGuarded<Pool>,
     pub(crate) device: Device,
     pub(crate) stream: Stream,
     /// The first byte's.
@@ -60,7 +60,7 @@ impl Memory {
         outlived: bool,
     ) -> Arc<Self> {
         let (address, end) = (block.address(), block.address() + block.bytes().max(1));
-        let (block, pool) = (Some(Own::new(block)), Own::new(pool.clone()));
+        let (block, pool) = (Some(ForkGuarded::new(block)), ForkGuarded::new(pool.clone()));
         let memory = Arc::new(Self { block, outlived, pool, device, stream, address });
         if device != Device::Cpu {
             known().insert(address, (end, Arc::downgrade(&memory)));
@@ -105,7 +105,7 @@ impl Drop for Memory {
             known().remove(&self.address);
         }
         // An error means that the block is no longer the lane's; a destructor cannot raise it.
-        if let Some(block) = self.block.take().and_then(Own::into_here) {
+        if let Some(block) = self.block.take().and_then(ForkGuarded::into_here) {
             let _ = if self.outlived { block.free_after_device() } else { block.free_unordered() };
         }
     }

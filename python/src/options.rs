@@ -10,8 +10,8 @@ use symmpool_collectives::{Communicator, CommunicatorOptions, StandardCollective
 use crate::arguments::{Calls, Terms};
 use crate::convert::{self, Device, standard};
 use crate::errors::{OrRaise, invalid, reason};
+use crate::fork_guarded::ForkGuarded;
 use crate::number::Number;
-use crate::own::Own;
 use crate::pool::Pool;
 use crate::site;
 
@@ -93,7 +93,7 @@ pub(crate) fn open(
     })?;
     let algorithm = algorithm_name(&options);
     let make = || Communicator::with_options(on, &options);
-    let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
+    let comm = ForkGuarded::new(Arc::new(site::detach(py, make).or_raise(py)?));
     pool.communicators.add(&comm);
     let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
     Ok((Arc::new(Calls { comm, terms }), algorithm))

@@ -17,10 +17,10 @@ use crate::convert::{self, Device};
 use crate::device::{await_reports, decline, driver, meet};
 use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid};
+use crate::fork_guarded::ForkGuarded;
 use crate::group::group_of;
 use crate::memory::Memory;
 use crate::number::{Address, Number};
-use crate::own::Own;
 use crate::{record_stream, site, statistics, stream, tensor, torch};
 
 /// Symmetric memory of one rank, and windows on that of its peers.
@@ -48,7 +48,7 @@ use crate::{record_stream, site, statistics, stream, tensor, torch};
 /// asked in vain, it raises at once; a thread tells the others, and later pools of the group meet.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Pool {
-    pub(crate) pool: Own<symmpool_allocator::Pool>,
+    pub(crate) pool: ForkGuarded<symmpool_allocator::Pool>,
     pub(crate) device: Device,
     /// The communicators that were made on it, for statistics.
     pub(crate) communicators: statistics::Communicators,
@@ -105,7 +105,7 @@ impl Pool {
             builder.prepare()
         };
         let prepared = py.detach(prepare);
-        let pool = Own::new(meet(py, group, prepared)?);
+        let pool = ForkGuarded::new(meet(py, group, prepared)?);
         let made = Bound::new(
             py,
             Self {

@@ -8,13 +8,13 @@ use std::ops::Deref;
 use symmpool_allocator::{Maker, Result};
 
 /// A value of the process that made it.
-pub(crate) struct Own<T> {
+pub(crate) struct ForkGuarded<T> {
     /// `None` only while dropping.
     value: Option<T>,
     maker: Maker,
 }
 
-impl<T> Own<T> {
+impl<T> ForkGuarded<T> {
     pub(crate) fn new(value: T) -> Self {
         Self { value: Some(value), maker: Maker::here() }
     }
@@ -31,7 +31,7 @@ impl<T> Own<T> {
     }
 }
 
-impl<T> Deref for Own<T> {
+impl<T> Deref for ForkGuarded<T> {
     type Target = T;
 
     #[inline]
@@ -40,7 +40,7 @@ impl<T> Deref for Own<T> {
     }
 }
 
-impl<T> Drop for Own<T> {
+impl<T> Drop for ForkGuarded<T> {
     fn drop(&mut self) {
         if !self.maker.is_here() {
             std::mem::forget(self.value.take());
