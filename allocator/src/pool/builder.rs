@@ -17,7 +17,7 @@ use crate::driver::Driver;
 use crate::fork::Maker;
 use crate::heap::Heap;
 use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
-use crate::rendezvous::handshake::{HandshakeOptions, Terms, handshake};
+use crate::rendezvous::handshake::{HandshakeConfig, HandshakeOptions, handshake};
 use crate::window::Windows;
 use crate::{Deadline, Error, Group, Result};
 
@@ -167,7 +167,7 @@ impl PreparedPool {
     pub fn meet(self) -> Result<Pool> {
         let Self { group, ready, deadline } = self;
         // A rank that failed reports it in the handshake, so that no other waits for it.
-        let terms = ready.as_ref().map_err(Clone::clone).map(|ready| Terms {
+        let terms = ready.as_ref().map_err(Clone::clone).map(|ready| HandshakeConfig {
             driver: ready.heap.driver(),
             config_hash: *blake3::hash(ready.text.as_bytes()).as_bytes(),
             config_text: &ready.text,

@@ -55,7 +55,7 @@ impl Message for Confirm {
 
 /// What a rank brings to the handshake.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Terms<'a> {
+pub(crate) struct HandshakeConfig<'a> {
     pub(crate) driver: &'a Driver,
     /// Stands for everything that changes placement (rule D8).
     pub(crate) config_hash: [u8; 32],
@@ -76,7 +76,7 @@ pub(crate) struct Terms<'a> {
 /// ([`Error::is_unsupported`]), and whatever made a single rank fail.
 pub(crate) fn handshake(
     group: &Group,
-    terms: Result<Terms<'_>>,
+    terms: Result<HandshakeConfig<'_>>,
     deadline: Deadline,
 ) -> Result<Peers> {
     let doing = |error: Error| error.context("meeting the other ranks of the pool");
@@ -129,8 +129,8 @@ pub(crate) fn handshake(
 }
 
 /// Makes everything that this rank needs for the first round.
-fn prepare(terms: &Terms<'_>) -> Result<(Hello, Option<Listener>)> {
-    let Terms { driver, config_hash, config_text, options, first_on_device } = *terms;
+fn prepare(terms: &HandshakeConfig<'_>) -> Result<(Hello, Option<Listener>)> {
+    let HandshakeConfig { driver, config_hash, config_text, options, first_on_device } = *terms;
     driver.at_step(Step::HandshakePublish)?;
     let transport = driver.transport();
     let listener = match transport {

@@ -13,8 +13,8 @@ fn meet(group: &Group, driver: &Driver) -> Result<Peers> {
     handshake(group, Ok(terms(driver)), Deadline::seconds(60))
 }
 
-fn terms(driver: &Driver) -> Terms<'_> {
-    Terms {
+fn terms(driver: &Driver) -> HandshakeConfig<'_> {
+    HandshakeConfig {
         driver,
         config_hash: [1; 32],
         config_text: "stride = 1 TiB",
@@ -144,7 +144,7 @@ fn different_configurations_are_the_same_error_everywhere() {
             ([1; 32], "stride = 1 TiB")
         };
         let driver = Driver::host().unwrap();
-        let terms = Terms { config_hash: hash, config_text: text, ..terms(&driver) };
+        let terms = HandshakeConfig { config_hash: hash, config_text: text, ..terms(&driver) };
         handshake(&group, Ok(terms), Deadline::seconds(60)).unwrap_err()
     });
     for error in &errors {
@@ -280,7 +280,7 @@ fn long_descriptions_are_cut_at_a_character() {
     on_ranks(2, |group| {
         let text = "ä".repeat(MAX_CONFIG_TEXT);
         let driver = Driver::host().unwrap();
-        let terms = Terms { config_text: &text, ..terms(&driver) };
+        let terms = HandshakeConfig { config_text: &text, ..terms(&driver) };
         handshake(&group, Ok(terms), Deadline::seconds(60)).unwrap();
     });
 }
