@@ -215,19 +215,19 @@ impl Drop for NotInherited {
 
 /// Something with a descriptor that forked children do not inherit.
 #[derive(Debug)]
-pub(crate) struct ForkGuarded<T: AsFd> {
+pub(crate) struct Uninherited<T: AsFd> {
     /// First, so that it is dropped before the descriptor is closed.
     _own: NotInherited,
     held: T,
 }
 
-impl<T: AsFd> ForkGuarded<T> {
+impl<T: AsFd> Uninherited<T> {
     pub(crate) fn new(held: T) -> Self {
         Self { _own: NotInherited::new(&held), held }
     }
 }
 
-impl<T: AsFd> Deref for ForkGuarded<T> {
+impl<T: AsFd> Deref for Uninherited<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -235,7 +235,7 @@ impl<T: AsFd> Deref for ForkGuarded<T> {
     }
 }
 
-impl<T: AsFd> AsFd for ForkGuarded<T> {
+impl<T: AsFd> AsFd for Uninherited<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.held.as_fd()
     }
@@ -284,7 +284,7 @@ mod tests {
                 let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::SEQPACKET);
                 let pair = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None);
                 let (own, other) = pair.expect("two sockets");
-                (ForkGuarded::new(own), other)
+                (Uninherited::new(own), other)
             })
             .collect();
         let (own, others): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();

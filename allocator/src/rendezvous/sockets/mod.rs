@@ -39,7 +39,7 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use self::packet::Farewell;
-use crate::fork::{ForkGuarded, Maker};
+use crate::fork::{Maker, Uninherited};
 use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
@@ -48,7 +48,7 @@ pub(crate) use packet::{Note, PacketBuffer, Received, Said, Sent, send};
 
 /// A connection, or what becomes one. Forked children do not inherit it: with a copy in a child, peers
 /// would not see that this process is gone.
-pub(crate) type Socket = ForkGuarded<OwnedFd>;
+pub(crate) type Socket = Uninherited<OwnedFd>;
 
 /// The connections of one rank to all others of its group.
 #[derive(Debug)]
