@@ -36,15 +36,15 @@ pub(crate) fn rows_of(
 /// A communicator as its calls see it, and those of what is made on it.
 pub(crate) struct Calls {
     pub(crate) comm: ForkGuarded<Arc<symmpool_collectives::Communicator>>,
-    pub(crate) terms: Terms,
+    pub(crate) context: RankContext,
 }
 
 impl Deref for Calls {
-    type Target = Terms;
+    type Target = RankContext;
 
     #[inline]
-    fn deref(&self) -> &Terms {
-        &self.terms
+    fn deref(&self) -> &RankContext {
+        &self.context
     }
 }
 
@@ -60,7 +60,7 @@ fn warn_of_shortages(py: Python<'_>) {
 
 /// What the arguments of a call must fit: the communicator's device, rank and world.
 #[derive(Clone, Copy)]
-pub(crate) struct Terms {
+pub(crate) struct RankContext {
     pub(crate) device: Device,
     pub(crate) rank: u32,
     pub(crate) world: u32,
@@ -210,7 +210,7 @@ impl Calls {
     }
 }
 
-impl Terms {
+impl RankContext {
     #[inline]
     pub(crate) fn read(
         &self,

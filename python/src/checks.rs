@@ -4,14 +4,14 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use symmpool_collectives::ReduceOp;
 
-use crate::arguments::{Argument, Terms};
+use crate::arguments::{Argument, RankContext};
 use crate::convert::Device;
 use crate::number::Number;
 use crate::operation;
 use crate::reading::{Refusal, Tensor};
 use crate::tensor;
 
-impl Terms {
+impl RankContext {
     /// Of an all-reduce: its input, its output, and what it does.
     #[inline]
     pub(crate) fn of_all_reduce(
@@ -90,23 +90,23 @@ pub(crate) fn check_call(
     arguments: &Bound<'_, PyTuple>,
 ) -> PyResult<()> {
     let device = u32::try_from(device).map_or(Device::Cpu, Device::Cuda);
-    let terms = Terms { device, rank, world };
+    let context = RankContext { device, rank, world };
     let given = |at: usize| arguments.get_item(at).ok().filter(|it| !it.is_none());
     let Some(first) = given(0) else { return Ok(()) };
     let (second, third, fourth) = (given(1), given(2), given(3));
     let checked = match (call, &second) {
-        ("all_reduce", op) => terms.of_all_reduce(&first, op.as_ref(), third.as_ref()).map(drop),
+        ("all_reduce", op) => context.of_all_reduce(&first, op.as_ref(), third.as_ref()).map(drop),
         ("reduce_scatter_tensor", Some(input)) => {
-            terms.of_reduce_scatter(&first, input, third.as_ref()).map(drop)
+            context.of_reduce_scatter(&first, input, third.as_ref()).map(drop)
         }
-        ("all_gather_into_tensor", Some(input)) => terms.of_all_gather(&first, input).map(drop),
-        ("broadcast", Some(src)) => terms.of_broadcast(&first, src.extract()?).map(drop),
+        ("all_gather_into_tensor", Some(input)) => context.of_all_gather(&first, input).map(drop),
+        ("broadcast", Some(src)) => context.of_broadcast(&first, src.extract()?).map(drop),
         ("all_to_all_single", Some(input)) => {
-            terms.parts_of(&first, input, third.as_ref(), fourth.as_ref()).map(drop)
+            context.parts_of(&first, input, third.as_ref(), fourth.as_ref()).map(drop)
         }
-        ("send" | "recv", _) => terms.read("tensor", &first, call == "recv").map(drop),
+        ("send" | "recv", _) => context.read("tensor", &first, call == "recv").map(drop),
         ("all_to_all_v", Some(input)) => match &third {
-            Some(splits) => terms
+            Some(splits) => context
                 .rows_by_splits(&first, input, splits, fourth.as_ref(), given(4).as_ref())
                 .map(drop),
             None => Ok(()),

@@ -7,7 +7,7 @@ use pyo3::types::PyDict;
 use symmpool_allocator::short;
 use symmpool_collectives::{Communicator, CommunicatorOptions, StandardCollective};
 
-use crate::arguments::{Calls, Terms};
+use crate::arguments::{Calls, RankContext};
 use crate::convert::{self, Device, standard};
 use crate::errors::{OrRaise, invalid, reason};
 use crate::fork_guarded::ForkGuarded;
@@ -95,8 +95,8 @@ pub(crate) fn open(
     let make = || Communicator::with_options(on, &options);
     let comm = ForkGuarded::new(Arc::new(site::detach(py, make).or_raise(py)?));
     pool.communicators.add(&comm);
-    let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
-    Ok((Arc::new(Calls { comm, terms }), algorithm))
+    let context = RankContext { device: pool.device, rank: comm.rank(), world: comm.world() };
+    Ok((Arc::new(Calls { comm, context }), algorithm))
 }
 
 /// The name of the algorithm that is requested for all-reduces.

@@ -8,7 +8,7 @@ use symmpool_collectives::ReduceOp::Sum as SUM;
 use symmpool_collectives::StandardCollective::AllToAll;
 use symmpool_collectives::{SplitRows, SplitsAt};
 
-use crate::arguments::{Argument, Calls, Terms, rows_of};
+use crate::arguments::{Argument, Calls, RankContext, rows_of};
 use crate::name::Name;
 use crate::reading::{Refusal, Tensor};
 
@@ -102,7 +102,7 @@ impl Calls {
     }
 }
 
-impl Terms {
+impl RankContext {
     /// Reads two tensors, and split sizes of neither, one or both.
     pub(crate) fn parts_of(
         &self,
