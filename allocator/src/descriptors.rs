@@ -77,7 +77,7 @@ pub(crate) fn make_room(count: usize) {
 }
 
 /// The most descriptors in one message; the kernel takes up to 253.
-pub(crate) const MOST_PER_MESSAGE: usize = 128;
+pub(crate) const MAX_PER_MESSAGE: usize = 128;
 
 /// Sends `bytes`, and `fds` with them, over a Unix socket by one call; returns how many bytes were sent.
 /// Fails with [`Errno::INVAL`] for more than 128 descriptors.
@@ -88,7 +88,7 @@ pub fn send_with_descriptors(
     fds: &[BorrowedFd<'_>],
     flags: SendFlags,
 ) -> Result<usize, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_PER_MESSAGE))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(Errno::INVAL);
@@ -115,7 +115,7 @@ pub fn receive_with_descriptors(
     buffer: &mut [u8],
     flags: RecvFlags,
 ) -> Result<ReceivedMessage, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_PER_MESSAGE))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = flags | RecvFlags::CMSG_CLOEXEC;
     let message =

@@ -11,7 +11,7 @@ use super::{LaneConfig, LaneKind, WindowPolicy};
 /// segment takes a device's driver 0.08 ms for each peer, one segment at a time over all processes of a
 /// machine, so commits should have few: 512 MiB, reached in small blocks, are 14 segments instead of the 64
 /// of growing by 8 MiB each time. Growing by more at a time leaves more unused in lanes of less than 1 GiB.
-const LEAST_GROWTH: u64 = 16 << 20;
+const MIN_GROWTH: u64 = 16 << 20;
 const STEADY_GROWTH: u64 = 48 << 20;
 /// Its growth is cut into segments of at most this: small enough that whole segments become free and can
 /// move, large enough that a lane has at most a few hundred, and that a block of 64 MiB is one segment.
@@ -166,7 +166,7 @@ impl Segments {
     pub(super) fn step(&self, growing: Growing, need: u64, granularity: u64) -> u64 {
         let part = self.reserved / FRACTION;
         let least = match growing {
-            Growing::Shared => (self.reserved / 2).clamp(LEAST_GROWTH, STEADY_GROWTH).max(part),
+            Growing::Shared => (self.reserved / 2).clamp(MIN_GROWTH, STEADY_GROWTH).max(part),
             Growing::Local => LOCAL_GROWTH.max(part),
             Growing::Exact => 0,
             Growing::Windows => {

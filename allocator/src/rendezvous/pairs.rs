@@ -19,7 +19,7 @@ use crate::random::random_bytes;
 use crate::{Error, Result};
 
 /// How many connections may wait that have not said yet who they are.
-const MOST_CALLERS: usize = 256;
+const MAX_CALLERS: usize = 256;
 
 /// Where a rank can be reached, as it publishes it.
 #[derive(Debug, Serialize, Deserialize)]
@@ -151,7 +151,7 @@ impl PairListener {
                 tracing::warn!("turned away a connection of another user");
                 continue;
             }
-            if callers.len() == MOST_CALLERS {
+            if callers.len() == MAX_CALLERS {
                 callers.pop_front();
             }
             callers.push_back(caller);

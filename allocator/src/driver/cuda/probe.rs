@@ -15,7 +15,7 @@ use super::context::Context;
 use crate::{Error, Result};
 
 /// Segments are at least this large: the page size that NVIDIA GPUs translate best.
-const LEAST_GRANULARITY: u64 = 2 << 20;
+const MIN_GRANULARITY: u64 = 2 << 20;
 
 /// Properties of a device, found when its driver was made.
 #[derive(Clone, Debug)]
@@ -224,7 +224,7 @@ fn granularity(api: &Api, prop: &AllocationProp) -> Result<u64> {
     // SAFETY: reads a valid structure and writes one size through a valid pointer.
     let code = unsafe { (api.granularity)(&raw mut bytes, prop, wanted as c_uint) };
     api.check(code, || "asking for the allocation granularity".to_owned())?;
-    Ok((bytes as u64).max(LEAST_GRANULARITY).next_power_of_two())
+    Ok((bytes as u64).max(MIN_GRANULARITY).next_power_of_two())
 }
 
 fn attribute(api: &Api, device: c_int, which: Attribute) -> Result<bool> {

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use super::super::mappings::Ranges;
 
 /// Most runs kept; a pattern that needs more goes to the tree.
-const MOST_RUNS: usize = 64;
+const MAX_RUNS: usize = 64;
 
 /// `count >= 2` mappings of `bytes` each, at `start`, `start + stride`, …; `stride >= bytes`.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +83,7 @@ impl Ranges for Runs {
             run.count += 1;
             return;
         }
-        if self.runs.len() < MOST_RUNS
+        if self.runs.len() < MAX_RUNS
             && let Some(start) = self.last.filter(|&start| start < offset)
             && self.singles.get(&start) == Some(&bytes)
         {
@@ -121,7 +121,7 @@ impl Ranges for Runs {
 impl Runs {
     /// Puts back a part of a run that was split.
     fn keep(&mut self, part: Run) {
-        if part.count >= 2 && self.runs.len() < MOST_RUNS {
+        if part.count >= 2 && self.runs.len() < MAX_RUNS {
             self.runs.push(part);
         } else {
             let singles = (0..part.count).map(|k| (part.start + k * part.stride, part.bytes));
@@ -193,7 +193,7 @@ mod tests {
                         }
                     }
                     prop_assert_eq!(runs.len(), model.len() as u64);
-                    prop_assert!(runs.runs.len() <= MOST_RUNS);
+                    prop_assert!(runs.runs.len() <= MAX_RUNS);
                 }
             }
             for (offset, bytes) in model {

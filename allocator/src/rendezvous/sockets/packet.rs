@@ -16,7 +16,7 @@ use crate::rendezvous::message::{self, Message};
 use crate::{Error, Result};
 
 /// The most descriptors in one packet.
-pub(super) const FDS_PER_PACKET: usize = descriptors::MOST_PER_MESSAGE;
+pub(super) const FDS_PER_PACKET: usize = descriptors::MAX_PER_MESSAGE;
 
 /// The longest frame in a packet, in bytes: well below a socket's default send buffer.
 const MAX_FRAME: usize = 32 << 10;
