@@ -81,7 +81,6 @@ test-long-variants: $(VENV)/ready
 ifneq ($(shell command -v c++),)
 test-long-emulated: emulated-begun
 	$(call begin,long-emulated)
-	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --ranks 2 --algorithms repeats,streams
 	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 4 --algorithms random_plans --programs 40 --seed $(SEED)
 	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 5 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) $(COLLECTIVES) soak $(LONG_PATIENCE) --ranks 3 --calls 2000
