@@ -21,7 +21,7 @@ from messages import facts
 import symmpool.backend
 
 CONTENDERS = ("symmpool", "gloo")
-ROUNDS = 30
+ROUNDS = 20
 
 
 def group_of_all(kind, world):

@@ -1,5 +1,7 @@
 //! The flat heap: one reservation of `world x stride` bytes, slot `r` holding rank `r`'s memory.
 
+#![allow(unsafe_code)] // maps memory by address, from the caller's promise
+
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -149,6 +151,39 @@ impl Heap {
                 offset += bytes;
             }
         }
+        Ok(())
+    }
+
+    /// Maps memory a second time, at `offset` of every slot: `bytes` from `from[rank]` on in slot `rank`. All of it, or
+    /// none on an error. Dropping the heap unmaps it.
+    ///
+    /// # Safety
+    ///
+    /// From each of `from`, `bytes` of the driver's memory are mapped, and stay so until this returns.
+    pub(crate) unsafe fn map_again(&self, offset: u64, from: &[u64], bytes: u64) -> Result<()> {
+        let fits = offset.checked_add(bytes).is_some_and(|end| end <= self.layout.stride);
+        if from.len() != self.layout.world as usize || !fits {
+            return Err(Error::invalid_argument(format!(
+                "{bytes} bytes of {} ranks at offset {offset}: the heap has {} slots of {} bytes",
+                from.len(),
+                self.layout.world,
+                self.layout.stride
+            )));
+        }
+        for (rank, &address) in (0..).zip(from) {
+            let at = self.position(rank, offset);
+            // SAFETY: the caller's promise.
+            let mapped = unsafe { self.driver.map_again(self.reservation(), at, address, bytes) };
+            if let Err(error) = mapped {
+                for done in 0..rank {
+                    self.driver.unmap(self.reservation(), self.position(done, offset), bytes)?;
+                }
+                return Err(error);
+            }
+        }
+        let mut mapped = lock(&self.mapped);
+        mapped.own.insert(offset, bytes);
+        mapped.peers.insert(offset, bytes);
         Ok(())
     }
 

@@ -6,6 +6,7 @@
 //! | `request` | the door of all collectives: a call is one value |
 //! | `make` | how one is made |
 //! | `options` | how a communicator behaves |
+//! | `nested` | communicators of some of the ranks |
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
 //! | `experts` | dispatch to experts, and combine |
@@ -39,6 +40,7 @@ mod growth;
 mod make;
 mod matmul;
 mod memory;
+mod nested;
 mod one_sided;
 mod options;
 mod p2p;
@@ -59,6 +61,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
 use crate::cuda::Area;
 use crate::host::HostOneSided;
+use crate::host::nursery::Nursery;
 use crate::types::timeout::Timeout;
 use crate::{CommunicatorMemory, Element, Place, ReduceOp, StandardCollective};
 pub use channel_set::ChannelSet;
@@ -67,6 +70,7 @@ pub use choice::Selector;
 use engine::AnyEngine;
 pub use experts::{ExpertBuffer, ReceivedParts};
 pub use explain::{CallPlan, Explanation};
+pub use nested::GroupOffer;
 pub use options::CommunicatorOptions;
 use refusal::Shared;
 pub use request::{Callee, Request};
@@ -145,6 +149,8 @@ pub struct Communicator {
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
     /// engine's.
     one_sided: Option<HostOneSided>,
+    /// Memory from which communicators of some of the ranks are made.
+    nursery: Option<Arc<Nursery>>,
 }
 
 /// What only one call at a time may use.

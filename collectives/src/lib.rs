@@ -42,10 +42,10 @@ pub use call::norm_output::NormOutput;
 pub use call::splits::{SplitRows, SplitsAt};
 pub use communicator::{
     CallPlan, Callee, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
-    ReceivedParts, Request, Selector, Splits,
+    GroupOffer, ReceivedParts, Request, Selector, Splits,
 };
 pub use cuda::{end_watching, share_sms};
-pub use host::{HostEngine, HostOptions, Mailbox, Operation};
+pub use host::{Arrivals, GroupKey, HostEngine, HostOptions, Mailbox, Operation};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub use types::communicator_memory::CommunicatorMemory;
 pub use types::dtype::{DType, Element};

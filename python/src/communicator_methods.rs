@@ -18,6 +18,7 @@ use crate::errors::{OrRaise, exception};
 use crate::explanation::{self, Asked};
 use crate::mark::Mark;
 use crate::name::Name;
+use crate::nested::{self, GroupOffer};
 use crate::number::Number;
 use crate::one_sided::{self, Way};
 use crate::options::{self, Sizes};
@@ -33,7 +34,7 @@ impl Communicator {
         signature = (
             pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
             algorithms = None, scratch_bytes = None, concurrent = None, sm_budget = None, beside_compute = false,
-            device_memory_bytes = None, device_memory_grows = false
+            device_memory_bytes = None, device_memory_grows = false, _serves_subgroups = false
         ),
         text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', algorithms=None, \
                           scratch_bytes=None, concurrent=None, sm_budget=None, beside_compute=False, \
@@ -53,12 +54,14 @@ impl Communicator {
         beside_compute: bool,
         device_memory_bytes: Option<Number<u64>>,
         device_memory_grows: bool,
+        _serves_subgroups: bool,
     ) -> PyResult<Self> {
         let pool = pool.get();
         let sizes = Sizes {
             scratch_bytes,
             device_memory_bytes,
             device_memory_grows,
+            serves_subgroups: _serves_subgroups,
             concurrent,
             sm_budget,
             beside_compute,
@@ -73,6 +76,30 @@ impl Communicator {
     /// The same communicator, whose calls say nothing to autograd: their callers do, or leave it to torch.
     fn _unseen(&self) -> Self {
         Self::on(Arc::clone(&self.calls), self.algorithm.clone(), false)
+    }
+
+    /// Says to `ranks` of this communicator's that this rank makes a communicator of them, under a `key` of two numbers that
+    /// no other group of theirs has. None where it makes none so. See `symmpool.communicators.subgroups`.
+    #[allow(clippy::needless_pass_by_value)] // as Python has it
+    fn _offer(
+        &self,
+        py: Python<'_>,
+        ranks: Vec<u32>,
+        key: (u64, u64),
+        timeout: Number<f64>,
+    ) -> PyResult<Option<GroupOffer>> {
+        nested::offer(py, &self.calls, &ranks, key, timeout)
+    }
+
+    /// Whether it was made of an offer.
+    #[getter]
+    fn _is_nested(&self) -> bool {
+        self.calls.comm.is_nested()
+    }
+
+    /// Behind a barrier of a communicator that was made of an offer.
+    fn _all_are_here(&self) {
+        self.calls.comm.all_are_here();
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place

@@ -25,6 +25,11 @@ impl<T> ForkGuarded<T> {
         self.maker.check(what)
     }
 
+    /// The value, to be changed; in a child nothing.
+    pub(crate) fn here_mut(&mut self) -> Option<&mut T> {
+        if self.maker.is_here() { self.value.as_mut() } else { None }
+    }
+
     /// The value; in a child, where it stays as it is, nothing.
     pub(crate) fn into_here(mut self) -> Option<T> {
         if self.maker.is_here() { self.value.take() } else { None }

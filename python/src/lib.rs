@@ -18,6 +18,7 @@
 //! | `arguments` | what calls of a communicator are given, checked |
 //! | `options`, `p2p`, `one_sided` | a communicator's options, its messages, its copies and signals |
 //! | `mailbox` | messages of pairs of ranks, which need no communicator |
+//! | `nested` | communicators of some of a communicator's ranks |
 //! | `splits` | how all-to-alls divide their tensors, checked |
 //! | `number` | counts, ranks, addresses and times, or which argument is none |
 //! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
@@ -59,6 +60,7 @@ mod matmul;
 mod memory;
 mod name;
 mod ndarray;
+mod nested;
 mod number;
 mod one_sided;
 mod operation;
@@ -114,6 +116,8 @@ mod _symmpool {
         has_room_for_product, has_tensor_kernels, make_room_for_product, matmul_memory,
         multiply_all_reduce, multiply_scatter, pull, push_step, step,
     };
+    #[pymodule_export]
+    use crate::nested::GroupOffer;
     #[pymodule_export]
     use crate::p2p::waiting_senders;
     #[pymodule_export]

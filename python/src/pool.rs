@@ -56,6 +56,14 @@ pub(crate) struct Pool {
     scope: PyOnceLock<Py<PyAny>>,
 }
 
+impl Pool {
+    /// The object for a pool that was made.
+    pub(crate) fn on(pool: ForkGuarded<symmpool_allocator::Pool>, device: Device) -> Self {
+        let communicators = statistics::Communicators::default();
+        Self { pool, device, communicators, scope: PyOnceLock::new() }
+    }
+}
+
 #[pymethods]
 impl Pool {
     #[new]
@@ -106,15 +114,7 @@ impl Pool {
         };
         let prepared = py.detach(prepare);
         let pool = ForkGuarded::new(meet(py, group, prepared)?);
-        let made = Bound::new(
-            py,
-            Self {
-                pool,
-                device,
-                communicators: statistics::Communicators::default(),
-                scope: PyOnceLock::new(),
-            },
-        )?;
+        let made = Bound::new(py, Self::on(pool, device))?;
         py.import("symmpool.groups.pool_registry")?
             .call_method1("register", (&made, group, known))?;
         Ok(made)

@@ -165,13 +165,15 @@ def test_a_store_that_went_with_its_rank_names_the_rank():
     assert run(2, without_server, free_port())[1].value == (0,)
 
 
-def asked(group, port):
+def asked(group, port, within):
     """What a new group's first call asks the store, and waits for an answer to."""
     dist.init_process_group(
         "symmpool", init_method=f"tcp://127.0.0.1:{port}", rank=group.rank, world_size=group.world
     )
     dist.all_reduce(torch.ones(1))
     half = dist.new_group(range(group.world))
+    if not within:
+        half.within = None
     calls = []
 
     def call(function, *arguments, own=StoreAdapter._call):
@@ -189,7 +191,8 @@ def asked(group, port):
     return right, first
 
 
-def test_a_groups_first_call_asks_the_store_twice():
+@pytest.mark.parametrize("within", [True, False])
+def test_a_groups_first_call_asks_the_store_twice_or_not_at_all(within):
     # For the prefix of the group's keys, and for what all ranks say of themselves.
-    for right, first in values(3, asked, free_port()):
-        assert right and first == ["compare_set", "multi_get"]
+    for right, first in values(3, asked, free_port(), within):
+        assert right and first == ([] if within else ["compare_set", "multi_get"])

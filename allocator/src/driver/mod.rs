@@ -54,7 +54,7 @@ pub use step::Step;
 #[cfg(feature = "testing")]
 pub use wrapper::DriverWrapper;
 
-use crate::{Deadline, Result};
+use crate::{Deadline, Error, Result};
 
 /// A shared handle to a [`MemoryDriver`], and the place where drivers are chosen.
 #[derive(Clone)]
@@ -374,6 +374,12 @@ pub unsafe trait MemoryDriver: Send + Sync {
         self.create(bytes)
     }
 
+    /// As [`create_lazily`](MemoryDriver::create_lazily), for memory of which far more is made than will be used: on the
+    /// host nobody asks whether there is so much.
+    fn create_sparsely(&self, bytes: u64) -> Result<Physical> {
+        self.create_lazily(bytes)
+    }
+
     /// Makes a handle of `physical` that peers can import.
     fn export(&self, physical: &Physical) -> Result<Exported>;
 
@@ -399,6 +405,24 @@ pub unsafe trait MemoryDriver: Send + Sync {
         physicals: &[Physical],
     ) -> Result<()> {
         map_one_by_one(self, reservation, offset, physicals)
+    }
+
+    /// Maps `bytes` of memory that is mapped from address `from` on a second time, at `offset` of the reservation. `from` is
+    /// a multiple of a page; other numbers are as for [`map`](MemoryDriver::map). What is mapped stays where it is.
+    ///
+    /// Fails with [`Error::is_unsupported`](crate::Error::is_unsupported) where the driver cannot.
+    ///
+    /// # Safety
+    ///
+    /// From `from` on, `bytes` of this driver's memory are mapped, and stay so until this returns.
+    unsafe fn map_again(
+        &self,
+        _reservation: &Reservation,
+        _offset: u64,
+        _from: u64,
+        _bytes: u64,
+    ) -> Result<()> {
+        Err(Error::unsupported(format!("the {} driver maps no memory twice", self.name())))
     }
 
     /// Removes the mapping of `bytes` at `offset`; the range stays reserved.

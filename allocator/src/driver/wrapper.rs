@@ -21,6 +21,22 @@ macro_rules! driver_wrapper {
             /// The driver that does what is not changed.
             fn inner(&self) -> &dyn MemoryDriver;
 
+            /// See [`MemoryDriver::map_again`].
+            ///
+            /// # Safety
+            ///
+            /// As there.
+            unsafe fn map_again(
+                &self,
+                reservation: &Reservation,
+                offset: u64,
+                from: u64,
+                bytes: u64,
+            ) -> Result<()> {
+                // SAFETY: the caller's promise.
+                unsafe { self.inner().map_again(reservation, offset, from, bytes) }
+            }
+
             $(
                 #[doc = concat!("See [`MemoryDriver::", stringify!($method), "`].")]
                 fn $method(&self $(, $argument: $kind)*) $(-> $result)? {
@@ -31,6 +47,17 @@ macro_rules! driver_wrapper {
 
         // SAFETY: whoever implements `DriverWrapper` promises what a driver promises.
         unsafe impl<W: DriverWrapper> MemoryDriver for W {
+            unsafe fn map_again(
+                &self,
+                reservation: &Reservation,
+                offset: u64,
+                from: u64,
+                bytes: u64,
+            ) -> Result<()> {
+                // SAFETY: the caller's promise.
+                unsafe { DriverWrapper::map_again(self, reservation, offset, from, bytes) }
+            }
+
             $(
                 fn $method(&self $(, $argument: $kind)*) $(-> $result)? {
                     DriverWrapper::$method(self $(, $argument)*)
@@ -51,6 +78,7 @@ driver_wrapper! {
     fn check_room(&self, bytes: u64) -> Result<()>;
     fn create(&self, bytes: u64) -> Result<Physical>;
     fn create_lazily(&self, bytes: u64) -> Result<Physical>;
+    fn create_sparsely(&self, bytes: u64) -> Result<Physical>;
     fn export(&self, physical: &Physical) -> Result<Exported>;
     fn has_slow_handles(&self) -> bool;
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical>;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use super::background::Background;
 use super::commit_due::CommitDue;
-use super::committer::Committer;
+use super::committer::{Committer, Unmet};
 use super::early_handles::EarlyHandles;
 use super::on_device::OnDevice;
 use super::shared_lane::SharedLane;
@@ -18,6 +18,8 @@ use crate::fork::Maker;
 use crate::heap::Heap;
 use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
 use crate::rendezvous::handshake::{HandshakeConfig, HandshakeOptions, handshake};
+use crate::rendezvous::identity::HostIdentity;
+use crate::rendezvous::peers::Peers;
 use crate::window::Windows;
 use crate::{Deadline, Error, Group, Result};
 
@@ -136,7 +138,7 @@ impl PoolBuilder {
     pub fn prepare(self) -> PreparedPool {
         let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
         let group = self.group.child("pool");
-        let ready = Ready::new(self, &group);
+        let ready = Ready::new(self, &group, 0);
         PreparedPool { group, ready, deadline }
     }
 }
@@ -175,7 +177,19 @@ impl PreparedPool {
             first_on_device: ready.on_device.first,
         });
         let peers = handshake(&group, terms, deadline)?;
-        let Ready { heap, lanes, on_device, .. } = ready?;
+        ready?.into_pool(group, peers, None)
+    }
+}
+
+impl Ready {
+    /// The pool of ranks that have met, or, with `unmet`, that meet when they first commit.
+    pub(super) fn into_pool(
+        self,
+        group: Group,
+        peers: Peers,
+        unmet: Option<Unmet>,
+    ) -> Result<Pool> {
+        let Self { heap, lanes, stride, on_device, .. } = self;
         let granularity = heap.driver().granularity();
         let heap = Arc::new(heap);
         let due = Arc::new(CommitDue::new());
@@ -191,20 +205,22 @@ impl PreparedPool {
         let pids = visible_pids(&peers);
         let windows = Windows::new(heap.layout(), Vec::new());
         let topology = peers.topology().clone();
-        let devices = peers.devices().clone();
+        let (hosts, devices) = (peers.hosts().clone(), peers.devices().clone());
         let first_on_device = peers.first_on_device();
         let has_sockets = peers.sockets().is_some();
         Ok(Pool(Arc::new(Inner {
             group,
             heap,
+            room: stride,
             lanes: shared,
             due,
             handles,
-            committer: Mutex::new(Committer::new(peers)),
+            committer: Mutex::new(Committer::new(peers, unmet)),
             committing,
             background: Background::default(),
             windows: Mutex::new(Arc::new(windows)),
             topology,
+            hosts,
             devices,
             pids,
             first_on_device,
@@ -216,17 +232,20 @@ impl PreparedPool {
 }
 
 /// What a rank prepares alone before the handshake.
-struct Ready {
+pub(super) struct Ready {
     heap: Heap,
     lanes: Vec<LanePlacement>,
+    /// What the lanes have of each slot.
+    stride: u64,
     /// All settings that change placement (rule D8).
-    text: String,
-    allow_shared_device: bool,
+    pub(super) text: String,
+    pub(super) allow_shared_device: bool,
     on_device: OnDevice,
 }
 
 impl Ready {
-    fn new(builder: PoolBuilder, group: &Group) -> Result<Self> {
+    /// With `room` bytes behind the lanes of each slot.
+    pub(super) fn new(builder: PoolBuilder, group: &Group, room: u64) -> Result<Self> {
         let PoolBuilder { driver, lanes, stride, .. } = builder;
         let allow_shared_device =
             builder.allow_shared_device || shares_device(env::var_os(SHARED_DEVICE).as_deref())?;
@@ -234,8 +253,11 @@ impl Ready {
         let lanes = lay_out(lanes, stride, driver.granularity())?;
         let text = describe(stride, &lanes);
         let on_device = OnDevice::enter(&driver, group.world());
-        let heap = Heap::reserve(driver, group.rank(), group.world(), stride)?;
-        Ok(Self { heap, lanes, text, allow_shared_device, on_device })
+        let slot = stride.checked_add(room).ok_or_else(|| {
+            Error::invalid_argument(format!("a stride of {stride} bytes and {room} more"))
+        })?;
+        let heap = Heap::reserve(driver, group.rank(), group.world(), slot)?;
+        Ok(Self { heap, lanes, stride, text, allow_shared_device, on_device })
     }
 }
 
@@ -322,9 +344,9 @@ fn describe(stride: u64, lanes: &[LanePlacement]) -> String {
     text
 }
 
-fn visible_pids(peers: &crate::rendezvous::peers::Peers) -> Vec<Option<u32>> {
+fn visible_pids(peers: &Peers) -> Vec<Option<u32>> {
     let own = peers.hosts().get(peers.rank());
-    let visible = |host: &crate::rendezvous::identity::HostIdentity| {
+    let visible = |host: &HostIdentity| {
         (own.same_host(host) && own.pid_namespace == host.pid_namespace).then_some(host.pid)
     };
     (0..peers.world()).map(|rank| visible(peers.hosts().get(rank))).collect()

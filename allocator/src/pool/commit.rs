@@ -122,14 +122,13 @@ impl Pool {
                 self.rank()
             )));
         }
-        let committer =
+        let mut committer =
             CommitGuard { committer: lock(&self.0.committer), committing: &self.0.committing };
-        match &committer.broken {
-            Some(cause) => {
-                Err(cause.clone().context("this pool cannot commit any more; build a new one"))
-            }
-            None => Ok(committer),
+        if let Some(cause) = &committer.broken {
+            return Err(cause.clone().context("this pool cannot commit any more; build a new one"));
         }
+        committer.meet(&self.0.group, self.driver())?;
+        Ok(committer)
     }
 
     /// Whether a thread of this process commits now.

@@ -1,8 +1,10 @@
 //! The state of commits, of which one runs at a time: connections to the peers, and whether ranks are still alike.
 
-use crate::Error;
+use crate::driver::Driver;
 use crate::nccl::{Comm, Nccl, NcclWindow};
+use crate::rendezvous::handshake::{HandshakeConfig, HandshakeOptions, handshake};
 use crate::rendezvous::peers::Peers;
+use crate::{Error, Group, Result};
 
 /// A communicator of NCCL with which windows are registered.
 pub(super) struct Attached {
@@ -34,11 +36,35 @@ pub(super) struct Committer {
     pub(super) incomplete: Option<String>,
     /// NCCL communicators with which windows are registered.
     pub(super) nccl: Vec<Attached>,
+    /// What the ranks of a [nested](super::Pool::nested) pool compare when they first commit, for which they connect.
+    pub(super) unmet: Option<Unmet>,
+}
+
+/// This rank's part of a pool whose ranks have not met.
+pub(super) struct Unmet {
+    /// All settings that change placement (rule D8).
+    pub(super) text: String,
+    pub(super) allow_shared_device: bool,
 }
 
 impl Committer {
-    pub(super) fn new(peers: Peers) -> Self {
-        Self { peers, commits: 0, broken: None, incomplete: None, nccl: Vec::new() }
+    pub(super) fn new(peers: Peers, unmet: Option<Unmet>) -> Self {
+        Self { peers, commits: 0, broken: None, incomplete: None, nccl: Vec::new(), unmet }
+    }
+
+    /// Connects the ranks of a pool, where they have not met. If they cannot, no commit can succeed any more.
+    pub(super) fn meet(&mut self, group: &Group, driver: &Driver) -> Result<()> {
+        let Some(Unmet { text, allow_shared_device }) = self.unmet.take() else { return Ok(()) };
+        let terms = HandshakeConfig {
+            driver,
+            config_hash: *blake3::hash(text.as_bytes()).as_bytes(),
+            config_text: &text,
+            options: HandshakeOptions { allow_shared_device },
+            first_on_device: true,
+        };
+        let met = handshake(group, Ok(terms), group.deadline());
+        self.peers = met.inspect_err(|error| self.broken = Some(error.clone()))?;
+        Ok(())
     }
 
     /// Whether the ranks are alike, and can make more commits, as far as this rank knows.

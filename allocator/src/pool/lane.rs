@@ -64,6 +64,22 @@ impl Lane {
         self.place(bytes, align, stream, here())
     }
 
+    /// As [`alloc_bytes`](Self::alloc_bytes) on the default stream, for a block of which little may ever be used: in host
+    /// memory its pages come with their first accesses, and nobody asks whether there is memory for all of them.
+    #[track_caller]
+    pub fn alloc_sparsely(&self, bytes: usize, align: u64) -> Result<Block<u8>> {
+        let request = Request { bytes: bytes as u64, align, stream: Stream::DEFAULT, site: here() };
+        let placed = {
+            let LaneInner { state, memory } = &mut *self.0.lock()?;
+            memory.sparsely = true;
+            let placed = state.alloc(request, memory);
+            memory.sparsely = false;
+            placed
+        };
+        let Placed { key, offset, .. } = placed.map_err(|error| self.named(error))?;
+        Ok(Block::new(self.0.clone(), key, self.0.base + offset, bytes))
+    }
+
     /// As [`alloc_bytes`](Self::alloc_bytes), but never waits for a commit under way in another thread: that is
     /// [`Error::is_invalid_state`]. Any other failure makes a commit due, as [`note_failure`](Self::note_failure)
     /// does. For allocator hooks, whose callers hold locks and get no error message.

@@ -35,6 +35,9 @@ pub(crate) struct LaneMemory {
     base: u64,
     /// Whether pages of segments come with their first accesses, where the driver can.
     lazily: bool,
+    /// Whether far more memory is made than will be used: nobody asks whether there is so much. Set for the time of one
+    /// allocation.
+    pub(super) sparsely: bool,
     /// The allocations of segments in use, by segment counter.
     physical: BTreeMap<u64, Physical>,
     /// Counters of segments for which this rank found no memory, and which all ranks give up.
@@ -60,7 +63,19 @@ impl LaneMemory {
         handles: Option<Arc<EarlyHandles>>,
     ) -> Self {
         let (physical, early, pretended) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        Self { heap, base, lazily, physical, pretended, early, handles, shared_below: 0, due }
+        let (sparsely, shared_below) = (false, 0);
+        Self {
+            heap,
+            base,
+            lazily,
+            sparsely,
+            physical,
+            pretended,
+            early,
+            handles,
+            shared_below,
+            due,
+        }
     }
 
     /// The allocation behind a segment in use.
@@ -139,12 +154,13 @@ impl LaneMemory {
             self.heap.map(rank, self.base + step.to.offset, physical)?;
             done.push(Done::Moved(step.to.offset, step.to.bytes));
         }
-        if growth.new.len() > 1 {
+        if growth.new.len() > 1 && !self.sparsely {
             self.heap.driver().check_room(growth.new.iter().map(|new| new.bytes).sum())?;
         }
         for new in &growth.new {
             let driver = self.heap.driver();
             let physical = match self.lazily {
+                _ if self.sparsely => driver.create_sparsely(new.bytes)?,
                 true => driver.create_lazily(new.bytes)?,
                 false => driver.create(new.bytes)?,
             };

@@ -22,6 +22,7 @@
 //! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
 //! | `meeting` | ranks that wait for each other, of which any may leave again |
 //! | `nccl_windows` | registering windows with NCCL |
+//! | `nested` | pools of some of another pool's ranks, which are made without a word to the others |
 //! | `resync` | returning to a common state after a divergence |
 //! | `together` | one block on every rank, or on none, without a wait for devices |
 //! | `vote` | whether all ranks are ready for a step |
@@ -41,6 +42,7 @@ mod lane;
 mod lane_memory;
 mod meeting;
 mod nccl_windows;
+mod nested;
 mod on_device;
 mod resync;
 mod share;
@@ -65,6 +67,7 @@ use crate::driver::{DeviceIdentity, Driver, Stream};
 use crate::fork::Maker;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
+use crate::rendezvous::identity::HostIdentity;
 use crate::rendezvous::peers::PerRank;
 use crate::rendezvous::sockets::PeerSockets;
 use crate::store::Traffic;
@@ -93,6 +96,8 @@ pub struct Pool(Arc<Inner>);
 struct Inner {
     group: Group,
     heap: Arc<Heap>,
+    /// Where memory begins in each slot that belongs to no lane.
+    room: u64,
     /// In the order of the configuration; the control lane is last.
     lanes: Vec<Arc<SharedLane>>,
     /// Raised when a symmetric lane makes a commit due; a commit lowers it.
@@ -105,6 +110,7 @@ struct Inner {
     background: background::Background,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
+    hosts: PerRank<HostIdentity>,
     devices: PerRank<DeviceIdentity>,
     pids: Vec<Option<u32>>,
     /// See [`Pool::is_first_on_device`].

@@ -1,5 +1,6 @@
 //! Which process a rank is, on which machine, and whether handles can travel to it.
 
+use std::cell::RefCell;
 use std::fs;
 use std::path::Path;
 
@@ -35,11 +36,7 @@ pub(crate) struct HostIdentity {
 impl HostIdentity {
     /// The identity of this process.
     pub(crate) fn current() -> Result<Self> {
-        let boot_id = read("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
-        let stat = read("/proc/self/stat")?;
-        let start_time = start_time(&stat).ok_or_else(|| {
-            Error::system("reading this process's start time", "unexpected form of /proc/self/stat")
-        })?;
+        let Birth { boot_id, start_time, .. } = Birth::of_this_process()?;
         Ok(Self {
             boot_id,
             hostname: rustix::system::uname().nodename().to_string_lossy().into_owned(),
@@ -90,6 +87,33 @@ impl HostIdentity {
             ));
         }
         None
+    }
+}
+
+/// When a process began, which does not change.
+#[derive(Clone)]
+struct Birth {
+    pid: u32,
+    boot_id: String,
+    start_time: u64,
+}
+
+impl Birth {
+    /// Read once by each thread that asks: a forked child cannot find a lock held.
+    fn of_this_process() -> Result<Self> {
+        thread_local!(static READ: RefCell<Option<Birth>> = const { RefCell::new(None) });
+        let known = READ.with_borrow(Clone::clone);
+        if let Some(birth) = known.filter(|birth| birth.pid == std::process::id()) {
+            return Ok(birth);
+        }
+        let boot_id = read("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
+        let stat = read("/proc/self/stat")?;
+        let start_time = start_time(&stat).ok_or_else(|| {
+            Error::system("reading this process's start time", "unexpected form of /proc/self/stat")
+        })?;
+        let birth = Self { pid: std::process::id(), boot_id, start_time };
+        READ.set(Some(birth.clone()));
+        Ok(birth)
     }
 }
 

@@ -41,6 +41,11 @@ impl<T: Ord + Clone> PerRank<T> {
         &self.distinct[self.which[rank as usize] as usize]
     }
 
+    /// The values of some ranks, in that order. Panics when there is no such rank.
+    pub(crate) fn of(&self, ranks: &[u32]) -> Self {
+        Self::new(ranks.iter().map(|&rank| self.get(rank)))
+    }
+
     /// The values in rank order.
     pub(crate) fn iter(&self) -> impl ExactSizeIterator<Item = &T> {
         self.which.iter().map(|&at| &self.distinct[at as usize])
@@ -62,6 +67,18 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
+    /// Some ranks of another pool, in this order, which are not connected.
+    pub(crate) fn of_some(
+        rank: u32,
+        hosts: PerRank<HostIdentity>,
+        devices: PerRank<DeviceIdentity>,
+        topology: Topology,
+    ) -> Self {
+        let (transport, first_on_device) = (Transport::UnixSocket, true);
+        let (sockets, missed) = (None, None);
+        Self { rank, hosts, devices, first_on_device, transport, topology, sockets, missed }
+    }
+
     /// This process's rank.
     pub(crate) fn rank(&self) -> u32 {
         self.rank

@@ -10,7 +10,7 @@ use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 use super::choice::{Choices, device_names};
 use super::engine::AnyEngine;
 use super::peers::{self, still_there};
-use super::refusal::Shared;
+use super::refusal::{ControlMemory, Shared};
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::{RequestedName, STAGED, StandardCollective};
 use crate::cuda::{
@@ -19,6 +19,7 @@ use crate::cuda::{
 };
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
+use crate::host::nursery::Nursery;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostEngine, HostOptions};
 
 /// How long a rank that cannot make its communicator waits for the others. Those that are there come in less, and
@@ -45,23 +46,30 @@ impl Communicator {
             requested.and_then(RequestedName::id).unwrap_or_default()
         };
         let all_reduce = requested(StandardCollective::AllReduce).all_reduce().unwrap_or_default();
-        let all_to_all = match requested(StandardCollective::AllToAll) {
-            // In host memory that is what `lamport` stands for.
-            STAGED => AllToAllAlgorithm::Lamport,
-            id => id.all_to_all().unwrap_or_default(),
-        };
+        let all_to_all = choices.as_ref().map(all_to_all_of).unwrap_or_default();
         let valid = choices.as_ref().map(drop).map_err(Clone::clone);
         let valid = valid.and_then(|()| options.check(pool.world()));
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
-        let (engine, control, one_sided) = if pool.driver().as_cuda().is_some() {
+        if pool.driver().as_cuda().is_some() {
             let requested = valid.map(|()| all_reduce);
             let (engine, control) = Self::on_device(pool, options, &requested)?;
-            (engine, control, None)
-        } else {
-            Self::in_host_memory(pool, options, valid)?
-        };
-        let (choices, windows) = (choices?, pool.windows());
-        Ok(Self {
+            let made = Made { engine, control: ControlMemory::Block(control), one_sided: None };
+            return Ok(Self::of(pool, options, made, choices?));
+        }
+        let (made, nursery) = Self::in_host_memory(pool, options, valid)?;
+        Ok(Self { nursery, ..Self::of(pool, options, made, choices?) })
+    }
+
+    /// Of the parts that were made.
+    pub(super) fn of(
+        pool: &Pool,
+        options: &CommunicatorOptions,
+        made: Made,
+        choices: Choices,
+    ) -> Self {
+        let Made { engine, control, one_sided } = made;
+        let windows = pool.windows();
+        Self {
             pool: pool.clone(),
             timeout: Arc::clone(engine.timeout()),
             memory: Mutex::new(engine.memory(control.bytes())),
@@ -70,7 +78,8 @@ impl Communicator {
             mesh: options.links.as_ref().unwrap_or(pool.topology()).mesh(),
             shared: Arc::new(Shared::new(Inner { engine, choices, windows }, control)),
             one_sided,
-        })
+            nursery: None,
+        }
     }
 
     /// To be called instead of making a communicator where the caller has found its own options wrong: the other
@@ -89,7 +98,7 @@ impl Communicator {
         pool: &Pool,
         options: &CommunicatorOptions,
         valid: Result<()>,
-    ) -> Result<(AnyEngine, Block<u8>, Option<HostOneSided>)> {
+    ) -> Result<(Made, Option<Arc<Nursery>>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(
@@ -99,22 +108,17 @@ impl Communicator {
             )));
         }
         let alive = still_there(pool);
-        let spin = enough_for(&peers::pids(pool));
-        let engine_options = HostOptions {
-            timeout: options.timeout,
-            scratch_bytes: options.scratch_bytes,
-            spin: Some(spin),
-            links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
-            first_epoch: u64::from(options.first_epoch),
-            peer_alive: Some(Box::new(alive.clone())),
-            interrupted: pool.interrupt(),
-            all_to_all: options.all_to_all,
-        };
+        let engine_options = host_options(pool, options, alive.clone());
         let bytes = valid.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
         let zeroed = HostEngine::zeroed_bytes(pool.world(), &engine_options);
-        let zero = |block: &Block<u8>| block.write(&vec![0; zeroed? as usize]);
-        let mut one_sided = None;
-        let (engine, control) = Self::on_control_block(pool, bytes, zero, |control, _| {
+        let (mut one_sided, mut nursery) = (None, None);
+        let prepare = |block: &Block<u8>| {
+            if options.serves_subgroups && pool.world() > 1 {
+                nursery = Some(Nursery::allocate(&pool.lane(CONTROL_LANE)?)?);
+            }
+            block.write(&vec![0; zeroed? as usize])
+        };
+        let (engine, control) = Self::on_control_block(pool, bytes, prepare, |control, _| {
             let (offset, bytes) = (control.offset(), control.bytes());
             // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its
             // own before the commit, which all have passed; its place is given to nobody else
@@ -125,7 +129,8 @@ impl Communicator {
             one_sided = Some(unsafe { engine.one_sided(Box::new(alive)) });
             Ok(AnyEngine::Host(Box::new(engine)))
         })?;
-        Ok((engine, control, one_sided))
+        let made = Made { engine, control: ControlMemory::Block(control), one_sided };
+        Ok((made, nursery.map(|block| Nursery::new(pool, block))))
     }
 
     fn on_device(
@@ -194,6 +199,41 @@ impl Communicator {
                 Err(error)
             }
         }
+    }
+}
+
+/// The parts of a communicator that was made.
+pub(super) struct Made {
+    pub(super) engine: AnyEngine,
+    pub(super) control: ControlMemory,
+    pub(super) one_sided: Option<HostOneSided>,
+}
+
+/// The algorithm of all-to-alls that is requested.
+pub(super) fn all_to_all_of(choices: &Choices) -> AllToAllAlgorithm {
+    let requested = choices.requested(StandardCollective::AllToAll);
+    match requested.and_then(RequestedName::id).unwrap_or_default() {
+        // In host memory that is what `lamport` stands for.
+        STAGED => AllToAllAlgorithm::Lamport,
+        id => id.all_to_all().unwrap_or_default(),
+    }
+}
+
+/// How the engine of a communicator in host memory behaves.
+pub(super) fn host_options(
+    pool: &Pool,
+    options: &CommunicatorOptions,
+    alive: impl Fn(u32) -> bool + Send + 'static,
+) -> HostOptions {
+    HostOptions {
+        timeout: options.timeout,
+        scratch_bytes: options.scratch_bytes,
+        spin: Some(enough_for(&peers::pids(pool))),
+        links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
+        first_epoch: u64::from(options.first_epoch),
+        peer_alive: Some(Box::new(alive)),
+        interrupted: pool.interrupt(),
+        all_to_all: options.all_to_all,
     }
 }
 

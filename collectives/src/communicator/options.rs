@@ -83,6 +83,9 @@ pub struct CommunicatorOptions {
     /// The number of the first call, 1 or more. Default 1; larger ones serve to test what happens when
     /// numbers overflow.
     pub first_epoch: u32,
+    /// In host memory: takes memory, of which a page is used at first, so that ranks of this communicator make communicators
+    /// of some of them without a meeting ([`Communicator::offer`]). Default false. The same on every rank.
+    pub serves_subgroups: bool,
     /// How the ranks are linked, to try out another topology than the pool's. In host memory all-reduces on a
     /// hybrid cube mesh move data over direct links only ([`AllReduceAlgorithm::CubeMesh`]); on devices LL128
     /// ([`AllReduceAlgorithm::OneShotLl128`]) is for ranks that are all linked directly. Other collectives
@@ -108,6 +111,7 @@ impl Default for CommunicatorOptions {
             sm_budget: None,
             beside_compute: false,
             first_epoch: 1,
+            serves_subgroups: false,
             links: None,
         }
     }

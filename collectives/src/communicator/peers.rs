@@ -8,6 +8,8 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open, test_kill_process};
 use symmpool_allocator::Pool;
 
+use crate::host::nursery::NestedMemory;
+
 /// Each other rank's process, where this one can see it.
 pub(super) fn pids(pool: &Pool) -> Vec<Option<Pid>> {
     let pid = |rank| (rank != pool.rank()).then(|| number(pool.peer_pid(rank)?)).flatten();
@@ -27,6 +29,15 @@ pub(super) fn still_there(pool: &Pool) -> impl Fn(u32) -> bool + Clone + Send + 
     let (processes, pool) = (Arc::new(Processes::of(pool)), pool.clone());
     // A rank that dropped its pool has no communicator either, as a communicator keeps its pool.
     move |rank| processes.alive(rank) && !pool.has_left(rank)
+}
+
+/// As [`still_there`], for the ranks of a nested pool: one that has no communicator has let go of its memory.
+pub(super) fn still_nested(
+    pool: &Pool,
+    memory: Arc<NestedMemory>,
+) -> impl Fn(u32) -> bool + Clone + Send + Sync + 'static {
+    let there = still_there(pool);
+    move |rank| there(rank) && !memory.has_left(rank)
 }
 
 enum Process {

@@ -13,6 +13,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
 use super::{Communicator, Inner};
 use crate::engine::FailureHandle;
+use crate::host::nursery::NestedMemory;
 
 /// How long a rank that declines a call waits for the commit before it. It takes less if the other ranks are in
 /// the commit too, and then everything is as after any other call.
@@ -30,17 +31,40 @@ pub(super) struct Shared {
     memory: EngineMemory,
 }
 
+/// Where an engine's control block lies.
+pub(super) enum ControlMemory {
+    Block(Block<u8>),
+    /// In the memory of a communicator of more ranks.
+    Nested(Arc<NestedMemory>),
+}
+
+impl ControlMemory {
+    fn offset(&self) -> u64 {
+        match self {
+            Self::Block(block) => block.offset(),
+            Self::Nested(memory) => memory.offset(),
+        }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Self::Block(block) => block.bytes(),
+            Self::Nested(memory) => memory.bytes(),
+        }
+    }
+}
+
 /// An engine's memory.
 struct EngineMemory {
     /// `None` only while dropping.
-    control: Option<Block<u8>>,
+    control: Option<ControlMemory>,
     /// What that has grown by.
     grown: OnceLock<Block<u8>>,
     failure: Arc<dyn FailureHandle>,
 }
 
 impl Shared {
-    pub(super) fn new(inner: Inner, control: Block<u8>) -> Self {
+    pub(super) fn new(inner: Inner, control: ControlMemory) -> Self {
         let failure = inner.engine.failure_handle();
         let memory = EngineMemory {
             control: Some(control),
@@ -62,8 +86,20 @@ impl Shared {
 
     /// Where in a rank's slot the engine's memory lies: where each block begins, and how many bytes it has.
     pub(super) fn memory(&self) -> impl Iterator<Item = (u64, u64)> {
-        let blocks = self.memory.control.iter().chain(self.memory.grown.get());
-        blocks.map(|block| (block.offset(), block.bytes()))
+        let control = self.memory.control.iter().map(|control| (control.offset(), control.bytes()));
+        control.chain(self.memory.grown.get().map(|block| (block.offset(), block.bytes())))
+    }
+
+    /// See [`Communicator::is_nested`].
+    pub(super) fn is_nested(&self) -> bool {
+        matches!(&self.memory.control, Some(ControlMemory::Nested(_)))
+    }
+
+    /// See [`Communicator::all_are_here`].
+    pub(super) fn take_entry_back(&self) {
+        if let Some(ControlMemory::Nested(memory)) = &self.memory.control {
+            memory.take_entry_back();
+        }
     }
 
     /// Keeps the block that the engine's memory has grown by, which it does once.
@@ -208,7 +244,12 @@ impl Drop for EngineMemory {
     /// the pool.
     fn drop(&mut self) {
         let leaks = self.failure.leaks();
-        for block in self.control.take().into_iter().chain(self.grown.take()) {
+        let control = match self.control.take() {
+            Some(ControlMemory::Block(block)) => Some(block),
+            // Says to the other ranks by itself that this one has let go of it.
+            Some(ControlMemory::Nested(_)) | None => None,
+        };
+        for block in control.into_iter().chain(self.grown.take()) {
             if leaks {
                 std::mem::forget(block);
                 continue;

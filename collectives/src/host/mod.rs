@@ -8,6 +8,7 @@
 //! | `kernels` | the loops over memory: reductions and copies |
 //! | `engine` | one rank's side of a communicator: its state, and the phases of a call: handshake and steps |
 //! | `ops` | the collectives and the other operations, one file or folder each |
+//! | `nursery` | memory from which communicators of some ranks are made |
 //! | `mailbox` | point-to-point messages of pairs of ranks, which need no communicator |
 //! | `interface` | all of it as an `Engine` |
 
@@ -16,12 +17,14 @@ mod interface;
 pub(crate) mod kernels;
 mod layout;
 mod mailbox;
+pub(crate) mod nursery;
 mod ops;
 mod wait;
 
 pub use engine::HostEngine;
 pub use engine::options::HostOptions;
 pub use mailbox::{Mailbox, Operation};
+pub use nursery::{Arrivals, GroupKey};
 pub(crate) use ops::calls::expect_length;
 pub(crate) use ops::one_sided::{HostChannels, HostOneSided};
 pub(crate) use wait::cores;

@@ -99,7 +99,7 @@ class CommunicatorCache:
     def remember(self, key: Any, device: int, entry: CommunicatorEntry) -> None:
         """Calls on the group find the entry by the group's id, where no second pool could be meant."""
         with self._lock:
-            if len(_pools_on(key, device)) < 2:
+            if len(pools_on(key, device)) < 2:
                 at = id(key)
                 self._references[device, at] = weakref.ref(key, lambda _: self._drop(device, at))
                 self.looked_up.setdefault(device, {})[at] = entry
@@ -234,7 +234,7 @@ def look_up(
         # As `shutdown` of our own backend does; groups of torch's other backends do not call us at their end.
         end(key, False)
         raise
-    pools = _pools_on(key, device)
+    pools = pools_on(key, device)
     if len(pools) > 1 and tensor is not None:
         holding = next((pool for pool in pools if pool.holds(tensor)), None)
         if holding is not None:
@@ -274,7 +274,8 @@ def _key_of(group: Any, tensor: Any) -> Any:
         ) from error
 
 
-def _pools_on(key: Any, device: int) -> list[Pool]:
+def pools_on(key: Any, device: int) -> list[Pool]:
+    """The pools on a group and a device, in the order they were made."""
     name = name_of(device)
     return [pool for pool in pool_registry.pools_of(key) if pool.device == name]
 
@@ -289,14 +290,15 @@ def _made_on_group(key: Any, device: int) -> CommunicatorEntry:
 def _make_on_group(key: Any, device: int) -> tuple[Pool, CommunicatorEntry]:
     """Makes what serves a group on a device: on its first pool there, or on a new one. A new pool on which
     no communicator could be made is forgotten, so that the next call begins anew."""
-    pools = _pools_on(key, device)
+    pools = pools_on(key, device)
     if pools:
         pool, entry = pools[0], _made_on_pool(pools[0])
     else:
         with cache.lock_for(key):
             pool = Pool(key, name_of(device), stride=_CPU_STRIDE if device < 0 else _CUDA_STRIDE)
         try:
-            entry = _made_on_pool(pool)
+            serves = device < 0 and getattr(key, "serves_subgroups", False)
+            entry = _made_on_pool(pool, serves)
         except BaseException:
             pool_registry.withdraw(pool, key)
             raise
@@ -313,7 +315,7 @@ def _on_pool(pool: Pool, call: first_call.Call | None) -> CommunicatorEntry:
     return _made_on_pool(pool)
 
 
-def _made_on_pool(pool: Pool) -> CommunicatorEntry:
+def _made_on_pool(pool: Pool, serves_subgroups: bool = False) -> CommunicatorEntry:
     """A pool's communicator, made by one thread if need be."""
     entry = cache.of_pool(pool)
     if entry is None:
@@ -321,7 +323,7 @@ def _made_on_pool(pool: Pool) -> CommunicatorEntry:
             entry = cache.of_pool(pool)
             if entry is None:
                 try:
-                    entry = CommunicatorEntry(pool)
+                    entry = CommunicatorEntry(pool, serves_subgroups=serves_subgroups)
                 except TimeoutError as error:
                     name_pool(pool, error)
                     raise

@@ -34,13 +34,11 @@ class CommunicatorEntry:
         "__weakref__",
     )
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, made: Communicator | None = None, serves_subgroups: bool = False):
+        """With `made`, the communicator is that one. With `serves_subgroups`, ranks make communicators of
+        some of them in the memory of the one that is made."""
         self.device = number_of(pool.device)
-        options = sm_budget.options(pool)
-        sm_budget.share_with_other_groups(self.device)
-        timeout = pool_registry.timeout_of(pool)
-        # A program may have many groups, most of which make small calls only.
-        self.public = Communicator(pool, timeout=timeout, device_memory_grows=True, **options)
+        self.public = self._make(pool, serves_subgroups) if made is None else made
         # Module-level calls say to autograd themselves what they write to. On the backend torch decides that.
         self.comm = self.public._unseen()
         self._pool = weakref.ref(pool)
@@ -55,6 +53,20 @@ class CommunicatorEntry:
         # Where torch has the process group that the pool is on, for as long as it is not destroyed.
         self.registered: Any = None
         forks.renew_in_children(self)
+
+    def _make(self, pool: Pool, serves_subgroups: bool) -> Communicator:
+        options = sm_budget.options(pool)
+        sm_budget.share_with_other_groups(self.device)
+        timeout = pool_registry.timeout_of(pool)
+        # A program may have many groups, most of which make small calls only.
+        options["device_memory_grows"] = True
+        # No part of the signature that programs see.
+        options["_serves_subgroups"] = serves_subgroups
+        return Communicator(pool, timeout=timeout, **options)
+
+    def pool(self) -> Pool | None:
+        """The pool of the communicator, if it is there."""
+        return self._pool()
 
     def forked(self) -> None:
         """In a forked child, which does not wait for what its parent has begun."""

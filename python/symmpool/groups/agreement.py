@@ -14,7 +14,7 @@ _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # And in which runs of the ranks: to find out takes a round trip to the store.
 _runs: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 # The rank and its run, by stores of which that is known.
-_known: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, tuple[int, int | str]] = weakref.WeakKeyDictionary()
 
 
 def know_run(run: RunOfStore) -> None:
@@ -30,6 +30,14 @@ def announce(group: Any, what: str) -> str:
     if world > 1:
         _adapter(store).announce(key, rank, world, b"")
     return key
+
+
+def has_announced(group: Any, what: str, ranks: list[int]) -> bool:
+    """Whether one of these ranks has announced what this rank would announce next, or has come to an
+    agreement on it."""
+    rank, _, store = member_of(distributed(), group)
+    key = f"agree/{what}/{_agreements.get(store, 0) + 1}"
+    return _adapter(store).has_parts(key, rank, ranks)
 
 
 def check_all_came(group: Any, key: str, waited: float, to: str) -> None:
@@ -72,6 +80,12 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
             raise
         raise _absent(group, error.ranks, f"rank {rank} of {world}", seconds, to) from None
     return {rank: said.decode("utf-8", "replace") for rank, said in enumerate(answers) if said}
+
+
+def absent(group: Any, ranks: tuple[int, ...], seconds: float, to: str) -> TimeoutError:
+    """The error of this rank, which has waited in vain for some ranks that do not come `to` something."""
+    rank, world, _ = member_of(distributed(), group)
+    return _absent(group, ranks, f"rank {rank} of {world}", seconds, to)
 
 
 def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: str) -> TimeoutError:

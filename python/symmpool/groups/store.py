@@ -36,14 +36,14 @@ HEADER = 4
 class RunOfStore:
     """A store, for a rank that knows which run of it this is: it asks the store less often."""
 
-    def __init__(self, store: Any, rank: int, run: int):
+    def __init__(self, store: Any, rank: int, run: int | str):
         self.store, self.rank, self.run = store, rank, run
 
 
 class StoreAdapter:
     """A store with the methods that the binding calls. Values are bytes, times are seconds."""
 
-    def __init__(self, store: Any, runs: dict[int, int] | None = None):
+    def __init__(self, store: Any, runs: dict[int, int | str] | None = None):
         """With `runs`, several objects take part in the same ones."""
         # Which run of a rank this is; a rank of a group takes part under one number.
         self._runs = {} if runs is None else runs
@@ -113,6 +113,12 @@ class StoreAdapter:
     def announce(self, key: str, rank: int, world: int, value: bytes) -> None:
         """Does what a gather does before it waits. `all_gather` does that again, and waits."""
         self._publish(self._here(), key, rank, world, value)
+
+    def has_parts(self, key: str, rank: int, ranks: list[int]) -> bool:
+        """Whether one of these ranks has its part of a gather here. `rank` is this one, whose run is
+        known."""
+        store, prefix = self._here(), self._key(f"{self._runs[rank]}/{key}")
+        return any(self._call(store.check, [f"{prefix}/{peer}"]) for peer in ranks)
 
     def _publish(self, store: Any, key: str, rank: int, world: int, value: bytes) -> str:
         """Publishes this rank's part of a gather, and returns what keys of all parts begin with."""

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from symmpool.communicators import forks, sm_budget
-from symmpool.errors import InvalidStateError, UnsupportedError
+from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
 from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of
 from symmpool.groups.store import own_connection
 from symmpool.torch_backend import allocation
@@ -69,6 +71,34 @@ _Gloo = _in_group(dist.ProcessGroupGloo) if dist.is_gloo_available() else None
 _Nccl = _in_group(dist.ProcessGroupNCCL) if dist.is_nccl_available() else None
 
 
+def _later(kind: Any) -> Any:
+    """A class of gloo's backends that stand for one which is made later: alone, so that nobody meets. Their
+    calls go to that one."""
+
+    def passing(name: str) -> Any:
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            there = _alive(self.group())._fallbacks.group._get_backend(torch.device("cpu"))
+            return getattr(there, name)(*arguments, **options)
+
+        call.__name__ = name
+        return call
+
+    calls = [name for name in _CALLS if hasattr(kind, name)]
+    methods: dict[str, Any] = {name: passing(name) for name in calls}
+    methods["rank"] = lambda self: _alive(self.group()).rank()
+    methods["size"] = lambda self: _alive(self.group()).size()
+    return type(kind.__name__, (kind,), methods)
+
+
+# Calls of backends in which ranks talk to each other.
+_CALLS = (
+    "broadcast allreduce allreduce_sparse allreduce_coalesced reduce allgather _allgather_base alltoall_base "
+    "allgather_coalesced allgather_into_tensor_coalesced gather scatter reduce_scatter _reduce_scatter_base "
+    "reduce_scatter_tensor_coalesced alltoall send recv recv_anysource barrier monitored_barrier"
+).split()
+_Later = _later(_Gloo) if _Gloo is not None else None
+
+
 @functools.cache
 def _gloo_devices(process: int, interfaces: str | None) -> list[Any]:
     """What gloo's connections are made by: a thread, a listening socket and what the thread waits for. All
@@ -79,12 +109,12 @@ def _gloo_devices(process: int, interfaces: str | None) -> list[Any]:
     return [kind.create_device(interface=name) for name in interfaces.split(",")]
 
 
-def _gloo_options(timeout: Any) -> Any:
+def _gloo_options(timeout: Any, threads: int | None = None) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
     # As torch has it where it makes the devices.
-    options._threads = 2 * len(options._devices)
+    options._threads = threads or 2 * len(options._devices)
     options._timeout = timeout
     return options
 
@@ -106,27 +136,40 @@ def _alive(method: Any) -> Any:
 class FallbackBackends:
     """The fallback backends of one group of ours, which meet in stores of their own within the group's.
 
-    `names` are the backends' names by kind of device. `group` is a process group of torch's own class on the
-    same backends: its calls do not come back to our class. `channels` are the ways of NCCL from one rank to
+    `names` are the backends' names by kind of device. `channels` are the ways of NCCL from one rank to
     another."""
 
-    def __init__(self, group: Any, store: Any, timeout: Any, options: Any, publish: Callable[[Any], None]):
+    def __init__(
+        self,
+        group: Any,
+        store: Any,
+        timeout: Any,
+        options: Any,
+        publish: Callable[[Any], None],
+        run: str | None = None,
+    ):
         """`options` are NCCL's. `publish` takes `meeting` before ranks meet: what a rank publishes there is
-        known to all ranks behind gloo's meeting."""
+        known to all ranks behind gloo's meeting. With `run`, which has been agreed on, nobody meets before a
+        call needs gloo, on machines without CUDA."""
         self._store, self._place, self._options = store, (group.rank(), group.size()), options
         self._timeout = timeout
         # A weak reference: a group that the program lets go of is to go at once, with its store.
         connected = weakref.WeakMethod(self._connected)
         self.channels = NcclChannels(lambda *which: _alive(connected())(*which))
+        self._is_later = run is not None
+        # Held by the thread that makes gloo later.
+        self._lock = threading.Lock()
         # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
         # the addresses of the last one's backends.
         count = f"symmpool/backend/{group.rank()}"
-        self.run = store.add(count, 1)
+        self.run = store.add(count, 1) if run is None else run
         kinds = dist.ProcessGroup.BackendType
-        found = []
+        found: list[tuple[str, Any, Any]] = []
         try:
             publish(self.meeting)
-            if _Gloo is not None:
+            if self._is_later:
+                found.append(("cpu", kinds.GLOO, _Later(dist.HashStore(), 0, 1, _gloo_options(timeout, 1))))
+            elif _Gloo is not None:
                 gloo = _Gloo(self.meeting("gloo", store), *self._place, _gloo_options(timeout))
                 found.append(("cpu", kinds.GLOO, gloo))
             if not torch.cuda.is_available():
@@ -137,22 +180,79 @@ class FallbackBackends:
                 found.append(("cuda", kinds.NCCL, self._nccl(timeout)))
         except BaseException:
             # So that a second try meets the ranks that have not been here yet.
-            with contextlib.suppress(Exception):
-                store.add(count, -1)
+            if run is None:
+                with contextlib.suppress(Exception):
+                    store.add(count, -1)
             raise
         # Kept, or torch would find plain backends of its own in their place.
         self._backends = [backend for *_, backend in found]
         for backend in self._backends:
             backend.group = weakref.ref(group)
         self.names = {device: kind.name.lower() for device, kind, _ in found}
-        self.group = _registered(dist.ProcessGroup(store, *self._place), found)
+        # `None` where gloo is made later.
+        self._group = None if self._is_later else _registered(dist.ProcessGroup(store, *self._place), found)
         _registered(group, found)
         forks.renew_in_children(self)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """A process group of torch's own class on the same backends: its calls do not come back to our class.
+        To be asked for by calls that all ranks of the group make, as gloo may be made now, in which they
+        meet."""
+        if self._group is None:
+            with self._lock:
+                if self._group is None:
+                    self._group = self._make_gloo()
+        return self._group
+
+    @property
+    def is_made(self) -> bool:
+        """Whether `group` is there."""
+        return self._group is not None
+
+    def make_gloo_for_monitored_barrier(self, limit: datetime.timedelta) -> None:
+        """Makes `group` within the barrier's time. Raises, if ranks do not come, what gloo's barrier
+        would."""
+        if self._group is not None:
+            return
+        with self._lock:
+            if self._group is None:
+                try:
+                    self._group = self._make_gloo(max(limit, datetime.timedelta(milliseconds=1)))
+                except TimeoutError as error:
+                    # Of the class that gloo's is.
+                    raise RuntimeError(
+                        f"symmpool: Rank {self._place[0]} timed out in monitoredBarrier after "
+                        f"{limit.total_seconds() * 1e3:.0f} ms, in which not all ranks of the group came"
+                    ) from error
+
+    def _make_gloo(self, limit: datetime.timedelta | None = None) -> dist.ProcessGroup:
+        """Has the ranks meet for gloo, within the group's timeout or another limit."""
+        store, options = self.meeting("gloo"), _gloo_options(limit or self._timeout)
+        usual = store.timeout
+        if limit is not None:
+            # Gloo waits for the others' addresses as long as the store does.
+            store.set_timeout(limit)
+        try:
+            gloo = dist.ProcessGroupGloo(store, *self._place, options)
+        except RuntimeError as error:
+            raise TimeoutError(
+                f"symmpool: rank {self._place[0]} of {self._place[1]} waited for the other ranks in the "
+                f"group's first call that gloo carries: {str(error).partition(chr(10))[0]}"
+            ) from error
+        finally:
+            if limit is not None:
+                store.set_timeout(usual)
+        if limit is not None:
+            gloo._set_default_timeout(self._timeout)
+        self._backends.append(gloo)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        return _registered(dist.ProcessGroup(self._store, *self._place), [("cpu", kind, gloo)])
 
     def forked(self) -> None:
         """In a forked child, where the end of such a backend would wait for threads that its parent has: they
         stay for as long as the child lives."""
-        for each in (self.group, *self._backends):
+        for each in (self._group, *self._backends):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
     def meeting(self, name: str, store: Any = None) -> Any:
@@ -206,13 +306,22 @@ class FallbackBackends:
     def timeout_is(self, timeout: Any) -> None:
         """Passes a new timeout on to the backends that torch does not know of."""
         self._timeout = timeout
+        if self._is_later and self._group is not None:
+            self._backends[-1]._set_default_timeout(timeout)
         for group in self.channels.groups():
             group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
         """As the group's own, for the backends that torch does not know of."""
         self.channels.shutdown(seconds_of(self._timeout) or DEFAULT_TIMEOUT)
+        self._end_gloo("shutdown")
 
     def abort(self) -> None:
         """As `shutdown`."""
         self.channels.abort()
+        self._end_gloo("abort")
+
+    def _end_gloo(self, how: str) -> None:
+        """Gloo that was made later is no backend of the group that torch knows."""
+        if self._is_later and self._group is not None:
+            getattr(self._backends[-1], how)()

@@ -79,17 +79,18 @@ class HostMessages:
     def _keys(self) -> list[str]:
         return [str(rank) for rank in range(self._size)]
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether a group of some of these ranks needs no gloo for its messages: the ranks share memory, so
+        mailboxes carry them. Known to all ranks alike, once the group has met."""
+        return self._size > 1 and self._addresses is not None and self.meet()
+
     def fits(self, tensors: list[torch.Tensor], peer: int | None, tag: int) -> bool:
         """Whether such calls are for mailboxes. Both ranks answer alike."""
         if len(tensors) != 1 or tag < 0:
             return False
         tensor = tensors[0]
-        return (
-            tensor.is_cpu
-            and tensor.layout is _strided
-            and not tensor.is_quantized
-            and (peer is None or 0 <= peer < self._size)
-        )
+        return tensor.is_cpu and tensor.layout is _strided and (peer is None or 0 <= peer < self._size)
 
     def meet(self) -> bool:
         """Finds out whether the mailbox carries messages, by what all ranks have published."""

@@ -55,10 +55,10 @@ from symmpool._symmpool import Group, share_sms
 from symmpool.collectives import layout, plans, reductions
 from symmpool.collectives.reductions import operation
 from symmpool.communicators import cache
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, UnsupportedError
 from symmpool.groups import agreement, process_groups, resolution
 from symmpool.groups.store import RunOfStore
-from symmpool.torch_backend import allocation, fsdp, teardown
+from symmpool.torch_backend import allocation, fsdp, subgroups, teardown
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.fallback import FallbackBackends
 from symmpool.torch_backend.mailbox import HostMessages
@@ -85,7 +85,10 @@ _SMALL_KEPT = 256
 class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     """A process group whose collectives are ours where they serve."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Any = None):
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: Any, options: Any = None, name: str | None = None
+    ):
+        """`name` is torch's for the group, where it has one."""
         try:
             super().__init__(store, rank, size)
         except TypeError:
@@ -96,12 +99,14 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         self._rank, self._size = rank, size
         seconds = process_groups.seconds_of(timeout) or process_groups.DEFAULT_TIMEOUT
         self._messages = HostMessages(rank, size, seconds)
-        self._fallbacks = FallbackBackends(self, store, timeout, options, self._messages.publish)
-        self._messages.read()
+        self.within, run = subgroups.run_within(name)
+        self._fallbacks = FallbackBackends(self, store, timeout, options, self._messages.publish, run)
+        if run is None:
+            self._messages.read()
         self._run_of_store = RunOfStore(store, rank, self._fallbacks.run)
         agreement.know_run(self._run_of_store)
         self.begin_anew(seconds)
-        self._names, self._rest = self._fallbacks.names, self._fallbacks.group
+        self._names = self._fallbacks.names
         self._p2p = PointToPoint(rank, size, self._fallbacks.begin)
         self._served = ServedDevices(seconds, self._p2p)
         # A Work has a C++ and a Python half, and C++ code that keeps a Work keeps its C++ half alone. Once
@@ -111,6 +116,16 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         fsdp.use_windows(_has_windows)
         # Work of calls that were begun between `_start_coalescing` and `_end_coalescing`.
         self._batch: list[Any] | None = None
+
+    @property
+    def _rest(self) -> dist.ProcessGroup:
+        """What makes the calls that ours does not. Asked for by calls that all ranks make."""
+        return self._fallbacks.group
+
+    @property
+    def serves_subgroups(self) -> bool:
+        """Whether other groups' communicators are made in the memory of this one's, on the CPU."""
+        return subgroups.is_default(self)
 
     def begin_anew(self, seconds: float | None = None) -> None:
         """Has the ranks meet as in a new group: at first, and where a rank has waited for others in vain."""
@@ -369,6 +384,13 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
     ) -> dist.Work:
         """A message that a fallback backend carries. Gloo's are bytes, which are found by their tag: with the
         elements' type in it, a message of another type is none that was waited for."""
+        if not self._fallbacks.is_made:
+            raise UnsupportedError(
+                f"symmpool: {method} on rank {self._rank} {between}, tag {tag}: messages of a group within "
+                "the default one are single tensors of the CPU, strided ones, with a tag of 0 or more, and "
+                "the process needs a mailbox (a warning says why it has none); make the group with "
+                "new_group(backend='gloo')"
+            )
         if len(tensors) != 1 or self._names.get(tensors[0].device.type) != "gloo":
             return self._pass(method, method, tensors, *peer, tag)
         name = str(tensors[0].dtype).removeprefix("torch.")
@@ -487,6 +509,21 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         # This thread waits too, as in NCCL's barrier.
         entry.comm.synchronize()
         return DoneWork([], device)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """As gloo's, which carries it, and is made by it if need be."""
+        self._note_fallback("monitored_barrier", None)
+        limit = self._timeout if timeout is None else timeout
+        self._fallbacks.make_gloo_for_monitored_barrier(limit)
+        self._rest.monitored_barrier(limit, wait_all_ranks)
+
+    def split_group(self, *arguments: Any, **options: Any) -> Any:
+        """As that of a group on the fallback backends."""
+        return self._rest.split_group(*arguments, **options)
+
+    def merge_remote_group(self, *arguments: Any, **options: Any) -> Any:
+        """As `split_group`."""
+        return self._rest.merge_remote_group(*arguments, **options)
 
 
 def _has_windows(group: Any, device: Any) -> bool:

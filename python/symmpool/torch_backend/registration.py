@@ -21,8 +21,9 @@ def create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
             f"{torch.__version__}, whose DDP and functional collectives wait for ever for a backend written "
             "in Python; symmpool.all_reduce and its like work on groups of gloo and NCCL"
         )
+    place = (options.group_rank, options.group_size)
     return SymmpoolProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, backend_options
+        options.store, *place, options.timeout, backend_options, name=options.group_id
     )
 
 

@@ -11,6 +11,7 @@ from symmpool.communicators import cache, forks
 from symmpool.communicators.entry import explainer
 from symmpool.errors import Error, TimeoutError
 from symmpool.groups import agreement, process_groups, refusals, resolution
+from symmpool.torch_backend import subgroups
 
 __all__ = ["NAME", "ServedDevices", "number_of"]
 
@@ -101,6 +102,8 @@ class ServedDevices:
         # absent, and nobody waits for it again. On the CPU the ranks meet for the pool at once, and look who
         # came here if that takes too long: a round trip to the store is much of what a first call takes.
         here = f"backend/{kind}/here"
+        if kind == "cpu" and subgroups.make(group, here, self.seconds, first):
+            return True
         announced = agreement.announce(group, here) if kind == "cpu" else None
         if announced is None:
             agreement.agree(group, here, None, self.seconds, first)

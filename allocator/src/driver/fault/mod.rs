@@ -121,6 +121,10 @@ unsafe impl DriverWrapper for FaultDriver {
         self.at(Point::Call(Call::Create), |inner| inner.create_lazily(bytes))
     }
 
+    fn create_sparsely(&self, bytes: u64) -> Result<Physical> {
+        self.at(Point::Call(Call::Create), |inner| inner.create_sparsely(bytes))
+    }
+
     fn export(&self, physical: &Physical) -> Result<Exported> {
         self.at(Point::Call(Call::Export), |inner| inner.export(physical))
     }
@@ -141,6 +145,20 @@ unsafe impl DriverWrapper for FaultDriver {
         physicals: &[Physical],
     ) -> Result<()> {
         map_one_by_one(self, reservation, offset, physicals)
+    }
+
+    unsafe fn map_again(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        from: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        let again = |inner: &Driver| {
+            // SAFETY: the caller's promise.
+            unsafe { inner.map_again(reservation, offset, from, bytes) }
+        };
+        self.at(Point::Call(Call::Map), again)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {

@@ -209,6 +209,13 @@ unsafe impl MemoryDriver for HostDriver {
         Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
     }
 
+    fn create_sparsely(&self, bytes: u64) -> Result<Physical> {
+        check_size("a segment", bytes, GRANULARITY)?;
+        let unchecked = HostOptions { check_available: false, ..self.options };
+        let fd = memfd::create_lazily(bytes, &unchecked)?;
+        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
+    }
+
     fn export(&self, physical: &Physical) -> Result<Exported> {
         let fd = find(&mut lock(&self.segments), physical)?.fd.clone();
         Ok(Exported::Fd(memfd::duplicate(fd.as_fd())?))
@@ -241,6 +248,20 @@ unsafe impl MemoryDriver for HostDriver {
             }
         }
         mapped
+    }
+
+    unsafe fn map_again(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        from: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        self.mappings.map(reservation, offset, bytes, || {
+            // SAFETY: the caller's promise for what is mapped already; the reservation is live and nothing is mapped in
+            // this part of it, which is this thread's to change until this returns.
+            unsafe { space::map_again(from, reservation.base() + offset, bytes) }
+        })
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {

@@ -108,6 +108,24 @@ pub(super) unsafe fn relocate(from: u64, to: u64, bytes: u64) -> Result<()> {
     }
 }
 
+/// Maps what [`map`] has mapped at `from` a second time, at `to`. Both ranges have the same pages from then on.
+///
+/// # Safety
+///
+/// In `[from, from + bytes)` one segment is mapped; for `[to, to + bytes)` holds what [`map`] asks.
+pub(super) unsafe fn map_again(from: u64, to: u64, bytes: u64) -> Result<()> {
+    let (old, new, length) = (from as *mut c_void, to as *mut c_void, bytes as usize);
+    // SAFETY: an old length of 0 leaves the old range as it is, and maps shared pages once more; what is replaced at the
+    // new one is inaccessible memory of a reservation that is ours.
+    match unsafe { rustix::mm::mremap_fixed(old, 0, length, MremapFlags::MAYMOVE, new) } {
+        Ok(_) => Ok(()),
+        Err(cause) => {
+            close_gap(new, length);
+            Err(mapping_failed(bytes, cause))
+        }
+    }
+}
+
 /// Called after a failed change of `[at, at + length)`, part of a reservation: if the kernel has already
 /// removed the old pages, closes the gap before those addresses are given to somebody else.
 fn close_gap(at: *mut c_void, length: usize) {
