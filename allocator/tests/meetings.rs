@@ -1,7 +1,8 @@
 //! Ranks that wait for each other on the host (`Pool::meet`), over sockets and through a store. Ranks are threads of one process.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::lane::LaneConfig;
@@ -190,4 +191,64 @@ fn an_interrupt_ends_the_wait_and_others_are_told() {
     for error in &errors[1..] {
         assert!(error.is_peer_lost() && error.ranks() == [0], "{error}");
     }
+}
+
+/// Another thread's commit holds what is said to others, until rank 1 commits too.
+#[test]
+fn an_interrupt_ends_a_wait_to_say_something() {
+    // The thread that is interrupted: the one that meets, not the one that commits.
+    let interrupted: &'static Mutex<Option<ThreadId>> = Box::leak(Box::default());
+    on_ranks(2, |group| {
+        let rank = group.rank();
+        let group = group.with_timeout(Duration::from_secs(20));
+        let group = match rank {
+            0 => group
+                .with_interrupt(|| *interrupted.lock().unwrap() == Some(thread::current().id())),
+            _ => group,
+        };
+        let pool = pool(group, true);
+        if rank == 1 {
+            thread::sleep(5 * SOON);
+            return commits(&pool);
+        }
+        thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let block = pool.alloc::<u8>(1000).unwrap();
+                let committed = pool.commit();
+                drop(block);
+                committed.map(drop)
+            });
+            thread::sleep(SOON);
+            let begun = Instant::now();
+            let meeting = scope.spawn(|| meet(&pool, TOPIC, Duration::from_secs(20)));
+            thread::sleep(SOON);
+            *interrupted.lock().unwrap() = Some(meeting.thread().id());
+            let error = meeting.join().unwrap().unwrap_err();
+            assert!(error.is_interrupted() && begun.elapsed() < 3 * SOON, "{error}");
+            other.join().unwrap().unwrap();
+        });
+    });
+}
+
+#[test]
+fn what_is_too_much_to_bring_is_refused_on_its_rank() {
+    pools(2, |pool, _| {
+        let much = vec![0; (16 << 10) + 1];
+        let deadline = Deadline::after(Duration::from_secs(20));
+        let error = pool.meet(TOPIC, &much, deadline, |_, _| Ok(())).unwrap_err();
+        assert!(
+            error.is_invalid_argument() && error.to_string().contains("16385 bytes"),
+            "{error}"
+        );
+        let error = pool.come_elsewhere(TOPIC, &much, deadline).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        // As much as can be is brought whole.
+        let most = &much[1..];
+        pool.meet((5, 3), most, deadline, |_, brings| match brings == most {
+            true => Ok(()),
+            false => Err(Error::invalid_argument("something else is brought")),
+        })
+        .unwrap();
+        commits(&pool);
+    });
 }

@@ -18,7 +18,7 @@
 //! | `growth` | which memory a call uses, and more of it before the first large call |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
-//! | `registry` | the algorithms, and calls with one that is named |
+//! | `registry` | the algorithms |
 //! | `choice` | which algorithm a call takes |
 //! | `refusal` | calls whose arguments the caller finds wrong |
 //! | `channel_set` | channels beside those of a communicator |
@@ -353,6 +353,17 @@ impl Communicator {
             }
         }
         Ok(Place::Window(offset))
+    }
+
+    /// Refuses a block of another pool, which whoever runs the call may not reach.
+    fn check_own<T: Element>(&self, what: &str, block: &Block<T>) -> Result<()> {
+        if self.pool.layout().locate(block.address()) == Some((self.rank(), block.offset())) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{what} on rank {}: {block:?} is not a block of the communicator's pool",
+            self.rank()
+        )))
     }
 
     /// Where the blocks of an input and an output lie.

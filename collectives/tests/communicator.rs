@@ -9,7 +9,8 @@ use pool_ranks::ranks;
 use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
 use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
 use symmpool_collectives::{
-    AllReduceAlgorithm, Communicator, CommunicatorOptions, ReduceOp, Splits,
+    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, FusedAlgorithm, NormOutput,
+    NormShape, ReduceOp, Request, Splits, StandardCollective,
 };
 
 const STREAM: &Stream = &Stream::DEFAULT;
@@ -535,5 +536,48 @@ fn barriers_that_measure_fail_as_others_do() {
         } else {
             thread::sleep(Duration::from_millis(1200));
         }
+    });
+}
+
+#[test]
+fn blocks_of_another_pool_are_refused_in_every_place() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let other = Pool::builder(pool.group().child("other"))
+            .driver(Driver::host().unwrap())
+            .build()
+            .unwrap();
+        let (x, counts) = (filled(pool, &[1.0_f32; 128]), filled(pool, &[1_i64, 1]));
+        let (far, far_counts) = (filled(&other, &[1.0_f32; 128]), filled(&other, &[1_i64, 1]));
+        let splits = |input, output| Splits { input, output, offsets: None, row: 1 };
+        let shape = NormShape {
+            dtype: DType::F32,
+            tokens: 2,
+            hidden: 64,
+            epsilon: 1e-6,
+            weight_bias: 0.0,
+            output: NormOutput::Norm,
+            powers_of_two: false,
+            algorithm: FusedAlgorithm::Auto,
+        };
+        let request = |out, input| Request::new(StandardCollective::AllReduce, out, input);
+        let refused = [
+            comm.call(&request(&x, &far), STREAM),
+            comm.call(&request(&far, &x), STREAM),
+            comm.all_to_all_v(&x, &x, &splits(&far_counts, None), STREAM),
+            comm.all_to_all_v(&x, &x, &splits(&counts, Some(&far_counts)), STREAM),
+            comm.all_reduce_norm(&x, &x, &x, &x, &far, &shape, STREAM),
+            comm.all_reduce_norm(&far, &x, &x, &x, &x, &shape, STREAM),
+        ];
+        for (nth, refused) in refused.into_iter().enumerate() {
+            let error = refused.unwrap_err();
+            assert!(error.is_invalid_argument(), "{nth}: {error}");
+            assert!(
+                error.to_string().contains("not a block of the communicator's pool"),
+                "{error}"
+            );
+        }
+        comm.all_reduce(&x, ReduceOp::Sum, STREAM).unwrap();
+        assert_eq!(x.read().unwrap(), [2.0; 128]);
     });
 }

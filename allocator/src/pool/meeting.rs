@@ -4,7 +4,7 @@
 //! leave, and says so. A rank that knows all to be here says that it goes on, and leaves no more; the meeting is over when all
 //! have said so. So no rank goes on without one that has left.
 
-use std::sync::TryLockError;
+use std::sync::{PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,8 @@ pub type Topic = (u64, u64);
 const PAUSE: Duration = Duration::from_micros(50);
 /// How often a rank that waits asks whether it is to stop, and whether all others are still there.
 const ASK_EVERY: Duration = Duration::from_millis(50);
+/// The most bytes that a rank brings. Ranks tell each other in one packet, whose frame holds more than that.
+const MAX_BROUGHT: usize = 16 << 10;
 
 /// A meeting on one rank.
 struct Meeting<'a> {
@@ -46,7 +48,8 @@ impl Pool {
     ///
     /// Of a rank whose wait ends: that of `check`; [`Error::is_timeout`], which names ranks that have not come;
     /// [`Error::is_peer_lost`]; after an interrupt. No rank goes on then: others get the error of one that has left, as they come
-    /// or at once. The pool can commit as before, unless a rank is lost that has said it goes on.
+    /// or at once. The pool can commit as before, unless a rank is lost that has said it goes on. `is_invalid_argument` on a
+    /// rank that brings more than 16 KiB: it says nothing to the others.
     pub fn meet(
         &self,
         topic: Topic,
@@ -55,6 +58,7 @@ impl Pool {
         mut check: impl FnMut(u32, &[u8]) -> Result<()>,
     ) -> Result<()> {
         self.check_process()?;
+        self.check_brought(brings)?;
         if !self.0.has_sockets {
             return self.meet_in_store(topic, brings, deadline, check);
         }
@@ -69,9 +73,14 @@ impl Pool {
     }
 
     /// Says that this rank comes to the step in another way, where others may come to a [meeting](Self::meet): their `check`
-    /// is given what it `brings`. Where ranks have no sockets, nothing is said.
+    /// is given what it `brings`, at most 16 KiB. Where ranks have no sockets, nothing is said.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Self::meet`], but for errors of a `check`.
     pub fn come_elsewhere(&self, topic: Topic, brings: &[u8], deadline: Deadline) -> Result<()> {
         self.check_process()?;
+        self.check_brought(brings)?;
         if !self.0.has_sockets {
             return Ok(());
         }
@@ -108,9 +117,29 @@ impl Pool {
         }
     }
 
+    fn check_brought(&self, brings: &[u8]) -> Result<()> {
+        if brings.len() <= MAX_BROUGHT {
+            return Ok(());
+        }
+        let why = format!("{} bytes are brought, and at most {MAX_BROUGHT} can be", brings.len());
+        Err(self.at_meeting(Error::invalid_argument(why)))
+    }
+
+    /// Says something to the other ranks, as soon as no other thread commits. An interrupt ends a wait to say that this rank
+    /// is here. What a rank says later, others may depend on.
     fn say(&self, note: &Note, deadline: Deadline) -> Result<()> {
-        let mut sent = Vec::new();
+        let interrupt = match note.said {
+            Said::Here(_) => self.group().interrupt(),
+            Said::GoesOn | Said::Left(_) => None,
+        };
+        let (mut sent, mut asked) = (Vec::new(), Instant::now());
         loop {
+            if asked.elapsed() >= ASK_EVERY {
+                asked = Instant::now();
+                if interrupt.as_ref().is_some_and(Interrupt::is_requested) {
+                    return Err(Error::interrupted("interrupted"));
+                }
+            }
             if self.with_sockets(|sockets| sockets.say(note, &mut sent))? == Some(true) {
                 return Ok(());
             }
@@ -237,11 +266,11 @@ impl Meeting<'_> {
             }
         });
         outcome.inspect_err(|why| {
-            // Where no rank has left, others may have gone on, and must not wait for this one.
-            if !self.is_off
-                && let Ok(mut committer) = self.pool.0.committer.try_lock()
-            {
-                committer.stop_commits_after(why);
+            // Where no rank has left, others may have gone on, and must not wait for this one. Another thread's commit ends
+            // by its own deadline.
+            if !self.is_off {
+                let committer = self.pool.0.committer.lock();
+                committer.unwrap_or_else(PoisonError::into_inner).stop_commits_after(why);
             }
         })
     }

@@ -1,5 +1,5 @@
 //! Which algorithm a call takes: the one that the call names, that a selector chooses, that options or the environment
-//! call, or that the engine's own rule finds.
+//! request, that a loaded table has, or that the engine's own rule finds.
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw memory
 
@@ -128,7 +128,7 @@ pub(super) struct Decided {
     pub(super) chosen: Chosen,
     /// What has decided.
     pub(super) by: &'static str,
-    /// What options or the environment call, if that is the algorithm.
+    /// What options or the environment request, if that is the algorithm.
     requested: Option<RequestedName>,
     /// Why the selector's choice cannot be followed.
     not_followed: Option<Error>,
@@ -144,6 +144,13 @@ impl Decided {
 pub(super) fn ask(selector: &dyn Selector, shape: &CallShape) -> Result<Option<String>> {
     catch_unwind(AssertUnwindSafe(|| selector.select(shape)))
         .unwrap_or_else(|_| Err(Error::invalid_state("it panicked")))
+}
+
+/// Has a selector warn, whatever it does.
+fn warn(selector: &dyn Selector, why: &Error) {
+    if catch_unwind(AssertUnwindSafe(|| selector.warn(why))).is_err() {
+        tracing::warn!(%why, "a selector panicked in its warning");
+    }
 }
 
 impl Communicator {
@@ -249,7 +256,7 @@ impl Communicator {
         {
             let area = inner.engine.area();
             drop(inner);
-            selector.warn(&why);
+            warn(&*selector, &why);
             inner = self.resume(area, stream)?;
         }
         // SAFETY: the caller's promise.
@@ -258,7 +265,7 @@ impl Communicator {
     }
 
     /// Finds the algorithm of a call that names none, where something comes before the engine's rule: the name that a selector
-    /// returned, what options or the environment call, or a loaded table. The call then uses the memory that the algorithm
+    /// returned, what options or the environment request, or a loaded table. The call then uses the memory that the algorithm
     /// needs.
     pub(super) fn decide(
         &self,

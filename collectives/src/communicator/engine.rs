@@ -57,7 +57,7 @@ impl AnyEngine {
     pub(super) fn cuda(&mut self) -> Result<&mut CudaEngine> {
         match self {
             Self::Cuda(cuda) => Ok(cuda),
-            Self::Host(_) => Err(Error::invalid_state("the engine is on a device")),
+            Self::Host(_) => Err(Error::invalid_state("the engine is in host memory")),
         }
     }
 

@@ -220,7 +220,7 @@ impl Communicator {
                 self.rank()
             )));
         };
-        let size = request.size(self.rank(), self.world())?;
+        let size = self.size_of(request)?;
         let mut inner = self.lock();
         inner.engine.ready()?;
         inner.engine.begin_rehearsal(Lifts::default());
@@ -307,7 +307,8 @@ impl Communicator {
             memory: lifted(Obstacle::Memory),
         });
         let windows = call.between_windows.as_ref().filter(|_| lifted(Obstacle::Windows));
-        let chosen_by = self.rehearse(inner, call, windows.unwrap_or(&call.request));
+        let mut by = "rule";
+        let made = self.rehearse(inner, call, windows.unwrap_or(&call.request), &mut by);
         let area = match &inner.engine {
             AnyEngine::Host(_) => "host",
             AnyEngine::Cuda(cuda) if !cuda.may_have_large_area() => "whole",
@@ -315,37 +316,36 @@ impl Communicator {
             AnyEngine::Cuda(_) => "small",
         };
         let seen = inner.engine.end_rehearsal();
-        match chosen_by {
-            Ok(by) => Ok((seen, by, area)),
-            // It goes no further than to the kernel.
-            Err(_) if seen.is_not_loaded => Ok((seen, "rule", area)),
-            Err(why) => Err(why),
+        match made {
+            // It goes no further than to a kernel that is not loaded.
+            Err(why) if !seen.is_not_loaded => Err(why),
+            _ => Ok((seen, by, area)),
         }
     }
 
-    /// Makes a call, while the engine rehearses. Returns what chose its algorithm.
+    /// Makes a call, while the engine rehearses, and says what chose its algorithm.
     fn rehearse(
         &self,
         inner: &mut Inner,
         call: &Explained<'_>,
         request: &StandardCall,
-    ) -> Result<&'static str> {
+        by: &mut &'static str,
+    ) -> Result<()> {
         let stream = call.stream;
         if let Some(named) = &call.named {
+            *by = "call";
             // SAFETY: nothing is read or written while the engine rehearses; so it is below.
-            unsafe { self.run_named(inner, named, request, stream) }?;
-            return Ok("call");
+            return unsafe { self.run_named(inner, named, request, stream) };
         }
         if inner.choices.is_open(request.collective) {
             // SAFETY: as above.
-            unsafe { self.run_open(inner, request, stream) }?;
-            return Ok("rule");
+            return unsafe { self.run_open(inner, request, stream) };
         }
         self.grow_for(inner, request, false, stream)?;
         let decided = self.decide(inner, call.selected.clone(), request, stream)?;
+        *by = decided.by;
         // SAFETY: as above.
-        unsafe { Self::run_by(inner, &decided.chosen, request, stream) }?;
-        Ok(decided.by)
+        unsafe { Self::run_by(inner, &decided.chosen, request, stream) }
     }
 
     /// Where memory lies once the commit was made that a call makes first, if one is due.

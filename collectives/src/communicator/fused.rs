@@ -52,6 +52,10 @@ impl Communicator {
             ));
             return Err(self.decline(why, stream));
         }
+        let mut blocks = long.into_iter().chain([weight]);
+        blocks
+            .try_for_each(|block| self.check_own("all_reduce_norm", block))
+            .map_err(|why| self.decline(why, stream))?;
         let buffers = NormBuffers {
             input: input.as_ptr().cast::<u8>().cast_const(),
             residual: residual.as_ptr().cast::<u8>().cast_const(),

@@ -173,7 +173,9 @@ impl<'a> Request<'a> {
     }
 
     /// A call on blocks, which have as many elements as the collective has there. Both may be one block, where a call may be
-    /// in place. A broadcast uses `out` alone, and a rank that has no output may pass any block.
+    /// in place. A broadcast uses `out` alone, and a rank that has no output may pass any block. You must call
+    /// [`Block::record_use`] before you let go of a block that a call on another stream than the block's still uses on a
+    /// device: its memory may be given out again before that call has ended.
     pub fn new<T: Element>(
         callee: impl Into<Callee<'a>>,
         out: &'a Block<T>,
@@ -305,8 +307,9 @@ impl Communicator {
             let arguments = self.arguments(&mut inner, request, size, stream)?;
             let call = StandardCall { collective, algorithm: AUTO, arguments };
             // SAFETY: whoever made the request has promised what is said of addresses; windows are covered (`place_at`).
-            // Blocks and slices are borrowed, so live and mapped, for lengths that were checked. Whoever else touches
-            // blocks meanwhile, here or on a peer, does so through raw pointers as well: there are no references into them.
+            // Blocks and slices are borrowed, so live and mapped, for lengths that were checked; behind the call blocks stay
+            // mapped until a commit, which waits for the device. Whoever else touches blocks meanwhile, here or on a peer,
+            // does so through raw pointers as well: there are no references into them.
             return unsafe { self.run(inner, &call, stream) };
         }
         self.call_named(request, stream)
@@ -318,7 +321,11 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         let size = self.size(&mut inner, request, stream)?;
         let (Some(collective), Some(chosen)) = (request.callee.standard(), chosen) else {
-            return self.call_own(inner, request, size, stream);
+            let Callee::Algorithm(algorithm) = request.callee else {
+                let why = Error::invalid_state("a collective without an algorithm");
+                return Err(inner.engine.decline(why, stream));
+            };
+            return self.call_own(inner, algorithm, request, size, stream);
         };
         let arguments = self.arguments(&mut inner, request, size, stream)?;
         let call = StandardCall { collective, algorithm: AUTO, arguments };
@@ -345,14 +352,18 @@ impl Communicator {
     /// How long memory is. Declines a call whose memory cannot be right, whatever its algorithm.
     #[inline]
     fn size(&self, inner: &mut Inner, request: &Request<'_>, stream: &Stream) -> Result<Size> {
+        self.size_of(request).map_err(|why| inner.engine.decline(why, stream))
+    }
+
+    /// How long memory is, unless it cannot be right.
+    #[inline]
+    pub(super) fn size_of(&self, request: &Request<'_>) -> Result<Size> {
         let is_slice = matches!(request.output, Memory::Slice { .. });
-        let found = if is_slice && self.pool.driver().as_cuda().is_some() {
+        if is_slice && self.pool.driver().as_cuda().is_some() {
             let name = request.callee.name();
-            Err(self.not_on_devices(&format!("{name} of a slice")))
-        } else {
-            request.size(self.rank(), self.world())
-        };
-        found.map_err(|why| inner.engine.decline(why, stream))
+            return Err(self.not_on_devices(&format!("{name} of a slice")));
+        }
+        request.size(self.rank(), self.world())
     }
 
     /// The arguments, with where memory lies.
@@ -405,16 +416,19 @@ impl Communicator {
     fn call_own(
         &self,
         mut inner: std::sync::MutexGuard<'_, Inner>,
+        algorithm: &Algorithm,
         request: &Request<'_>,
         size: Size,
         stream: &Stream,
     ) -> Result<()> {
-        let Callee::Algorithm(algorithm) = request.callee else { return Ok(()) };
         let call = Call::new(Operation::Custom).elements(request.dtype, size.count);
         self.grow(&mut inner, call.registered(algorithm.hash()), stream)?;
         let arguments = self.arguments(&mut inner, request, size, stream)?;
         match algorithm.source() {
-            Source::BuiltIn(_) => Ok(()),
+            Source::BuiltIn(_) => {
+                let why = Error::invalid_state("a built-in algorithm of no collective");
+                Err(inner.engine.decline(why, stream))
+            }
             // SAFETY: as in `call`.
             Source::Plan(plan) => unsafe { inner.engine.run_plan(plan, &arguments, stream) },
             // SAFETY: as in `call`.

@@ -53,6 +53,10 @@ impl Communicator {
             ));
             return Err(self.decline(why, stream));
         }
+        let mut blocks = given.into_iter().flatten();
+        blocks
+            .try_for_each(|block| self.check_own("all_to_all_v", block))
+            .map_err(|why| self.decline(why, stream))?;
         let rows = SplitRows {
             dtype: T::DTYPE,
             row: splits.row,

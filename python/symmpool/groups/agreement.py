@@ -12,7 +12,7 @@ from symmpool.groups.store import RunOfStore, StoreAdapter
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # And in which runs of the ranks: to find out takes a round trip to the store.
-_runs: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+_runs: weakref.WeakKeyDictionary[Any, dict[int, int | str]] = weakref.WeakKeyDictionary()
 # The rank and its run, by stores of which that is known.
 _known: weakref.WeakKeyDictionary[Any, tuple[int, int | str]] = weakref.WeakKeyDictionary()
 

@@ -167,7 +167,7 @@ class FallbackBackends:
         found: list[tuple[str, Any, Any]] = []
         try:
             publish(self.meeting)
-            if self._is_later:
+            if self._is_later and _Later is not None:
                 found.append(("cpu", kinds.GLOO, _Later(dist.HashStore(), 0, 1, _gloo_options(timeout, 1))))
             elif _Gloo is not None:
                 gloo = _Gloo(self.meeting("gloo", store), *self._place, _gloo_options(timeout))

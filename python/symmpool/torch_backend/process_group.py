@@ -515,7 +515,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         self._note_fallback("monitored_barrier", None)
         limit = self._timeout if timeout is None else timeout
         self._fallbacks.make_gloo_for_monitored_barrier(limit)
-        self._rest.monitored_barrier(limit, wait_all_ranks)
+        rest: Any = self._rest
+        rest.monitored_barrier(limit, wait_all_ranks)
 
     def split_group(self, *arguments: Any, **options: Any) -> Any:
         """As that of a group on the fallback backends."""

@@ -46,7 +46,7 @@ def is_default(group: Any) -> bool:
 def run_within(name: str | None) -> tuple[Within | None, str | None]:
     """The place of a group that is made now, which torch names so, and the run of the ranks that it is of.
     None for groups whose ranks meet. All ranks of a group answer alike."""
-    default = dist.group.WORLD if dist.is_initialized() else None
+    default: Any = dist.group.WORLD if dist.is_initialized() else None
     if name is None or default is None or torch.cuda.is_available() or not dist.is_gloo_available():
         return None, None
     messages, fallbacks = getattr(default, "_messages", None), getattr(default, "_fallbacks", None)
