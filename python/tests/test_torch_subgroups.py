@@ -71,8 +71,7 @@ def rows_and_columns(group, folder):
     me, world = ready(group, folder)
     found = []
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
-    # The orders of first calls differ between ranks that have no group in common.
-    for name in ("row", "column") if me < 2 else ("row", "column"):
+    for name in ("row", "column"):
         found.append(total(mesh.get_group(name), me))
     # Groups of groups, and the same ranks again.
     for ranks in ([0, 1, 2, 3], [3, 1], [2, 0], [0, 1, 2]):
@@ -314,3 +313,63 @@ def leaves(group, folder):
 def test_a_rank_that_leaves_is_lost_and_groups_end_in_any_order(tmp_path):
     first, second = values(2, leaves, str(tmp_path))
     assert first == (None, True, -2) and second == ((0,), True, 0)
+
+
+def sparse(mine):
+    return torch.sparse_coo_tensor([[0]], [float(mine)], (4,))
+
+
+def late_for_gloo(group, folder):
+    me, world = ready(group, folder)
+    made = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    total(made)
+    found = None
+    if me == world - 1:
+        with pytest.raises(Exception, match="first call that gloo carries") as caught:
+            dist.all_reduce(sparse(1), group=made)
+        found = (isinstance(caught.value, symmpool.TimeoutError), caught.value.ranks)
+    else:
+        time.sleep(3)
+    x = sparse(me + 1)
+    dist.all_reduce(x, group=made)
+    dist.destroy_process_group()
+    return found, x.to_dense()[0].item()
+
+
+def test_gloo_that_is_made_late_is_tried_again(tmp_path):
+    first, second, last = values(3, late_for_gloo, str(tmp_path))
+    assert first == second == (None, 6.0) and last == ((True, (0, 1)), 6.0)
+
+
+def named_for_cuda_alone(group, folder):
+    me, world = begin(group, folder, "cuda:symmpool,cpu:gloo")
+    made = dist.new_group()
+    x = torch.full((3,), float(me))
+    if me == 0:
+        dist.send(x, 1, group=made)
+        dist.send(x, 1)
+    elif me == 1:
+        for which in (made, None):
+            dist.recv(x, 0, group=which)
+            assert x[0].item() == 0
+    dist.barrier(made)
+    dist.destroy_process_group()
+    return True
+
+
+def test_messages_of_groups_whose_cpu_is_gloos_go_on(tmp_path):
+    assert values(2, named_for_cuda_alone, str(tmp_path)) == [True] * 2
+
+
+def another_environment(group, folder, lazy):
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1" if group.rank in lazy else "0"
+    ready(group, folder)
+    made = dist.new_group()
+    found = total(made), made.within is not None
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("lazy", [(), (0, 1, 2)])
+def test_lazy_connections_of_gloo_have_ranks_meet(lazy, tmp_path):
+    assert values(3, another_environment, str(tmp_path), lazy) == [(3.0, not lazy)] * 3

@@ -17,7 +17,7 @@
 #![allow(unsafe_code)] // atomics in shared memory, and a control block that is filled with zeros
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -173,7 +173,8 @@ impl Nursery {
         unsafe { std::ptr::write_bytes(start as *mut u8, 0, (head(world) + zeroed) as usize) };
         let entry = self.entry(self.pool.rank(), place as u64);
         for (half, value) in entry.key.iter().zip(key) {
-            half.store(value, Ordering::Relaxed);
+            // Behind the word before, so that nobody takes the old word for the new key's.
+            half.store(value, Ordering::Release);
         }
         entry.word.store(word, Ordering::Release);
         let found = vec![None; ranks.len()];
@@ -327,8 +328,24 @@ impl Offer {
     /// The group's pool and its control memory, once [all ranks](Arrivals::All) are there.
     pub(crate) fn accept(self, group: &Group) -> Result<(Pool, Arc<NestedMemory>)> {
         let accepted = self.map(group);
-        // The others see that this rank has let go of the memory.
-        accepted.inspect_err(|_| self.refuse())
+        // The others, which may have gone on, see that this rank has let go of the memory.
+        accepted.inspect_err(|_| {
+            self.refuse();
+            self.let_go();
+        })
+    }
+
+    /// Says in the chunks of all ranks that were found that this one does not use them.
+    fn let_go(&self) {
+        let Self { nursery, ranks, found, .. } = self;
+        let own = ranks.iter().position(|rank| *rank == nursery.pool.rank()).unwrap_or(0) as u32;
+        for (rank, found) in ranks.iter().zip(found) {
+            // A chunk's head is within the memory of its rank, whatever that has said.
+            if let Some(at) = found.filter(|at| *at >= BOARD && at + PAGE <= BYTES) {
+                left(nursery.base(*rank) + at, own).store(1, Ordering::Release);
+            }
+        }
+        nursery.take_back(self.offset);
     }
 
     fn map(&self, group: &Group) -> Result<(Pool, Arc<NestedMemory>)> {
@@ -353,6 +370,7 @@ impl Offer {
             offset: *offset,
             control: *control,
             world,
+            is_entry_free: AtomicBool::new(false),
         };
         // SAFETY: each is a chunk of a rank's block of the nursery, a window for as long as that lives.
         unsafe { pool.map_room(&memory.chunks, bytes)? };
@@ -371,6 +389,8 @@ pub(crate) struct NestedMemory {
     offset: u64,
     control: u64,
     world: u32,
+    /// Whether the entry was given back.
+    is_entry_free: AtomicBool,
 }
 
 impl NestedMemory {
@@ -391,6 +411,9 @@ impl NestedMemory {
 
     /// All ranks have found this one's entry: it is free for another group.
     pub(crate) fn take_entry_back(&self) {
+        if self.is_entry_free.swap(true, Ordering::AcqRel) {
+            return;
+        }
         let own = self.nursery.entry(self.nursery.pool.rank(), self.entry);
         own.word.store(SILENT, Ordering::Release);
         if let Some(used) = self.nursery.state().entries.get_mut(self.entry as usize) {

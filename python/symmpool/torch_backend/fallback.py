@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from symmpool.communicators import forks, sm_budget
 from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
+from symmpool.groups import agreement
 from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of
-from symmpool.groups.store import own_connection
+from symmpool.groups.store import RunOfStore, StoreAdapter, own_connection
 from symmpool.torch_backend import allocation
 from symmpool.torch_backend.nccl_p2p import NcclChannels
 
@@ -157,6 +158,7 @@ class FallbackBackends:
         connected = weakref.WeakMethod(self._connected)
         self.channels = NcclChannels(lambda *which: _alive(connected())(*which))
         self._is_later = run is not None
+        self._owner = weakref.ref(group)
         # Held by the thread that makes gloo later.
         self._lock = threading.Lock()
         # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
@@ -228,11 +230,8 @@ class FallbackBackends:
 
     def _make_gloo(self, limit: datetime.timedelta | None = None) -> dist.ProcessGroup:
         """Has the ranks meet for gloo, within the group's timeout or another limit."""
+        self._await_all(seconds_of(limit or self._timeout) or DEFAULT_TIMEOUT)
         store, options = self.meeting("gloo"), _gloo_options(limit or self._timeout)
-        usual = store.timeout
-        if limit is not None:
-            # Gloo waits for the others' addresses as long as the store does.
-            store.set_timeout(limit)
         try:
             gloo = dist.ProcessGroupGloo(store, *self._place, options)
         except RuntimeError as error:
@@ -240,14 +239,24 @@ class FallbackBackends:
                 f"symmpool: rank {self._place[0]} of {self._place[1]} waited for the other ranks in the "
                 f"group's first call that gloo carries: {str(error).partition(chr(10))[0]}"
             ) from error
-        finally:
-            if limit is not None:
-                store.set_timeout(usual)
         if limit is not None:
             gloo._set_default_timeout(self._timeout)
         self._backends.append(gloo)
         kind = dist.ProcessGroup.BackendType.GLOO
         return _registered(dist.ProcessGroup(self._store, *self._place), [("cpu", kind, gloo)])
+
+    def _await_all(self, seconds: float) -> None:
+        """Waits until all ranks have come to the first call that gloo carries. No rank publishes its address
+        before, so a second try finds none of a first one that was given up."""
+        rank, size = self._place
+        try:
+            meeting = StoreAdapter(RunOfStore(self._store, rank, self.run))
+            meeting.all_gather("backend/gloo", rank, size, b"", seconds)
+        except TimeoutError as error:
+            if not error.ranks:
+                raise
+            first = "the first call that gloo carries"
+            raise agreement.absent(_alive(self._owner()), error.ranks, seconds, first) from None
 
     def forked(self) -> None:
         """In a forked child, where the end of such a backend would wait for threads that its parent has: they

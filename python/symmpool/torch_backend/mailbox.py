@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -34,6 +35,15 @@ __all__ = ["HostMessages"]
 logger = logging.getLogger("symmpool.backend")
 
 _strided = torch.strided
+# The last byte of what a rank publishes: whether it may make groups within this one without a meeting.
+_NESTS, _ALONE = b"\x01", b"\x00"
+
+
+def _may_nest() -> bool:
+    """Whether this process needs no gloo when it makes a group. With lazy connections gloo has no ranks meet,
+    so they do not know of each other what the others have published."""
+    is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+    return not torch.cuda.is_available() and torch.distributed.is_gloo_available() and not is_lazy
 
 
 @opaque
@@ -45,6 +55,8 @@ class HostMessages:
         # For this group's mailboxes alone; and what all ranks have published there, once it is known.
         self._store: Any = None
         self._addresses: list[bytes] | None = None
+        # Whether groups of some of the ranks may need no gloo, by what all have published.
+        self._may_nest = False
         self._mailbox: Mailbox | None = None
         # Whether the mailbox carries messages; unknown before the first one.
         self.is_used: bool | None = False if size == 1 else None
@@ -58,7 +70,7 @@ class HostMessages:
         address = b""
         try:
             self._mailbox = Mailbox(self._rank, self._size, self._seconds)
-            address = self._mailbox.address()
+            address = self._mailbox.address() + (_NESTS if _may_nest() else _ALONE)
             _open.add(self)
         except Error as error:
             # No address, by which the other ranks see that gloo carries the messages.
@@ -74,7 +86,13 @@ class HostMessages:
         keys = self._keys()
         with contextlib.suppress(Exception):
             if self._store.check(keys):
-                self._addresses = self._store.multi_get(keys)
+                self._take(self._store.multi_get(keys))
+
+    def _take(self, published: list[bytes]) -> list[bytes]:
+        """Takes in what all ranks have published. Returns where their mailboxes are."""
+        self._may_nest = all(each.endswith(_NESTS) for each in published)
+        self._addresses = addresses = [each[:-1] for each in published]
+        return addresses
 
     def _keys(self) -> list[str]:
         return [str(rank) for rank in range(self._size)]
@@ -82,8 +100,9 @@ class HostMessages:
     @property
     def may_wait(self) -> bool:
         """Whether a group of some of these ranks needs no gloo for its messages: the ranks share memory, so
-        mailboxes carry them. Known to all ranks alike, once the group has met."""
-        return self._size > 1 and self._addresses is not None and self.meet()
+        mailboxes carry them. Known to all ranks alike, once the group has met: by what all of them have
+        published, and so not of a rank that alone has a device or another environment."""
+        return self._size > 1 and self._addresses is not None and self._may_nest and self.meet()
 
     def fits(self, tensors: list[torch.Tensor], peer: int | None, tag: int) -> bool:
         """Whether such calls are for mailboxes. Both ranks answer alike."""
@@ -122,7 +141,7 @@ class HostMessages:
                 raise error
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
-        return [call(self._store.get, key) for key in keys]
+        return self._take([call(self._store.get, key) for key in keys])
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send a tensor. Returns its Work."""

@@ -364,7 +364,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup, ServedCalls):
         used = self._messages.is_used
         if used is None:
             self._served.refuse_at_end(self)
-            used = self._served.is_named(self, _CPU) and self._messages.meet()
+            # A group within the default one has no gloo for messages, whatever is named for it.
+            is_ours = self.within is not None or self._served.is_named(self, _CPU)
+            used = is_ours and self._messages.meet()
         return used
 
     def _host_message(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:

@@ -47,10 +47,10 @@ def run_within(name: str | None) -> tuple[Within | None, str | None]:
     """The place of a group that is made now, which torch names so, and the run of the ranks that it is of.
     None for groups whose ranks meet. All ranks of a group answer alike."""
     default: Any = dist.group.WORLD if dist.is_initialized() else None
-    if name is None or default is None or torch.cuda.is_available() or not dist.is_gloo_available():
-        return None, None
     messages, fallbacks = getattr(default, "_messages", None), getattr(default, "_fallbacks", None)
-    if messages is None or fallbacks is None or default._served.ended or not messages.may_wait:
+    if name is None or messages is None or fallbacks is None or default._served.ended:
+        return None, None
+    if not default._served.is_named(default, torch.device("cpu")) or not messages.may_wait:
         return None, None
     with _lock:
         counts = _made.setdefault(default, {})
