@@ -321,7 +321,7 @@ def sparse(mine):
 
 def late_for_gloo(group, folder):
     me, world = ready(group, folder)
-    made = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    made = dist.new_group(timeout=datetime.timedelta(seconds=4))
     total(made)
     found = None
     if me == world - 1:
@@ -329,7 +329,7 @@ def late_for_gloo(group, folder):
             dist.all_reduce(sparse(1), group=made)
         found = (isinstance(caught.value, symmpool.TimeoutError), caught.value.ranks)
     else:
-        time.sleep(3)
+        time.sleep(6)
     x = sparse(me + 1)
     dist.all_reduce(x, group=made)
     dist.destroy_process_group()
