@@ -339,7 +339,7 @@ impl Communicator {
         bytes: usize,
         stream: &Stream,
     ) -> Result<Place> {
-        if self.pool.layout().locate(address as u64) != Some((self.rank(), offset)) {
+        if !self.is_own(address as u64, offset) {
             let why = format!(
                 "a block at {address:p} on rank {} is not a block of the communicator's pool",
                 self.rank()
@@ -355,9 +355,15 @@ impl Communicator {
         Ok(Place::Window(offset))
     }
 
+    /// Whether a block of this address and offset is one of this rank's in the communicator's pool.
+    #[inline]
+    fn is_own(&self, address: u64, offset: u64) -> bool {
+        self.pool.layout().locate(address) == Some((self.rank(), offset))
+    }
+
     /// Refuses a block of another pool, which whoever runs the call may not reach.
     fn check_own<T: Element>(&self, what: &str, block: &Block<T>) -> Result<()> {
-        if self.pool.layout().locate(block.address()) == Some((self.rank(), block.offset())) {
+        if self.is_own(block.address(), block.offset()) {
             return Ok(());
         }
         Err(Error::invalid_argument(format!(

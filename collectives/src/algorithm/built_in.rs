@@ -83,6 +83,13 @@ impl StandardCollective {
         }
     }
 
+    /// How many elements input and output have, for parts of `count` among so many ranks. `None` stands for a number that
+    /// is too large.
+    #[inline]
+    pub(crate) fn lengths(self, world: u32, count: usize) -> [Option<usize>; 2] {
+        self.both_parts(world).map(|parts| count.checked_mul(parts as usize))
+    }
+
     /// How many parts the larger one of input and output has, among so many ranks.
     pub(crate) const fn parts(self, world: u32) -> u32 {
         match self {

@@ -126,10 +126,7 @@ impl Algorithm {
     /// How many equal parts the input has among so many ranks. A part is what the `count` of a call counts.
     pub fn input_parts(&self, world: u32) -> usize {
         let parts = match &self.source {
-            Source::BuiltIn(built_in) => match built_in.collective {
-                StandardCollective::ReduceScatter | StandardCollective::AllToAll => world,
-                _ => 1,
-            },
+            Source::BuiltIn(built_in) => built_in.collective.both_parts(world)[0],
             Source::Plan(plan) => plan.plan().input_parts(),
             Source::Native(kernel) => kernel.collective.both_parts(world)[0],
         };
@@ -139,18 +136,10 @@ impl Algorithm {
     /// The elements of `rank`'s input and output in a call of `count` elements among so many ranks. `None` stands for a
     /// number that is too large.
     pub fn lengths(&self, rank: u32, world: u32, count: usize) -> [Option<usize>; 2] {
-        let all = count.checked_mul(world as usize);
         match &self.source {
-            Source::BuiltIn(built_in) => match built_in.collective {
-                StandardCollective::AllReduce | StandardCollective::Broadcast => [Some(count); 2],
-                StandardCollective::ReduceScatter => [all, Some(count)],
-                StandardCollective::AllGather => [Some(count), all],
-                StandardCollective::AllToAll => [all; 2],
-            },
+            Source::BuiltIn(built_in) => built_in.collective.lengths(world, count),
             Source::Plan(plan) => plan.lengths(rank, count),
-            Source::Native(kernel) => {
-                kernel.collective.both_parts(world).map(|parts| count.checked_mul(parts as usize))
-            }
+            Source::Native(kernel) => kernel.collective.lengths(world, count),
         }
     }
 

@@ -350,7 +350,7 @@ impl Communicator {
         block: &Block<T>,
         peer: u32,
     ) -> Result<()> {
-        if self.pool.layout().locate(block.address()) == Some((self.rank(), block.offset())) {
+        if self.is_own(block.address(), block.offset()) {
             return Ok(());
         }
         Err(Error::invalid_argument(format!(

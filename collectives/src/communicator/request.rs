@@ -97,9 +97,7 @@ impl Callee<'_> {
     /// How many elements of input and output a rank has, for parts of `count`. `None` stands for more than can be.
     fn lengths(&self, rank: u32, world: u32, count: usize) -> [Option<usize>; 2] {
         match self {
-            Self::Collective(collective) => {
-                collective.both_parts(world).map(|parts| count.checked_mul(parts as usize))
-            }
+            Self::Collective(collective) => collective.lengths(world, count),
             Self::Algorithm(algorithm) => algorithm.lengths(rank, world, count),
         }
     }
