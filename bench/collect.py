@@ -14,7 +14,7 @@ TRACES = sorted(path.name for path in (Path(__file__).parent.parent / "tests/tra
 
 
 def machine():
-    """What the figures were measured on."""
+    """Returns a description of the machine that the figures were measured on."""
     cpu = next(
         (
             line.split(":", 1)[1].strip()

@@ -27,8 +27,9 @@ INCLUDED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILI
 
 
 def kernel_versions(root):
-    """What `symmpool._symmpool.built()` says of the kernels below a folder: the CRC-32 of the paths and texts
-    of a folder's files and of what they include, by the folder's name."""
+    """Returns the versions of the kernels below a folder, as `symmpool._symmpool.built()` does: by
+    each folder's name, the CRC-32 of the paths and texts of its files and of the files that they
+    include."""
     texts = {str(path.relative_to(root)): path.read_text() for path in sorted(Path(root).glob("*/*.cu*"))}
 
     def with_headers(path):
@@ -57,8 +58,8 @@ def of_this_tree():
 
 
 def changed_since(report, now=None):
-    """What a table says of the kernels that its report was measured with: nothing if they are those of the
-    sources."""
+    """Returns a table's remark on the kernels that its report was measured with: nothing if they
+    are those of the sources."""
     folders = KERNELS_OF.get(report.get("benchmark"), ())
     if not folders:
         return ""

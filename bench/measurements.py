@@ -1,4 +1,4 @@
-"""What `bench/record_gpu` measures: the command of each measurement, and how long it may take."""
+"""The measurements of `bench/record_gpu`: the command of each, and how long it may take."""
 
 import socket
 from dataclasses import dataclass

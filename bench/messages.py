@@ -114,7 +114,7 @@ def measure(rank, world, folder):
 
 
 def facts():
-    """What was measured, where."""
+    """Returns facts about the measurement: the machine, the commit, the versions."""
     here = Path(__file__).resolve().parent
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False

@@ -104,7 +104,7 @@ def messages():
 
 
 def first_calls():
-    """What a new group's first call takes on the backend and on gloo, in milliseconds."""
+    """Returns the table of a new group's first call on the backend and on gloo, in milliseconds."""
     report = load("host_first_calls")
     names = {"group_of_all": "a group of all ranks", "mesh": "the two groups of a mesh"}
     rows = []

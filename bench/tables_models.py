@@ -196,7 +196,8 @@ def compiled(name, places):
 
 
 def trained(report):
-    """What programs of `bench training` are, and what their tables show."""
+    """Returns the title of the tables of `bench training`: which programs run, and which figures
+    the tables show."""
     given = report["options"]
     whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
     title = f"{whose} of {given['layers']} layers, every round, and the largest relative difference"

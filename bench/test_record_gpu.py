@@ -35,7 +35,8 @@ for word, action in json.loads({actions!r}).items():
     if word in said:
         print("about to", action, flush=True)
         if action == "hang":
-            # As launchers do: a child in a session of its own, which ignores requests to end.
+            # Launchers do so: they start a child in a session of its own, which ignores requests to
+            # end.
             deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
             child = subprocess.Popen([{python!r}, "-c", deaf], start_new_session=True)
             with open({calls!r} + ".pid", "w") as file:
@@ -100,7 +101,7 @@ def test_one_command_records_everything(machine, capsys):
     report = json.loads((machine.results / "h200x2_allreduce.json").read_text())
     assert report["devices"] == ["NVIDIA H200"] * 2 and report["driver"] == "580.1"
     assert report["measured_at"][:2] == "20" and report["took_s"] >= 0
-    # What a program reports by itself is kept.
+    # The program's own results are kept.
     assert report["results"] == ["python9"]
     assert "--eager --sizes 1K,4K" in report["command"] and report["command"].startswith("python -m torch")
     assert json.loads((machine.results / "h200x1_install.json").read_text())["devices"] == ["NVIDIA H200"]

@@ -90,8 +90,8 @@ class Program:
 
 
 def runs_of(program, way, stream, modes):
-    """What runs a program in each mode. All have run before, so that nothing is compiled, loaded or allocated
-    for the first time when they are measured or captured."""
+    """Returns the functions that run a program in each mode. All have run before, so that nothing
+    is compiled, loaded or allocated for the first time when they are measured or captured."""
     runs = {}
     for is_compiled, named in ((False, "eager"), (True, "compiled")):
         captured = "compiled graph" if is_compiled else "graph"
@@ -99,8 +99,8 @@ def runs_of(program, way, stream, modes):
             continue
         step = program.step_of(way, is_compiled)
         step()
-        # What is compiled allocates everything itself. It is compiled outside of the scope, in which ranks
-        # have to allocate alike.
+        # A compiled program allocates everything itself. It is compiled outside of the scope, in
+        # which ranks have to allocate alike.
         around = way.scope if is_compiled else contextlib.nullcontext
 
         def run(step=step, around=around):
@@ -157,7 +157,8 @@ def losses_of(run, program, count):
 
 
 def attempted(action):
-    """What `action` gives, and None; or None and why it failed on some rank, everywhere."""
+    """Returns the result of `action` and None; or, on every rank, None and why it failed on some
+    rank."""
     value, why = None, None
     try:
         value = action()

@@ -25,7 +25,7 @@ class Distributed:
         self.pool = pool if device.type == "cuda" else None
 
     def options_for(self, program):
-        """What the compiler is to do."""
+        """Returns the compiler's options for a program."""
         return {"_micro_pipeline_tp": False}
 
     def scope(self):

@@ -69,7 +69,7 @@ class Naive:
 
 
 class Ours:
-    """The same with symmpool: the allocator is the pool."""
+    """The way of symmpool: the allocator is the pool."""
 
     name = "symmpool"
 

@@ -87,7 +87,7 @@ impl Placing for Allocator {
     type Block = Allocation;
 
     fn new() -> Self {
-        // The same unit; 16 GiB is twice what the live blocks take.
+        // Offsets and sizes count in `UNIT`s, as a lane's do; 16 GiB is twice what the live blocks take.
         Allocator::new((16_u64 << 30).div_ceil(UNIT) as u32)
     }
 

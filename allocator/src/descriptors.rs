@@ -96,7 +96,7 @@ pub fn send_with_descriptors(
     rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
 }
 
-/// What one call of [`receive_with_descriptors`] has received.
+/// Result of one call of [`receive_with_descriptors`].
 #[derive(Debug)]
 #[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
 pub struct ReceivedMessage {

@@ -14,8 +14,8 @@ pub struct Divergence {
     pub counter: u64,
     /// `Some(last)` if the first differing event is only known to lie in `counter..=last`.
     pub until: Option<u64>,
-    /// What the ranks did there: one entry for each group of ranks that did the same, the largest group
-    /// first, and of equally large ones that of the lowest rank.
+    /// Ranks grouped by their event: one entry for each group that did the same. The largest group is first; of
+    /// equally large groups, the one with the lowest rank.
     pub sides: Vec<Side>,
 }
 
@@ -24,7 +24,7 @@ pub struct Divergence {
 pub struct Side {
     /// The ranks, ascending.
     pub ranks: Vec<u32>,
-    /// What they did.
+    /// Description of their event.
     pub did: String,
     /// The line of the program that did it, on the lowest of these ranks.
     pub site: Option<String>,

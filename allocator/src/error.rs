@@ -14,7 +14,7 @@ use crate::ranks::list;
 /// A result with symmpool's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, on which rank, what was expected and what to do.
+/// An error: what went wrong, on which rank, what was expected and what to do.
 ///
 /// The message is complete in itself. The frames of [`Error::context`], shown in front of it with the
 /// outermost first, say what was being done. An error on which all ranks of a group agreed (see
@@ -60,7 +60,7 @@ pub(crate) enum ErrorKind {
     System { what: String, cause: String },
 }
 
-/// What every error's text begins with.
+/// Beginning of every error's text.
 const PREFIX: &str = "symmpool: ";
 
 fn plural(ranks: &[u32]) -> &'static str {
@@ -160,7 +160,7 @@ impl Error {
         self
     }
 
-    /// The same timeout, reported with the duration `total` of the whole wait, of which this was a part.
+    /// Reports the same timeout with the duration `total` of the whole wait, of which this was a part.
     pub(crate) fn waited_for(mut self, total: Duration) -> Self {
         if let ErrorKind::Timeout { after, .. } = &mut self.0.kind {
             *after = total;
@@ -262,7 +262,7 @@ impl Error {
 }
 
 impl Error {
-    /// What the error says without the library's name before it, for texts that begin with that themselves.
+    /// Text of the error without the library's name before it, for texts that begin with that themselves.
     pub fn message(&self) -> String {
         let text = self.to_string();
         text.strip_prefix(PREFIX).map(str::to_owned).unwrap_or(text)

@@ -73,7 +73,7 @@ impl Maker {
         Self { forks: FORKS.load(Ordering::Relaxed), pid: std::process::id() }
     }
 
-    /// The same as a number other than zero, for an atomic that says who made something.
+    /// Number of this process, other than zero, for an atomic that says who made something.
     pub fn to_bits(self) -> u64 {
         u64::from(self.forks) << 32 | u64::from(self.pid)
     }
@@ -89,8 +89,8 @@ impl Maker {
         self.forks == FORKS.load(Ordering::Relaxed)
     }
 
-    /// As [`is_here`](Maker::is_here), by a system call that also tells children apart which were not made
-    /// through the C library.
+    /// Whether that is this process, by a system call. It also tells children apart which were not made through the C
+    /// library.
     pub fn is_this_process(&self) -> bool {
         self.pid == std::process::id()
     }
@@ -243,7 +243,7 @@ impl<T: AsFd> AsFd for Uninherited<T> {
 
 #[cfg(test)]
 impl Maker {
-    /// As if another process had made it.
+    /// A maker that is another process.
     pub(crate) fn elsewhere() -> Self {
         let here = Self::here();
         Self { forks: here.forks + 1, pid: here.pid + 1 }
@@ -308,7 +308,7 @@ mod tests {
     fn a_descriptor_that_was_given_up_is_left_alone() {
         let (until, end) = std::io::pipe().expect("a pipe");
         let (reader, writer) = std::io::pipe().expect("a pipe");
-        // As if the number had been another descriptor's before.
+        // The number may have been another descriptor's before.
         drop(NotInherited::new(&writer));
         let writable = || rustix::io::write(&writer, b"x") == Ok(1);
         let (pid, end) = child(end, until, writable);

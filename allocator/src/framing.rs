@@ -1,4 +1,4 @@
-//! What all frames have in common: a header of 16 bytes before a message in postcard's encoding.
+//! The common part of all frames: a header of 16 bytes before a message in postcard's encoding.
 //!
 //! | bytes | meaning |
 //! | --- | --- |

@@ -102,7 +102,7 @@ impl Group {
         })
     }
 
-    /// The same participant with another default for how long its collectives wait.
+    /// Returns this participant with another default for how long its collectives wait.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -119,7 +119,7 @@ impl Group {
         self
     }
 
-    /// What [`with_interrupt`](Group::with_interrupt) was given.
+    /// Function that [`with_interrupt`](Group::with_interrupt) was given.
     pub(crate) fn interrupt(&self) -> Option<Interrupt> {
         self.interrupt.clone()
     }

@@ -15,7 +15,7 @@ pub fn short(text: &str) -> Short<'_> {
 }
 
 impl Short<'_> {
-    /// What is shown, and whether that is all of it.
+    /// The part of the text that is shown, and whether that is all of it.
     fn shown(&self) -> (&str, bool) {
         match self.0.char_indices().nth(SHOWN) {
             Some((end, _)) => (&self.0[..end], false),

@@ -242,7 +242,7 @@ fn what_is_too_much_to_bring_is_refused_on_its_rank() {
         );
         let error = pool.come_elsewhere(TOPIC, &much, deadline).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
-        // As much as can be is brought whole.
+        // The longest message that is allowed arrives whole.
         let most = &much[1..];
         pool.meet((5, 3), most, deadline, |_, brings| match brings == most {
             true => Ok(()),

@@ -373,7 +373,7 @@ fn a_commit_is_due_on_a_rank_whose_allocation_fails_there() {
     block.record_stream(Stream::numbered(7)).unwrap();
     block.free_unordered().unwrap();
     assert_eq!(pool.commit().unwrap().blocks_returned, 1);
-    // As many bytes as have returned make a commit due. The reuse has to wait, and that fails.
+    // The returned bytes are as many as make a commit due. The reuse has to wait, and that fails.
     assert!(pool.alloc::<u8>(256 << 20).unwrap_err().to_string().contains("planned"));
     assert!(pool.is_commit_due());
     // The only rank has failed, so ranks do not differ.

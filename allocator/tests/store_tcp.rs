@@ -1,4 +1,4 @@
-//! What is particular to the TCP store: secrets, declared ranks, lost processes, a lost server.
+//! Tests of what the TCP store has alone: secrets, declared ranks, lost processes, a lost server.
 
 use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
@@ -286,12 +286,12 @@ fn other_process(role: &str) {
     println!("address {}", server.local_addr());
     let store = declare(&server, 0).unwrap();
     store.all_gather("all", 0, 3, b"", ample()).unwrap();
-    // Of ranks 0 and 1 only, so that the third learns nothing of it. Nobody leaves in the last case but this process.
+    // Only ranks 0 and 1 gather, so the third learns nothing of it. Nobody leaves in the last case but this process.
     let limit = Deadline::seconds(300);
     let lost = store.all_gather("two", 0, 2, b"", limit).unwrap_err();
     assert_eq!(lost.ranks(), [1]);
     if end == "exited" {
-        // As when an interpreter ends: nothing is dropped.
+        // The process ends as an interpreter does: nothing is dropped.
         std::process::exit(0);
     }
 }

@@ -1,5 +1,5 @@
-//! What this library was built from: reports of measurements say it, so that a table can tell whether its code has changed
-//! since.
+//! Sources that this library was built from: reports of measurements name them, so that a table can tell whether its
+//! code has changed since.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -153,7 +153,7 @@ pub struct Communicator {
     nursery: Option<Arc<Nursery>>,
 }
 
-/// What only one call at a time may use.
+/// State that only one call at a time may use.
 struct Inner {
     engine: AnyEngine,
     choices: Choices,

@@ -1,4 +1,4 @@
-//! What runs a communicator's calls, on one rank: in host memory, or by kernels on a device.
+//! The trait of engines: one runs a communicator's calls on one rank, in host memory or by kernels on a device.
 
 #![allow(unsafe_code)] // declares what callers promise about raw memory
 

@@ -80,7 +80,7 @@ fn blocks_are_sent_ahead_of_their_receiver_and_between_collectives() {
         let mine = pool.lane("own").unwrap().alloc::<i32>(100).unwrap();
         let there = pool.alloc::<i32>(100).unwrap();
         for round in 0..20 {
-            // As many messages as there is room for; a collective comes between sends and receives.
+            // Each round sends as many messages as there is room for; a collective comes between sends and receives.
             for nth in 0..4 {
                 mine.write(&[round * 8 + nth * 2 + me as i32; 100]).unwrap();
                 comm.send(&mine, peer, STREAM).unwrap();
@@ -326,7 +326,7 @@ fn a_declined_receive_does_not_wait_for_another_thread_that_receives() {
     });
 }
 
-/// What a rank does with a message: it makes it with these bytes and this type, or declines it.
+/// End of a message: a rank makes it with these bytes and this type, or declines it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum End {
     Makes(usize, DType),
@@ -380,7 +380,7 @@ fn random_messages_that_fail_leave_all_others_as_in_a_queue() {
                 })
                 .collect()
         };
-        // What the sender and the receiver of each message have found, by source and target.
+        // Findings of the sender and the receiver of each message, by source and target.
         let found = Mutex::new(BTreeMap::new());
         ranks(world, &small(), |_, comm| {
             let me = comm.rank();
@@ -456,7 +456,7 @@ fn random_messages_that_fail_leave_all_others_as_in_a_queue() {
             for (nth, ends) in script(source, target).into_iter().enumerate() {
                 let what =
                     format!("round {round}: message {nth} of {source} to {target}: {ends:?}");
-                // What failed on one rank failed on the other, or was sent before its receiver came.
+                // A message that failed on one rank failed on the other, or was sent before its receiver came.
                 match model(ends) {
                     Model::Arrives => assert!(!came[nth] || sent[nth], "{what}"),
                     Model::Fails => assert!(!came[nth], "{what}"),

@@ -87,7 +87,7 @@ fn threads_without_an_order_get_right_results_or_errors() {
                     });
                 }
             });
-            // As many calls on all ranks, whatever became of them.
+            // All ranks make as many calls, whatever became of them.
             assert!(call(comm, 1, 0).unwrap());
         });
     }

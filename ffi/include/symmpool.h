@@ -85,7 +85,7 @@ typedef enum {
   SYMMPOOL_DTYPE_BYTES16 = 26,
 } symmpool_dtype;
 
-// What carries out a one-sided operation on CUDA. In host memory it makes no difference.
+// Engine that carries out a one-sided operation on CUDA. In host memory it makes no difference.
 typedef enum {
   // A kernel, which occupies SMs.
   SYMMPOOL_ENGINE_KERNEL = 0,
@@ -110,8 +110,8 @@ typedef enum {
   // A row for each received token and expert of it on this rank, in `output`: by expert, then by rank, then by token.
   // Each expert's first row is a multiple of `alignment`; rows between experts are not written.
   SYMMPOOL_EXPERTS_LAYOUT_BY_EXPERT = 1,
-  // As BY_EXPERT, but each expert of this rank has `output_rows` rows of its own: `output` is
-  // [experts of this rank, output_rows, hidden], and `output_scales` are [experts, scales of a row, output_rows].
+  // Rows by expert, of which each expert of this rank has `output_rows`: `output` is [experts of this rank,
+  // output_rows, hidden], and `output_scales` are [experts, scales of a row, output_rows].
   SYMMPOOL_EXPERTS_LAYOUT_PACKED = 2,
 } symmpool_experts_layout;
 
@@ -131,7 +131,7 @@ typedef enum {
 // A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
 typedef uint64_t symmpool_comm;
 
-// What a call looks like to a function that chooses its algorithm.
+// A call as a function sees it that chooses its algorithm.
 typedef struct {
   // Bytes of the larger one of input and output.
   uint64_t bytes;
@@ -155,7 +155,7 @@ typedef const char *(*symmpool_selector)(const symmpool_call_info *call, void *d
 // handle.
 typedef uint64_t symmpool_pool;
 
-// What a buffer for experts is made for. All but num_sms is the same on every rank.
+// Shape of a buffer for experts. All but num_sms is the same on every rank.
 typedef struct {
   // Channels of a token; a row has a multiple of 16 bytes.
   size_t hidden;
@@ -228,7 +228,7 @@ typedef struct {
   size_t weights;
 } symmpool_experts_handle_info;
 
-// What symmpool_dispatch is given; what is not needed is 0 or NULL. All addresses are on the pool's device.
+// Arguments of symmpool_dispatch; those that are not needed are 0 or NULL. All addresses are on the pool's device.
 typedef struct {
   // The tokens, [tokens, hidden], of the buffer's type, or F8E4M3 if `quantized`. It begins at a multiple of 16.
   const void *input;
@@ -254,7 +254,7 @@ typedef struct {
   uint32_t quantize;
   // A symmpool_experts_layout.
   uint32_t layout;
-  // What divides the number of each expert's first row in layout BY_EXPERT: 1 to 65536; 0 for 1.
+  // Divisor of the number of each expert's first row in layout BY_EXPERT: 1 to 65536; 0 for 1.
   uint32_t alignment;
   // Whether tokens are quantised already.
   bool quantized;
@@ -270,15 +270,15 @@ typedef struct {
   size_t rows_by_expert;
 } symmpool_dispatch_sizes;
 
-// What symmpool_combine is given.
+// Arguments of symmpool_combine.
 typedef struct {
   // Rows of experts, of the buffer's type, which lie as those of the dispatch did. It begins at a multiple of 16, and is
   // not NULL even if there are none.
   const void *input;
   // Where the sums are written, [tokens, hidden]. It begins at a multiple of 16, and does not overlap `input`.
   void *output;
-  // By what rows by expert are multiplied, [tokens, top_k], on the rank of the tokens; NULL for the weights of the
-  // dispatch.
+  // Factors of the rows in layouts by expert, [tokens, top_k], on the rank of the tokens; NULL for the weights of
+  // the dispatch.
   const float *weights;
   // How many tokens this rank had in the dispatch.
   size_t tokens;
@@ -289,7 +289,7 @@ typedef struct {
 // A handle of a group: an ordered set of ranks, of which this process is one. 0 is never a valid handle.
 typedef uint64_t symmpool_group;
 
-// What a commit did.
+// Effects of a commit.
 typedef struct {
   // The number of the commit, counted from 1.
   uint64_t number;
@@ -391,7 +391,7 @@ symmpool_status symmpool_comm_register_kernel(symmpool_comm comm,
 //
 // # Safety
 //
-// As the function of the collective; `collective` and `algorithm` are NULL or C strings.
+// You must keep the promises of the collective's own function; `collective` and `algorithm` are NULL or C strings.
 symmpool_status symmpool_collective(symmpool_comm comm,
                                     const char *collective,
                                     const char *algorithm,
@@ -474,7 +474,7 @@ symmpool_status symmpool_all_reduce(symmpool_comm comm,
 //
 // # Safety
 //
-// As symmpool_all_reduce, for these lengths.
+// You must keep the promises of symmpool_all_reduce, for these lengths.
 symmpool_status symmpool_reduce_scatter(symmpool_comm comm,
                                         void *output,
                                         const void *input,
@@ -487,7 +487,7 @@ symmpool_status symmpool_reduce_scatter(symmpool_comm comm,
 //
 // # Safety
 //
-// As symmpool_all_reduce; `output` has one part for each rank.
+// You must keep the promises of symmpool_all_reduce; `output` has one part for each rank.
 symmpool_status symmpool_all_gather(symmpool_comm comm,
                                     void *output,
                                     const void *input,
@@ -499,7 +499,7 @@ symmpool_status symmpool_all_gather(symmpool_comm comm,
 //
 // # Safety
 //
-// As symmpool_all_reduce, for `data` as input and output.
+// You must keep the promises of symmpool_all_reduce, for `data` as input and output.
 symmpool_status symmpool_broadcast(symmpool_comm comm,
                                    void *data,
                                    size_t count,
@@ -512,7 +512,7 @@ symmpool_status symmpool_broadcast(symmpool_comm comm,
 //
 // # Safety
 //
-// As symmpool_all_reduce, for these lengths.
+// You must keep the promises of symmpool_all_reduce, for these lengths.
 symmpool_status symmpool_all_to_all(symmpool_comm comm,
                                     void *output,
                                     const void *input,
@@ -525,8 +525,8 @@ symmpool_status symmpool_all_to_all(symmpool_comm comm,
 //
 // # Safety
 //
-// As symmpool_all_reduce, for the sums of the counts; the arrays can be read for as many entries
-// as there are ranks.
+// You must keep the promises of symmpool_all_reduce, for the sums of the counts; the arrays can be read for as many
+// entries as there are ranks.
 symmpool_status symmpool_all_to_all_v(symmpool_comm comm,
                                       void *output,
                                       const void *input,
@@ -655,8 +655,8 @@ symmpool_status symmpool_dispatch(symmpool_experts experts,
 //
 // # Safety
 //
-// As symmpool_dispatch. `sizes` is NULL (an error) or can be written to, and `expert_counts` is NULL or has room for a
-// number for each expert of this rank.
+// You must keep the promises of symmpool_dispatch. `sizes` is NULL (an error) or can be written to, and
+// `expert_counts` is NULL or has room for a number for each expert of this rank.
 symmpool_status symmpool_dispatch_exact(symmpool_experts experts,
                                         void *handle,
                                         const symmpool_dispatch_info *dispatch,
@@ -670,8 +670,8 @@ symmpool_status symmpool_dispatch_exact(symmpool_experts experts,
 //
 // # Safety
 //
-// As symmpool_dispatch; `handle` is one that a dispatch of this buffer wrote, in the layout and for as many tokens as
-// `combine` says, and `input` has all rows that were received then.
+// You must keep the promises of symmpool_dispatch. `handle` is one that a dispatch of this buffer wrote, in the
+// layout and for as many tokens as `combine` says, and `input` has all rows that were received then.
 symmpool_status symmpool_combine(symmpool_experts experts,
                                  void *handle,
                                  const symmpool_combine_info *combine,
@@ -754,7 +754,7 @@ symmpool_status symmpool_free_unordered(symmpool_pool pool,
 //
 // # Safety
 //
-// As for symmpool_alloc.
+// You must keep the promises of symmpool_alloc.
 symmpool_status symmpool_record_stream(symmpool_pool pool,
                                        void *pointer,
                                        void *stream);
@@ -764,7 +764,7 @@ symmpool_status symmpool_record_stream(symmpool_pool pool,
 //
 // # Safety
 //
-// As for symmpool_alloc.
+// You must keep the promises of symmpool_alloc.
 symmpool_status symmpool_reserve(symmpool_pool pool,
                                  uint64_t bytes,
                                  void *stream);

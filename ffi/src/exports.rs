@@ -269,7 +269,7 @@ mod tests {
             children
         });
         assert!(answered);
-        // What the children did was not done to the parent's.
+        // Calls of the children did not change the parent's slot.
         let slot = slot.unwrap();
         give(n, block);
         assert_eq!((slot.live(), slot.take_failure().map(|error| error.to_string())), (0, None));

@@ -76,7 +76,7 @@ mod tests {
         static VALUE: OfProcess<Vec<u64>> = OfProcess::new();
         VALUE.lock().push(1);
         assert!(!VALUE.is_forked());
-        // As another thread of the parent may hold it at any moment.
+        // Another thread of the parent may hold it at any moment, as this one does now.
         let held = VALUE.lock();
         // SAFETY: the child uses its own copy of memory, and ends.
         let pid = unsafe { fork() };

@@ -1,5 +1,5 @@
-// What the programs that test the C API have in common: calls and conditions that end a program with the line where
-// they stand.
+// Helpers of the programs that test the C API: calls and conditions that end a program with the line where they
+// stand.
 
 #ifndef SYMMPOOL_TESTS_CHECK_H
 #define SYMMPOOL_TESTS_CHECK_H

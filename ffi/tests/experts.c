@@ -255,7 +255,7 @@ static void quantised(symmpool_experts experts) {
   free_tokens(own);
 }
 
-// What is refused, and what every rank is told of it. The communicator stays usable.
+// Checks calls that are refused, and the error of every rank. The communicator stays usable.
 static void refused(symmpool_comm comm, symmpool_experts experts) {
   Tokens own = own_tokens();
   symmpool_dispatch_info dispatch = dispatch_of(own), wrong = dispatch;
@@ -274,7 +274,7 @@ static void refused(symmpool_comm comm, symmpool_experts experts) {
   SAYS("1000");
   own.ids[0] = id;
   OK(symmpool_dispatch(experts, handle, &dispatch, NULL));
-  // What one rank refuses is an error of all.
+  // A refusal on one rank is an error on all.
   wrong.tokens = rank == 1 ? MOST + 1 : own.count;
   symmpool_status status = symmpool_dispatch(experts, handle, &wrong, NULL);
   HOLDS(status == (rank == 1 ? SYMMPOOL_STATUS_INVALID_ARGUMENT : SYMMPOOL_STATUS_DIVERGED));
@@ -337,7 +337,7 @@ static void refused(symmpool_comm comm, symmpool_experts experts) {
   free_tokens(own);
 }
 
-// What no call is made for.
+// Checks calls that are refused before ranks talk.
 static void refuses_nonsense(symmpool_comm comm, symmpool_experts experts) {
   symmpool_experts_shape wrong = shape();
   symmpool_experts none = 0;

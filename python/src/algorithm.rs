@@ -60,7 +60,7 @@ impl Algorithm {
 
     /// The algorithm that a CUDA kernel is; `symmpool.native` says what the arguments are.
     #[staticmethod]
-    #[allow(clippy::too_many_arguments)] // what a kernel is
+    #[allow(clippy::too_many_arguments)] // a kernel has these parts
     fn native(
         py: Python<'_>,
         source: &str,
@@ -101,8 +101,8 @@ impl Algorithm {
         self.algorithm.name()
     }
 
-    /// What it computes: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", or the name of the
-    /// program's own collective.
+    /// Name of the collective: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", or the name
+    /// of the program's own collective.
     #[getter]
     fn collective(&self) -> &str {
         self.algorithm.collective()
@@ -254,7 +254,7 @@ impl Algorithm {
         ),
         text_signature = "($self, comm, input, output=None, *, op='sum', src=0, stream=None, count=None, dtype=None)"
     )]
-    #[allow(clippy::too_many_arguments)] // what a call is
+    #[allow(clippy::too_many_arguments)] // a call has these arguments
     fn execute(
         &self,
         py: Python<'_>,

@@ -58,7 +58,7 @@ fn warn_of_shortages(py: Python<'_>) {
     }
 }
 
-/// What the arguments of a call must fit: the communicator's device, rank and world.
+/// Context that the arguments of a call must fit: the communicator's device, rank and world.
 #[derive(Clone, Copy)]
 pub(crate) struct RankContext {
     pub(crate) device: Device,
@@ -115,7 +115,7 @@ impl Calls {
     ///
     /// # Safety
     ///
-    /// As [`Request::at`].
+    /// You must keep the promises of [`Request::at`].
     #[allow(unsafe_code)] // passes on the caller's promises
     #[inline]
     pub(crate) unsafe fn make(
@@ -274,7 +274,7 @@ impl RankContext {
         )))
     }
 
-    /// As many elements as `world` parts of `count`.
+    /// Number of elements in `world` parts of `count`.
     pub(crate) fn parts(&self, count: usize) -> Option<usize> {
         count.checked_mul(self.world as usize)
     }

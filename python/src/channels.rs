@@ -15,7 +15,7 @@ use crate::fork_guarded::ForkGuarded;
 use crate::number::Number;
 use crate::stream;
 
-/// As many channels between all ranks as a communicator has. Signals on them complete no waits but theirs.
+/// Channels between all ranks, as many as a communicator has. Signals on them complete no waits but theirs.
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct Channels {
     set: ForkGuarded<Set>,
@@ -67,7 +67,7 @@ impl Channels {
         Ok(Self { set: ForkGuarded::new(Set { calls, set }), _block: block.unbind() })
     }
 
-    /// As `Communicator.signal`.
+    /// Signals like `Communicator.signal`.
     #[pyo3(signature = (peer, channel, stream = None))]
     fn signal(
         &self,
@@ -82,7 +82,7 @@ impl Channels {
         calls.run(py, || calls.comm.signal_in(set, peer, channel, &stream))
     }
 
-    /// As `Communicator.wait`.
+    /// Waits like `Communicator.wait`.
     #[pyo3(signature = (peer, channel, timeout, stream = None))]
     fn wait(
         &self,
@@ -99,7 +99,7 @@ impl Channels {
         calls.run(py, || calls.comm.wait_in(set, peer, channel, timeout, &stream))
     }
 
-    /// As `Communicator.barrier_on`.
+    /// Makes a barrier like `Communicator.barrier_on`.
     #[pyo3(signature = (channel, timeout, stream = None))]
     fn barrier(
         &self,

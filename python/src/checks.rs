@@ -1,4 +1,4 @@
-//! What each call asks of its arguments, which ranks find out alone: before there is a communicator, too.
+//! Checks of each call's arguments, which a rank makes alone: before there is a communicator, too.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -12,7 +12,7 @@ use crate::reading::{Refusal, Tensor};
 use crate::tensor;
 
 impl RankContext {
-    /// Of an all-reduce: its input, its output, and what it does.
+    /// Checks an all-reduce: its input, its output, and its operation.
     #[inline]
     pub(crate) fn of_all_reduce(
         &self,
@@ -30,7 +30,7 @@ impl RankContext {
         Ok((input, output, op))
     }
 
-    /// Of a reduce-scatter: its input, its output, and what it does.
+    /// Checks a reduce-scatter: its input, its output, and its operation.
     #[inline]
     pub(crate) fn of_reduce_scatter(
         &self,
@@ -48,7 +48,7 @@ impl RankContext {
         Ok((input, output, op))
     }
 
-    /// Of an all-gather: its input and its output.
+    /// Checks an all-gather: its input and its output.
     #[inline]
     pub(crate) fn of_all_gather(
         &self,
@@ -62,7 +62,7 @@ impl RankContext {
         Ok((input, output))
     }
 
-    /// Of a broadcast: its buffer and its root.
+    /// Checks a broadcast: its buffer and its root.
     #[inline]
     pub(crate) fn of_broadcast(
         &self,

@@ -73,14 +73,14 @@ impl Communicator {
         Ok(Self::on(calls, algorithm, true))
     }
 
-    /// The same communicator, whose calls say nothing to autograd: their callers do, or leave it to torch.
+    /// Returns the same communicator, whose calls say nothing to autograd: their callers do, or leave it to torch.
     fn _unseen(&self) -> Self {
         Self::on(Arc::clone(&self.calls), self.algorithm.clone(), false)
     }
 
     /// Says to `ranks` of this communicator's that this rank makes a communicator of them, under a `key` of two numbers that
     /// no other group of theirs has. None where it makes none so. See `symmpool.communicators.subgroups`.
-    #[allow(clippy::needless_pass_by_value)] // as Python has it
+    #[allow(clippy::needless_pass_by_value)] // Python passes it by value
     fn _offer(
         &self,
         py: Python<'_>,
@@ -129,7 +129,8 @@ impl Communicator {
         self.wrote(&[Some(out.unwrap_or(tensor))])
     }
 
-    /// As `all_reduce` on the current stream, where it takes these arguments. Else False, without a word to others.
+    /// Calls `all_reduce` on the current stream, where it takes these arguments. Else returns False, without a word
+    /// to others.
     fn _try_all_reduce(
         &self,
         py: Python<'_>,
@@ -226,7 +227,7 @@ impl Communicator {
     #[pyo3(signature = (
         output, input, output_split_sizes = None, input_split_sizes = None, stream = None, *, algorithm = None
     ))]
-    #[allow(clippy::too_many_arguments)] // what a call is
+    #[allow(clippy::too_many_arguments)] // a call has these arguments
     fn all_to_all_single(
         &self,
         py: Python<'_>,

@@ -25,7 +25,7 @@ impl Device {
     }
 }
 
-/// What torch and numpy both call an element type.
+/// Name that torch and numpy both have for an element type.
 pub(crate) fn long_name(dtype: DType) -> &'static str {
     match dtype {
         DType::F32 => "float32",

@@ -18,7 +18,7 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
         (Driver::new(driver), device)
     };
     match name {
-        // As torch names the one CPU there is.
+        // torch gives the one CPU these names.
         Some("cpu" | "cpu:0") => Ok((Driver::host()?, Device::Cpu)),
         Some(name) if name.starts_with("cpu:") => Err(Error::invalid_argument(format!(
             "device: {:?}: the CPU is one device here; pass \"cpu\"",
@@ -35,7 +35,7 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
             })?;
             CudaDriver::new(ordinal).map(cuda)
         }
-        // As `Driver::best`, keeping which device it was.
+        // This chooses like `Driver::best`, and keeps which device it was.
         None => match CudaDriver::from_env() {
             Ok(driver) => Ok(cuda(driver)),
             Err(error) if error.is_unsupported() => Ok((Driver::host()?, Device::Cpu)),

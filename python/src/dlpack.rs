@@ -63,10 +63,10 @@ struct ManagedVersioned {
     tensor: DlTensor,
 }
 
-/// What keeps the memory of a tensor that is handed out.
+/// Owner that keeps the memory of a tensor that is handed out.
 pub(crate) type Owner = Arc<dyn Send + Sync>;
 
-/// What a consumer's tensor points into; kept alive, not read by us.
+/// Data that a consumer's tensor points into; kept alive, not read by us.
 struct Held<T> {
     managed: T,
     _lengths: Vec<i64>,
@@ -156,7 +156,7 @@ fn data_type(dtype: DType) -> DlDataType {
         DType::I8 | DType::I16 | DType::I32 | DType::I64 => 0,
         DType::U8 | DType::U16 | DType::U32 | DType::U64 => 1,
         DType::F16 | DType::F32 | DType::F64 => 2,
-        // Of no meaning to others.
+        // The code has no meaning to others.
         DType::Bytes1 | DType::Bytes2 | DType::Bytes4 | DType::Bytes8 | DType::Bytes16 => 3,
         DType::Bf16 => 4,
         DType::Complex32 | DType::Complex64 | DType::Complex128 => 5,

@@ -77,8 +77,8 @@ pub(crate) fn is_interrupted() -> bool {
 }
 
 thread_local! {
-    /// What ended a call of this thread from within a program's own function: no error of a program, such as
-    /// `KeyboardInterrupt` or `SystemExit`. And what the call's error says of it.
+    /// Exception that ended a call of this thread from within a program's own function, and the text of the call's
+    /// error. It is no error of a program, but for instance `KeyboardInterrupt` or `SystemExit`.
     static STOPPED: RefCell<Option<(PyErr, String)>> = const { RefCell::new(None) };
 }
 
@@ -143,7 +143,7 @@ impl<T> OrRaise<T> for symmpool_allocator::Result<T> {
 pub(crate) fn seconds(py: Python<'_>, what: &str, value: f64) -> PyResult<Duration> {
     if value > 0.0 && value <= 1e9 {
         let time = Duration::from_secs_f64(value);
-        // What is less than half a nanosecond would be no time.
+        // A shorter time than half a nanosecond would become zero.
         if !time.is_zero() {
             return Ok(time);
         }

@@ -19,7 +19,7 @@ use crate::dlpack::DlTensor;
 /// The name of capsules that hold a table.
 const NAME: &std::ffi::CStr = c"dlpack_exchange_api";
 
-/// What stays the same in every version.
+/// Head of the table, which stays the same in every version.
 #[repr(C)]
 struct Header {
     major: u32,
@@ -69,8 +69,8 @@ impl Exchange {
         Some(Self { from_object: table.tensor_from_object?, current_stream: table.current_stream })
     }
 
-    /// What a tensor is, in the protocol's words; `None` where the library declines it. The
-    /// pointers in it are good as long as the tensor is there and is not changed.
+    /// Reads a tensor's description in the protocol's words; `None` where the library declines it. The pointers in it
+    /// are good as long as the tensor is there and is not changed.
     #[inline]
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<DlTensor> {
         let mut found = MaybeUninit::<DlTensor>::uninit();

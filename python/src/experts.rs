@@ -62,7 +62,7 @@ impl ExpertBuffer {
         }
     }
 
-    /// The same, of as many rows as there are tokens, and of an element type.
+    /// Reads a tensor of an element type that has as many rows as there are tokens.
     fn of_tokens(
         &self,
         name: &'static str,

@@ -31,7 +31,8 @@ pub(crate) struct Asked<'a, 'py> {
     pub(crate) stream: Option<Argument<'a, 'py>>,
 }
 
-/// What a call of a collective would do, as an instance of `symmpool.Explanation`. Other ranks hear nothing of it.
+/// Returns the explanation of a call of a collective, as an instance of `symmpool.Explanation`. Other ranks hear
+/// nothing of it.
 pub(crate) fn explain<'py>(
     py: Python<'py>,
     calls: &Calls,

@@ -170,8 +170,8 @@ impl Group {
         self.group.timeout().as_secs_f64()
     }
 
-    /// What torch's operators, and module-level calls, know it by: text, the same for as long as the
-    /// group is there.
+    /// Name by which torch's operators and module-level calls know the group: text, the same for as long as the group
+    /// is there.
     #[getter]
     fn group_name<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("symmpool.groups.names")?.call_method1("name_of", (slf,))

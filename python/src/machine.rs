@@ -1,4 +1,4 @@
-//! What this machine has, as Python's doctor asks for it.
+//! The hardware of this machine, for Python's doctor.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};

@@ -41,7 +41,7 @@ impl Mailbox {
             .or_raise(py)
     }
 
-    /// What other ranks find this one by.
+    /// Returns the address by which other ranks find this mailbox.
     fn address<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.0.address().or_raise(py)?))
     }

@@ -263,7 +263,8 @@ pub(crate) fn multiply_all_reduce(
     calls.run(py, move || unsafe { calls.comm.matmul_all_reduce_at(&product, 0, &stream) })
 }
 
-/// As [`matmul_memory`], for `rows` rows of `inner` columns that are gathered from each rank.
+/// Returns the memory that [`matmul_memory`] does, for `rows` rows of `inner` columns that are gathered from each
+/// rank.
 #[pyfunction]
 #[pyo3(name = "_gather_memory")]
 pub(crate) fn gather_memory(

@@ -20,7 +20,7 @@ use crate::site;
 /// The longest that a wait takes without a look at signals.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// What this rank has said to the others of a group; see `symmpool.communicators.subgroups`.
+/// Offer of this rank to the others of a group; see `symmpool.communicators.subgroups`.
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct GroupOffer {
     /// `None` once it was accepted.

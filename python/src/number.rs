@@ -18,7 +18,7 @@ pub(crate) struct Number<T>(Result<T, Wrong>);
 enum Wrong {
     /// A number, as Python writes it, that the type does not have.
     Range(String),
-    /// What is no number, and why not.
+    /// The text says why the object is no number of the expected kind.
     Kind(String),
 }
 
@@ -56,7 +56,7 @@ fn wrong(object: Borrowed<'_, '_, PyAny>, error: &PyErr) -> Wrong {
     }
 }
 
-/// What a count, a rank or an address can be.
+/// Types of counts, ranks and addresses.
 pub(crate) trait Whole: Display {
     const MOST: Self;
 }

@@ -1,4 +1,4 @@
-//! What a reduction does: by our names, or by torch's constants.
+//! Operations of reductions: by our names, or by torch's constants.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;

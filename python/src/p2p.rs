@@ -71,7 +71,7 @@ fn decline(
     if error.is_invalid_argument() { refusal.raise(py) } else { raised(py, &error) }
 }
 
-/// The same for a reason of the caller's.
+/// Refuses a message for a reason of the caller's.
 #[cold]
 pub(crate) fn refuse_message(
     calls: &Calls,

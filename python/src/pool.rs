@@ -173,7 +173,7 @@ impl Pool {
         Bound::new(py, Block::new(memory, shape, dtype))
     }
 
-    /// As `empty`, filled with zeros.
+    /// Makes a tensor like `empty`, filled with zeros.
     #[pyo3(signature = (*size, dtype = None, shape = None))]
     fn zeros<'py>(
         slf: &Bound<'py, Self>,
@@ -199,8 +199,8 @@ impl Pool {
         Ok(tensor)
     }
 
-    /// As `empty`, filled with `fill_value`: `full((3, 4), 0.5)`. Without a `dtype` the tensor is of the
-    /// type that torch.full chooses for the value: bool, int64, or torch's default.
+    /// Makes a tensor like `empty`, filled with `fill_value`: `full((3, 4), 0.5)`. Without a `dtype` the tensor is of
+    /// the type that torch.full chooses for the value: bool, int64, or torch's default.
     #[pyo3(signature = (size, fill_value, dtype = None))]
     fn full<'py>(
         slf: &Bound<'py, Self>,
@@ -427,8 +427,8 @@ impl Pool {
         self.device.name()
     }
 
-    /// What torch's operators, and module-level calls, know it by: text, the same for as long as the
-    /// pool is there.
+    /// Name by which torch's operators and module-level calls know the pool: text, the same for as long as the pool
+    /// is there.
     #[getter]
     fn group_name<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("symmpool.groups.names")?.call_method1("name_of", (slf,))
@@ -450,7 +450,7 @@ impl Pool {
         found.is_some_and(|(slot, _)| slot == self.pool.rank())
     }
 
-    /// As `peer_ptr`.
+    /// Returns the address that `peer_ptr` returns.
     fn peer(&self, py: Python<'_>, rank: u32, address: u64, bytes: u64) -> PyResult<u64> {
         if !self.pool.windows().covers(address, bytes) {
             return Err(invalid(
@@ -526,8 +526,8 @@ fn is_foreign(dtype: DType) -> bool {
     dtype.size() == 1 && !matches!(dtype, DType::U8 | DType::I8 | DType::Bool)
 }
 
-/// What `empty` and `zeros` are given: sizes as one sequence or as several numbers, and a type that may
-/// come behind them without its name. `shape` is an earlier name of the sequence.
+/// Reads the arguments of `empty` and `zeros`: sizes as one sequence or as several numbers, and a type that may come
+/// behind them without its name. `shape` is an earlier name of the sequence.
 fn shape_and_dtype<'py>(
     name: &str,
     size: &Bound<'py, PyTuple>,

@@ -1,4 +1,4 @@
-//! What reading an argument gives: where its elements lie, or why it is not taken.
+//! The result of reading an argument: where its elements lie, or why it is not taken.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -37,7 +37,7 @@ pub(crate) enum Refusal {
 }
 
 impl Refusal {
-    /// As an error, for ranks that wait.
+    /// Returns the refusal as an error, for ranks that wait.
     pub(crate) fn to_error(&self) -> Error {
         match self {
             Self::Invalid(why) => Error::invalid_argument(why),

@@ -12,7 +12,7 @@ use crate::arguments::{Argument, Calls, RankContext, rows_of};
 use crate::name::Name;
 use crate::reading::{Refusal, Tensor};
 
-/// What `all_to_all_single` is given, once it is known to fit.
+/// Arguments of `all_to_all_single`, once they are known to fit.
 pub(crate) struct Divided {
     output: Tensor,
     input: Tensor,
@@ -21,13 +21,13 @@ pub(crate) struct Divided {
 
 /// Numbers of elements.
 pub(crate) enum Parts {
-    /// As many for every rank, and in both tensors just these.
+    /// Each rank has this number of elements, and both tensors have no others.
     Even(usize),
     /// A number for every rank; no sum is above its tensor's length.
     Uneven { receive: Vec<usize>, send: Vec<usize> },
 }
 
-/// What `all_to_all_v` is given, once it is known to fit.
+/// Arguments of `all_to_all_v`, once they are known to fit.
 pub(crate) struct RowsBySplits {
     output: Tensor,
     input: Tensor,

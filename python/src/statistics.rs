@@ -18,7 +18,7 @@ impl Communicators {
         all.push(Arc::downgrade(made));
     }
 
-    /// What those that live hold of memory, in the order in which they were made.
+    /// Returns the memory of the communicators that live, in the order in which they were made.
     fn memory(&self) -> Vec<CommunicatorMemory> {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let alive: Vec<Arc<Communicator>> = all.iter().filter_map(Weak::upgrade).collect();
@@ -67,7 +67,7 @@ pub(crate) fn of_pool<'py>(
     Ok(dict)
 }
 
-/// What a communicator holds of memory.
+/// Returns the memory of a communicator as a dictionary.
 pub(crate) fn of_communicator<'py>(
     py: Python<'py>,
     memory: &CommunicatorMemory,

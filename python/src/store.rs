@@ -81,7 +81,7 @@ impl Store for PythonStore {
     }
 }
 
-/// What an exception of the adapter means to the allocator.
+/// Turns an exception of the adapter into an error of the allocator.
 #[cold]
 fn to_error(py: Python<'_>, what: &str, deadline: Deadline, error: &PyErr) -> Error {
     let ranks: Vec<u32> =

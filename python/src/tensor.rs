@@ -281,8 +281,7 @@ fn of_block(name: &'static str, block: &Block, device: Device) -> Result<Tensor,
     Ok(Tensor { address: block.address(), count: block.count(), dtype: block.element() })
 }
 
-/// What an element type is called by whoever made the tensor: also where all that travels of its name
-/// is its size.
+/// Name that a tensor's maker has for its element type: also where all that travels of the type is its size.
 #[cold]
 fn name_of_dtype(object: &Bound<'_, PyAny>) -> PyResult<String> {
     let name = object.getattr("dtype")?.str()?;

@@ -1,4 +1,4 @@
-//! What this package asks torch for: its types, and its current streams and devices.
+//! Questions of this package to torch: its types, and its current streams and devices.
 //!
 //! torch is not imported here: a caller that passes a tensor has done so.
 
@@ -11,7 +11,7 @@ use crate::convert::{self, Device, long_name};
 use crate::exchange::Exchange;
 use crate::reading::imported;
 
-/// What is looked up in torch once.
+/// Objects that are looked up in torch once.
 pub(crate) struct Torch {
     pub(crate) tensor: Py<PyType>,
     dtype: Py<PyType>,
@@ -24,7 +24,7 @@ pub(crate) struct Torch {
     /// The type of parameters, which are plain tensors but for their type.
     pub(crate) parameter: Option<Py<PyAny>>,
     pub(crate) exchange: Option<Exchange>,
-    /// What counts up the versions of tensors, and whether it is the function that takes several, at half the time.
+    /// Function that counts up the versions of tensors, and whether it takes several tensors, at half the time.
     increment_version: Option<(Py<PyAny>, bool)>,
 }
 
@@ -76,7 +76,7 @@ impl Torch {
     }
 }
 
-/// What counts up versions, in this torch.
+/// Finds the function that counts up versions in this torch.
 fn increment_version(torch: &Bound<'_, PyAny>) -> Option<(Py<PyAny>, bool)> {
     let of_several = torch.getattr("_C").and_then(|inner| inner.getattr("_increment_version"));
     if let Ok(of_several) = of_several

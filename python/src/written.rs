@@ -1,4 +1,4 @@
-//! What calls write to, said to autograd.
+//! Reports to autograd which tensors calls write to.
 
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -29,14 +29,14 @@ def main(arguments=None):
 
 
 def until_nobody_reads():
-    """As `main`; whoever reads what is printed may stop, as `head` does."""
+    """Runs `main`; the reader of what is printed may stop, as `head` does."""
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left is printed nowhere, also not at exit.
+        # The rest of the output is printed nowhere, also not at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 128 + 13  # as a shell says of SIGPIPE
+        status = 128 + 13  # the status that a shell gives to SIGPIPE
     return status
 
 

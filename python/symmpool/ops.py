@@ -98,7 +98,7 @@ def _check_parts(x: torch.Tensor, world: int, what: str) -> None:
         )
 
 
-# What they do.
+# Implementations of the operators.
 
 
 def _make(x: torch.Tensor, group: str, plan: Any) -> None:
@@ -235,8 +235,8 @@ def _refused(x: torch.Tensor, why: str, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-# What comes out of them, without doing it. Wrong arguments are refused where the calls are made, as compilers
-# ask for shapes on each rank alone.
+# Shapes of the operators' results, without the calls. Wrong arguments are refused where the calls are made,
+# as compilers ask for shapes on each rank alone.
 
 
 def _all_reduce_fake(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -409,7 +409,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> tor
 def all_gather_tensor(x: torch.Tensor, gather_dim: int = 0, group: GroupLike = None) -> torch.Tensor:
     """Every rank's `x`, one after the other along a dimension; with a gradient."""
     world = world_of(group)
-    # Of what comes out, which has a dimension where a single element comes in.
+    # The result counts: it has a dimension where a single element comes in.
     if not isinstance(gather_dim, (int, torch.SymInt)) or not -max(x.dim(), 1) <= gather_dim < max(
         x.dim(), 1
     ):
@@ -442,8 +442,8 @@ def all_to_all_single(
     input_split_sizes: Any = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """What every rank sends to this one; rows are sent in equal parts, or by split sizes (both are
-    needed then); with a gradient."""
+    """Returns the rows that every rank sends to this one; rows are sent in equal parts, or by split sizes
+    (both are needed then); with a gradient."""
     for name, given in (("output", output_split_sizes), ("input", input_split_sizes)):
         if not traced.are_sizes(given):
             why = f"all_to_all_single: {name}_split_sizes: a list of integers is needed, or None"

@@ -174,7 +174,7 @@ class Rank:
         self.comm = symmpool.Communicator(self.pool, timeout=120)
         self.device = device
         self.wrong: list[str] = []
-        # By registered name: the table's name and blocks.
+        # The table's name and blocks, by registered name.
         self.names: dict[str, tuple[str, int | None]] = {}
 
     def register(self) -> None:
@@ -387,7 +387,7 @@ class Call:
 def fastest(
     times: dict[int, dict[str, float]], names: dict[str, tuple[str, int | None]]
 ) -> list[dict[str, Any]]:
-    """What rows have besides their group: the fastest algorithms, each up to the largest size."""
+    """Returns the rows without their group: the fastest algorithms, each up to the largest size."""
     rows: list[tuple[int | None, str]] = []
     for size, row in sorted(times.items()):
         if not row:
@@ -412,7 +412,7 @@ GROUP = ("collective", "world", "lamport", "windows")
 
 
 def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What rows of a table have in common that are for the same calls."""
+    """Returns the fields that rows of a table for the same calls have in common."""
     return (row.get("collective", "all_reduce"), *(row.get(name) for name in GROUP[1:]))
 
 

@@ -1,4 +1,4 @@
-"""What torch's own tests ask of its fused products and of Inductor's micro-pipelining, asked of ours.
+"""Checks of torch's own tests of fused products and of Inductor's micro-pipelining, made of ours.
 
 The cases are those of torch 2.11's tests of asynchronous tensor parallelism: shapes, types, dimensions,
 layouts and scales. Results are compared with float64: no element may be further from it than separate
@@ -37,8 +37,8 @@ def summed(x, dim, op):
 
 
 def too_far(found, separate, exact, allowed):
-    """By how much an element is further from the exact one than that of separate operations; 0 or less is
-    right."""
+    """Returns how much further from the exact result an element is than that of separate operations; 0 or
+    less is right."""
     if found.shape != exact.shape:
         return float("inf")
     errors = [(each.double() - exact).abs() for each in (found, separate)]
@@ -46,7 +46,7 @@ def too_far(found, separate, exact, allowed):
 
 
 def rounding(left, right):
-    """What another order of additions in float32 may change of a product."""
+    """Returns how much another order of additions in float32 may change a product."""
     slack = left.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps
     return slack * (left.double().abs() @ right.double().abs())
 
@@ -65,7 +65,7 @@ class Cases:
             self.wrong.append(what)
 
     def made(self, call):
-        """What a call gives, made again, and captured."""
+        """Yields the result of a call, made again, and captured."""
         yield "eager", call()
         if self.device.type != "cuda":
             return
@@ -190,7 +190,7 @@ class Cases:
                         self.judge(same, f"{what}: strides and type of a product")
 
     def separate_scaled(self, arguments, rest):
-        """What separate operations give. gloo does not gather 8-bit floats."""
+        """Returns the result of separate operations. gloo does not gather 8-bit floats."""
         if self.device.type == "cuda":
             return theirs._fused_all_gather_scaled_matmul_fallback(*arguments, *rest)
         shard, rights, of_left, of_rights, dim, _ = arguments

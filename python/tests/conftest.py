@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # The package works without torch. Files named test_torch* need it.
 TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore_glob = [] if TORCH else ["test_torch*.py"]
-# What needs packages that `make test` does not fetch is run by its own name: `make test-packages`.
+# Tests that need packages which `make test` does not fetch are run by their own name: `make test-packages`.
 collect_ignore = ["packages"]
 
 #: The folder for temporary files of processes that tests start.
@@ -59,8 +59,8 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def remains():
-    """What the package could leave behind: mappings and descriptors of shared memory in this process, files
-    in shared memory, and temporary folders."""
+    """Returns what the package could leave behind: mappings and descriptors of shared memory in this process,
+    files in shared memory, and temporary folders."""
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own

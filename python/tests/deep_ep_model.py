@@ -1,4 +1,4 @@
-"""What calls of `symmpool.deep_ep` should give: routings, and checks that know the answers."""
+"""Expected results of `symmpool.deep_ep`: routings, and checks that know the answers."""
 
 import expert_model as model
 import torch
@@ -89,7 +89,7 @@ def dequantized(rows, scales, hidden):
 
 
 def check_low_latency(routing, me, rows, count, handle, exact):
-    """What a dispatch gives, by expert."""
+    """Checks the results of a dispatch by expert."""
     world, tokens = routing.world, len(routing.x[0])
     src_info, layout_range, most, hidden, experts = handle
     assert (most, hidden, experts) == (tokens, rows.shape[2], routing.experts)

@@ -1,4 +1,4 @@
-"""What dispatch to experts and combine should give, in plain PyTorch."""
+"""Expected results of dispatch to experts and combine, in plain PyTorch."""
 
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ class Routing:
         return out.to(dtype)
 
     def weighted(self, rank, answer, alignment, dtype, weights=None):
-        """What comes back from a rank whose rows lie by expert."""
+        """Returns the sums that come back from a rank whose rows lie by expert."""
         places, _ = self.by_expert(rank, alignment)
         _, _, given, _, _ = self.received(rank)
         given = (
@@ -113,7 +113,8 @@ def random(seed, world, dtype=torch.bfloat16, hidden=None, top_k=None, tokens=32
 
 
 def answers_of(routing, seed, hidden, dtype, alignment=None):
-    """What experts make of the rows of each rank: rows of their own. `alignment` for rows by expert."""
+    """Returns the experts' answers to the rows of each rank: rows of their own. `alignment` for rows by
+    expert."""
     found = []
     for rank in range(routing.world):
         count = len(routing.received(rank)[0])

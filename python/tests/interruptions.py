@@ -13,7 +13,7 @@ class _Interrupter:
 
     def __init__(self, modules, place):
         self.modules, self.left, self.raised = modules, place, None
-        # By frame, whether the instruction that was made before the next one is of these.
+        # Whether the instruction before the next one is of these modules, by frame.
         self.looks = {}
         self.at = {}
 

@@ -44,7 +44,7 @@ def by_inductor(program):
 
 
 def by_the_pass(program):
-    """The same without code that Inductor generates, which takes long on the CPU: graphs run as they are."""
+    """Compiles without code that Inductor generates, which takes long on the CPU: graphs run as they are."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
@@ -142,7 +142,7 @@ class Programs:
             return made if left.dim() == 2 else made.view(*left.shape[:-1], right.shape[1])
 
         def gather(shard, right):
-            # As float8 layers gather: the view is there for what travels as integers.
+            # Float8 layers gather so: the view is there for what travels as integers.
             A = all_gather_tensor(shard, 0, group).view(shard.dtype)
             return A.float(), product(A, right, one, one)
 

@@ -68,7 +68,8 @@ class Model:
         return owner, name, span["index"] + offset, parity
 
     def run(self, rank):
-        """What a rank does: yields where others may step in between, and what it waits for."""
+        """Makes a rank's operations: yields the condition that it waits for, where others may step in
+        between."""
         for call in range(2):
             # Nobody is more than a call ahead.
             yield (

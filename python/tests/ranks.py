@@ -73,7 +73,7 @@ def run(world, function, *arguments, limit=120, silent=(), environment=None):
 
 
 def values(world, function, *arguments, **options):
-    """What every rank returned. Fails if a rank did not return."""
+    """Returns the results of every rank. Fails if a rank did not return."""
     outcomes = run(world, function, *arguments, **options)
     failed = [found for found in outcomes if found.error is not None or found.status != 0]
     # All errors are shown, because one rank's error is often the cause of another's.
@@ -164,7 +164,7 @@ def serve_forks():
     gc.collect()
     gc.freeze()
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # What ranks print goes elsewhere than the replies.
+    # Output of ranks goes elsewhere than the replies.
     os.dup2(2, 1)
     # The exit status by process id; None while the process has not been waited for.
     statuses = {}

@@ -117,7 +117,7 @@ def selects(group):
         (400, "float32", "max", 2, ["input", "output"], "fully_connected"),
         (24, "float64", "sum", 2, [], "fully_connected"),
     ]
-    # What fails is said once, and the call is made all the same.
+    # A failure is reported once, and the call is made all the same.
     for wrong, word in (
         (lambda *call: 1 / 0, "ZeroDivisionError"),
         (lambda: "one_shot", "TypeError"),

@@ -29,7 +29,7 @@ def test_a_table_has_ratios_to_each_of_ours():
 
 @pytest.mark.parametrize("operation", collectives.OPERATIONS)
 def test_what_is_expected_is_what_the_operation_means(operation):
-    # Of two ranks, by hand: inputs 0 1 2 3 and 1 2 3 4.
+    # The expected results of two ranks, by hand: inputs 0 1 2 3 and 1 2 3 4.
     whole, part = torch.empty(4), torch.empty(2)
     case = {
         "all_reduce": (whole, [1, 3, 5, 7]),

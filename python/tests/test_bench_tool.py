@@ -223,7 +223,7 @@ def test_every_contender_is_timed_in_its_fastest_form(on_a_device):
     assert order == ["NCCL", "ours", "ours", "NCCL", "NCCL", "ours"]
     for name, times in FORMS.items():
         assert row.tried[name] == pytest.approx(times)
-    # What the trial found is no round's time.
+    # Times of the trial are no round's times.
     assert all(len(rounds) == 3 for rounds in row.rounds.values())
 
 

@@ -30,7 +30,7 @@ def test_products_beside_communication_are_compared_with_the_same_alone():
         step(),
         event(GEMM, 0, 10, grid=[8, 1, 1]),
         event(GEMM, 10, 14, grid=[8, 1, 1]),  # beside communication: 4 us longer
-        event(GEMM, 24, 30, grid=[9, 1, 1]),  # of another shape, never alone
+        event(GEMM, 24, 30, grid=[9, 1, 1]),  # another shape, never alone
         event("ncclDevKernel_AllGather_RING_LL", 11, 40, stream=SIDE),
     ]
     found = trace.summarize(events)
@@ -95,7 +95,7 @@ def test_host_time_counts_calls_within_calls_once():
         event("aten::mm", 300, 40, "cpu_op"),
     ]
     found = trace.summarize(events)
-    # Of two steps.
+    # The figures are means of two steps.
     assert found["launches"] == 1 and found["launch_us"] == 5
     assert found["collective_calls"] == 1 and found["collective_host_us"] == 35
     assert set(found) == set(trace.ROWS)

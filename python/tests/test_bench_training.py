@@ -165,7 +165,7 @@ def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(t
         for each in figures.values():
             # Two numbers have one sum, in whichever order.
             assert each["apart"] == 0 and len(each["rounds"]) == 1 and len(each["numbers"]) == 3
-        # What is compared has been through both libraries.
+        # The compared programs have been through both libraries.
         assert figures["gloo"]["calls"] == {}
         assert {where for calls in figures["ours"]["calls"].values() for where in calls} == {"symmpool"}
         # Tensor parallelism computes what the others compute, of rank 0's tokens.

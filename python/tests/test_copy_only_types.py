@@ -1,4 +1,4 @@
-"""What only moves data takes elements that no reduction would: of numpy, between processes."""
+"""Tests of calls that only move data, with elements that no reduction takes: numpy's, between processes."""
 
 import ml_dtypes
 import numpy as np

@@ -88,7 +88,7 @@ GOOD = {
 
 
 def verdict(change, part):
-    """What is said of what contains `part`, after a change of the good machine."""
+    """Returns the verdict on what contains `part`, after a change of the good machine."""
     machine = copy.deepcopy(GOOD)
     change(machine)
     (found,) = [each for each in verdicts.judge(machine) if part in each.what]

@@ -31,7 +31,7 @@ def places(found):
 
 
 def run(program, file, folder):
-    """What two ranks print that run the program."""
+    """Returns the output of two ranks that run the program."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -269,7 +269,7 @@ def text_blocks(page, first_word):
 
 
 def of_program(page, name, until, tmp_path, without=()):
-    """What the beginning of a program defines, from a file of its name."""
+    """Returns the names that the beginning of a program defines, from a file of its name."""
     file, program = programs(page)[name]
     program = program.split(until, 1)[0]
     for line in without:

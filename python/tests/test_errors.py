@@ -128,7 +128,7 @@ def test_numbers_that_an_argument_cannot_be_are_named():
 def refused_communicator(group, culprit, wrong):
     pool = symmpool.Pool(group, "cpu")
     found = failure(lambda: symmpool.Communicator(pool, **(wrong if pool.rank == culprit else {})))
-    # What the others were given goes back.
+    # The resources that the other ranks were given go back.
     pool.resync()
     x = np.ones(3)
     symmpool.Communicator(pool, timeout=20).all_reduce(x)

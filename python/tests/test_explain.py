@@ -1,4 +1,5 @@
-"""What communicators say of calls before they are made, and what programs hear of devices without room."""
+"""Tests of what communicators say of calls before they are made, and what programs hear of devices without
+room."""
 
 import dataclasses
 import warnings

@@ -13,7 +13,8 @@ import symmpool
 
 
 def interrupted(call):
-    """What Ctrl-C in the middle of a call raises: the cause, and after how many seconds."""
+    """Returns the cause of the error that Ctrl-C raises in the middle of a call, and after how many
+    seconds."""
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt) as raised:

@@ -135,7 +135,7 @@ def test_the_thread_sleeps_when_a_call_was_made_before_its_bell_rang(pool):
     entry, made = CommunicatorEntry(pool), []
     begun(entry, made, "first").wait()
     queue = entry.runner._queue
-    # As where another thread takes a call between its coming into the queue and the bell.
+    # The bell rings as where another thread takes a call between its coming into the queue and the bell.
     queue._bell.ring()
     waits, bell = [], queue._bell
 

@@ -102,7 +102,7 @@ def executes(group):
     algorithm.execute(comm, x, y, op="max")
     expected = [*(np.arange(5) + 100 * peer), *(np.arange(5, 10) + 100)]
     right = np.array_equal(np.asarray(y), expected)
-    # By addresses, of an algorithm that takes ordinary memory.
+    # An algorithm that takes ordinary memory is called by addresses.
     one_shot = programs.one_shot_all_reduce.compile(2)
     data = np.full(7, comm.rank + 1, np.int32)
     one_shot.execute(comm, data.ctypes.data, count=7, dtype="int32")

@@ -1,4 +1,5 @@
-"""What symmpool.language is given and is no sensible plan: it is refused soon, in a user's words."""
+"""Tests of symmpool.language with arguments that are no sensible plan: they are refused soon, in a user's
+words."""
 
 import json
 import os
@@ -54,7 +55,7 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path):
     os.truncate(sparse, 1 << 40)
     with pytest.raises(symmpool.InvalidArgumentError, match="sparse.json.*67108864"):
         sl.load(sparse)
-    # What has no size ends the reading too.
+    # A file without a size ends the reading too.
     with pytest.raises(symmpool.InvalidArgumentError, match="67108864"):
         sl.load("/dev/zero")
 

@@ -54,7 +54,7 @@ def registers(group):
     kernel = symmpool.native("\n", "two_shot", "all_reduce")
     with pytest.raises(symmpool.InvalidArgumentError, match="built-in"):
         comm.register(kernel)
-    # What is built in keeps its name, on ordinary memory too.
+    # A built-in algorithm keeps its name, on ordinary memory too.
     x = np.full(6, comm.rank + 1, np.float32)
     comm.all_reduce(x, algorithm="two_shot")
     return float(x[0])

@@ -266,7 +266,7 @@ def test_on_the_cpu_there_is_nothing_to_mark():
 
 
 class Streams:
-    """As much of torch and of a communicator as calls on a stream of their own need."""
+    """Stand-in for the parts of torch and of a communicator that calls on a stream of their own need."""
 
     def __init__(self):
         self.observed, self.done, self.capturing, self.failure = [], set(), False, None
@@ -293,7 +293,7 @@ class Streams:
 
 
 class Tensor(list):
-    """As much of a tensor as calls on a stream of their own need."""
+    """Stand-in for the parts of a tensor that calls on a stream of their own need."""
 
     recorded = None
 
@@ -324,7 +324,7 @@ def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors()
     torch.capturing, captured = True, Tensor([4])
     side.submit(torch, torch.call, (captured,), [])
     assert captured.recorded.cuda_stream == 7 and len(side._held) == 2
-    # And the last one, with no other behind it, when its Work goes, or is waited for.
+    # The tensors of the last call, with no other behind it, are kept until its Work goes, or is waited for.
     torch.done |= {8, 12}
     del found
     assert gone[2]() is None and not side._held
@@ -363,7 +363,7 @@ def test_ctrl_c_in_a_call_on_a_stream_of_its_own_leaves_its_tensors_and_the_orde
         side.submit(torch, torch.call if when == "behind it" else stop, (tensor,), [], None, order)
     torch.mark = mark
     assert tensor.recorded.cuda_stream == 7
-    # What follows comes behind all that the side stream was given.
+    # Later work comes behind all that the side stream was given.
     order.join()
     assert torch.observed[-2:] == [("mark", 7), ("wait", len(torch.observed) - 2)]
 
@@ -430,6 +430,6 @@ def test_copies_of_a_call_are_made_on_its_stream_behind_what_was_begun():
         ("off", 7),
         ("mark", 7),
     ]
-    # What is copied is kept until then, as the side stream reads it.
+    # A copied tensor is kept until then, as the side stream reads it.
     del copied
     assert gone() is not None and not work.is_completed()

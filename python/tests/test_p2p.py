@@ -23,7 +23,7 @@ def both_ways(group):
 
     def send():
         for nth, count in enumerate(SIZES):
-            # Of the pool and of others, from whatever place in them.
+            # Messages lie in the pool and in other memory, at any place.
             whole = pool.empty(count + 1, np.uint8) if nth % 2 else np.empty(count + 1, np.uint8)
             part = np.asarray(whole)[1:]
             part[:] = data(comm.rank, peer, nth, count)
@@ -187,7 +187,7 @@ def nonsense(group):
     ]:
         with pytest.raises((symmpool.InvalidArgumentError, TypeError), match=named):
             call()
-    # What both ranks refused is over, and the communicator stays usable.
+    # A message that both ranks refused is over, and the communicator stays usable.
     comm.send(good, 1 - me)
     comm.recv(good, 1 - me)
     comm.barrier()

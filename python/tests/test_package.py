@@ -60,7 +60,7 @@ def members(node):
 
 
 def parameters_of(stub, without_self):
-    """What a function of the stubs takes: names, kinds and defaults."""
+    """Returns the parameters of a function of the stubs: names, kinds and defaults."""
     arguments, kind = stub.args, inspect.Parameter
     named = [(each, kind.POSITIONAL_OR_KEYWORD) for each in arguments.args]
     named = [(each, kind.POSITIONAL_ONLY) for each in arguments.posonlyargs] + named

@@ -36,7 +36,7 @@ def test_groups_of_the_environment_are_made_anew_at_once():
 
 
 def interrupted(make):
-    """What Ctrl-C in the middle of a call raises, its cause, and whether it came soon."""
+    """Returns the cause of the error that Ctrl-C raises in the middle of a call, and whether it came soon."""
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt) as raised:

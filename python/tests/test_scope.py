@@ -37,7 +37,7 @@ class OutOfMemory(RuntimeError):
 
 
 class Standin:
-    """As much of torch as a scope needs, on memory of the CPU."""
+    """Stand-in for the parts of torch that a scope needs, on memory of the CPU."""
 
     def __init__(self):
         self.capturing = False

@@ -9,7 +9,7 @@ from symmpool.communicators import sm_budget
 
 
 class Pool:
-    """As far as it is asked."""
+    """Stand-in for a pool, as far as it is asked."""
 
     def __init__(self, device):
         self.device = device

@@ -14,7 +14,7 @@ from symmpool.groups.store import StoreAdapter
 
 
 class Store:
-    """What a torch.distributed.Store does, in this process."""
+    """Store with the methods of torch.distributed.Store, in this process."""
 
     def __init__(self):
         self.lock, self.values = threading.Lock(), {}
@@ -43,7 +43,7 @@ class Store:
 
 
 def on_threads(world, function):
-    """What `function(rank)` returned, or raised, on every rank."""
+    """Returns the results or errors of `function(rank)` on every rank."""
     found = [None] * world
 
     def run(rank):
@@ -105,7 +105,7 @@ def test_a_rank_that_is_absent_is_named_by_those_who_give_up_later_too():
 
     found = on_threads(4, rank)
     assert [each and each.ranks for each in found] == [(2, 3), (2,), None, (2,)], found
-    # What was left says nothing of a later try.
+    # Entries that were left say nothing of a later try.
     time.sleep(0.7)
     with pytest.raises(symmpool.TimeoutError) as raised:
         symmpool.Pool((store, 1, 4), "cpu", timeout=0.3)
@@ -179,7 +179,7 @@ def test_pools_of_a_group_are_known_while_they_live():
 
 
 class Late(Store):
-    """As torch's TCPStore: waits by itself, in slices that warn when they end in vain."""
+    """Store like torch's TCPStore: waits by itself, in slices that warn when they end in vain."""
 
     def __init__(self):
         super().__init__()

@@ -116,7 +116,7 @@ def test_tensors_of_different_pools_are_an_error_on_all_ranks(met, monkeypatch):
         with pytest.raises(symmpool.TimeoutError, match=f"pool {group.rank + 1} of the 2") as raised:
             symmpool.all_reduce(tensors[group.rank], group=group)
         if met:
-            # What is not waited for says it too, when it is.
+            # A call that nothing has waited for yet says it too, when it is waited for.
             late = symmpool.all_reduce(tensors[group.rank], group=group, async_op=True)
             with pytest.raises(symmpool.TimeoutError, match=f"pool {group.rank + 1} of the 2"):
                 late.wait(20)

@@ -88,10 +88,10 @@ def test_registering_raises_nothing(monkeypatch):
     monkeypatch.delitem(dist.Backend._plugins, "SYMMPOOL", raising=False)
     symmpool_torch.register()
     assert dist.Backend._plugins["SYMMPOOL"].creator_fn is symmpool_torch._create
-    # As often as there are installed packages that ask for it.
+    # Each installed package that asks for the name registers it; the list has it once.
     symmpool_torch.register()
     assert dist.Backend.backend_list.count("symmpool") == 1
-    # What torch does without a name is as it was.
+    # The defaults of torch are unchanged.
     assert "symmpool" not in dist.Backend.default_device_backend_map.values()
     monkeypatch.setattr(dist.Backend, "_plugins", None)
     symmpool_torch.register()

@@ -214,7 +214,7 @@ def test_reduce_is_ours_in_host_memory_and_writes_to_the_root_alone(tmp_path):
 
 
 def profiled(group, folder):
-    """What torch's profiler shows of calls of ours, and who served calls by roots and lists."""
+    """Returns the entries of torch's profiler for calls of ours, and who served calls by roots and lists."""
     me, world = begin(group, folder, "symmpool")
     x = torch.ones(4)
     dist.all_reduce(x)
@@ -265,7 +265,7 @@ def calls_of_python(group, folder):
 
 def test_a_small_call_does_little_in_python(tmp_path):
     for counted in values(2, calls_of_python, str(tmp_path)):
-        # As many as these cost more than the call itself takes in host memory.
+        # More calls of functions than these cost more than the call itself takes in host memory.
         assert len(counted) <= 30, counted
 
 
@@ -289,7 +289,7 @@ def cannot(group, folder):
     if me == 1:
         make = process_group.cache.communicator
 
-        # As where a rank lacks what calls need, and the others have it. They are not to wait for it in vain.
+        # This rank lacks what calls need, and the others have it. They are not to wait for it in vain.
         def refuse(key, device):
             make(key, device)
             process_group.cache.end(key, False)
@@ -331,7 +331,7 @@ def cannot_while_others_wait(group, folder):
 def test_a_rank_that_cannot_make_a_pool_is_an_error_on_those_that_wait_for_it(tmp_path):
     for found, last, took in values(3, cannot_while_others_wait, str(tmp_path)):
         assert found == [3.0] * 3 and last == "gloo"
-        # As long as the timeout says, and as long as a rank was late.
+        # The wait took as long as the timeout says, and as long as a rank was late.
         assert took < 2 + 1 + 0.8
 
 
@@ -426,7 +426,7 @@ def functional(group, folder):
     right = [x.tolist() == [world] * 3, y.tolist() == [1.0] * 2 * world, z.tolist() == [[world] * 2]]
     right += [each.tolist() == (world * was).tolist() for each, was in zip(sums, many, strict=True)]
     counts = backend.backend_counts()
-    # As C++ calls them, with options that it has by itself.
+    # C++ calls them so, with options that it has by itself.
     outputs = [torch.empty(world), torch.empty(2 * world)]
     work = dist.group.WORLD.allgather_into_tensor_coalesced(outputs, [torch.ones(1), torch.ones(2)])
     work.get_future().wait()
@@ -455,7 +455,7 @@ def batched(group, folder):
     for _ in range(2):
         came, observed, sums = torch.zeros(1), torch.full((3, 2), float(me)).t(), torch.tensor([1 << me])
         with manager(device=cpu, async_ops=True) as works:
-            # As torch before 2.6 has all messages of a batch.
+            # torch before 2.6 has all messages of a batch so.
             dist.isend(torch.tensor([float(me)]), (me + 1) % world)
             dist.irecv(came, (me - 1) % world)
             dist.broadcast(observed, 1, async_op=True)
@@ -507,7 +507,7 @@ def told_of_a_timeout(group, folder, new):
     if new:
         dist.group.WORLD.set_timeout(second)
     else:
-        # As torchtitan does when a training's first step is over.
+        # torchtitan does so when a training's first step is over.
         dist.distributed_c10d._set_pg_timeout(second, dist.group.WORLD)
     later = symmpool.communicator(symmpool.Pool(device="cpu"), "cpu").timeout
     error, waited = None, 0

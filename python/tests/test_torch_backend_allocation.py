@@ -33,7 +33,7 @@ def asked(group, folder):
     dist.barrier()
     nothing = backend.allocate_tensor(0, dtype=torch.float32, device=CPU)
     found["nothing"] = tuple(nothing.shape)
-    # What is let go of comes back, so that steps do not take more and more.
+    # Tensors that are let go of come back, so that steps do not take more and more.
     del out, nothing, peers
     sizes = []
     for _ in range(150):

@@ -15,7 +15,7 @@ import symmpool  # noqa: F401
 
 
 def own(count, dtype=torch.float32):
-    """What this rank puts in: different on each."""
+    """Returns this rank's input: different on each rank."""
     return torch.arange(count, dtype=dtype) + 10 * dist.get_rank()
 
 
@@ -315,7 +315,7 @@ CHECKS = [
 
 def every(group, folder, name):
     _, world = begin(group, folder, name)
-    # Of names that torch is about to drop.
+    # torch warns about names that it is about to drop.
     warnings.simplefilter("ignore")
     found = {}
     for check in CHECKS:
@@ -336,7 +336,7 @@ def test_every_name_does_what_it_does_on_gloo(world, tmp_path):
     for ours, expected in zip(found["symmpool"], found["gloo"], strict=True):
         batch = ours.pop("managed_on_a_device")
         assert batch == [[10.0, 11.0, 12.0, 13.0], [10.0, 11.0]]
-        # As NCCL does.
+        # NCCL gives the same.
         uneven = [10.0 * rank + at for rank in range(world) for at in range(rank + 1)]
         assert ours.pop("all_gathered_unevenly") == uneven
         for check, outcome in ours.items():

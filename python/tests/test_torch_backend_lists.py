@@ -62,7 +62,7 @@ def gathered_lists(group, folder):
     strided = [torch.zeros(3, 2)[:, 0] for _ in range(world)]
     dist.all_gather(strided, torch.full((3,), float(me)))
     right["even"] = [each.tolist() for each in strided] == [[float(r)] * 3 for r in range(world)]
-    # As NCCL: rank `source` gives `source` elements, none among them.
+    # Rank `source` gives `source` elements, none among them, as NCCL allows.
     uneven = [torch.zeros(source, dtype=torch.complex64) for source in range(world)]
     work = dist.all_gather(uneven, torch.full((me,), complex(me, 1)), async_op=True)
     work.wait()

@@ -75,7 +75,7 @@ def in_one_store(group, port):
         half = dist.new_group(range(world))
         x = torch.ones(3)
         dist.all_reduce(x, group=half)
-        # Of torch's own backend.
+        # A fallback backend of torch makes this call.
         dist.all_gather([torch.empty(1) for _ in range(world)], torch.ones(1))
         dist.destroy_process_group()
         sums.append(x[0].item())
@@ -118,7 +118,7 @@ def stays(group, port):
 
 
 def test_a_server_that_stays_is_not_waited_for():
-    # As long as one that might go, and no longer.
+    # The wait is as long as for a server that might go, and no longer.
     assert max(values(2, stays, free_port())) < teardown.LONGEST_WAIT + 2
 
 

@@ -1,4 +1,4 @@
-"""What the documents say works better than on gloo, as programs: jobs that come back after a rank died,
+"""Programs of what works better than on gloo, as the documents say: jobs that come back after a rank died,
 tensors with strides, calls that ranks make differently. `packages` has tests with libraries for training."""
 
 import datetime

@@ -42,7 +42,7 @@ IN_PLACE = {
     [*itertools.product(IN_PLACE, ["eager", "aot_eager"]), ("all_reduce", "inductor")],
 )
 def test_a_gradient_through_a_compiled_call_gives_a_warning(call, backend):
-    # What torch keeps compiled does not say whether an input was a leaf.
+    # The cache of compiled code does not say whether an input was a leaf.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         gradient_through(IN_PLACE[call], backend)
 
@@ -75,7 +75,7 @@ def gradient_through(act, backend):
             assert len(warned(expected.backward)) == 1
             assert len(warned(total.backward)) == 1, "compiled"
             assert torch.equal(total, expected) and torch.equal(leaf.grad, plain.grad)
-    # What no gradient comes back through is no mistake.
+    # A call that no gradient comes back through is no mistake.
     compiled = torch.compile(within, backend=backend, fullgraph=True)
     assert not warned(lambda: compiled(torch.ones(3, requires_grad=True)))
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_compiled_calls_check_their_outputs_as_eager_ones_do(tmp_path):
 def refused_when_run(group, folder):
     me, world = begin(group, folder)
     x = torch.ones(5)
-    # What compilers could refuse alone, on the rank that is compiled wrong.
+    # Compilers could refuse these alone, on the rank that is compiled wrong.
     calls = [
         lambda wrong: symmpool.all_reduce(x, async_op=True) if wrong else symmpool.all_reduce(x),
         lambda wrong: symmpool.all_reduce(x, algorithm="one_shot" if wrong else None),

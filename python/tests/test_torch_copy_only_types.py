@@ -1,4 +1,4 @@
-"""What only moves data takes elements that no reduction would: of torch, between processes."""
+"""Tests of calls that only move data, with elements that no reduction takes: torch's, between processes."""
 
 import pytest
 import torch

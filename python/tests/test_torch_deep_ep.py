@@ -176,7 +176,7 @@ def low_latency_mode(group, seed, top_k, experts):
                 )
                 assert difference(sums, x * used) < (1e-5 if exact else 9e-4)
                 bits.append(sums)
-    # The same calls give the same bits, with a hook or without.
+    # Equal calls give equal bits, with a hook or without.
     assert all(same(a, b) for a, b in zip(bits, bits[len(bits) // 2 :]))
     held = buffer.memory()
     assert held["normal"] == 0 and held["combine_buffers"] == 2 * 2 * rows.numel()

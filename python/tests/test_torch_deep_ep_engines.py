@@ -1,4 +1,4 @@
-"""What serving engines call of `deep_ep`, in the order in which several versions of them do, on ranks of the
+"""Calls of serving engines to `deep_ep`, in the order in which several versions of them make them, on the
 CPU.
 
 Each class below makes the calls of one of them; the experts between dispatch and combine multiply a token by
@@ -19,7 +19,7 @@ from symmpool import deep_ep
 
 
 def factor(ids, experts):
-    """What an expert multiplies by; experts that are none by zero."""
+    """Returns the factor of an expert; that of experts that are none is zero."""
     return torch.where(ids >= 0, (ids + 1).float() / experts, 0)
 
 
@@ -119,7 +119,7 @@ class VllmHighThroughput:
 
 
 class VllmHighThroughputAsync(VllmHighThroughput):
-    """The same as they are since, with events and two batches by turns."""
+    """The calls since then, with events and two batches by turns."""
 
     asynchronous = True
 
@@ -175,7 +175,7 @@ class VllmLowLatency:
 
 
 class VllmLowLatencyHooks(VllmLowLatency):
-    """The same since it has hooks, packs scales, and asks which ranks are masked."""
+    """The calls since vLLM has hooks, packs scales, and asks which ranks are masked."""
 
     hooked, formats = True, {"use_fp8": True, "round_scale": True, "use_ue8m0": True}
 
@@ -264,7 +264,7 @@ class SglangNormalAsync(SglangNormal):
 
 
 class SglangLowLatency(SglangNormal):
-    """The same in low-latency mode, with events."""
+    """The calls in low-latency mode, with events."""
 
     mode, hooked, formats = "low latency", False, {}
 

@@ -1,4 +1,5 @@
-"""What `symmpool.deep_ep` refuses, on ranks of the CPU: every rank gets an error with the reason."""
+"""Tests of calls that `symmpool.deep_ep` refuses, on ranks of the CPU: every rank gets an error with the
+reason."""
 
 import os
 import signal

@@ -338,7 +338,7 @@ def many_groups(group, folder):
         x = torch.ones(3)
         symmpool.all_reduce(x, group=groups[-1])
         assert x.tolist() == [group.world] * 3
-    # What the caller makes is as large as ever.
+    # A pool that the caller makes is as large as ever.
     mine = symmpool.Pool(groups[0], device="cpu", stride=1 << 40)
     return symmpool.all_reduce(mine.zeros(3, torch.float32), group=mine) is None
 

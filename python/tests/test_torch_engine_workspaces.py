@@ -1,5 +1,5 @@
-"""What engines read of our workspaces and classes beside calling them; `python/tests/engines` has the
-engines' own code do it."""
+"""Tests of what engines read of our workspaces and classes beside calling them; `python/tests/engines` has
+the engines' own code do it."""
 
 import sys
 import types
@@ -51,7 +51,7 @@ def test_workspaces_say_what_engines_read_of_them(tmp_path):
 
 
 class CustomAllReduceV2:
-    """As much of SGLang's as a class that is derived from it touches."""
+    """Stand-in for the parts of SGLang's class that a class touches which is derived from it."""
 
     made = []
 
@@ -79,7 +79,7 @@ def second_version(group, folder):
     x = torch.full((32,), me + 1.0)
     right = [isinstance(found, CustomAllReduceV2), found.obj == "planes", found.should_custom_ar(x)]
     right.append(found.custom_all_reduce(x).tolist() == [3.0] * 32 and found.calls == [])
-    # What ours does not serve is theirs, as before: here elements that do not lie side by side.
+    # Calls that ours does not serve are theirs, as before: here elements that do not lie side by side.
     apart = torch.ones(32, 2)[:, 0]
     right += [found.should_custom_ar(apart), found.custom_all_reduce(apart) == "theirs"]
     right.append(not found.should_custom_ar(torch.ones(2 << 20, 2)[:5, 0]))

@@ -277,7 +277,7 @@ def test_sglang_is_warned_of_tensors_elsewhere_once_a_place(torn_off, observed, 
     assert len(caplog.records) == 1
 
 
-# What the engines' modules have for who calls them: in vLLM 0.16.0 to 0.33.0, and in SGLang 0.5.9 to
+# Names that the engines' modules have for their callers: in vLLM 0.16.0 to 0.33.0, and in SGLang 0.5.9 to
 # 0.5.23, of which older versions have a part. `*` comes before what is given by name.
 NAMES = {
     vllm: {

@@ -11,7 +11,7 @@ from symmpool.plugins.vllm_cpu import Collectives
 
 PATTERN = flashinfer_comm.AllReduceFusionPattern
 HIDDEN = 256
-# Of each, the first row is the same; the largest goes in pieces.
+# The first row is the same in each batch; the largest goes in pieces.
 BATCHES = (1, 2, 3, 7, 64, 257, 4096)
 
 

@@ -50,7 +50,7 @@ def test_an_example_without_a_launcher_or_a_gpu_says_what_it_needs(name):
 
 
 def helps(group, name):
-    """What --help of an example prints, and how the example ends without an argument that it knows."""
+    """Returns the --help of an example, and how the example ends without an argument that it knows."""
     sys.path.insert(0, str(EXAMPLES))
     shown = []
     for argument in ("--help", "--no-such-option"):
@@ -202,7 +202,7 @@ def test_sums_that_are_wrong_are_counted(monkeypatch):
 
     def all_reduce(tensor):
         tensor.fill_(3 * (next(number) % 5 + 1 + 7))
-        # Of the second and the fourth, one element is another's.
+        # One element of the second and of the fourth tensor is another's.
         if tensor is tensors[1] or tensor is tensors[3]:
             tensor[999] += 1
 

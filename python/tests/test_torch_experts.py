@@ -87,7 +87,7 @@ def routings(group, seeds):
         wanted = routing.combined(me, back, dtype)
         found = buffer.combine(answers[me], handle, weights=None if given is None else given[me])
         assert same(found, wanted), f"seed {seed}"
-        # The same way once more, with a hook, which has nothing to wait for here.
+        # The rows go the same way once more, with a hook, which has nothing to wait for here.
         again = model.Routing([x.neg() for x in routing.x], routing.ids, routing.weights, routing.experts)
         del options["exact"]
         received, same_handle, wait = buffer.dispatch(again.x[me], handle=handle, hook=True, **options)

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank before its call of `experts` or `deep_ep` is made: an error on every rank at
+"""Tests of errors on one rank before its call of `experts` or `deep_ep` is made: an error on every rank at
 once, and the ranks' next calls pair."""
 
 import functools
@@ -240,7 +240,7 @@ class Interruption:
 
 
 def backward(calls, of, layout):
-    """What goes backward through a dispatch alone, or through a combine."""
+    """Runs a backward pass through a dispatch alone, or through a combine."""
     grad = of == "dispatch"
     x = torch.ones(4, HIDDEN, dtype=BFLOAT16, requires_grad=grad)
     weights = torch.rand(4, TOP_K, requires_grad=True)
@@ -308,7 +308,7 @@ INTERRUPTED = [
     "backward combine rank",
     "backward combine expert",
 ]
-# The same lines as with Ctrl-C.
+# Calls in which memory runs out, at the lines at which Ctrl-C comes.
 WITHOUT_MEMORY = ["dispatch by expert", "deep combine", "backward combine expert"]
 
 
@@ -347,7 +347,7 @@ def test_a_buffer_is_made_by_all_ranks_or_by_none():
 
 
 def callbacks(group):
-    """What a program's own functions raise, of `PrepareAndFinalize`."""
+    """Raises errors in a program's own functions, of `PrepareAndFinalize`."""
     calls = Calls(group)
     kernel = fused_moe.PrepareAndFinalize(calls.buffer, batch=lambda: raising() or 0)
     good_prepare, good_finalize = calls.all["prepare"][1], calls.all["finalize"][1]
@@ -436,7 +436,7 @@ def test_a_call_begun_between_a_wait_and_the_lock_of_a_buffer_may_have_a_callbac
 
 
 def no_collective(group):
-    """What talks to nobody is refused here alone."""
+    """Checks that calls which talk to nobody are refused here alone."""
     calls = Calls(group)
     deep, bad = calls.deep, nonsense()
     if calls.me == 1:

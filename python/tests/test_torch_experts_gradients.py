@@ -144,7 +144,7 @@ def views_and_copies(group):
     grad = x.clone().requires_grad_()
     with pytest.raises(symmpool.InvalidArgumentError, match="copy=False"):
         buffer.dispatch(grad, ids, copy=False)
-    # What a call writes to has another version, which autograd compares.
+    # A tensor that a call writes to has another version, which autograd compares.
     out = torch.empty(16, 128, dtype=torch.bfloat16)
     version = out._version
     _, handle = buffer.dispatch(x, ids, layout="expert", out=out)
@@ -257,7 +257,7 @@ def test_what_autograd_refuses_on_a_rank_is_an_error_on_every_rank():
 
 
 def narrow_weights(group, dtype, layout, form):
-    """What comes of weights of a narrow type, and of the same numbers in float32."""
+    """Returns the gradients of weights of a narrow type, and of the same numbers in float32."""
     pool = symmpool.Pool(group, "cpu")
     buffer = experts.Buffer(
         pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32

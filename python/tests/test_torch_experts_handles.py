@@ -64,7 +64,7 @@ def written_to(group):
         for spoil, text in spoilt:
             for again in (False, True):
                 if again and text == "place":
-                    continue  # of more places than the output has the next test is
+                    continue  # the next test has more places than outputs
                 received, handle = buffer.dispatch(x, IDS, layout=layout, exact=True)
                 spoil(handle)
                 if again:
@@ -171,7 +171,7 @@ def test_layouts_of_operators_are_checked():
 
 
 def small_outputs(group):
-    """By a handle rows go to an output that may be shorter than that of its dispatch."""
+    """Sends rows by a handle to an output that may be shorter than that of its dispatch."""
     pool, buffer = made(group)
     x = torch.ones(TOKENS, HIDDEN, dtype=BFLOAT16)
     received, handle = buffer.dispatch(x, IDS, layout="expert", exact=True)

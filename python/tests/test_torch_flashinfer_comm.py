@@ -19,7 +19,7 @@ PATTERN = comm.AllReduceFusionPattern
 
 
 class TorchDistBackend:
-    """As FlashInfer's, which vLLM makes of its group."""
+    """Stand-in for FlashInfer's class, which vLLM makes of its group."""
 
     def __init__(self, group):
         self._group = group
@@ -31,7 +31,7 @@ def inputs(me, tokens, hidden, dtype=torch.bfloat16):
 
 
 def of_vllm(group, folder):
-    """As `call_trtllm_fused_allreduce_norm` of vLLM's pass, and its all-reduce alone."""
+    """Calls as `call_trtllm_fused_allreduce_norm` of vLLM's pass does, and its all-reduce alone."""
     me, world = begin(group, folder)
     cpu_group = dist.new_group(backend="gloo")
     workspace = comm.create_allreduce_fusion_workspace(
@@ -126,7 +126,8 @@ def test_calls_of_vllm_are_served(tmp_path):
 
 
 def of_sglang(group, folder):
-    """As SGLang's workspace manager and `flashinfer_allreduce_residual_rmsnorm`, on a part of the ranks."""
+    """Calls as SGLang's workspace manager and `flashinfer_allreduce_residual_rmsnorm` do, on a part of the
+    ranks."""
     me, _ = begin(group, folder)
     parts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     part = parts[me // 2]
@@ -216,7 +217,7 @@ def refused(group, folder):
         comm.create_allreduce_fusion_workspace(world_size=7)
     with pytest.raises(InvalidArgumentError, match="comm_backend: object"):
         comm.create_allreduce_fusion_workspace(comm_backend=object())
-    # What a tensor is refused for, the other ranks hear of, as of any call.
+    # The other ranks hear why a tensor is refused, as with any call.
     bad = residual[:, ::2] if me == 0 else residual
     with pytest.raises((InvalidArgumentError, DivergedError), match="residual|rank 0"):
         call(residual_in=bad, rms_gamma=weight)

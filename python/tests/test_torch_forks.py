@@ -22,7 +22,7 @@ from symmpool.communicators import cache
 
 
 def in_child(act, limit=20):
-    """What `act` returned in a forked child. None if it did not end in time."""
+    """Returns the result of `act` in a forked child. None if it did not end in time."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -32,7 +32,7 @@ def in_child(act, limit=20):
         except BaseException as error:
             found = repr(error)
         os.write(writing, pickle.dumps(found))
-        # As the interpreter ends.
+        # The interpreter ends so too.
         threading._shutdown()
         atexit._run_exitfuncs()
         gc.collect()

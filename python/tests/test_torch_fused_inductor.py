@@ -50,7 +50,7 @@ def with_the_pass(program, inductor=False):
 
 
 def compiled(program, *arguments, inductor=False):
-    """What a compiled program gives, and how often the pass found its call in it."""
+    """Returns the result of a compiled program, and how often the pass found its call in it."""
     made, found = with_the_pass(program, inductor)
     with torch.no_grad():
         return made(*arguments), found.replaced

@@ -31,11 +31,11 @@ def per_tensor(rows, quant_config):
 
 
 class Delegate:
-    """As vLLM's TopKWeightAndReduceDelegate: leaves all to `finalize`."""
+    """Stand-in for vLLM's TopKWeightAndReduceDelegate: leaves all to `finalize`."""
 
 
 class Reduce:
-    """As its TopKWeightAndReduceContiguous."""
+    """Stand-in for its TopKWeightAndReduceContiguous."""
 
     calls = 0
 
@@ -46,7 +46,7 @@ class Reduce:
 
 
 def experts_of(kernel, rows, scales, counts, ids, buffer, hidden):
-    """What experts make of what `prepare` gave: unweighted, a row for each expert of a row."""
+    """Returns the experts' answers to the result of `prepare`: unweighted, a row for each expert of a row."""
     if scales is not None:
         single = scales.numel() == 1
         rows = (rows.float() * scales).to(BFLOAT16) if single else dequantized(rows, scales, hidden)

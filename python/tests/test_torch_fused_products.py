@@ -22,7 +22,7 @@ def numbers(shape, seed, dtype=torch.bfloat16):
 
 
 def compiled(program, *arguments, inductor=False):
-    """What a compiled program gives, and the pass, which counts what it replaced."""
+    """Returns the result of a compiled program, and the pass, which counts what it replaced."""
     made, found = with_the_pass(program, inductor)
     return made(*arguments), found
 
@@ -68,8 +68,8 @@ def test_sums_of_products_become_one_call(tmp_path):
 
 
 def gathered(shard, dim, group):
-    """What all ranks have along a dimension, as DTensor asks for it: torch 2.11 does not compile its own
-    `all_gather_tensor` along others than the first one."""
+    """Gathers the parts of all ranks along a dimension, as DTensor asks for it: torch 2.11 does not compile
+    its own `all_gather_tensor` along others than the first one."""
     whole = all_gather_tensor(shard, 0, group)
     return torch.cat(whole.chunk(group.size()), dim) if dim else whole
 
@@ -278,7 +278,7 @@ def dynamic(group, folder):
             wrong.append(length)
     # Only the first length was known when the program was compiled.
     wrong += [] if found.replaced == 1 and pool.world == world else [found.replaced]
-    # What is compiled for a group with a pool is none of what is compiled for one without.
+    # Code that is compiled for a group with a pool is none of what is compiled for one without.
     wrong += [] if found.uuid() != without_pool else ["uuid"]
     dist.destroy_process_group()
     return wrong

@@ -154,7 +154,7 @@ def test_a_callback_waits_for_what_was_begun_before():
     followed = first.get_future().then(observed)
     worker.submit(made.append, (4,), [])
     go.set()
-    # What follows calls comes after the callbacks, too.
+    # Calls that follow come after the callbacks, too.
     worker.order.join()
     assert made == ["called", 2, "second is done", "at once", 3, 4]
     assert followed.done() and followed.wait() == ["third"]

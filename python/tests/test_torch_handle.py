@@ -343,7 +343,7 @@ def signals_of_two_handles(group):
     comm.barrier()
     observed["barrier of another"] = late(lambda: e.barrier(1, timeout_ms=50)) if me == 1 else True
     comm.barrier()
-    # What ran out of time goes on.
+    # A handle whose wait ran out of time goes on.
     d.barrier(1)
     e.barrier(1)
     return observed
@@ -355,7 +355,8 @@ def test_signals_of_one_handle_complete_no_waits_of_another():
 
 
 def as_torchs(group):
-    """What torch's handles promise of signals: a pad for each, zeros at first, and a channel for each use."""
+    """Checks what torch's handles promise of signals: a pad for each, zeros at first, and a channel for each
+    use."""
     pool = symmpool.Pool(group, "cpu")
     me, world = group.rank, group.world
     handle = symmpool.rendezvous(pool.zeros(4), pool, signal_pad_size=1000)

@@ -36,7 +36,7 @@ def program(seed, world):
 
 
 def execute(messages, me, group, seed):
-    """What this rank receives in a program, by messages, and from whom."""
+    """Returns the tensors that this rank receives in a program, by messages, and from whom."""
     draw = random.Random(1000 * seed + me)
     sends, receives = [], []
     for number, message in enumerate(messages):

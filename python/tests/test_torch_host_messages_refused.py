@@ -1,4 +1,4 @@
-"""What becomes of other messages of CPU tensors on the backend where one is refused, given up, or early."""
+"""Tests of other messages of CPU tensors on the backend where one is refused, given up, or early."""
 
 import datetime
 

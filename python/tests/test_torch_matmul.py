@@ -261,7 +261,7 @@ def refused(group, folder):
             (scaled, (x8, [right8], 2.0, [one], 0, name, [None], [None], [None], [False])),
             (scaled, (x, [right], one, [one], 0, name, [None], [None], [None], [False])),
             (fused.fused_scaled_matmul_reduce_scatter, (x8, right8, one, None, "sum", 0, 0, name, None)),
-            # What nothing looks for is refused all the same.
+            # Arguments that nothing else reads are refused all the same.
             (scaled, (x8, [right8], one, [one], 0, name, [3], [None], [None], [False])),
             (total, (x, right, "sum", name, "fast")),
             (total, (x.bfloat16(), right.bfloat16(), "sum", name, "one_kernel")),

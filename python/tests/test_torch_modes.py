@@ -17,7 +17,7 @@ from symmpool import ops
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """What is compiled keeps the groups that it names."""
+    """Forgets all compiled code, which keeps the groups that it names."""
     yield
     torch._dynamo.reset()
 
@@ -189,7 +189,7 @@ def test_a_gradient_through_a_call_gives_a_warning():
     assert len(leaf._backward_hooks) == 1
     assert len(warned(lambda: (leaf * 1).sum().backward())) == 1
     assert not warned(lambda: pickle.dumps(leaf))
-    # What is only read is not written to.
+    # A tensor that is only read is not written to.
     plain = torch.nn.Parameter(torch.ones(3))
     symmpool.all_reduce(plain, out=torch.empty(3), group=group)
     symmpool.all_gather_into_tensor(torch.empty(3), plain, group)

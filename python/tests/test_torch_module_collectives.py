@@ -14,7 +14,7 @@ UNSIGNED = torch.uint8, torch.uint16, torch.uint32, torch.uint64
 
 
 def of_rank(rank, dtype, count=24):
-    """What a rank brings, of whichever type."""
+    """Returns the elements that a rank brings, of any type."""
     generator = torch.Generator().manual_seed(7 + rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).to(torch.bool)
@@ -31,7 +31,7 @@ def of_rank(rank, dtype, count=24):
 
 
 def expected(op, dtype, world):
-    """What comes of it, by numbers of Python."""
+    """Returns the expected result, by numbers of Python."""
     columns = zip(*(of_rank(rank, dtype).tolist() for rank in range(world)), strict=True)
     functions = {
         "sum": lambda a, b: a + b,
@@ -166,7 +166,7 @@ def lists_in_the_background(group):
     parts = [torch.zeros(2) for _ in range(world)] if me == 0 else []
     mine, total = torch.zeros(2), torch.full((2,), me + 1.0)
     first = symmpool.all_gather(gathered, torch.full((2,), float(me)), group, async_op=True)
-    assert first.wait()  # what is scattered is copied when the call is made
+    assert first.wait()  # the scattered tensors are copied when the call is made
     works = [
         first,
         symmpool.gather(torch.full((2,), float(me)), parts, 0, group, async_op=True),
@@ -192,7 +192,7 @@ def test_lists_and_roots_are_as_in_torch(world):
 
 
 def test_so_are_those_that_are_not_waited_for():
-    # What rank 1 scatters is what it has gathered by then.
+    # Rank 1 scatters what it has gathered by then.
     assert values(2, lists_in_the_background) == [[0, 1, 0, 1, 0, 3], [0, 1, 1, 2]]
 
 
@@ -450,7 +450,7 @@ def along_dimensions(group):
 def test_functional_collectives_go_along_any_dimension():
     for me, (wide, part, gradient) in enumerate(values(2, along_dimensions)):
         assert wide == [1.0] * 3 + [2.0] * 3 and part == [[3.0 * (me + 1)] * 3] * 2
-        # What becomes of it is scattered to one rank, times 1 here and 2 there.
+        # The result is scattered to one rank, times 1 here and 2 there.
         assert gradient == [[3.0] * 3] * 2
 
 

@@ -358,7 +358,7 @@ class Side:
 
 
 def on_device(*arguments):
-    """What `PointToPoint` reads of a CUDA tensor."""
+    """Stand-in for the attributes that `PointToPoint` reads of a CUDA tensor."""
     tensor = torch.ones(*arguments)
     device = types.SimpleNamespace(type="cuda", index=0)
     return types.SimpleNamespace(

@@ -64,7 +64,7 @@ def train(name, group, me, world):
 
 
 def alone(name, me, world):
-    """As `train`, where one process has all stages."""
+    """Trains like `train`, where one process has all stages."""
     torch.manual_seed(7)
     mine, total = stages_of(name, me, world)
     layers = [layer() for _ in range(total)]

@@ -29,7 +29,7 @@ def module(monkeypatch, name, **values):
 
 @pytest.fixture
 def said(monkeypatch, caplog):
-    """What plug-ins have said in a process that none was called in yet."""
+    """Returns the messages of plug-ins in a process that none was called in yet."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(entry, "_said", [])
     monkeypatch.delenv("SYMMPOOL_ENGINES", raising=False)
@@ -151,7 +151,7 @@ def test_on_cuda_each_part_is_served_or_its_lack_is_explained(said, cpu, monkeyp
 
 
 class Base:
-    """As much of vLLM's communicator as ours touches."""
+    """Stand-in for the parts of vLLM's communicator that ours touches."""
 
     def __init__(self, cpu_group, device=None, device_group=None, unique_name="", use_all2all=False):
         self.device_group, self.unique_name, self.made_for = device_group, unique_name, unique_name

@@ -64,7 +64,7 @@ def interrupted_all(group):
     numbers = torch.empty(group.world, dtype=torch.int64)
     comm.all_gather_into_tensor(numbers, torch.tensor([os.getpid()]))
     if group.rank == 0:
-        # As a terminal does, once the others wait; this one comes last.
+        # A terminal does so, once the others wait; this one comes last.
         time.sleep(0.5)
         for number in reversed(numbers.tolist()):
             os.kill(number, signal.SIGINT)
@@ -127,7 +127,7 @@ def handled_commit(group):
     observed = []
 
     def handler(number, _frame):
-        # What the commit holds can be used here, as no handler runs within it.
+        # The locks of the commit can be taken here, as no handler runs within it.
         observed.append((number, pool.stats()["commits"], pool.block(10, "uint8").nbytes))
 
     for number in (signal.SIGALRM, signal.SIGINT):
@@ -152,7 +152,7 @@ def interrupted_call(group, op):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        # The same for a call that refuses its arguments, after the others know.
+        # A call that refuses its arguments, after the others know, ends so too.
         comm.all_reduce(x, op=op)
     assert time.monotonic() - started < 10
     for _ in range(2):
@@ -181,7 +181,7 @@ def runs_out(group, folder):
         pool.commit()
     except symmpool.OutOfMemoryError as error:
         observed.append(f"{type(error).__name__}, rank 1 named: {'rank 1' in str(error)}")
-    x = None  # noqa: F841  # what was allocated since goes before all agree again
+    x = None  # noqa: F841  # tensors that were allocated since go before all agree again
     gc.collect()
     pool.resync()
     again = pool.empty(1 << 21, torch.float32).fill_(1.0)

@@ -1,4 +1,4 @@
-"""What one rank refuses is reported once for every call that the others make, whichever door it comes by."""
+"""Tests that a refusal of one rank is reported once for every call that the others make, by any door."""
 
 import os
 import signal

@@ -50,7 +50,7 @@ CALLS = [
 
 
 def parameters(function):
-    """What a call takes in order: each name, and its default."""
+    """Returns the parameters of a call in order: each name, and its default."""
     of = inspect.signature(function).parameters.values()
     positional = [each for each in of if each.kind is each.POSITIONAL_OR_KEYWORD]
     return [(each.name, default(each)) for each in positional], {
@@ -159,7 +159,7 @@ def new_names(group, folder):
     with torch.device("meta"):
         symmpool.all_gather_object(objects, me)
     assert objects == list(range(world))
-    # What one rank refuses is told to the others.
+    # The others hear of what one rank refuses.
     error = symmpool.InvalidArgumentError if me == 0 else symmpool.DivergedError
     for call in (
         lambda: symmpool.all_reduce_coalesced([] if me == 0 else both),

@@ -166,7 +166,7 @@ def test_a_store_that_went_with_its_rank_names_the_rank():
 
 
 def asked(group, port, within):
-    """What a new group's first call asks the store, and waits for an answer to."""
+    """Returns the requests to the store that a new group's first call waits for."""
     dist.init_process_group(
         "symmpool", init_method=f"tcp://127.0.0.1:{port}", rank=group.rank, world_size=group.world
     )

@@ -185,7 +185,7 @@ def another_way(group, folder):
     me, world = begin(group, folder, "symmpool")
     some = dist.new_group(range(world))
     if me == 0:
-        # As where a thread makes the default group's first call at that time.
+        # This stands for a thread that makes the default group's first call at that time.
         some.within.may_share = False
     dist.all_reduce(torch.zeros(1))
     begun = time.monotonic()

@@ -23,5 +23,5 @@ def test_all_that_gloo_passes():
     found = torch_suite.suite(options, lambda name, word, answers: observed.update({name: answers}))
     wrong = {name for name, word in found.items() if word not in ("ok", "skipped")}
     assert wrong <= AS_ON_GLOO | BY_NAME, {name: observed[name] for name in wrong - AS_ON_GLOO - BY_NAME}
-    # Of torch 2.11 it is 99; were they all left out, nothing would have been tested.
+    # There are 99 with torch 2.11; were they all left out, nothing would have been tested.
     assert list(found.values()).count("ok") >= 80

@@ -1,4 +1,4 @@
-"""What torch has for training, over the backend on the CPU: losses and weights are gloo's."""
+"""Tests of torch's parts for training, over the backend on the CPU: losses and weights are gloo's."""
 
 import gc
 

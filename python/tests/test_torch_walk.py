@@ -148,7 +148,7 @@ TENSORS = ("freed", "fake", "meta", "sparse")
 
 
 def wrong_ones(where, name, case, at, culprit):
-    """What may stand in the place of a call's tensor number `at`, by name."""
+    """Returns the tensors, by name, that may stand in the place of a call's tensor number `at`."""
     x = case.tensors[at]
     found = {kind: make(x) for kind, make in WRONG.items() if where == "module" or kind in TENSORS}
     found["of another type"] = of_another_type(x)
@@ -178,7 +178,7 @@ def refused(group, folder, where, asynchronous, culprit):
     following()
     failures = []
     for name in cases(module, me, world, torch.float32, **options):
-        # The same places and kinds on every rank: those of the rank that is wrong.
+        # Places and kinds are the same on every rank: those of the rank that is wrong.
         there = cases(module, culprit, world, torch.float32, **options)[name]
         places = range(len(there.tensors))
         if name in ("gather", "scatter") and culprit != 0:

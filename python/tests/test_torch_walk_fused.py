@@ -158,7 +158,7 @@ def views(group, folder):
                     if kind in ("negative", "imaginary"):
                         continue
                     view = walk.VIEWS[kind](tensor)
-                # What is written to must lie where its elements are said to lie.
+                # A tensor that is written to must lie where its elements are said to lie.
                 with torch.no_grad():
                     try:
                         found = call(**{argument: view})
@@ -203,7 +203,7 @@ def wrong(group, folder, culprit):
             odd["shifted and freed"] = walk.shifted(tensor)
             odd["shifted and freed"].untyped_storage().resize_(0)
             if len(call.given) + len(call.written) > 1:
-                # Of a single tensor, another type is another call, which is nobody's fault.
+                # Another type of a single tensor is another call, which is nobody's fault.
                 odd["of another type"] = walk.of_another_type(tensor)
             if argument in call.written:
                 odd["expanded"] = walk.expanded(tensor)
@@ -237,7 +237,7 @@ def test_what_no_fused_call_takes_is_an_error_on_every_rank_at_once(tmp_path, cu
 
 
 class Stopped(BaseException):
-    """What ends a call, as Ctrl-C does."""
+    """Error that ends a call, as Ctrl-C does."""
 
 
 class Stop(torch.overrides.TorchFunctionMode):

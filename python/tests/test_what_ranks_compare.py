@@ -1,4 +1,5 @@
-"""What ranks compare, and what may differ: docs/python.md has the table that these cases are.
+"""Tests of the properties of calls that ranks compare, and of those that may differ: docs/python.md has the
+table that these cases are.
 
 In each case all ranks make a call, and rank 1's differs in one thing. COMPARED: every rank raises
 DivergedError, and the next call is right. FREE: every rank has the result that it has without the difference.

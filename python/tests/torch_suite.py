@@ -74,7 +74,7 @@ def test_class():
 
 
 def run_one(kind, name, folder, options):
-    """What became of a test in this process: "ok", "skipped", or how it failed."""
+    """Returns the outcome of a test in this process: "ok", "skipped", or how it failed."""
     import unittest
 
     import torch
@@ -114,7 +114,7 @@ def run_one(kind, name, folder, options):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # What a test has set would change what others find.
+        # Variables that a test has set would change what others find.
         os.environ.clear()
         os.environ.update(environment)
         dist.set_debug_level_from_env()
@@ -163,7 +163,7 @@ class Ranks:
         ]
 
     def run(self, name, limit):
-        """What became of a test on each rank."""
+        """Returns the outcome of a test on each rank."""
         import threading
 
         with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
@@ -201,7 +201,7 @@ class Ranks:
             process.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-            # What a process that has ended did not read cannot be written any more.
+            # A process that has ended and left input unread takes no more of it.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
 

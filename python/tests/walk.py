@@ -1,4 +1,4 @@
-"""What tests share that walk over calls with odd tensors.
+"""Common part of the tests that walk over calls with odd tensors.
 
 That is views of every kind, tensors that no call can take, and calls that are wrong on one rank alone. A call
 with a view of `VIEWS` is to give what it gives with the plain tensor. A call with something of `WRONG` on one
@@ -17,7 +17,7 @@ AT_ONCE = 8.0
 
 
 def strided(x):
-    """The same values in every second place of a larger memory."""
+    """Returns the same values in every second place of a larger memory."""
     twice = x.new_zeros((*x.shape, 2))
     view = twice[..., 0]
     view.copy_(x)
@@ -25,13 +25,14 @@ def strided(x):
 
 
 def transposed(x):
-    """The same values with the dimensions in the opposite order in memory."""
+    """Returns the same values with the dimensions in the opposite order in memory."""
     turned = tuple(reversed(range(x.dim())))
     return x.permute(turned).contiguous().permute(turned)
 
 
 def shifted(x):
-    """The same values in the middle of a larger memory: contiguous, and not where the storage begins."""
+    """Returns the same values in the middle of a larger memory: contiguous, and not where the storage
+    begins."""
     larger = x.new_zeros(x.numel() + 3)
     view = larger[3:].view(x.shape)
     view.copy_(x)
@@ -39,29 +40,31 @@ def shifted(x):
 
 
 def negative(x):
-    """The same values in memory of the other sign, with torch's negative bit."""
+    """Returns the same values in memory of the other sign, with torch's negative bit."""
     return (
         torch._neg_view(-x) if x.dtype.is_complex or x.dtype.is_floating_point else torch._neg_view(x.neg())
     )
 
 
 def conjugated(x):
-    """The same values in memory of the conjugate, with torch's conjugate bit. Of complex tensors alone."""
+    """Returns the same values in memory of the conjugate, with torch's conjugate bit. For complex tensors
+    alone."""
     return x.conj().resolve_conj().conj()
 
 
 def imaginary(x):
-    """The same values as the imaginary part of a conjugated tensor: strided, with the negative bit."""
+    """Returns the same values as the imaginary part of a conjugated tensor: strided, with the negative
+    bit."""
     return torch.complex(x.new_zeros(x.shape), -x).conj().imag
 
 
 def with_gradient(x):
-    """The same values in a leaf that requires a gradient."""
+    """Returns the same values in a leaf that requires a gradient."""
     return x.clone().requires_grad_()
 
 
 def inferred(x):
-    """The same values in a tensor of inference mode."""
+    """Returns the same values in a tensor of inference mode."""
     with torch.inference_mode():
         return x.clone()
 
@@ -138,7 +141,7 @@ WRONG = {
 
 
 def observed(call):
-    """What a call raises, or None, and how many seconds it takes."""
+    """Returns the error of a call, or None, and how many seconds it takes."""
     begun = time.monotonic()
     try:
         call()

@@ -1,5 +1,5 @@
-//! What kernels have in place of CUDA's built-in names. The threads of a block are fibers of one thread of the
-//! process; `threads.cpp` runs them in an order that differs from run to run.
+//! Replacements of CUDA's built-in names for kernels. The threads of a block are fibers of one thread of the process;
+//! `threads.cpp` runs them in an order that differs from run to run.
 
 #pragma once
 

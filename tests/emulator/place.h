@@ -1,5 +1,5 @@
-//! What kernels and the code that runs them have in common: a thread's place in its grid, and functions by which a
-//! thread yields.
+//! Declarations that kernels share with the code that runs them: a thread's place in its grid, and functions by which
+//! a thread yields.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-//! What kernels have in place of `collectives/kernels/symmpool/ptx.cuh`: the same functions on a CPU. A thread
-//! lets others run before it reads memory that they may write.
+//! Replacements of `collectives/kernels/symmpool/ptx.cuh` for kernels: the same functions on a CPU. A thread lets
+//! others run before it reads memory that they may write.
 
 #pragma once
 
@@ -76,7 +76,7 @@ inline bool barrier_of_warps(unsigned barrier, unsigned threads, bool predicate)
 
 // --- bulk copies, each as late as it may be: loads when they are awaited, stores when their end is
 //
-// What would be a race ends the process: memory that is loaded before a store has read it, waits for what never comes.
+// A race ends the process: memory that is loaded before a store has read it, waits for what never comes.
 
 // Three ranks have devices without them, so that both ways are run.
 #if defined(WORLD) && WORLD == 3
@@ -89,8 +89,8 @@ struct BulkCopy {
     char* to;
     const char* from;
     unsigned bytes;
-    unsigned long long* arrival;  // of a load
-    bool is_read;                 // of a store: `data` has what it stores
+    unsigned long long* arrival;  // for a load
+    bool is_read;                 // for a store: `data` has what it stores
     char data[8192];
 };
 

@@ -1,5 +1,5 @@
-//! What kernels have in place of `collectives/kernels/symmpool/ptx_tensor.cuh`: the same functions on a CPU. Copies and products
-//! are done when they begin; what would wait for ever, or does not fit, ends the process.
+//! Replacements of `collectives/kernels/symmpool/ptx_tensor.cuh` for kernels: the same functions on a CPU. Copies and
+//! products are done when they begin; one that would wait for ever, or does not fit, ends the process.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace symmpool {
 
-// As `cuTensorMapEncodeTiled` in `driver.cpp` fills it.
+// `cuTensorMapEncodeTiled` in `driver.cpp` fills it.
 struct alignas(64) TensorMap {
     char* begin;
     unsigned long long columns, rows, parts, pitch, part_pitch;
@@ -47,7 +47,7 @@ template <unsigned BYTES> inline SharedAt shared_memory() {
     return memory_of_cluster<EMULATED_CLUSTER * EACH>() + block_in_cluster() * EACH;
 }
 
-// The same place in a block of the cluster.
+// Returns the same place in a block of the cluster.
 inline SharedAt at_block(SharedAt at, unsigned block) {
     if (block >= EMULATED_CLUSTER) {
         __builtin_trap();

@@ -35,7 +35,7 @@ pub enum Host {
 pub struct Job {
     /// The test function to run in each process, as the test harness names it.
     pub entry: &'static str,
-    /// What the ranks shall do: their [`RankProcess::scenario`](crate::rank_process::RankProcess::scenario).
+    /// Task of the ranks: their [`RankProcess::scenario`](crate::rank_process::RankProcess::scenario).
     pub scenario: String,
     /// How many ranks.
     pub world: u32,

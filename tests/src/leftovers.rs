@@ -68,7 +68,7 @@ fn entries(directory: impl AsRef<Path>) -> Vec<String> {
     entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// What the descriptors of a process link to.
+/// Targets that the descriptors of a process link to.
 fn links_of(process: &str) -> Vec<String> {
     let directory = format!("/proc/{process}/fd");
     let link = |name: &String| {

@@ -1,4 +1,4 @@
-//! What tests of several ranks share: ranks as processes, and checks that they leak nothing.
+//! Helpers of tests with several ranks: ranks as processes, and checks that they leak nothing.
 //!
 //! | part | is |
 //! | --- | --- |

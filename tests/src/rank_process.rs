@@ -19,7 +19,7 @@ pub const PATIENCE: Duration = Duration::from_secs(30);
 /// A process that is a rank of a job.
 #[derive(Debug)]
 pub struct RankProcess {
-    /// What the rank shall do.
+    /// Task of the rank.
     pub scenario: String,
     /// The number of this rank.
     pub rank: u32,

@@ -60,7 +60,7 @@ fn lost(process: &RankProcess, comm: &Communicator) {
         for peer in [0, 2] {
             comm.signal(peer, 0, STREAM).unwrap();
         }
-        // As if it had crashed: nothing is dropped.
+        // The process ends as in a crash: nothing is dropped.
         std::process::exit(0);
     }
     comm.wait(1, 0, LONG, STREAM).unwrap();

@@ -13,7 +13,7 @@ const SOON: Duration = Duration::from_secs(5);
 
 const WORLD: u32 = 3;
 
-/// What keeps one rank from making a pool, and a part of the error's text.
+/// Causes that keep one rank from making a pool, each with a part of the error's text.
 const REFUSALS: [(&str, &str); 5] = [
     ("device", "rank 1 failed in the handshake"),
     ("other failure", "nothing is configured here"),

@@ -1,4 +1,4 @@
-//! What a driver has reserved and mapped, and the checks every driver makes before it acts.
+//! Reservations and mappings of a driver, and the checks that every driver makes before it acts.
 //!
 //! The checks protect memory that belongs to others from a wrong offset: the host's kernel would map over
 //! anything, and CUDA's error codes are hard to tell apart. They know only numbers. A driver passes the
@@ -103,7 +103,7 @@ impl<R: Ranges> Region<R> {
     }
 }
 
-/// By first address.
+/// Regions by their first address.
 type Regions<R> = BTreeMap<u64, Region<R>>;
 
 /// The reservations of one driver and what is mapped in each.
@@ -402,7 +402,7 @@ mod tests {
             mappings.map(&other, 0, G, done).unwrap();
             let third = mappings.reserve(1 << 31, G);
             mappings.unreserve(&third, done).unwrap();
-            // What is changing belongs to the thread that changes it.
+            // A range that is changing belongs to the thread that changes it.
             refused(mappings.map(&range, 3 * G, G, done), "overlaps the mapping of 8 KiB");
             refused(mappings.unmap(&range, 2 * G, 2 * G, done), "undone whole");
             mappings.unmap(&range, G, G, done).unwrap();

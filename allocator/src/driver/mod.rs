@@ -101,7 +101,7 @@ impl Driver {
 
     /// Without the feature `testing`, no driver acts at a step of rendezvous or commit.
     #[cfg(not(feature = "testing"))]
-    #[allow(clippy::unused_self, clippy::unnecessary_wraps)] // as `MemoryDriver::at_step`, which may fail
+    #[allow(clippy::unused_self, clippy::unnecessary_wraps)] // the signature of `MemoryDriver::at_step`, which may fail
     pub(crate) fn at_step(&self, _step: Step) -> Result<()> {
         Ok(())
     }
@@ -150,7 +150,7 @@ impl Stream {
     /// given one of them has been dropped, or has forgotten it (`forget_stream` of
     /// [`Lane`](crate::Lane::forget_stream) and [`Pool`](crate::Pool::forget_stream), and of a
     /// communicator). After that nothing touches the stream, and it may be destroyed.
-    #[allow(unsafe_code)] // what the handle is, only the caller knows
+    #[allow(unsafe_code)] // only the caller knows what the handle is
     pub const unsafe fn from_raw(raw: u64) -> Self {
         Self { raw: if raw == LEGACY { 0 } else { raw }, numbered: false }
     }
@@ -246,7 +246,7 @@ impl Physical {
     }
 }
 
-/// What travels to a peer so that it can map a segment.
+/// Form in which a segment travels to a peer, which maps it.
 #[derive(Debug)]
 pub enum Exported {
     /// A file descriptor; travels over a Unix socket.
@@ -260,10 +260,10 @@ pub enum Exported {
 /// How a driver's handles travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Transport {
-    /// As file descriptors over abstract Unix sockets: all ranks run on one host, in one network namespace
-    /// and as one user. Pid and mount namespaces may differ.
+    /// File descriptors travel over abstract Unix sockets: all ranks run on one host, in one network namespace and as
+    /// one user. Pid and mount namespaces may differ.
     UnixSocket,
-    /// As bytes through the store.
+    /// Bytes travel through the store.
     Store,
     /// Not at all: see [`Exported::Derived`].
     Derived,
@@ -318,7 +318,7 @@ impl Event {
     }
 }
 
-/// What gives memory and addresses. All methods may be called from any thread.
+/// Source of memory and addresses. All methods may be called from any thread.
 ///
 /// Offsets and sizes passed to [`map`](MemoryDriver::map) and [`unmap`](MemoryDriver::unmap) are
 /// multiples of [`granularity`](MemoryDriver::granularity) and name whole mappings; a driver
@@ -332,7 +332,7 @@ impl Event {
 /// [`map`](MemoryDriver::map) has mapped stays there, and is the memory of its `physical` alone, until it is
 /// unmapped through the same reservation; and where [`host_accessible`](MemoryDriver::host_accessible) is
 /// true, this process can read and write it.
-#[allow(unsafe_code)] // what pools build on, only the driver knows
+#[allow(unsafe_code)] // only the driver can keep the promises that pools build on
 pub unsafe trait MemoryDriver: Send + Sync {
     /// A short name for messages: `host`, `cuda`, `sim`.
     fn name(&self) -> &'static str;
@@ -368,14 +368,14 @@ pub unsafe trait MemoryDriver: Send + Sync {
     /// [`Error::is_out_of_memory`](crate::Error::is_out_of_memory) rather than overcommitting.
     fn create(&self, bytes: u64) -> Result<Physical>;
 
-    /// As [`create`](MemoryDriver::create), for memory of which much may never be used. On the host it is refused where
-    /// there is not so much memory, but its pages come with their first accesses.
+    /// Makes memory like [`create`](MemoryDriver::create), of which much may never be used. On the host it is refused
+    /// where there is not so much memory, but its pages come with their first accesses.
     fn create_lazily(&self, bytes: u64) -> Result<Physical> {
         self.create(bytes)
     }
 
-    /// As [`create_lazily`](MemoryDriver::create_lazily), for memory of which far more is made than will be used: on the
-    /// host nobody asks whether there is so much.
+    /// Makes memory like [`create_lazily`](MemoryDriver::create_lazily), of which far more is made than will be used:
+    /// on the host its size is not compared with the memory available.
     fn create_sparsely(&self, bytes: u64) -> Result<Physical> {
         self.create_lazily(bytes)
     }

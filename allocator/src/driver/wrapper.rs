@@ -16,7 +16,8 @@ macro_rules! driver_wrapper {
         ///
         /// # Safety
         ///
-        /// As for [`MemoryDriver`]. What is not written here keeps the promises of the inner driver.
+        /// An implementation must keep the promises of [`MemoryDriver`]. Methods that are not written here keep those
+        /// of the inner driver.
         pub unsafe trait DriverWrapper: Send + Sync {
             /// The driver that does what is not changed.
             fn inner(&self) -> &dyn MemoryDriver;
@@ -25,7 +26,7 @@ macro_rules! driver_wrapper {
             ///
             /// # Safety
             ///
-            /// As there.
+            /// You must keep the promises of [`MemoryDriver::map_again`].
             unsafe fn map_again(
                 &self,
                 reservation: &Reservation,

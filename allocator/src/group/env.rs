@@ -8,8 +8,7 @@ use crate::store::tcp::{Secret, TcpOptions};
 use crate::store::{TcpServer, TcpStore};
 use crate::{Deadline, Error, Group, Result};
 
-/// What the environment says about this process's group; [`super::Group::from_env`] explains the
-/// variables.
+/// Description of this process's group in the environment; [`super::Group::from_env`] explains the variables.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct EnvConfig {
     /// This process's rank.
@@ -22,7 +21,7 @@ pub(crate) struct EnvConfig {
     pub(crate) address: String,
     /// The port there.
     pub(crate) port: u16,
-    /// What participants have to know. Not shown by `Debug`.
+    /// Secret of the group, which participants have to know. `Debug` does not show it.
     pub(crate) secret: Option<String>,
 }
 

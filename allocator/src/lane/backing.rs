@@ -1,11 +1,10 @@
-//! What a lane needs from outside: physical memory and stream events.
+//! Requests of a lane to the outside: physical memory and stream events.
 
 use super::segments::Growth;
 use crate::Result;
 use crate::driver::{Event, Stream};
 
-/// What a lane needs from outside: physical memory and stream events. A backing never decides where
-/// something is placed.
+/// Source of a lane's physical memory and stream events. A backing never decides where something is placed.
 pub trait Backing {
     /// Called when a commit has become due: the lane is about to grow, or enough deferred frees wait. It is
     /// called before anything that can fail, so at the same event on every rank.

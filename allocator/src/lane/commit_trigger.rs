@@ -48,7 +48,7 @@ struct Flow {
     allocated: u64,
     /// Returned by the commit that is being finished.
     returned: u64,
-    /// What the last commit returned, and what was allocated before it; the former is at most the latter.
+    /// Bytes that the last commit returned, and bytes allocated before it; the former is at most the latter.
     last: (u64, u64),
 }
 

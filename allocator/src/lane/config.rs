@@ -1,4 +1,4 @@
-//! What a lane is built with. All of it is compared between ranks at rendezvous (rule D8).
+//! Configuration of a lane. Ranks compare all of it at rendezvous (rule D8).
 
 use crate::{Error, Result};
 

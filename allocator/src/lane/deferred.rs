@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, VecDeque};
 /// The deferred frees of one lane.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DeferredFrees {
-    /// By counter of the allocation.
+    /// Entries by the counter of their allocation.
     blocks: BTreeMap<u64, Entry>,
     /// Counters of the blocks that no successful commit has reported, in the order in which they were
     /// freed.
@@ -62,8 +62,8 @@ impl DeferredFrees {
         self.blocks.keys().copied()
     }
 
-    /// What to report at the next commit: at most `most` blocks. They ascend, so that ranks that freed the
-    /// same blocks in another order send the same report.
+    /// Blocks to report at the next commit, at most `most`. They ascend, so that ranks that freed the same blocks in
+    /// another order send the same report.
     pub(super) fn to_report(&self, most: usize) -> Vec<u64> {
         let mut counters: Vec<u64> = self.unreported.iter().copied().take(most).collect();
         counters.sort_unstable();
@@ -111,8 +111,7 @@ mod tests {
 
     use super::*;
 
-    /// What a rank does between two commits: the blocks it frees, by their place among those it
-    /// still holds.
+    /// Frees of a rank between two commits: places of the blocks among those it still holds.
     type Frees = Vec<usize>;
 
     /// The obvious implementation: what each rank has freed, and what it has reported.

@@ -27,7 +27,7 @@ struct Chunk {
     ids: [u32; CHUNK],
 }
 
-/// What unused entries hold: a size of 0, and an offset that no other exceeds.
+/// Value of unused entries: a size of 0, and an offset that no other exceeds.
 const UNUSED: Free = Free { offset: i32::MAX as u32, size: 0, id: 0 };
 
 /// A size as it is kept.

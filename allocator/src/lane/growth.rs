@@ -40,8 +40,8 @@ impl LaneState {
         Ok(())
     }
 
-    /// As [`grow`](LaneState::grow), for a stream that may be new to the lane. If growing fails, the
-    /// stream stays new, because ordinals follow from events alone (rule D3).
+    /// Grows like [`grow`](LaneState::grow), for a stream that may be new to the lane. If growing fails, the stream
+    /// stays new, because ordinals follow from events alone (rule D3).
     pub(super) fn grow_on(
         &mut self,
         stream: crate::Stream,

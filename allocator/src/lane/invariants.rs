@@ -1,4 +1,4 @@
-//! What must hold for a lane after every call. Used by tests.
+//! Invariants of a lane, which hold after every call. Used by tests.
 
 use super::free::{Free, Near};
 use super::table::{BlockState, NIL};

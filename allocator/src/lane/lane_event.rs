@@ -12,7 +12,7 @@ use crate::amount::Amount;
 pub struct LaneEvent {
     /// Its number: the lane's counter when it happened.
     pub counter: u64,
-    /// What happened.
+    /// Kind of the event, with its arguments.
     pub kind: EventKind,
     /// Which line of the program asked for it, where known.
     pub site: Site,

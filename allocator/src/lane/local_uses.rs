@@ -21,12 +21,12 @@ use crate::{Error, Result};
 /// A use of a block that is handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
-    /// By what the stream is given until the block is freed.
+    /// Use by everything that the stream is given until the block is freed.
     On(Stream),
-    /// By what an event was recorded behind.
+    /// Use by the work behind which the event of this number was recorded.
     Until(u64),
-    /// The same, of the stream that the thread of the first number has by `CU_STREAM_PER_THREAD`. The second number is that of
-    /// the event, of which there is one for each block and thread.
+    /// Use like `Until`, on the stream that a thread has by `CU_STREAM_PER_THREAD`. The first number is the thread's,
+    /// the second the event's; each block and thread has one event.
     OfThread(u64, u64),
 }
 
@@ -117,7 +117,7 @@ impl LocalUses {
             uses.iter().position(|each| matches!(each, Use::OfThread(of, _) if *of == thread));
         let before = before.map(|at| uses.swap_remove(at));
         uses.push(Use::OfThread(thread, event));
-        // What comes later on a stream comes behind it.
+        // Later work on a stream runs behind its earlier work, so the new event covers the former one.
         if let Some(event) = before.and_then(Use::event) {
             self.drop_event(event, backing);
         }
@@ -135,7 +135,8 @@ impl LocalUses {
         Ok(Some(self.keep(Some(event), stream)))
     }
 
-    /// The same. While the stream is captured, the event is recorded later, if it is a stream that other threads can name.
+    /// Records an event. While the stream is captured, the event is recorded later, if it is a stream that other
+    /// threads can name.
     fn record_or_later(
         &mut self,
         stream: Stream,
@@ -214,13 +215,13 @@ impl LocalUses {
             self.in_range(start, end).flat_map(|(_, busy)| busy.events.iter().copied()).collect();
         for number in numbers {
             let Some(recorded) = self.events.get_mut(&number) else { continue };
-            // What comes on the same stream comes behind it anyway.
+            // Work on the same stream runs behind that event anyway.
             if recorded.stream == stream && !stream.is_per_thread() {
                 continue;
             }
             let event = match &mut recorded.event {
                 Some(event) => event,
-                // What is captured as well runs with a graph, which whoever launches it orders.
+                // Work that is captured too runs with a graph, which its launcher orders.
                 None if backing.is_capturing(stream) => continue,
                 None if backing.is_capturing(recorded.stream) => {
                     return Err(still_captured(recorded.stream, stream));
@@ -281,7 +282,7 @@ impl LocalUses {
             uses.retain(|each| *each != Use::On(stream));
             uses.extend(event.map(Use::Until));
         }
-        // What was to be recorded later is recorded now, or never.
+        // Events that were to be recorded later are recorded now, or never.
         for recorded in self.events.values_mut() {
             if recorded.stream == stream
                 && recorded.event.is_none()

@@ -16,7 +16,7 @@ const STEADY_GROWTH: u64 = 48 << 20;
 /// Its growth is cut into segments of at most this: small enough that whole segments become free and can
 /// move, large enough that a lane has at most a few hundred, and that a block of 64 MiB is one segment.
 const LARGEST_PIECE: u64 = 64 << 20;
-/// The same for a local lane, whose segments no peer maps.
+/// Growth of a local lane, whose segments no peer maps.
 const LOCAL_GROWTH: u64 = 8 << 20;
 const LARGEST_LOCAL_PIECE: u64 = 32 << 20;
 /// The growth of a large lane, and each of its segments, is at least this fraction (1/128) of the lane.
@@ -38,7 +38,7 @@ pub(super) enum Growing {
     Local,
     /// For [`WindowPolicy::PerSegment`] in lanes of either kind.
     Windows,
-    /// By what is missing: for few blocks that stay, of which each has a size that was chosen for its memory.
+    /// Grow by the missing bytes alone: for few blocks that stay, each with a size that was chosen for its memory.
     Exact,
 }
 
@@ -162,7 +162,7 @@ impl Segments {
         self.next_counter
     }
 
-    /// By how many bytes to grow when `need` bytes are missing.
+    /// Bytes to grow by when `need` bytes are missing.
     pub(super) fn step(&self, growing: Growing, need: u64, granularity: u64) -> u64 {
         let part = self.reserved / FRACTION;
         let least = match growing {

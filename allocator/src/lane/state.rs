@@ -60,7 +60,7 @@ pub struct LaneState {
     pub(super) table: BlockTable,
     /// Made by the first lookup of an address; lanes that are used by keys alone have none.
     pub(super) index: OnceLock<OffsetIndex>,
-    /// By stream ordinal.
+    /// Free lists by stream ordinal.
     pub(super) free: Vec<FreeList>,
     pub(super) segments: Segments,
     pub(super) streams: Streams,

@@ -10,7 +10,7 @@ use super::free::Near;
 /// The end of the chain.
 pub(super) const NIL: u32 = u32::MAX;
 
-/// What a range of the lane is.
+/// State of a range of the lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
     /// Backed by memory and free.
@@ -32,7 +32,7 @@ pub struct BlockView {
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// What it is.
+    /// State of the range.
     pub state: BlockState,
     /// Ordinal of the stream it belongs to.
     pub stream: u16,

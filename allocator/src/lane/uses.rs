@@ -25,7 +25,8 @@ impl LaneState {
         self.local_uses.note(key.counter, stream, backing)
     }
 
-    /// As [`note_use`](Self::note_use), for the live block in which a byte of the lane lies. False if there is none.
+    /// Notes a use like [`note_use`](Self::note_use), for the live block in which a byte of the lane lies. False if
+    /// there is none.
     pub fn note_use_at(
         &mut self,
         offset: u64,

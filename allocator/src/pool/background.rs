@@ -46,7 +46,7 @@ impl Pool {
         let pool = self.clone();
         *lock(&self.0.background.running) = true;
         let commit = move || {
-            // What goes wrong here was reported by the caller, or ends the next commit too.
+            // An error here was reported by the caller, or ends the next commit too.
             if let Err(error) = pool.commit_now(pool.group().deadline()) {
                 tracing::debug!(%error, "a commit in the background");
             }

@@ -231,11 +231,11 @@ impl Ready {
     }
 }
 
-/// What a rank prepares alone before the handshake.
+/// State that a rank prepares alone before the handshake.
 pub(super) struct Ready {
     heap: Heap,
     lanes: Vec<LanePlacement>,
-    /// What the lanes have of each slot.
+    /// Places of the lanes in each slot.
     stride: u64,
     /// All settings that change placement (rule D8).
     pub(super) text: String,

@@ -13,8 +13,8 @@ const HELD: &str =
     "it is held by a Block, whose drop frees it; give it up with Block::into_address first";
 
 impl Pool {
-    /// As [`Block::record_use`](super::Block::record_use), for the live block in which `address` lies, in whichever lane.
-    /// False if none of this rank's does.
+    /// Records a use like [`Block::record_use`](super::Block::record_use), of the live block in which `address` lies,
+    /// in any lane. False if it lies in no block of this rank.
     pub fn record_use_address(&self, address: u64, stream: Stream) -> Result<bool> {
         for lane in &self.0.lanes {
             let base = lane.heap().layout().address(lane.heap().layout().rank, lane.base);
@@ -49,7 +49,7 @@ impl Lane {
         self.free_address_sized(address).map(drop)
     }
 
-    /// As [`free_address`](Self::free_address); returns the bytes freed, in whole units of 512.
+    /// Frees like [`free_address`](Self::free_address); returns the bytes freed, in whole units of 512.
     #[track_caller]
     pub fn free_address_sized(&self, address: u64) -> Result<u64> {
         let site = here();

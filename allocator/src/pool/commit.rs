@@ -33,10 +33,10 @@ use crate::{Deadline, Error, Result};
 
 /// How many deferred frees of one lane a rank reports in one commit. More of them wait for the next.
 const MAX_REPORTS: usize = 1 << 16;
-/// The same over all lanes, so that a message stays well below its maximal length.
+/// Most reports over all lanes, so that a message stays well below its maximal length.
 const MAX_REPORTS_TOGETHER: usize = 1 << 20;
 
-/// What a commit covers.
+/// Scope of a commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Covers {
     /// All that lanes have done.
@@ -45,7 +45,7 @@ pub(super) enum Covers {
     NewMemory,
 }
 
-/// What a commit did.
+/// Effects of a commit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitReport {
     /// Its number, from 1.
@@ -84,13 +84,13 @@ impl Pool {
         self.commit_now(deadline)
     }
 
-    /// The same, in front of a commit in the background.
+    /// Commits like `commit_by`, in front of a commit in the background.
     pub(super) fn commit_now(&self, deadline: Deadline) -> Result<CommitReport> {
         let mut committer = self.committer()?;
         self.commit_with(&mut committer, deadline)
     }
 
-    /// The same by a thread that has the right to commit.
+    /// Commits in a thread that has the right to commit.
     pub(super) fn commit_with(
         &self,
         committer: &mut Committer,

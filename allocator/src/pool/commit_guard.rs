@@ -1,4 +1,4 @@
-//! What a commit or resync holds while it runs: the right to commit, and the locked symmetric lanes.
+//! The guard of a running commit or resync: it holds the right to commit, and the locked symmetric lanes.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::MutexGuard;

@@ -24,7 +24,7 @@ pub(super) struct Registered {
     pub(super) window: NcclWindow,
 }
 
-/// What commits need. A [`CommitGuard`](super::commit_guard::CommitGuard) gives it to one commit at a time.
+/// State of commits. A [`CommitGuard`](super::commit_guard::CommitGuard) gives it to one commit at a time.
 pub(super) struct Committer {
     pub(super) peers: Peers,
     /// How many commits have succeeded.
@@ -36,7 +36,8 @@ pub(super) struct Committer {
     pub(super) incomplete: Option<String>,
     /// NCCL communicators with which windows are registered.
     pub(super) nccl: Vec<Attached>,
-    /// What the ranks of a [nested](super::Pool::nested) pool compare when they first commit, for which they connect.
+    /// Part of a [nested](super::Pool::nested) pool that its ranks compare when they first commit, for which they
+    /// connect.
     pub(super) unmet: Option<Unmet>,
 }
 

@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn a_forked_child_waits_for_no_thread_of_its_parent() {
-        // As in a child: the process is another one, and the closing thread never ends.
+        // The state of a child: the process is another one, and the closing thread never ends.
         let handles = handles(Maker::elsewhere());
         let (end, held) = mpsc::channel::<()>();
         let closer = thread::spawn(move || held.recv().unwrap_or_default());

@@ -64,8 +64,9 @@ impl Lane {
         self.place(bytes, align, stream, here())
     }
 
-    /// As [`alloc_bytes`](Self::alloc_bytes) on the default stream, for a block of which little may ever be used: in host
-    /// memory its pages come with their first accesses, and nobody asks whether there is memory for all of them.
+    /// Allocates like [`alloc_bytes`](Self::alloc_bytes) on the default stream, for a block of which little may ever
+    /// be used. In host memory its pages come with their first accesses, and its size is not compared with the memory
+    /// available.
     #[track_caller]
     pub fn alloc_sparsely(&self, bytes: usize, align: u64) -> Result<Block<u8>> {
         let request = Request { bytes: bytes as u64, align, stream: Stream::DEFAULT, site: here() };

@@ -12,7 +12,7 @@ use crate::heap::Heap;
 use crate::lane::{Backing, Growth, LaneState, Segment};
 use crate::{Error, Result};
 
-/// What a lane's lock guards: its state, and its physical memory.
+/// Contents of a lane's lock: its state, and its physical memory.
 pub(crate) struct LaneInner {
     pub(crate) state: LaneState,
     pub(crate) memory: LaneMemory,

@@ -88,7 +88,8 @@ impl Pool {
             .map_err(|error| self.at_meeting(error))
     }
 
-    /// What ranks bring that have come to the step since this was last asked. Does not wait.
+    /// Returns, for each rank that has come to the step since the last call, its number and what it brings. Does not
+    /// wait.
     pub fn have_come(&self, topic: Topic) -> Vec<(u32, Vec<u8>)> {
         let heard = self.with_sockets(|sockets| Ok(sockets.heard(topic)));
         let Ok(Some(heard)) = heard else { return Vec::new() };
@@ -153,7 +154,7 @@ impl Pool {
         }
     }
 
-    /// The same by the store, which takes back what a rank has said that leaves.
+    /// Meets through the store, which takes back what a rank has said that leaves.
     fn meet_in_store(
         &self,
         (one, other): Topic,

@@ -130,7 +130,7 @@ pub struct PoolStats {
     pub commits: u64,
     /// Number of windows.
     pub windows: u64,
-    /// What this rank has exchanged with the store, over all groups that use it.
+    /// Exchange of this rank with the store, over all groups that use it.
     pub store: Traffic,
 }
 
@@ -317,8 +317,8 @@ impl Pool {
         committer.peers.sockets_mut().is_some_and(|sockets| sockets.has_left(rank))
     }
 
-    /// What was passed to [`Group::with_interrupt`](crate::Group::with_interrupt) of the pool's group: it returns
-    /// whether waits for other ranks are to stop.
+    /// Function that [`Group::with_interrupt`](crate::Group::with_interrupt) of the pool's group was given: it
+    /// returns whether waits for other ranks are to stop.
     pub fn interrupt(&self) -> Option<Arc<dyn Fn() -> bool + Send + Sync>> {
         self.0.group.interrupt().map(|interrupt| interrupt.0)
     }

@@ -1,7 +1,7 @@
 //! How many pools this process has on each device.
 //!
-//! What a process takes of a device in all is to be small, however many groups it is in. So ranks tell each other
-//! at rendezvous whether they have other pools there already; see [`Pool::is_first_on_device`](super::Pool).
+//! A process should take little of a device in all, however many groups it is in. So ranks tell each other at
+//! rendezvous whether they have other pools there already; see [`Pool::is_first_on_device`](super::Pool).
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};

@@ -24,7 +24,7 @@ impl Message for Standing {
     const NAME: &'static str = "standing";
 }
 
-/// What a rank holds of a lane in which ranks differ.
+/// Holdings of a rank in a lane in which ranks differ.
 #[derive(Debug, Serialize, Deserialize)]
 struct Holdings {
     /// The lane's counter.
@@ -39,7 +39,7 @@ struct Holdings {
     survivors: Vec<Survivor>,
 }
 
-/// The same as a message, or why it cannot be sent: there are more blocks than a message can hold.
+/// Message with the holdings, or why it cannot be sent: there are more blocks than a message can hold.
 #[derive(Debug, Serialize, Deserialize)]
 struct Holds(Status<Holdings>);
 
@@ -68,7 +68,7 @@ impl Pool {
         self.resync_with(&mut committer, deadline)
     }
 
-    /// The same by a thread that has the right to commit.
+    /// Resynchronizes in a thread that has the right to commit.
     pub(super) fn resync_with(
         &self,
         committer: &mut Committer,

@@ -25,7 +25,7 @@ pub struct JointBlock {
     pub bytes: u64,
     /// Its address is a multiple of this on every rank.
     pub align: u64,
-    /// What it is for: a number that all ranks have alike, as in [`Pool::commit_together`].
+    /// Purpose of the block: a number that all ranks have alike, as in [`Pool::commit_together`].
     pub subject: u64,
     /// Whether a stream is captured on this rank or may be on others. Then no device is waited for. Where ranks give the block
     /// up, what memory they have for it returns only with the next commit.
@@ -41,7 +41,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// As [`commit_together`](Self::commit_together).
+    /// The errors of [`commit_together`](Self::commit_together).
     #[track_caller]
     pub fn alloc_together(
         &self,

@@ -17,7 +17,7 @@ use crate::{Deadline, Error, Result};
 /// Between two looks whether another thread still commits.
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// What a rank votes on, and whether it is ready for that, or why not.
+/// Subject of a rank's vote, if the rank is ready for it, or why it is not.
 #[derive(Debug, Serialize, Deserialize)]
 struct Vote(Status<u64>);
 
@@ -51,12 +51,12 @@ impl Pool {
         self.step(subject, ready, deadline, false, prepare)
     }
 
-    /// As [`commit_together`](Self::commit_together), and commits before `prepare` too, so that it finds the memory of blocks
-    /// which all ranks have dropped.
+    /// Works like [`commit_together`](Self::commit_together), but commits before `prepare` too, so that it finds the
+    /// memory of blocks which all ranks have dropped.
     ///
     /// # Errors
     ///
-    /// As [`commit_together`](Self::commit_together).
+    /// The errors of [`commit_together`](Self::commit_together).
     pub fn reclaim_and_commit_together<T>(
         &self,
         subject: u64,
@@ -98,7 +98,7 @@ impl Pool {
     ) -> Result<Result<T>> {
         match self.commit_with(committer, deadline) {
             Ok(_) => Ok(Ok(prepared)),
-            // What ranks find alike: a stream is captured on one of them.
+            // All ranks find alike that a stream is captured on one of them.
             Err(why) if why.is_invalid_state() && committer.is_sound() => Ok(Err(why)),
             // There was room when ranks were asked, and some rank found none then.
             Err(why) if why.is_out_of_memory() && committer.is_sound() => {

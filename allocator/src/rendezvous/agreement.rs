@@ -27,7 +27,7 @@ pub(crate) struct LaneProposal {
     pub(crate) failure: Option<(u64, ErrorKind)>,
 }
 
-/// What a rank proposes to commit.
+/// Proposal of a rank for a commit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Proposal {
     /// Number of the commit.
@@ -48,7 +48,7 @@ impl Message for Propose {
 /// Counters of freed blocks, ascending, with the number of ranks that reported each.
 pub(crate) type ReportedFrees = Vec<(u64, u32)>;
 
-/// What follows from the proposals of all ranks.
+/// Result of the proposals of all ranks.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Verdict {
     /// All lanes agree. For each, the unordered frees that were reported.

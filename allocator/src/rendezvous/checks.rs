@@ -1,4 +1,4 @@
-//! What has to be equal, or different, on all ranks before a pool is made.
+//! Checks of properties that must be equal, or different, on all ranks before a pool is made.
 //!
 //! Every rank checks the same data in the same order, so all of them report the same error.
 

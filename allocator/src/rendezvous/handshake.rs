@@ -28,7 +28,7 @@ const MAX_CONFIG_TEXT: usize = 4096;
 /// How long a rank that lost a peer waits at most for the confirmations of the others.
 const WAIT_AFTER_LOSS: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// What a rank accepts of others.
+/// Properties of other ranks that a rank accepts.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct HandshakeOptions {
     /// Whether another rank may use the same device. All ranks that share a device have to allow it.
@@ -53,7 +53,7 @@ impl Message for Confirm {
     const NAME: &'static str = "confirmation";
 }
 
-/// What a rank brings to the handshake.
+/// Contribution of a rank to the handshake.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HandshakeConfig<'a> {
     pub(crate) driver: &'a Driver,
@@ -213,7 +213,7 @@ fn connect(
     PeerSockets::connect(listener, rank, &names, secret, deadline).map(Some)
 }
 
-/// What a rank brings to the second round.
+/// Contribution of a rank to the second round.
 #[derive(Debug)]
 struct Linked {
     sockets: Option<PeerSockets>,
@@ -268,7 +268,7 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
     conclude(group.rank(), &gathered, ours)
 }
 
-/// What follows from the reports of all ranks: the same on each of them.
+/// Returns the result of all ranks' reports, which is the same on each of them.
 ///
 /// If ranks see different topologies (as in containers that show each rank only its own device), nothing is
 /// wrong with their memory. But algorithms are chosen by topology and have to be the same on all ranks, so

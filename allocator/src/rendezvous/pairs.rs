@@ -46,7 +46,7 @@ impl Message for Greeting {
     const NAME: &'static str = "greeting";
 }
 
-/// What became of an attempt to connect.
+/// Result of an attempt to connect.
 #[derive(Debug)]
 pub enum Dialled {
     /// Connected, and the memory was handed over.
@@ -112,7 +112,7 @@ pub struct Accepted {
     pub from: u32,
     /// The connection.
     pub socket: PairSocket,
-    /// What it has handed over.
+    /// Memory that the other rank has handed over.
     pub memory: OwnedFd,
 }
 
@@ -128,7 +128,7 @@ impl PairListener {
         Ok(Self { listener, secret, callers })
     }
 
-    /// What other ranks connect by.
+    /// Returns the address by which other ranks connect.
     ///
     /// # Errors
     ///
@@ -189,8 +189,8 @@ pub struct PairSocket(Socket);
 impl PairSocket {
     /// Wakes the other rank, if it sleeps in a poll. Does not wait.
     pub fn wake(&self) {
-        // What does not fit is not needed: packets that nobody has read wake as well. A closed connection is
-        // noticed by whoever reads.
+        // A wake-up that does not fit is not needed: packets that nobody has read wake as well. A closed connection
+        // is noticed by its reader.
         let _ = rustix::net::send(&*self.0, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 

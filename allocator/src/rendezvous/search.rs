@@ -40,7 +40,7 @@ impl Message for Digests {
     const NAME: &'static str = "digests";
 }
 
-/// What a rank did at the event in question.
+/// Description of a rank's event at the counter in question.
 #[derive(Debug, Serialize, Deserialize)]
 struct Did {
     what: String,

@@ -50,7 +50,7 @@ impl Gathered {
         u32::try_from(self.which.len()).expect("at most u32::MAX ranks")
     }
 
-    /// What `rank` contributed. Panics when `rank` is not below [`world`](Gathered::world).
+    /// Contribution of `rank`. Panics when `rank` is not below [`world`](Gathered::world).
     pub fn part(&self, rank: u32) -> &[u8] {
         &self.distinct[self.which[rank as usize] as usize]
     }

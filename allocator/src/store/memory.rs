@@ -40,7 +40,7 @@ struct OpenGather {
     outcome: Arc<Outcome>,
 }
 
-/// What waiting ranks hold of a gather; outlives the entry in the map.
+/// Result of a gather, which waiting ranks hold; it outlives the entry in the map.
 #[derive(Debug, Default)]
 struct Outcome {
     decided: Condvar,

@@ -1,4 +1,4 @@
-//! What tests and benchmarks of several crates share. Not part of the library that is shipped.
+//! Helpers of tests and benchmarks of several crates. They are not part of the library that is shipped.
 //!
 //! | file | holds |
 //! | --- | --- |

@@ -1,6 +1,6 @@
 //! Random numbers that follow from a seed alone, on every machine and in every version.
 
-/// What SplitMix64 adds to its state for each number.
+/// Number that SplitMix64 adds to its state for each number it makes.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The generator SplitMix64 (Steele, Lea and Flood, 2014): small, fast, and nearby seeds give unrelated

@@ -134,7 +134,7 @@ impl RemoteKind {
         Some(Self { function, _library: library })
     }
 
-    /// What kind of thing a link leads to; `None` where NVML cannot tell.
+    /// Kind of device that a link leads to; `None` where NVML cannot tell.
     fn ask(&self, device: *mut c_void, link: c_uint) -> Option<c_uint> {
         let mut kind = Self::UNKNOWN;
         // SAFETY: the device handle is live; one enumerator is written through a valid pointer.

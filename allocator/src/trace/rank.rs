@@ -74,7 +74,7 @@ struct Player<'a> {
     /// Stream handles by the ordinals of the trace. They differ from rank to rank and are in no order, like
     /// real ones (rule D3).
     streams: Vec<Stream>,
-    /// By slot; `None` if there is no block, or if this rank has not made it.
+    /// Blocks by slot; `None` if there is no block, or if this rank has not made it.
     blocks: Vec<Option<Block<u8>>>,
     unordered: Unordered,
     /// Blocks that the trace has freed without order, and that this rank will free later.

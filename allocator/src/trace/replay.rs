@@ -44,7 +44,7 @@ pub struct Outcome {
 pub struct Failure {
     /// The error of the first rank that has one, without the context of that rank.
     pub error: Error,
-    /// The same as text.
+    /// Text of the error.
     pub message: String,
     /// Number of the operation that returned the error on that rank: usually a commit after the event in
     /// question. The commit at the end has the number after the last operation's.
@@ -55,7 +55,7 @@ pub struct Failure {
     pub counter: Option<u64>,
     /// The latest event that may be the first to differ, if that is not known exactly.
     pub until: Option<u64>,
-    /// What the ranks did there.
+    /// Ranks grouped by their event at that counter.
     pub sides: Vec<Side>,
     /// The ranks, grouped by their errors. There is more than one group if a rank has left out a commit for
     /// which the others then waited; otherwise that is a bug of this library.
@@ -86,7 +86,7 @@ pub fn replay(trace: &Trace, options: &ReplayOptions) -> Result<Outcome> {
     replay_with(trace, options, &|_| ())
 }
 
-/// As [`replay`]; from time to time, rank 0's thread calls `progress` with the number of operations that it
+/// Replays like [`replay`]; from time to time, rank 0's thread calls `progress` with the number of operations that it
 /// has done.
 pub fn replay_with(
     trace: &Trace,

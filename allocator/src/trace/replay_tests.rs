@@ -84,8 +84,8 @@ fn hundreds_of_ranks() {
     play_well(&trace, &ReplayOptions { address_seed: Some(3), ..ReplayOptions::new(300) });
 }
 
-/// The same replay on two lanes alone, of which one leaves out an operation. It finds where they diverge
-/// independently of pools, commits and searches.
+/// A replay on two lanes alone, of which one leaves out an operation. It finds where they diverge independently of
+/// pools, commits and searches.
 struct Oracle {
     lane: LaneState,
     blocks: Vec<Option<BlockKey>>,

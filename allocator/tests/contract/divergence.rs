@@ -47,7 +47,7 @@ fn diverges(body: impl Fn(&Pool, bool) + Sync) -> Divergence {
     found
 }
 
-/// What most ranks did, and what the odd rank did.
+/// Events of most ranks, and of the odd rank.
 fn sides(found: &Divergence) -> (&str, &str) {
     (&found.sides[0].did, &found.sides[1].did)
 }

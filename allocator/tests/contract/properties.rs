@@ -40,7 +40,7 @@ fn op(largest: usize) -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What must be equal on all ranks.
+/// Results that must be equal on all ranks.
 #[derive(Debug, Default, PartialEq)]
 struct Trace {
     /// Counter and offset of each allocation.
@@ -221,7 +221,7 @@ impl Runner {
     }
 }
 
-/// What `rank` writes to a block. The counter makes two uses of the same memory differ.
+/// Data that `rank` writes to a block. The counter makes two uses of the same memory differ.
 fn pattern(rank: u32, block: &Block<u64>) -> Vec<u64> {
     let seed = (u64::from(rank) << 56) | (block.counter() << 24) | (block.offset() >> 40 << 20);
     (0..block.len() as u64).map(|at| seed + at).collect()

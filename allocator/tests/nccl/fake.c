@@ -1,4 +1,4 @@
-// As much of NCCL as registering windows needs, with a log of what was asked for.
+// A fake of the part of NCCL that registers windows, with a log of the calls.
 
 #include <pthread.h>
 #include <stddef.h>

@@ -292,7 +292,7 @@ fn a_call_that_does_not_return_ends_by_the_timeout(fake: &Fake) {
     assert!(started.elapsed() < limit, "{:?}", started.elapsed());
     assert_eq!((fake.held(), fake.calls(&stuck, 1).len()), (1, 0), "no call while one is held");
     broken(&stuck);
-    // What is dropped meanwhile stays mapped until NCCL returns, which is soon.
+    // Blocks that are dropped meanwhile stay mapped until NCCL returns, which is soon.
     drop((blocks, stuck));
     fake.set(22809, 0, -1);
     let returned = Instant::now();

@@ -1,4 +1,4 @@
-//! What is measured: operations and sizes, and the results.
+//! Cases of the benchmark: operations and sizes, and the results.
 
 use std::fmt;
 use std::str::FromStr;

@@ -249,7 +249,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// What a reader has to know about how the results were measured.
+/// Facts about the measurement that a reader of the results has to know.
 fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec<String> {
     let cores = cores();
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

@@ -15,7 +15,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// The most calls that a time is the mean of.
 const MAX_CALLS: f64 = 4e6;
 
-/// What a rank process of this program measures.
+/// Subject that a rank process of this program measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Role {
     /// The collectives.

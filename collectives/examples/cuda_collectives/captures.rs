@@ -12,7 +12,7 @@ use crate::{MAX_LATE, Options, expect_error};
 
 const COUNT: usize = 10_000;
 
-/// What a rank does when a call of its capture was refused.
+/// Next step of a rank when a call of its capture was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Then {
     /// It goes on with the capture, which ends in an error, and makes another one without the call, and launches it.
@@ -172,7 +172,7 @@ impl Captures<'_> {
         }
     }
 
-    /// What a rank gets that has refused a call: it learns itself that the others have made another one.
+    /// Waits until a rank that has refused a call learns itself that the others have made another one.
     fn settle(&self, comm: &Communicator) -> Result<()> {
         let until = Instant::now() + self.timeout;
         while Instant::now() < until {

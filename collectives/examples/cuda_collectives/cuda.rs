@@ -57,7 +57,7 @@ impl Graph {
         Self::capture_in_mode(pool, stream, GLOBAL, work)
     }
 
-    /// The same where other threads may do meanwhile what a capture forbids its own thread.
+    /// Captures like [`capture`](Self::capture), while other threads may do what a capture forbids its own thread.
     pub(crate) fn capture_of_thread(
         pool: &Pool,
         stream: Stream,

@@ -45,7 +45,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     if options.quick && (dtype != DType::U8 || !QUICK.contains(&count)) {
                         continue;
                     }
-                    // The same offset on every rank, aligned to elements only.
+                    // The shift is equal on all ranks, and a multiple of an element's size only.
                     let shift = random(options_seed(all_to_all), nth) as usize % 4 * dtype.size();
                     let from = inputs[kinds & 1].address() + shift as u64;
                     let to = outputs[kinds >> 1].address() + shift as u64;

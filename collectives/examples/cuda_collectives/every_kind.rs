@@ -24,9 +24,9 @@ pub(crate) struct Kind<'a> {
     /// The options of its communicators.
     pub(crate) options: CommunicatorOptions,
     make: Make<'a>,
-    /// What it writes: an address, and so many bytes.
+    /// Output of the call: its address and its length in bytes.
     output: (u64, usize),
-    /// What must be zeros before the first call of a communicator.
+    /// Memory that must hold zeros before the first call of a communicator.
     zeros: (u64, usize),
 }
 
@@ -46,7 +46,7 @@ impl Kind<'_> {
         upload(pool, self.output.0, &vec![POISON; self.output.1])
     }
 
-    /// What the call has written.
+    /// Returns the output of the call.
     pub(crate) fn written(&self, pool: &Pool) -> Result<Vec<u8>> {
         download(pool, self.output.0, self.output.1)
     }

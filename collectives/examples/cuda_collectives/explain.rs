@@ -2,7 +2,7 @@
 //! whichever other communicators there are. And the order of calls that programs make costs a call nothing, but where
 //! `ORDERS` says so.
 //!
-//! What was launched is what emulated devices tell. On others the second part runs alone.
+//! Emulated devices tell what was launched. On others the second part runs alone.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -136,7 +136,7 @@ impl Explains<'_> {
         }
     }
 
-    /// What is said of a call is what it launches then, and saying so launches nothing.
+    /// Checks that a call launches what its explanation says, and that explaining launches nothing.
     fn names_what_is_launched(&mut self, memory: &str) -> Result<()> {
         let Some(launched) = self.launched else { return Ok(()) };
         let usual = self.options.clone();
@@ -169,7 +169,7 @@ impl Explains<'_> {
         self.programs(memory, launched)
     }
 
-    /// The same of what a program brings along: plans, one of which takes several launches, and a kernel.
+    /// Checks the same of a program's own algorithms: plans, one of which takes several launches, and a kernel.
     fn programs(&mut self, memory: &str, launched: Launched) -> Result<()> {
         let comm = Communicator::with_options(self.pool, &self.options)?;
         let plans = plans::all(self.pool.world()).into_iter();
@@ -225,7 +225,7 @@ impl Explains<'_> {
         let whole = said.takes > 0 || takes > 0 || own.len() == first.len();
         let right = whole && own == said.now.launches;
         self.check(|| format!("{what}: launched {first:?}, {said:?}"), right);
-        // And so it is in a graph.
+        // The explanation holds in a graph too.
         let mut in_graph = None;
         let graph = Graph::capture(self.pool, self.stream, || {
             let said = self.explain(comm, call, bytes);
@@ -282,7 +282,7 @@ impl Explains<'_> {
         Ok(())
     }
 
-    /// What a call would be refused for is an error here, of which no other rank hears.
+    /// Checks that a call which would be refused has an error here, of which no other rank hears.
     fn bad_arguments_are_refused_here_alone(&mut self) -> Result<()> {
         let comm = Communicator::with_options(self.pool, &self.options)?;
         let (at, stream) = (self.input.as_ptr(), self.stream);
@@ -314,7 +314,7 @@ impl Explains<'_> {
     }
 }
 
-/// What a process does before the call that is looked at, and the communicators that rest meanwhile.
+/// Preparation of a process for the call that is looked at, and the communicators that rest meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Before {
     Nothing,
@@ -332,7 +332,7 @@ enum Before {
     OtherParallelism,
 }
 
-/// What is left of the SMs that a call of a new communicator has.
+/// Share of the SMs that is left for a call of a new communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Left {
     All,
@@ -407,7 +407,7 @@ impl Explains<'_> {
         }
     }
 
-    /// What is said of a call that is captured after this.
+    /// Returns the explanation of a call that is captured after this.
     fn in_order(
         &self,
         before: Before,
@@ -459,7 +459,7 @@ impl Explains<'_> {
                 graphs.push(graph);
             }
         }
-        // As programs do, a call is made once before it is captured.
+        // Programs make a call once before they capture it, and so does this.
         self.call(&comm, call, bytes)?;
         comm.synchronize(&self.stream)?;
         let mut said = None;

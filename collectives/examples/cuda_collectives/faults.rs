@@ -38,7 +38,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let patient = CommunicatorOptions { timeout: 20 * timeout, ..options.clone() };
         // Copy engines serve no calls below 1 MiB.
         let usual = if algorithm == AllReduceAlgorithm::TwoShotCopy { 600_000 } else { 10_000 };
-        // What differs on one rank: count, type, operation, or offset.
+        // The call of one rank differs in this: count, type, operation, or offset.
         for difference in 0..4 {
             let call = |comm: &Communicator, differs: bool| {
                 let is = |which| differs && difference == which;

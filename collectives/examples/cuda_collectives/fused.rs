@@ -50,7 +50,7 @@ struct Case {
     norm_out: bool,
 }
 
-/// What a call must write.
+/// Expected outputs of a call.
 #[derive(Default)]
 struct Wanted {
     sums: Vec<u8>,
@@ -288,7 +288,8 @@ impl Fused<'_> {
         Ok(())
     }
 
-    /// What cannot be right is an error on all ranks, and so are shapes that differ; what is wrong is said.
+    /// Checks that arguments which cannot be right, and shapes that differ, are errors on all ranks whose text says
+    /// what is wrong.
     fn refusals(&mut self, memory: &Memory) -> Result<()> {
         let usual = shape(4, 128, DType::Bf16, NormOutput::Norm);
         let case =
@@ -359,7 +360,7 @@ fn tree(sums: &[f32]) -> f32 {
     }
 }
 
-/// What is made of the sums.
+/// Computes the outputs of a norm from the sums.
 fn norms(shape: &NormShape, sums: Vec<u8>, weight: &[u8]) -> Wanted {
     let NormShape { hidden, dtype, output, .. } = *shape;
     let mut made = Wanted::default();

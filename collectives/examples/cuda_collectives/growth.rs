@@ -256,8 +256,8 @@ impl Growth<'_> {
         Ok(())
     }
 
-    /// What is reported late, of a call that all ranks refused in a capture, leaves the next call in its memory: rank 0 reports it
-    /// by synchronizing, the others in front of that call.
+    /// Checks that a late report of a call that all ranks refused in a capture leaves the next call in its memory.
+    /// Rank 0 reports it by synchronizing, the others in front of that call.
     fn late_reports_leave_the_next_call_alone(&mut self) -> Result<()> {
         self.renew()?;
         self.case(Kind::AllReduce, MANY)?;

@@ -38,7 +38,7 @@ struct Huge<'a> {
     wrong: u64,
 }
 
-/// What one rank sends to another one.
+/// Number of elements that one rank sends to another one.
 type Count<'a> = &'a dyn Fn(usize, usize) -> usize;
 
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.
@@ -178,7 +178,7 @@ impl Huge<'_> {
     fn exchanges(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         for all_to_all in AllToAllAlgorithm::ALL {
-            // What does not fit into inboxes goes the same ways as with the other algorithms.
+            // Calls that do not fit into inboxes go the same ways as with the other algorithms.
             if all_to_all == AllToAllAlgorithm::Lamport {
                 continue;
             }

@@ -28,7 +28,7 @@ pub(crate) const KINDS: [&str; 9] = [
 ];
 /// First large calls of communicators whose memory grows.
 const GROWTH: &str = "growth";
-/// The same, which are captured.
+/// Scenario of growth in calls that are captured.
 const CAPTURED_GROWTH: &str = "captured_growth";
 
 const TIMEOUT: Duration = Duration::from_millis(1500);

@@ -15,7 +15,7 @@ use crate::cuda::{Graph, stream};
 use crate::every_kind::{EveryKind, Kind};
 use crate::{MAX_LATE, Options, expect_error};
 
-/// What fails: `Failing` in `tests/emulator/driver.cpp`.
+/// Driver call that fails: `Failing` in `tests/emulator/driver.cpp`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failing {
     Launch = 0,
@@ -26,7 +26,7 @@ pub(crate) enum Failing {
     Mapping = 5,
 }
 
-/// What a rank does first after a capture in which its call failed.
+/// First step of a rank after a capture in which its call failed.
 #[derive(Clone, Copy, Debug)]
 enum Then {
     Synchronizes,
@@ -51,7 +51,7 @@ impl Emulated {
         }))
     }
 
-    /// Of the calls of a kind from now on the one of that number fails; none if it is 0. Returns how many there were since
+    /// Makes the `nth` driver call of this kind from now on fail; none if it is 0. Returns how many there were since
     /// the last request.
     pub(crate) fn fail(self, what: Failing, nth: i32) -> i32 {
         // SAFETY: takes two numbers.
@@ -206,7 +206,7 @@ impl Launches<'_> {
             }
         } else {
             match called.and_then(|()| comm.synchronize(&self.stream)) {
-                // What a rank makes last may be for itself alone. Then the next call says that it failed.
+                // The last launch of a rank may be for itself alone. Then the next call says that it failed.
                 Ok(()) => {
                     let right = nth > 1 && kind.written(self.pool)? == wanted;
                     self.expect(&format!("{name}: the others get no error"), right);
@@ -221,7 +221,7 @@ impl Launches<'_> {
                 }
             }
         }
-        // The same call again is not taken for the one before, on any rank.
+        // No rank takes an equal call for the one before.
         let again = kind.call(comm, &self.stream).and_then(|()| comm.synchronize(&self.stream));
         self.expect(&format!("{name}: the next call succeeds"), again.is_err());
         self.meet()
@@ -248,7 +248,7 @@ impl Launches<'_> {
                     return self.meet();
                 }
             };
-            // What was the first launch of a second call closes nothing on this rank yet.
+            // A failure of the first launch of a second call closes nothing on this rank yet.
             let right = next.as_ref().err().is_none_or(|why| why.to_string().contains("halfway"));
             self.expect(&format!("{name}: {next:?} afterwards"), right);
         } else {

@@ -57,7 +57,7 @@ pub(crate) type ProductCall<'a> = (
     (u64, usize),
 );
 
-/// What checks of products have in common.
+/// Common part of the checks of products.
 pub(crate) struct Matmul<'a> {
     pub(crate) pool: &'a Pool,
     pub(crate) options: &'a Options,
@@ -294,7 +294,7 @@ impl Case {
         }
     }
 
-    /// What a rank adds to the part of another one, row by row.
+    /// Computes the sums that a rank adds to the part of another one, row by row.
     fn partial(&self, seed: u64, from: u32, (to, world): (u32, u32)) -> Vec<f32> {
         let mut sums = vec![0.0_f32; self.rows * self.columns];
         for (nth, &inner) in self.inner.iter().enumerate() {
@@ -313,7 +313,7 @@ impl Case {
         sums.into_iter().map(|sum| sum * factor).collect()
     }
 
-    /// What the rank gets: each rank's sums are rounded, and then added up from this rank on.
+    /// Computes the expected output of a rank: each rank's sums are rounded, and then added up from this rank on.
     fn wanted(&self, seed: u64, rank: u32, world: u32) -> Vec<u8> {
         let mut sums = self.partial(seed, rank, (rank, world));
         for distance in 1..world {
@@ -439,7 +439,7 @@ impl Matmul<'_> {
         Ok(vec![self.call_of_scatter()?, self.call_of_gather()?, self.call_of_few()?])
     }
 
-    /// What is refused, on all ranks; and products that differ.
+    /// Checks calls that are refused on all ranks, and products that differ.
     fn refusals(&mut self) -> Result<()> {
         let memory = self.memory(&Case::SMALL)?;
         let terms = self.terms(&Case::SMALL, &memory);

@@ -177,7 +177,7 @@ impl Matmul<'_> {
         Ok(("matmul_all_reduce", Rc::new(call), output, (output.0, 0)))
     }
 
-    /// What is refused, on all ranks; and products that differ.
+    /// Checks calls that are refused on all ranks, and products that differ.
     fn refusals_of_few(&mut self) -> Result<()> {
         let memory = self.memory_of_few(&Case::USUAL)?;
         let right = Case::USUAL.product(&memory);

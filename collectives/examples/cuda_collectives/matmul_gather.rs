@@ -19,7 +19,7 @@ struct Case {
     rows: usize,
     batches: usize,
     inner: usize,
-    /// Of each right matrix.
+    /// Number of columns of each right matrix.
     columns: Vec<usize>,
     dtype: DType,
     out_dtype: DType,
@@ -129,7 +129,7 @@ impl Case {
         bytes
     }
 
-    /// What is gathered of all ranks, of each of which `of_rank` gives as many bytes for each row: batch by batch.
+    /// Gathers the data of all ranks batch by batch; `of_rank` gives the data of one, `row_bytes` for each row.
     fn gathered(&self, world: u32, row_bytes: usize, of_rank: impl Fn(u32) -> Vec<u8>) -> Vec<u8> {
         let batch = self.rows / self.batches * row_bytes;
         let ranks: Vec<_> = (0..world).map(of_rank).collect();
@@ -291,7 +291,7 @@ impl Matmul<'_> {
         Ok(())
     }
 
-    /// What is refused, on all ranks; products that differ; and a rank that does not come.
+    /// Checks calls that are refused on all ranks, products that differ, and a rank that does not come.
     fn gather_refusals(&mut self, case: &Case) -> Result<()> {
         let memory = self.gather_memory(case)?;
         let rights = Self::gather_rights(case, &memory);

@@ -2,7 +2,7 @@
 
 use crate::oracle::random;
 
-/// What every rank sends to every other, in rows of some elements.
+/// Traffic from every rank to every other, in rows of some elements.
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
     pub(crate) name: &'static str,

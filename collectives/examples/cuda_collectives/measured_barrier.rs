@@ -9,7 +9,7 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::{ORDINARY, Options};
 
 const LATE: Duration = Duration::from_millis(200);
-/// What a wait for a late rank takes at least: devices have more than 500 million cycles a second.
+/// Least cycles that a wait for a late rank takes: devices have more than 500 million cycles a second.
 const CYCLES: i64 = 50_000_000;
 
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.

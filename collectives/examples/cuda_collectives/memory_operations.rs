@@ -113,7 +113,7 @@ impl Ring<'_> {
             unsafe { comm.put_by_copy_engine_at(to, from, BYTES, *next, stream) }?;
             comm.signal_by_memory(*next, HERE, stream)?;
             comm.wait_by_memory(*before, HERE, long, stream)?;
-            // What the rank before has got is complete only when it says so.
+            // The inbox of the rank before is complete only when that rank says so.
             comm.signal_by_memory(*next, 3, stream)?;
             comm.wait_by_memory(*before, 3, long, stream)?;
             // SAFETY: as above.
@@ -156,7 +156,7 @@ impl Ring<'_> {
         let result = comm.begin_matmul(&other, &self.stream);
         let result = result.and_then(|()| comm.synchronize(&self.stream));
         let error = expect_error(result, "products of different shapes")?;
-        // Of several other ranks any one may be named.
+        // Any one of several other ranks may be named.
         let text = error.to_string();
         let own = format!("a shard of {} x 64 bf16", other.rows);
         let named = text.contains(&own) && text.matches("a shard of").count() == 2;

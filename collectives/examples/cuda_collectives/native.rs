@@ -159,7 +159,7 @@ impl Native<'_> {
         Ok(())
     }
 
-    /// What every rank puts into a call.
+    /// Makes the inputs of every rank for a call.
     fn inputs(
         &self,
         collective: StandardCollective,

@@ -100,7 +100,7 @@ impl Sided<'_> {
         for (round, bytes) in LENGTHS.into_iter().cycle().take(rounds).enumerate() {
             let number = random(self.seed, round as u64);
             let shift = |by: u32| [0, 0, 4, number >> by & 15][(number >> (by + 4) & 3) as usize];
-            // The same on every rank, as it is computed from the seed alone.
+            // The shift is equal on every rank, as it is computed from the seed alone.
             let (into, from) = (self.inbox.address() + shift(8), self.mine.address() + shift(16));
             let (fused, window) = (number & 1 == 0, number & 2 == 0);
             let source = if window { from } else { self.source.address() + shift(24) };

@@ -77,7 +77,7 @@ fn elements<const SIZE: usize>(
     bytes
 }
 
-/// As [`input`], without NaNs, for which several results are right.
+/// Makes data like [`input`], without NaNs, for which several results are right.
 pub(crate) fn finite(seed: u64, rank: u32, dtype: DType, count: usize) -> Vec<u8> {
     let mut data = input(seed, rank, dtype, count);
     for element in data.chunks_mut(dtype.size()) {

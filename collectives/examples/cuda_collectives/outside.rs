@@ -39,7 +39,7 @@ enum Way {
     Scatter(&'static str),
 }
 
-/// What differs on one rank.
+/// Difference of one rank's call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Odd {
     /// Its elements are longer, or there are more.
@@ -130,7 +130,7 @@ impl Outside<'_> {
         (self.pool.rank() == self.pool.world() - 1) == (odd == Odd::Longer)
     }
 
-    /// What this rank names as its output: where, and how many bytes.
+    /// Output that this rank names: its address, and its length in bytes.
     fn named(&self, way: Way, odd: Odd) -> (u64, usize) {
         let last = self.pool.rank() == self.pool.world() - 1;
         let (at, all) = match odd {

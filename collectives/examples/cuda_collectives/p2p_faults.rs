@@ -23,8 +23,8 @@ struct Faults<'a> {
 pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let stream = stream(pool)?;
     let mut faults = Faults { pool, timeout, stream, block: pool.alloc(BYTES)?, wrong: 0 };
-    // What is sent, and what is expected: elements and their type. The first message is short enough to be
-    // sent before the receiver compares it; the last are as long as expected, with other elements.
+    // Messages as sent and as expected: elements and their type. The first is short enough to be sent before the
+    // receiver compares it; the last are as long as expected, with other elements.
     let cases = [
         ((1000, DType::U8), (1004, DType::U8)),
         ((0, DType::F32), (1, DType::F32)),

@@ -130,7 +130,7 @@ fn work(seed: u64, number: u64, world: u32) -> Option<Work> {
     };
     for case in &mut cases {
         let size = case.dtype.size();
-        // As many bytes as before.
+        // The call has as many bytes as before.
         case.count = case.count * size / dtype.size();
         if let Collective::Custom { .. } = checked.plan().collective {
             case.count -= case.count % checked.plan().chunks as usize;

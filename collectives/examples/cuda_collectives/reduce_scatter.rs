@@ -47,7 +47,8 @@ impl Case {
         self.count * self.dtype.size()
     }
 
-    /// What each rank's part for rank `of` holds. Each is made alone, as ranks need few of the others' parts.
+    /// Data of the part that rank `owner` contributes to rank `of`. Each is made alone, as ranks need few of the
+    /// others' parts.
     fn part_of(&self, seed: u64, owner: usize, of: usize) -> Vec<u8> {
         input(random(seed, of as u64), owner as u32, self.dtype, self.count)
     }

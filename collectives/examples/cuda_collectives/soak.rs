@@ -191,7 +191,7 @@ impl Soak<'_> {
         Ok(wrong == 0)
     }
 
-    /// What went wrong on the device, if anything did.
+    /// Returns an error if a call has failed on the device.
     fn look(&self) -> Result<()> {
         self.comms.iter().try_for_each(|(_, comm)| comm.synchronize(&self.stream))
     }

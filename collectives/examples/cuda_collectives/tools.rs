@@ -159,7 +159,7 @@ impl<'a> Tools<'a> {
         Ok((word(0), Some(word(8)).filter(|name| *name != NONE)))
     }
 
-    /// As [`Self::found`], and resets the count.
+    /// Returns the result of [`Self::found`], and resets the count.
     pub(crate) fn take(&self) -> Result<(u64, Option<u64>)> {
         let found = self.found()?;
         self.forget()?;

@@ -18,7 +18,7 @@ use table_format::{Row, TABLES_VERSION, Table, all_reduce};
 
 /// The best algorithm of a size is kept for the next size unless another one is faster by more than this fraction.
 const MARGIN: f64 = 0.02;
-/// If so many bytes or more were timed, the last row is for all larger sizes, too.
+/// If this number of bytes or more was timed, the last row is for all larger sizes, too.
 const ENDLESS: u64 = 16 << 20;
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {

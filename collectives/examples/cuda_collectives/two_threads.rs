@@ -20,7 +20,7 @@ const EACH: usize = 12;
 /// How long ranks may wait where none is late.
 const AT_ONCE: Duration = Duration::from_secs(60);
 
-/// What a thread makes calls with.
+/// Objects that a thread makes calls with.
 struct Worker<'a> {
     pool: &'a Pool,
     comm: &'a Communicator,

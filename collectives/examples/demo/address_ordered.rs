@@ -138,8 +138,8 @@ impl Memory for AddressOrdered<'_> {
         self.read_of(self.rank, tensor)
     }
 
-    /// As with registered windows, a rank's tensor is identified by its window and its offset in it, and whatever
-    /// lies at that place on the other ranks is taken for the same tensor.
+    /// Adds up tensors as libraries with registered windows do: a rank's tensor is identified by its window and its
+    /// offset in it, and the memory at that place on the other ranks is taken for the same tensor.
     fn all_reduce(&mut self, tensor: &Tensor) -> Result<()> {
         self.comm.barrier(&Stream::DEFAULT)?;
         let mut total = vec![0.0; tensor.count];

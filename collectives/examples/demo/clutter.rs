@@ -1,4 +1,4 @@
-//! What else a process has in its address space: regions that come and go, differently on each rank.
+//! Other regions in a process's address space, which come and go differently on each rank.
 #![allow(unsafe_code)] // maps and unmaps
 
 use std::ptr::NonNull;

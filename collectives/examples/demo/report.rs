@@ -1,4 +1,4 @@
-//! What ranks report to the process that started them, as lines of JSON.
+//! Reports of ranks to the process that started them, as lines of JSON.
 
 use serde::{Deserialize, Serialize};
 

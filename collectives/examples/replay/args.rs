@@ -58,7 +58,7 @@ pub(crate) struct Args {
     pub(crate) out: Option<PathBuf>,
 }
 
-/// What to do.
+/// Task that the command line names.
 pub(crate) enum Task<'a> {
     Replay { path: &'a Path, options: ReplayOptions },
     Generate { events: usize, seed: u64 },

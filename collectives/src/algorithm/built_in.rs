@@ -40,7 +40,7 @@ impl StandardCollective {
         Self::ALL.into_iter().find(|each| each.name() == name)
     }
 
-    /// As [`named`](Self::named).
+    /// Finds a collective like [`named`](Self::named).
     ///
     /// # Errors
     ///

@@ -69,7 +69,7 @@ pub struct LaunchShape {
 const MAX_BITS: u32 = 47;
 
 impl Constraints {
-    /// What a plan can serve.
+    /// Constraints of a plan.
     pub(super) fn of_plan(checked: &CheckedPlan) -> Self {
         let plan = checked.plan();
         let reduces = plan.collective.reduces();
@@ -87,7 +87,7 @@ impl Constraints {
         }
     }
 
-    /// What a built-in algorithm can serve among so many ranks, found by asking whether it fits. `None` if it fits
+    /// Constraints of a built-in algorithm among so many ranks, found by asking whether it fits. `None` if it fits
     /// nothing there.
     pub(crate) fn of_built_in(
         collective: StandardCollective,

@@ -9,7 +9,7 @@ use symmpool_allocator::short;
 /// More names than programs have algorithms. Further ones are known by their hashes alone.
 const MOST: usize = 4096;
 
-/// What errors call an algorithm.
+/// Names of an algorithm in errors.
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(crate) name: String,

@@ -21,11 +21,11 @@ const MAX_RANKS: u32 = 8;
 pub struct NativeKernel {
     /// The name under which the algorithm is registered.
     pub name: String,
-    /// What it computes.
+    /// Collective that the kernel computes.
     pub collective: StandardCollective,
     /// CUDA C++.
     pub source: String,
-    /// What the compiler calls the source in its messages, such as the file's path.
+    /// Name of the source in the compiler's messages, such as the file's path.
     pub path: String,
     /// The kernel in the source, which is `extern "C" __global__`.
     pub kernel: String,

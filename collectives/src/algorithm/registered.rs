@@ -18,7 +18,7 @@ pub struct Algorithm {
     source: Source,
 }
 
-/// What runs an algorithm.
+/// Origin of an algorithm, which runs it.
 #[derive(Clone)]
 pub(crate) enum Source {
     BuiltIn(Arc<BuiltIn>),
@@ -40,7 +40,7 @@ impl Algorithm {
     ///
     /// # Errors
     ///
-    /// What is wrong with the plan, with the rank and the line.
+    /// A [`PlanError`] with the rank and the line, if the plan is wrong.
     pub fn from_plan(plan: Plan) -> Result<Self, PlanError> {
         Ok(Self { source: Source::Plan(Arc::new(plan.check()?)) }.remembered())
     }
@@ -143,7 +143,8 @@ impl Algorithm {
         }
     }
 
-    /// The same plan, launched with at most so many thread blocks on devices. `None` for what is no plan.
+    /// Returns the same plan, launched with at most so many thread blocks on devices. `None` for an algorithm that is
+    /// no plan.
     pub fn with_blocks(&self, blocks: u32) -> Option<Self> {
         let plan = Plan { blocks: Some(blocks), ..self.plan()?.plan().clone() };
         Self::from_plan(plan).ok()

@@ -18,7 +18,7 @@ pub(crate) struct RequestedName {
 }
 
 impl RequestedName {
-    /// What options request, or the environment if they leave it open. `None` if both do.
+    /// Returns the algorithm that options request, or the environment if they leave it open. `None` if both do.
     pub(crate) fn of(collective: StandardCollective, option: Option<&str>) -> Result<Option<Self>> {
         Self::with(collective, option, env::var_os(collective.variable()).as_deref())
     }
@@ -65,7 +65,7 @@ impl RequestedName {
         }
     }
 
-    /// The same, of the error of an unsupported algorithm.
+    /// Adds the same to the error of an unsupported algorithm.
     pub(crate) fn blame(&self, error: Error) -> Error {
         if error.is_unsupported() { self.by_whom(error) } else { error }
     }

@@ -1,4 +1,4 @@
-//! What a call looks like to those who select an algorithm for it.
+//! Shape of a call, as those see it who select an algorithm for it.
 
 use symmpool_allocator::topology::Mesh;
 

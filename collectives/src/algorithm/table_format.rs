@@ -49,7 +49,7 @@ fn version() -> u32 {
     TABLES_VERSION
 }
 
-#[allow(clippy::trivially_copy_pass_by_ref)] // as serde calls it
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde calls it so
 fn is_version(version: &u32) -> bool {
     *version == TABLES_VERSION
 }

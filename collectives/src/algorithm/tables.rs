@@ -76,7 +76,7 @@ fn parse(text: &str) -> std::result::Result<Table, String> {
     let value: Value =
         serde_json::from_str(text).map_err(|error| format!("it is no JSON: {error}"))?;
     let Value::Object(file) = value else { return Err("it is no object".to_owned()) };
-    // What another version's fields mean is not known.
+    // Fields of another version may mean something else.
     let version: Option<u32> = field(&file, "", "symmpool_tables")?;
     if let Some(version) = version.filter(|version| *version != TABLES_VERSION) {
         return Err(format!(

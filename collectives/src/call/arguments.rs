@@ -35,7 +35,7 @@ impl Arguments {
 }
 
 impl StandardCall {
-    /// What ranks compare of it, but for its algorithm and where its memory lies.
+    /// Description of the call that ranks compare, but for its algorithm and where its memory lies.
     #[inline]
     pub(crate) fn describe(&self) -> Call {
         let Arguments { count, dtype, op, root, .. } = self.arguments;
@@ -47,7 +47,7 @@ impl StandardCall {
         }
     }
 
-    /// What it looks like to those who select an algorithm for it, among so many ranks that are linked so.
+    /// Shape of the call for those who select an algorithm for it, among so many ranks that are linked so.
     pub(crate) fn shape(
         &self,
         world: u32,

@@ -55,7 +55,7 @@ const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
 /// The number of a registered algorithm, whose hash is in the highest bits of the count and of the input's offset.
 const REGISTERED: u8 = 255;
 
-/// What ranks compare of a fused all-reduce besides its type and number of elements.
+/// Properties of a fused all-reduce that ranks compare besides its type and number of elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct NormFields {
     pub(crate) hidden: u32,
@@ -170,8 +170,8 @@ impl Call {
         self.words[0] & GROWS != 0
     }
 
-    /// What is left of the description of a call without what those before which ranks take memory do not describe, and without
-    /// what follows from the memory that a call uses.
+    /// Description of a call without the parts that calls before which ranks take memory do not describe, and without
+    /// those that follow from the memory that a call uses.
     pub(super) fn without_growth(&self) -> [u64; 2] {
         let not_described =
             GROWS | LARGE_AREA | INPUT_WINDOW | OUTPUT_WINDOW | IN_PLACE | 0xff << 24;

@@ -25,7 +25,7 @@ const MAX_TOKENS: usize = i32::MAX as usize;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FusedAlgorithm {
-    /// What is faster for the size.
+    /// The faster of both for the size.
     #[default]
     Auto = 0,
     /// Every rank sends all rows to all peers.
@@ -63,7 +63,7 @@ pub struct NormShape {
     pub epsilon: f32,
     /// Added to each weight: 1 for layers whose weights are kept as differences from 1, else 0.
     pub weight_bias: f32,
-    /// What is made of the sum.
+    /// Outputs that are made of the sum.
     pub output: NormOutput,
     /// Whether scales that the call makes are rounded up to powers of two.
     pub powers_of_two: bool,
@@ -90,7 +90,7 @@ pub struct NormBuffers {
     pub output: *mut u8,
     /// The sum with bias and residual, which is always written.
     pub residual_out: *mut u8,
-    /// Of quantised outputs, the norm as well.
+    /// Norm besides its quantised output; null if it is not wanted.
     pub norm_out: *mut u8,
     /// `f32` scales: one, which is read, for [`NormOutput::Fp8Static`]; else those that the call writes, that of a token and
     /// group at `token * token_stride + group * group_stride`.
@@ -149,7 +149,7 @@ impl NormShape {
         if self.output == NormOutput::Fp8PerGroup { self.hidden / GROUP } else { 1 }
     }
 
-    /// What ranks compare.
+    /// Description of the call that ranks compare.
     pub(crate) fn describe(&self, buffers: &NormBuffers, algorithm: FusedAlgorithm) -> Call {
         Call::norm(
             (self.dtype, self.tokens.saturating_mul(self.hidden)),

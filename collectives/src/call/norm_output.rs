@@ -1,6 +1,6 @@
-//! What a fused all-reduce makes of its sum.
+//! Outputs of a fused all-reduce that are made of its sum.
 
-/// What a fused all-reduce makes of the sum with bias and residual.
+/// Outputs of a fused all-reduce that are made of the sum with bias and residual.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum NormOutput {

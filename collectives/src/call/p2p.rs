@@ -40,8 +40,8 @@ impl Direction {
     }
 }
 
-/// What a message holds: its length in bytes, the bytes of one of its elements, and their type. All of it must be what
-/// the receiver expects.
+/// Content of a message: its length in bytes, the bytes of one of its elements, and their type. All of it must be
+/// what the receiver expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Payload {
     bytes: u64,
@@ -129,12 +129,12 @@ impl std::fmt::Display for Payload {
     }
 }
 
-/// What becomes of the communicator after an error of a message.
+/// State of the communicator after an error of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Afterwards {
     /// Both ends know of it, and go on with the next message.
     Usable,
-    /// As before, of messages of a group, which no communicator carries.
+    /// Both ends of a message of a group, which no communicator carries, know of it, and go on with the next message.
     UsableGroup,
     /// On devices, whose streams may have gone on already.
     Closed,

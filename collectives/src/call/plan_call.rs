@@ -94,15 +94,15 @@ impl Arguments {
         Chunks::new(checked, count, dtype.size())
     }
 
-    /// What ranks compare.
+    /// Description of the call that ranks compare.
     pub(crate) fn describe(&self, checked: &CheckedPlan) -> Call {
         let plan = checked.plan();
         let reached = [checked.needs_input_window(), checked.needs_output_window()];
         self.described(operation(plan), plan.collective.reduces(), reached, checked.hash())
     }
 
-    /// What ranks compare of a call with an algorithm of that hash. `reached` says whether peers access the input and the
-    /// output; where they do not, buffers may lie anywhere.
+    /// Description of a call with an algorithm of that hash, which ranks compare. `reached` says whether peers access
+    /// the input and the output; where they do not, buffers may lie anywhere.
     pub(crate) fn described(
         &self,
         operation: Operation,

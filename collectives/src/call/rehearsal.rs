@@ -1,6 +1,6 @@
-//! What a rehearsal of a call leaves out, and what it finds.
+//! Rehearsals of a call: which obstacles one leaves out, and what it finds.
 
-/// What a rehearsal leaves out of what keeps a call from its best case.
+/// Obstacles to a call's best case that a rehearsal leaves out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Lifts {
     /// Other communicators on the device, and other libraries.
@@ -11,12 +11,12 @@ pub(crate) struct Lifts {
     pub(crate) memory: bool,
 }
 
-/// What a call would do on this rank.
+/// Result of a rehearsal: how the call would run on this rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Rehearsed {
     /// The last algorithm that the engine chose.
     pub(crate) algorithm: String,
-    /// By what it was chosen, where the engine has several ways.
+    /// Way in which it was chosen, where the engine has several ways.
     pub(crate) chosen_by: Option<&'static str>,
     /// The blocks and threads of each kernel, in the order of launches.
     pub(crate) launches: Vec<(u32, u32)>,

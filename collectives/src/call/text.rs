@@ -7,7 +7,8 @@ use crate::algorithm::{AUTO, AlgorithmId, known};
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
 
 impl Call {
-    /// What follows the name and the type of a dispatch to experts, a combine, or the making of their buffer.
+    /// Writes the text behind the name and the type of a dispatch to experts, a combine, or the making of their
+    /// buffer.
     fn fmt_experts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [_, shape, rows, output] = self.words;
         let (hidden, experts, top_k) =

@@ -9,7 +9,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::Communicator;
 use crate::host::HostChannels;
 
-/// As many channels between all ranks as a communicator has, in memory of the pool. See
+/// Channels between all ranks, as many as a communicator has, in memory of the pool. See
 /// [`Communicator::channel_set_at`].
 #[derive(Debug)]
 pub struct ChannelSet {
@@ -53,11 +53,11 @@ impl Communicator {
         Ok(ChannelSet { address, host })
     }
 
-    /// As [`Self::signal`], on a channel of the set.
+    /// Signals like [`Self::signal`], on a channel of the set.
     ///
     /// # Errors
     ///
-    /// As [`Self::signal`].
+    /// The errors of [`Self::signal`].
     pub fn signal_in(
         &self,
         set: &ChannelSet,
@@ -72,11 +72,11 @@ impl Communicator {
         }
     }
 
-    /// As [`Self::wait`], on a channel of the set.
+    /// Waits like [`Self::wait`], on a channel of the set.
     ///
     /// # Errors
     ///
-    /// As [`Self::wait`].
+    /// The errors of [`Self::wait`].
     pub fn wait_in(
         &self,
         set: &ChannelSet,
@@ -92,11 +92,11 @@ impl Communicator {
         }
     }
 
-    /// As [`Self::barrier_on`], on a channel of the set.
+    /// Makes a barrier like [`Self::barrier_on`], on a channel of the set.
     ///
     /// # Errors
     ///
-    /// As [`Self::barrier_on`].
+    /// The errors of [`Self::barrier_on`].
     pub fn barrier_in(
         &self,
         set: &ChannelSet,

@@ -43,7 +43,7 @@ impl<F: Fn(&CallShape) -> Result<Option<String>> + Send + Sync> Selector for F {
     }
 }
 
-/// What is requested for each collective.
+/// Requests of options, selectors and tables for each collective.
 pub(super) struct Choices([Choice; StandardCollective::ALL.len()]);
 
 #[derive(Default)]
@@ -54,7 +54,7 @@ struct Choice {
     selector: Option<Arc<dyn Selector>>,
     /// Whether it was said that the selector's choice could not be followed.
     has_warned: bool,
-    /// What tables say that were loaded.
+    /// Rows of the tables that were loaded.
     rows: Vec<Measured>,
 }
 
@@ -66,7 +66,7 @@ struct Measured {
 }
 
 impl Choices {
-    /// What options and the environment request.
+    /// Takes the requests of options and of the environment.
     pub(super) fn new(options: &CommunicatorOptions, devices: &[&str]) -> Result<Self> {
         let mut choices = Self(std::array::from_fn(|_| Choice::default()));
         for collective in StandardCollective::ALL {
@@ -110,7 +110,7 @@ impl Choices {
         self.0[collective as usize].selector.clone()
     }
 
-    /// What options or the environment request.
+    /// Returns the algorithm that options or the environment request.
     pub(super) fn requested(&self, collective: StandardCollective) -> Option<&RequestedName> {
         self.0[collective as usize].requested.as_ref()
     }
@@ -123,12 +123,12 @@ pub(super) enum Chosen {
     Registered(Algorithm),
 }
 
-/// What was decided of a call.
+/// Decision on the algorithm of a call.
 pub(super) struct Decided {
     pub(super) chosen: Chosen,
-    /// What has decided.
+    /// Name of the party that has decided.
     pub(super) by: &'static str,
-    /// What options or the environment request, if that is the algorithm.
+    /// Request of options or of the environment, if it names the algorithm.
     requested: Option<RequestedName>,
     /// Why the selector's choice cannot be followed.
     not_followed: Option<Error>,
@@ -173,7 +173,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As the engine's methods.
+    /// You must keep the promises of the engine's methods.
     #[inline]
     pub(super) unsafe fn run(
         &self,
@@ -193,7 +193,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::run`].
+    /// You must keep the promises of [`Self::run`].
     #[inline]
     pub(super) unsafe fn run_open(
         &self,
@@ -210,7 +210,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::run`].
+    /// You must keep the promises of [`Self::run`].
     pub(super) unsafe fn run_named(
         &self,
         inner: &mut Inner,
@@ -226,7 +226,7 @@ impl Communicator {
 
     /// # Safety
     ///
-    /// As [`Self::run`].
+    /// You must keep the promises of [`Self::run`].
     unsafe fn run_chosen<'a>(
         &'a self,
         mut inner: MutexGuard<'a, Inner>,
@@ -419,7 +419,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::run`].
+    /// You must keep the promises of [`Self::run`].
     pub(super) unsafe fn run_by(
         inner: &mut Inner,
         chosen: &Chosen,

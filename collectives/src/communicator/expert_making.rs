@@ -88,7 +88,8 @@ impl Communicator {
             }
             // The commit found that ranks had differed before, on all of them alike.
             Err(error) if error.is_diverged() && pool.can_commit() => Err(error),
-            // Of this rank alone, or of ranks that cannot communicate any more: this rank cannot tell what the others have.
+            // An error of this rank alone, or of ranks that cannot communicate any more: this rank cannot tell what
+            // the others have.
             Err(error) => Err(inner.engine.give_up(error, stream)),
         }
     }

@@ -82,7 +82,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ///
     /// # Errors
     ///
-    /// As [`Self::new`].
+    /// The errors of [`Self::new`].
     ///
     /// # Safety
     ///
@@ -117,7 +117,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         Self { any_layout: true, ..self }
     }
 
-    /// What it was made for.
+    /// Returns the shape that the buffer was made for.
     pub fn shape(&self) -> ExpertShape {
         self.shape
     }
@@ -174,7 +174,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         }
     }
 
-    /// What the buffer's symmetric memory holds, in bytes.
+    /// Returns the parts of the buffer's symmetric memory, in bytes.
     pub fn memory(&self) -> [(&'static str, usize); 4] {
         let parts = RegionParts::new(&self.shape, self.comm.world());
         let bytes = |begin: u64, end: u64| (end - begin) as usize;
@@ -235,7 +235,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch_at`].
+    /// You must keep the promises of [`Self::dispatch_at`].
     pub unsafe fn dispatch_exact_at(
         &self,
         handle: *mut u8,
@@ -321,12 +321,12 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ///
     /// # Errors
     ///
-    /// As [`Self::dispatch_at`].
+    /// The errors of [`Self::dispatch_at`].
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch_at`]. `handle` is one that a dispatch of this buffer made, with rows that lay as `combine`
-    /// says, and of as many tokens. The input has all rows that were received then.
+    /// You must keep the promises of [`Self::dispatch_at`]. `handle` is one that a dispatch of this buffer made, with
+    /// rows that lay as `combine` says, and of as many tokens. The input has all rows that were received then.
     pub unsafe fn combine_at(
         &self,
         handle: *mut u8,

@@ -1,4 +1,4 @@
-//! What a call would do now, what it would do in the best case, and what keeps it from that.
+//! Explanations of a call: what it would do now, what it would do in the best case, and what keeps it from that.
 //!
 //! The call is rehearsed: it goes through its own code, and nothing of it reaches the device or other ranks
 //! (`cuda/engine/rehearsal.rs`, `host/engine/rehearsal.rs`). So the explanation cannot differ from the call. It is rehearsed again
@@ -19,7 +19,7 @@ use crate::call::{Arguments, StandardCall};
 use crate::cuda::Area;
 use crate::{DType, Place, StandardCollective};
 
-/// What a call would do on this rank, as it would be made now: [`Communicator::explain`].
+/// Explanation of a call on this rank, as it would be made now: [`Communicator::explain`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
     /// The collective.
@@ -30,8 +30,8 @@ pub struct Explanation {
     pub dtype: DType,
     /// How it is made, and by what that was chosen.
     pub now: CallPlan,
-    /// What chose the algorithm: the call, a selector, `requested` (by options), a variable of the environment, a loaded table,
-    /// what was measured on such devices, or a rule.
+    /// Party that chose the algorithm: the call, a selector, `requested` (by options), a variable of the environment,
+    /// a loaded table, what was measured on such devices, or a rule.
     pub chosen_by: String,
     /// The memory in which data lies on its way: `small` or `large`, `whole` where a communicator's memory does not grow, and
     /// `host` on the CPU.
@@ -46,7 +46,7 @@ pub struct Explanation {
     pub device_sms: Option<u32>,
     /// How it would be made alone on the device, with all of the memory, between windows.
     pub best: CallPlan,
-    /// What keeps it from that, in words. Empty if nothing does.
+    /// Obstacles to the best case, in words. Empty if there are none.
     pub kept_by: Vec<String>,
 }
 
@@ -82,7 +82,7 @@ impl CallPlan {
         most.filter(|_| self.is_known)
     }
 
-    /// The same call as far as both are known.
+    /// Whether both are the same call, as far as both are known.
     fn is_like(&self, other: &Self) -> bool {
         let is_known = self.is_known && other.is_known;
         self.algorithm == other.algorithm && (!is_known || self == other)
@@ -149,7 +149,7 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// What may keep a call from its best case.
+/// Obstacles to a call's best case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Obstacle {
     Company,
@@ -165,7 +165,7 @@ impl Obstacle {
 /// A call that is explained.
 struct Explained<'a> {
     request: StandardCall,
-    /// The same between windows, if these have room for it.
+    /// The same call between windows, if these have room for it.
     between_windows: Option<StandardCall>,
     named: Option<Chosen>,
     selected: Option<Result<Option<String>>>,
@@ -173,8 +173,8 @@ struct Explained<'a> {
 }
 
 impl Communicator {
-    /// What a call of a collective would do on this rank, as it would be made now: which algorithm with how many blocks, what it
-    /// would be in the best case, and what keeps it from that.
+    /// Explains a call of a collective on this rank, as it would be made now: which algorithm with how many blocks,
+    /// what it would be in the best case, and what keeps it from that.
     ///
     /// It talks to nobody, waits for nothing but calls that other threads are in, and changes nothing: it commits no memory,
     /// loads no kernel and reads no data. If a [selector](Self::select) chooses, that is asked. A call that is made later may
@@ -232,7 +232,7 @@ impl Communicator {
         let request = StandardCall { collective, algorithm: AUTO, arguments };
         let selector = inner.choices.selector(collective).filter(|_| named.is_none());
         drop(inner);
-        // As in calls, outside of all locks.
+        // The selector is asked outside of all locks, as in calls.
         let selected = selector.map(|selector| ask(&*selector, &self.shape(&request)));
         if let Some(Err(why)) = &selected
             && why.is_interrupted()
@@ -412,7 +412,7 @@ impl Communicator {
     }
 }
 
-/// What keeps a call from its best case, in words.
+/// Describes an obstacle to a call's best case in words.
 fn in_words(obstacle: Obstacle, inner: &Inner, call: &Explained<'_>, seen: &Rehearsed) -> String {
     let others = match &inner.engine {
         AnyEngine::Cuda(cuda) => cuda.other_communicators(),

@@ -77,7 +77,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce_norm`].
+    /// The errors of [`Self::all_reduce_norm`].
     ///
     /// # Safety
     ///

@@ -78,8 +78,8 @@ impl Communicator {
         self.grow_above(inner, (bytes, inbox), call.describe(), stream)
     }
 
-    /// The same before a call with an algorithm that a program brings along, whatever its size: how much memory that needs
-    /// is the program's affair.
+    /// Grows before a call with an algorithm that a program brings along, whatever its size: how much memory that
+    /// needs is the program's affair.
     pub(super) fn grow_for_program(
         &self,
         inner: &mut Inner,
@@ -95,7 +95,7 @@ impl Communicator {
         }
     }
 
-    /// The same before an all-to-all, whatever its size: ranks do not know each other's splits.
+    /// Grows before an all-to-all, whatever its size: ranks do not know each other's splits.
     pub(super) fn grow_for_splits(
         &self,
         inner: &mut Inner,
@@ -105,7 +105,7 @@ impl Communicator {
         self.grow(inner, Call::new(Operation::AllToAllV).elements(dtype, 0), stream)
     }
 
-    /// The same before any call in which every rank sends so many bytes to each, if they do not fit into an inbox.
+    /// Grows before any call in which every rank sends so many bytes to each, if they do not fit into an inbox.
     pub(super) fn grow_above(
         &self,
         inner: &mut Inner,
@@ -158,8 +158,8 @@ impl Communicator {
         cuda.rehearse_no_growth(why);
     }
 
-    /// The same for a call of experts. All of these use the memory that the first one used that was made, whichever it is: how
-    /// much that is decides how rows travel, which must be the same in a dispatch and its combine.
+    /// Grows before a call of experts. All of these use the memory that the first one used that was made, whichever
+    /// it is: how much that is decides how rows travel, which must be the same in a dispatch and its combine.
     pub(super) fn grow_for_experts(
         &self,
         inner: &mut Inner,
@@ -213,7 +213,8 @@ impl Communicator {
             Err(error) if error.is_diverged() && self.pool.can_commit() => {
                 Err(inner.engine.decline(error, stream))
             }
-            // Of this rank alone, or of ranks that cannot communicate any more: this rank cannot tell what the others have.
+            // An error of this rank alone, or of ranks that cannot communicate any more: this rank cannot tell what
+            // the others have.
             Err(error) => Err(inner.engine.give_up(error, stream)),
         }
     }
@@ -244,7 +245,7 @@ impl Communicator {
         // Another thread may commit, and wait for what this call is to do on the device.
         let deadline = Deadline::after(self.timeout.get().min(LONGEST_TO_SAY));
         if let Err(why) = self.pool.come_elsewhere(topic, &own.bytes(), deadline) {
-            // What is wrong is found by the handshakes, or by the commit behind them.
+            // Errors are found by the handshakes, or by the commit behind them.
             tracing::debug!(%why, "ranks that capture a first large call are not told of one that does not");
         }
         self.await_ranks_unless(cuda, call, stream, &mut |pool, rank| {
@@ -266,7 +267,8 @@ impl Communicator {
         self.await_ranks_unless(cuda, call, stream, &mut |_, _| Ok(()))
     }
 
-    /// The same, and closes the communicator when `look` finds why ranks do not come, which is asked now and then.
+    /// Waits like `await_ranks`, and closes the communicator when `look` finds why ranks do not come, which is asked
+    /// now and then.
     fn await_ranks_unless(
         &self,
         cuda: &mut CudaEngine,
@@ -360,7 +362,7 @@ struct Arrival {
 }
 
 impl Arrival {
-    /// What a rank says that makes no further call.
+    /// Message of a rank that makes no further call.
     const FAILED: [u8; 0] = [];
 
     fn bytes(&self) -> Vec<u8> {

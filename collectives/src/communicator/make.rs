@@ -60,7 +60,7 @@ impl Communicator {
         Ok(Self { nursery, ..Self::of(pool, options, made, choices?) })
     }
 
-    /// Of the parts that were made.
+    /// Makes a communicator of the parts that were made.
     pub(super) fn of(
         pool: &Pool,
         options: &CommunicatorOptions,

@@ -49,11 +49,11 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::put_at`]; `is_unsupported` in host memory.
+    /// The errors of [`Self::put_at`]; `is_unsupported` in host memory.
     ///
     /// # Safety
     ///
-    /// As [`Self::put_at`].
+    /// You must keep the promises of [`Self::put_at`].
     pub unsafe fn push_step(
         &self,
         (dst, src): (*mut u8, *const u8),
@@ -71,7 +71,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::push_step`].
+    /// The errors of [`Self::push_step`].
     pub fn signal_step(&self, (peer, step): (u32, u32), stream: &Stream) -> Result<()> {
         let channel = self.step("signal_step", peer, step)?;
         self.lock().engine.cuda()?.signal_by_memory((peer, channel), false, *stream)
@@ -81,7 +81,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::push_step`]; a peer that does not come within the communicator's timeout is named by
+    /// The errors of [`Self::push_step`]; a peer that does not come within the communicator's timeout is named by
     /// [`Self::synchronize`] or the next call, and the communicator is closed.
     pub fn await_step(&self, (peer, step): (u32, u32), stream: &Stream) -> Result<()> {
         let channel = self.step("await_step", peer, step)?;
@@ -151,12 +151,12 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::matmul_reduce_scatter_at`], with [`MatmulGather::check`].
+    /// The errors of [`Self::matmul_reduce_scatter_at`], with [`MatmulGather::check`].
     ///
     /// # Safety
     ///
-    /// As [`Self::matmul_reduce_scatter_at`], with [`MatmulGather::slots_bytes`] and [`MatmulGather::CONTROL_BYTES`] bytes; and
-    /// [`MatmulGather::gathered`] is 0 or has as many bytes as the slots.
+    /// You must keep the promises of [`Self::matmul_reduce_scatter_at`], with [`MatmulGather::slots_bytes`] and
+    /// [`MatmulGather::CONTROL_BYTES`] bytes; and [`MatmulGather::gathered`] is 0 or has as many bytes as the slots.
     pub unsafe fn all_gather_matmul_at(
         &self,
         product: &MatmulGather<'_>,
@@ -205,7 +205,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As all calls; `is_diverged` if ranks have different products.
+    /// The errors of all calls; `is_diverged` if ranks have different products.
     pub fn make_room_for_product(
         &self,
         dtype: DType,

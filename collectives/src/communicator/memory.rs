@@ -1,4 +1,4 @@
-//! What a communicator holds of memory.
+//! Memory that a communicator holds.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -24,14 +24,14 @@ impl CommunicatorMemory {
     ///
     /// # Errors
     ///
-    /// As [`Self::by_default`].
+    /// The errors of [`Self::by_default`].
     pub fn growing() -> symmpool_allocator::Result<Option<[u64; 2]>> {
         growing_bytes()
     }
 }
 
 impl Communicator {
-    /// What this communicator holds of memory now. Talks to nobody and waits for no call.
+    /// Memory that this communicator holds now. Talks to nobody and waits for no call.
     pub fn memory(&self) -> CommunicatorMemory {
         *self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }

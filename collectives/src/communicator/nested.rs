@@ -16,7 +16,7 @@ use super::{Communicator, CommunicatorOptions};
 use crate::host::nursery::{Arrivals, GroupKey, NestedMemory, Offer};
 use crate::{HostEngine, HostOptions};
 
-/// What a rank has said to the other ranks of a group: that it makes a communicator of them.
+/// Offer of a rank to the other ranks of a group: that it makes a communicator of them.
 ///
 /// Other ranks find it in shared memory, so nothing is sent. Dropping it leaves it there.
 pub struct GroupOffer {

@@ -60,7 +60,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::put`].
+    /// The errors of [`Self::put`].
     pub fn get<T: Pod>(
         &self,
         dst: &Block<T>,
@@ -138,11 +138,11 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::put_at`].
+    /// The errors of [`Self::put_at`].
     ///
     /// # Safety
     ///
-    /// As [`Self::put_at`].
+    /// You must keep the promises of [`Self::put_at`].
     pub unsafe fn put_by_copy_engine_at(
         &self,
         dst: *mut u8,
@@ -155,15 +155,15 @@ impl Communicator {
         unsafe { self.copy_at("put", (dst, src), bytes, peer, By::CopyEngine, stream) }
     }
 
-    /// As [`Self::get_at`], by a copy engine of the device: see [`Self::put_by_copy_engine_at`].
+    /// Copies like [`Self::get_at`], by a copy engine of the device: see [`Self::put_by_copy_engine_at`].
     ///
     /// # Errors
     ///
-    /// As [`Self::get_at`].
+    /// The errors of [`Self::get_at`].
     ///
     /// # Safety
     ///
-    /// As [`Self::get_at`].
+    /// You must keep the promises of [`Self::get_at`].
     pub unsafe fn get_by_copy_engine_at(
         &self,
         dst: *mut u8,
@@ -183,8 +183,8 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::signal`]; a peer that does not take a signal within the communicator's timeout is named as by
-    /// [`Self::wait`].
+    /// The errors of [`Self::signal`]; a peer that does not take a signal within the communicator's timeout is named
+    /// as by [`Self::wait`].
     pub fn signal_by_memory(&self, peer: u32, channel: u32, stream: &Stream) -> Result<()> {
         self.check_channel("signal_by_memory", peer, channel)?;
         match &self.one_sided {
@@ -198,7 +198,8 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::wait`]. A thread of the communicator ends a wait that takes longer than `timeout`, within 0.1 s.
+    /// The errors of [`Self::wait`]. A thread of the communicator ends a wait that takes longer than `timeout`,
+    /// within 0.1 s.
     pub fn wait_by_memory(
         &self,
         peer: u32,
@@ -220,7 +221,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::put_at`].
+    /// You must keep the promises of [`Self::put_at`].
     pub unsafe fn put_signal_at(
         &self,
         dst: *mut u8,
@@ -310,7 +311,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Self::put_at`] and [`Self::get_at`].
+    /// You must keep the promises of [`Self::put_at`] and [`Self::get_at`].
     unsafe fn copy_at(
         &self,
         what: &str,
@@ -399,7 +400,7 @@ impl Communicator {
         if slot != me {
             return refuse("they lie in another rank's slot; pass this rank's own address of them");
         }
-        // As they are now: windows may have gone, and no commit is made here.
+        // The windows count as they are now: some may have gone, and no commit is made here.
         if !self.pool.windows().covers(address, bytes) {
             return refuse("they are not all in windows; commit the pool after allocating");
         }

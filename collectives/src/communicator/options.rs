@@ -133,7 +133,7 @@ impl CommunicatorOptions {
         self.algorithms.get(&collective).map(String::as_str).or(of_field)
     }
 
-    /// What they say of the SM budget of calls.
+    /// Options that concern the SM budget of calls.
     pub(super) fn budget(&self) -> BudgetOptions {
         let Self { concurrent, sm_budget: most, beside_compute, .. } = *self;
         BudgetOptions { concurrent, most, beside_compute }

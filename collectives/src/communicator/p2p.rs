@@ -1,7 +1,7 @@
 //! Send and recv between two ranks, which are in no order with collectives.
 //!
-//! As one-sided operations they have no epoch, and commit nothing. But the receiver compares what is sent with what it
-//! expects, and a rank that refuses its own arguments reports that to the other one.
+//! Like one-sided operations they have no epoch, and commit nothing. But the receiver compares what is sent with what
+//! it expects, and a rank that refuses its own arguments reports that to the other one.
 
 #![allow(unsafe_code)] // sends from and receives into raw memory
 
@@ -63,7 +63,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::send`]; `is_timeout` and `is_peer_lost` where no message comes.
+    /// The errors of [`Self::send`]; `is_timeout` and `is_peer_lost` where no message comes.
     pub fn recv<T: Pod>(&self, output: &Block<T>, peer: u32, stream: &Stream) -> Result<()> {
         self.block_send_or_recv(Direction::Receive, output, peer, stream)
     }
@@ -125,7 +125,7 @@ impl Communicator {
         self.decline_message(why, Direction::Send, peer, stream)
     }
 
-    /// As [`Self::decline_send`], instead of a [`Self::recv`]: `peer`'s send fails.
+    /// Declines like [`Self::decline_send`], instead of a [`Self::recv`]: `peer`'s send fails.
     #[cold]
     pub fn decline_recv(&self, why: Error, peer: u32, stream: &Stream) -> Error {
         self.decline_message(why, Direction::Receive, peer, stream)
@@ -170,7 +170,7 @@ impl Communicator {
 
     /// # Safety
     ///
-    /// As [`Self::send_at`] or [`Self::recv_at`].
+    /// You must keep the promises of [`Self::send_at`] or [`Self::recv_at`].
     unsafe fn send_or_recv_at(
         &self,
         (direction, memory): (Direction, *mut u8),
@@ -192,7 +192,8 @@ impl Communicator {
 
     /// # Safety
     ///
-    /// As [`Self::send_at`] or [`Self::recv_at`], for the payload's bytes; the peer is another rank.
+    /// You must keep the promises of [`Self::send_at`] or [`Self::recv_at`], for the payload's bytes; the peer is
+    /// another rank.
     unsafe fn send_or_recv(
         &self,
         (direction, memory): (Direction, *mut u8),

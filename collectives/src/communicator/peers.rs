@@ -31,7 +31,7 @@ pub(super) fn still_there(pool: &Pool) -> impl Fn(u32) -> bool + Clone + Send + 
     move |rank| processes.alive(rank) && !pool.has_left(rank)
 }
 
-/// As [`still_there`], for the ranks of a nested pool: one that has no communicator has let go of its memory.
+/// Looks like [`still_there`], for the ranks of a nested pool: one that has no communicator has let go of its memory.
 pub(super) fn still_nested(
     pool: &Pool,
     memory: Arc<NestedMemory>,

@@ -1,5 +1,5 @@
-//! The same calls on addresses, for callers whose memory is no [`Block`](symmpool_allocator::Block), such as
-//! tensors of another language.
+//! Calls on addresses, for callers whose memory is no [`Block`](symmpool_allocator::Block), such as tensors of
+//! another language.
 //!
 //! Memory inside a window is used where it lies; other memory is staged through scratch, as slices are. Which of
 //! the two it is follows from the address alone.
@@ -43,7 +43,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Request::at`].
+    /// You must keep the promises of [`Request::at`].
     #[inline]
     pub unsafe fn all_reduce_at(
         &self,
@@ -65,7 +65,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Request::at`].
+    /// You must keep the promises of [`Request::at`].
     #[inline]
     pub unsafe fn reduce_scatter_at(
         &self,
@@ -87,7 +87,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Request::at`].
+    /// You must keep the promises of [`Request::at`].
     #[inline]
     pub unsafe fn all_gather_at(
         &self,
@@ -108,7 +108,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Request::at`]; `data` is written to on ranks other than the root.
+    /// You must keep the promises of [`Request::at`]; `data` is written to on ranks other than the root.
     #[inline]
     pub unsafe fn broadcast_at(
         &self,
@@ -129,7 +129,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Request::at`].
+    /// You must keep the promises of [`Request::at`].
     #[inline]
     pub unsafe fn all_to_all_at(
         &self,
@@ -150,7 +150,7 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// As [`Request::at`], of `input` and `output` for the sums of their split sizes.
+    /// You must keep the promises of [`Request::at`], of `input` and `output` for the sums of their split sizes.
     pub unsafe fn all_to_all_v_at(
         &self,
         output: *mut u8,

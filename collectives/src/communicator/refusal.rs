@@ -1,4 +1,4 @@
-//! What a communicator's calls share, and calls that a rank declines because its arguments are wrong.
+//! State that a communicator's calls share, and calls that a rank declines because its arguments are wrong.
 //!
 //! A rank that declines a call returns its error at once, wherever the other ranks are. They are notified by
 //! the call's handshake, which does not wait for them. If a commit is due before the call, in which the other ranks
@@ -19,8 +19,8 @@ use crate::host::nursery::NestedMemory;
 /// the commit too, and then everything is as after any other call.
 const GRACE: Duration = Duration::from_millis(100);
 
-/// What one call at a time may use, and the memory that it needs. It lives until the last call has ended, also one
-/// that a background thread makes.
+/// State that one call at a time may use, and the memory that it needs. It lives until the last call has ended, also
+/// one that a background thread makes.
 pub(super) struct Shared {
     inner: Mutex<Inner>,
     failure: Arc<dyn FailureHandle>,
@@ -58,7 +58,7 @@ impl ControlMemory {
 struct EngineMemory {
     /// `None` only while dropping.
     control: Option<ControlMemory>,
-    /// What that has grown by.
+    /// Block that the memory has grown by.
     grown: OnceLock<Block<u8>>,
     failure: Arc<dyn FailureHandle>,
 }

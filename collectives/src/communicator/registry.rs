@@ -136,7 +136,7 @@ impl Communicator {
             return Ok(registered[at].clone());
         }
         drop(registered);
-        // By number, as a built-in algorithm may have had another name.
+        // The number decides, as a built-in algorithm may have had another name.
         let standard = StandardCollective::named(collective);
         let now = standard.and_then(|of| AlgorithmId::named(of, name)?.name(of));
         let is_meant =

@@ -44,7 +44,7 @@ pub struct Request<'a> {
     borrowed: PhantomData<&'a [u8]>,
 }
 
-/// What is called: a collective, or an algorithm, registered or not.
+/// Subject of a call: a collective, or an algorithm, registered or not.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Callee<'a> {
@@ -117,7 +117,7 @@ pub(super) enum Memory {
         address: *mut u8,
         length: usize,
     },
-    /// As many elements as the call says.
+    /// Memory for as many elements as the call says.
     Address(*mut u8),
 }
 

@@ -1,4 +1,4 @@
-//! The same calls on slices of ordinary memory, which pass through the communicator's scratch.
+//! Calls on slices of ordinary memory, which pass through the communicator's scratch.
 
 use symmpool_allocator::{Result, Stream};
 

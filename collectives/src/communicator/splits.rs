@@ -84,12 +84,12 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_to_all_v`].
+    /// The errors of [`Self::all_to_all_v`].
     ///
     /// # Safety
     ///
-    /// As [`Request::at`](super::Request::at), of `input` and `output` for `rows.length` and `rows.capacity`
-    /// rows, and of the splits for one count for each rank.
+    /// You must keep the promises of [`Request::at`](super::Request::at), of `input` and `output` for `rows.length`
+    /// and `rows.capacity` rows, and of the splits for one count for each rank.
     pub unsafe fn all_to_all_v_splits_at(
         &self,
         output: *mut u8,

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use symmpool_allocator::{Block, Deadline, Error, Group, Lane, Maker, Pool, Result};
 
-/// What a group is known by: the same on its ranks, and no other group's.
+/// Key of a group: the same on its ranks, and no other group's.
 pub type GroupKey = [u64; 2];
 
 /// Bytes of each rank's memory. Pages come with their first accesses.
@@ -42,13 +42,13 @@ const STRIDE: u64 = 32 << 30;
 const YIELDS: u32 = 200;
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// What a rank says: nothing.
+/// Word of a rank that says nothing.
 const SILENT: u64 = 0;
 /// That it comes another way. All other words are an address in the rank's slot and a number that makes them differ.
 const REFUSED: u64 = 1;
 const OFFSET: u64 = (1 << 48) - 1;
 
-/// What a rank says to a group.
+/// Entry of a rank for a group.
 #[repr(C, align(64))]
 struct Entry {
     word: AtomicU64,
@@ -94,7 +94,7 @@ impl Nursery {
         Ok(block)
     }
 
-    /// Of memory that [`Self::allocate`] has made on every rank, and a commit has shared.
+    /// Makes a nursery of memory that [`Self::allocate`] has made on every rank, and a commit has shared.
     pub(crate) fn new(pool: &Pool, block: Block<u8>) -> Arc<Self> {
         let (state, maker) = (Mutex::default(), Maker::here());
         let windows = pool.windows();
@@ -122,7 +122,7 @@ impl Nursery {
         unsafe { &*at }
     }
 
-    /// What `rank` says to a group: the word, if there is one.
+    /// Returns the word of `rank` for a group, if there is one.
     fn said(&self, rank: u32, key: GroupKey) -> Option<u64> {
         (0..ENTRIES).find_map(|index| {
             let entry = self.entry(rank, index);
@@ -249,7 +249,7 @@ fn left<'a>(chunk: u64, rank: u32) -> &'a AtomicU32 {
     unsafe { AtomicU32::from_ptr(at) }
 }
 
-/// What a rank has said to a group, whose other ranks it has not all found yet.
+/// Offer of a rank to a group, whose other ranks it has not all found yet.
 pub(crate) struct Offer {
     nursery: Arc<Nursery>,
     /// The group's ranks, as the pool around them numbers them.
@@ -264,7 +264,7 @@ pub(crate) struct Offer {
     found: Vec<Option<u64>>,
 }
 
-/// What a wait for the other ranks has found.
+/// Result of a wait for the other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrivals {
     /// All ranks are there.

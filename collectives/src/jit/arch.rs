@@ -14,7 +14,7 @@ pub(crate) struct Arch {
     minor: u32,
 }
 
-/// What a compiler is to make.
+/// Output that a compiler is to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     /// Machine code of one kind of device: `sm_90a`.

@@ -169,7 +169,7 @@ impl Compilation<'_> {
     }
 }
 
-/// What images in memory are found by: a hash of name, source and macros; the device.
+/// Key of images in memory: a hash of name, source and macros; the device.
 type Wanted = (Key, Arch);
 
 impl Jit {

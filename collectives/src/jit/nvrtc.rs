@@ -99,7 +99,7 @@ pub(super) struct Nvrtc {
     pub(super) place: String,
 }
 
-/// What to compile.
+/// Program to compile.
 pub(super) struct Program<'a> {
     /// The name of the file, for messages.
     pub(super) name: &'a str,

@@ -116,13 +116,13 @@ const OP: Axis = ("OP", &["1", "2", "3", "4", "5"]);
 
 /// Numbers of ranks: those of usual machines, of which 8 is the most.
 const WORLD: Axis = ("WORLD", &["2", "4", "8"]);
-/// The same, for kernels that have larger blocks for few ranks.
+/// Numbers of ranks for kernels that have larger blocks for few ranks.
 const UP_TO_4: Axis = ("WORLD", &["2", "4"]);
 const ABOVE_4: Axis = ("WORLD", &["8"]);
 /// Numbers of ranks that are not usual, for which each kernel is compiled with one type.
 const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
 const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
-/// The same for kernels that are compiled with several types for the fewest ranks and for the most.
+/// Numbers of ranks for kernels that are compiled with several types for the fewest ranks and for the most.
 const OTHERS: Axis = ("WORLD", &["3", "4", "5", "6", "7"]);
 const OTHERS_UP_TO_4: Axis = ("WORLD", &["3", "4"]);
 const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
@@ -201,7 +201,7 @@ pub(crate) const ALL_TO_ALL: Kernel<'static> = collective!(
     [ODD_ABOVE_4, NARROW, BYTES, DIRECT, DEVICE_COUNTS],
 );
 
-/// What SMs do while copy engines carry an all-to-all or an all-gather.
+/// Kernel of SMs while copy engines carry an all-to-all or an all-gather.
 pub(crate) const COPY_COMPANION: Kernel<'static> =
     collective!("all_to_all" / "copy_companion", [WORLD, WIDE], [ODD, WIDE],);
 
@@ -316,7 +316,7 @@ pub(crate) const TWO_SHOT_PULL: Kernel<'static> = collective!(
     [OTHERS, F32, SUM, REDUCTIONS, WIDE],
 );
 
-/// What is made of a fused sum, and how threads divide rows.
+/// Outputs that are made of a fused sum, and how threads divide rows.
 const OUTPUTS: Axis = ("OUTPUT", &["SUM_ONLY", "NORM", "FP8_STATIC", "FP8_TOKEN", "FP8_GROUP"]);
 const NORM: Axis = ("OUTPUT", &["NORM"]);
 const FEW: Axis = ("WORLD", &["2"]);
@@ -437,7 +437,7 @@ impl Kernel<'static> {
     ///
     /// # Panics
     ///
-    /// If there is none.
+    /// Panics if there is none.
     pub(crate) fn named(name: &str) -> &'static Self {
         KERNELS.iter().copied().find(|kernel| kernel.name == name).expect("a kernel of ours")
     }

@@ -79,7 +79,7 @@ fn kept() -> PathBuf {
     program.parent().expect("a folder").join("compiled-kernels")
 }
 
-/// What the machine code needs; `None` for intermediate code, which the driver translates.
+/// Needs of the machine code; `None` for intermediate code, which the driver translates.
 fn look(image: &Image, kernel: &Kernel<'_>) -> Result<Option<Usage>> {
     match image.kind {
         ImageKind::Cubin => usage(&image.bytes, kernel.entry)

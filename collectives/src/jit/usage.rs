@@ -2,7 +2,7 @@
 
 use object::{Object, ObjectSection, ObjectSymbol, SymbolIndex};
 
-/// What a thread or a block of a kernel needs.
+/// Needs of a thread or a block of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Usage {
     /// Registers of a thread.

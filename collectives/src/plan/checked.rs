@@ -12,7 +12,7 @@ use super::step::Step;
 pub struct CheckedPlan {
     pub(super) plan: Plan,
     pub(super) hash: u64,
-    /// What each rank does, in an order in which one thread a rank can do it.
+    /// Steps of each rank, in an order in which one thread a rank can do them.
     pub(crate) steps: Vec<Vec<Step>>,
     /// The operations of all ranks, as rank and index, in an order in which they can run one after the other.
     pub(super) order: Vec<(u32, usize)>,
@@ -28,7 +28,7 @@ pub struct CheckedPlan {
     pub(crate) has_partial_results: bool,
     /// Whether averages divide some results at the end of the call ([`Step::Divide`]).
     pub(crate) divides_last: bool,
-    /// As devices run it, from the first call on one.
+    /// Schedule for devices, from the first call on one.
     pub(super) schedule: OnceLock<Schedule>,
 }
 

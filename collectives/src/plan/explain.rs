@@ -52,7 +52,7 @@ impl CheckedPlan {
         text
     }
 
-    /// What a caller needs to know of it, a line each.
+    /// Properties that a caller needs to know, a line each.
     fn properties(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for (is, buffer) in

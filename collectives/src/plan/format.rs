@@ -90,7 +90,7 @@ struct FilePromise {
     outputs: Vec<Vec<Vec<(u32, u32)>>>,
 }
 
-/// By hand, as what serde makes of untagged enums cannot say what is wrong, and where.
+/// This is written by hand: serde's code for untagged enums cannot say what is wrong, and where.
 impl<'de> Deserialize<'de> for FileCollective {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         struct EitherForm;

@@ -1,4 +1,4 @@
-//! What a plan is: for each rank, the operations of its program, over chunks of three buffers.
+//! The model of a plan: for each rank, the operations of its program, over chunks of three buffers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -15,7 +15,7 @@ pub(crate) const MAX_NAME: usize = 256;
 pub struct Plan {
     /// The name under which the algorithm is registered.
     pub name: String,
-    /// What the program computes.
+    /// Collective that the program computes.
     pub collective: Collective,
     /// The number of ranks that the program is for.
     pub world: u32,
@@ -35,7 +35,7 @@ pub struct Plan {
     pub programs: Vec<Vec<Instruction>>,
 }
 
-/// What a plan computes.
+/// Collective of a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Collective {
     /// Every rank's output is the reduction of all inputs.
@@ -52,7 +52,7 @@ pub enum Collective {
     Custom {
         /// The name in messages and of the registry's key.
         name: String,
-        /// By rank, then by chunk of the output.
+        /// Contents of outputs by rank, then by chunk of the output.
         outputs: Vec<Vec<Vec<Contribution>>>,
     },
 }
@@ -60,10 +60,11 @@ pub enum Collective {
 /// How data shows that it has arrived, on devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// By the signal that follows it.
+    /// A signal follows the data.
     Simple,
-    /// By flags, which are half of every 16 bytes (LL): half the bandwidth, and no signal to wait for. For programs that reach
-    /// peers only by puts and reductions into their scratch, and write each chunk of it at most once.
+    /// Flags show it, which are half of every 16 bytes (LL): half the bandwidth, and no signal to wait for. For
+    /// programs that reach peers only by puts and reductions into their scratch, and write each chunk of it at most
+    /// once.
     Ll,
 }
 
@@ -100,9 +101,9 @@ impl fmt::Display for Contribution {
 /// One of a rank's three buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Buffer {
-    /// What the caller passed in.
+    /// Buffer that the caller passed in.
     Input,
-    /// What the caller gets.
+    /// Buffer that the caller gets.
     Output,
     /// Memory between the two, undefined when a call begins.
     Scratch,
@@ -138,7 +139,7 @@ impl Span {
         Cell { rank: self.rank, buffer: self.buffer, index: self.index.saturating_add(offset) }
     }
 
-    /// As a program of `rank` has it: whose buffer it is stands there only for a peer's.
+    /// Writes the place as a program of `rank` has it: whose buffer it is stands there only for a peer's.
     pub(crate) fn seen_by(self, rank: u32) -> String {
         let Self { buffer, index, count, .. } = self;
         let range = match count {
@@ -166,7 +167,7 @@ impl fmt::Display for Cell {
 /// An operation of a rank's program, with where it stands there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Instruction {
-    /// What it does.
+    /// Operation of the instruction.
     pub operation: Operation,
     /// The block group that runs it. Operations of one group run in order; groups run at the same time. An
     /// operation of no group, and [`Operation::Join`], come after all before them and before all after them.
@@ -175,7 +176,7 @@ pub struct Instruction {
     pub line: u32,
 }
 
-/// What a rank does in one step.
+/// Operation of a rank in one step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Copies chunks within the rank's own memory.
@@ -203,7 +204,7 @@ pub enum Operation {
     Reduce {
         /// Where to. It may be one of the sources.
         dst: Span,
-        /// What is reduced, at least one.
+        /// Chunks that are reduced, at least one.
         srcs: Vec<Span>,
     },
     /// Adds one to the count of a channel of the peer's, behind all that this rank has done in this block group.
@@ -279,7 +280,7 @@ impl Operation {
         words.join(between)
     }
 
-    /// As a program of `rank` has it.
+    /// Writes the operation as a program of `rank` has it.
     pub(crate) fn seen_by(&self, rank: u32) -> String {
         let on = |channel: u32| match channel {
             0 => String::new(),
@@ -373,7 +374,7 @@ impl Plan {
         }
     }
 
-    /// What chunk `index` of `rank`'s output must hold, in rank order.
+    /// Contents that chunk `index` of `rank`'s output must have, in rank order.
     pub(crate) fn expected(&self, rank: u32, index: u32) -> Vec<Contribution> {
         let each = self.chunks_of_part().max(1);
         let one = |rank, chunk| vec![Contribution { rank, chunk }];

@@ -15,7 +15,7 @@ use super::{Buffer, Cell, Instruction, Operation, Plan, Protocol};
 /// A peer and the number of the flag that one of the two raises on the other.
 pub(crate) type Flag = (u32, u32);
 
-/// What a rank does at one level.
+/// Work of a rank at one level.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Level {
     pub(crate) waits: Vec<Flag>,
@@ -35,7 +35,8 @@ pub(crate) enum Slot {
 /// A plan in levels.
 #[derive(Debug)]
 pub(crate) struct Schedule {
-    /// By rank, then by level. Where there is scratch, every rank has a level, at which it can say what it needs no more.
+    /// Levels by rank, then in order. Where there is scratch, every rank has a level, at which it can say what it
+    /// needs no more.
     pub(crate) ranks: Vec<Vec<Level>>,
     /// Flags that a rank raises on one peer, at most.
     pub(crate) flags: u32,

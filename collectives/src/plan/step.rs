@@ -33,7 +33,7 @@ pub(crate) struct Item {
     pub(crate) srcs: Vec<Cell>,
     /// Which chunk of a part the operation has the length of: none of its chunks is shorter.
     pub(crate) place: u32,
-    /// What an average is divided by here: the number of inputs that are reduced in a result. 1 where nothing is
-    /// divided, which are copies and partial results.
+    /// Divisor of an average here: the number of inputs that are reduced in a result. 1 where nothing is divided,
+    /// which are copies and partial results.
     pub(crate) divisor: u32,
 }

@@ -12,7 +12,7 @@ pub(super) struct TimedOperation {
     pub(super) index: usize,
     /// From 0.
     pub(super) step: usize,
-    /// Of a wait, the position in the timeline of the signal that it waits for.
+    /// Position in the timeline of the signal that a wait waits for.
     pub(super) signal: Option<usize>,
 }
 
@@ -20,7 +20,7 @@ pub(super) struct TimedOperation {
 pub(super) fn timeline(checked: &CheckedPlan) -> Vec<TimedOperation> {
     let plan = checked.plan();
     let mut events: Vec<TimedOperation> = Vec::with_capacity(checked.order.len());
-    // By rank and block group, the first step that is free; what is of no group is behind all groups.
+    // The first free step by rank and block group; operations of no group are behind all groups.
     let mut free: BTreeMap<(u32, Option<u32>), usize> = BTreeMap::new();
     let mut signals: BTreeMap<(u32, u32, u32), VecDeque<usize>> = BTreeMap::new();
     let mut barriers: BTreeMap<usize, Vec<usize>> = BTreeMap::new();

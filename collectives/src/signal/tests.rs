@@ -168,9 +168,9 @@ mod models {
     /// Two ranks that exchange a value in each call through scratch, of which there is one for each parity. Loom's
     /// cells report a write that is not ordered after the peer's reads.
     struct Exchange {
-        /// By owner and parity: the slot in which the peer signals the owner.
+        /// Slots by owner and parity, in which the peer signals the owner.
         slots: [[Slot<Loom>; 2]; 2],
-        /// By owner and parity.
+        /// Scratch by owner and parity.
         scratch: [[UnsafeCell<u64>; 2]; 2],
     }
 
@@ -208,11 +208,11 @@ mod models {
     /// Two ranks that publish how much they send, and push it into the other's output once they have received the
     /// other's row, as all-to-alls on devices do. A rank that is sent nothing waits for no data.
     struct Counts {
-        /// By owner and parity: the slot in which the peer publishes its row, with the call's epoch.
+        /// Slots by owner and parity, in which the peer publishes its row, with the call's epoch.
         rows: [[Slot<Loom>; 2]; 2],
-        /// By owner and parity: the slot in which the peer signals that its data is there.
+        /// Slots by owner and parity, in which the peer signals that its data is there.
         arrivals: [[Slot<Loom>; 2]; 2],
-        /// By owner. There is one for both parities.
+        /// Outputs by owner. There is one for both parities.
         outputs: [UnsafeCell<u64>; 2],
     }
 

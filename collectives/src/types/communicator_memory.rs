@@ -14,8 +14,8 @@ pub struct CommunicatorMemory {
     pub scratch: u64,
     /// Slots of point-to-point messages.
     pub staging: u64,
-    /// What it [would have grown by](crate::CommunicatorOptions::device_memory_grows), had each rank's device had room: large
-    /// calls go in more pieces meanwhile, and it is tried again. No part of the total.
+    /// Bytes that it [would have grown by](crate::CommunicatorOptions::device_memory_grows), had each rank's device
+    /// had room: large calls go in more pieces meanwhile, and it is tried again. No part of the total.
     pub wanted: u64,
 }
 

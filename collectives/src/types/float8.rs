@@ -16,7 +16,7 @@ pub struct F8E4m3(u8);
 
 /// A float with 5 bits of exponent and 2 bits of mantissa: `torch.float8_e5m2`.
 ///
-/// As in IEEE 754, numbers that are too large become infinity; the largest number is 57344.
+/// Numbers that are too large become infinity, as in IEEE 754; the largest number is 57344.
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct F8E5m2(u8);
@@ -177,7 +177,7 @@ mod tests {
         bias: i32,
         /// The largest magnitude that is a number.
         largest: u8,
-        /// What larger magnitudes become.
+        /// Result of larger magnitudes.
         beyond: u8,
     }
 
@@ -294,8 +294,8 @@ mod tests {
         assert_eq!(digest(floats().map(e4m3)), 0xeb36_f37f_69c5_4f6d);
         assert_eq!(digest(halves().map(e5m2)), 0x087c_cdde_80d9_3f25);
         assert_eq!(digest(floats().map(e5m2)), 0x9534_fe50_4958_8b53);
-        // And back: `torch.arange(256).to(torch.uint8).view(dtype).to(torch.float32)`, little
-        // endian, with "nan." for each NaN.
+        // The way back: `torch.arange(256).to(torch.uint8).view(dtype).to(torch.float32)`, little endian, with "nan."
+        // for each NaN.
         let widened = |widen: fn(u8) -> f32| {
             digest(
                 (0..=u8::MAX)

@@ -104,7 +104,7 @@ pub(crate) struct FieldLayout {
     pub(crate) docs: Vec<&'static str>,
     /// Its declaration in a kernel.
     pub(crate) declared: String,
-    /// Of the field's type, if that is a struct.
+    /// Layout of the field's type, if that is a struct.
     pub(crate) layout: Option<StructLayout>,
     /// In bytes, in the struct.
     pub(crate) offset: usize,

@@ -1,4 +1,4 @@
-//! What is refused, and what happens to rows without room.
+//! Tests of calls that are refused, and of rows without room.
 
 use symmpool_allocator::Error;
 use symmpool_collectives::{CombineAt, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape};

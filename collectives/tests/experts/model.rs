@@ -1,4 +1,4 @@
-//! What dispatch and combine should do, one element at a time.
+//! A model of dispatch and combine, one element at a time.
 
 use half::bf16;
 use symmpool_collectives::{DType, ExpertShape, F8E4m3, Quantization};
@@ -86,7 +86,7 @@ impl Routing {
         (0..self.shape.hidden).map(of).collect()
     }
 
-    /// What a rank's experts make of a row.
+    /// Answer of a rank's experts to a row.
     pub(crate) fn answer(&self, call: usize, rank: usize, row: usize) -> Vec<f32> {
         let of = |at| element(self.shape.dtype, &[self.seed, call, 77, rank, row, at]);
         (0..self.shape.hidden).map(of).collect()
@@ -126,7 +126,7 @@ impl Routing {
         sum.into_iter().map(|it| rounded(self.shape.dtype, it)).collect()
     }
 
-    /// What comes back from a rank for a row, if rows lie by expert.
+    /// Returns the sum that comes back from a rank for a row, if rows lie by expert.
     pub(crate) fn weighted(
         &self,
         (call, rank, align): (usize, usize, usize),

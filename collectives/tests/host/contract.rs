@@ -1,5 +1,5 @@
-//! What ranks may rely on when a call is wrong: different calls are the same error on every rank before data is
-//! accessed, and a rank that refuses its arguments is reported to all.
+//! Promises to ranks when a call is wrong: different calls are the same error on every rank before data is accessed,
+//! and a rank that refuses its arguments is reported to all.
 
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::input;

@@ -112,7 +112,7 @@ proptest! {
 
 #[test]
 fn rows_without_room_are_not_written_by_senders_either() {
-    // By load balancing, senders write most of what rank 0 receives, as far as there is room: a part of rank 2's
+    // Load balancing has senders write most of what rank 0 receives, as far as there is room: a part of rank 2's
     // rows, or none.
     let matrix = vec![vec![3, 0, 1], vec![5000, 7, 0], vec![5000, 0, 2]];
     for short in [0, 2000, 5000, 5001, 7000] {

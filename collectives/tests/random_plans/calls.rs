@@ -11,7 +11,7 @@ pub(crate) struct Case {
     pub(crate) count: usize,
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,
-    /// By rank of the plan.
+    /// Whether the call is in place, by rank of the plan.
     pub(crate) in_place: Vec<bool>,
     pub(crate) root: u32,
 }

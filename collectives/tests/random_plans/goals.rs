@@ -1,5 +1,5 @@
-//! What a program is to reach, and random ways there: values that are copied from rank to rank, parked, reduced in steps,
-//! and put into outputs.
+//! Goals of a program, and random ways there: values that are copied from rank to rank, parked, reduced in steps, and
+//! put into outputs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -47,7 +47,7 @@ pub(super) struct Goals {
     style: Style,
     weaver: Weaver,
     made: Vec<Made>,
-    /// What chunks hold.
+    /// Values of chunks.
     held: BTreeMap<Cell, Value>,
     /// Chunks of outputs that lack their value.
     left: BTreeMap<Cell, Value>,
@@ -105,7 +105,7 @@ impl Goals {
         self.made.len() - 1
     }
 
-    /// What must be reached, and what is there already.
+    /// Notes the values that must be reached, and those that are there already.
     fn begin(&mut self) {
         let plan = self.plan.clone();
         for rank in 0..plan.world {
@@ -292,7 +292,7 @@ impl Goals {
             (true, true) => target.0,
             _ => src.0,
         };
-        // What lies in one memory anyway needs no copy, and may not have one to another place there.
+        // A value that lies in one memory anyway needs no copy, and may not have one to another place there.
         let count = self.range_of(target, &[src]);
         let (dst, src) = (span(target, count), span(src, count));
         let operation = if self.weaver.chance(self.style.reduces_one) {
@@ -349,7 +349,7 @@ impl Goals {
         }
     }
 
-    /// The same operation once more, if it would leave the same.
+    /// Repeats an operation, if it would leave the same.
     fn again(&mut self, rank: u32, operation: Operation) {
         let (dst, srcs) = match &operation {
             Operation::Copy { dst, src }

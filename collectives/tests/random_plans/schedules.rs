@@ -59,7 +59,7 @@ pub(crate) fn run(
     })
 }
 
-/// What a call leaves on every rank of the plan, and whether averages divide something at its end.
+/// Outputs of a call on every rank of the plan, and whether averages divide something at its end.
 pub(crate) fn outputs(
     plan: &Plan,
     case: &Case,

@@ -9,7 +9,7 @@ use crate::random_plans::calls::{Case, differs, inputs};
 use crate::random_plans::expected;
 use crate::random_plans::schedules::run;
 
-/// What is wrong on a schedule, the most telling first.
+/// Fault on a schedule, the most telling first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Wrong {
     /// An output does not hold what it must.
@@ -108,8 +108,8 @@ impl Search {
     }
 }
 
-/// What is wrong with a program that the check passes, if something is: out of place and, where the check says so, in place;
-/// with equal chunks, and with others, where calls of such counts are made.
+/// Finds a fault of a program that the check passes: out of place and, where the check says so, in place; with equal
+/// chunks, and with others, where calls of such counts are made.
 pub(crate) fn flaw(
     checked: &CheckedPlan,
     seed: u64,

@@ -43,7 +43,7 @@ impl Past {
     }
 }
 
-/// What a rank runs in order.
+/// Operations of a rank that run in order.
 #[derive(Clone, Debug)]
 struct Strand {
     group: Option<u32>,
@@ -166,7 +166,7 @@ impl Weaver {
         self.strands[rank as usize] = (0..count).map(strand).collect();
     }
 
-    /// What follows on a rank comes after all its block groups.
+    /// Orders later operations of a rank after all its block groups.
     pub(super) fn join(&mut self, rank: u32) {
         let mut past = Past::default();
         for strand in &self.strands[rank as usize] {
@@ -244,7 +244,7 @@ impl Weaver {
         if let Some(found) = found {
             return found;
         }
-        // What the rank itself did in another block group needs a join.
+        // An operation of the rank itself in another block group needs a join.
         let is_own = |number: &&usize| self.rank_of[**number] == rank;
         let strand = &self.strands[rank as usize][first];
         let mut strand_at = first;

@@ -13,7 +13,7 @@ use super::comm::{call, dtype, ends, find, op, symmpool_comm};
 use super::{Out, text};
 use crate::guard::{Status, status};
 
-/// What a call looks like to a function that chooses its algorithm.
+/// A call as a function sees it that chooses its algorithm.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CallInfo {
@@ -33,7 +33,7 @@ pub struct CallInfo {
 
 /// Chooses an algorithm for a call: returns its name, which must stay as it is until the function's next call, or NULL
 /// to leave it open. `data` is what was given with the function.
-#[allow(non_camel_case_types)] // as in C
+#[allow(non_camel_case_types)] // the name in C
 pub type symmpool_selector =
     Option<unsafe extern "C" fn(call: *const CallInfo, data: *mut c_void) -> *const c_char>;
 
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn symmpool_comm_register_kernel(
 ///
 /// # Safety
 ///
-/// As the function of the collective; `collective` and `algorithm` are NULL or C strings.
+/// You must keep the promises of the collective's own function; `collective` and `algorithm` are NULL or C strings.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_collective(
     comm: symmpool_comm,

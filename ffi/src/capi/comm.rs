@@ -11,7 +11,7 @@ use super::{Handles, Out, on, seconds};
 use crate::guard::{Status, status};
 
 /// A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
-#[allow(non_camel_case_types)] // as in C
+#[allow(non_camel_case_types)] // the name in C
 pub type symmpool_comm = u64;
 
 static COMMS: Handles<Communicator> = Handles::new("communicator");
@@ -125,7 +125,7 @@ pub(super) fn ends(
     ends_called(("output", output), ("input", input), count)
 }
 
-/// The same under other names.
+/// Checks the two ends of a call that has other names for them.
 pub(super) fn ends_called(
     (to, output): (&str, *mut c_void),
     (from, input): (&str, *const c_void),
@@ -214,7 +214,7 @@ pub unsafe extern "C" fn symmpool_all_reduce(
 ///
 /// # Safety
 ///
-/// As symmpool_all_reduce, for these lengths.
+/// You must keep the promises of symmpool_all_reduce, for these lengths.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_reduce_scatter(
     comm: symmpool_comm,
@@ -236,7 +236,7 @@ pub unsafe extern "C" fn symmpool_reduce_scatter(
 ///
 /// # Safety
 ///
-/// As symmpool_all_reduce; `output` has one part for each rank.
+/// You must keep the promises of symmpool_all_reduce; `output` has one part for each rank.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_all_gather(
     comm: symmpool_comm,
@@ -257,7 +257,7 @@ pub unsafe extern "C" fn symmpool_all_gather(
 ///
 /// # Safety
 ///
-/// As symmpool_all_reduce, for `data` as input and output.
+/// You must keep the promises of symmpool_all_reduce, for `data` as input and output.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_broadcast(
     comm: symmpool_comm,
@@ -282,7 +282,7 @@ pub unsafe extern "C" fn symmpool_broadcast(
 ///
 /// # Safety
 ///
-/// As symmpool_all_reduce, for these lengths.
+/// You must keep the promises of symmpool_all_reduce, for these lengths.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_all_to_all(
     comm: symmpool_comm,
@@ -304,8 +304,8 @@ pub unsafe extern "C" fn symmpool_all_to_all(
 ///
 /// # Safety
 ///
-/// As symmpool_all_reduce, for the sums of the counts; the arrays can be read for as many entries
-/// as there are ranks.
+/// You must keep the promises of symmpool_all_reduce, for the sums of the counts; the arrays can be read for as many
+/// entries as there are ranks.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_all_to_all_v(
     comm: symmpool_comm,

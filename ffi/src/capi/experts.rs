@@ -15,14 +15,14 @@ use crate::guard::{Status, status};
 
 /// A handle of a buffer for experts: what sends tokens to the ranks of their experts, and sums up what comes back. 0 is
 /// never a valid handle.
-#[allow(non_camel_case_types)] // as in C
+#[allow(non_camel_case_types)] // the name in C
 pub type symmpool_experts = u64;
 
 type Buffer = ExpertBuffer<Arc<Communicator>>;
 
 static BUFFERS: Handles<Buffer> = Handles::new("buffer for experts");
 
-/// What a buffer for experts is made for. All but num_sms is the same on every rank.
+/// Shape of a buffer for experts. All but num_sms is the same on every rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsShape {
@@ -108,8 +108,8 @@ pub enum Arrangement {
     /// A row for each received token and expert of it on this rank, in `output`: by expert, then by rank, then by token.
     /// Each expert's first row is a multiple of `alignment`; rows between experts are not written.
     ByExpert = 1,
-    /// As BY_EXPERT, but each expert of this rank has `output_rows` rows of its own: `output` is
-    /// [experts of this rank, output_rows, hidden], and `output_scales` are [experts, scales of a row, output_rows].
+    /// Rows by expert, of which each expert of this rank has `output_rows`: `output` is [experts of this rank,
+    /// output_rows, hidden], and `output_scales` are [experts, scales of a row, output_rows].
     Packed = 2,
 }
 
@@ -131,7 +131,7 @@ pub enum Quantize {
 const QUANTIZATIONS: [Quantization; 4] =
     [Quantization::None, Quantization::Fp8, Quantization::Fp8PowerOfTwo, Quantization::Fp8Ue8m0];
 
-/// What symmpool_dispatch is given; what is not needed is 0 or NULL. All addresses are on the pool's device.
+/// Arguments of symmpool_dispatch; those that are not needed are 0 or NULL. All addresses are on the pool's device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DispatchInfo {
@@ -159,7 +159,7 @@ pub struct DispatchInfo {
     pub quantize: u32,
     /// A symmpool_experts_layout.
     pub layout: u32,
-    /// What divides the number of each expert's first row in layout BY_EXPERT: 1 to 65536; 0 for 1.
+    /// Divisor of the number of each expert's first row in layout BY_EXPERT: 1 to 65536; 0 for 1.
     pub alignment: u32,
     /// Whether tokens are quantised already.
     pub quantized: bool,
@@ -177,7 +177,7 @@ pub struct DispatchSizes {
     pub rows_by_expert: usize,
 }
 
-/// What symmpool_combine is given.
+/// Arguments of symmpool_combine.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CombineInfo {
@@ -186,8 +186,8 @@ pub struct CombineInfo {
     pub input: *const c_void,
     /// Where the sums are written, [tokens, hidden]. It begins at a multiple of 16, and does not overlap `input`.
     pub output: *mut c_void,
-    /// By what rows by expert are multiplied, [tokens, top_k], on the rank of the tokens; NULL for the weights of the
-    /// dispatch.
+    /// Factors of the rows in layouts by expert, [tokens, top_k], on the rank of the tokens; NULL for the weights of
+    /// the dispatch.
     pub weights: *const f32,
     /// How many tokens this rank had in the dispatch.
     pub tokens: usize,
@@ -260,7 +260,7 @@ impl DispatchInfo {
             quantized: self.quantized,
             scales: self.scales.cast(),
             scale_bytes: self.scale_bytes,
-            // As the scales that dispatch makes: an exponent is a byte, and any other scale has four.
+            // Scales have the form that dispatch gives them: an exponent is a byte, and any other scale has four.
             scale_dtype: if self.scale_bytes.is_multiple_of(4) { DType::F32 } else { DType::U8 },
             tokens: self.tokens,
             ids: self.ids.cast(),
@@ -528,8 +528,8 @@ pub unsafe extern "C" fn symmpool_dispatch(
 ///
 /// # Safety
 ///
-/// As symmpool_dispatch. `sizes` is NULL (an error) or can be written to, and `expert_counts` is NULL or has room for a
-/// number for each expert of this rank.
+/// You must keep the promises of symmpool_dispatch. `sizes` is NULL (an error) or can be written to, and
+/// `expert_counts` is NULL or has room for a number for each expert of this rank.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_dispatch_exact(
     experts: symmpool_experts,
@@ -568,8 +568,8 @@ pub unsafe extern "C" fn symmpool_dispatch_exact(
 ///
 /// # Safety
 ///
-/// As symmpool_dispatch; `handle` is one that a dispatch of this buffer wrote, in the layout and for as many tokens as
-/// `combine` says, and `input` has all rows that were received then.
+/// You must keep the promises of symmpool_dispatch. `handle` is one that a dispatch of this buffer wrote, in the
+/// layout and for as many tokens as `combine` says, and `input` has all rows that were received then.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_combine(
     experts: symmpool_experts,

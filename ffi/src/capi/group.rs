@@ -10,7 +10,7 @@ use super::{Handles, Out, seconds, text};
 use crate::guard::{Status, status};
 
 /// A handle of a group: an ordered set of ranks, of which this process is one. 0 is never a valid handle.
-#[allow(non_camel_case_types)] // as in C
+#[allow(non_camel_case_types)] // the name in C
 pub type symmpool_group = u64;
 
 pub(super) static GROUPS: Handles<Group> = Handles::new("group");

@@ -56,7 +56,7 @@ pub extern "C" fn symmpool_free_unordered(pool: symmpool_pool, pointer: *mut c_v
 ///
 /// # Safety
 ///
-/// As for symmpool_alloc.
+/// You must keep the promises of symmpool_alloc.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_record_stream(
     pool: symmpool_pool,
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn symmpool_record_stream(
 ///
 /// # Safety
 ///
-/// As for symmpool_alloc.
+/// You must keep the promises of symmpool_alloc.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_reserve(
     pool: symmpool_pool,

@@ -126,11 +126,11 @@ impl<T> Out<T> {
         Ok(Self(pointer))
     }
 
-    /// The same for an optional result: `None` if `pointer` is NULL.
+    /// Takes an optional result: `None` if `pointer` is NULL.
     ///
     /// # Safety
     ///
-    /// As [`Self::new`].
+    /// You must keep the promises of [`Self::new`].
     pub(crate) unsafe fn if_wanted(pointer: *mut T, name: &str) -> Result<Option<Self>> {
         if pointer.is_null() {
             return Ok(None);

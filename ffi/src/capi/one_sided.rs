@@ -8,7 +8,7 @@ use super::comm::{ends_called, find, symmpool_comm};
 use super::{on, seconds};
 use crate::guard::{Status, status};
 
-/// What carries out a one-sided operation on CUDA. In host memory it makes no difference.
+/// Engine that carries out a one-sided operation on CUDA. In host memory it makes no difference.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub enum Engine {

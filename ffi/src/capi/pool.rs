@@ -14,7 +14,7 @@ use crate::guard::{Status, status};
 
 /// A handle of a pool: symmetric memory of this rank, and windows of its peers' memory. 0 is never a valid
 /// handle.
-#[allow(non_camel_case_types)] // as in C
+#[allow(non_camel_case_types)] // the name in C
 pub type symmpool_pool = u64;
 
 /// A flag of symmpool_pool_create: several ranks may use one GPU.
@@ -23,7 +23,7 @@ pub const SYMMPOOL_SHARED_DEVICE: u32 = 1;
 /// 2.30.3 needs for its windows. Packs blocks less tightly.
 pub const SYMMPOOL_PER_SEGMENT: u32 = 2;
 
-/// What a commit did.
+/// Effects of a commit.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CommitReport {

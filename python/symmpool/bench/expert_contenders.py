@@ -1,4 +1,4 @@
-"""What `bench experts` compares: symmpool's buffers, all-to-alls and all-gathers of torch.distributed, and
+"""Contenders of `bench experts`: symmpool's buffers, all-to-alls and all-gathers of torch.distributed, and
 DeepEP."""
 
 from functools import partial
@@ -65,7 +65,7 @@ class Ours(Contender):
 
         super().__init__(ranks, options, most)
         shape = {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k}
-        # As a program has one for decoding: with few tokens at most, kernels are smaller.
+        # A program has a buffer for decoding too: with few tokens at most, kernels are smaller.
         self.buffers = [
             experts.Buffer(pools.get(ranks), **shape, max_tokens=each, num_sms=options.num_sms)
             for each in sorted({min(most, DECODED), most})
@@ -102,7 +102,7 @@ class Ours(Contender):
 
         def routed_fp8(rows):
             _, new = buffer.dispatch(x, ids, weights, quantize="fp8", copy=False)
-            # What experts made of the rows, as if they were done at once.
+            # The rows stand for the experts' results, as if those were done at once.
             buffer.combine(rows, new, out=out)
 
         def wrong_sums():
@@ -115,7 +115,7 @@ class Ours(Contender):
         if case in ("routed", "exact"):
             return Exchange(partial(routed, case == "exact"), wrong_sums, out)
         quantize = "fp8" if case == "dispatch_fp8" else None
-        # The same memory, also where it is seen as other elements.
+        # `received.x` is the memory of all results, also where those are seen as other elements.
         return Exchange(partial(dispatch, quantize), partial(wrong_dispatch, quantize), received.x)
 
     def confirm(self):

@@ -17,7 +17,7 @@ class LowLatency:
     def __init__(self, ranks, module, hidden, experts, most):
         self.torch, self.most, self.experts = ranks.torch, most, experts
         size = module.Buffer.get_low_latency_rdma_size_hint(most, hidden, ranks.world, experts)
-        # As many queue pairs as experts of a rank, which DeepEP asks for.
+        # DeepEP asks for as many queue pairs as experts of a rank.
         pairs = max(experts // ranks.world, 1)
         self.buffer = module.Buffer(
             ranks.dist.group.WORLD, 0, size, low_latency_mode=True, num_qps_per_rank=pairs

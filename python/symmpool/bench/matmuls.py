@@ -195,7 +195,7 @@ class Contender:
 
 
 def wanted(ranks, case):
-    """What a call gives, in float32 by separate operations."""
+    """Returns the expected result of a call, in float32 by separate operations."""
     torch, world = ranks.torch, ranks.world
     if case.gathers:
         parts = [torch.empty_like(case.left).view(torch.uint8) for _ in range(world)]

@@ -1,4 +1,4 @@
-"""What `bench order` times: programs that make calls of a library in some order, anew each time."""
+"""Programs that `bench order` times: they make calls of a library in some order, anew each time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Library:
 
 @dataclass
 class Made:
-    """What an order has made: the replay that is timed, and what must live meanwhile."""
+    """Result of an order: the replay that is timed, and what must live meanwhile."""
 
     replay: Callable[[], None]
     calls: int
@@ -110,7 +110,7 @@ class Program:
         torch = self.torch
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What `torch.cuda.graph` does besides, such as emptying torch's cache, would take most of the time.
+        # The other steps of `torch.cuda.graph`, such as emptying torch's cache, would take most of the time.
         with torch.cuda.stream(self.side):
             graph.capture_begin(capture_error_mode="thread_local")
             try:

@@ -136,8 +136,8 @@ class Row(collectives.Row):
         return step - least if step and least else None
 
     def not_longer(self, ours, others):
-        """By name of ours: whether a step takes no longer than beside the best of the others. Empty where one
-        has no figure."""
+        """Returns, by name of ours, whether a step takes no longer than beside the best of the others. Empty
+        where one has no figure."""
         _, least = self.best(others)
         times = {name: self.microseconds(name) for name in ours}
         return {name: time <= least for name, time in times.items() if time and least}

@@ -72,7 +72,7 @@ class Ranks:
         return None, f"on {len(failed)} of {self.world} ranks; rank {rank}: {why}"
 
     def attempt_each(self, actions):
-        """By name: what each of `actions` returned, and why those failed that did on some rank."""
+        """Returns, by name, the results of `actions`, and why those failed that did on some rank."""
         found, missing = {}, {}
         for name, action in actions.items():
             value, why = self.attempt(action)
@@ -83,7 +83,7 @@ class Ranks:
         return found, missing
 
     def insist(self, action):
-        """What `action` returns; ValueError, on every rank, if it fails on any."""
+        """Returns the result of `action`; ValueError, on every rank, if it fails on any."""
         value, why = self.attempt(action)
         if why is not None:
             raise ValueError(why)
@@ -201,7 +201,7 @@ class NcclMemory:
         self.mem_pool = self.cuda.MemPool(self.backend.mem_allocator)
 
     def make(self, allocate):
-        """What `allocate` returns, in memory that is registered. Collective; called once."""
+        """Returns the result of `allocate`, in memory that is registered. Collective; called once."""
         with self.cuda.use_mem_pool(self.mem_pool):
             made = allocate()
         self.backend.register_mem_pool(self.mem_pool, symm=True)

@@ -1,4 +1,4 @@
-"""What every benchmark does: it connects the ranks, describes the machine, reports results, and
+"""Frame of every benchmark: it connects the ranks, describes the machine, reports results, and
 disconnects."""
 
 import json

@@ -25,7 +25,7 @@ def register(algorithm: Algorithm, group: GroupLike = None, *, device: DeviceLik
 
 
 def load_tables(path: str | os.PathLike[str], group: GroupLike = None, *, device: DeviceLike = None) -> None:
-    """As `Communicator.load_tables`, with the communicator that serves a group; see `register`."""
+    """Calls `Communicator.load_tables` on the communicator that serves a group; see `register`."""
     _communicator(group, device).load_tables(path)
 
 
@@ -36,7 +36,7 @@ def select(
     *,
     device: DeviceLike = None,
 ) -> None:
-    """As `Communicator.select`, with the communicator that serves a group; see `register`."""
+    """Calls `Communicator.select` on the communicator that serves a group; see `register`."""
     _communicator(group, device).select(collective, selector)
 
 

@@ -89,8 +89,8 @@ def make_direct(
     async_op: bool,
     algorithm: str | None = None,
 ) -> Any:
-    """As `make`, for a call that needs no plan: of a communicator's method, with the caller's arguments. It
-    writes to the tensor, by which the communicator is found."""
+    """Makes a call that needs no plan: of a communicator's method, with the caller's arguments. It writes to
+    the tensor, by which the communicator is found."""
     entry = communicator_to_write(tensor, group, None, (call, arguments))
     if entry is None:
         return None

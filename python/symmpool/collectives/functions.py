@@ -106,13 +106,13 @@ def all_reduce(
         return traced.traced_all_reduce(tensor, op, group, async_op, out, algorithm)
     entry = None
     try:
-        # As `torch_state.is_traced` and `cache.communicator_to_write` do: this call is made the most, and
-        # another frame would take a tenth of its time.
+        # These lines repeat `torch_state.is_traced` and `cache.communicator_to_write`: this call is made the
+        # most, and another frame would take a tenth of its time.
         at = id(torch_state.torch_world._default_pg if group is None else group)
         entry = looked_up[tensor.get_device()][at]  # type: ignore[union-attr]  # caught below
         if group is not None and entry.registered is not None and group not in entry.registered:
             entry = None
-        elif (tensor if out is None else out).requires_grad:  # type: ignore[union-attr]  # the same
+        elif (tensor if out is None else out).requires_grad:  # type: ignore[union-attr]  # caught below too
             watch(tensor if out is None else out)
     except (AttributeError, KeyError):
         entry = None
@@ -198,7 +198,7 @@ def all_gather_into_tensor(
 def all_gather_single(
     output: Tensor, input: Tensor, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
-    """As `all_gather_into_tensor`, by its name in newer versions of torch."""
+    """Calls `all_gather_into_tensor`, whose name this is in newer versions of torch."""
     return all_gather_into_tensor(output, input, group, async_op)
 
 
@@ -209,7 +209,7 @@ def reduce_scatter_single(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """As `reduce_scatter_tensor`, by its name in newer versions of torch."""
+    """Calls `reduce_scatter_tensor`, whose name this is in newer versions of torch."""
     return reduce_scatter_tensor(output, input, op, group, async_op)
 
 
@@ -257,8 +257,9 @@ def all_to_all_v(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """As `all_to_all_single` with sizes in tensors, which are read when the call runs: on CUDA no host waits
-    for them. torch.distributed has no such call; see `Communicator.all_to_all_v`. Tensors are contiguous."""
+    """Sends rows to all ranks like `all_to_all_single`, with sizes in tensors. They are read when the call
+    runs: on CUDA no host waits for them. torch.distributed has no such call; see `Communicator.all_to_all_v`.
+    Tensors are contiguous."""
     _end_graph("all_to_all_v", output, group)
     arguments = (output, input, input_splits, output_splits, output_offsets)
 
@@ -315,7 +316,7 @@ def reduce(
     """Reduces every rank's `tensor` into rank `dst`'s; the others keep theirs. `dst` and `group_dst` are as
     `broadcast`'s sources. Otherwise as `all_reduce`, of which it is made."""
     _end_graph("reduce", tensor, group)
-    # What this rank's call writes to: the root's tensor alone.
+    # This rank's call writes to the root's tensor alone.
     written: list[Any] = []
 
     def plan(rank: int, world: int) -> Any:
@@ -490,7 +491,7 @@ def barrier(
             try:
                 device = cache.first_device(group)
             except TypeError:
-                device = "cpu"  # of what can be no group, as is said below
+                device = "cpu"  # the device of an object that can be no group, as is said below
         number = devices.number_of(str(device))
     except InvalidArgumentError as why:
         _refuse_barrier(group, why)

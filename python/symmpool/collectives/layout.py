@@ -81,7 +81,8 @@ def row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def destination(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """What a call writes to where a tensor is meant, and what copies that to the tensor, if need be."""
+    """Returns the tensor that a call writes to in place of this one, and the function that copies it back, if
+    need be."""
     copy = plain(tensor)
     return (tensor, None) if copy is tensor else (copy, copy_back([(tensor, copy)]))
 
@@ -112,8 +113,8 @@ def copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], No
 
 
 def message(tensor: torch.Tensor, peer: int, sends: bool) -> Callable[[], Any]:
-    """What makes the arguments of a send or a receive of a tensor that is not plain: see
-    `symmpool.collectives.plans.Prepare`. Raises what is wrong with the tensor."""
+    """Returns the function that makes the arguments of a send or a receive of a tensor that is not plain: see
+    `symmpool.collectives.plans.Prepare`. Raises an error if the tensor is wrong."""
     (check_source if sends else check_destination)(tensor)
 
     def prepare() -> Any:

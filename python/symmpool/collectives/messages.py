@@ -73,8 +73,8 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """As `send`, and returns a Work at once. You must not write to `tensor` before that is done. For tensors
-    of the CPU. None where this process is no member of the group."""
+    """Sends like `send`, and returns a Work at once. You must not write to `tensor` before that is done. For
+    tensors of the CPU. None where this process is no member of the group."""
     return _message("send", tensor, group, tag, False, dst=dst, group_dst=group_dst)
 
 
@@ -85,7 +85,7 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """As `recv`, and returns a Work at once. For tensors of the CPU."""
+    """Receives like `recv`, and returns a Work at once. For tensors of the CPU."""
     return _message("recv", tensor, group, tag, False, src=src, group_src=group_src)
 
 

@@ -1,4 +1,4 @@
-"""What torch.distributed's collectives become as calls of a communicator.
+"""Plans of torch.distributed's collectives, as calls of a communicator.
 
 A communicator's tensors are contiguous and in one piece, and it has no gather, scatter or reduce. Each
 function plans one collective: which method of the communicator is called, with which arguments. Tensors are
@@ -35,8 +35,8 @@ from symmpool.errors import InvalidArgumentError
 
 __all__ = ["Plan", "check_lists"]
 
-# What gives the arguments of the communicator's method, and what copies results to where they belong behind
-# the call, if anything does.
+# Function that returns the arguments of the communicator's method, and a function that copies results to
+# their places behind the call, or None.
 Prepare = Callable[[], tuple[tuple[Any, ...], Callable[[], None] | None]]
 # The name of the communicator's method, its arguments, its preparation, and the tensors that hold results
 # then. With a preparation, which gives the arguments itself, those here are the caller's tensors: they are
@@ -111,7 +111,7 @@ def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Te
 
 
 def _decoded(target: torch.Tensor, made: Reduction, total: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """What decodes the reduced elements into `target`."""
+    """Returns the function that decodes the reduced elements into `target`."""
 
     def finish() -> None:
         with torch.inference_mode():
@@ -241,7 +241,7 @@ def all_to_all_single(
 def all_to_all_whole(
     output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, rank: int, world: int
 ) -> Plan:
-    """As `all_to_all_single`, where split sizes must be for all rows, as torch's other backends have it: a
+    """Plans `all_to_all_single` where split sizes must be for all rows, as torch's other backends have it: a
     communicator would leave the last rows where they are."""
     for name, tensor, sizes in (("output", output, output_sizes), ("input", input, input_sizes)):
         if sizes is not None and tensor.dim() > 0 and sum(sizes) != tensor.shape[0]:

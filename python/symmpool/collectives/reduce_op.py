@@ -12,8 +12,8 @@ __all__ = ["BITWISE", "NATIVE", "ReduceOp", "op_name"]
 
 
 class ReduceOp(str, enum.Enum):
-    """What a reduction does. Its members have the names of torch.distributed.ReduceOp; each is equal to the
-    text that calls take as well: `ReduceOp.SUM == "sum"`. torch's own constants are taken, too."""
+    """Operation of a reduction. Its members have the names of torch.distributed.ReduceOp; each is equal to
+    the text that calls take as well: `ReduceOp.SUM == "sum"`. torch's own constants are taken, too."""
 
     SUM = "sum"
     PRODUCT = "prod"
@@ -27,7 +27,7 @@ class ReduceOp(str, enum.Enum):
     BXOR = "bxor"
 
 
-# What communicators reduce by.
+# Operations that communicators have.
 NATIVE = ("sum", "prod", "min", "max", "avg")
 BITWISE = ("band", "bor", "bxor")
 _NAMES = frozenset((*NATIVE, *BITWISE))

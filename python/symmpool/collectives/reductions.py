@@ -34,7 +34,7 @@ class Premultiplied(NamedTuple):
 #: The name of an operation, or the sum of inputs times a factor.
 Op = str | Premultiplied
 
-# By number, as a `ReduceOp` and its constants both give it.
+# Operations by number; a `ReduceOp` and its constants both have it.
 _OPS = {
     int(getattr(dist.ReduceOp, theirs)): ours
     for theirs, ours in (
@@ -48,17 +48,17 @@ _OPS = {
         ("BXOR", "bxor"),
     )
 }
-# What communicators reduce. They move other types, too.
+# Types of elements that communicators reduce. They move other types, too.
 REDUCED = {
     getattr(torch, name)
     for name in ("float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split())
 }
-# What torch multiplies by a factor before a sum.
+# Types of elements that torch multiplies by a factor before a sum.
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def operation(op: Any) -> Op | None:
-    """What torch's operation is here; None for one that is not known."""
+    """Returns our operation for torch's; None for one that is not known."""
     return _OPS.get(int(getattr(op, "op", op))) or _premultiplied(op)
 
 

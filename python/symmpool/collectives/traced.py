@@ -1,4 +1,4 @@
-"""What calls become in compiled code, and where modes of torch see them: operators of `symmpool.ops`.
+"""Calls in compiled code, and where modes of torch see them: they become operators of `symmpool.ops`.
 
 The compiler reads these functions, so they are plain. What it could refuse on a rank alone becomes an
 operator that is refused on every rank when it runs. `symmpool.ops` registers the operators.
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 
-# What torch gives where a process is no member. The compiler does not read it from torch's class.
+# Object that torch gives where a process is no member. The compiler does not read it from torch's class.
 _NO_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER if torch.distributed.is_available() else object()
 
 
 def text_of(group: Any) -> str:
-    """As `name_of`, also of names, in words that the compiler reads."""
+    """Returns the name of a group, like `name_of`, also of a name, in words that the compiler reads."""
     if isinstance(group, str):
         return group
     if group is _NO_MEMBER:
@@ -97,7 +97,7 @@ def _is_outside(group: Any) -> bool:
 
 
 def _done(async_op: bool, *results: torch.Tensor) -> Any:
-    """What a call returns that was made as an operator, and is done."""
+    """Returns the result of a call that was made as an operator, and is done."""
     return DoneWork(list(results)) if async_op else None
 
 

@@ -43,7 +43,7 @@ class CommunicatorCache:
     """The communicators that were made for groups and pools, each kept as long as its group."""
 
     def __init__(self) -> None:
-        # What serves a group on a device, with the pool that it is on.
+        # Entries by group and device, each with the pool that it is on.
         self._of_group: weakref.WeakKeyDictionary[Any, dict[int, tuple[Pool, CommunicatorEntry]]]
         self._of_group = weakref.WeakKeyDictionary()
         self._of_pool: weakref.WeakKeyDictionary[Pool, CommunicatorEntry] = weakref.WeakKeyDictionary()
@@ -72,7 +72,7 @@ class CommunicatorCache:
             return self._making.setdefault(owner, {}).setdefault(what, threading.RLock())
 
     def of_group(self, key: Any, device: int) -> tuple[Pool, CommunicatorEntry] | None:
-        """What serves a group on a device, if it was made."""
+        """Returns the entry that serves a group on a device, if it was made."""
         with self._lock:
             return self._of_group.get(key, {}).get(device)
 
@@ -109,7 +109,7 @@ class CommunicatorCache:
         self._references.pop((device, group), None)
 
     def forget_lookups(self) -> None:
-        """What was looked up may be different now."""
+        """Forgets all look-ups, whose results may be different now."""
         with self._lock:
             self.looked_up.clear()
             self._references.clear()
@@ -190,8 +190,9 @@ def set_timeout(group: Any, seconds: float) -> None:
 def communicator_for(
     tensor: Any, group: Any, call: first_call.Call | None = None
 ) -> CommunicatorEntry | None:
-    """What serves a call on a tensor; made if need be. None where this process has no part in it. With
-    `call`, the call itself, wrong arguments are refused before anything is made, which waits for others."""
+    """Returns the entry that serves a call on a tensor; made if need be. None where this process has no part
+    in it. With `call`, the call itself, wrong arguments are refused before anything is made, which waits for
+    others."""
     try:
         # Tensors of torch have this method; for others the device is found below.
         device = tensor.get_device()
@@ -206,7 +207,7 @@ def communicator_for(
 def communicator_to_write(
     tensor: Any, group: Any, out: Any = None, call: first_call.Call | None = None
 ) -> CommunicatorEntry | None:
-    """As `communicator_for`, for a call that writes to the tensor, or to `out`."""
+    """Returns the entry of `communicator_for`, for a call that writes to the tensor, or to `out`."""
     entry = communicator_for(tensor, group, call)
     written = tensor if out is None else out
     if entry is not None and getattr(written, "requires_grad", False):
@@ -217,7 +218,8 @@ def communicator_to_write(
 def look_up(
     tensor: Any, group: Any, device: int, call: first_call.Call | None = None
 ) -> CommunicatorEntry | None:
-    """As `communicator_for`, for calls on a group that was not looked up yet, or without a tensor."""
+    """Returns the entry of `communicator_for`, for calls on a group that was not looked up yet, or without a
+    tensor."""
     if isinstance(group, (str, tuple)):
         named = group_of(group)
         # Names lead to groups, and groups to what was looked up: a name's id says nothing.
@@ -231,7 +233,8 @@ def look_up(
     try:
         members = resolution.resolve(key)  # refuses what is no group, and what is over
     except InvalidStateError:
-        # As `shutdown` of our own backend does; groups of torch's other backends do not call us at their end.
+        # `shutdown` of our own backend does so too; groups of torch's other backends do not call us at their
+        # end.
         end(key, False)
         raise
     pools = pools_on(key, device)
@@ -281,7 +284,7 @@ def pools_on(key: Any, device: int) -> list[Pool]:
 
 
 def _made_on_group(key: Any, device: int) -> CommunicatorEntry:
-    """What serves a group on a device, made by one thread if need be."""
+    """Returns the entry that serves a group on a device, made by one thread if need be."""
     with cache.lock_for(key, device):
         found = cache.of_group(key, device) or _make_on_group(key, device)
     return found[1]

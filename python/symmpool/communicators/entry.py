@@ -42,13 +42,13 @@ class CommunicatorEntry:
         # Module-level calls say to autograd themselves what they write to. On the backend torch decides that.
         self.comm = self.public._unseen()
         self._pool = weakref.ref(pool)
-        # What has `join`, for the calls with async_op that nothing has waited for yet.
+        # Object with a method `join`, for the calls with async_op that nothing has waited for yet.
         self.pending: Any = None
         # Held while `pending` changes. A signal handler may begin a call in the middle of that.
         self.lock = threading.RLock()
         # How many calls were given to the thread.
         self.begun = 0
-        # What makes such calls: a stream, or a thread.
+        # Maker of such calls: a stream, or a thread.
         self.runner: Any = None
         # Where torch has the process group that the pool is on, for as long as it is not destroyed.
         self.registered: Any = None
@@ -74,7 +74,7 @@ class CommunicatorEntry:
         self.lock._at_fork_reinit()  # type: ignore[attr-defined]
 
     def join_pending(self) -> None:
-        """What follows comes after all that was begun. Where the wait for that ends by an error, such as
+        """Orders later calls after all that was begun. Where the wait for that ends by an error, such as
         Ctrl-C, later calls still come after it."""
         pending = self.pending
         if pending is None or (self.device < 0 and pending.is_here()):
@@ -92,8 +92,8 @@ class CommunicatorEntry:
                     self.pending = pending
 
     def _join_for(self, call: Any, arguments: tuple[Any, ...] | None) -> None:
-        """As `join_pending`, before such a call; without arguments, one that was checked. Wrong arguments are
-        refused first: what was begun may wait for ranks that are elsewhere."""
+        """Joins like `join_pending`, before such a call; without arguments, one that was checked. Wrong
+        arguments are refused first: what was begun may wait for ranks that are elsewhere."""
         if self.device >= 0:
             # The thread does not wait here. What a capture cannot wait for is no error of this call.
             if arguments is not None:
@@ -121,7 +121,7 @@ class CommunicatorEntry:
                 self.begin(call, arguments, [])
 
     def refuse(self, why: str) -> None:
-        """As `decline`, for a call that this rank refuses for a reason of its own."""
+        """Declines a call that this rank refuses for a reason of its own."""
         self.decline(self.comm._refuse, why.removeprefix("symmpool: "))
 
     def preparing(self) -> Preparation:
@@ -132,7 +132,8 @@ class CommunicatorEntry:
         return Preparation(self)
 
     def preparing_message(self, call: str, peer: int) -> Preparation:
-        """As `preparing`, for a message ("send" or "recv") to or from a rank, which alone learns of it."""
+        """Opens the door like `preparing`, for a message ("send" or "recv") to or from a rank, which alone
+        learns of it."""
         return _MessagePreparation(self, call, peer)
 
     def finish(self) -> None:
@@ -173,8 +174,8 @@ class CommunicatorEntry:
         return None
 
     def run_joined(self, call: Any, arguments: tuple[Any, ...]) -> None:
-        """As `run`, for a thread that holds a lock which callbacks need, and has joined what was begun before
-        it took that. On the CPU it waits for no callbacks here."""
+        """Runs a call like `run`, for a thread that holds a lock which callbacks need, and has joined what
+        was begun before it took that. On the CPU it waits for no callbacks here."""
         if self.device >= 0:
             return self.run(call, arguments, [], False)
         try:
@@ -184,7 +185,8 @@ class CommunicatorEntry:
             raise
 
     def run_function(self, function: Any, *arguments: Any) -> Any:
-        """As `run`, for a function of the extension that is given the communicator. What that returns."""
+        """Runs a function of the extension like `run`, with the communicator as its first argument. Returns
+        its result."""
         if self.pending is not None:
             self._join_for(function, None)
         try:
@@ -201,7 +203,7 @@ class CommunicatorEntry:
             self.comm.extend_order()
 
     def run_message(self, name: str, tensor: Any, peer: int, prepare: Prepare | None) -> None:
-        """As `run`, for a send or a receive. What goes wrong before it is reported to the other rank."""
+        """Runs a send or a receive like `run`. An error before it is reported to the other rank."""
         call, arguments = getattr(self.comm, name), (tensor, peer)
         finish = None
         if self.pending is not None and self.device >= 0:
@@ -264,7 +266,7 @@ REPORTED = "_symmpool_reported"
 
 
 class Preparation:
-    """What this rank does between finding a call's communicator and making the call."""
+    """Part of a call on this rank between finding its communicator and making it."""
 
     __slots__ = ("_entry",)
 
@@ -282,7 +284,7 @@ class Preparation:
 
 
 class _MessagePreparation(Preparation):
-    """What this rank does between finding a message's communicator and making the message."""
+    """Part of a message on this rank between finding its communicator and making it."""
 
     __slots__ = ("_call", "_peer")
 

@@ -1,4 +1,4 @@
-"""What `Communicator.explain` returns."""
+"""The result of `Communicator.explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Explanation"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do on this rank, as it would be made when `Communicator.explain` was called. It
+    """Explanation of a call on this rank, as it would be made when `Communicator.explain` was called. It
     prints as a sentence."""
 
     #: The collective, as "all_reduce".

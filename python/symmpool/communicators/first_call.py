@@ -39,5 +39,5 @@ def report(key: Any, why: BaseException, make: Callable[[], Any], calls: int = 1
         for _ in range(calls):
             entry.refuse(reason)
 
-    # What goes wrong there is raised again by the next call, which makes it anew, or finds it closed.
+    # An error there is raised again by the next call, which makes it anew, or finds it closed.
     refusals.report(key, refuse)

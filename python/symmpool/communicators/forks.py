@@ -1,4 +1,4 @@
-"""What a forked child finds in the place of what its parent's threads did.
+"""State of a forked child in the place of what its parent's threads did.
 
 A child has none of these threads: nobody makes the calls that were begun, and nobody gives back a lock that
 a thread held. Objects of the extension refuse calls there (allocator/src/fork.rs); this is what they cannot

@@ -434,8 +434,8 @@ class Worker:
         elif entry is None:
             calls.put((work, call, arguments, prepared))
         else:
-            # What orders later calls is there before the call is: Ctrl-C may come in between. Nobody finds
-            # the queue empty meanwhile.
+            # Later calls are ordered before the call is queued: Ctrl-C may come in between. Nobody finds the
+            # queue empty meanwhile.
             with entry.lock:
                 entry.begun += 1
                 entry.pending = calls
@@ -476,6 +476,6 @@ def _end_all() -> None:
 
 
 def _work(calls: _CallQueue) -> None:
-    # By a function, whose locals would keep a call's tensors until the next call.
+    # `serve` makes one call: locals of this loop would keep a call's tensors until the next call.
     while calls.serve():
         pass

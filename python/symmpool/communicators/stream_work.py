@@ -98,7 +98,7 @@ class Held:
         self.stream = 0
 
     def join(self) -> None:
-        """What the current stream gets from now on comes after the call; also after one that Ctrl-C has ended
+        """Orders later work of the current stream after the call; also after one that Ctrl-C has ended
         somewhere."""
         (self.mark or self._comm.mark(self._side)).wait()
 

@@ -1,4 +1,5 @@
-"""What calls ask about torch: whether code is compiled, whether a mode sees it, which group is the default.
+"""Questions of calls about torch: whether code is compiled, whether a mode sees it, which group is the
+default.
 
 Programs may import torch after this package, or never. Until it is there, stand-ins answer; `look_for_torch`
 puts torch's own objects in their place, so that a small call pays for one attribute only.
@@ -18,7 +19,7 @@ _opaque: list[Any] = []
 
 
 def _compiling_yet() -> bool:
-    """What `compiling` is while torch is not known: it may have been imported after this package."""
+    """Stands in for `compiling` while torch is not known: it may have been imported after this package."""
     if "torch" not in sys.modules:
         return False
     import torch

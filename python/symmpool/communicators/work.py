@@ -12,7 +12,7 @@ __all__ = ["DoneWork", "Prepared", "Work", "reason_of"]
 
 # Adds to an error what is known of the call.
 Explain = Callable[[Exception], None]
-# What a call needs before it: `symmpool.collectives.plans.Prepare`.
+# Preparation of a call: `symmpool.collectives.plans.Prepare`.
 Prepare = Callable[[], Any]
 
 
@@ -37,7 +37,8 @@ class Prepared:
 
 
 def reason_of(error: BaseException) -> str:
-    """What is reported to the other ranks of an error of this one's. Errors of ours speak for themselves."""
+    """Returns the text that other ranks are told of an error of this one's. Errors of ours speak for
+    themselves."""
     if isinstance(error, (Error, TypeError)) and str(error):
         return str(error).removeprefix("symmpool: ")
     name = type(error).__name__
@@ -72,7 +73,7 @@ class Work:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What went wrong, as far as is known."""
+        """Returns the error of the call, as far as one is known."""
         raise NotImplementedError
 
     def join(self) -> None:
@@ -80,7 +81,7 @@ class Work:
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Waits like `wait`."""
         self.wait()
 
     def result(self) -> list[Any]:

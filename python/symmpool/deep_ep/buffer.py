@@ -400,8 +400,8 @@ class Buffer:
     # --- what these share
 
     def _parts(self, tensor: Any = None) -> tuple[Cores, CommStream]:
-        """What serves calls on the device of a tensor, or of tokens with their scales; of what is none, calls
-        on the device of the last one."""
+        """Returns the cores and the stream for calls on the device of a tensor, or of tokens with their
+        scales. Without a tensor, those for the device of the last call."""
         if self._destroyed:
             raise InvalidStateError(f"deep_ep on rank {self.rank}: the buffer was destroyed")
         if isinstance(tensor, (tuple, list)) and tensor:

@@ -1,4 +1,4 @@
-"""What calls of `deep_ep.Buffer` are given, checked before anything is sent."""
+"""Checks of the arguments of `deep_ep.Buffer`, before anything is sent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def check_waits(name: str, waits: Any, world: int, device: Any) -> None:
-    """What times of waits are added to."""
+    """Checks the tensor that times of waits are added to."""
     if waits is not None and not matrix(name, waits, _INT64, (world,), device).is_contiguous():
         raise refuse(f"{name}: it is not contiguous")
 

@@ -25,7 +25,7 @@ __all__ = ["DTYPES", "Cores"]
 #: Types of tokens that travel as they are; combine takes these.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CALLS = ("dispatch", "low_latency_dispatch")
-# What ranks exchange about a call, and which of these numbers may differ between them.
+# Numbers that ranks exchange about a call; some of them may differ between ranks.
 _FIELDS = (
     "call", "hidden", "num_experts", "dtype", "quantized tokens", "bytes of scales", "top-k",
     "num_worst_tokens", "num_max_dispatch_tokens_per_rank", "tokens",
@@ -39,7 +39,7 @@ class Cores:
     def __init__(self, group: Any, rank: int, world: int, device: torch.device):
         self.group, self.rank, self.world, self.device = group, rank, world, device
         self._buffers: dict[tuple[Any, ...], experts.Buffer] = {}
-        # What serves the exchanges, once there was one.
+        # Entry of the communicator for the exchanges, once there was one.
         self._meeting: Any = None
         #: The buffer of the last call in each mode.
         self.last: dict[str, experts.Buffer] = {}
@@ -80,7 +80,8 @@ class Cores:
         return entry
 
     def meeting(self) -> CommunicatorEntry:
-        """What serves the exchange of what calls are given: made by the first one, which is collective."""
+        """Returns the entry of the communicator that exchanges the arguments of calls. The first exchange
+        makes it, which is collective."""
         if self._meeting is None:
             # The device's communicator comes first: other calls go to the first pool of a group by default.
             self._entry()
@@ -107,7 +108,7 @@ class Cores:
         call = door.closing(meeting.comm.all_gather_into_tensor, False)
         meeting.run(call, (rows.view(-1), sent), [], False)
         found = [dict(zip(_FIELDS, each)) for each in rows.tolist()]
-        # What ranks do next is on the device's communicator.
+        # The ranks' next call is on the device's communicator.
         door.lead(self._entry().preparing)
         try:
             self._compare(found)

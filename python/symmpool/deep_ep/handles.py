@@ -51,7 +51,7 @@ class _LazyTuple(tuple):
 
     __hash__ = object.__hash__
 
-    # What else tuples have, of the parts.
+    # The other methods of tuples.
 
     def __contains__(self, value: Any) -> bool:
         return value in tuple(self)
@@ -107,7 +107,7 @@ class _LazyTuple(tuple):
 
 
 class NormalHandle(_LazyTuple):
-    """What `Buffer.dispatch` gives: `(rank_prefix_matrix, None, None, recv_src_idx, is_token_in_rank, None)`.
+    """Handle of `Buffer.dispatch`: `(rank_prefix_matrix, None, None, recv_src_idx, is_token_in_rank, None)`.
 
     Of the matrix, int32 `[ranks, ranks]`, this rank knows its own column, where the rows of each rank end
     among those that it received; all else is -1. `recv_src_idx`, int32, says which token of its rank each row
@@ -139,7 +139,7 @@ class NormalHandle(_LazyTuple):
 
 
 class LowLatencyHandle(_LazyTuple):
-    """What `Buffer.low_latency_dispatch` gives: `(src_info, layout_range, num_max_dispatch_tokens_per_rank,
+    """Handle of `Buffer.low_latency_dispatch`: `(src_info, layout_range, num_max_dispatch_tokens_per_rank,
     hidden, num_experts)`.
 
     `src_info`, int32 `[local experts, rows]`, says which token of its rank each row is, and -1 where there is
@@ -184,7 +184,7 @@ def _layout(kept: Handle, local: int, rows: int) -> dict[str, torch.Tensor]:
     device, world, capacity = kept.memory.device, kept.buffer.world, kept.buffer.capacity
     places = kept.places.long()
     at = torch.arange(capacity, dtype=torch.int32, device=device)
-    # What is behind the received rows means nothing; it goes behind the last row.
+    # Places behind the received rows mean nothing; they go behind the last row.
     there = (at < kept.num_received)[:, None] & (places >= 0)
     to = torch.where(there, places, local * rows)
     src_info = torch.full((local * rows + 1,), -1, dtype=torch.int32, device=device)

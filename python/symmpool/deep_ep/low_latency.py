@@ -23,8 +23,8 @@ def dispatch(
     door: Door, owner: Any, cores: Cores, x: torch.Tensor, topk_idx: torch.Tensor, most: int, count: int,
     formats: tuple[bool, bool, bool], statistics: Any, waits: Any, masked: torch.Tensor | None,
 ) -> Call:  # fmt: skip
-    """What makes a dispatch: a function that returns `(x, scales or None, counts, memory of the handle,
-    handle)`."""
+    """Returns the function that makes a dispatch: it returns `(x, scales or None, counts, memory of the
+    handle, handle)`."""
     world = cores.world
     compared = checks.check_low_latency(x, topk_idx, most, count, world, formats)
     if statistics is not None:
@@ -69,7 +69,7 @@ def combine(
     out: Any,
     waits: Any,
 ) -> Call:
-    """What makes a combine: a function that returns `(sums,)`."""
+    """Returns the function that makes a combine: it returns `(sums,)`."""
     core, kept = handle.kept.buffer, handle.kept
     local, rows = handle.shape
 
@@ -104,7 +104,7 @@ def _measure(door: Door, core: Any, waits: torch.Tensor | None) -> None:
 
 
 class CombineBuffers:
-    """What `get_next_low_latency_combine_buffer` gives: two tensors of each shape by turns, so that one can
+    """Buffers of `get_next_low_latency_combine_buffer`: two tensors of each shape by turns, so that one can
     be filled while a combine still reads the other. Made when they are first asked for."""
 
     def __init__(self) -> None:

@@ -38,8 +38,8 @@ def dispatch(
     door: Door, owner: Any, cores: Cores, x: torch.Tensor, scales: Any, routing: dict[str, Any],
     worst: int, alignment: int, num_sms: int,
 ) -> Call:  # fmt: skip
-    """What makes a dispatch: a function that returns `(x, scales, ids, weights, memory of the handle, list of
-    counts, handle)`."""
+    """Returns the function that makes a dispatch: it returns `(x, scales, ids, weights, memory of the handle,
+    list of counts, handle)`."""
     compared = checks.check_normal(x, scales, cores.world, routing, worst, alignment)
     key = (compared["hidden"], compared["num_experts"], DTYPES[compared["dtype"]])
     ids, weights = routing["topk_idx"], routing["topk_weights"]

@@ -49,7 +49,7 @@ class CommStream:
         with torch.cuda.stream(stream):
             found = call()
             event = stream.record_event()
-        # What was made here belongs to this stream, and what was given to another one.
+        # The inputs are used on this stream, and the results on the current one.
         for tensor in inputs:
             _record(tensor, stream)
         for tensor in found:
@@ -60,7 +60,8 @@ class CommStream:
         return found, None
 
     def hook(self, event: EventHandle | None, tensors: Iterable[Any]) -> Callable[[], None]:
-        """What makes the current stream wait for a call, and has tensors belong to that stream as well."""
+        """Returns the function that makes the current stream wait for a call. Tensors belong to that stream
+        as well then."""
         kept = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
         def wait() -> None:

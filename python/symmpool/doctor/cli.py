@@ -52,7 +52,7 @@ def size(bytes: int | None) -> str:
 
 
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the machine has: names and values."""
+    """Returns names and values of the machine's facts."""
     system, memory, torch = facts["system"], facts["memory"], facts["torch"]
     found = [
         ("system", f"Linux {system['kernel']}, {system['machine']}, {system['cpus']} CPUs"),

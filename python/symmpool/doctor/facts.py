@@ -1,4 +1,4 @@
-"""What this machine has. Nothing here raises: an error is a value of the report."""
+"""Facts about this machine. Nothing here raises: an error is a value of the report."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
 
 
 def held_facts() -> list[dict[str, Any]]:
-    """What the communicators of this process hold. Some hold, where a program asks."""
+    """Returns the memory that the communicators of this process hold. Some hold, where a program asks."""
     from symmpool.errors import Error
     from symmpool.memory.held import communicator_memory
 
@@ -159,7 +159,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def allocator_facts(torch: Any) -> dict[str, Any]:
-    """What torch offers to allocators that replace its own."""
+    """Returns the interfaces of torch for allocators that replace its own."""
     from symmpool.memory import install
 
     cuda = torch.cuda

@@ -1,4 +1,4 @@
-"""What works on a machine with these facts, what does not, and why."""
+"""Verdicts on what works on a machine with these facts, what does not, and why."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def host(facts: dict[str, Any]) -> Verdict:
 
 
 def limits(facts: dict[str, Any]) -> list[Verdict]:
-    """What this process's limits get in the way of; nothing where all is well."""
+    """Returns the verdicts on this process's limits that get in the way; none where all is well."""
     memory, found = facts["memory"], []
     if memory["open_files"] is not None and memory["open_files"] < FILES:
         why = f"only {memory['open_files']} open files (ulimit -n); a segment takes one"

@@ -1,4 +1,4 @@
-"""What the adapters share: one pool for each group, registered with the engine's NCCL communicator."""
+"""Common part of the adapters: one pool for each group, registered with the engine's NCCL communicator."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class CustomAllreduce:
         )
 
     def should_use(self, inp: Any) -> bool:
-        """As `should_custom_ar`."""
+        """Whether an input is served, as `should_custom_ar` says."""
         return self.should_custom_ar(inp)
 
     def all_reduce(self, inp: Any, *, out: Any = None, registered: bool = False) -> Any:

@@ -22,7 +22,7 @@ def derived(base: type) -> type:
     """The class in place of SGLang's `CustomAllReduceV2`, which is `base`."""
 
     class CustomAllReduceV2(base):  # type: ignore[misc]
-        """As SGLang's. Construction is collective."""
+        """All-reduce of SGLang's name. Construction is collective."""
 
         _symmpool: CustomAllreduce | None = None
 

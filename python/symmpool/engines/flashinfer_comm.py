@@ -39,7 +39,7 @@ FUNCTIONS = ("allreduce_fusion", "create_allreduce_fusion_workspace")
 
 
 class AllReduceFusionPattern:
-    """What is made of the sum, with FlashInfer's numbers. Patterns with "Out" give the norm besides."""
+    """Results made of the sum, with FlashInfer's numbers. Patterns with "Out" give the norm besides."""
 
     kAllReduce = 0
     kARResidualRMSNorm = 1
@@ -86,7 +86,8 @@ class AllReduceFusionWorkspace:
         self.world_size, self.rank = world_size, rank
         self._backend = backend
         self._destroyed = False
-        # What SGLang reads of a workspace of "trtllm". Entries about FlashInfer's own memory are left out.
+        # SGLang reads these entries of a workspace of "trtllm". Entries about FlashInfer's own memory are
+        # left out.
         self.metadata = {
             "tp_rank": rank,
             "tp_size": world_size,
@@ -122,7 +123,7 @@ class AllReduceFusionWorkspace:
         raise UnsupportedError(self._stays("checkpoint_prepare"))
 
     def checkpoint_restore(self, comm_backend: Any = None) -> None:
-        """As `checkpoint_prepare`."""
+        """Refuses like `checkpoint_prepare`."""
         raise UnsupportedError(self._stays("checkpoint_restore"))
 
     def _stays(self, call: str) -> str:
@@ -288,7 +289,7 @@ def _check(workspace: Any, pattern: int, *given: Any) -> None:
             raise InvalidArgumentError(f"{name}: pattern {pattern} needs it, on rank {workspace.rank}")
 
 
-# By the name of a function, what it was before.
+# Former functions by name.
 _before: dict[str, Any] = {}
 
 

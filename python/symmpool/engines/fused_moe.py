@@ -157,8 +157,8 @@ class PrepareAndFinalize:
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], None], Callable[[], Any]]:
-        """As `prepare`, beside the current stream: `(hook, receiver)`. `hook()` makes the current stream
-        wait, and `receiver()` then returns what `prepare` does."""
+        """Prepares like `prepare`, beside the current stream: `(hook, receiver)`. `hook()` makes the current
+        stream wait, and `receiver()` then returns what `prepare` does."""
         with Door(self.buffer._entry.preparing) as door:
             self._check(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
             on_input, defer = apply_router_weight_on_input, switch("defer_input_quant", defer_input_quant)
@@ -199,7 +199,7 @@ class PrepareAndFinalize:
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any = None,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """As `finalize`, beside the current stream: `(hook, receiver)`."""
+        """Finalizes like `finalize`, beside the current stream: `(hook, receiver)`."""
         with Door(self.buffer._entry.preparing) as door:
             _, wait = self._beside(
                 lambda: self._return(

@@ -35,7 +35,7 @@ logger = logging.getLogger("symmpool.engines")
 REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
 ALL_REDUCE = "vllm.distributed.device_communicators.custom_all_reduce"
 
-# By the identity of the communicator.
+# Pools by the identity of the communicator.
 _pools: dict[tuple[int, bytes], EnginePool] = {}
 _graph_pool_id: list[Any] = [None]
 

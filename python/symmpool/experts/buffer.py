@@ -304,7 +304,8 @@ class Buffer:
             arguments = (*arguments, None, rows_of_each, is_waited_for, given.more)
 
         def left() -> Received:
-            """What the call has left. It runs on the call's stream, before another call can begin."""
+            """Returns the results of the call. It runs on the call's stream, before another call can
+            begin."""
             load = None if known else self._load
             if load is not None:
                 load += handle.expert_counts

@@ -1,5 +1,5 @@
-"""What calls of `experts.Buffer` are given, checked before anything is allocated or sent. The extension
-checks types, shapes and strides of the tensors that it reads, in the call."""
+"""Checks of the arguments of `experts.Buffer`, before anything is allocated or sent. The extension checks
+types, shapes and strides of the tensors that it reads, in the call."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def switch(name: str, given: Any) -> bool:
 
 
 def alignment_of(given: Any) -> int:
-    """What the first row of each expert is a multiple of."""
+    """Returns the number that the first row of each expert is a multiple of."""
     try:
         found = operator.index(given)
     except TypeError:
@@ -77,7 +77,7 @@ def alignment_of(given: Any) -> int:
 
 
 def shown(given: Any) -> str:
-    """What an argument is, in an error. Tensors are not printed: where a storage was freed that ends the
+    """Describes an argument in an error. Tensors are not printed: where a storage was freed that ends the
     process."""
     if isinstance(given, int) and not abs(given) < 1 << 64:
         return "a huge number"

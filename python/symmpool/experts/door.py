@@ -41,7 +41,7 @@ class Door:
         return made
 
     def close(self) -> None:
-        """What is raised from here on every rank knows."""
+        """Closes the door: every rank knows of an error that is raised from here on."""
         self._is_open = False
 
     def lead(self, preparing: Callable[[], Any]) -> None:

@@ -111,7 +111,7 @@ def combined(
         by_weights = buffer._for_weights(door).send(door, weights, handle, int(of_weights))
     places = handle.places.long()
     valid = received_rows(handle, places.shape[0]) & (places >= 0)
-    # What is not valid goes to a row behind the last one.
+    # Places that are not valid go to a row behind the last one.
     at = torch.where(valid, places, count).clamp(max=count)
     row_weights = torch.zeros(count + 1, device=buffer.device)
     row_weights[at.flatten()] = by_weights.flatten()
@@ -191,7 +191,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any, expert_output: Any, weights: Any, door: Door, buffer: Any, handle: Any, is_given: bool
     ) -> Any:
         ctx.buffer, ctx.handle, ctx.is_given = buffer, handle, is_given
-        # By rank the number of rows alone matters.
+        # In layout "rank" the number of rows alone matters.
         by_rank = handle.layout == "rank"
         ctx.save_for_backward(expert_output[:, :0] if by_rank else expert_output, weights)
         sent = weights.detach() if is_given else None

@@ -256,8 +256,8 @@ def _below_autograd(operator: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _saved(ctx: Any, buffer: str) -> Any:
-    """What a forward pass has saved. Where it was written to since then, which autograd refuses, every rank
-    raises an error: this one makes no call."""
+    """Returns the tensors that a forward pass has saved. Where they were written to since then, which
+    autograd refuses, every rank raises an error: this one makes no call."""
     with Door(_named(buffer)._entry.preparing):
         return ctx.saved_tensors
 
@@ -324,7 +324,7 @@ def _dispatch_autograd(
     records = torch.is_grad_enabled()
     if not records or not (x.requires_grad or has_grad(topk_weights)):
         arguments = (x, topk_ids, topk_weights, buffer, layout, alignment, quantize)
-        # What is computed of rows may have gradients all the same.
+        # Tensors that are computed of rows may have gradients all the same.
         zeros = zero_unused or records
         return _below_autograd(torch.ops.symmpool.experts_dispatch, *arguments, zero_unused=zeros)
     if quantize is not None:

@@ -1,4 +1,4 @@
-"""What a dispatch gives: received rows, and the handle that leads them back."""
+"""Results of a dispatch: received rows, and the handle that leads them back."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ class Received:
 
     @property
     def host_expert_counts(self) -> list[int] | None:
-        """The same, known to the host; None unless the dispatch that made the handle was exact."""
+        """Returns the counts as a list of the host; None unless the dispatch that made the handle was
+        exact."""
         return self.handle.counts
 
 

@@ -1,4 +1,4 @@
-"""What every fused call refuses, and how errors describe an argument."""
+"""Refusals that every fused call makes, and how errors describe an argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["described", "refuse_gradients", "wrong_lists"]
 
 
 def described(given: Any) -> str:
-    """What an argument is, in an error that says what it must be."""
+    """Describes an argument, in an error that says what it must be."""
     if isinstance(given, torch.Tensor):
         return f"{given.dtype} of shape {tuple(given.shape)}"
     return "None" if given is None else f"an object of type {type(given).__name__}"
@@ -31,7 +31,8 @@ def refuse_gradients(name: str, **tensors: torch.Tensor | None) -> None:
 
 
 def wrong_lists(**lists: Any) -> str | None:
-    """What is wrong with arguments that are lists, each as long as the first one."""
+    """Returns what is wrong with arguments that are lists, each as long as the first one; None if nothing
+    is."""
     counts = []
     for what, given in lists.items():
         if not isinstance(given, Sequence) or isinstance(given, str):

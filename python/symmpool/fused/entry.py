@@ -1,4 +1,5 @@
-"""What serves a fused call or a copy of copy engines, found with its arguments checked on every rank."""
+"""The entry that serves a fused call or a copy of copy engines, found with its arguments checked on every
+rank."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ __all__ = ["entry_for", "gathered_rows", "is_pipelined"]
 
 
 def entry_for(name: str, tensor: Any, group: Any, check: Any) -> Any:
-    """What serves a call, whose arguments `check(world)` refuses where they are wrong; calls of other ranks
-    on that kind of device fail then, too."""
+    """Returns the entry that serves a call, whose arguments `check(world)` refuses where they are wrong;
+    calls of other ranks on that kind of device fail then, too."""
 
     def first(rank: int, world: int) -> Any:
         _checked(name, check, rank, world)

@@ -77,8 +77,8 @@ def fused_all_gather_scaled_matmul(
     *,
     in_front: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """As `fused_all_gather_matmul`, for 8-bit floats with scales. `A_scale` is one number, or has one for
-    each row of the shard, (..., 1), or one for each row of the gathered tensor."""
+    """Multiplies like `fused_all_gather_matmul`, for 8-bit floats with scales. `A_scale` is one number, or
+    has one for each row of the shard, (..., 1), or one for each row of the gathered tensor."""
     name = "fused_all_gather_scaled_matmul"
     of_each = {
         "B_scales": B_scales,

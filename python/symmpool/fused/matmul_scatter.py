@@ -218,7 +218,7 @@ def _matmul_scatter(
 
 
 def _nth(which: str, nth: int, of: Sequence[Any]) -> str:
-    """What an argument is called, of which there may be several."""
+    """Name of an argument of which there may be several."""
     return which if len(of) == 1 else f"{which}s[{nth}]"
 
 

@@ -29,7 +29,7 @@ _KINDS = ("none", "fp8_static", "fp8_token", "fp8_group")
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 # The tensors of a call, in the order in which they are handed on.
 _NAMES = ("x", "residual", "weight", "bias", "out", "residual_out", "norm_out")
-# What torch adds to a mean of squares where nothing else is said, whatever the type of the rows.
+# Number that torch adds to a mean of squares where nothing else is said, whatever the type of the rows.
 _EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -211,7 +211,7 @@ def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
         raise InvalidArgumentError(f"quant: a scale on {quant.scale.device}; it must be on {x.device}")
 
 
-# As operators of torch.
+# Operators of torch.
 
 _library = torch.library.Library("symmpool", "FRAGMENT")
 _ARGUMENTS = (

@@ -56,7 +56,7 @@ def _dtype(given: Any) -> Any:
     return _TYPES.get(given, given) if isinstance(given, int) else given
 
 
-# What operators do.
+# Implementations of the operators.
 
 
 def _all_gather_matmul(
@@ -139,7 +139,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# What is in the place of torch's operators, whose results lie in memory in another way.
+# Implementations in the place of torch's operators, whose results lie in memory in another way.
 _AS_TORCH: dict[str, Callable[..., Any]] = {
     **_IMPLEMENTATIONS,
     "fused_all_gather_matmul": functools.partial(_all_gather_matmul, in_front=True),

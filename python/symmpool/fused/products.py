@@ -1,4 +1,4 @@
-"""What fused products of matrices are given: checked, and laid out as rows."""
+"""Arguments of fused products of matrices: checked, and laid out as rows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Product:
         return made if out is None else out.copy_(made)
 
     def in_memory(self, name: str, which: str) -> Product:
-        """The same product, of matrices whose memory holds what they show."""
+        """Returns the same product, of matrices whose memory holds what they show."""
         found = {
             what: to_read(f"{name}: {of}", given)
             for what, of, given in (
@@ -217,8 +217,8 @@ def check_reduce(name: str, reduce_op: Any) -> None:
 def scales_of_rows(
     name: str, scale: Any, shape: torch.Size, dim: int, world: int
 ) -> tuple[str, torch.Tensor | None]:
-    """What scales of a shard that is gathered along `dim` are: "one" for all of it, the "shard"'s own, or
-    those of the "whole"; and the scales of rows, with `dim` in front."""
+    """Returns the kind of the scales of a shard that is gathered along `dim`: "one" for all of it, the
+    "shard"'s own, or those of the "whole"; and the scales of rows, with `dim` in front."""
     whole = list(shape[:-1])
     if dim < len(whole):
         whole[dim] *= world

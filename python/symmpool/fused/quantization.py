@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Fused(NamedTuple):
-    """What a fused call gives: the norm, or its 8-bit floats; the sum with bias and residual, which is the
+    """Results of a fused call: the norm, or its 8-bit floats; the sum with bias and residual, which is the
     next residual; and the scales that the call made, or None."""
 
     out: torch.Tensor

@@ -145,7 +145,7 @@ def _filled(product: Product, left: torch.Tensor) -> tuple[torch.Tensor, Product
 
 
 def _whole(columns: int, itemsize: int) -> int:
-    """As many columns as rows have that begin at multiples of 16 bytes."""
+    """Number of columns, rounded up so that rows begin at multiples of 16 bytes."""
     return -(-columns * itemsize // _ALIGNMENT) * _ALIGNMENT // itemsize
 
 

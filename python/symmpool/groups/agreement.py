@@ -11,7 +11,7 @@ from symmpool.groups.store import RunOfStore, StoreAdapter
 
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-# And in which runs of the ranks: to find out takes a round trip to the store.
+# Runs of the ranks in which agreements were made: to find out takes a round trip to the store.
 _runs: weakref.WeakKeyDictionary[Any, dict[int, int | str]] = weakref.WeakKeyDictionary()
 # The rank and its run, by stores of which that is known.
 _known: weakref.WeakKeyDictionary[Any, tuple[int, int | str]] = weakref.WeakKeyDictionary()
@@ -54,7 +54,7 @@ def check_all_came(group: Any, key: str, waited: float, to: str) -> None:
 
 
 def _adapter(store: Any) -> StoreAdapter:
-    """What an agreement is made by. It keeps the store, so nothing keeps it."""
+    """Returns the adapter that agreements are made by. It keeps the store, so nothing keeps it."""
     known = _known.get(store)
     if known is not None:
         return StoreAdapter(RunOfStore(store, *known))

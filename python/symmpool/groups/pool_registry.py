@@ -85,7 +85,7 @@ def pools_of(key: Any) -> list[Any]:
         try:
             known = _pools.get(key, [])
         except TypeError:
-            return []  # what cannot be a key is no group
+            return []  # an object that cannot be a key is no group
         alive = [pool for pool in (each() for each in known) if pool is not None]
         if len(alive) != len(known):
             _pools[key] = [weakref.ref(pool) for pool in alive]
@@ -98,7 +98,7 @@ def all_pools() -> list[Any]:
 
 
 def _keys() -> list[Any]:
-    """What stands for the groups that have or had pools. Other threads may make pools meanwhile."""
+    """Returns the keys of the groups that have or had pools. Other threads may make pools meanwhile."""
     with _lock:
         return list(_pools)
 

@@ -1,4 +1,4 @@
-"""What is asked of torch's process groups: members, stores, backends and timeouts.
+"""Questions to torch's process groups: members, stores, backends and timeouts.
 
 Nothing here imports torch: a program that has not imported it has no process groups.
 """
@@ -29,7 +29,7 @@ def member_of(dist: Any, group: Any) -> tuple[int, int, Any]:
     if rank < 0:
         raise InvalidArgumentError("group: this process is no member of it")
     c10d = dist.distributed_c10d
-    store = getattr(group, "_store", None)  # of our own backend
+    store = getattr(group, "_store", None)  # groups of our own backend have it
     if store is None:
         entry = c10d._world.pg_map.get(group)
         store = entry[1] if entry else None
@@ -59,7 +59,7 @@ def backends_of(group: Any) -> dict[str, str]:
 def timeout_of_torch(group: Any, kind: str | None) -> float | None:
     """How long a process group of torch waits, in seconds: what the options of its backend for a kind
     of device say ("cpu", "cuda"), or of any backend; None where none says so."""
-    timeout = getattr(group, "_timeout", None)  # of our own backend
+    timeout = getattr(group, "_timeout", None)  # groups of our own backend have it
     devices = getattr(group, "_device_types", ())
     for device in sorted(devices, key=lambda each: each.type != kind):
         if timeout is not None:

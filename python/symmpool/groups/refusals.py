@@ -36,7 +36,7 @@ _environment = _Environment()
 
 
 def _named(key: Any) -> Any:
-    """What stands for a group that a call names, or for the default one."""
+    """Returns the object that stands for a group that a call names, or for the default one."""
     if key is not None:
         return key
     dist = distributed()
@@ -64,7 +64,7 @@ def report(key: Any, meet: Callable[[], Any]) -> BaseException | None:
     raised: list[BaseException] = []
 
     def work() -> None:
-        # What goes wrong later is raised again by the next call, or is of no interest any more.
+        # A later error is raised again by the next call, or is of no interest any more.
         try:
             meet()
         except BaseException as error:

@@ -61,7 +61,7 @@ class StoreAdapter:
         below = tcp_below(store)
         self._waits_by_itself = below is not None
         self._connections = None if below is None else _connections_of(below)
-        # What stands before keys on a connection of the store below, in place of this store's own prefix.
+        # Prefix of keys on a connection of the store below, in place of this store's own prefix.
         self._prefix = None if below is None or below is not store else ""
         self._met = False
         # The last parts of each sequence of gathers, two at most.
@@ -232,8 +232,9 @@ _PREFIX = "symmpool/prefix"
 
 
 def _prefix_of(store: Any) -> str:
-    """What keys of a store begin with on a connection of the store below it. Torch does not say what a store
-    with a prefix puts before keys. So the first to ask makes another prefix up, which the store keeps."""
+    """Returns the prefix of a store's keys on a connection of the store below it. Torch does not say what a
+    store with a prefix puts before keys. So the first to ask makes another prefix up, which the store
+    keeps."""
     found = _prefixes.get(store)
     if found is None:
         own = f"symmpool/{secrets.token_hex(8)}/"

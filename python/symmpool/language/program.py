@@ -80,7 +80,7 @@ class Program:
 
     @property
     def collective(self) -> str:
-        """What it computes."""
+        """Name of the collective that the program computes."""
         return self._collective if isinstance(self._collective, str) else self._collective.name
 
     def check(self, world_size: int) -> None:
@@ -178,7 +178,7 @@ class Program:
                 return chunks
 
     def _outputs(self, chunks: int, world: int) -> list[list[list[list[int]]]] | None:
-        """Of a collective of one's own, what each chunk of each rank's output must hold."""
+        """Contents of each chunk of each rank's output, for a collective of one's own."""
         if isinstance(self._collective, str):
             return None
         return [self._outputs_of(rank, chunks, world) for rank in range(world)]

@@ -90,7 +90,7 @@ def two_shot_all_reduce(me: Rank) -> None:
 
 @algorithm("all_reduce", chunks="world")
 def two_shot_ll_all_reduce(me: Rank) -> None:
-    """The same through scratch alone, so that it can be compiled with protocol="ll"."""
+    """Reduces in two shots through scratch alone, so that it can be compiled with protocol="ll"."""
     results = me.scratch(me.world)
     _reduce_directly(me, me.output[me.rank])
     for peer in me.peers():

@@ -1,4 +1,4 @@
-"""What a program is written in: a rank, its peers, and chunks of their buffers.
+"""The words of programs: a rank, its peers, and chunks of their buffers.
 
 Nothing here computes. Every operation is written down as an entry of the plan, with the line of the
 program that it stands in; `symmpool.language.program` makes a plan of what all ranks have written down.
@@ -104,7 +104,7 @@ class Scratch(Buffer):
 
 
 class Side:
-    """What a program can name of a rank, its own or a peer."""
+    """Buffers that a program can name of a rank, its own or a peer."""
 
     __slots__ = ("_rank", "_tracer")
 
@@ -118,12 +118,12 @@ class Side:
 
     @property
     def input(self) -> Buffer:
-        """What the rank's caller passed in."""
+        """Buffer that the rank's caller passed in."""
         return self._tracer.buffer(self.rank, "input")
 
     @property
     def output(self) -> Buffer:
-        """What the rank's caller gets."""
+        """Buffer that the rank's caller gets."""
         return self._tracer.buffer(self.rank, "output")
 
 
@@ -212,7 +212,7 @@ class Rank(Side):
 
     @contextlib.contextmanager
     def block_group(self, group: int) -> Iterator[None]:
-        """What stands inside runs in order, while the other block groups run, until they join. 16 are
+        """Runs the operations inside in order, while the other block groups run, until they join. 16 are
         possible."""
         number = whole(group, "the number of a block group")
         if self._tracer.group is not None:
@@ -226,7 +226,8 @@ class Rank(Side):
             self._tracer.group = None
 
     def join(self) -> None:
-        """What follows runs behind all block groups so far. What is in no block group does so by itself."""
+        """Orders later operations behind all block groups so far. Operations in no block group are ordered so
+        by themselves."""
         self._tracer.add("join")
 
     def _move(self, op: str, dst: Chunks, src: Chunks) -> None:
@@ -250,7 +251,7 @@ class Rank(Side):
 
 
 class Tracer:
-    """What one rank's run of a program has written down."""
+    """Recorder of one rank's run of a program."""
 
     def __init__(self, rank: int, world: int, chunks: dict[str, list[int]], source: str):
         self.rank, self.world, self.source = rank, world, source

@@ -85,7 +85,7 @@ def _refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> 
     try:
         size = _pad_size(signal_pad_size)
     except InvalidArgumentError:
-        size = SIGNAL_PAD_SIZE  # what they have, most likely
+        size = SIGNAL_PAD_SIZE  # their size, most likely
     try:
         _share(torch, pool, size, lambda _: (0, REFUSED, 0, 0, str(refusal).encode()))
     except Error as error:

@@ -1,4 +1,4 @@
-"""What the communicators of this process hold of memory, for which group, and which found no room."""
+"""Memory that the communicators of this process hold, for which group, and which found no room."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _steps_of(manager: Any) -> Callable[..., Iterator[None]]:
 
 
 class Scope:
-    """What a pool needs so that torch allocates in it. Made at its first `with`."""
+    """Parts that a pool needs so that torch allocates in it. Made at its first `with`."""
 
     # Attributes go in this order: torch gives its cached segments back before the slot closes.
     __slots__ = ("_mempool", "_slot", "_torch", "_device", "_use")

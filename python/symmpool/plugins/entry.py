@@ -1,5 +1,5 @@
-"""What an installed symmpool does in the processes of serving engines, whose entry points
-`vllm.general_plugins` and `sglang.srt.plugins` lead here.
+"""Entry of an installed symmpool in the processes of serving engines: `vllm.general_plugins` and
+`sglang.srt.plugins` lead here.
 
 The engine calls its function in every process that it starts, before that makes groups. One line in the
 engine's log says what symmpool serves there, what it does not and why. SYMMPOOL_ENGINES=off turns it off;
@@ -26,7 +26,8 @@ _said: list[int] = []
 
 
 def mode() -> str:
-    """What SYMMPOOL_ENGINES says: "on", "off" or "any". Raises InvalidArgumentError for anything else."""
+    """Returns the value of SYMMPOOL_ENGINES: "on", "off" or "any". Raises InvalidArgumentError for anything
+    else."""
     value = os.environ.get(VARIABLE, "").strip().lower() or "on"
     if value not in _MODES:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""What symmpool serves in an engine's process, as one line."""
+"""Report of what symmpool serves in an engine's process, as one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLE = "SYMMPOOL_ENGINES"
 
 @dataclass
 class Report:
-    """What is in place in an engine's process."""
+    """Summary of what symmpool serves in an engine's process."""
 
     #: The device that the engine's ranks compute on, in words.
     place: str

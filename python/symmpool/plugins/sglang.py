@@ -1,4 +1,4 @@
-"""What is put in place in a process of SGLang, by the devices that it has."""
+"""Replacements in a process of SGLang, by the devices that it has."""
 
 from __future__ import annotations
 

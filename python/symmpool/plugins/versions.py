@@ -41,7 +41,7 @@ class Engine:
         return None
 
     def remark(self, version: str, place: str) -> str | None:
-        """What is to be said of a version that is served without having been run there, or None."""
+        """Remark on a version that is served without having been run there, or None."""
         if f"{version} on {place}" in self.tested:
             return None
         ran = f"; {', '.join(self.tested)} was" if self.tested else ""

@@ -1,4 +1,4 @@
-"""What is put in place in a process of vLLM, by the platform that it runs on."""
+"""Replacements in a process of vLLM, by the platform that it runs on."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ _PREFIX = "symmpool/"
 
 
 class Collectives:
-    """What vLLM's communicator calls in place of torch.distributed. Each call is collective and returns when
-    it is done; a rank that does not come within the group's timeout is an error that names it."""
+    """Collectives that vLLM's communicator calls in place of torch.distributed. Each call is collective and
+    returns when it is done; a rank that does not come within the group's timeout is an error that names
+    it."""
 
     def __init__(self, group: Any):
         self._group = group
@@ -53,7 +54,7 @@ def communicator_class() -> type:
     base: Any = importlib.import_module(_THEIRS).CpuCommunicator
 
     class CpuCommunicator(base):  # type: ignore[misc]
-        """As vLLM's. Construction is collective."""
+        """Communicator with vLLM's interface. Construction is collective."""
 
         def __init__(
             self,

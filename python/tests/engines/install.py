@@ -28,7 +28,7 @@ LEFT_OUT = re.compile(
 
 
 def requirements(wheel):
-    """What a package requires of others, without builds that the package index lacks."""
+    """Returns a package's requirements, without builds that the package index lacks."""
     with zipfile.ZipFile(wheel) as package:
         (name,) = [each for each in package.namelist() if each.endswith(".dist-info/METADATA")]
         lines = package.read(name).decode().splitlines()

@@ -9,7 +9,7 @@ from test_torch_distributed import begin
 
 
 def manager(group, folder):
-    """As a layer on Hopper uses it. Returns what went otherwise than it should."""
+    """Uses the manager as a layer on Hopper does. Returns what went otherwise than it should."""
     from sglang.srt import utils
 
     # True on Hopper, and asked when the module is imported.
@@ -34,7 +34,7 @@ def manager(group, folder):
                 wrong.append((backend, dtype, found.use_fp32_lamport))
             if not found.is_buffer_size_sufficient(64, 64, dtype, use_oneshot=True):
                 wrong.append((backend, dtype, "size"))
-            # The same once more, and a larger one.
+            # An equal request finds the same workspace, and a larger one makes another.
             found.initialize(world, me, 64, 64, backend, dtype=dtype, cpu_group=cpu_group)
             found.initialize(world, me, 1 << 20, 128, backend, dtype=dtype, cpu_group=cpu_group)
             if not found.initialized:
@@ -70,6 +70,6 @@ def test_the_class_of_sglang_stays_the_class_that_models_ask_for(monkeypatch):
     assert custom_all_reduce.dispatch_custom_allreduce(group=None, device=None) is now
     monkeypatch.setattr(custom_all_reduce_v2, "can_use_custom_all_reduce_v2", lambda group, device: False)
     assert custom_all_reduce.dispatch_custom_allreduce(group=None, device=None) is CustomAllreduce
-    # What the derived class calls of its own.
+    # The derived class calls these methods of its own.
     for name in ("should_custom_ar", "custom_all_reduce", "close", "capture"):
         assert callable(getattr(own, name)), name

@@ -10,7 +10,8 @@ from ranks import values
 
 
 def groups(group, folder, mode):
-    """As a worker of SGLang begins. Returns the backend's name, and what went otherwise than it should."""
+    """Begins as a worker of SGLang does. Returns the backend's name, and what went otherwise than it
+    should."""
     os.environ["SYMMPOOL_ENGINES"] = mode
     me, world = group.rank, group.world
     from sglang.srt.plugins import load_plugins

@@ -8,8 +8,8 @@ from test_torch_distributed import begin
 
 
 def manager(group, folder):
-    """As `CudaCommunicator` and the pass for fused norms use it. Returns what went otherwise than it
-    should."""
+    """Uses the manager as `CudaCommunicator` and the pass for fused norms do. Returns what went otherwise
+    than it should."""
     import os
 
     import flashinfer.comm

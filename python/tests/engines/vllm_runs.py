@@ -26,7 +26,7 @@ def environment(ranks, **variables):
 
 
 def shared_memory():
-    """What vLLM's own communicators have made."""
+    """Returns the shared memory that vLLM's own communicators have made."""
     return set(pathlib.Path("/dev/shm").glob("vllm_dist_*"))
 
 

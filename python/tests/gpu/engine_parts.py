@@ -1,4 +1,4 @@
-"""As much of vLLM and SGLang as their adapters ask for, on NCCL's communicators of torch's groups."""
+"""Parts of vLLM and SGLang that their adapters ask for, on NCCL's communicators of torch's groups."""
 
 import sys
 import types
@@ -24,7 +24,7 @@ def pynccl(group, device):
 
 
 def coordinator(communicator, name="tp"):
-    """Of SGLang."""
+    """Returns a stand-in for a group coordinator of SGLang."""
     return types.SimpleNamespace(
         unique_name=name,
         pynccl_comm=communicator,
@@ -36,7 +36,7 @@ def coordinator(communicator, name="tp"):
 
 
 def switch_on(environment):
-    """What says in either that symmetric memory is wanted."""
+    """Switches symmetric memory on, as either engine has it."""
     environment["VLLM_USE_NCCL_SYMM_MEM"] = "1"
     observed = types.SimpleNamespace(comm=types.SimpleNamespace(enable_symm_mem=True))
     context = types.ModuleType("sglang.srt.runtime_context")

@@ -1,4 +1,4 @@
-"""What calls cost the host, ours and torch's in turn.
+"""Measures the cost of calls on the host, ours and torch's in turn.
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/measure_host.py \
         [--rounds 7] [--json FILE] [--device cpu]

@@ -1,4 +1,4 @@
-"""What `symmpool.install()` reserves and costs, compared with torch's allocator, on one GPU.
+"""Measures what `symmpool.install()` reserves and costs, compared with torch's allocator, on one GPU.
 
     python python/tests/gpu/measure_install.py [--turns 12] [--lengths 60] [--seconds 200] [--json FILE]
 
@@ -142,7 +142,7 @@ class Contender:
 
 
 def take_turns(options, contenders):
-    """What each turn of each contender took and found; the one that does not count is not among it."""
+    """Returns the times and figures of each turn of each contender, without the first turn."""
     began, longest = time.perf_counter(), 0.0
     for which, contender in contenders.items():
         print(f"{which:10} {contender.turn()['seconds']:6.2f} s for the first turn", flush=True)
@@ -162,8 +162,8 @@ def take_turns(options, contenders):
 
 
 def summary(found, lengths):
-    """Of each contender: reserved over live bytes, live bytes, and medians of the turns: of steps a second,
-    and of these over torch's in the same turn. And whether losses are the same."""
+    """Returns for each contender: reserved over live bytes, live bytes, and medians of the turns: of steps a
+    second, and of these over torch's in the same turn. And whether losses are the same."""
     table = {}
     for which, turns in found.items():
         last = turns[-1]

@@ -209,7 +209,7 @@ def main():
         runner.run(nth)
         done += 1
         if done % 5 == 0:
-            # By rank 0's clock.
+            # The clock of rank 0 decides.
             stop = [over()]
             dist.broadcast_object_list(stop, 0)
             if stop[0]:

@@ -43,7 +43,7 @@ class Parts:
         self.device, self.tokens, self.hidden = device, tokens, hidden
         self.me, self.world = dist.get_rank(), dist.get_world_size()
         self.cuda = device.type == "cuda"
-        # As DeepEP's own tests do.
+        # DeepEP's own tests set these defaults too.
         torch.set_default_device(device)
         torch.set_default_dtype(torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""What serving engines do with their adapters, between ranks.
+"""Calls of serving engines with their adapters, between ranks.
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_engines.py
 
@@ -28,7 +28,7 @@ def data(count, dtype, device, seed):
 
 
 def summed(x):
-    """By torch, through the CPU's group."""
+    """Returns the sum over ranks by torch, through the CPU's group."""
     wide = x.double().cpu()
     dist.all_reduce(wide)
     return wide.to(device=x.device, dtype=x.dtype)

@@ -68,7 +68,7 @@ def expected(norm, quant):
 
 
 def variants(x, residual, weight, quant, device):
-    """The same call in every way that it can be made."""
+    """Yields the results of a call in every way that it can be made."""
 
     def call(algorithm="auto"):
         return fused.all_reduce_rms_norm(x, residual, weight, 1e-6, quant=quant, algorithm=algorithm)
@@ -95,7 +95,7 @@ def variants(x, residual, weight, quant, device):
 
 
 def check(x, residual, weight, quant, world):
-    """What is wrong with a case."""
+    """Returns what is wrong with a case."""
     total = x.clone()
     symmpool.all_reduce(total)
     total = total + residual

@@ -25,7 +25,7 @@ HIDDEN, HEADS, WIDE = 4096, 32, 14336
 
 
 class Norm(torch.nn.Module):
-    """As models of Hugging Face write it."""
+    """RMSNorm as models of Hugging Face write it."""
 
     def __init__(self, hidden, eps=1e-5):
         super().__init__()

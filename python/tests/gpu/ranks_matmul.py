@@ -65,7 +65,7 @@ class Checks:
             print(f"rank {dist.get_rank()}: {what}", flush=True)
 
     def variants(self, call):
-        """What a call gives, made in every way that it can be made."""
+        """Yields the results of a call, made in every way that it can be made."""
         yield "eager", call()
         yield "again", call()
         if self.device.type == "cpu":

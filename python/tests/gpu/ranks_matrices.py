@@ -169,7 +169,7 @@ class Runner:
         receives = [[row[rank] for row in case.counts] for case in cases]
         offsets = [[sum(row[:at]) for at in range(world)] for row in receives]
         splits = {wide: self.numbers(sends, wide) for wide in (False, True)}
-        # What calls write, by case: splits and offsets.
+        # Splits and offsets that calls write, by case.
         observed = {wide: torch.full_like(of, -1).repeat(2, 1, 1) for wide, of in splits.items()}
         wrong = torch.zeros(len(cases), 2, dtype=torch.int64, device=self.device)
         overflows = collections.Counter()
@@ -238,7 +238,7 @@ class Runner:
             overflowed = True
         if overflowed != (not self.on_cuda and case.overflows()):
             self.judge(case, False, f"overflow reported: {overflowed}")
-        # What had no room is not written.
+        # Rows that had no room are not written.
         theirs[before + min(sum(receive), capacity) * size :].fill_(POISON)
         torch.sum(ours != theirs, 0, out=wrong[1])
 

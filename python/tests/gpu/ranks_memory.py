@@ -1,4 +1,4 @@
-"""What groups hold of their devices' memory, on a GPU for each rank.
+"""Memory that groups hold of their devices, on a GPU for each rank.
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_memory.py
 

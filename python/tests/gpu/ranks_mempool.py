@@ -41,7 +41,7 @@ def program(pool, comm, seed):
             comm.all_reduce(tensor)
             expected = pool.world * (pool.world + 1) // 2 * (number + 1 + step)
             wrong += not bool((tensor == expected).all())
-        # The same tensors go on all ranks, but in an order of each rank's own.
+        # All ranks drop the same tensors, but in an order of each rank's own.
         keep = [same.random() < 0.5 for _ in held]
         gone = [t for t, kept in zip(held, keep, strict=True) if not kept]
         held = [t for t, kept in zip(held, keep, strict=True) if kept]

@@ -1,4 +1,4 @@
-"""What belongs to a call and follows its kernel comes before the next call, whatever streams both are on.
+"""Checks that work which belongs to a call and follows its kernel comes before the next call, on any streams.
 
     SYMMPOOL_CONCURRENT=2 python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_order.py
 

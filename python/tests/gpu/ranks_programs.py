@@ -77,7 +77,7 @@ class Runner:
         self.groups = []
         for ranks in [ranks for ranks in members if len(ranks) > 1]:
             self.groups.append((dist.new_group(list(ranks), timeout=TIMEOUT), list(ranks)))
-        # Of which each step of a program has a stretch, the same on every rank.
+        # Each step of a program has a stretch of the windows, the same on every rank.
         self.stretch = 32 * self.world * most
         self.pool = symmpool.Pool(self.groups[0][0], device)
         self.windows = self.pool.empty(LONGEST * self.stretch, torch.uint8)
@@ -201,7 +201,7 @@ class Runner:
         return self.place(like).copy_(like)
 
     def data(self, step, which, count, dtype=None):
-        """What rank `which` of the group has."""
+        """Returns the data of rank `which` of the group."""
         small = step.op == "prod"
         return values(count, dtype or step.dtype, self.device, self.seeds[which], small)
 
@@ -217,7 +217,8 @@ class Runner:
     def op(self, step):
         return getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(step.op, step.op.upper()))
 
-    # What is called: each takes the call, its group, the group's ranks and this one's place there.
+    # Functions that make the calls: each takes the call, its group, the group's ranks and this one's place
+    # there.
 
     def do_all_reduce(self, made, group, ranks, me):
         step = made.step
@@ -273,7 +274,8 @@ class Runner:
         made.held = x
 
     def exchanged(self, step, ranks, me):
-        """What this rank sends by rank, and what comes of each: `a` sends sizes[(a + b) % n] to `b`."""
+        """Returns the rows that this rank sends by rank, those that it receives of each, and the numbers of
+        both: `a` sends sizes[(a + b) % n] to `b`."""
         n = len(ranks)
         rows = [[step.sizes[(a + b) % n] for b in range(n)] for a in range(n)]
         split = [self.data(step, a, sum(rows[a])).split(rows[a]) for a in range(n)]

@@ -283,7 +283,7 @@ def sharded_by_ours(device, rank, world, right):
 
 
 def strided(device, rank, world):
-    """Of the backend: results that are copied to where they belong on the stream of the call."""
+    """Checks results of the backend that are copied to where they belong on the stream of the call."""
     total, wrong = world * (world + 1) / 2, set()
     for _ in range(50):
         x = torch.full((300, 200), rank + 1.0, device=device).t()
@@ -301,7 +301,7 @@ def strided(device, rank, world):
 
 
 def messages(device, rank, world):
-    """Of the backend: ranks that all send first, more than NCCL holds on its way, and then receive."""
+    """Checks ranks of the backend that all send first, more than NCCL holds on its way, and then receive."""
     after, before = (rank + 1) % world, (rank - 1) % world
     right, bytes_ = True, 64 << 20
     for _ in range(3):
@@ -349,8 +349,8 @@ def messages(device, rank, world):
 
 
 def odd_messages(device, rank, world):
-    """Of the backend: a message that its receiver does not expect, or that its sender refuses, fails on both,
-    and ends the waits of ranks that have no part in it."""
+    """Checks a message of the backend that its receiver does not expect, or that its sender refuses: it fails
+    on both, and ends the waits of ranks that have no part in it."""
     x = torch.ones(1000, device=device)
     for kind in ("type", "length", "refused"):
         group = dist.new_group(timeout=datetime.timedelta(seconds=60))
@@ -382,8 +382,8 @@ def odd_messages(device, rank, world):
 
 
 def at_once(device, rank, world):
-    """Of the backend: groups whose calls, or messages, ranks begin in other orders, at sizes at which one
-    kernel could take all of a device."""
+    """Checks groups of the backend whose calls, or messages, ranks begin in other orders, at sizes at which
+    one kernel could take all of a device."""
     seconds = datetime.timedelta(seconds=20)
     pair = [dist.new_group(timeout=seconds) for _ in range(2)]
     data = [torch.ones(4 << 20, device=device) for _ in pair]
@@ -424,7 +424,7 @@ def at_once(device, rank, world):
 
 
 def lists(device, rank, world):
-    """Of the backend: parts that are tensors of their own."""
+    """Checks calls of the backend whose parts are tensors of their own."""
     backend.backend_counts(reset=True)
     right = True
     for sizes in ([70_000] * world, [1000 * each for each in range(world)]):
@@ -442,7 +442,7 @@ def lists(device, rank, world):
 
 
 def functional(device, rank, world):
-    """What DTensor and others call, which the backend serves."""
+    """Checks the functional collectives that DTensor and others call, which the backend serves."""
     from torch.distributed import _functional_collectives as funcol
 
     backend.backend_counts(reset=True)

@@ -78,7 +78,7 @@ def test_a_capture_of_asynchronous_calls_follows_others(alone):
     with Capture() as graph:
         x.add_(1)
         work = symmpool.all_reduce(x, "sum", group, async_op=True)
-        # What goes away in a capture may have to ask whether calls are done.
+        # An object that goes away in a capture may have to ask whether calls are done.
         works.clear()
         work.wait()
         assert work.is_completed() and work.wait(1.0)

@@ -1,4 +1,4 @@
-"""What only moves data takes elements that no reduction would, on one GPU.
+"""Tests of calls that only move data, with elements that no reduction takes, on one GPU.
 
 python -m pytest python/tests/gpu/test_copy_only_types_cuda.py -q
 """

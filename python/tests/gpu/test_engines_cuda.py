@@ -1,4 +1,4 @@
-"""What serving engines do with their adapters, on one GPU with NCCL's communicator of one rank.
+"""Calls of serving engines with their adapters, on one GPU with NCCL's communicator of one rank.
 
     python -m pytest python/tests/gpu/test_engines_cuda.py -q
 
@@ -44,7 +44,7 @@ def vllms_scope(comm):
     assert state.pool.is_window(inside) and not state.pool.is_commit_due
     torch.distributed.all_reduce(inside)
     assert bool((inside == 2.0).all())
-    # What grows while capturing becomes a window afterwards.
+    # Memory that grows while capturing becomes a window afterwards.
     graph_pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     with pytest.raises(symmpool.InvalidStateError, match="set_graph_pool_id"), torch.cuda.graph(graph):
         vllm.nccl_symm_mem_context(comm).__enter__()
@@ -85,7 +85,7 @@ def sglangs_scope(comm):
     assert isinstance(sglang.get_nccl_mem_pool("tp"), torch.cuda.MemPool)
     buffer, registered = sglang.allocate_symmetric_buffer(comm, 1 << 20)
     assert registered and buffer.shape == (1 << 20,) and not bool(buffer.any())
-    # The same in a capture, where the graph's own pool is suspended as well.
+    # A capture does so too, where the graph's own pool is suspended as well.
     graph_pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     sglang.set_graph_pool_id(graph_pool)
     with torch.cuda.graph(graph, pool=graph_pool):

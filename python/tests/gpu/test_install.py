@@ -79,7 +79,7 @@ def test_out_of_memory_is_an_exception_and_not_a_null_tensor():
         free = torch.cuda.mem_get_info()[0]
         held = [torch.empty(free // 4, dtype=torch.uint8, device="cuda") for _ in range(3)]
         del held
-        # What is free in the lane serves another size after it went back.
+        # Memory that is free in the lane serves another size after it went back.
         torch.empty(free // 10 * 9, dtype=torch.uint8, device="cuda").fill_(1)
         print(symmpool.memory_stats())
     """)

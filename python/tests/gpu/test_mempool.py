@@ -89,7 +89,7 @@ def test_addresses_order_as_the_lane_does_however_memory_is_freed(torch, pool):
     """The order in which torch frees says nothing about where the next tensor goes."""
 
     def program(seed):
-        # The same sizes in the same order; what is freed between goes in an order of its own.
+        # Sizes come in the same order; what is freed between goes in an order of its own.
         sizes, order = random.Random(7), random.Random(seed)
         group = symmpool.Group.in_process(1, timeout=60)[0]
         mine = symmpool.Pool(group, "cuda:0")

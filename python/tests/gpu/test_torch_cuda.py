@@ -57,7 +57,7 @@ def test_tensors_that_are_no_windows_are_served(alone):
 def test_calls_that_are_not_waited_for(alone):
     group, pool = alone
     x = pool.empty(1 << 22, torch.float32)
-    symmpool.all_reduce(x, "sum", group)  # what a first call does takes long
+    symmpool.all_reduce(x, "sum", group)  # a first call takes long
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)
     x.fill_(2.0)

@@ -8,7 +8,7 @@ import pytest
 
 
 def run_job(program, tmp_path, *arguments, world=2):
-    """What the ranks of a job under torchrun print."""
+    """Returns the output of the ranks of a job under torchrun."""
     (tmp_path / "job.py").write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}

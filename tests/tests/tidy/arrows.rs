@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What each file or room imports.
+/// Imports of each file or room.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Graph(BTreeMap<String, BTreeSet<String>>);
 
@@ -19,7 +19,7 @@ impl Graph {
         self.all().map(|(from, to)| format!("{from} imports {to}")).collect()
     }
 
-    /// What is reached from a node, by one arrow or more.
+    /// Nodes that are reached from a node, by one arrow or more.
     fn reached<'a>(&'a self, from: &'a str) -> BTreeSet<&'a str> {
         let (mut found, mut open) = (BTreeSet::new(), vec![from]);
         while let Some(next) = open.pop() {

@@ -17,7 +17,7 @@ struct Use {
     exported: bool,
 }
 
-/// What a file says.
+/// Declarations and imports of a file.
 #[derive(Default)]
 struct Module {
     children: Vec<String>,

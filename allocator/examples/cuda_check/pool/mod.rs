@@ -1,5 +1,5 @@
-//! The same exchange through the whole allocator: processes that make pools, commit, write through each
-//! other's windows, and get the same errors when one of them diverges.
+//! Checks of the whole allocator: processes make pools, commit, write through each other's windows, and get the same
+//! errors when one of them diverges.
 //!
 //! The parent serves the store on a loopback address, starts the ranks, and reads their reports
 //! from it.

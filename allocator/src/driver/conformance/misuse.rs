@@ -15,7 +15,7 @@ fn refused<T>(what: &str, result: Result<T>) {
     }
 }
 
-/// As [`refused`], for sizes so large that a driver may also report that it is out of memory.
+/// Checks like [`refused`], for sizes so large that a driver may also report that it is out of memory.
 fn refused_or_too_much<T>(what: &str, result: Result<T>) {
     let expected = |e: &Error| e.is_invalid_argument() || e.is_out_of_memory();
     assert!(result.as_ref().is_err_and(expected), "{what}: {:?}", result.err());

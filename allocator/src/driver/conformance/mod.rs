@@ -1,4 +1,4 @@
-//! What every driver must do, as one test suite.
+//! The conformance suite: duties of every driver, as tests.
 //!
 //! A driver that passes [`conformance`] does what the rest of symmpool relies on. For drivers whose memory
 //! the CPU can reach, the contents of memory are checked as well. The suite gives everything back that it
@@ -87,7 +87,7 @@ fn life_cycle(driver: &Driver) {
     driver.unreserve(range).expect("nothing is mapped");
 }
 
-/// What is mapped stays where it is and what it is while more is mapped around it.
+/// Checks that mappings keep their place and their contents while more is mapped around them.
 fn growth(driver: &Driver) {
     let unit = driver.granularity();
     let range = reserve(driver, 64);
@@ -165,7 +165,7 @@ fn out_of_memory(driver: &Driver) {
     assert!(error.is_out_of_memory(), "{error}");
     let error = driver.reserve(TOO_MUCH, driver.granularity()).expect_err("no address space");
     assert!(error.is_out_of_memory(), "{error}");
-    // And the driver works on.
+    // The driver still works.
     life_cycle(driver);
 }
 

@@ -211,7 +211,7 @@ impl Api {
         Ok(api)
     }
 
-    /// What `cuInit` answered, as an error.
+    /// Turns the result of `cuInit` into an error.
     fn started(&self, code: Code) -> Result<()> {
         use sys::cudaError_enum as e;
         let text = self.describe(code);

@@ -97,7 +97,7 @@ impl CudaDriver {
     ///
     /// # Errors
     ///
-    /// As for [`new`](Self::new); `is_invalid_argument` also when `LOCAL_RANK` is no number.
+    /// The errors of [`new`](Self::new); `is_invalid_argument` also when `LOCAL_RANK` is no number.
     pub fn from_env() -> Result<Self> {
         // Without CUDA this is `is_unsupported`, whatever LOCAL_RANK holds.
         Api::get()?;
@@ -105,7 +105,7 @@ impl CudaDriver {
         Self::new(ordinal_from(set.as_deref().map(|set| set.to_string_lossy()).as_deref())?)
     }
 
-    /// As [`new`](Self::new), with options.
+    /// Makes a driver like [`new`](Self::new), with options.
     pub fn with_options(ordinal: u32, options: CudaOptions) -> Result<Self> {
         let api = Api::get()?;
         let context = Arc::new(Context::retain(api, probe::device(api, ordinal)?)?);
@@ -147,7 +147,7 @@ impl CudaDriver {
         work()
     }
 
-    /// As [`with_context`](Self::with_context), for calls that are not part of any stream (loading code,
+    /// Does the work of [`with_context`](Self::with_context) for calls that are not part of any stream (loading code,
     /// making memory): they also work while this thread captures a graph.
     pub fn with_context_unordered<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _current = self.context.enter_for_memory()?;

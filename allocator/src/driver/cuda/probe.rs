@@ -1,5 +1,5 @@
-//! What a device and its driver can really do. Attributes are not reliable (FABRIC is advertised where
-//! creation is refused), so what matters is tried once, when a driver is made.
+//! Abilities of a device and its driver. Attributes are not reliable (FABRIC is advertised where creation is
+//! refused), so each ability that matters is tried once, when a driver is made.
 #![allow(unsafe_code)] // FFI: the queries.
 
 use std::ffi::{c_int, c_uint};
@@ -159,7 +159,7 @@ fn kinds(posix_fd: bool, fabric: bool, rdma: bool) -> Vec<Kind> {
     kinds
 }
 
-/// What the device really grants.
+/// Abilities that the device has been seen to grant.
 struct Found {
     prop: AllocationProp,
     granularity: u64,

@@ -166,7 +166,7 @@ pub(super) fn synchronize(cx: &Context) -> Result<()> {
     cx.api.check(code, || format!("waiting for CUDA device {}", cx.device))
 }
 
-/// As [`synchronize`], until `deadline`.
+/// Waits like [`synchronize`], until `deadline`.
 ///
 /// CUDA has no query for all streams of a context that could be polled, and its wait has no deadline. So
 /// another thread waits for the device, and this one waits for that thread.

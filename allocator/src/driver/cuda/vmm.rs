@@ -21,8 +21,7 @@ use crate::driver::{Exported, Physical, Reservation};
 use crate::sync::lock;
 use crate::{Error, Result};
 
-/// What one driver holds. Nothing is locked during CUDA calls: threads wait for each other only inside CUDA
-/// (rule D7).
+/// Memory of one driver. Nothing is locked during CUDA calls: threads wait for each other only inside CUDA (rule D7).
 pub(super) struct Memory {
     granularity: u64,
     mappings: Mappings,

@@ -39,7 +39,7 @@ impl FaultDriver {
         Self { inner, plan: Arc::new(plan), counters: Arc::default() }
     }
 
-    /// What was called so far.
+    /// Number of calls so far, by kind.
     pub fn counts(&self) -> Counts {
         self.counters.snapshot()
     }

@@ -8,8 +8,7 @@ use super::super::Step;
 use super::call::{Call, Point};
 use crate::{Error, Result};
 
-/// What happens to the rank at a point of its plan. Everything happens before the inner driver is
-/// called.
+/// Fault of a rank at a point of its plan. Every fault happens before the inner driver is called.
 #[derive(Clone)]
 pub enum FaultAction {
     /// The call returns this error; the inner driver is not called.
@@ -106,7 +105,7 @@ impl FaultPlan {
         })
     }
 
-    /// What to do at this occurrence of a point.
+    /// Faults that are planned for this occurrence of a point.
     pub(super) fn actions(&self, point: Point, nth: u64) -> impl Iterator<Item = &FaultAction> {
         self.rules
             .iter()

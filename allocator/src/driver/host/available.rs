@@ -106,7 +106,7 @@ fn group(line: &str, root: &Path) -> Option<Available> {
         .min_by_key(|a| a.bytes)
 }
 
-/// What is left in one control group; its page cache counts as left, as it gives way.
+/// Memory left in one control group; its page cache counts as left, as it gives way.
 fn left(group: &Path, names: &Names) -> Option<Available> {
     let read = |name: &str| fs::read_to_string(group.join(name)).ok();
     // "max" is not a number: no limit at this level.

@@ -86,7 +86,7 @@ impl Segment {
     }
 }
 
-/// What is needed to map a segment.
+/// Parts of a segment that is to be mapped.
 struct Mappable {
     fd: Arc<OwnedFd>,
     bytes: u64,
@@ -99,7 +99,7 @@ impl Mappable {
     ///
     /// # Safety
     ///
-    /// As for [`space::map`].
+    /// You must keep the promises of [`space::map`].
     unsafe fn map_at(&mut self, address: u64, options: &HostOptions) -> Result<()> {
         if let Some(committed) = self.committed.take() {
             // SAFETY: the caller's promise.

@@ -44,7 +44,7 @@ impl Mapping {
     ///
     /// # Safety
     ///
-    /// As for [`space::map`].
+    /// You must keep the promises of [`space::map`].
     pub(super) unsafe fn move_to(self, address: u64) -> Result<()> {
         // SAFETY: `new` mapped exactly this range, whose address never left this struct; the
         // caller promises what `space::map` asks of the target.

@@ -1,4 +1,4 @@
-//! What host memory does, within a process and between processes.
+//! Tests of host memory, within a process and between processes.
 
 use std::fs;
 
@@ -15,8 +15,7 @@ fn conforms() {
 
 #[test]
 fn conforms_without_committing_memory() {
-    // What is available is still checked: without that and without committing, nothing would say
-    // no to any size.
+    // The check of available memory stays on: without it and without committing, nothing would refuse any size.
     let options = HostOptions { populate: false, huge_pages: false, ..HostOptions::default() };
     conformance(|| Driver::new(HostDriver::with_options(options).unwrap()));
 }

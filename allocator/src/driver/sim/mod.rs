@@ -34,7 +34,7 @@ const IMPORTED: u64 = 0;
 
 /// A driver that gives addresses and no memory. Nothing may be read or written at them.
 ///
-/// The same seed and the same calls give the same addresses.
+/// Equal seeds and equal calls give equal addresses.
 #[derive(Debug)]
 pub struct SimDriver {
     granularity: u64,
@@ -75,7 +75,7 @@ impl SimDriver {
         Self::build(seed, bytes, 2 << 20)
     }
 
-    /// The same with another granularity, a power of two, for tests that want small segments.
+    /// Makes a driver with another granularity, a power of two, for tests that want small segments.
     pub fn with_granularity(seed: u64, bytes: u64, granularity: u64) -> Result<Self> {
         if !granularity.is_power_of_two() || granularity > LOWEST {
             return Err(Error::invalid_argument(format!(

@@ -28,8 +28,8 @@ fn in_mib(config: LaneConfig, blocks: &[u64]) -> Vec<u64> {
     segments(config, &blocks, 2 * MIB).into_iter().map(|bytes| bytes / MIB).collect()
 }
 
-/// The same by the documented rule: a lane grows by half of its size within 16 and 48 MiB, or by a 128th of
-/// it, in pieces of 64 MiB or a 128th; a rest of less than half a piece joins the last piece.
+/// Segments by the documented rule: a lane grows by half of its size within 16 and 48 MiB, or by a 128th of it, in
+/// pieces of 64 MiB or a 128th; a rest of less than half a piece joins the last piece.
 fn by_the_rule(blocks: &[u64], granularity: u64) -> Vec<u64> {
     let up = |bytes: u64| bytes.div_ceil(granularity) * granularity;
     let (mut made, mut used, mut reserved) = (Vec::new(), 0, 0_u64);

@@ -19,7 +19,7 @@ impl Range {
     }
 }
 
-/// What a lane should look like, given the segments that it made and moved.
+/// Expected state of a lane, given the segments that it made and moved.
 #[derive(Clone, Debug)]
 pub(super) struct Naive {
     pub(super) policy: WindowPolicy,

@@ -1,4 +1,4 @@
-//! The same calls on many ranks, and one rank that diverges.
+//! Tests that make equal calls on many ranks, and calls on one rank that diverges.
 
 use std::thread;
 
@@ -15,7 +15,7 @@ pub(super) struct Rank {
     seed: u64,
 }
 
-/// What ranks must have in common after a call.
+/// State that ranks must have in common after a call.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Seen {
     placed: Option<(u64, u64)>,

@@ -94,7 +94,7 @@ fn assert_alike(ranks: &[Rank]) {
     }
 }
 
-/// What a commit does to lanes. Returns how many blocks returned.
+/// Applies a commit to lanes. Returns how many blocks returned.
 fn commit(ranks: &mut [Rank], most: usize) -> usize {
     let mut reports = BTreeMap::<u64, u32>::new();
     for counter in ranks.iter().flat_map(|rank| rank.lane.to_report(most)) {

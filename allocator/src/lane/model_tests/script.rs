@@ -76,8 +76,8 @@ pub(super) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op(), 1..most)
 }
 
-/// What a lane is built with: configuration, range, granularity. Ranges are short, so that lanes reach
-/// their end and use holes.
+/// Arguments of a lane: configuration, range, granularity. Ranges are short, so that lanes reach their end and use
+/// holes.
 pub(super) fn lane() -> impl Strategy<Value = (LaneConfig, u64, u64)> {
     let policy = prop_oneof![Just(WindowPolicy::Contiguous), Just(WindowPolicy::PerSegment)];
     let limit = prop_oneof![2 => Just(None), 1 => (16_u64..200).prop_map(|n| Some(n * MIB))];

@@ -131,7 +131,7 @@ struct Connecting<'a> {
     names: &'a [&'a str],
     secret: &'a [u8; 32],
     listener: Listener,
-    /// By rank.
+    /// Connections by rank.
     connections: Vec<Connection>,
     /// Accepted connections that have yet to say who they are, oldest first.
     callers: VecDeque<Socket>,

@@ -114,7 +114,7 @@ impl PeerSockets {
         left && buffer.farewell(rank, socket).is_none()
     }
 
-    /// The same connections, whose waits end when `interrupt` says so.
+    /// Returns these connections with waits that end when `interrupt` says so.
     pub(crate) fn with_interrupt(mut self, interrupt: Option<Interrupt>) -> Self {
         self.interrupt = interrupt;
         self
@@ -183,8 +183,8 @@ impl PeerSockets {
         (error, why)
     }
 
-    /// What the closed connection to `first` means: which ranks are gone, or which gave up and why.
-    /// Discards everything that was still to be received, so the connections cannot be used afterwards.
+    /// Finds out why the connection to `first` was closed: which ranks are gone, or which gave up and why. Discards
+    /// everything that was still to be received, so the connections cannot be used afterwards.
     fn diagnose(&mut self, first: u32) -> Fault {
         let mut lost = Vec::new();
         let mut gave_up = None;

@@ -34,7 +34,7 @@ impl PeerSockets {
         Ok(connected(&self.sockets).all(|(rank, _)| sent.contains(&rank)))
     }
 
-    /// What peers have said about a topic since it was last asked, each with its rank. Does not wait.
+    /// Notes of peers about a topic since the last call, each with its rank. Does not wait.
     pub(crate) fn heard(&mut self, topic: (u64, u64)) -> Vec<(u32, Said)> {
         self.take_in_notes();
         let about = self.notes.extract_if(.., |(_, note)| note.topic == topic);

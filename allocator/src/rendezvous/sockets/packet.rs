@@ -83,7 +83,7 @@ impl Message for Descriptors {
 pub(super) struct Part {
     /// The number of the round it belongs to.
     pub(super) round: u64,
-    /// What is gathered.
+    /// Name of the gather.
     pub(super) what: String,
     /// How many bytes of the value come before.
     pub(super) first: u64,
@@ -97,7 +97,7 @@ impl Message for Part {
     const NAME: &'static str = "part";
 }
 
-/// What a rank says outside of rounds, about a step of that topic.
+/// Message of a rank outside of rounds, about a step of that topic.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Note {
     /// Two numbers that the step has on all ranks, and no other step of the pool.
@@ -105,7 +105,7 @@ pub(crate) struct Note {
     pub(crate) said: Said,
 }
 
-/// What a note says.
+/// Content of a note.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Said {
     /// The rank has come to the step, and what it brings.
@@ -122,7 +122,7 @@ impl Message for Note {
 }
 
 impl Note {
-    /// What `rank` sent, when it is a note.
+    /// Decodes the packet of `rank`, when it is a note.
     pub(super) fn read(rank: u32, frame: &[u8]) -> Option<Self> {
         message::decode(rank, frame).ok()
     }
@@ -142,7 +142,7 @@ impl Message for Farewell {
 }
 
 impl Farewell {
-    /// What `rank` sent, when it is a farewell.
+    /// Decodes the packet of `rank`, when it is a farewell.
     pub(super) fn read(rank: u32, frame: &[u8]) -> Option<Self> {
         message::decode(rank, frame).ok()
     }
@@ -174,7 +174,7 @@ impl Farewell {
     }
 }
 
-/// What became of a packet to be sent.
+/// Result of an attempt to send a packet.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Sent {
     Yes,
@@ -208,7 +208,7 @@ pub(crate) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Re
     }
 }
 
-/// What receiving came to.
+/// Result of an attempt to receive.
 #[derive(Debug)]
 pub(crate) enum Received<'a> {
     Packet {
@@ -221,7 +221,7 @@ pub(crate) enum Received<'a> {
     Closed,
 }
 
-/// What the next packet is.
+/// Kind of the next packet.
 #[derive(Debug)]
 pub(super) enum Peeked<'a> {
     Frame(&'a [u8]),
@@ -260,7 +260,7 @@ impl PacketBuffer {
                 Ok((_, bytes)) => break bytes,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(Peeked::Nothing),
-                // As in `receive`: reported once, before what the peer had sent is read.
+                // `receive` does so too: the reset is reported once, before what the peer had sent is read.
                 Err(Errno::CONNRESET) if resets == 0 => resets = 1,
                 Err(Errno::CONNRESET | Errno::NOTCONN) => return Ok(Peeked::Closed),
                 Err(error) => return Err(error),

@@ -28,9 +28,9 @@ const INTERRUPTED: &str = "interrupted while waiting for other ranks";
 /// what this rank waits for is about to arrive.
 const WAIT_AFTER_LOSS: Duration = Duration::from_secs(2);
 
-/// What ranks send each other in one round.
+/// Packets that ranks send each other in one round.
 pub(super) trait Round {
-    /// What a packet of a peer holds.
+    /// Content of a peer's packet.
     type Packet: Message;
 
     /// The next packet for `peer`: a frame, and the descriptors that go with it. Called again until it

@@ -202,7 +202,7 @@ fn a_rank_that_says_why_it_hangs_up_has_not_left() {
     with_sockets(3, |rank, mut peers| {
         assert!(!(0..4).any(|peer| peers.has_left(peer)));
         if rank == 0 {
-            // What rank 2 does not read is reported to us before what it says.
+            // The unread data of rank 2 is reported to us before its message.
             let socket = peers.sockets[2].as_ref().unwrap();
             assert_eq!(packet::send(socket, b"unread", &[]).unwrap(), Sent::Yes);
         }

@@ -243,7 +243,7 @@ mod tests {
                     "{error}"
                 );
             }
-            // By a link, too.
+            // A link to the directory is judged alike.
             let link = root.path().join(format!("to-{mode:o}"));
             std::os::unix::fs::symlink(&path, &link).unwrap();
             assert_eq!(Directory::open(&link).is_ok(), is_trusted);

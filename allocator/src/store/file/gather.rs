@@ -50,7 +50,7 @@ impl<'a> Gather<'a> {
             }
             _ => {}
         }
-        // Of an attempt before this one.
+        // This may be left of an attempt before this one.
         let _ = fs::remove_file(self.left_path(rank));
         self.counters.asked(self.key.len() + value.len());
         if self.directory.create(&self.part_path(rank), &[&self.world.to_le_bytes(), value])? {

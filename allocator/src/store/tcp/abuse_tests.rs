@@ -282,7 +282,7 @@ fn lies_about_ranks_and_worlds_are_answered_and_change_nothing() {
         let Some((ToClient::Failed(kind), _)) = raw.read() else { panic!("no error reply") };
         assert!(Error::from_kind(kind).is_invalid_argument());
     }
-    // The same connection can still be used, and the longest possible wait overflows nothing.
+    // The connection can still be used, and the longest possible wait overflows nothing.
     let gather = Request::AllGather { key: "g".into(), rank: 0, world: 2, wait_ms: u64::MAX };
     raw.write(&request(gather, b"x"));
     let store = TcpStore::connect(server.local_addr(), TcpOptions::default(), ample()).unwrap();

@@ -62,7 +62,7 @@ fn all(name: impl ToSocketAddrs) -> io::Result<Vec<SocketAddr>> {
     name.to_socket_addrs().map(Iterator::collect)
 }
 
-/// As it is written in a configuration.
+/// Writes the address as a configuration has it.
 impl fmt::Display for ServerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {

@@ -253,7 +253,7 @@ impl TcpStore {
     }
 }
 
-/// What came of trying a server's addresses.
+/// Result of trying a server's addresses.
 enum Attempt {
     /// The address, the connection and the server's instance number.
     Connected(SocketAddr, ClientConnection, [u8; 16]),
@@ -317,7 +317,7 @@ fn connect_once(
     ClientConnection::handshake(stream, options.secret.as_ref(), identity, limit)
 }
 
-/// What is left of the deadline in milliseconds, rounded up.
+/// Rest of the deadline in milliseconds, rounded up.
 fn wait_ms(deadline: Deadline) -> u64 {
     u64::try_from(deadline.remaining().as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }

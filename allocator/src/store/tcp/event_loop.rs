@@ -31,7 +31,7 @@ use crate::{Error, Result};
 /// How long a dropped client may take to read the reason.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// What a connection is doing.
+/// Phase of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// It has been challenged and has not answered.

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 /// The most bytes read from one connection before others are read.
 const TURN: usize = 256 << 10;
 
-/// What reading came to.
+/// Result of an attempt to read.
 #[derive(Debug)]
 pub(super) enum Input {
     /// A frame: its head, and its tail or the error that there was no room for it.

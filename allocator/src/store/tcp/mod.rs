@@ -73,7 +73,7 @@ pub struct TcpOptions {
     pub limits: TcpLimits,
 }
 
-/// What the clients of a server may use up, all together unless said otherwise.
+/// Resources that the clients of a server may use up, all together unless said otherwise.
 #[derive(Clone, Copy, Debug)]
 pub struct TcpLimits {
     /// Connections open at a time. For one more, the oldest that has not completed its handshake is dropped,

@@ -1,4 +1,4 @@
-//! What the server waits for: the epoll set, the listener in it, and the order to stop.
+//! Events that the server waits for: the epoll set, the listener in it, and the order to stop.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -20,7 +20,7 @@ const STOP: u64 = 1;
 /// The first number a client may have.
 pub(super) const FIRST_CLIENT: Client = 2;
 
-/// What is ready.
+/// Source of an event that is ready.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Ready {
     Listener,

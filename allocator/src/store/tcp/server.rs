@@ -44,7 +44,7 @@ impl TcpServer {
         Self::serve(&addrs, options, false)
     }
 
-    /// The same; a name that is not resolved by `deadline` is an [`Error::is_timeout`].
+    /// Binds like [`bind`](Self::bind); a name that is not resolved by `deadline` is an [`Error::is_timeout`].
     pub fn bind_by(
         addr: impl Into<ServerAddress>,
         options: TcpOptions,

@@ -1,4 +1,4 @@
-//! What the server knows and decides, without any I/O or clock.
+//! State and decisions of the server, without any I/O or clock.
 //!
 //! The event loop passes it requests ([`State::request`]), timeouts ([`State::expire`]) and closed
 //! connections ([`State::disconnect`]), and sends the replies that collect in its outbox. A client has at
@@ -29,7 +29,7 @@ use crate::{Error, Result};
 /// A connection, as the event loop numbers them.
 pub(super) type Client = u64;
 
-/// What an entry costs in addition to its key and value, in bytes.
+/// Cost of an entry in addition to its key and value, in bytes.
 const ENTRY: usize = 256;
 
 /// Whether a client may take part.
@@ -60,7 +60,7 @@ pub(super) struct State {
     live: BTreeMap<u32, ([u8; 16], usize)>,
     /// Declared ranks whose connections have all closed, and the session that each had.
     lost: BTreeMap<u32, [u8; 16]>,
-    /// The same ranks in the order in which they left.
+    /// Lost ranks in the order in which they left.
     left: Vec<u32>,
     /// Which of them was the first at the last call of [`news`](State::news).
     announced: Option<u32>,
@@ -117,7 +117,7 @@ impl State {
         }
     }
 
-    /// The same store, for one group.
+    /// Returns this store, for one group.
     pub(super) fn for_one_group(mut self) -> Self {
         self.one_group = true;
         self
@@ -264,7 +264,7 @@ impl State {
         self.clients.get(&client).is_some_and(|member| member.wait.is_some())
     }
 
-    /// Of the ranks that have left and not come back, the first.
+    /// The first of the ranks that have left and not come back.
     pub(super) fn first_left(&self) -> Option<u32> {
         self.left.first().copied()
     }

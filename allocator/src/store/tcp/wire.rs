@@ -27,15 +27,15 @@ pub(super) struct Caps {
 }
 
 impl Caps {
-    /// Of anything before a connection is admitted, from either side.
+    /// Caps of anything before a connection is admitted, from either side.
     pub(super) const HANDSHAKE: Self = Self { head: 8 << 10, tail: 0 };
-    /// Of a request: a key and a few numbers.
+    /// Caps of a request: a key and a few numbers.
     pub(super) const REQUEST: Self = Self { head: MAX_KEY + 64, tail: MAX_VALUE };
-    /// Of a reply: the lengths and the index of a gather have at most ten bytes a rank each.
+    /// Caps of a reply: the lengths and the index of a gather have at most ten bytes a rank each.
     pub(super) const REPLY: Self = Self { head: 20 * MAX_WORLD as usize, tail: MAX_GATHERED };
 }
 
-/// What a client says.
+/// Message of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToServer {
     Hello(Hello),
@@ -70,7 +70,7 @@ pub(super) enum Request {
     AllGather { key: String, rank: u32, world: u32, wait_ms: u64 },
 }
 
-/// What the server says.
+/// Message of the server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToClient {
     /// The first message on a connection.
@@ -241,7 +241,7 @@ mod tests {
             head in proptest::collection::vec(any::<u8>(), 0..512),
         ) {
             let _ = decode_header(&header, Caps::REQUEST);
-            // What does decode says the same again.
+            // A head that decodes is encoded to bytes that decode to it again.
             if let Ok(message) = decode::<ToServer>(&head) {
                 let again = decode::<ToServer>(&encode(&message, 0)[HEADER..]).unwrap();
                 prop_assert_eq!(again, message);

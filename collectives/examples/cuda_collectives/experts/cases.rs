@@ -139,7 +139,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// What goes wrong with a dispatch: as the call says itself if it is exact, or when the stream is waited for.
+    /// Error of a dispatch: from the call itself if it is exact, or from waiting for the stream.
     fn outcome(&self, buffer: &Buffer<'_>, call: &DispatchAt, exact: bool) -> Result<()> {
         if !exact {
             self.dispatch(buffer, 0, call)?;
@@ -233,7 +233,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// What a buffer has no room for is not written, and all ranks hear of it.
+    /// Checks that rows for which a buffer has no room are not written, and that all ranks hear of it.
     pub(super) fn overflow(&mut self, comm: &Communicator, seed: u64, exact: bool) -> Result<()> {
         let world = self.pool.world();
         let (hidden, max_tokens, dtype) = (64, 32, DType::F32);

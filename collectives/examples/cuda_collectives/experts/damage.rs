@@ -153,7 +153,7 @@ impl Damage<'_, '_> {
         let rows = buffer.capacity(false, 1);
         let handle = self.check.handles[0].address();
         let received = super::numbers(&download(pool, handle + parts.head as u64, 4)?)[0] as usize;
-        // What kernels take indices and counts from, as far as a call of so many tokens and rows reads it.
+        // Parts that kernels take indices and counts from, as far as a call of so many tokens and rows reads them.
         let all = [
             (parts.head, 4),
             (parts.source_offsets, world + 1),

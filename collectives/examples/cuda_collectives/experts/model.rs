@@ -45,7 +45,7 @@ impl Routing {
         Self::of(seed, world, shape, &tokens)
     }
 
-    /// The same, with so many tokens on each rank.
+    /// Makes a model with so many tokens on each rank.
     pub(crate) fn of(seed: u64, world: u32, shape: &ExpertShape, tokens: &[usize]) -> Self {
         let (experts, top_k) = (u64::from(shape.experts), shape.top_k as usize);
         let kind = random(seed, 7) % 4;

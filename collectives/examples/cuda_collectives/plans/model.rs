@@ -1,4 +1,4 @@
-//! What a plan leaves, computed on the CPU operation by operation, as slowly as it is plain.
+//! A model of plans: their results are computed on the CPU operation by operation, slowly and plainly.
 //!
 //! Chunks hold whole values here, also where they lie in the place of a shorter one.
 

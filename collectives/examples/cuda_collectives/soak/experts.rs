@@ -20,7 +20,7 @@ const SHAPES: [(usize, u32, u32, usize); 2] = [(512, 4, 3, 90), (256, 8, 4, 700)
 const ROUTINGS: usize = 24;
 const DTYPE: DType = DType::Bf16;
 
-/// What a call takes, and what it should give: blocks of one rank.
+/// Arguments and expected results of a call: blocks of one rank.
 struct Routed {
     tokens: usize,
     input: Block<u8>,

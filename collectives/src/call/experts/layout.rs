@@ -92,7 +92,7 @@ pub struct HandleParts {
 impl HandleParts {
     /// The number by which a handle says how the rows of its dispatch lie. No other memory is likely to have it.
     pub(crate) fn layout_word(by_expert: bool) -> i32 {
-        // As in `experts/work.cuh`.
+        // `experts/work.cuh` has the same words.
         0x5e1d_ab00 + i32::from(by_expert)
     }
 

@@ -29,7 +29,7 @@ const MAX_TOKENS: usize = 1 << 20;
 /// Consecutive channels that have a scale together in quantised rows.
 pub(crate) const SCALE_GROUP: usize = 128;
 
-/// What a buffer for experts is made for. It is the same on every rank.
+/// Shape of a buffer for experts. It is the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertShape {
     /// Channels of a token.
@@ -91,11 +91,11 @@ pub enum ExpertLayout {
         scales: *mut u8,
         /// How many rows these have room for.
         capacity: usize,
-        /// What divides the number of each expert's first row.
+        /// Divisor of the number of each expert's first row.
         alignment: u32,
     },
-    /// As `ByExpert`, but each expert of this rank has a part of its own: `output` is `[experts, rows, hidden]`, and
-    /// `scales` are `[experts, n, rows]`, where each scale has 4 bytes, or else a byte.
+    /// Rows by expert in parts of their own: `output` is `[experts, rows, hidden]`, and `scales` are `[experts, n,
+    /// rows]`, where each scale has 4 bytes, or else a byte.
     Packed {
         /// Where rows are written.
         output: *mut u8,
@@ -171,7 +171,7 @@ impl fmt::Display for ExpertMode {
     }
 }
 
-/// What a dispatch is given, by address.
+/// Arguments of a dispatch, by address.
 #[derive(Clone, Copy, Debug)]
 pub struct DispatchAt {
     /// Rows of `hidden` elements of the buffer's type, or of `f8e4m3` if `quantized`.
@@ -215,7 +215,7 @@ pub struct ReceivedSizes {
     pub expert_counts: Vec<usize>,
 }
 
-/// What a combine is given, by address.
+/// Arguments of a combine, by address.
 #[derive(Clone, Copy, Debug)]
 pub struct CombineAt {
     /// Rows of experts, as they lay after the dispatch.
@@ -232,7 +232,7 @@ pub struct CombineAt {
     pub weights: *const f32,
     /// Whether rows lie by expert.
     pub by_expert: bool,
-    /// As in [`DispatchAt`].
+    /// Number of calls that follow, as in [`DispatchAt`].
     pub more: u32,
 }
 

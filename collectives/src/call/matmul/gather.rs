@@ -53,7 +53,8 @@ pub struct MatmulGather<'a> {
     pub gathered: u64,
     /// Memory at the same place of the pool on all ranks, through which rows travel: [`Self::slots_bytes`] bytes.
     pub slots: u64,
-    /// As [`MatmulScatter::control`](crate::MatmulScatter::control), and the same memory may serve both.
+    /// Memory of the calls' own, like [`MatmulScatter::control`](crate::MatmulScatter::control), and the same memory
+    /// may serve both.
     pub control: u64,
     /// Memory of the device, any of it, and its bytes, for sums of tiles that blocks make together where there are too few
     /// tiles for all blocks: [`Self::SCRATCH_BYTES`] are enough, and with less, or none, tiles are not divided.
@@ -67,7 +68,7 @@ impl MatmulGather<'_> {
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Right matrices of a call at most.
     pub const MOST_PRODUCTS: usize = MOST_PRODUCTS;
-    /// Of a rank's rows, each of several batches has a multiple of so many: those of a tile.
+    /// Rows of a tile: in each of several batches, the number of a rank's rows is a multiple of it.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
     /// Bytes of a row of the left matrix, with those up to the next row.

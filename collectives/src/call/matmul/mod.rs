@@ -91,7 +91,7 @@ fn are_batches(rows: usize, batches: usize) -> bool {
     batches == 1 || (batches != 0 && rows.is_multiple_of(batches.saturating_mul(BATCH_ROWS)))
 }
 
-/// What tensor cores take, for errors.
+/// Description of the matrices that tensor cores take, for errors.
 fn taken() -> String {
     format!(
         "it takes f16, bf16, or f8e4m3 with right matrices by columns, matrices whose addresses and pitches are multiples of \

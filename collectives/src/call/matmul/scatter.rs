@@ -58,8 +58,8 @@ pub struct MatmulScatter<'a> {
     /// Memory at the same place of the pool on all ranks, through which partial sums travel:
     /// [`Self::parts_bytes`] bytes.
     pub parts: u64,
-    /// And [`Self::CONTROL_BYTES`] bytes for the calls' own use: zeros before a communicator's first call that is given
-    /// them, and of no other communicator from then on.
+    /// Memory of [`Self::CONTROL_BYTES`] bytes for the calls' own use: zeros before a communicator's first call that
+    /// is given it, and of no other communicator from then on.
     pub control: u64,
     /// Memory of the device, any of it, and its bytes, for sums of tiles that blocks make together where there are too few
     /// tiles for all blocks: [`Self::SCRATCH_BYTES`] are enough, and with less, or none, tiles are not divided.
@@ -73,7 +73,7 @@ impl MatmulScatter<'_> {
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Products of a call at most.
     pub const MAX_TERMS: usize = MOST_PRODUCTS;
-    /// Of a part, each of several batches has a multiple of so many rows: those of a tile.
+    /// Rows of a tile: in each of several batches, the number of a part's rows is a multiple of it.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
     /// Bytes of [`Self::parts`], for `world` ranks.

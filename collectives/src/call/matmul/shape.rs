@@ -2,7 +2,7 @@
 
 use crate::DType;
 
-/// What a fused product of matrices communicates.
+/// Communication of a fused product of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -50,7 +50,7 @@ impl MatmulKind {
 /// A fused product of matrices, as ranks compare it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatmulShape {
-    /// What is communicated.
+    /// Communication of the product.
     pub kind: MatmulKind,
     /// The type of the left matrix.
     pub dtype: DType,

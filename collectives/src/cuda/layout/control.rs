@@ -14,7 +14,7 @@ const CHANNEL_COUNTS: u64 = 4;
 /// Least bytes that an index has in a stage of `all_reduce/two_shot_stages.cu`: with less, fewer blocks lose less than
 /// flags cost. Not measured yet.
 const MIN_STAGE_BYTES: u64 = 16 << 10;
-/// As many blocks as `two_shot_push` has at most.
+/// Most blocks of a stage, which `two_shot_push` has too.
 const MAX_STAGE_BLOCKS: u64 = 128;
 
 impl Control {
@@ -44,8 +44,8 @@ impl Control {
         Ok(words.with_data(at, footprint))
     }
 
-    /// The same with its data in parts of these sizes, from `begin` on, a multiple of 4096. That may lie in another block,
-    /// also in front of the control block: places are added to its own modulo 2^64.
+    /// Returns this layout with its data in parts of these sizes, from `begin` on, a multiple of 4096. That may lie
+    /// in another block, also in front of the control block: places are added to its own modulo 2^64.
     pub(in crate::cuda) fn with_data(&self, begin: u64, footprint: Footprint) -> Self {
         let mut at = begin;
         let mut place = |bytes: u64| {
@@ -84,7 +84,7 @@ impl Control {
         }
     }
 
-    /// What holds flags of epochs in the parts for data.
+    /// Returns the memory for data that holds flags of epochs.
     pub(in crate::cuda) fn area_flags(&self) -> AreaFlags {
         let Self { ll, ll_bytes, ll128, ll128_bytes, escape_marks, escaped_bytes, .. } = *self;
         let escape_mark_bytes = escaped_bytes / 16;
@@ -270,7 +270,7 @@ mod tests {
             }
             // All that lies below the escaped inbox is filled with zeros (`CudaEngine::prepare`).
             assert!(control.channels < control.escaped && control.escaped < control.lamport);
-            // As long as that of `protocol/lamport_escaped.cuh`, which divides the inbox among the peers.
+            // The slot is as long as that of `protocol/lamport_escaped.cuh`, which divides the inbox among the peers.
             let (slot, peers) = (control.escaped_slot(world), u64::from(world.max(2) - 1));
             assert!(slot.is_multiple_of(ITEM) && slot * peers <= footprint.escaped);
             assert!((slot + ITEM) * peers > footprint.escaped);

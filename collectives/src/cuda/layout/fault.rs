@@ -1,4 +1,4 @@
-//! What a kernel reports to the host when a peer is missing or called something else (rules S5, S6).
+//! Report of a kernel to the host when a peer is missing or called something else (rules S5, S6).
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ const ROWS_OVERFLOW: u32 = 4;
 const EXPERTS_OVERFLOW: u32 = 5;
 const EXPERT_OVERFLOW: u32 = 6;
 const WRONG_HANDLE: u32 = 7;
-/// What is wrong in a handle, by the numbers of `experts/handle.cuh`, and what it has there.
+/// Parts of a handle that may be wrong, by the numbers of `experts/handle.cuh`.
 const PARTS_OF_HANDLES: [&str; 7] = [
     "handle",
     "layout",
@@ -167,7 +167,7 @@ const RECEIVING: u32 = SENDING + 1;
 const MEMORY: u32 = RECEIVING + 1;
 const MEMORY_UNTAKEN: u32 = MEMORY + MEMORY_CHANNELS;
 
-/// What the host knows besides the record.
+/// Knowledge of the host besides the record.
 pub(in crate::cuda) struct HostView<'a> {
     pub(in crate::cuda) rank: u32,
     pub(in crate::cuda) world: u32,
@@ -309,7 +309,7 @@ pub(in crate::cuda) fn halfway_reason(rank: u32) -> u32 {
     HALFWAY | rank
 }
 
-/// What a stream of `rank` waited for by a memory operation.
+/// Describes what a stream of `rank` waited for by a memory operation.
 fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
     let (channel, what) = match phase.checked_sub(MEMORY_UNTAKEN) {
         Some(channel) => (channel, "to take the last signal"),

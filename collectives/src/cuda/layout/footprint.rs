@@ -36,14 +36,14 @@ const MAX_ESCAPED: u64 = 32 << 20;
 const MAX_INBOX: u64 = 32 << 20;
 const MAX_STAGING: u64 = 8 << 20;
 const MAX_PLAN_SCRATCH: u64 = 16 << 20;
-/// If the scratch was requested, slots of point-to-point messages take no larger part of it, nor does the scratch of
-/// plans in each parity.
+/// Divisor of a requested scratch: slots of point-to-point messages take no larger part of it, nor does the scratch
+/// of plans in each parity.
 const SCRATCH_DIVISOR: u64 = 4;
 
 /// The environment variable that says how much memory communicators take.
 pub(crate) const VARIABLE: &str = "SYMMPOOL_DEVICE_MEMORY";
 
-/// What was requested of a communicator's memory; what was not follows from the rest.
+/// Requested sizes of a communicator's memory; the others follow from them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Requested {
     /// All of it.
@@ -196,7 +196,7 @@ pub(crate) fn requested_total(value: Option<&str>, first: bool) -> Result<Option
 
 #[cfg(test)]
 impl Footprint {
-    /// As much memory as every size can use, but for the inbox and the scratch.
+    /// Makes as much memory as every size can use, but for the inbox and the scratch.
     pub(in crate::cuda) const fn ample(inbox: u64, scratch: u64) -> Self {
         let (ll, ll128, escaped, staging) = (MAX_LL, MAX_LL, MAX_ESCAPED, MAX_STAGING);
         Self { ll, ll128, escaped, inbox, scratch, plan_scratch: MAX_PLAN_SCRATCH, staging }

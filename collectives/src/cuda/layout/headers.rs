@@ -98,7 +98,7 @@ impl Header {
         text
     }
 
-    /// What compiles if all fields lie where the host has them.
+    /// Makes a program that compiles if all fields lie where the host has them.
     fn assertions(&self) -> String {
         let mut text = format!("#include <{}>\n", self.path);
         for each in &self.structs {

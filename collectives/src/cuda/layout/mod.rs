@@ -1,4 +1,4 @@
-//! What lies where in memory that ranks, kernels and the host share.
+//! Layouts of the memory that ranks, kernels and the host share.
 //!
 //! | file | holds |
 //! | --- | --- |

@@ -101,7 +101,7 @@ impl P2pLayout {
     }
 }
 
-/// What an engine needs to know for send and recv.
+/// Properties of send and recv that an engine needs.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct P2p {
     pub(in crate::cuda) layout: P2pLayout,

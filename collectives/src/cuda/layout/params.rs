@@ -1,4 +1,4 @@
-//! What kernels are given, what they share with the host, and where that lies in a control block. The headers
+//! Structs that kernels are given, or share with the host, and where those lie in a control block. The headers
 //! `*_layout.cuh` of kernels are made of these structs.
 
 use std::mem::offset_of;
@@ -23,7 +23,7 @@ pub(in crate::cuda) const LOCAL: u64 = size_of::<Local>().next_multiple_of(128) 
 pub(in crate::cuda) const LOCAL_FAILED: u64 = offset_of!(Local, failed) as u64;
 /// Where `areas` of [`Local`] lies in a control block.
 pub(in crate::cuda) const LOCAL_AREAS: u64 = offset_of!(Local, areas) as u64;
-/// What `failed` is where the host knows why: `FAILED_ON_HOST` in `symmpool/comm.cuh`.
+/// Value of `failed` where the host knows why: `FAILED_ON_HOST` in `symmpool/comm.cuh`.
 pub(in crate::cuda) const FAILED_ON_HOST: u32 = 3;
 
 /// Bytes of [`Departure`], and where the upper halves of its first two words lie.
@@ -352,7 +352,7 @@ impl CallParams {
 pub(in crate::cuda) struct TensorMap(pub(in crate::cuda) [u64; 16]);
 
 impl TensorMap {
-    /// Of no matrix.
+    /// Map of no matrix.
     pub(in crate::cuda) const NONE: Self = Self([0; 16]);
 }
 

@@ -13,7 +13,8 @@ const COPY_ROUND_BYTES: u64 = 256 << 20;
 /// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
 /// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
 const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
-/// The same for algorithms through inboxes: 16 MiB in two launches of 8 MiB take 52 us instead of 50.
+/// Launches through inboxes of at least so many bytes lose little, too: 16 MiB in two launches of 8 MiB take 52 us
+/// instead of 50.
 const INBOX_LAUNCH_BYTES: u64 = 8 << 20;
 /// Shorter launches through inboxes are as fast as any other way where a call takes no more than so many: 4 MiB in
 /// four launches of 1 MiB take 22 us there, as long as by loads from peers, which only windows have.

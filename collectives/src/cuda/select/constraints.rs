@@ -1,4 +1,4 @@
-//! What decides which all-reduce algorithm of a device can serve a call.
+//! Constraints that decide which all-reduce algorithm of a device can serve a call.
 
 use symmpool_allocator::topology::Topology;
 
@@ -7,7 +7,7 @@ use crate::DType;
 /// Calls of fewer bytes gain nothing from copy engines, and some of their shares may be empty.
 pub(in crate::cuda) const MIN_COPY_BYTES: u64 = 1 << 20;
 
-/// What the algorithm of an all-reduce is chosen by. It is the same on every rank.
+/// Properties of a call by which the algorithm of an all-reduce is chosen. They are the same on every rank.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct AllReduceShape {
     pub(in crate::cuda) bytes: u64,

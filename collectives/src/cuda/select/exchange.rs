@@ -9,7 +9,7 @@ use crate::algorithm::{
 pub(in crate::cuda) enum Use {
     Never,
     WhereFaster,
-    /// As far as it can serve the call.
+    /// Wherever it can serve the call.
     Always,
 }
 
@@ -57,7 +57,7 @@ pub(in crate::cuda) static EXCHANGE: [Exchange; 6] = [
     Exchange { id: STAGES, collectives: BROADCAST, stages: Use::Always, ..DIRECTLY },
 ];
 
-/// What is used where no algorithm is requested: whatever is faster.
+/// Exchange where no algorithm is requested: whatever is faster.
 static FASTEST: Exchange = Exchange {
     id: AUTO,
     ll: Use::WhereFaster,

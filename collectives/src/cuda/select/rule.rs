@@ -10,7 +10,7 @@ use crate::AllReduceAlgorithm as Algorithm;
 use crate::cuda::layout::params::Control;
 use crate::cuda::layout::piece_slots::{SLOTS_OF_BOTH, pays_off};
 
-/// By what an algorithm was chosen.
+/// Way in which an algorithm was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) enum ChosenBy {
     Request,
@@ -362,11 +362,11 @@ mod tests {
         let pull = Algorithm::TwoShotPull;
         assert_eq!(chosen(shape, pull, &measured), (pull, ChosenBy::Request));
         assert!(ordinary.choose(pull, &control, &measured).unwrap_err().is_unsupported());
-        // What was measured over NVLink does not hold where devices of that name are on another bus.
+        // A table that was measured over NVLink does not hold where devices of that name are on another bus.
         let over_a_bus =
             AllReduceShape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };
         assert_eq!(chosen(over_a_bus, auto, &measured), (Algorithm::OneShotLl, ChosenBy::Rule));
-        // What was measured with larger inboxes is not used where it does not fit.
+        // An algorithm that was measured with larger inboxes is not used where it does not fit.
         let little = Control::new(4, Footprint::ample(1 << 20, 1 << 20)).unwrap();
         let most = AllReduceShape { bytes: 256 << 10, ..shape };
         assert_eq!(most.choose(auto, &little, &measured).unwrap().1, ChosenBy::Table);

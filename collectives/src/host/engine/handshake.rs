@@ -312,7 +312,7 @@ impl HostEngine {
         self.close_after(failure, None)
     }
 
-    /// The same after a call that this rank refused; the error then contains the reason for that, too.
+    /// Closes the communicator after a call that this rank refused, too; the error then contains the reason for that.
     #[cold]
     pub(super) fn close_after(&mut self, failure: WaitFailure, refused: Option<&Error>) -> Error {
         let me = self.layout.rank;

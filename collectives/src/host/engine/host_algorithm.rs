@@ -54,7 +54,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As the collective's method, for the resolved buffers.
+    /// You must keep the promises of the collective's method, for the resolved buffers.
     pub(in crate::host) unsafe fn run_by(
         &mut self,
         table: &'static [HostAlgorithm],
@@ -106,7 +106,7 @@ impl HostEngine {
 }
 
 /// For algorithms that serve every call.
-#[allow(clippy::unnecessary_wraps)] // as those that do not
+#[allow(clippy::unnecessary_wraps)] // functions that may refuse return this
 pub(crate) fn always(_: &HostEngine, _: &CallShape) -> std::result::Result<(), String> {
     Ok(())
 }

@@ -26,7 +26,7 @@ impl HostEngine {
         self.rehearses_by(|| id.label(collective))
     }
 
-    /// The same of an algorithm of that name.
+    /// Whether a call with an algorithm of that name ends here, as it is rehearsed. Notes the name then.
     #[inline]
     pub(crate) fn rehearses_by<'a>(&mut self, name: impl FnOnce() -> &'a str) -> bool {
         let Some(rehearsed) = &mut self.rehearsed else { return false };

@@ -34,7 +34,7 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 ///
 /// # Safety
 ///
-/// As [`copy`].
+/// You must keep the promises of [`copy`].
 pub(crate) unsafe fn copy_streaming(from: *const u8, to: *mut u8, bytes: usize) {
     if bytes < SMALL {
         // SAFETY: exactly the caller's promises.
@@ -50,11 +50,11 @@ pub(crate) fn prepare_to_copy() {
     own::measured();
 }
 
-/// As [`copy`], within this rank's memory, in whichever way is faster on this processor.
+/// Copies like [`copy`], within this rank's memory, in whichever way is faster on this processor.
 ///
 /// # Safety
 ///
-/// As [`copy`].
+/// You must keep the promises of [`copy`].
 pub(crate) unsafe fn copy_own(from: *const u8, to: *mut u8, bytes: usize) {
     if own::library_is_faster(from, to, bytes) {
         // SAFETY: exactly the caller's promises.
@@ -67,7 +67,7 @@ pub(crate) unsafe fn copy_own(from: *const u8, to: *mut u8, bytes: usize) {
 
 /// # Safety
 ///
-/// As [`copy`].
+/// You must keep the promises of [`copy`].
 #[inline]
 unsafe fn small(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: exactly the caller's promises.
@@ -76,7 +76,7 @@ unsafe fn small(from: *const u8, to: *mut u8, bytes: usize) {
 
 /// # Safety
 ///
-/// As [`copy`].
+/// You must keep the promises of [`copy`].
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: exactly the caller's promises.
@@ -85,7 +85,7 @@ unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) 
 
 /// # Safety
 ///
-/// As [`copy`].
+/// You must keep the promises of [`copy`].
 #[cfg(target_arch = "x86_64")]
 unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) {
     // Up to the destination's first line boundary, whole lines, and the rest.

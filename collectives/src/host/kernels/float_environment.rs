@@ -93,7 +93,7 @@ mod aarch64 {
         value
     }
 
-    /// As on x86-64, no floating-point operation of the loops can be moved across this.
+    /// No floating-point operation of the loops can be moved across this, as on x86-64.
     #[inline]
     pub(in super::super) fn set_control(value: Control) {
         // SAFETY: writes a register that every thread may write, with the default or a value that was read from it. It

@@ -1,4 +1,4 @@
-//! What follows the sum in a fused all-reduce, for one row: the same operations in the same order as in
+//! The operations behind the sum in a fused all-reduce, for one row: the same in the same order as in
 //! `collectives/kernels/fused/norm.cuh`, so that bits are equal (rule S7).
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
@@ -19,11 +19,11 @@ pub(crate) struct RowIn<'a> {
     pub(crate) residual: Option<&'a [f32]>,
     /// Empty where there is no norm.
     pub(crate) weight: &'a [f32],
-    /// Of [`NormOutput::Fp8Static`].
+    /// Scale for [`NormOutput::Fp8Static`].
     pub(crate) scale: f32,
 }
 
-/// What is made of it.
+/// Outputs of one row.
 #[derive(Default)]
 pub(crate) struct RowOut {
     pub(crate) sum: Vec<f32>,

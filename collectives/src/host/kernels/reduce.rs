@@ -98,7 +98,7 @@ fn by_isa<F: Reduction>(isa: Isa) -> ReduceFn {
 
 /// # Safety
 ///
-/// As [`ReduceFn`].
+/// You must keep the promises of [`ReduceFn`].
 unsafe fn portable<F: Reduction>(
     sources: &[*const u8],
     outputs: &[*mut u8],
@@ -112,7 +112,7 @@ unsafe fn portable<F: Reduction>(
 
 /// # Safety
 ///
-/// As [`ReduceFn`], and the processor has AVX2 and F16C.
+/// You must keep the promises of [`ReduceFn`], and the processor has AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn avx2<F: Reduction>(
@@ -128,7 +128,7 @@ unsafe fn avx2<F: Reduction>(
 
 /// # Safety
 ///
-/// As [`ReduceFn`], and the processor has these AVX-512 sets and F16C.
+/// You must keep the promises of [`ReduceFn`], and the processor has these AVX-512 sets and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
 unsafe fn avx512<F: Reduction>(
@@ -144,7 +144,7 @@ unsafe fn avx512<F: Reduction>(
 
 /// # Safety
 ///
-/// As [`ReduceFn`]; `F16C` only in functions that enable those instructions.
+/// You must keep the promises of [`ReduceFn`]; `F16C` only in functions that enable those instructions.
 #[inline(always)]
 unsafe fn body<F: Reduction, const F16C: bool>(
     sources: &[*const u8],

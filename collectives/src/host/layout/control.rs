@@ -57,16 +57,16 @@ pub(in crate::host) struct AbortRecord {
     pub(in crate::host) timeout: AtomicU64,
 }
 
-/// What comes in front of a packet's data.
+/// Head of a packet, in front of its data.
 #[repr(C)]
 pub(in crate::host) struct PacketHeader {
     /// The number of the message, from 1 on.
     pub(in crate::host) message: AtomicU64,
-    /// What the whole message holds.
+    /// Payload of the whole message.
     pub(in crate::host) payload: AtomicU64,
 }
 
-/// What another rank reports of messages between it and the owner that were not made. Most never need it.
+/// Report of another rank on messages between it and the owner that were not made. Most never need it.
 #[repr(C, align(128))]
 pub(in crate::host) struct MessageRecord {
     /// The last message to the owner that its sender has declined.
@@ -396,7 +396,7 @@ impl Control {
         bytes.div_ceil(self.layout.packet_bytes).max(1)
     }
 
-    /// What `peer` reports to `owner` of messages between them.
+    /// Report of `peer` to `owner` on messages between them.
     pub(in crate::host) fn message_record(&self, owner: u32, peer: u32) -> &MessageRecord {
         let part =
             self.layout.message_records + u64::from(peer) * size_of::<MessageRecord>() as u64;

@@ -2,7 +2,7 @@
 
 use super::expert_routing::Routing;
 
-/// What calls use for themselves; it is kept so that calls need not allocate.
+/// Scratch of calls, which is kept so that calls need not allocate.
 #[derive(Debug, Default)]
 pub(crate) struct ExpertScratch {
     pub(in crate::host) routing: Routing,

@@ -12,7 +12,7 @@
 const MIN_IMBALANCE: usize = 64 << 10;
 /// A sender takes over at least this many bytes.
 const MIN_SHARE: usize = 16 << 10;
-/// What a sender takes over is a multiple of this many bytes, a cache line.
+/// Bytes of a cache line: a sender's share is a multiple of it.
 const LINE: usize = 64;
 
 /// Who copies how much in one call, as far as one rank needs to know it. Kept between calls to save allocations.

@@ -56,7 +56,7 @@ use crate::host::wait::waiter::{Interrupted, SpinPolicy, Waiter, Watchdog};
 use crate::signal::Pause;
 use crate::types::timeout::Timeout;
 
-/// What a forked child may not use, for errors.
+/// Name of the mailbox in the errors of a forked child, which may not use it.
 const WHAT: &str = "a group's mailbox";
 /// How long a waiter sleeps at most before it looks whether its peers are still there.
 const SLICE: Duration = Duration::from_millis(10);
@@ -69,7 +69,7 @@ pub struct Mailbox {
     shared: Arc<Shared>,
 }
 
-/// What calls, operations and the thread share.
+/// State that calls, operations and the thread share.
 struct Shared {
     rank: u32,
     world: u32,
@@ -128,7 +128,7 @@ impl Mailbox {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// What other ranks find this one by.
+    /// Returns the address by which other ranks find this mailbox.
     ///
     /// # Errors
     ///
@@ -170,7 +170,7 @@ impl Mailbox {
     ///
     /// # Safety
     ///
-    /// As long as `held` is not dropped, `memory` is readable for these elements. Nobody writes them before the operation
+    /// While `held` is not dropped, `memory` is readable for these elements. Nobody writes them before the operation
     /// has ended.
     ///
     /// # Errors
@@ -194,12 +194,12 @@ impl Mailbox {
     ///
     /// # Safety
     ///
-    /// As long as `held` is not dropped, `memory` is writable for these elements. Nobody touches them before the
+    /// While `held` is not dropped, `memory` is writable for these elements. Nobody touches them before the
     /// operation has ended.
     ///
     /// # Errors
     ///
-    /// As for [`Self::send`].
+    /// The errors of [`Self::send`].
     pub unsafe fn recv(
         &self,
         (memory, count, dtype): (*mut u8, usize, DType),
@@ -329,7 +329,7 @@ impl Operation {
             let waited = self.await_end(limit);
             self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
             if let Err(error) = waited {
-                // What was refused may be why nothing has come.
+                // A refusal may be why nothing has come.
                 let refused = if error.is_timeout() { self.report()? } else { None };
                 return Err(refused.unwrap_or(error));
             }
@@ -340,7 +340,7 @@ impl Operation {
         self.op.outcome().cloned().unwrap_or_else(|| Err(Error::invalid_state("not ended")))
     }
 
-    /// What the peer has refused of what this rank sent it before.
+    /// Returns an error if the peer has refused an earlier message of this rank's.
     fn report(&self) -> Result<Option<Error>> {
         if !self.shared.has_reports.load(Ordering::Relaxed) {
             return Ok(None);

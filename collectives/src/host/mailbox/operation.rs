@@ -18,7 +18,7 @@ pub(super) struct Op {
     memory: usize,
     /// How it ended, with the other rank.
     outcome: OnceLock<Result<u32, Error>>,
-    /// What keeps the memory.
+    /// Owner that keeps the memory.
     _held: Box<dyn Any + Send + Sync>,
 }
 
@@ -46,7 +46,7 @@ impl Op {
         let _ = self.outcome.set(outcome);
     }
 
-    /// What it is, for errors: "recv of 3 f32 (12 bytes), tag 7, from rank 2".
+    /// Describes the operation for errors: "recv of 3 f32 (12 bytes), tag 7, from rank 2".
     pub(super) fn describe(&self) -> String {
         let preposition = if self.direction == Direction::Send { "to" } else { "from" };
         let peer = self.peer.map_or_else(|| "any rank".to_owned(), |peer| format!("rank {peer}"));

@@ -1,4 +1,4 @@
-//! What a mailbox knows of one peer, and how bytes pass between the two.
+//! State of a mailbox about one peer, and how bytes pass between the two.
 
 #![allow(unsafe_code)] // copies between callers' memory and segments
 

@@ -29,7 +29,7 @@ pub(super) const HEADER: u64 = 64;
 
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// What an entry says.
+/// Kind of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A message whose bytes follow.
@@ -41,7 +41,8 @@ pub(super) enum Kind {
     /// The receiver expects something else than the message of that number, which came whole. Its payload is what it
     /// expects.
     Refusal,
-    /// The same of a message that was offered.
+    /// The receiver expects something else than the message of that number, which was offered. Its payload is what it
+    /// expects.
     Decline,
     /// The sender no longer offers the message of that number.
     Withdrawal,
@@ -258,7 +259,7 @@ impl Segment {
     ///
     /// # Safety
     ///
-    /// As for [`Self::write`].
+    /// You must keep the promises of [`Self::write`].
     pub(super) unsafe fn write_bulk(&mut self, data: *const u8, bytes: u64) -> u64 {
         let read = self.counts().bulk_read.0.load(Ordering::Acquire);
         let room = BULK - self.bulk.wrapping_sub(read).min(BULK);

@@ -1,4 +1,4 @@
-//! What a mailbox knows of its messages, and what moves them on. Nothing here waits.
+//! State of a mailbox's messages, and the functions that move them on. Nothing here waits.
 
 #![allow(unsafe_code)] // copies between callers' memory and segments
 
@@ -137,7 +137,7 @@ impl State {
         let from: Vec<u32> = op.peer.map_or_else(|| self.others().collect(), |peer| vec![peer]);
         let (mut lost, mut is_unknown) = (None, false);
         for rank in &from {
-            // By its connection this rank sees that the other one has ended.
+            // The connection shows this rank that the other one has ended.
             lost = lost.or(self.connect(*rank).err());
             is_unknown |= self.peer(*rank).incoming.is_none();
         }
@@ -416,7 +416,7 @@ impl State {
             if links.into_iter().flatten().all(|link| link.socket.drain()) {
                 continue;
             }
-            // What it did before it ended is all there.
+            // Everything that the rank did before it ended is there.
             self.accept();
             self.advance();
             let error = self.loss(rank);

@@ -145,7 +145,7 @@ fn ends_that_differ_are_an_error_on_both() {
 #[test]
 fn a_rank_that_ends_is_named() {
     let mut all = mailboxes(3, SOON);
-    // What it sent before arrives.
+    // A message that it sent before arrives.
     send(&all[2], vec![3], 0, 0).unwrap();
     let directed = recv(&all[0], 1, Some(2), 1).unwrap();
     let any = recv(&all[0], 1, None, 1).unwrap();

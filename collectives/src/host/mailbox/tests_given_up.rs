@@ -1,4 +1,4 @@
-//! What becomes of other messages where one was refused or given up.
+//! Tests of other messages where one was refused or given up.
 
 use super::state::UNRECEIVED;
 use super::tests::{SOON, content, mailboxes, recv, send};
@@ -153,7 +153,7 @@ fn an_ended_mailbox_leaves_nothing_behind() {
     let error = send(&all[1], vec![1], 2, 0).unwrap_err();
     assert!(error.is_peer_lost() && error.to_string().contains("or has destroyed"), "{error}");
     assert!(all[2].address().unwrap_err().is_invalid_state());
-    // What a lost rank sent is refused, which nobody is told.
+    // A message of a lost rank is refused, which nobody is told.
     send(&all[0], vec![1; 12], 1, 1).unwrap().wait(None).unwrap();
     all[1].shared.lock().unwrap().accept();
     all[1].shared.lock().unwrap().advance();

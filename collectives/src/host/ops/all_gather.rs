@@ -29,7 +29,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_gather`].
+    /// You must keep the promises of [`Self::all_gather`].
     pub(crate) unsafe fn run_all_gather(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
         let Arguments { input, output, count, dtype, .. } = standard.arguments;
@@ -54,7 +54,7 @@ impl HostEngine {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_gather`], for the resolved buffers, the output being a window.
+/// You must keep the promises of [`HostEngine::all_gather`], for the resolved buffers, the output being a window.
 unsafe fn push(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let Work { call, data, count, size, .. } = work;
     let bytes = count * size;
@@ -79,7 +79,7 @@ unsafe fn push(engine: &mut HostEngine, work: &Work) -> Result<()> {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_gather`], for the resolved buffers.
+/// You must keep the promises of [`HostEngine::all_gather`], for the resolved buffers.
 unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let Work { call, data, count, size, .. } = work;
     let (count, size) = (*count, *size);

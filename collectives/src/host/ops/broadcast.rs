@@ -28,7 +28,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::broadcast`].
+    /// You must keep the promises of [`Self::broadcast`].
     pub(crate) unsafe fn run_broadcast(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
         let Arguments { output: buffer, count, dtype, root, .. } = standard.arguments;
@@ -55,7 +55,7 @@ impl HostEngine {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::broadcast`], for the resolved buffer, which is a window.
+/// You must keep the promises of [`HostEngine::broadcast`], for the resolved buffer, which is a window.
 unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
     engine.handshake(&work.call)?;
     if let (Place::Window(offset), true) = (work.data.input, engine.rank() != work.root) {
@@ -71,7 +71,7 @@ unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::broadcast`], for the resolved buffer.
+/// You must keep the promises of [`HostEngine::broadcast`], for the resolved buffer.
 unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let Work { call, data, count, size, root, .. } = work;
     let (address, size, root) = (data.to, *size, *root);

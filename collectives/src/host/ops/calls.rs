@@ -35,7 +35,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As the method of the collective.
+    /// You must keep the promises of the method of the collective.
     #[inline]
     pub(crate) unsafe fn run(&mut self, call: &StandardCall) -> Result<()> {
         let run: unsafe fn(&mut Self, &StandardCall) -> Result<()> = match call.collective {
@@ -85,11 +85,11 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce`].
+    /// The errors of [`Self::all_reduce`].
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce`], for these lengths.
+    /// You must keep the promises of [`Self::all_reduce`], for these lengths.
     pub unsafe fn reduce_scatter(
         &mut self,
         input: Place,
@@ -110,11 +110,11 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce`].
+    /// The errors of [`Self::all_reduce`].
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce`], for these lengths.
+    /// You must keep the promises of [`Self::all_reduce`], for these lengths.
     pub unsafe fn all_gather(
         &mut self,
         input: Place,
@@ -130,11 +130,12 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce`], and `is_invalid_argument` for a root that is not below the number of ranks.
+    /// The errors of [`Self::all_reduce`], and `is_invalid_argument` for a root that is not below the number of
+    /// ranks.
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce`], of the buffer as input and output.
+    /// You must keep the promises of [`Self::all_reduce`], of the buffer as input and output.
     pub unsafe fn broadcast(
         &mut self,
         buffer: Place,
@@ -153,11 +154,11 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce`].
+    /// The errors of [`Self::all_reduce`].
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce`], for these lengths.
+    /// You must keep the promises of [`Self::all_reduce`], for these lengths.
     pub unsafe fn all_to_all(
         &mut self,
         input: Place,

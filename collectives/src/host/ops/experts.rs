@@ -36,11 +36,11 @@ impl HostEngine {
         done
     }
 
-    /// The same, and says how many rows arrived.
+    /// Dispatches like [`Self::dispatch`], and says how many rows arrived.
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch`].
+    /// You must keep the promises of [`Self::dispatch`].
     pub(crate) unsafe fn dispatch_exact(&mut self, call: &ExpertCall) -> Result<ReceivedSizes> {
         // SAFETY: the caller's promises.
         unsafe { self.dispatch(call) }?;
@@ -57,7 +57,7 @@ impl HostEngine {
 
     /// # Safety
     ///
-    /// As [`Self::dispatch`].
+    /// You must keep the promises of [`Self::dispatch`].
     unsafe fn dispatch_in(&mut self, call: &ExpertCall, scratch: &mut ExpertScratch) -> Result<()> {
         let (world, work, region) = (self.world(), &call.work, Region::of(call, self.world()));
         // SAFETY: the handle is one of this buffer, which has these parts.
@@ -191,7 +191,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch`], after the handshake.
+    /// You must keep the promises of [`Self::dispatch`], after the handshake.
     unsafe fn send(
         &self,
         region: &Region,
@@ -247,7 +247,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::send`].
+    /// You must keep the promises of [`Self::send`].
     unsafe fn send_ids(
         &self,
         region: &Region,
@@ -279,7 +279,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch`], after all rows have arrived.
+    /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
     unsafe fn keep_received(&self, region: &Region, handle: &Handle, work: &ExpertsWork) {
         let (me, received) = (self.rank() as usize, handle.received(work.capacity));
         // SAFETY: the part has room for the capacity.
@@ -301,7 +301,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::keep_received`]; the id is that of a received row.
+    /// You must keep the promises of [`Self::keep_received`]; the id is that of a received row.
     unsafe fn expert_at(&self, region: &Region, at: usize, work: &ExpertsWork) -> Option<usize> {
         let (me, local) = (self.rank() as usize, (work.experts / self.world()) as usize);
         // SAFETY: the caller's promise.
@@ -315,7 +315,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::keep_received`], which has counted the rows of each expert.
+    /// You must keep the promises of [`Self::keep_received`], which has counted the rows of each expert.
     unsafe fn place_by_expert(&self, region: &Region, handle: &Handle, work: &ExpertsWork) -> u64 {
         let (me, received) = (self.rank() as usize, handle.received(work.capacity));
         let local = (work.experts / self.world()) as usize;
@@ -364,7 +364,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch`], after all rows have arrived.
+    /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
     unsafe fn expand(&self, region: &Region, handle: &Handle, work: &ExpertsWork) {
         let (me, received) = (self.rank(), handle.received(work.capacity));
         let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);

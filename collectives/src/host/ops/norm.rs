@@ -15,7 +15,7 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce`].
+    /// The errors of [`Self::all_reduce`].
     ///
     /// # Safety
     ///

@@ -43,7 +43,7 @@ pub(crate) struct HostOneSided {
     pub(crate) channels: HostChannels,
 }
 
-/// As many channels between all ranks as a communicator has: where they lie, and this rank's side of them.
+/// Channels between all ranks, as many as a communicator has: where they lie, and this rank's side of them.
 #[derive(Debug)]
 pub(crate) struct HostChannels {
     /// From the beginning of the control block on, modulo 2^64: channels of a set lie elsewhere in the heap.

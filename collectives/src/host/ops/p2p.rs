@@ -89,7 +89,7 @@ impl HostOneSided {
 
     /// # Safety
     ///
-    /// As [`Self::send_or_recv`], to send.
+    /// You must keep the promises of [`Self::send_or_recv`], to send.
     unsafe fn send(
         &self,
         memory: *mut u8,
@@ -140,7 +140,7 @@ impl HostOneSided {
 
     /// # Safety
     ///
-    /// As [`Self::send_or_recv`], to receive.
+    /// You must keep the promises of [`Self::send_or_recv`], to receive.
     unsafe fn receive(
         &self,
         memory: *mut u8,
@@ -206,7 +206,7 @@ impl HostOneSided {
         let is_news = || is_first && self.is_refused_before(peer);
         let accept = |sent: u64| sent >= number || is_unsent() || is_news();
         self.await_count(slot, (Operation::Recv, peer, number), accept)?;
-        // What the peer did before it sent, or declined, is visible: so what it refused before comes first.
+        // Everything that the peer did before it sent, or declined, is visible: so its earlier refusal comes first.
         let is_unsent = is_unsent();
         // A message is declined behind all packets that were sent before, so the count is read last.
         let is_here = slot.word.load(Ordering::Acquire) >= number;
@@ -214,7 +214,7 @@ impl HostOneSided {
             (true, _, _) => Arrival::News,
             (_, true, _) => Arrival::Here,
             (_, _, true) => Arrival::Refused,
-            // What another thread of this rank has reported meanwhile.
+            // Another thread of this rank has reported the news meanwhile.
             (false, false, false) => Arrival::News,
         })
     }

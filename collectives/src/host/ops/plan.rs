@@ -28,7 +28,7 @@ struct Buffers<'a> {
     to: *mut u8,
     /// The window offsets of input and output, where they are windows.
     windows: (Option<u64>, Option<u64>),
-    /// What rank 0 of the plan is.
+    /// Rank of the call that is rank 0 of the plan.
     root: u32,
     /// Bytes of scratch that each chunk has.
     room: usize,
@@ -62,7 +62,7 @@ fn real_rank(rank: u32, root: u32, world: u32) -> u32 {
     (rank + root) % world
 }
 
-/// What a call needs, found from its arguments.
+/// Values that a call needs, found from its arguments.
 struct Prepared {
     data: Data,
     chunks: Chunks,
@@ -88,7 +88,7 @@ impl HostEngine {
     ///
     /// `input` is readable and `output` writable for the elements of the plan's parts, and nobody else accesses
     /// either, in any rank's slot if it is a window, until the call returns on every rank.
-    #[allow(clippy::too_many_arguments)] // what a call is
+    #[allow(clippy::too_many_arguments)] // a call has these arguments
     pub unsafe fn run_plan(
         &mut self,
         checked: &CheckedPlan,
@@ -104,11 +104,11 @@ impl HostEngine {
         unsafe { self.run_plan_for(checked, &arguments) }
     }
 
-    /// The same.
+    /// Runs a plan like [`HostEngine::run_plan`], with its arguments as one value.
     ///
     /// # Safety
     ///
-    /// As [`HostEngine::run_plan`].
+    /// You must keep the promises of [`HostEngine::run_plan`].
     pub(crate) unsafe fn run_plan_for(
         &mut self,
         checked: &CheckedPlan,
@@ -251,7 +251,7 @@ impl HostEngine {
 /// The loops over elements that a call runs.
 #[derive(Clone, Copy)]
 struct Loops {
-    /// Of averages: reduces by sum, and divides.
+    /// Reduces by sum and divides, for averages.
     average: Option<ReduceFn>,
     /// Reduces, without a division.
     reduce: Option<ReduceFn>,

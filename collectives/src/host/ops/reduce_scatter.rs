@@ -29,7 +29,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::reduce_scatter`].
+    /// You must keep the promises of [`Self::reduce_scatter`].
     pub(crate) unsafe fn run_reduce_scatter(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
         let Arguments { input, output, count, dtype, op, .. } = standard.arguments;
@@ -51,7 +51,7 @@ impl HostEngine {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::reduce_scatter`], for the resolved buffers, the input being a window.
+/// You must keep the promises of [`HostEngine::reduce_scatter`], for the resolved buffers, the input being a window.
 unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let Work { call, data, count, size, reduce, .. } = work;
     engine.handshake(call)?;
@@ -84,7 +84,7 @@ fn fits_scratch(part: usize, engine: &HostEngine) -> bool {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::reduce_scatter`], for the resolved buffers.
+/// You must keep the promises of [`HostEngine::reduce_scatter`], for the resolved buffers.
 unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let Work { call, data, count, size, reduce, .. } = work;
     let (count, size) = (*count, *size);

@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_micros(500);
 const MIN_HOLD: Duration = Duration::from_millis(20);
 const MAX_HOLD: Duration = Duration::from_millis(640);
 
-/// What yields have told. All threads of a process share one, as all may run on any of its cores.
+/// Knowledge from yields. All threads of a process share one, as all may run on any of its cores.
 #[derive(Debug)]
 pub(in crate::host) struct Crowd {
     /// When to yield again, in nanoseconds since `begin`; 0 if yields are short.

@@ -7,7 +7,7 @@ use symmpool_allocator::Error;
 
 use crate::call::operation::Operation;
 
-/// What ended a wait without its signal.
+/// Cause that ended a wait without its signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(in crate::host) enum Cause {
@@ -74,7 +74,7 @@ impl Fault {
                 self.timeout,
                 vec![self.peer],
             ),
-            // Of the rank that stopped this is no failure of a peer; for the others it is the rank that left.
+            // For the rank that stopped, this is no failure of a peer; for the others it is the rank that left.
             Cause::Interrupted => {
                 let what = format!("interrupted while waiting for rank {} in {text}", self.peer);
                 match reporter {

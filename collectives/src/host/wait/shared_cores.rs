@@ -26,7 +26,7 @@ const FORGET_AFTER: u32 = 1024;
 /// In place of this rank's core where that does not matter.
 const NOWHERE: u32 = u32::MAX;
 
-/// What a rank knows of those on its core.
+/// Knowledge of a rank about those on its core.
 #[derive(Debug)]
 pub(in crate::host) struct SharedCores {
     /// Whether there is a core for each rank, which it shares with other programs at most.

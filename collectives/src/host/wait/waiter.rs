@@ -48,7 +48,7 @@ impl SpinPolicy {
         Self { spins, yields: YIELDS, crowd: &CROWD }
     }
 
-    /// The same for a rank on the waiter's own core.
+    /// Policy for a rank on the waiter's own core.
     pub(in crate::host) fn here(self) -> Self {
         Self { spins: 0, ..self }
     }
@@ -216,7 +216,7 @@ pub(in crate::host) fn wake(slot: &Slot<Native>) {
 /// Wakes all threads that sleep on `slot`.
 #[cold]
 pub(in crate::host) fn wake_all(slot: &Slot<Native>) {
-    // As in `wake`.
+    // Waking cannot fail on a mapped address; if it did, the sleepers would wake up after their slice.
     let _ = futex::wake(low_half(slot), futex::Flags::empty(), i32::MAX as u32);
 }
 

@@ -104,7 +104,7 @@ fn the_image_of_another_key_is_not_taken() {
 fn what_others_could_have_written_is_not_trusted() {
     let (_folder, cache) = cache();
     made(&cache);
-    // As another user sees it.
+    // Another user finds the files to be somebody else's.
     let theirs = Cache { owner: cache.owner + 1, ..Cache::open(&cache.path, LONG).expect("") };
     assert!(theirs.load(key()).is_none());
     assert!(Cache::open_as(&cache.path, LONG, cache.owner + 1).is_err());
@@ -177,7 +177,7 @@ fn threads_make_an_image_once() {
     assert_eq!(count.into_inner(), 1);
 }
 
-/// What the processes of the tests below do; nothing when run as a test.
+/// Work of the processes of the tests below; nothing when run as a test.
 #[test]
 fn a_process_of_another_test() {
     let Some(folder) = role().map(PathBuf::from) else { return };

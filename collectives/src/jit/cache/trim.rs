@@ -1,4 +1,4 @@
-//! What keeps the cache from growing without end: the images that were not used for longest are removed.
+//! The limit of the cache's size: the images that were not used for longest are removed.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 use super::*;
 
-/// What a variant's machine code needs; `None` for intermediate code. By the device, the compiler and the variant.
+/// Needs of a variant's machine code, by the device, the compiler and the variant; `None` for intermediate code.
 pub(super) type Needs = BTreeMap<String, Option<Usage>>;
 
 const HEAD: &str = "\
@@ -32,7 +32,7 @@ impl Recorded {
         fs::write(Self::path(), self.text()).expect("the file");
     }
 
-    /// What was recorded of a kernel that is made from the same.
+    /// Recorded needs of a kernel that is made from the same sources.
     pub(super) fn of(&self, kernel: &str, hash: &str) -> Option<&Needs> {
         self.0.get(kernel).filter(|(of, _)| of == hash).map(|(_, needs)| needs)
     }

@@ -23,7 +23,8 @@ use super::*;
 /// Architectures that have nearly the same instructions, and need nearly the same registers.
 const OLDER: [(u32, u32); 3] = [(8, 0), (8, 6), (8, 9)];
 
-/// What modes of a kernel are compiled for by turns: an architecture, and whether the oldest compiler makes its code.
+/// Targets that modes of a kernel are compiled for by turns: an architecture, and whether the oldest compiler makes
+/// its code.
 const TURNS: [((u32, u32), bool); 6] = [
     ((8, 0), true),
     ((12, 0), false),
@@ -66,7 +67,7 @@ fn version(jit: &Jit) -> (u32, u32) {
     jit.nvrtc().expect("the compiler").version
 }
 
-/// What a job's machine code needs; `None` for intermediate code.
+/// A job with the needs of its machine code; `None` for intermediate code.
 type Done<'a> = (&'a Job, Option<Usage>);
 
 /// Whether every kernel is to be compiled.
@@ -135,11 +136,11 @@ fn hash_of(jits: &[Jit], jobs: &[&Job]) -> String {
     hasher.finalize().to_hex().to_string()
 }
 
-/// What the variants of all kernels need: as recorded, or compiled now. Says whether some are not recorded, and records all
-/// if SYMMPOOL_BLESS is set.
+/// Needs of the variants of all kernels: as recorded, or compiled now. Says whether some are not recorded, and
+/// records all if SYMMPOOL_BLESS is set.
 fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
     let blesses = env::var_os("SYMMPOOL_BLESS").is_some();
-    // What is recorded was compiled for that, and not recorded before.
+    // The file is not read where it is to be written anew: all variants are compiled then.
     let recorded = if blesses { Recorded::default() } else { Recorded::read() };
     let mut by_kernel: BTreeMap<&str, Vec<&Job>> = BTreeMap::new();
     for job in jobs {
@@ -253,8 +254,8 @@ fn modes(kernel: &Kernel<'static>) -> Vec<Defines> {
     modes
 }
 
-/// What is wrong with a job's machine code: registers in memory, or a processor that holds fewer blocks than the
-/// kernel is bound to. What is compiled for one of the older architectures is judged for all of them.
+/// Flaws of a job's machine code: registers in memory, or a processor that holds fewer blocks than the kernel is
+/// bound to. Code for one of the older architectures is judged for all of them.
 fn flaws((job, used): &Done<'_>) -> Vec<String> {
     // For devices that the compiler does not know there is no machine code.
     let Some(used) = used else { return Vec::new() };
@@ -312,7 +313,7 @@ fn every_variant_compiles_spills_nothing_and_fits() {
                 }
             }
         }
-        // What a device gets whose compiler is older than itself.
+        // A device gets this code whose compiler is older than itself.
         if newest > 0 {
             jobs.push(job(&modes[0], 0, (10, 0)));
         }

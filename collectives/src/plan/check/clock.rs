@@ -1,4 +1,4 @@
-//! What is ordered before what: vector clocks of strands, and the accesses of chunks that they are compared with.
+//! Order of accesses: vector clocks of strands, and the accesses of chunks that they are compared with.
 //!
 //! A *strand* is what runs in order: a rank's operations outside of block groups, or those of one group. Each has a
 //! component of the clock, in which it counts its operations. A clock says of every strand how many of its operations
@@ -65,7 +65,7 @@ pub(super) struct History {
 #[derive(Default)]
 struct Accesses {
     write: Option<Access>,
-    /// By strand.
+    /// Last reads by strand.
     reads: BTreeMap<usize, Access>,
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use symmpool_allocator::Error;
 
-/// What is wrong with a plan.
+/// Kind of a plan's error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanErrorKind {
     /// Ranks wait for each other in a circle.
@@ -22,7 +22,7 @@ pub enum PlanErrorKind {
     ReadOnly,
     /// Ranks reduce in different orders, so their results may differ in the last bits.
     NotReproducible,
-    /// What the program does cannot be done in the protocol that it is compiled for.
+    /// The program does something that cannot be done in the protocol that it is compiled for.
     Protocol,
 }
 
@@ -42,7 +42,7 @@ impl PlanErrorKind {
     }
 }
 
-/// What exactly is wrong: every reason for which a plan, or a plan in place, is refused. docs/language.md lists them all.
+/// Reason for which a plan, or a plan in place, is refused. docs/language.md lists them all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlanErrorReason {
@@ -247,9 +247,9 @@ impl PlanErrorReason {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanError {
-    /// What is wrong.
+    /// Kind of the error.
     pub kind: PlanErrorKind,
-    /// What exactly is wrong.
+    /// Reason of the error.
     pub reason: PlanErrorReason,
     /// The rank whose operation it is.
     pub rank: u32,

@@ -1,4 +1,4 @@
-//! What is known of a plan's operations before any of them runs: whether their places and peers are there, whether signals
+//! Checks of a plan's operations before any of them runs: whether their places and peers are there, whether signals
 //! match waits, and whether the protocol can do them.
 
 use std::collections::BTreeMap;
@@ -117,7 +117,7 @@ type Matched = (Vec<usize>, Vec<usize>);
 
 /// Refuses signals that nobody waits for, waits without a signal, and barriers that not all ranks come to.
 pub(super) fn check_signals(plan: &Plan) -> Result<(), PlanError> {
-    // By sender, receiver and channel.
+    // Signals and waits by sender, receiver and channel.
     let mut ways: BTreeMap<(u32, u32, u32), Matched> = BTreeMap::new();
     let mut barriers = vec![Vec::new(); plan.world as usize];
     for (rank, program) in (0u32..).zip(&plan.programs) {

@@ -1,4 +1,4 @@
-//! What a plan leaves: whether outputs hold what they must, and whether that is so in place.
+//! Checks of a plan's results: whether outputs hold what they must, and whether that is so in place.
 
 use std::collections::BTreeMap;
 
@@ -49,7 +49,7 @@ pub(super) fn check_results(plan: &Plan, outcome: &Outcome) -> Result<(), PlanEr
     Ok(())
 }
 
-/// What is missing in a chunk, and what is too much.
+/// Describes the inputs that are missing in a chunk, and those that are too many.
 fn difference(found: Option<&[Contribution]>, expected: &[Contribution]) -> String {
     let Some(found) = found else { return "far too many inputs take part in it".to_owned() };
     let (found, expected) = (counts(found), counts(expected));

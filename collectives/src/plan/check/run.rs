@@ -22,7 +22,7 @@ pub(super) struct Ran {
     pub(super) written: Vec<Written>,
 }
 
-/// What an operation wrote to a chunk.
+/// Value that an operation wrote to a chunk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Written {
     pub(super) value: Value,
@@ -30,12 +30,12 @@ pub(super) struct Written {
     pub(super) place: u32,
 }
 
-/// What a run shows.
+/// Result of a run.
 pub(super) struct Outcome {
     pub(super) values: Values,
     /// The operations of all ranks, in an order in which they can run one after the other.
     pub(super) order: Vec<Ran>,
-    /// What chunks hold at the end, and the rank and index of the operation that wrote it.
+    /// Values of chunks at the end, with the rank and index of the operation that wrote each.
     pub(super) cells: BTreeMap<Cell, Held>,
 }
 
@@ -61,7 +61,7 @@ struct Rank {
     /// Phases that follow: operations by strand.
     later: VecDeque<Vec<Vec<usize>>>,
     first_component: usize,
-    /// What comes before the next phase.
+    /// Clock at the beginning of the next phase.
     clock: Clock,
     at_barrier: bool,
 }

@@ -1,4 +1,5 @@
-//! What chunks hold, as expressions over the inputs. Equal expressions have equal numbers, so that comparing is cheap.
+//! Values of chunks, as expressions over the inputs. Equal expressions have equal numbers, so that comparing is
+//! cheap.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +19,7 @@ enum Expression {
     Reduced(Vec<Value>),
 }
 
-/// What is known of an expression from those that it is made of, so that none is looked through twice.
+/// Facts about an expression that follow from those that it is made of, so that none is looked through twice.
 #[derive(Clone, Copy, Debug)]
 struct Facts {
     is_defined: bool,
@@ -106,7 +107,7 @@ impl Values {
         u32::try_from(self.facts(value).contributions).unwrap_or(u32::MAX)
     }
 
-    /// What a value was reduced of.
+    /// Returns the values that a value was reduced of.
     pub(super) fn operands(&self, value: Value) -> &[Value] {
         match &self.expressions[value.0 as usize].0 {
             Expression::Reduced(values) => values,

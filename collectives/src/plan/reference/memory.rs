@@ -23,7 +23,7 @@ impl Caller {
     }
 }
 
-/// What an operation did with memory that it should not have done.
+/// Access of an operation that it should not have made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Touched {
     /// An operation accessed the input or output of a rank that was not in the call.
@@ -77,7 +77,7 @@ struct RankMemory {
     output: Range<usize>,
     scratch: [Vec<u8>; 2],
     is_inside: bool,
-    /// What `data` was when the rank entered or left.
+    /// Copy of `data` from when the rank entered or left.
     known: Vec<u8>,
 }
 
@@ -121,7 +121,7 @@ impl Memory {
         Self { ranks, caller, layout, size, touched: Vec::new(), held: BTreeMap::new(), in_place }
     }
 
-    /// What should not have been done with memory.
+    /// Returns the accesses that should not have been made.
     pub(super) fn touched(mut self) -> Vec<Touched> {
         for rank in 0..self.ranks.len() {
             self.expect_untouched(rank as u32);
@@ -192,7 +192,7 @@ impl Memory {
         }
     }
 
-    /// What a chunk holds.
+    /// Returns the value that a chunk holds.
     pub(super) fn held(&self, place: ChunkPlace) -> usize {
         let held = self.held.get(&(place.rank, place.region, place.start));
         held.copied().filter(|_| place.room > 0).unwrap_or(UNDEFINED)

@@ -1,4 +1,4 @@
-//! What a plan means: an interpreter of plans that is as plain as it is slow.
+//! The meaning of a plan: an interpreter of plans that is as plain as it is slow.
 //!
 //! Everything else that runs plans, in host memory and on devices, has to leave the bits that this leaves, and what
 //! [`Plan::check`](super::Plan::check) passes leaves the same bits on every schedule. The meaning in short:
@@ -57,12 +57,12 @@ pub struct Calls<'a> {
     pub inputs: &'a [Vec<Vec<u8>>],
 }
 
-/// What a rank may do next.
+/// Next step that a rank may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The rank.
     pub rank: u32,
-    /// What it does.
+    /// Step of the rank.
     pub step: Step,
 }
 
@@ -77,12 +77,12 @@ pub enum Step {
     Leave,
 }
 
-/// What calls left.
+/// Results of calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
     /// The outputs, by call and rank, as they were when the rank left.
     pub outputs: Vec<Vec<Vec<u8>>>,
-    /// What was done with memory that should not have been, first things first.
+    /// Accesses of memory that should not have been made, the first one first.
     pub touched: Vec<Touched>,
     /// Signals that nobody has waited for.
     pub signals: u64,
@@ -141,7 +141,7 @@ impl<'a> Machine<'a> {
     ///
     /// # Errors
     ///
-    /// If they do not come to their ends.
+    /// [`Stopped`] if the calls do not come to their ends.
     pub fn run(
         mut self,
         mut choose: impl FnMut(&Self, &[Choice]) -> usize,
@@ -349,8 +349,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// What chunk `index` of `rank`'s output must hold by the collective's promise, for sums of integers and for what is only
-/// moved: each contribution once, in whatever order.
+/// Contents that chunk `index` of `rank`'s output must have by the collective's promise, for sums of integers and for
+/// what is only moved: each contribution once, in whatever order.
 pub fn promised(calls: &Calls<'_>, call: usize, rank: u32, index: u32) -> Vec<u8> {
     let size = calls.dtype.size();
     let contributions = calls.plan.expected(rank, index);

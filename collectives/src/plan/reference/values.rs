@@ -1,4 +1,4 @@
-//! What chunks hold, as far as averages need to know it: which inputs were reduced, and in which steps.
+//! Values of chunks, as far as averages need to know them: which inputs were reduced, and in which steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +8,7 @@ enum Made {
     Reduced(Vec<usize>),
 }
 
-/// What the chunks of a plan have held, which of it were results, and what other results were made of.
+/// Values that the chunks of a plan have held, which of them were results, and what other results were made of.
 #[derive(Default)]
 pub struct Values {
     numbers: BTreeMap<Made, usize>,
@@ -18,7 +18,7 @@ pub struct Values {
     operands: BTreeSet<usize>,
 }
 
-/// What nobody has written.
+/// Value of a chunk that nobody has written.
 pub(super) const UNDEFINED: usize = usize::MAX;
 
 impl Values {
@@ -55,13 +55,13 @@ impl Values {
         self.inputs.get(value).map_or(1, |inputs| usize::try_from(*inputs).unwrap_or(usize::MAX))
     }
 
-    /// By what an average divides in the reduction that makes a value.
+    /// Divisor of an average in the reduction that makes a value.
     pub(super) fn divisor(&self, value: usize) -> usize {
         let divides = self.results.contains(&value) && !self.operands.contains(&value);
         if divides { self.inputs(value) } else { 1 }
     }
 
-    /// By what an average divides a result when its rank leaves.
+    /// Divisor of an average's result when its rank leaves.
     pub(super) fn last_divisor(&self, value: usize) -> usize {
         if self.operands.contains(&value) { self.inputs(value) } else { 1 }
     }

@@ -1,4 +1,4 @@
-//! What the check refuses, and what it says.
+//! Tests of plans that the check refuses, and of what it says.
 
 use std::time::Instant;
 

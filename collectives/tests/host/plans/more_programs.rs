@@ -201,7 +201,7 @@ pub(super) fn all_gather_in_scratch(world: u32) -> Plan {
     })
 }
 
-/// The same with another chunk for each rank, which is sent between two that are awaited.
+/// All-to-all with another chunk for each rank, which is sent between two that are awaited.
 pub(super) fn all_to_all_in_turns(world: u32) -> Plan {
     plan("all_to_all_in_turns", Collective::AllToAll, world, world, world, |me| {
         me.copy(me.output(me.rank), me.input(me.rank));

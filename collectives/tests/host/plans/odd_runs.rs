@@ -62,7 +62,7 @@ fn odd_programs_compute_what_was_proved_for_every_count() {
     }
 }
 
-/// What would lose elements in the place of a shorter chunk takes calls only in which no chunk is shorter.
+/// A program that would lose elements in the place of a shorter chunk takes calls only in which no chunk is shorter.
 #[test]
 fn chunks_that_pass_through_shorter_ones_need_equal_chunks() {
     const WORLD: u32 = 2;

@@ -51,7 +51,7 @@ pub(super) fn two_shot(world: u32) -> Plan {
     })
 }
 
-/// The same by reads of peers' inputs, without scratch.
+/// Two-shot all-reduce by reads of peers' inputs, without scratch.
 pub(super) fn two_shot_pull(world: u32) -> Plan {
     plan("two_shot_pull", Collective::AllReduce, world, world, 0, |me| {
         let own = me.rank;
@@ -106,7 +106,7 @@ pub(super) fn reduce_scatter(world: u32) -> Plan {
     })
 }
 
-/// The same by reads of peers' inputs, without scratch.
+/// Reduce-scatter by reads of peers' inputs, without scratch.
 pub(super) fn reduce_scatter_pull(world: u32) -> Plan {
     plan("reduce_scatter_pull", Collective::ReduceScatter, world, world, 0, |me| {
         me.barrier();

@@ -23,7 +23,7 @@ const BATCH: u64 = 200;
 /// Programs of one communicator.
 const GROUP: usize = 20;
 
-/// What came of a program.
+/// Outcome of a program.
 #[derive(Debug)]
 enum Outcome {
     /// It passed; and whether something is wrong in place, if it is refused there.

@@ -19,7 +19,7 @@ use crate::random_shrink::shrink;
 /// Bytes of a rank's input or output, at most, and where they lie in its windows.
 const MOST: usize = 200 << 10;
 const ROOM: u64 = 256 << 10;
-/// What lies in front of a buffer and behind it.
+/// Byte that lies in front of a buffer and behind it.
 const FENCE: u8 = 0xa5;
 const FENCE_BYTES: usize = 128;
 /// Smaller programs that are tried when one is wrong.
@@ -66,7 +66,7 @@ impl Work {
         self.checked.plan().world
     }
 
-    /// What the program has that makes it more than trivial.
+    /// Properties of the program that make it more than trivial.
     pub(super) fn shapes(&self) -> Vec<&'static str> {
         let plan = self.checked.plan();
         let all = || plan.programs.iter().flatten();
@@ -169,7 +169,7 @@ fn load(at: *const u8, bytes: usize) -> Vec<u8> {
     data
 }
 
-/// What a rank found of a call.
+/// Findings of a rank about a call.
 type Found = (Result<()>, Option<String>);
 
 /// Makes all calls of all programs of so many ranks. Returns how many there were, and what was wrong.

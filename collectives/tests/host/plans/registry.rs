@@ -69,7 +69,7 @@ fn every_algorithm_is_listed_and_runs_by_name_with_the_same_bits() {
                     let input = if is_broadcast { &out } else { &input };
                     comm.call(&Request::new(*algorithm, &out, input), STREAM).unwrap();
                     results.push(bits(&out));
-                    // By name, on addresses.
+                    // The algorithm is called by name, on addresses.
                     let again = block(pool, outputs);
                     let from = if is_broadcast { &again } else { input };
                     let (to, from) = (again.as_ptr().cast(), from.as_ptr().cast());

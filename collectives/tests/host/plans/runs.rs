@@ -26,7 +26,7 @@ pub(super) fn value(rank: u32, index: usize, call: usize) -> f32 {
     ((index * 7 + rank as usize * 131 + call * 17) % 1009) as f32 - 300.0
 }
 
-/// What `rank`'s output must be. `root` is the root of broadcasts.
+/// Expected output of `rank`. `root` is the root of broadcasts.
 pub(super) fn expected(plan: &Plan, rank: u32, count: usize, call: usize, root: u32) -> Vec<f32> {
     let sum = |index: usize| (0..plan.world).map(|rank| value(rank, index, call)).sum();
     let mine = rank as usize * count;

@@ -145,8 +145,8 @@ def run_round(kind, name, meeting, options, where):
     count = options.steps if kind in TRAINED else options.tokens
     try:
         found = [program.step(number) for number in range(options.warmup)]
-        # What compilers and imports have left are millions of objects. A collection that looks through them
-        # takes a third of a second, and falls into some contenders' steps and not into others'.
+        # Compilers and imports have left millions of objects. A collection that looks through them takes a
+        # third of a second, and falls into some contenders' steps and not into others'.
         gc.collect()
         gc.freeze()
         meeting.meet()
@@ -162,7 +162,7 @@ def run_round(kind, name, meeting, options, where):
             "peak_bytes": cuda.max_memory_allocated() if meeting.on_cuda else None,
             "reserved_bytes": cuda.max_memory_reserved() if meeting.on_cuda else None,
             "device_bytes": meeting.device_bytes(),
-            # What became of calls on groups of ours: none are the peer's, unless some fell back to it.
+            # Counts of calls on groups of ours: none are the peer's, unless some fell back to it.
             "calls": backend_counts(reset=True),
         }
         if where is not None:
@@ -191,7 +191,8 @@ def profile(program, kind, meeting, where):
         for number in range(count + 1):
             program.step(number)
             if number in (0, count):
-                # What the last step has queued belongs to it, and what the warm-up has queued to none.
+                # Work that the last step has queued belongs to it, and work that the warm-up has queued to
+                # none.
                 meeting.synchronize()
             made.step()
 
@@ -265,7 +266,7 @@ def run(options, arguments):
 
 
 def take_turn(options, on_cuda):
-    """What the processes of a turn do: run each kind once. The first rank writes what was found."""
+    """Runs each kind once, in the processes of a turn. The first rank writes what was found."""
     number, name, file = options.turn
     torch, device = session.find_device(options, EXAMPLE)
     # torch finds the backend by itself only where the package is installed.
@@ -295,13 +296,13 @@ def take_turn(options, on_cuda):
 
 
 def run_turns(options, arguments, on_cuda):
-    """What the processes of the benchmark do: have each contender take its turns, and report."""
+    """Has each contender take its turns, in the processes of the benchmark, and reports."""
     peer, backends = contenders(options, on_cuda)
     names, is_first = list(backends), int(os.environ["RANK"]) == 0
     if options.profile is not None:
         options.profile.mkdir(parents=True, exist_ok=True)
     rows = [row_of(kind, options, on_cuda, backends, peer) for kind in options.kinds]
-    # What fails in one round is run in the others too: only the first rank knows of it.
+    # A kind that fails in one round is run in the others too: only the first rank knows of it.
     runs = {name: [row for row in rows if name not in row.missing] for name in names}
     command = ["python", "-m", "symmpool", "bench", *map(session.without_folders, arguments)]
     facts = {"missing": {}}

@@ -74,7 +74,7 @@ class Meeting:
             self.torch.cuda.reset_peak_memory_stats()
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, str | None]:
-        """What `action` returns, and None; or None and why it failed on some rank, everywhere."""
+        """Returns the result of `action` and None; or, on every rank, None and why it failed on some rank."""
         value, why = None, None
         try:
             value = action()

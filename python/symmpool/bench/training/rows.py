@@ -1,4 +1,4 @@
-"""What was found of each kind of program, and how it is shown."""
+"""Rows of the report: the results of each kind of program, and how they are shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Row:
         self.missing: dict[str, str] = {}
 
     def add(self, name: str, found: dict[str, Any] | None, why: str | None) -> None:
-        """What a contender's next round has found, or why it has no figure, whatever other rounds find."""
+        """Adds the result of a contender's next round, or why it has no figure, whatever other rounds
+        find."""
         if found is None:
             self.missing.setdefault(name, why or "nothing was found")
             self.rounds.pop(name, None)

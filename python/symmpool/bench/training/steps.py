@@ -132,7 +132,7 @@ class Training:
 
     @property
     def tokens_a_step(self) -> int:
-        """Of all ranks together."""
+        """Number of tokens of all ranks together."""
         alike = 1 if self.same_tokens else self.meeting.world
         return self.options.batch * self.options.length * alike
 

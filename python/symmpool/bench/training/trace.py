@@ -46,7 +46,7 @@ _STEP = "ProfilerStep#"
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times without overlaps, in their order."""
+    """Returns these times without overlaps, in their order."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:

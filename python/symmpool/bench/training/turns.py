@@ -20,7 +20,7 @@ __all__ = ["Found", "take"]
 
 
 class Found:
-    """What a turn has found: the facts of the run, and of each kind a report or why there is none."""
+    """Results of a turn: the facts of the run, and of each kind a report or why there is none."""
 
     def __init__(self, facts: dict[str, Any]):
         self.facts = facts
@@ -43,7 +43,7 @@ class Found:
 
     @classmethod
     def read(cls, file: Path) -> Found:
-        """What was written; nothing where there is no file."""
+        """Reads the results from a file; they are empty where there is none."""
         if not file.exists():
             return cls({})
         whole = json.loads(file.read_text())

@@ -37,7 +37,7 @@ class FusionPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Replaces what it finds in a graph."""
-        # What nobody needs would count as using what it takes.
+        # A node that nobody needs would count as a user of its arguments.
         graph.eliminate_dead_code()
         for find in (norms.fuse_norms, gathers.fuse_gathers, scatters.fuse_scatters):
             self.replaced += find(graph)

@@ -49,7 +49,7 @@ def fuse_gathers(graph: Graph) -> int:
     for wait in waits_of(graph):
         if _fuse(graph, wait, order):
             fused.append(wait)
-            # What nobody needs any more would count as a user of what later gathers bring.
+            # A node that nobody needs any more would count as a user of later gathers' results.
             graph.eliminate_dead_code()
     return remove(graph, fused)
 
@@ -100,7 +100,7 @@ def _gather_of(wait: Node) -> _Gather | None:
 
 
 def _concatenated(wait: Node, world: int) -> tuple[Node, int]:
-    """What is gathered along which dimension: along others than the first one, the ranks' parts are
+    """Returns the gathered tensor and its dimension: along others than the first one, the ranks' parts are
     concatenated along that."""
     split = next(iter(wait.users), None)
     if split is None or len(wait.users) != 1 or split.target != _aten.split.Tensor:

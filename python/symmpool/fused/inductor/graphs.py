@@ -1,4 +1,4 @@
-"""What passes over graphs have in common."""
+"""Helpers of the passes over graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arguments_of(node: Node) -> tuple[Any, ...]:
 
 
 def waits_of(graph: Graph) -> list[Node]:
-    """What waits for collectives, in order."""
+    """Returns the nodes that wait for collectives, in order."""
     return [node for node in graph.nodes if node.target == c10d.wait_tensor.default]
 
 

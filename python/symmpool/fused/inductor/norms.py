@@ -52,7 +52,7 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
         norm = _norm_of(total)
         if norm is None or not _fits(total, residual, norm.weight):
             continue
-        # What the call is given must be there where the sum is made.
+        # The call's arguments must be there where the sum is made.
         if any(order.get(each, len(order)) > order[total] for each in (residual, norm.weight) if each):
             continue
         with graph.inserting_before(total):
@@ -74,7 +74,7 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
 
 
 def _reshaped(wait: Node) -> Node:
-    """What is computed with: the result of an all-reduce, or the one view of it."""
+    """Returns the node that is computed with: the result of an all-reduce, or the one view of it."""
     users = list(wait.users)
     return users[0] if len(users) == 1 and users[0].target in VIEWS else wait
 

@@ -81,8 +81,8 @@ def _scatter_of(wait: Node) -> _Scatter | None:
 
 
 def _split(given: Any, world: int) -> tuple[Any, int]:
-    """What is scattered along which dimension: along others than the first one, parts are concatenated along
-    that."""
+    """Returns the scattered tensor and its dimension: along others than the first one, parts are concatenated
+    along that."""
     if not isinstance(given, Node) or given.target != _aten.cat.default or given.args[1:] not in ((), (0,)):
         return given, 0
     parts = arguments_of(given)[0]

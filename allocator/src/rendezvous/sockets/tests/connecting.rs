@@ -146,7 +146,7 @@ fn another_user_who_knows_the_secret_is_turned_away() {
     let caller = std::thread::scope(|scope| {
         let dial = || {
             let nobody = rustix::process::Uid::from_raw(65534);
-            // Of this thread alone.
+            // This changes the user of this thread alone.
             rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
             stranger(&names[0])
         };
@@ -179,7 +179,7 @@ fn an_impostor_in_a_peers_place_is_refused() {
     assert!(socket.is_refused() && socket.to_string().contains("rank 0"), "{socket}");
 }
 
-/// What a rank says whose peer's socket answers with the proof of another secret.
+/// Error of a rank whose peer's socket answers with the proof of another secret.
 fn stranger_that_answers_wrongly() -> Error {
     let listener = Listener::bind().unwrap();
     let name = "symmpool-test-".to_owned() + listener.name();

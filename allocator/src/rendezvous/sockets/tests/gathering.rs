@@ -134,7 +134,7 @@ fn pieces_that_do_not_continue_a_value_are_refused() {
                 let frame = message::encode(part).unwrap();
                 let socket = peers.sockets[1].as_ref().unwrap();
                 assert_eq!(packet::send(socket, &frame, &[]).unwrap(), Sent::Yes);
-                // What follows is this rank's true part, or not read any more.
+                // The packets behind it are this rank's true part, or not read any more.
             }
             let first = peers.all_gather("value", b"12345", soon());
             first.and_then(|_| peers.all_gather("value", b"", soon())).unwrap_err()
@@ -261,7 +261,7 @@ fn a_farewell_is_heard_behind_more_than_a_socket_holds() {
 fn copies_of_a_connection_do_not_hide_that_a_rank_left() {
     let left = Barrier::new(2);
     with_sockets(2, |rank, mut peers| {
-        // As a child has them that was forked.
+        // The copies stand for those of a forked child.
         let copies: Vec<_> =
             peers.sockets.iter().flatten().map(|socket| rustix::io::dup(socket).unwrap()).collect();
         if rank == 0 {

@@ -1,4 +1,4 @@
-//! What needs a process of its own: its open files are counted or limited, or it is killed.
+//! Tests that need a process of their own: its open files are counted or limited, or it is killed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;

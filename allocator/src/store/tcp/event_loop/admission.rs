@@ -102,7 +102,7 @@ impl EventLoop {
             self.refuse(stream, &ToClient::Later { why })
         });
         self.poller.spare = poller::spare().ok();
-        // As after an interrupted call, the caller tries again: there may be more connections.
+        // The caller tries again, as after an interrupted call: there may be more connections.
         refused.and_then(|_| Err(Errno::INTR))
     }
 

@@ -1,4 +1,4 @@
-//! What a connection is sent, and how it ends.
+//! Replies to a connection, and how it ends.
 
 use std::net::Shutdown;
 use std::time::Instant;

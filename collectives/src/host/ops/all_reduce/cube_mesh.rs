@@ -67,7 +67,7 @@ impl ForwardSlots {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
+/// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let groups = engine.paired_groups.clone().map_err(Error::unsupported)?;
     match work.windows() {
@@ -82,7 +82,8 @@ pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_reduce`]; `from` and `to` are the window offsets of input and output.
+/// You must keep the promises of [`HostEngine::all_reduce`]; `from` and `to` are the window offsets of input and
+/// output.
 unsafe fn direct(
     engine: &mut HostEngine,
     work: &Work,
@@ -121,7 +122,7 @@ unsafe fn direct(
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
+/// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 unsafe fn staged(engine: &mut HostEngine, work: &Work, groups: PairedGroups) -> Result<()> {
     let (from, size) = (work.data.from, work.size);
     let (me, world) = (engine.rank(), engine.world() as usize);

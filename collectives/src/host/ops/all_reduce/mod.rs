@@ -55,7 +55,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_reduce`].
+    /// You must keep the promises of [`Self::all_reduce`].
     pub(crate) unsafe fn run_all_reduce(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
         let Arguments { input, output, count, dtype, op, .. } = standard.arguments;

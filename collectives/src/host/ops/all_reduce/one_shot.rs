@@ -11,7 +11,7 @@ use crate::host::kernels::copy;
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
+/// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let (from, to, size) = (work.data.from, work.data.to, work.size);
     let pieces = Pieces::new(work.count, size, engine.scratch_bytes());

@@ -15,7 +15,7 @@ const TILE: usize = 4096;
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
+/// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
     match work.windows() {
         // SAFETY: passed on.
@@ -30,7 +30,8 @@ pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_reduce`]; `from` and `to` are the window offsets of input and output.
+/// You must keep the promises of [`HostEngine::all_reduce`]; `from` and `to` are the window offsets of input and
+/// output.
 unsafe fn direct(engine: &mut HostEngine, work: &Work, from: u64, to: u64) -> Result<()> {
     engine.handshake(&work.call)?;
     let mine = share(work.count, work.size, engine.rank(), engine.world());
@@ -62,7 +63,7 @@ unsafe fn direct(engine: &mut HostEngine, work: &Work, from: u64, to: u64) -> Re
 ///
 /// # Safety
 ///
-/// As [`crate::host::kernels::ReduceFn`]; when streaming, no output is a source.
+/// You must keep the promises of [`crate::host::kernels::ReduceFn`]; when streaming, no output is a source.
 unsafe fn reduce(
     work: &Work,
     sources: &mut [*const u8],
@@ -100,7 +101,7 @@ unsafe fn reduce(
 ///
 /// # Safety
 ///
-/// As [`HostEngine::all_reduce`], for the resolved buffers of `work`.
+/// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let (from, to, size) = (work.data.from, work.data.to, work.size);
     let pieces = Pieces::new(work.count, size, engine.scratch_bytes());

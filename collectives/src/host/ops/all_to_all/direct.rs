@@ -48,7 +48,7 @@ pub(super) unsafe fn pull(work: &Work, engine: &HostEngine, balance: Option<&Loa
 ///
 /// # Safety
 ///
-/// As [`pull`].
+/// You must keep the promises of [`pull`].
 pub(super) unsafe fn push(work: &Work, engine: &HostEngine, balance: &LoadBalance) {
     let me = work.rank;
     for receiver in engine.peers() {

@@ -43,7 +43,7 @@ const DIRECT_BYTES: usize = 1 << 10;
 
 /// The routes that algorithms prescribe, by number; `None` where it follows from the size.
 pub(crate) static ROUTES: [(AlgorithmId, bool); 2] = [(STAGED, false), (DIRECT, true)];
-/// The same of names that serve on devices.
+/// Routes of names that serve on devices.
 static DEVICE_ROUTES: [(AlgorithmId, bool); 3] = [(LAMPORT, false), (COPY, true), (RING, true)];
 
 /// Whether the algorithm of this number has receivers read windows. `None` if there is no such algorithm.
@@ -56,7 +56,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_to_all`].
+    /// You must keep the promises of [`Self::all_to_all`].
     pub(crate) unsafe fn run_all_to_all(&mut self, standard: &StandardCall) -> Result<()> {
         self.ready()?;
         let algorithm = standard.algorithm;
@@ -80,7 +80,7 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce`]; `is_diverged`, on every rank, if a rank does not send what another
+    /// The errors of [`Self::all_reduce`]; `is_diverged`, on every rank, if a rank does not send what another
     /// expects.
     ///
     /// # Safety
@@ -124,7 +124,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_to_all_v`], for the resolved buffers.
+    /// You must keep the promises of [`Self::all_to_all_v`], for the resolved buffers.
     unsafe fn exchange(
         &mut self,
         work: Work,
@@ -180,7 +180,8 @@ impl Work {
 
     /// # Safety
     ///
-    /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's row is published.
+    /// You must keep the promises of [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's row is
+    /// published.
     unsafe fn run(mut self, engine: &mut HostEngine, call: &Call) -> Result<()> {
         let offset = |place| match place {
             Place::Window(offset) => offset,

@@ -26,8 +26,8 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::all_to_all_v`], where input and output have `rows.length` and `rows.capacity` rows, and the arrays
-    /// of `splits` have a count for each rank.
+    /// You must keep the promises of [`Self::all_to_all_v`], where input and output have `rows.length` and
+    /// `rows.capacity` rows, and the arrays of `splits` have a count for each rank.
     pub unsafe fn all_to_all_splits(
         &mut self,
         input: Place,

@@ -57,7 +57,7 @@ impl TrafficMatrix {
         (begin, self.fitting(engine, begin, sender, receiver))
     }
 
-    /// The same for all senders, in rank order.
+    /// Returns the places of all senders' segments, in rank order.
     pub(super) fn received(
         self,
         engine: &HostEngine,

@@ -11,7 +11,7 @@ use crate::call::{Call, Operation};
 use crate::host::kernels::{ExpertRows, copy};
 use crate::host::layout::numbers::Numbers;
 
-/// What the rows of a combine are made of.
+/// Parts that the rows of a combine are made of.
 struct Rows<'a> {
     call: &'a ExpertCall,
     handle: &'a Handle,
@@ -26,7 +26,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch`]. The input has all rows that the handle has places for.
+    /// You must keep the promises of [`Self::dispatch`]. The input has all rows that the handle has places for.
     pub(crate) unsafe fn combine(&mut self, call: &ExpertCall) -> Result<()> {
         self.ready()?;
         let mut scratch = std::mem::take(&mut self.expert_scratch);
@@ -38,7 +38,7 @@ impl HostEngine {
 
     /// # Safety
     ///
-    /// As [`Self::combine`].
+    /// You must keep the promises of [`Self::combine`].
     unsafe fn combine_in(&mut self, call: &ExpertCall, scratch: &mut ExpertScratch) -> Result<()> {
         let (me, world, work) = (self.rank() as usize, self.world(), &call.work);
         let region = Region::of(call, world);
@@ -73,7 +73,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::combine`], after the handshake.
+    /// You must keep the promises of [`Self::combine`], after the handshake.
     unsafe fn send_weights(&self, region: &Region, handle: &Handle, call: &ExpertCall) {
         let (work, world, top_k) = (&call.work, self.world() as usize, call.work.top_k as usize);
         // SAFETY: the caller's promise.
@@ -102,7 +102,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::combine`], after the handshake.
+    /// You must keep the promises of [`Self::combine`], after the handshake.
     unsafe fn send_back(&self, region: &Region, rows: &Rows<'_>, sums: &mut ExpertRows<'_>) {
         let (call, row_bytes) = (rows.call, rows.call.shape.row_bytes());
         let received = rows.received;
@@ -124,7 +124,7 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::combine`], after all rows have come back. `own` has room for a row.
+    /// You must keep the promises of [`Self::combine`], after all rows have come back. `own` has room for a row.
     unsafe fn sum_tokens(
         &self,
         region: &Region,

@@ -1,4 +1,4 @@
-"""What `import deep_ep` finds where this folder's parent is on the path: `symmpool.deep_ep`."""
+"""The module that `import deep_ep` finds where this folder's parent is on the path: `symmpool.deep_ep`."""
 
 import symmpool.deep_ep
 
