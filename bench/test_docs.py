@@ -1,6 +1,7 @@
 """Tests of the script that builds the documentation's site: `make docs` runs it."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "docs/site/build.py"
@@ -36,6 +37,9 @@ def test_the_site_has_every_document_and_module():
     navigation = SCRIPT.with_name("mkdocs.yml").read_text().partition("nav:")[2].partition("\n\n")[0]
     documents = [path for pattern in build.DOCUMENTS for path in build.ROOT.glob(pattern)]
     names = [str(path.relative_to(build.ROOT)) for path in documents if path.suffix == ".md"]
+    # The index has a row for each decision, as a test of the tidy suite sees to.
+    is_decision = re.compile(r"docs/decisions/(?!README\.md)").match
+    names = [name for name in names if not is_decision(name)]
     names += [f"reference/{module}.md" for module in build.MODULES]
     assert len(names) > 10
     for name in names:

@@ -19,8 +19,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    "docs/*.md",
-    "docs/recipes/*.md",
+    "docs/**/*.md",
     "docs/pictures/*",
 )
 CRATES = ("symmpool_allocator", "symmpool_collectives")

@@ -11,8 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 PAGES = ["README.md", "CONTRIBUTING.md", "python/README.md"]
-for folder in ("docs", "docs/recipes"):
-    PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.md"))
+PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 
 #: What blocks may be: each kind has tests.
 KINDS = ("python", "cuda", "rust", "c", "sh", "text")

@@ -1,7 +1,7 @@
 //! The free blocks of one stream, in heap order (rule D2).
 //!
 //! An allocation takes the lowest-lying block that fits. This is first fit; on real traces it packs
-//! tighter than best fit once free segments may move (docs/decisions.md has the figures). To find the
+//! tighter than best fit once free segments may move (docs/decisions/first-fit.md says why). To find the
 //! block quickly, the list is cut into chunks of up to [`CHUNK`] blocks, and the size of each chunk's
 //! largest block is kept in one flat array. A search scans that array, then one chunk, both with vector
 //! instructions. Shrinking or growing a block in place touches one chunk.

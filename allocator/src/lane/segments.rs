@@ -1,7 +1,7 @@
 //! Physical segments: how large the next one is, where it goes, and which may move.
 //!
 //! Growth is measured, not guessed: the constants below were chosen on real traces (see
-//! docs/decisions.md) so that few segments suffice and little of them stays unused. Sizes follow
+//! docs/decisions/growth-steps.md) so that few segments suffice and little of them stays unused. Sizes follow
 //! from the lane's own sequence alone (rule D6).
 
 use super::table::BlockState;

@@ -2,7 +2,7 @@
 
 A scope is a `torch.cuda.MemPool` whose segments come from the pool's first lane. torch cuts them up
 by itself, by size and address; addresses order as offsets do, which are the same on every rank, so
-equal programs get equal places (docs/decisions.md, "torch's MemPool on our segments").
+equal programs get equal places (docs/decisions/mempool.md).
 """
 
 from __future__ import annotations

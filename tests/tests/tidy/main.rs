@@ -1,7 +1,9 @@
 //! Checks rules of the repository that no compiler checks.
 
 mod arrows;
+mod documents;
 mod imports;
+mod prose;
 mod python_imports;
 mod rust_imports;
 
@@ -181,83 +183,6 @@ fn a_rule_is_not_held_by_words_elsewhere_in_a_file() {
     let cited = |rule| tests.iter().any(|test| cites(test, rule));
     assert!(cited("D1") && cited("S5"));
     assert!(!cited("D7") && !cited("D2") && !cited("D3") && !cited("D4"));
-}
-
-/// All documents: those of the root and of `docs`.
-fn documents() -> Vec<String> {
-    let read = |folder: &str| fs::read_dir(root().join(folder)).expect("a folder").flatten();
-    let files = read("").chain(read("docs")).chain(read("docs/recipes")).map(|entry| entry.path());
-    let mut found: Vec<String> = files
-        .filter(|path| path.extension().is_some_and(|end| end == "md"))
-        .map(|path| name(&path))
-        .collect();
-    found.sort();
-    assert!(found.len() > 8, "too few documents found: {found:?}");
-    found
-}
-
-#[test]
-fn the_documents_name_files_that_exist() {
-    for document in documents() {
-        let text = read(&root().join(&document));
-        for quoted in text.split('`').skip(1).step_by(2) {
-            let folders = [
-                "allocator/",
-                "collectives/",
-                "examples/",
-                "ffi/",
-                "python/",
-                "tests/",
-                "bench/",
-                "docs/",
-            ];
-            let is_path = folders.iter().any(|folder| quoted.starts_with(folder))
-                && !quoted.contains([' ', '*', '{', '<']);
-            if is_path {
-                let path = root().join(quoted);
-                assert!(path.exists(), "{document} names {quoted}, which does not exist");
-            }
-        }
-    }
-}
-
-#[test]
-fn links_between_documents_lead_somewhere() {
-    // The anchor of a heading, as repository hosts make it.
-    let anchor = |heading: &str| -> String {
-        let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
-        kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
-    };
-    let anchors = |text: &str| -> Vec<String> {
-        let headings = text.lines().filter(|line| line.starts_with('#'));
-        headings.map(|line| anchor(line.trim_start_matches('#').trim())).collect()
-    };
-    let mut links = 0;
-    for document in documents() {
-        let path = root().join(&document);
-        let text = read(&path);
-        let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-        for target in
-            targets.filter(|target| !target.contains([' ', '\n']) && !target.contains("://"))
-        {
-            links += 1;
-            let (file, place) = target.split_once('#').unwrap_or((target, ""));
-            let folder = path.parent().expect("a folder");
-            let to = if file.is_empty() { path.clone() } else { folder.join(file) };
-            assert!(to.exists(), "{document} links to {target}, which does not exist");
-            let there = place.is_empty() || anchors(&read(&to)).iter().any(|known| known == place);
-            assert!(there, "{document} links to {target}, where there is no such heading");
-        }
-    }
-    assert!(links > 20, "only {links} links found");
-}
-
-#[test]
-fn the_readme_shows_the_first_example_as_it_is() {
-    let example = read(&root().join("collectives/examples/first.rs"));
-    let (_, program) = example.split_once("\n\n").expect("a doc line, then the program");
-    let readme = read(&root().join("README.md"));
-    assert!(readme.contains(program.trim_end()), "README.md differs from examples/first.rs");
 }
 
 #[test]
