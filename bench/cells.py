@@ -15,6 +15,10 @@ def load(name):
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def exists(name):
+    return (RESULTS / f"{name}.json").exists()
+
+
 def recorded(name, places=ANY):
     """((device, number), report) of the first of `places` where it was recorded; (None, None) if nowhere."""
     for device, world in places:

@@ -1,9 +1,9 @@
-"""Builds the tables of docs/performance.md, README.md's claims and its pictures from bench/results.
+"""Builds the tables of docs/performance and README.md, and their pictures, from bench/results.
 
 In the documents everything between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table that
-the function of that name makes from its results: here or, for GPUs, in tables_gpu.py. The pictures are
-the files in docs/pictures, made by charts.py. With --check nothing is written, and the exit code says
-whether all of them are up to date.
+the function of that name makes from its results: here, in tables_gpu.py for GPUs, or in tables_summary.py.
+The pictures are the files in docs/pictures, made by charts.py. With --check nothing is written, and the
+exit code says whether all of them are up to date.
 """
 
 import re
@@ -12,6 +12,7 @@ import textwrap
 
 import charts
 import tables_gpu
+import tables_summary
 from cells import RESULTS, ROOT, figure, load, score, size, table
 
 
@@ -174,9 +175,13 @@ MAKERS = {
         commit,
     )
 }
-MAKERS |= tables_gpu.MAKERS
+MAKERS |= tables_gpu.MAKERS | tables_summary.MAKERS
 #: The documents that have tables.
-DOCUMENTS = (ROOT / "docs/performance.md", ROOT / "README.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "docs/performance.md",
+    *sorted((ROOT / "docs/performance").glob("*.md")),
+)
 MARKED = re.compile(r"^( *)(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE)
 
 

@@ -5,12 +5,11 @@ beforehand. In brackets behind a time stands the form in which it was measured, 
 contender: calls a graph, or eager.
 """
 
-import textwrap
 from functools import partial
 from statistics import median
 
 import tables_models
-from cells import ANY, FOUR, ONE, TWO, exact, figure, recorded, score, size, table
+from cells import ANY, FOUR, ONE, TWO, exact, figure, recorded, size, table
 from kernel_versions import changed_since
 
 #: The note above tables whose times were measured in one form only.
@@ -130,25 +129,6 @@ def all_reduce(places):
     bar = ["bar us"] if bars else []
     head = ["bytes", "symmpool us", *bar, "busbw GB/s", *peers, "best peer / ours"]
     return f"{heading(place, report)}\n\n{table(head, rows)}"
-
-
-def readme_all_reduce():
-    """README.md's sentences on all-reduces, of the same results as the tables of them."""
-    said = []
-    for places in (TWO, FOUR):
-        place, report = recorded("allreduce", places)
-        if report is None:
-            continue
-        ratios = []
-        for entry in report["results"]:
-            ratios.append(ratio(best_peer(report, entry)[0], entry["figures"].get("ours", {}).get("us")))
-        sizes = [entry["bytes"] for entry in report["results"]]
-        said.append(
-            f"on {place[1]} {place[0].upper()}s {score(ratios).replace('cells', 'sizes')} "
-            f"({size(min(sizes))} to {size(max(sizes))})"
-        )
-    claim = f"All-reduces beside the fastest of NCCL's and torch's symmetric memory's: {'; '.join(said)}."
-    return textwrap.fill(claim, 118)
 
 
 def all_to_all(places):
@@ -512,35 +492,33 @@ def everywhere(maker):
     return [partial(maker, (place,)) for place in (*TWO, *FOUR)]
 
 
-def more():
-    """Everything else that is recorded, each table with a line that says what it is."""
-    makers = (
-        python_and_rust,
-        with_scratch,
-        device_splits,
-        *everywhere(collectives_memory),
-        *everywhere(collectives_sm_budgets),
-        *everywhere(calls_in_order),
-        *everywhere(plans),
-        *everywhere(tables_models.experts),
-        *everywhere(tables_models.experts_24),
-        *everywhere(tables_models.norms),
-        *everywhere(tables_models.matmuls),
-        *everywhere(tables_models.training),
+#: What else is recorded, by the table of a document that has it.
+MORE = {
+    "gpu_all_reduce_more": (python_and_rust, with_scratch),
+    "gpu_device_splits": (device_splits,),
+    "gpu_memory": everywhere(collectives_memory),
+    "gpu_sm_budgets": everywhere(collectives_sm_budgets),
+    "gpu_order": everywhere(calls_in_order),
+    "gpu_plans": everywhere(plans),
+    "gpu_experts": (*everywhere(tables_models.experts), *everywhere(tables_models.experts_24)),
+    "gpu_norms": everywhere(tables_models.norms),
+    "gpu_matmuls": everywhere(tables_models.matmuls),
+    "gpu_training": everywhere(tables_models.training),
+    "gpu_compiled": (
         *everywhere(tables_models.training_compiled),
         *everywhere(tables_models.decoding_compiled),
-        *everywhere(overlap_backend),
-        overlap,
-        host,
-        windows,
-        commit,
-        tensor_parallel,
-        *everywhere(tensor_parallel_fused),
-        install,
-        wrong_sums,
-    )
+    ),
+    "gpu_overlap": (*everywhere(overlap_backend), overlap),
+    "gpu_host": (host, windows, commit),
+    "gpu_tensor_parallel": (tensor_parallel, *everywhere(tensor_parallel_fused)),
+    "gpu_allocation": (install, wrong_sums),
+}
+
+
+def more(name):
+    """Tables of what else is recorded, each with a line that says what it is."""
     parts = []
-    for maker in makers:
+    for maker in MORE[name]:
         made = maker()
         if made is not None:
             title, place, report, head, rows = made
@@ -559,6 +537,5 @@ MAKERS = {
     "all_to_all_h100x4": lambda: all_to_all(FOUR[:1]),
     "collectives_h100x4": lambda: collectives(FOUR[:1]),
     "in_short_gpu2": lambda: in_short(TWO),
-    "readme_all_reduce": readme_all_reduce,
-    "gpu_more": more,
 }
+MAKERS |= {name: partial(more, name) for name in MORE}

@@ -288,8 +288,8 @@ def test_the_table_of_a_program_is_as_printed(tmp_path):
 
 def test_the_error_of_a_program_is_as_printed(tmp_path):
     waits = ["    for peer in me.peers():\n        me.wait(peer)\n"]
-    gather = of_program("README.md", "own", "pool = ", tmp_path, waits)["gather"]
+    gather = of_program("docs/language.md", "own", "pool = ", tmp_path, waits)["gather"]
     with pytest.raises(sl.PlanError) as caught:
         gather.compile(2)
-    printed = " ".join(text_blocks("README.md", "PlanError").split())
+    printed = " ".join(text_blocks("docs/language.md", "PlanError").split())
     assert printed == f"PlanError: {caught.value}"

@@ -112,9 +112,21 @@ fn links_between_documents_lead_somewhere() {
 }
 
 #[test]
-fn the_readme_shows_the_first_example_as_it_is() {
+fn the_first_page_and_the_changelog_are_short() {
+    let lines = |name: &str| read(&root().join(name)).lines().count();
+    assert!(lines("README.md") <= 150, "README.md has {} lines", lines("README.md"));
+    let changelog = read(&root().join("CHANGELOG.md"));
+    for version in changelog.split("\n## ").skip(1) {
+        let count = version.lines().count();
+        let name = version.lines().next().unwrap_or_default();
+        assert!(count <= 60, "CHANGELOG.md has {count} lines of {name}: a line for each feature");
+    }
+}
+
+#[test]
+fn the_page_on_rust_shows_the_first_example_as_it_is() {
     let example = read(&root().join("collectives/examples/first.rs"));
     let (_, program) = example.split_once("\n\n").expect("a doc line, then the program");
-    let readme = read(&root().join("README.md"));
-    assert!(readme.contains(program.trim_end()), "README.md differs from examples/first.rs");
+    let page = read(&root().join("docs/rust.md"));
+    assert!(page.contains(program.trim_end()), "docs/rust.md differs from examples/first.rs");
 }

@@ -7,12 +7,11 @@ use crate::{read, root};
 const MAX_MEAN: f64 = 18.0;
 
 /// Documents with longer sentences, and the mean that each has reached. The list may only become shorter.
-const LONGER: [(&str, f64); 5] = [
+const LONGER: [(&str, f64); 4] = [
     ("docs/decisions/group-memory.md", 24.0),
     ("docs/decisions/sm-shares.md", 18.9),
     ("docs/fused.md", 18.3),
     ("docs/gpus.md", 19.0),
-    ("docs/language.md", 18.6),
 ];
 
 /// Paragraphs and items of lists. Code, tables, headings, comments and pictures are left out, and so is what `make tables` writes.
