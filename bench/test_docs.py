@@ -44,3 +44,14 @@ def test_the_site_has_every_document_and_module():
     assert len(names) > 10
     for name in names:
         assert f": {name}\n" in f"{navigation}\n", name
+
+
+def test_every_module_of_the_package_has_a_page_or_is_an_inner_one():
+    package = build.ROOT / "python/symmpool"
+    names = [path.name.removesuffix(".py") for path in package.iterdir() if path.suffix in ("", ".py")]
+    public = {name for name in names if not name.startswith("_")}
+    shown = {module.split(".")[1] for module in build.MODULES if "." in module}
+    assert public == shown | set(build.INNER) and not shown & set(build.INNER)
+    engines = {path.stem for path in (package / "engines").glob("*.py") if path.stem != "__init__"}
+    inner = {"core", "custom_allreduce_v2"}
+    assert {f"symmpool.engines.{name}" for name in engines - inner} <= set(build.MODULES)

@@ -24,13 +24,32 @@ DOCUMENTS = (
 )
 CRATES = ("symmpool_allocator", "symmpool_collectives")
 
-#: What programs import, and what stands above each module's page.
-MODULES = {
-    "symmpool": "",
-    "symmpool.ops": "",
-    "symmpool.backend": "",
-    "symmpool.engines": "",
-}
+#: What programs import, a page each.
+MODULES = (
+    "symmpool",
+    "symmpool.ops",
+    "symmpool.backend",
+    "symmpool.handle",
+    "symmpool.fused",
+    "symmpool.experts",
+    "symmpool.deep_ep",
+    "symmpool.deep_ep.utils",
+    "symmpool.language",
+    "symmpool.language.programs",
+    "symmpool.kernels",
+    "symmpool.engines",
+    "symmpool.engines.vllm",
+    "symmpool.engines.sglang",
+    "symmpool.engines.custom_allreduce",
+    "symmpool.engines.flashinfer_comm",
+    "symmpool.engines.fused_moe",
+    "symmpool.errors",
+    "symmpool.doctor",
+    "symmpool.bench",
+    "symmpool.tune",
+)
+#: Rooms of the package that nobody imports from outside: the modules above show what is theirs.
+INNER = ("collectives", "communicators", "groups", "memory", "plugins", "torch_backend")
 
 RUST = """\
 # Rust and C
@@ -65,9 +84,8 @@ def gather():
             shutil.copyfile(path, to)
     shutil.copyfile(ROOT / "docs/site/site.css", PAGES / "site.css")
     (PAGES / "reference").mkdir()
-    for module, about in MODULES.items():
-        text = f"# {module}\n\n{about}\n\n::: {module}\n"
-        (PAGES / f"reference/{module}.md").write_text(text)
+    for module in MODULES:
+        (PAGES / f"reference/{module}.md").write_text(f"# {module}\n\n::: {module}\n")
     (PAGES / "reference/rust.md").write_text(RUST)
 
 

@@ -91,9 +91,9 @@ fn links_between_documents_lead_somewhere() {
         let headings = text.lines().filter(|line| line.starts_with('#'));
         headings.map(|line| anchor(line.trim_start_matches('#').trim())).collect()
     };
-    let mut links = 0;
-    for document in documents() {
-        let path = root().join(&document);
+    let (mut links, all) = (0, documents());
+    for document in &all {
+        let path = root().join(document);
         let text = read(&path);
         let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
         for target in
@@ -104,6 +104,10 @@ fn links_between_documents_lead_somewhere() {
             let folder = path.parent().expect("a folder");
             let to = if file.is_empty() { path.clone() } else { folder.join(file) };
             assert!(to.exists(), "{document} links to {target}, which does not exist");
+            // `make docs` puts these into its site, and nothing else.
+            let in_site = name(&to.canonicalize().expect("it exists"));
+            let has_page = all.contains(&in_site) || in_site.starts_with("docs/pictures/");
+            assert!(has_page, "{document} links to {target}, which is no document");
             let there = place.is_empty() || anchors(&read(&to)).iter().any(|known| known == place);
             assert!(there, "{document} links to {target}, where there is no such heading");
         }
