@@ -390,7 +390,7 @@ def test_programs_that_make_no_sense_are_refused_at_once():
         (lambda me: me.wait((me.rank + 1) % 2, 16), "channel 16", "16 channels"),
         (lambda me: me.input[-1], "from 0 on", "a rank or a chunk is not there"),
         (lambda me: me.input[0:0], "from 0 on", "a rank or a chunk is not there"),
-        (lambda me: me.input[::2], "consecutive", "chunks are not\nconsecutive"),
+        (lambda me: me.input[::2], "consecutive", "chunks are not consecutive"),
         (lambda me: me.scratch(0), "at least one chunk", "asks for no scratch"),
         (lambda me: me.scratch(me.rank + 1), "rank 0 has", "scratch that differs among ranks"),
         (lambda me: me.block_group(16).__enter__(), "0 to 15", "16 block groups"),
