@@ -172,7 +172,8 @@ impl Heap {
         }
         for (rank, &address) in (0..).zip(from) {
             let at = self.position(rank, offset);
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `bytes` of the driver's memory are mapped from `address` on until this
+            // returns.
             let mapped = unsafe { self.driver.map_again(self.reservation(), at, address, bytes) };
             if let Err(error) = mapped {
                 for done in 0..rank {

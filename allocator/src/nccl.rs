@@ -284,7 +284,7 @@ mod tests {
     fn the_error_without_nccl_names_the_libraries() {
         let Err(error) = Nccl::loaded() else { panic!("no NCCL is loaded in this test") };
         assert!(error.is_unsupported() && error.to_string().contains("libnccl.so.2"), "{error}");
-        // SAFETY: refused.
+        // SAFETY: `Comm::new` refuses 0 before it uses it as a communicator.
         assert!(unsafe { Comm::new(0) }.unwrap_err().is_invalid_argument());
     }
 }

@@ -261,7 +261,9 @@ impl Communicator {
         let places = self.places(&mut inner, input, out, stream)?;
         let sizes = (input_split_sizes, output_split_sizes);
         self.grow_for_splits(&mut inner, T::DTYPE, stream)?;
-        // SAFETY: as in `call`; neither sum is above its block's length.
+        // SAFETY: both blocks are borrowed, so live and mapped, and `holds` has checked that neither sum is above its
+        // block's length; behind the call blocks stay mapped until a commit, which waits for the device. There are no
+        // references into blocks.
         unsafe { inner.engine.all_to_all_v(places, sizes, T::DTYPE, stream) }
     }
 

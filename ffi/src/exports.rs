@@ -165,7 +165,7 @@ mod tests {
         assert!(call(n, 1).is_null(), "closed to allocations");
         // SAFETY: the block has this length, and nothing else accesses it.
         unsafe { block.write_bytes(7, 4096) };
-        // SAFETY: as above.
+        // SAFETY: the block lives until `give` below, and has 4096 bytes, which were just written.
         assert_eq!(unsafe { block.wrapping_add(4095).read() }, 7);
         assert!(slots::pool(n).is_some());
         give(n, block.cast());

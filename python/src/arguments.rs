@@ -130,7 +130,8 @@ impl Calls {
         let algorithm = self.or_decline(py, stream, algorithm)?;
         self.run(py, || {
             let (to, from, dtype) = (output.to(), input.from(), input.dtype);
-            // SAFETY: the caller's promises.
+            // SAFETY: the caller promised that input and output have these lengths, and how long they are there and
+            // who may touch them.
             unsafe {
                 self.comm.call(
                     &Request::at(collective, to, from, count, dtype)
@@ -158,7 +159,9 @@ impl Calls {
             return Ok(false);
         };
         let Tensor { count, dtype, .. } = input;
-        // SAFETY: as in `Communicator.all_reduce`.
+        // SAFETY: `of_all_reduce` has found contiguous tensors of `count` elements on the pool's device, which the
+        // caller's frame keeps alive for the length of the call; the documented contract of the class says how long a
+        // stream needs them.
         self.run(py, || unsafe {
             self.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
         })?;

@@ -178,7 +178,9 @@ impl Communicator {
         let found = self.calls.of_reduce_scatter(output, input, op);
         let (from, to, op) = self.calls.or_decline(py, stream, found)?;
         let which = (ReduceScatter, algorithm, op, 0);
-        // SAFETY: as in `all_reduce`; the input has `world` times the output's length.
+        // SAFETY: both are contiguous tensors on the pool's device, the input with `world` times the output's length;
+        // the caller's frame keeps them alive for the call, and the documented contract of the class says how long a
+        // stream needs them.
         unsafe { self.calls.make(py, which, (to, from), to.count, stream) }?;
         self.wrote(&[Some(output)])
     }
@@ -198,7 +200,9 @@ impl Communicator {
         let found = self.calls.of_all_gather(output_tensor, input_tensor);
         let (input, output) = self.calls.or_decline(py, stream, found)?;
         let which = (AllGather, algorithm, SUM, 0);
-        // SAFETY: as in `all_reduce`; the output has `world` times the input's length.
+        // SAFETY: both are contiguous tensors on the pool's device, the output with `world` times the input's length;
+        // the caller's frame keeps them alive for the call, and the documented contract of the class says how long a
+        // stream needs them.
         unsafe { self.calls.make(py, which, (output, input), input.count, stream) }?;
         self.wrote(&[Some(output_tensor)])
     }
@@ -217,7 +221,8 @@ impl Communicator {
         let (found, src) =
             self.calls.or_decline(py, stream, self.calls.of_broadcast(tensor, src))?;
         let which = (Broadcast, algorithm, SUM, src);
-        // SAFETY: as in `all_reduce`.
+        // SAFETY: the tensor has this length and type, is contiguous and on the pool's device; the caller's frame
+        // keeps it alive for the call, and the documented contract of the class says how long a stream needs it.
         unsafe { self.calls.make(py, which, (found, found), found.count, stream) }?;
         // The root's is only read.
         self.wrote(&[(src != self.rank()).then_some(tensor)])

@@ -134,14 +134,15 @@ impl DlTensor {
         let dimensions = usize::try_from(self.ndim).ok()?;
         let (mut count, mut dense) = (1_i64, true);
         for at in (0..dimensions).rev() {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `shape` points to `ndim` numbers, and `at` is below `ndim`.
             let length = unsafe { self.shape.add(at) };
-            // SAFETY: as above.
+            // SAFETY: one of the `ndim` lengths, which the caller promised are there.
             let length = unsafe { length.read() };
             if !self.strides.is_null() && length != 1 {
-                // SAFETY: as above.
+                // SAFETY: the caller promised that `strides`, which is not null, points to `ndim` numbers, and `at`
+                // is below `ndim`.
                 let stride = unsafe { self.strides.add(at) };
-                // SAFETY: as above.
+                // SAFETY: one of the `ndim` strides, which the caller promised are there.
                 dense &= unsafe { stride.read() } == count;
             }
             count = count.checked_mul(length)?;
@@ -225,7 +226,7 @@ pub(crate) fn capsule<'py>(
         }));
         // SAFETY: freshly made above, and reached by nobody else yet.
         unsafe { (*held).managed.manager = held.cast() };
-        // SAFETY: as above.
+        // SAFETY: `held` comes from a box that nobody else has reached yet, so the field's place is valid.
         let pointer = unsafe { &raw mut (*held).managed };
         wrap(py, pointer.cast(), VERSIONED, drop_versioned)
     } else {
@@ -238,7 +239,7 @@ pub(crate) fn capsule<'py>(
         }));
         // SAFETY: freshly made above, and reached by nobody else yet.
         unsafe { (*held).managed.manager = held.cast() };
-        // SAFETY: as above.
+        // SAFETY: `held` comes from a box that nobody else has reached yet, so the field's place is valid.
         let pointer = unsafe { &raw mut (*held).managed };
         wrap(py, pointer.cast(), UNVERSIONED, drop_unversioned)
     }
@@ -264,7 +265,7 @@ fn wrap<'py>(
 ///
 /// `manager` is of `Held<T>`, from `Box::into_raw`, and nobody uses it any more.
 unsafe fn give_back<T>(manager: *mut c_void) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `manager` is a `Held<T>` from `Box::into_raw` which nobody uses any more.
     let held: Box<Held<T>> = unsafe { Box::from_raw(manager.cast()) };
     let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
 }
@@ -275,7 +276,7 @@ unsafe extern "C" fn delete(managed: *mut Managed) {
     }
     // SAFETY: a consumer passes the structure that it took, once.
     let manager = unsafe { (*managed).manager };
-    // SAFETY: as above; `capsule` put it there.
+    // SAFETY: `capsule` has put a `Held<Managed>` from `Box::into_raw` there, and a consumer calls this once.
     unsafe { give_back::<Managed>(manager) };
 }
 
@@ -285,7 +286,8 @@ unsafe extern "C" fn delete_versioned(managed: *mut ManagedVersioned) {
     }
     // SAFETY: a consumer passes the structure that it took, once.
     let manager = unsafe { (*managed).manager };
-    // SAFETY: as above; `capsule` put it there.
+    // SAFETY: `capsule` has put a `Held<ManagedVersioned>` from `Box::into_raw` there, and a consumer calls this
+    // once.
     unsafe { give_back::<ManagedVersioned>(manager) };
 }
 
@@ -295,12 +297,12 @@ unsafe extern "C" fn delete_versioned(managed: *mut ManagedVersioned) {
 ///
 /// `capsule` is a capsule, and the interpreter's lock is held.
 unsafe fn untaken(capsule: *mut ffi::PyObject, name: &CStr) -> *mut c_void {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `capsule` is a capsule and that the interpreter's lock is held.
     let valid = unsafe { ffi::PyCapsule_IsValid(capsule, name.as_ptr()) };
     if valid == 0 {
         return ptr::null_mut();
     }
-    // SAFETY: the caller's promise; the name was just compared.
+    // SAFETY: the caller promised that `capsule` is a capsule and that the lock is held; the name was just compared.
     unsafe { ffi::PyCapsule_GetPointer(capsule, name.as_ptr()) }
 }
 

@@ -446,7 +446,9 @@ impl ExpertBuffer {
                 return unsafe { self.buffer.dispatch_at(handle, &dispatch, &stream) }
                     .map(|()| None);
             }
-            // SAFETY: the same.
+            // SAFETY: the tensors have these shapes, contiguous, on the pool's device, and the caller's frame keeps
+            // them alive for the length of the call; `symmpool.experts.Buffer` sees to it that the handle is one of
+            // this buffer.
             let sizes = unsafe { self.buffer.dispatch_exact_at(handle, &dispatch, &stream) }?;
             let by_expert = !matches!(dispatch.layout, ExpertLayout::ByRank);
             let rows = if by_expert { sizes.rows_by_expert } else { sizes.rows };
@@ -509,7 +511,9 @@ impl ExpertBuffer {
         let ready = calls.or_decline(py, stream, arguments())?;
         calls.run(py, || {
             let Ready(handle, combine) = { ready };
-            // SAFETY: as in `dispatch`.
+            // SAFETY: the tensors have these shapes, contiguous, on the pool's device, and the caller's frame keeps
+            // them alive for the length of the call; `symmpool.experts.Buffer` sees to it that a dispatch of this
+            // buffer wrote the handle.
             unsafe { self.buffer.combine_at(handle, &combine, &stream) }
         })
     }

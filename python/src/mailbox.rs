@@ -86,7 +86,8 @@ impl Mailbox {
     ) -> PyResult<Operation> {
         let (found, held) = read(tensor, true)?;
         let Tensor { count, dtype, .. } = found;
-        // SAFETY: as for `send`, and nobody else touches the tensor, which is the contract of torch's `irecv`.
+        // SAFETY: the tensor has this length and type, and `held` keeps it alive until the operation ends; nobody
+        // else touches it, which is the contract of torch's `irecv`.
         let begun =
             py.detach(|| unsafe { self.0.recv((found.to(), count, dtype), peer, tag, held) });
         begun.map(Operation).or_raise(py)

@@ -84,7 +84,7 @@ pub(crate) fn push_step(
             Some(step) => unsafe {
                 calls.comm.push_step((ends.0, ends.1), bytes, (peer, step), &stream)
             },
-            // SAFETY: the same.
+            // SAFETY: the package passes tensors of the communicator's device of so many bytes, which it keeps alive.
             None => unsafe {
                 calls.comm.put_by_copy_engine_at(ends.0, ends.1, bytes, peer, &stream)
             },
@@ -107,7 +107,7 @@ pub(crate) fn pull(
     let ends = Ends(dst as *mut u8, src as *const u8);
     calls.run(py, move || {
         let ends = ends;
-        // SAFETY: as in `push_step`.
+        // SAFETY: the package passes tensors of the communicator's device of so many bytes, which it keeps alive.
         unsafe { calls.comm.get_by_copy_engine_at(ends.0, ends.1, bytes, peer, &stream) }
     })
 }
@@ -259,7 +259,8 @@ pub(crate) fn multiply_all_reduce(
     let (left, right) = (rows_at(left), rows_at(right));
     let product =
         MatmulAllReduce { dtype, left, right, right_by_rows, out, rows, inner, columns, mean };
-    // SAFETY: as in `multiply_scatter`.
+    // SAFETY: the package passes matrices of these sizes on the communicator's device, which it keeps alive until the
+    // work is done.
     calls.run(py, move || unsafe { calls.comm.matmul_all_reduce_at(&product, 0, &stream) })
 }
 
@@ -329,7 +330,8 @@ pub(crate) fn gather_multiply(
         control: memory.2,
         scratch,
     };
-    // SAFETY: as in `multiply_scatter`.
+    // SAFETY: the package passes matrices and memory of these sizes on the communicator's device, which it keeps
+    // alive until the work is done.
     calls.run(py, move || unsafe { calls.comm.all_gather_matmul_at(&product, rest, &stream) })
 }
 

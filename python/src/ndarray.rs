@@ -104,7 +104,7 @@ pub(crate) fn read(
     for at in 0..found.nd as usize {
         // SAFETY: the shape has `nd` lengths.
         let length = unsafe { found.shape.add(at) };
-        // SAFETY: as above; numpy's lengths are not negative, and their product fits an address.
+        // SAFETY: one of the `nd` lengths; numpy's lengths are not negative, and their product fits an address.
         count *= unsafe { *length } as usize;
     }
     Ok(Tensor { address: found.data as usize, count, dtype })

@@ -58,13 +58,16 @@ pub(crate) fn copy(
             // keeps alive for the length of the call; how long a stream needs them, and who else may touch
             // them, is the documented contract of `put` and `get`. So it is in all four.
             (Way::Put, false) => unsafe { comm.put_at(to, from, bytes, peer, &stream) },
-            // SAFETY: as above.
+            // SAFETY: both are contiguous tensors of `bytes` bytes on the pool's device, alive for the call by the
+            // caller's frame.
             (Way::Put, true) => unsafe {
                 comm.put_by_copy_engine_at(to, from, bytes, peer, &stream)
             },
-            // SAFETY: as above.
+            // SAFETY: both are contiguous tensors of `bytes` bytes on the pool's device, alive for the call by the
+            // caller's frame.
             (Way::Get, false) => unsafe { comm.get_at(to, from, bytes, peer, &stream) },
-            // SAFETY: as above.
+            // SAFETY: both are contiguous tensors of `bytes` bytes on the pool's device, alive for the call by the
+            // caller's frame.
             (Way::Get, true) => unsafe {
                 comm.get_by_copy_engine_at(to, from, bytes, peer, &stream)
             },

@@ -41,7 +41,7 @@ pub(crate) struct Splits(SplitsAt);
 // SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they
 // point to; no thread is part of it.
 unsafe impl Send for Splits {}
-// SAFETY: as above.
+// SAFETY: a reference allows no more than a copy of the addresses, which are only handed on to a call.
 unsafe impl Sync for Splits {}
 
 impl Splits {
@@ -69,11 +69,15 @@ impl Calls {
         let Divided { output, input, parts } = self.or_decline(py, stream, found)?;
         let dtype = input.dtype;
         match parts {
-            // SAFETY: as in `Communicator.all_reduce`; both have `world` times this length.
+            // SAFETY: contiguous tensors on the pool's device, each with `world` times this length; the caller's
+            // frame keeps them alive for the call, and the documented contract of the class says how long a stream
+            // needs them.
             Parts::Even(count) => unsafe {
                 self.make(py, (AllToAll, algorithm, SUM, 0), (output, input), count, stream)
             },
-            // SAFETY: as in `Communicator.all_reduce`; no sum is above its tensor's length.
+            // SAFETY: contiguous tensors on the pool's device, each at least as long as the sum of its counts; the
+            // caller's frame keeps them alive for the call, and the documented contract of the class says how long a
+            // stream needs them.
             Parts::Uneven { receive, send } => self.run(py, || unsafe {
                 let (to, from) = (output.to(), input.from());
                 self.comm.all_to_all_v_at(to, from, &receive, &send, dtype, &stream)
@@ -93,8 +97,9 @@ impl Calls {
         let stream = self.stream(py, stream)?;
         let found = self.rows_by_splits(output, input, splits, written.0, written.1);
         let RowsBySplits { output, input, rows, splits } = self.or_decline(py, stream, found)?;
-        // SAFETY: as in `Communicator.all_reduce`; the tensors have these rows, and splits an element for
-        // every rank.
+        // SAFETY: contiguous tensors on the pool's device, with these rows, and splits with an element for every
+        // rank; the caller's frame keeps them alive for the call, and the documented contract of the class says how
+        // long a stream needs them.
         self.run(py, || unsafe {
             let (to, from) = (output.to(), input.from());
             self.comm.all_to_all_v_splits_at(to, from, &rows, splits.at(), &stream)

@@ -381,13 +381,15 @@ fn captured(driver: &CudaDriver) -> Outcome {
 }
 
 fn write(driver: &CudaDriver, address: u64, bytes: &[u8]) -> Outcome {
-    // SAFETY: callers pass addresses that they have mapped and that nobody else uses.
+    // SAFETY: the checks pass addresses alone that they have mapped for this driver's device, and use them in one
+    // thread.
     unsafe { driver.copy_from_host(address, bytes) }.map_err(text)
 }
 
 fn read(driver: &CudaDriver, address: u64, bytes: u64) -> Result<Vec<u8>, String> {
     let mut out = vec![0; bytes as usize];
-    // SAFETY: callers pass addresses that they have mapped and that nobody else uses.
+    // SAFETY: the checks pass addresses alone that they have mapped for this driver's device, and use them in one
+    // thread.
     unsafe { driver.copy_to_host(&mut out, address) }.map_err(text)?;
     Ok(out)
 }

@@ -34,7 +34,8 @@ macro_rules! driver_wrapper {
                 from: u64,
                 bytes: u64,
             ) -> Result<()> {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller promised that `bytes` of this driver's memory are mapped from `from` on until
+                // this returns; they are the inner driver's.
                 unsafe { self.inner().map_again(reservation, offset, from, bytes) }
             }
 
@@ -46,7 +47,8 @@ macro_rules! driver_wrapper {
             )*
         }
 
-        // SAFETY: whoever implements `DriverWrapper` promises what a driver promises.
+        // SAFETY: an implementation of `DriverWrapper` promises what `MemoryDriver` asks, and the methods below call
+        // it or the inner driver.
         unsafe impl<W: DriverWrapper> MemoryDriver for W {
             unsafe fn map_again(
                 &self,
@@ -55,7 +57,8 @@ macro_rules! driver_wrapper {
                 from: u64,
                 bytes: u64,
             ) -> Result<()> {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller promised that `bytes` of this driver's memory are mapped from `from` on until
+                // this returns.
                 unsafe { DriverWrapper::map_again(self, reservation, offset, from, bytes) }
             }
 

@@ -49,6 +49,8 @@ fn word_at<'a>(base: *mut u8, at: usize) -> &'a AtomicU64 {
 
 /// Byte number `at` of a block that begins at `base`.
 fn byte_at<'a>(base: *mut u8, at: usize) -> &'a AtomicU8 {
-    // SAFETY: as for `word_at`, for one byte.
+    // SAFETY: the block is mapped readable and writable while it lives, and holds this byte, as the callers count
+    // bytes within it; in this process its memory is only touched through atomics and by collectives, which order
+    // their accesses.
     unsafe { AtomicU8::from_ptr(base.wrapping_add(at)) }
 }

@@ -67,7 +67,8 @@ impl Pool {
     pub unsafe fn register_nccl(&self, comm: usize) -> Result<u64> {
         let mut committer = self.committer()?;
         let deadline = self.group().deadline();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `comm` is a communicator of the NCCL of this process, which lives until it
+        // is unregistered.
         let comm = unsafe { Comm::new(comm) };
         let ready = comm.and_then(|comm| {
             if let Some(attached) = committer.nccl.iter().find(|attached| attached.comm == comm) {

@@ -74,7 +74,8 @@ impl Pool {
     /// From each of `from`, `bytes` of host memory of a pool are mapped, and stay so until this returns.
     pub unsafe fn map_room(&self, from: &[u64], bytes: u64) -> Result<()> {
         self.check_process()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that from each of `from`, `bytes` of host memory of a pool are mapped until
+        // this returns.
         unsafe { self.0.heap.map_again(self.0.room, from, bytes) }
     }
 }

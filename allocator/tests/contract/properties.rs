@@ -290,7 +290,8 @@ fn a_released_range_holds_new_memory_when_it_is_used_again() {
                 let copy = block.peer_ptr(peer).unwrap();
                 // SAFETY: the last element of a block that is a window.
                 let last = unsafe { copy.add(count - 1) };
-                // SAFETY: as above; the commit ordered the peer's writes before this.
+                // SAFETY: `last` is the last element of the peer's block, which is a window; the commit ordered the
+                // peer's writes before this.
                 assert_eq!(unsafe { last.read_volatile() }, u64::from(peer) * 100 + round + 1);
             }
             pool.group().all_gather("read", b"", pool.group().deadline()).unwrap();

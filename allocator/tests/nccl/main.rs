@@ -157,7 +157,7 @@ fn windows_are_registered_with_nccl() {
     all_failed(register(&ready, &comms()), Error::is_unsupported, "2.26.9");
     fake.set(22809, 0, -1);
     all_failed(unregister(&ready, &comms()), Error::is_invalid_argument, "not given");
-    // SAFETY: refused.
+    // SAFETY: `register_nccl` refuses 0 before it uses it as a communicator.
     let none = each(&ready, |pool, _| unsafe { pool.register_nccl(0) });
     all_failed(none, Error::is_invalid_argument, "no NCCL communicator");
     assert_eq!(fake.calls(&ready, 0), []);
@@ -248,7 +248,7 @@ fn windows_are_registered_with_nccl() {
     // A rank that does not call: the rank that waited cannot know what it will do, so no later commit succeeds.
     let apart = pools_that_wait(WindowPolicy::PerSegment, Duration::from_millis(300));
     let address = std::ptr::from_ref(&comms[0]) as usize;
-    // SAFETY: as in `register`.
+    // SAFETY: a communicator of the fake library, which outlives the pools.
     let alone = unsafe { apart[0].register_nccl(address) }.unwrap_err();
     assert!(alone.is_timeout() && alone.to_string().contains("rank 1"), "{alone}");
     let after = apart[0].commit().unwrap_err();

@@ -73,10 +73,10 @@ impl SplitsAt {
     /// The count is readable.
     pub(crate) unsafe fn read(&self, rank: usize) -> i64 {
         if self.dtype == DType::I64 {
-            // SAFETY: the caller's promise; aligned (`bytes`).
+            // SAFETY: the caller promised that the count is readable; `bytes` has checked that counts are aligned.
             unsafe { self.input.cast::<i64>().wrapping_add(rank).read_volatile() }
         } else {
-            // SAFETY: as above.
+            // SAFETY: the caller promised that the count is readable; `bytes` has checked that counts are aligned.
             i64::from(unsafe { self.input.cast::<i32>().wrapping_add(rank).read_volatile() })
         }
     }
@@ -90,11 +90,13 @@ impl SplitsAt {
     pub(crate) unsafe fn write(&self, to: *mut u8, rank: usize, value: u64) {
         if to.is_null() {
         } else if self.dtype == DType::I64 {
-            // SAFETY: the caller's promise; aligned (`bytes`).
+            // SAFETY: the caller promised that the count is writable, as `to` is not null; `bytes` has checked that
+            // counts are aligned.
             unsafe { to.cast::<u64>().wrapping_add(rank).write(value) }
         } else {
             let value = i32::try_from(value).unwrap_or(i32::MAX);
-            // SAFETY: as above.
+            // SAFETY: the caller promised that the count is writable, as `to` is not null; `bytes` has checked that
+            // counts are aligned.
             unsafe { to.cast::<i32>().wrapping_add(rank).write(value) }
         }
     }

@@ -182,10 +182,12 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         if inner.choices.is_open(call.collective) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the call's places are readable or writable for its lengths until
+            // `stream` is past it.
             return unsafe { self.run_open(&mut inner, call, stream) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the call's places are readable or writable for its lengths until `stream`
+        // is past it.
         unsafe { self.run_chosen(inner, call, stream) }
     }
 
@@ -202,7 +204,8 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         self.grow_for(inner, call, true, stream)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the call's places are readable or writable for its lengths until `stream`
+        // is past it.
         unsafe { inner.engine.run(call, stream) }
     }
 
@@ -220,7 +223,8 @@ impl Communicator {
     ) -> Result<()> {
         self.grow_for(inner, call, false, stream)?;
         self.grow_for_program(inner, chosen, call, stream)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the call's places are readable or writable for its lengths until `stream`
+        // is past it.
         unsafe { Self::run_by(inner, chosen, call, stream) }
     }
 
@@ -259,7 +263,8 @@ impl Communicator {
             warn(&*selector, &why);
             inner = self.resume(area, stream)?;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the call's places are readable or writable for its lengths until `stream`
+        // is past it.
         let ran = unsafe { Self::run_by(&mut inner, &chosen, call, stream) };
         ran.map_err(|error| requested.map_or(error.clone(), |requested| requested.blame(error)))
     }
@@ -431,15 +436,18 @@ impl Communicator {
             Chosen::BuiltIn(id) => *id,
             Chosen::Registered(algorithm) => match algorithm.source() {
                 Source::BuiltIn(built_in) => built_in.id,
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller promised that the arguments' places are readable or writable for their lengths
+                // until `stream` is past it.
                 Source::Plan(plan) => return unsafe { engine.run_plan(plan, arguments, stream) },
                 Source::Native(kernel) => {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller promised that the arguments' places are readable or writable for their
+                    // lengths until `stream` is past it.
                     return unsafe { engine.run_native(kernel, arguments, stream) };
                 }
             },
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the call's places are readable or writable for its lengths until `stream`
+        // is past it.
         unsafe { engine.run(&StandardCall { algorithm, ..*call }, stream) }
     }
 

@@ -219,8 +219,9 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         stream: &Stream,
     ) -> Result<()> {
         let (mut inner, call) = self.begin_dispatch(handle, dispatch, stream)?;
-        // SAFETY: the caller's promises; the rest lies in the buffer's own memory and the handle, which are as long as
-        // `ExpertsWork` takes them to be.
+        // SAFETY: the caller promised that `dispatch` names memory of its lengths, and that the handle is writable
+        // for its bytes and, where `known`, one of this buffer; the rest lies in the buffer's own memory, which is as
+        // long as `ExpertsWork` takes it to be.
         unsafe { inner.engine.dispatch(&call, stream) }
     }
 
@@ -247,7 +248,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             return Err(self.decline(why, stream));
         }
         let (mut inner, call) = self.begin_dispatch(handle, dispatch, stream)?;
-        // SAFETY: as in `dispatch_at`.
+        // SAFETY: the caller promised that `dispatch` names memory of its lengths, and that the handle is writable
+        // for its bytes; the rest lies in the buffer's own memory, which is as long as `ExpertsWork` takes it to be.
         let sizes = unsafe { inner.engine.dispatch_exact(&call, stream) }?;
         let rows_by_expert = if call.mode.by_expert { sizes.rows_by_expert } else { 0 };
         Ok(ReceivedSizes { rows_by_expert, ..sizes })
@@ -349,7 +351,9 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let mode = ExpertMode { by_expert, weights, more: combine.more, ..ExpertMode::default() };
         let mut inner = self.comm.begin(stream)?;
         let call = self.call(&mut inner, (Operation::ExpertCombine, mode), work, stream)?;
-        // SAFETY: as in `dispatch_at`.
+        // SAFETY: the caller promised that `combine` names memory of its lengths, and that a dispatch of this buffer
+        // made the handle; the rest lies in the buffer's own memory, which is as long as `ExpertsWork` takes it to
+        // be.
         unsafe { inner.engine.combine(&call, stream) }
     }
 

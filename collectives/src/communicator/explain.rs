@@ -338,13 +338,13 @@ impl Communicator {
             return unsafe { self.run_named(inner, named, request, stream) };
         }
         if inner.choices.is_open(request.collective) {
-            // SAFETY: as above.
+            // SAFETY: the engine rehearses, so nothing is read or written.
             return unsafe { self.run_open(inner, request, stream) };
         }
         self.grow_for(inner, request, false, stream)?;
         let decided = self.decide(inner, call.selected.clone(), request, stream)?;
         *by = decided.by;
-        // SAFETY: as above.
+        // SAFETY: the engine rehearses, so nothing is read or written.
         unsafe { Self::run_by(inner, &decided.chosen, request, stream) }
     }
 

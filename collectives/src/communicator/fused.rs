@@ -102,7 +102,8 @@ impl Communicator {
             true => self.place_at(&mut inner, buffers.input.cast_mut(), bytes, stream)?,
             false => crate::Place::Unregistered(buffers.input.cast_mut()),
         };
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that the buffers are readable or writable for the shape until `stream` is past
+        // the call.
         unsafe { inner.engine.all_reduce_norm(shape, buffers, input, stream) }
     }
 }

@@ -62,7 +62,8 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let channel = self.step("push_step", peer, step)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `src` is readable for `bytes` bytes until `stream` is past the copy, and
+        // that nobody touches the peer's.
         unsafe { self.put_by_copy_engine_at(dst, src, bytes, peer, stream) }?;
         self.lock().engine.cuda()?.signal_by_memory((peer, channel), false, *stream)
     }
@@ -138,7 +139,8 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
-            // SAFETY: the caller's promise; the memory used on the way is a window.
+            // SAFETY: the caller promised that the matrices are readable and the result is writable until `stream` is
+            // past the call; the memory used on the way is a window, which was checked.
             AnyEngine::Cuda(cuda) => unsafe {
                 cuda.call(*stream, |cuda| cuda.matmul_scatter(shape.describe(), product, *stream))
             },
@@ -183,7 +185,8 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
-            // SAFETY: the caller's promise; the memory used on the way is a window.
+            // SAFETY: the caller promised that the matrices are readable and the results are writable until `stream`
+            // is past the call; the memory used on the way is a window, which was checked.
             AnyEngine::Cuda(cuda) => unsafe {
                 cuda.call(*stream, |cuda| cuda.matmul_gather(shape.describe(), product, *stream))
             },
@@ -270,7 +273,8 @@ impl Communicator {
         self.grow_for_product(&mut inner, product.dtype, sizes, stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the matrices are readable and the result is writable until `stream` is
+            // past the call.
             AnyEngine::Cuda(cuda) => unsafe {
                 cuda.call(*stream, |cuda| {
                     cuda.matmul_all_reduce(shape.describe(), product, *stream)

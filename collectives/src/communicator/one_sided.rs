@@ -71,7 +71,8 @@ impl Communicator {
     ) -> Result<()> {
         self.check_block("get", dst, peer)?;
         let from = self.element("get", src, at, dst.len(), peer)?;
-        // SAFETY: as in `put`.
+        // SAFETY: both blocks are borrowed, so live and mapped, for this length. There are no references into blocks:
+        // whoever else touches them does so through raw pointers as well.
         unsafe { self.get_at(dst.as_ptr().cast(), from, dst.bytes() as usize, peer, stream) }
     }
 
@@ -88,7 +89,8 @@ impl Communicator {
         self.check_block("put_signal", src, peer)?;
         let to = self.element("put_signal", dst, at, src.len(), peer)?;
         let bytes = src.bytes() as usize;
-        // SAFETY: as in `put`.
+        // SAFETY: both blocks are borrowed, so live and mapped, for this length. There are no references into blocks:
+        // whoever else touches them does so through raw pointers as well.
         unsafe { self.put_signal_at(to, src.as_ptr().cast(), bytes, peer, channel, stream) }
     }
 
@@ -108,7 +110,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `src` is readable for `bytes` bytes until `stream` is past the copy, and
+        // that nobody touches the peer's.
         unsafe { self.copy_at("put", (dst, src), bytes, peer, By::Kernel(None), stream) }
     }
 
@@ -128,7 +131,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `dst` is writable for `bytes` bytes until `stream` is past the copy, and
+        // that nobody writes the peer's.
         unsafe { self.copy_at("get", (dst, src), bytes, peer, By::Kernel(None), stream) }
     }
 
@@ -151,7 +155,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `src` is readable for `bytes` bytes until `stream` is past the copy, and
+        // that nobody touches the peer's.
         unsafe { self.copy_at("put", (dst, src), bytes, peer, By::CopyEngine, stream) }
     }
 
@@ -172,7 +177,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `dst` is writable for `bytes` bytes until `stream` is past the copy, and
+        // that nobody writes the peer's.
         unsafe { self.copy_at("get", (dst, src), bytes, peer, By::CopyEngine, stream) }
     }
 
@@ -233,7 +239,8 @@ impl Communicator {
     ) -> Result<()> {
         self.check_channel("put_signal", peer, channel)?;
         let by = By::Kernel(Some(channel));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `src` is readable for `bytes` bytes until `stream` is past the copy, and
+        // that nobody touches the peer's.
         unsafe { self.copy_at("put_signal", (dst, src), bytes, peer, by, stream) }
     }
 
@@ -327,7 +334,8 @@ impl Communicator {
         self.check_ends(what, (from, to), length, peer)?;
         tracing::trace!(rank = self.rank(), peer, bytes, ?by, "one-sided copy");
         if let Some(host) = &self.one_sided {
-            // SAFETY: the caller's promise about this rank's memory; the peer's is a window, and they do not overlap.
+            // SAFETY: the caller promised that this rank's end is there for `bytes` bytes; `remote` has found the
+            // peer's in a window, and `check_ends` that they do not overlap.
             unsafe { host.copy(from, to, bytes) }?;
             let By::Kernel(Some(channel)) = by else { return Ok(()) };
             return host.signal(&host.channels, peer, channel);
@@ -335,11 +343,13 @@ impl Communicator {
         let mut inner = self.lock();
         let cuda = inner.engine.cuda()?;
         match by {
-            // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
+            // SAFETY: the caller promised that this rank's end is there for `bytes` bytes until `stream` is past it;
+            // `remote` has found the peer's in a window.
             By::Kernel(channel) => unsafe {
                 cuda.copy((from, to), length, (peer, channel), *stream)
             },
-            // SAFETY: the same.
+            // SAFETY: the caller promised that this rank's end is there for `bytes` bytes until `stream` is past it;
+            // `remote` has found the peer's in a window.
             By::CopyEngine => unsafe { cuda.put_by_copy_engine((from, to), length, *stream) },
         }
     }

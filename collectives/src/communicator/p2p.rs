@@ -83,7 +83,8 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let end = (Direction::Send, input.cast_mut());
-        // SAFETY: the caller's promise; a send does not write to the memory.
+        // SAFETY: the caller promised that `input` is readable for these elements until `stream` is past them; a send
+        // does not write to the memory.
         unsafe { self.send_or_recv_at(end, count, dtype, peer, stream) }
     }
 
@@ -101,7 +102,8 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `output` is writable for these elements until `stream` is past them, and
+        // that nobody else touches them.
         unsafe { self.send_or_recv_at((Direction::Receive, output), count, dtype, peer, stream) }
     }
 
@@ -186,7 +188,8 @@ impl Communicator {
                 self.check_own_memory(what, memory as u64, payload, peer).map(|()| payload)
             })
             .map_err(|why| self.decline_message(why, direction, peer, stream))?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the memory is readable, or to receive writable, for these elements until
+        // `stream` is past them.
         unsafe { self.send_or_recv((direction, memory), payload, peer, stream) }
     }
 
@@ -203,12 +206,14 @@ impl Communicator {
     ) -> Result<()> {
         tracing::trace!(rank = self.rank(), peer, %payload, "{}", direction.name());
         match &self.one_sided {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the memory is readable, or to receive writable, for the payload's
+            // bytes.
             Some(host) => unsafe { host.send_or_recv((direction, memory), payload, peer) },
             None => {
                 let mut inner = self.lock();
                 let cuda = inner.engine.cuda()?;
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller promised that the memory is readable, or to receive writable, for the payload's
+                // bytes until `stream` is past them.
                 unsafe { cuda.send_or_recv((direction, memory as u64), payload, peer, *stream) }
             }
         }

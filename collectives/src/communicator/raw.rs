@@ -34,7 +34,8 @@ impl Communicator {
             return Err(self.decline(Error::invalid_argument(why), stream));
         }
         let mut inner = self.begin(stream)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `waits` can be read and written for a number for each rank until `stream`
+        // is past the call.
         unsafe { inner.engine.measured_barrier(waits, stream) }
     }
 
@@ -54,7 +55,8 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for these elements until
+        // `stream` is past the call.
         let request =
             unsafe { Request::at(StandardCollective::AllReduce, output, input, count, dtype) };
         self.call(&request.op(op), stream)
@@ -76,7 +78,8 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for the elements of all parts
+        // until `stream` is past the call.
         let request =
             unsafe { Request::at(StandardCollective::ReduceScatter, output, input, count, dtype) };
         self.call(&request.op(op), stream)
@@ -97,7 +100,8 @@ impl Communicator {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for the elements of all parts
+        // until `stream` is past the call.
         let request =
             unsafe { Request::at(StandardCollective::AllGather, output, input, count, dtype) };
         self.call(&request, stream)
@@ -118,7 +122,8 @@ impl Communicator {
         root: u32,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `data` is readable, and on ranks other than the root writable, until
+        // `stream` is past the call.
         let request =
             unsafe { Request::at(StandardCollective::Broadcast, data, data, count, dtype) };
         self.call(&request.root(root), stream)
@@ -139,7 +144,8 @@ impl Communicator {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for the elements of all parts
+        // until `stream` is past the call.
         let request =
             unsafe { Request::at(StandardCollective::AllToAll, output, input, count, dtype) };
         self.call(&request, stream)
@@ -169,7 +175,8 @@ impl Communicator {
         let to = self.place_at(&mut inner, output, bytes(output_split_sizes), stream)?;
         let sizes = (input_split_sizes, output_split_sizes);
         self.grow_for_splits(&mut inner, dtype, stream)?;
-        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+        // SAFETY: the caller promised that `input` is readable and `output` writable for the sums of the split sizes
+        // until `stream` is past the call; `place_at` has found that windows cover them.
         unsafe { inner.engine.all_to_all_v((from, to), sizes, dtype, stream) }
     }
 

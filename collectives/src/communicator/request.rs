@@ -327,7 +327,9 @@ impl Communicator {
         };
         let arguments = self.arguments(&mut inner, request, size, stream)?;
         let call = StandardCall { collective, algorithm: AUTO, arguments };
-        // SAFETY: as in `call`.
+        // SAFETY: whoever made the request promised that addresses are there for their lengths, and `place_at` has
+        // found that windows cover them. Blocks and slices are borrowed, so live and mapped, for lengths that were
+        // checked.
         unsafe { self.run_named(&mut inner, &chosen, &call, stream) }
     }
 
@@ -427,9 +429,13 @@ impl Communicator {
                 let why = Error::invalid_state("a built-in algorithm of no collective");
                 Err(inner.engine.decline(why, stream))
             }
-            // SAFETY: as in `call`.
+            // SAFETY: whoever made the request promised that addresses are there for their lengths, and `place_at`
+            // has found that windows cover them. Blocks and slices are borrowed, so live and mapped, for lengths that
+            // were checked.
             Source::Plan(plan) => unsafe { inner.engine.run_plan(plan, &arguments, stream) },
-            // SAFETY: as in `call`.
+            // SAFETY: whoever made the request promised that addresses are there for their lengths, and `place_at`
+            // has found that windows cover them. Blocks and slices are borrowed, so live and mapped, for lengths that
+            // were checked.
             Source::Native(kernel) => unsafe {
                 inner.engine.run_native(kernel, &arguments, stream)
             },

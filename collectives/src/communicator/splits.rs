@@ -75,8 +75,9 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         let places = self.places(&mut inner, input, out, stream)?;
         self.grow_for_splits(&mut inner, T::DTYPE, stream)?;
-        // SAFETY: as in `call`; rows are as many as both blocks have, and each block of
-        // splits has a count for every rank.
+        // SAFETY: all blocks are borrowed, so live and mapped; rows are as many as both blocks have, and each block
+        // of splits has a count for every rank. There are no references into blocks: whoever else touches them does
+        // so through raw pointers as well.
         unsafe { inner.engine.all_to_all_splits(places, &rows, &splits, stream) }
     }
 
@@ -103,7 +104,9 @@ impl Communicator {
         let from = self.place_at(&mut inner, input.cast_mut(), bytes(rows.length), stream)?;
         let to = self.place_at(&mut inner, output, bytes(rows.capacity), stream)?;
         self.grow_for_splits(&mut inner, rows.dtype, stream)?;
-        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+        // SAFETY: the caller promised that `input` is readable and `output` writable for `rows.length` and
+        // `rows.capacity` rows, and the splits for a count for each rank, until `stream` is past the call; `place_at`
+        // has found that windows cover them.
         unsafe { inner.engine.all_to_all_splits((from, to), rows, splits, stream) }
     }
 }

@@ -95,7 +95,8 @@ impl Engine for HostEngine {
 
     #[inline]
     unsafe fn run(&mut self, call: &StandardCall, _: &Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the call's places are readable or writable for its lengths until it
+        // returns on every rank.
         unsafe { HostEngine::run(self, call) }
     }
 
@@ -105,7 +106,8 @@ impl Engine for HostEngine {
         arguments: &Arguments,
         _: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the arguments' places are readable or writable for their lengths until the
+        // call returns on every rank.
         unsafe { self.run_plan_for(plan, arguments) }
     }
 
@@ -126,7 +128,8 @@ impl Engine for HostEngine {
         dtype: DType,
         _: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that input and output are readable and writable for the sums of their splits
+        // until the call returns on every rank.
         unsafe { HostEngine::all_to_all_v(self, input, send, output, receive, dtype) }
     }
 
@@ -137,7 +140,8 @@ impl Engine for HostEngine {
         splits: &SplitsAt,
         _: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that input and output are readable and writable for `rows`, and the arrays of
+        // `splits` for a count for each rank.
         unsafe { HostEngine::all_to_all_splits(self, input, output, rows, splits) }
     }
 
@@ -148,25 +152,29 @@ impl Engine for HostEngine {
         input: Place,
         _: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the buffers and the input are readable or writable for the shape until the
+        // call returns on every rank.
         unsafe { HostEngine::all_reduce_norm(self, shape, buffers, input) }
     }
 
     unsafe fn dispatch(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
         HostEngine::ready(self)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the addresses in the call are as `ExpertsWork` describes them, until the
+        // call returns on every rank.
         unsafe { HostEngine::dispatch(self, call) }
     }
 
     unsafe fn dispatch_exact(&mut self, call: &ExpertCall, _: &Stream) -> Result<ReceivedSizes> {
         HostEngine::ready(self)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the addresses in the call are as `ExpertsWork` describes them, until the
+        // call returns on every rank.
         unsafe { HostEngine::dispatch_exact(self, call) }
     }
 
     unsafe fn combine(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
         HostEngine::ready(self)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the addresses in the call are as `ExpertsWork` describes them, until the
+        // call returns on every rank.
         unsafe { HostEngine::combine(self, call) }
     }
 
@@ -175,7 +183,7 @@ impl Engine for HostEngine {
     }
 
     unsafe fn measured_barrier(&mut self, waits: *mut i64, _: &Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `waits` is readable and writable for a number for each rank.
         unsafe { HostEngine::measured_barrier(self, waits) }
     }
 

@@ -311,7 +311,7 @@ impl Api {
         self.check(code, "nvrtcGetNumSupportedArchs")?;
         let mut archs: Vec<c_int> = vec![0; usize::try_from(number).unwrap_or(0)];
         if !archs.is_empty() {
-            // SAFETY: as many numbers are written as the vector has.
+            // SAFETY: the function writes as many numbers as it has said before, and the vector has this length.
             let code = unsafe { (self.archs)(archs.as_mut_ptr()) };
             self.check(code, "nvrtcGetSupportedArchs")?;
         }

@@ -91,7 +91,7 @@ mod models {
         }
 
         fn seen(&self, which: usize) -> u64 {
-            // SAFETY: as above.
+            // SAFETY: the protocol under test orders writes before this read.
             self.data[which].with(|cell| unsafe { *cell })
         }
 

@@ -43,7 +43,7 @@ pub type symmpool_selector =
 ///
 /// `name` is NULL or a C string.
 unsafe fn collective(name: *const c_char) -> Result<StandardCollective> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `name` is NULL or a C string that lives until the call returns.
     StandardCollective::parse(unsafe { text(name, "collective") }?)
 }
 
@@ -62,7 +62,7 @@ pub unsafe extern "C" fn symmpool_comm_register_plan(
 ) -> Status {
     status(|| {
         let comm = find(comm)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `json` is NULL or a C string that lives until the call returns.
         let plan = Plan::from_json(unsafe { text(json, "json") }?)?;
         let algorithm = Algorithm::from_plan(plan).map_err(|error| {
             Error::invalid_argument(format!("the plan is wrong ({}): {error}", error.kind.name()))
@@ -98,11 +98,11 @@ pub unsafe extern "C" fn symmpool_comm_register_kernel(
 ) -> Status {
     status(|| {
         let comm = find(comm)?;
-        // SAFETY: the caller's promise, for all three.
+        // SAFETY: the caller promised that `collective` is NULL or a C string.
         let of = unsafe { self::collective(collective) }?;
-        // SAFETY: as above.
+        // SAFETY: the caller promised that `kernel` is NULL or a C string that lives until the call returns.
         let kernel = unsafe { text(kernel, "kernel") }?;
-        // SAFETY: as above.
+        // SAFETY: the caller promised that `source` is NULL or a C string that lives until the call returns.
         let source = unsafe { text(source, "source") }?;
         let blocks = (blocks > 0).then_some(blocks);
         comm.register(Algorithm::native(NativeKernel {
@@ -138,12 +138,12 @@ pub unsafe extern "C" fn symmpool_collective(
     stream: *mut c_void,
 ) -> Status {
     let arguments = || {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `collective` is NULL or a C string.
         let of = unsafe { self::collective(collective) }?;
         let name = if algorithm.is_null() {
             None
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `algorithm` is NULL or a C string that lives until the call returns.
             Some(unsafe { text(algorithm, "algorithm") }?)
         };
         let input = if of == StandardCollective::Broadcast { output.cast_const() } else { input };
@@ -151,7 +151,8 @@ pub unsafe extern "C" fn symmpool_collective(
         Ok((of, name, output, input, self::dtype(dtype)?, self::op(op)?))
     };
     call(comm, stream, arguments, |comm, (of, name, output, input, dtype, op), stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` can be read and `output` written for this collective's lengths
+        // until the work is done.
         unsafe {
             comm.call(
                 &Request::at(of, output, input, count, dtype).op(op).root(root).algorithm(name),
@@ -178,9 +179,9 @@ pub unsafe extern "C" fn symmpool_comm_algorithms(
 ) -> Status {
     status(|| {
         let comm = find(comm)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `collective` is NULL or a C string.
         let of = unsafe { self::collective(collective) }?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `length` is NULL or can be written to.
         let length = unsafe { Out::new(length, "length") }?;
         if names.is_null() && capacity > 0 {
             return Err(Error::invalid_argument("names is NULL"));
@@ -217,7 +218,7 @@ pub unsafe extern "C" fn symmpool_comm_select(
 ) -> Status {
     status(|| {
         let comm = find(comm)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `collective` is NULL or a C string.
         let of = unsafe { self::collective(collective) }?;
         let selector = selector.map(|function| {
             let function = Function { function, data };
@@ -235,9 +236,10 @@ struct Function {
     data: *mut c_void,
 }
 
-// SAFETY: whoever passed the function promised that any thread can call it with this data.
+// SAFETY: the caller of symmpool_comm_select promised that any thread can call the function with this data.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: `&Function` allows calls of the function alone, which any thread may make with this data, as above for
+// `Send`.
 unsafe impl Sync for Function {}
 
 impl Function {
@@ -250,7 +252,8 @@ impl Function {
             input_window: call.input_window,
             output_window: call.output_window,
         };
-        // SAFETY: whoever passed the function promised that it can be called.
+        // SAFETY: the caller of symmpool_comm_select promised that the function can be called with `data` while it is
+        // registered; `info` outlives the call.
         let name = unsafe { (self.function)(&raw const info, self.data) };
         if name.is_null() {
             return Ok(None);

@@ -152,7 +152,7 @@ pub unsafe extern "C" fn symmpool_comm_create(
     status(|| {
         let pool = pool::find(pool)?;
         let arguments = || {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `comm` is NULL or can be written to.
             let out = unsafe { Out::new(comm, "comm") }?;
             let mut options = CommunicatorOptions::default();
             if timeout != 0.0 {
@@ -204,7 +204,8 @@ pub unsafe extern "C" fn symmpool_all_reduce(
 ) -> Status {
     let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?, self::op(op)?));
     call(comm, stream, arguments, |comm, ((output, input), dtype, op), stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` can be read and `output` written for `count` elements until the
+        // work is done.
         unsafe { comm.all_reduce_at(output, input, count, dtype, op, stream) }
     })
 }
@@ -227,7 +228,8 @@ pub unsafe extern "C" fn symmpool_reduce_scatter(
 ) -> Status {
     let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?, self::op(op)?));
     call(comm, stream, arguments, |comm, ((output, input), dtype, op), stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` can be read for `world * count` elements and `output` written for
+        // `count` until the work is done.
         unsafe { comm.reduce_scatter_at(output, input, count, dtype, op, stream) }
     })
 }
@@ -248,7 +250,8 @@ pub unsafe extern "C" fn symmpool_all_gather(
 ) -> Status {
     let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?));
     call(comm, stream, arguments, |comm, ((output, input), dtype), stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` can be read for `count` elements and `output` written for `world *
+        // count` until the work is done.
         unsafe { comm.all_gather_at(output, input, count, dtype, stream) }
     })
 }
@@ -272,7 +275,8 @@ pub unsafe extern "C" fn symmpool_broadcast(
         self::dtype(dtype)
     };
     call(comm, stream, arguments, |comm, dtype, stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `data` can be read and written for `count` elements until the work is
+        // done.
         unsafe { comm.broadcast_at(data.cast(), count, dtype, root, stream) }
     })
 }
@@ -294,7 +298,8 @@ pub unsafe extern "C" fn symmpool_all_to_all(
 ) -> Status {
     let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?));
     call(comm, stream, arguments, |comm, ((output, input), dtype), stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` can be read and `output` written for `world * count` elements
+        // until the work is done.
         unsafe { comm.all_to_all_at(output, input, count, dtype, stream) }
     })
 }
@@ -321,7 +326,8 @@ pub unsafe extern "C" fn symmpool_all_to_all_v(
         if pointer.is_null() || !pointer.is_aligned() {
             return Err(Error::invalid_argument(format!("{name} is {pointer:p}")));
         }
-        // SAFETY: the caller promised an entry for each rank.
+        // SAFETY: the pointer is aligned and not NULL, and the caller promised that an entry for each rank can be
+        // read from it.
         Ok(unsafe { std::slice::from_raw_parts(pointer, world) })
     };
     let arguments = || {
@@ -333,7 +339,8 @@ pub unsafe extern "C" fn symmpool_all_to_all_v(
     };
     call(comm, stream, arguments, |comm, (received, sent, dtype), stream| {
         let (output, input) = (output.cast(), input.cast());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` can be read and `output` written for the sums of these counts
+        // until the work is done.
         unsafe { comm.all_to_all_v_at(output, input, received, sent, dtype, stream) }
     })
 }
@@ -359,7 +366,7 @@ pub unsafe extern "C" fn symmpool_comm_synchronize(
     comm: symmpool_comm,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| find(comm)?.synchronize(&stream))
 }
@@ -377,7 +384,7 @@ pub unsafe extern "C" fn symmpool_comm_forget_stream(
     comm: symmpool_comm,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| find(comm)?.forget_stream(&stream))
 }

@@ -334,9 +334,9 @@ pub unsafe extern "C" fn symmpool_experts_bytes(
     bytes: *mut usize,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `shape` is NULL or can be read.
         let shape = unsafe { read(shape, "shape") }?.parse()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `bytes` is NULL or can be written to.
         let out = unsafe { Out::new(bytes, "bytes") }?;
         if world == 0 {
             return Err(invalid("world: there is one rank or more"));
@@ -363,9 +363,9 @@ pub unsafe extern "C" fn symmpool_experts_create(
 ) -> Status {
     status(|| {
         let comm = comm::find(comm)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `shape` is NULL or can be read.
         let shape = unsafe { read(shape, "shape") }?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `experts` is NULL or can be written to.
         let out = unsafe { Out::new(experts, "experts") }?;
         let num_sms = (shape.num_sms > 0).then_some(shape.num_sms);
         out.put(BUFFERS.insert(Buffer::new(comm, shape.parse()?, num_sms)?));
@@ -399,7 +399,7 @@ pub unsafe extern "C" fn symmpool_experts_memory(
 ) -> Status {
     status(|| {
         let buffer = find(experts)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `memory` is NULL or can be written to.
         let out = unsafe { Out::new(memory, "memory") }?;
         let [received_rows, received_scales, routing, combined_rows] =
             buffer.memory().map(|(_, bytes)| bytes);
@@ -427,7 +427,7 @@ pub unsafe extern "C" fn symmpool_experts_received(
 ) -> Status {
     status(|| {
         let buffer = find(experts)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `received` is NULL or can be written to.
         let out = unsafe { Out::new(received, "received") }?;
         let parts = buffer.received();
         out.put(ExpertsReceived {
@@ -453,7 +453,7 @@ pub unsafe extern "C" fn symmpool_experts_handle(
 ) -> Status {
     status(|| {
         let buffer = find(experts)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `handle` is NULL or can be written to.
         let out = unsafe { Out::new(handle, "handle") }?;
         let parts = buffer.handle_parts();
         out.put(ExpertsHandle {
@@ -484,7 +484,7 @@ pub unsafe extern "C" fn symmpool_experts_rows_by_expert(
 ) -> Status {
     status(|| {
         let buffer = find(experts)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `rows` is NULL or can be written to.
         let out = unsafe { Out::new(rows, "rows") }?;
         out.put(buffer.capacity(true, alignment.max(1)));
         Ok(())
@@ -512,10 +512,11 @@ pub unsafe extern "C" fn symmpool_dispatch(
     dispatch: *const DispatchInfo,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `dispatch` is NULL or can be read.
     let arguments = |_: &Buffer| unsafe { read(dispatch, "dispatch") }?.parse();
     call(experts, stream, arguments, |buffer, dispatch, stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `dispatch` names memory of its lengths until the work is done, and that
+        // `handle` has the bytes of a handle, which a dispatch of this buffer wrote if `known`.
         unsafe { buffer.dispatch_at(handle.cast(), &dispatch, stream) }
     })
 }
@@ -540,9 +541,9 @@ pub unsafe extern "C" fn symmpool_dispatch_exact(
     stream: *mut c_void,
 ) -> Status {
     let arguments = |_: &Buffer| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `dispatch` is NULL or can be read.
         let dispatch = unsafe { read(dispatch, "dispatch") }?.parse()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `sizes` is NULL or can be written to.
         let sizes = unsafe { Out::new(sizes, "sizes") }?;
         if !expert_counts.is_aligned() {
             return Err(invalid(format!("expert_counts is {expert_counts:p}")));
@@ -550,7 +551,8 @@ pub unsafe extern "C" fn symmpool_dispatch_exact(
         Ok((dispatch, sizes))
     };
     call(experts, stream, arguments, |buffer, (dispatch, sizes), stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `dispatch` names memory of its lengths until the work is done, and that
+        // `handle` has the bytes of a handle.
         let found = unsafe { buffer.dispatch_exact_at(handle.cast(), &dispatch, stream) }?;
         sizes.put(DispatchSizes { rows: found.rows, rows_by_expert: found.rows_by_expert });
         if !expert_counts.is_null() {
@@ -578,10 +580,11 @@ pub unsafe extern "C" fn symmpool_combine(
     stream: *mut c_void,
 ) -> Status {
     let arguments =
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `combine` is NULL or can be read.
         |buffer: &Buffer| unsafe { read(combine, "combine") }?.parse(&buffer.shape());
     call(experts, stream, arguments, |buffer, combine, stream| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that a dispatch of this buffer wrote `handle` for this layout and number of
+        // tokens, and that the input has all rows that were received then.
         unsafe { buffer.combine_at(handle.cast(), &combine, stream) }
     })
 }

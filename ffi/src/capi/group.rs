@@ -29,7 +29,7 @@ pub unsafe extern "C" fn symmpool_group_from_env(
     group: *mut symmpool_group,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `group` is NULL or can be written to.
         let out = unsafe { Out::new(group, "group") }?;
         let timeout = seconds(timeout, "timeout")?;
         let group = Group::from_env(Deadline::after(timeout))?.with_timeout(timeout);
@@ -55,14 +55,14 @@ pub unsafe extern "C" fn symmpool_group_over_tcp(
     group: *mut symmpool_group,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `group` is NULL or can be written to.
         let out = unsafe { Out::new(group, "group") }?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `address` is NULL or a C string that lives until the call returns.
         let address = unsafe { text(address, "address") }?;
         let secret = if secret.is_null() {
             None
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `secret` is NULL or a C string that lives until the call returns.
             Some(unsafe { text(secret, "secret") }?)
         };
         let timeout = seconds(timeout, "timeout")?;
@@ -87,9 +87,9 @@ pub unsafe extern "C" fn symmpool_group_in_directory(
     group: *mut symmpool_group,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `group` is NULL or can be written to.
         let out = unsafe { Out::new(group, "group") }?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `directory` is NULL or a C string that lives until the call returns.
         let directory = unsafe { text(directory, "directory") }?;
         let timeout = seconds(timeout, "timeout")?;
         let store = Arc::new(FileStore::open(directory)?);
@@ -113,7 +113,7 @@ pub unsafe extern "C" fn symmpool_group_size(
         let group = GROUPS.get(group)?;
         for (out, value) in [(rank, group.rank()), (world, group.world())] {
             if !out.is_null() {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller promised that `out` is NULL or can be written to.
                 unsafe { Out::new(out, "rank or world") }?.put(value);
             }
         }

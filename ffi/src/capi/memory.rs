@@ -25,10 +25,10 @@ pub unsafe extern "C" fn symmpool_alloc(
     stream: *mut c_void,
     pointer: *mut *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `pointer` is NULL or can be written to.
         let out = unsafe { Out::new(pointer, "pointer") }?;
         let align = if align == 0 { 512 } else { align };
         let block = at_site(None, || find(pool)?.default_lane().alloc_bytes(bytes, align, stream))?;
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn symmpool_record_stream(
     pointer: *mut c_void,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| find(pool)?.default_lane().record_stream_address(pointer as u64, stream))
 }
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn symmpool_reserve(
     bytes: u64,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| at_site(None, || find(pool)?.default_lane().reserve_on(bytes, stream)))
 }
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn symmpool_forget_stream(
     pool: symmpool_pool,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| at_site(None, || find(pool)?.forget_stream(stream)))
 }

@@ -135,7 +135,7 @@ impl<T> Out<T> {
         if pointer.is_null() {
             return Ok(None);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `pointer` can be written to until the call returns, as it is not NULL.
         unsafe { Self::new(pointer, name) }.map(Some)
     }
 
@@ -163,7 +163,7 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a 
 ///
 /// `stream` is NULL or a stream that lives as [`Stream::from_raw`] says.
 pub(super) unsafe fn on(stream: *mut c_void) -> Stream {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or lives as [`Stream::from_raw`] says.
     unsafe { Stream::from_raw(stream as u64) }
 }
 

@@ -48,14 +48,16 @@ pub unsafe extern "C" fn symmpool_put(
     engine: u32,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| {
         let (comm, (dst, src)) = (find(comm)?, ends_called(("dst", dst), ("src", src), bytes)?);
         match without_sms(engine)? {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `src` can be read for `bytes` bytes, and that nobody writes there or
+            // accesses the destination until the work is done.
             false => unsafe { comm.put_at(dst, src, bytes, peer, &stream) },
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `src` can be read for `bytes` bytes, and that nobody writes there or
+            // accesses the destination until the work is done.
             true => unsafe { comm.put_by_copy_engine_at(dst, src, bytes, peer, &stream) },
         }
     })
@@ -79,14 +81,16 @@ pub unsafe extern "C" fn symmpool_get(
     engine: u32,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| {
         let (comm, (dst, src)) = (find(comm)?, ends_called(("dst", dst), ("src", src), bytes)?);
         match without_sms(engine)? {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `dst` can be written to for `bytes` bytes, and that nobody accesses it
+            // or writes the source until the work is done.
             false => unsafe { comm.get_at(dst, src, bytes, peer, &stream) },
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `dst` can be written to for `bytes` bytes, and that nobody accesses it
+            // or writes the source until the work is done.
             true => unsafe { comm.get_by_copy_engine_at(dst, src, bytes, peer, &stream) },
         }
     })
@@ -108,7 +112,7 @@ pub unsafe extern "C" fn symmpool_signal(
     engine: u32,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| {
         let comm = find(comm)?;
@@ -136,7 +140,7 @@ pub unsafe extern "C" fn symmpool_wait(
     engine: u32,
     stream: *mut c_void,
 ) -> Status {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that `stream` is NULL or a live stream.
     let stream = unsafe { on(stream) };
     status(|| {
         let (comm, timeout) = (find(comm)?, seconds(timeout, "timeout")?);

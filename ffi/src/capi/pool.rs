@@ -94,12 +94,12 @@ pub unsafe extern "C" fn symmpool_pool_create(
 ) -> Status {
     status(|| {
         let group = GROUPS.get(group)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `pool` is NULL or can be written to.
         let out = unsafe { Out::new(pool, "pool") };
         let name = if device.is_null() {
             Ok(None)
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `device` is NULL or a C string that lives until the call returns.
             unsafe { text(device, "device") }.map(Some)
         };
         // The builder reports an error of this rank to the other ranks, so nothing returns before it.
@@ -155,7 +155,7 @@ fn refuse_commit(pool: &Pool, why: Error) -> Error {
 pub unsafe extern "C" fn symmpool_commit(pool: symmpool_pool, report: *mut CommitReport) -> Status {
     status(|| {
         let pool = find(pool)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `report` is NULL or can be written to.
         let out = unsafe { Out::if_wanted(report, "report") };
         let out = out.map_err(|why| refuse_commit(&pool, why))?;
         let done = pool.commit()?;
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn symmpool_commit(pool: symmpool_pool, report: *mut Commi
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_is_commit_due(pool: symmpool_pool, due: *mut bool) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `due` is NULL or can be written to.
         let out = unsafe { Out::new(due, "due") }?;
         out.put(find(pool)?.is_commit_due());
         Ok(())
@@ -202,7 +202,7 @@ pub extern "C" fn symmpool_resync(pool: symmpool_pool) -> Status {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_stats(pool: symmpool_pool, stats: *mut PoolStats) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `stats` is NULL or can be written to.
         let out = unsafe { Out::new(stats, "stats") }?;
         let found = find(pool)?.stats()?;
         out.put(PoolStats {

@@ -21,7 +21,7 @@ static BOUND: OfProcess<Vec<Slot>> = OfProcess::new();
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_slot_bind(pool: symmpool_pool, slot: *mut u32) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `slot` is NULL or can be written to.
         let out = unsafe { Out::new(slot, "slot") }?;
         let pool = find(pool)?;
         let slot = slots::bind(&pool, &pool.default_lane())?;

@@ -41,7 +41,7 @@ pub struct Window {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_layout(pool: symmpool_pool, layout: *mut Layout) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `layout` is NULL or can be written to.
         let out = unsafe { Out::new(layout, "layout") }?;
         let found = find(pool)?.layout();
         let (base, stride) = (found.base, found.stride);
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn symmpool_is_window(
     is: *mut bool,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `is` is NULL or can be written to.
         let out = unsafe { Out::new(is, "is") }?;
         out.put(find(pool)?.is_window(pointer as u64, bytes));
         Ok(())
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn symmpool_peer_pointer(
     peer: *mut *mut c_void,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `peer` is NULL or can be written to.
         let out = unsafe { Out::new(peer, "peer") }?;
         out.put(find(pool)?.peer_ptr(rank, pointer as u64)? as *mut c_void);
         Ok(())
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn symmpool_windows(
     count: *mut usize,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `count` is NULL or can be written to.
         let out = unsafe { Out::new(count, "count") }?;
         let found = find(pool)?.windows();
         for (at, window) in found.list().iter().take(capacity).enumerate() {
@@ -138,11 +138,12 @@ pub unsafe extern "C" fn symmpool_register_nccl(
 ) -> Status {
     status(|| {
         let pool = find(pool)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `count` is NULL or can be written to.
         let out = unsafe { Out::if_wanted(count, "count") };
         // If `count` is invalid, it registers no communicator (0), which is an error on all ranks.
         let comm = if out.is_ok() { comm as usize } else { 0 };
-        // SAFETY: the caller's promise; 0 is refused.
+        // SAFETY: the caller promised that `comm` is a communicator of the NCCL of this process, which lives until it
+        // is unregistered; 0 is refused.
         let registered = unsafe { pool.register_nccl(comm) };
         if let Some(out) = out? {
             out.put(registered?);

@@ -33,13 +33,14 @@ impl Access {
     pub(super) unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
         match self {
             Self::Host => {
-                // SAFETY: the caller's promise; ordinary memory does not overlap a heap.
+                // SAFETY: the caller promised that the range is mapped and that nobody else uses it; the slice does
+                // not overlap a heap.
                 unsafe {
                     std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
                 }
                 Ok(())
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the range is mapped by this driver and that nobody else uses it.
             Self::Cuda(driver) => unsafe { driver.copy_from_host(address, bytes) },
         }
     }
@@ -54,10 +55,11 @@ impl Access {
         match self {
             Self::Host => {
                 let (from, to) = (address as *const u8, bytes.as_mut_ptr());
-                // SAFETY: the caller's promise; ordinary memory does not overlap a heap.
+                // SAFETY: the caller promised that the range is mapped and that nobody writes it; the vector does not
+                // overlap a heap.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, bytes.len()) };
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the range is mapped by this driver and that nobody writes it.
             Self::Cuda(driver) => unsafe { driver.copy_to_host(&mut bytes, address) }?,
         }
         Ok(bytes)

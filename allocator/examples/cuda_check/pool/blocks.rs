@@ -78,7 +78,8 @@ pub(super) fn check(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64
         for owner in (0..pool.world()).filter(|&owner| owner != pool.rank()) {
             let address = pool.peer_ptr(owner, block.address()).map_err(text)?;
             let (from, count) = part(block, pool.rank(), pool.world());
-            // SAFETY: as above; the block is in windows.
+            // SAFETY: the block is in windows, so the peer's copy is mapped here, and all writers have committed
+            // since.
             let found = unsafe { access.read(address + from, count) }.map_err(text)?;
             compare(&found, block, pool.rank(), owner, round)?;
         }

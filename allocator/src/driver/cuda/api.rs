@@ -196,7 +196,7 @@ impl Api {
                 tried.join(", ")
             )));
         }
-        // SAFETY: as above; the library was just found, so this does not panic.
+        // SAFETY: the library was just found, so this does not panic, and its initialisers have no preconditions.
         let library = unsafe { sys::culib() };
         // SAFETY: `culib` opened libcuda, whose symbols of these names are the driver's.
         let api = unsafe { Self::load(library) }.map_err(|missing| {

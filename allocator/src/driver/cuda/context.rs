@@ -106,8 +106,8 @@ impl Relaxed {
 impl Drop for Relaxed {
     fn drop(&mut self) {
         let mut mode = self.before;
-        // SAFETY: as in `start`; puts back the mode found there, on the same thread because this
-        // type is not `Send`.
+        // SAFETY: writes one enumerator through a valid pointer; it puts back the mode that `start` found, on the
+        // same thread because this type is not `Send`.
         let code = unsafe { (self.api.capture_mode)(&raw mut mode) };
         if code.0 != 0 {
             tracing::debug!(error = self.api.describe(code), "restoring the stream capture mode");

@@ -214,7 +214,8 @@ impl CudaDriver {
     /// `target` must be a multiple of 4, the words must be mapped for this driver's device, and
     /// nothing else may use them meanwhile.
     pub unsafe fn fill(&self, target: u64, value: u32, words: u64) -> Result<()> {
-        // SAFETY: the caller promised as much.
+        // SAFETY: the caller promised that `target` is a multiple of 4, and that the words are mapped for this device
+        // and used by nothing else.
         unsafe { stream::fill(&self.context, target, value, words) }
     }
 

@@ -219,7 +219,7 @@ pub(super) unsafe fn copy_to_device(
     bytes: usize,
 ) -> Result<()> {
     let _current = cx.enter()?;
-    // SAFETY: the caller promised that both ranges are there.
+    // SAFETY: the caller promised that `source` is readable and `target` mapped for `bytes` bytes; `cx` is current.
     let code = unsafe { (cx.api.copy_to_device)(target, source.cast(), bytes) };
     cx.api.check(code, || format!("copying {bytes} bytes to {target:#x}"))?;
     synchronize(cx)
@@ -237,7 +237,7 @@ pub(super) unsafe fn copy_to_host(
     bytes: usize,
 ) -> Result<()> {
     let _current = cx.enter()?;
-    // SAFETY: the caller promised that both ranges are there.
+    // SAFETY: the caller promised that `target` is writable and `source` mapped for `bytes` bytes; `cx` is current.
     let code = unsafe { (cx.api.copy_to_host)(target.cast(), source, bytes) };
     cx.api.check(code, || format!("copying {bytes} bytes from {source:#x}"))
 }
@@ -250,7 +250,7 @@ pub(super) unsafe fn copy_to_host(
 pub(super) unsafe fn fill(cx: &Context, target: u64, value: u32, words: u64) -> Result<()> {
     let words = size(words)?;
     let _current = cx.enter()?;
-    // SAFETY: the caller promised that the range is there.
+    // SAFETY: the caller promised that `target` is a multiple of 4 and mapped for `words` words; `cx` is current.
     let code = unsafe { (cx.api.fill_u32)(target, value, words) };
     cx.api.check(code, || format!("filling {words} words at {target:#x}"))?;
     synchronize(cx)

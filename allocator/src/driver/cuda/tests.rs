@@ -100,7 +100,7 @@ fn memory_mapped_twice_is_one_memory() {
     driver.release(peer).unwrap();
     driver.unmap(&range, 0, granule).unwrap();
     read.fill(0);
-    // SAFETY: as above.
+    // SAFETY: the second granule is still mapped, though the handles are released, and only this test uses it.
     unsafe { driver.copy_to_host(&mut read, range.base() + 2 * granule) }.unwrap();
     assert_eq!(read, written);
     driver.unmap(&range, 2 * granule, granule).unwrap();
@@ -196,7 +196,7 @@ impl Emulated {
         let stop = unsafe {
             std::mem::transmute::<NonNull<c_void>, unsafe extern "C" fn(_, _) -> _>(stop)
         };
-        // SAFETY: as above.
+        // SAFETY: the emulator's function of this name has this type.
         let stopped = unsafe {
             std::mem::transmute::<NonNull<c_void>, unsafe extern "C" fn(_) -> _>(stopped)
         };

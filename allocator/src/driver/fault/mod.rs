@@ -155,7 +155,8 @@ unsafe impl DriverWrapper for FaultDriver {
         bytes: u64,
     ) -> Result<()> {
         let again = |inner: &Driver| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `bytes` of this driver's memory are mapped from `from` on until this
+            // returns; they are the inner driver's.
             unsafe { inner.map_again(reservation, offset, from, bytes) }
         };
         self.at(Point::Call(Call::Map), again)

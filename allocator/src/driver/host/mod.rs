@@ -102,10 +102,10 @@ impl Mappable {
     /// You must keep the promises of [`space::map`].
     unsafe fn map_at(&mut self, address: u64, options: &HostOptions) -> Result<()> {
         if let Some(committed) = self.committed.take() {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the target lies in a reservation with nothing mapped over it.
             return unsafe { committed.move_to(address) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the target lies in a reservation with nothing mapped over it.
         unsafe { space::map(address, self.bytes, self.fd.as_fd()) }?;
         if options.huge_pages {
             // SAFETY: mapped just now.
@@ -258,16 +258,16 @@ unsafe impl MemoryDriver for HostDriver {
         bytes: u64,
     ) -> Result<()> {
         self.mappings.map(reservation, offset, bytes, || {
-            // SAFETY: the caller's promise for what is mapped already; the reservation is live and nothing is mapped in
-            // this part of it, which is this thread's to change until this returns.
+            // SAFETY: the caller promised that `bytes` are mapped from `from` on; the reservation is live and nothing
+            // is mapped in this part of it, which is this thread's to change until this returns.
             unsafe { space::map_again(from, reservation.base() + offset, bytes) }
         })
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
         self.mappings.unmap(reservation, offset, bytes, || {
-            // SAFETY: exactly this range is mapped; that nobody uses its memory any more is what
-            // unmapping means for the caller. It is this thread's to change until this returns.
+            // SAFETY: this range alone is mapped as a whole, and it is this thread's to change until this returns; by
+            // unmapping, the caller says that nobody uses its memory any more.
             unsafe { space::unmap(reservation.base() + offset, bytes) }
         })
     }

@@ -80,7 +80,8 @@ impl HostEngine {
             why = if algorithm == AUTO { "rule" } else { "requested" },
             "{}", collective.name()
         );
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the buffers of `work` are readable or writable for its lengths on every
+        // rank.
         unsafe { (entry.run)(self, work) }
     }
 

@@ -125,7 +125,8 @@ impl HostEngine {
             )));
         }
         options.check(layout.world)?;
-        // SAFETY: the caller promises just this, for longer than the engine lives.
+        // SAFETY: the caller promised that the control block is mapped in every slot until the engine is dropped,
+        // zero at first, and used by nothing else.
         let control =
             unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
         let spin = options.spin.unwrap_or_else(|| enough_here(layout.world));

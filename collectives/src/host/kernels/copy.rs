@@ -20,10 +20,12 @@ const LINE: usize = 64;
 #[inline]
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     if bytes < SMALL {
-        // SAFETY: exactly the caller's promises.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other,
+        // and that nobody else interferes.
         unsafe { small(from, to, bytes) }
     } else {
-        // SAFETY: likewise.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other,
+        // and that nobody else interferes.
         unsafe { large::<false>(from, to, bytes) }
     }
 }
@@ -37,10 +39,12 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 /// You must keep the promises of [`copy`].
 pub(crate) unsafe fn copy_streaming(from: *const u8, to: *mut u8, bytes: usize) {
     if bytes < SMALL {
-        // SAFETY: exactly the caller's promises.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other,
+        // and that nobody else interferes.
         unsafe { small(from, to, bytes) }
     } else {
-        // SAFETY: likewise.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other,
+        // and that nobody else interferes.
         unsafe { large::<true>(from, to, bytes) }
     }
 }
@@ -57,10 +61,12 @@ pub(crate) fn prepare_to_copy() {
 /// You must keep the promises of [`copy`].
 pub(crate) unsafe fn copy_own(from: *const u8, to: *mut u8, bytes: usize) {
     if own::library_is_faster(from, to, bytes) {
-        // SAFETY: exactly the caller's promises.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other,
+        // and that nobody else interferes.
         unsafe { small(from, to, bytes) }
     } else {
-        // SAFETY: likewise.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other,
+        // and that nobody else interferes.
         unsafe { copy(from, to, bytes) }
     }
 }
@@ -70,7 +76,8 @@ pub(crate) unsafe fn copy_own(from: *const u8, to: *mut u8, bytes: usize) {
 /// You must keep the promises of [`copy`].
 #[inline]
 unsafe fn small(from: *const u8, to: *mut u8, bytes: usize) {
-    // SAFETY: exactly the caller's promises.
+    // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other, and
+    // that nobody else interferes.
     unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
 }
 
@@ -79,7 +86,8 @@ unsafe fn small(from: *const u8, to: *mut u8, bytes: usize) {
 /// You must keep the promises of [`copy`].
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) {
-    // SAFETY: exactly the caller's promises.
+    // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other, and
+    // that nobody else interferes.
     unsafe { small(from, to, bytes) }
 }
 
@@ -99,10 +107,10 @@ unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) 
         // SAFETY: whole lines within both, the destination's aligned; the processor has AVX-512.
         unsafe { x86::lines_avx512::<STREAM>(source, target, lines) };
     } else if is_x86_feature_detected!("avx") {
-        // SAFETY: as above; the processor has AVX.
+        // SAFETY: whole lines within both, the destination's aligned; the processor has AVX.
         unsafe { x86::lines_avx::<STREAM>(source, target, lines) };
     } else {
-        // SAFETY: as above.
+        // SAFETY: whole lines within both, which the caller promised are apart.
         unsafe { small(source, target, lines * LINE) };
     }
     // SAFETY: the last `bytes - done` bytes of both.
@@ -145,7 +153,7 @@ mod x86 {
                             // SAFETY: within `bytes` of the destination, aligned as `to` is.
                             unsafe { $stream(place, $vector) };
                         } else {
-                            // SAFETY: likewise.
+                            // SAFETY: within `bytes` of the destination, aligned as `to` is.
                             unsafe { $store(place, $vector) };
                         }
                     };
@@ -240,7 +248,7 @@ mod own {
         for _ in 0..ROUNDS {
             // SAFETY: both have room for as many bytes, and are separate borrows.
             vectors = vectors.min(time(|| unsafe { copy(from, to, MEASURED) }));
-            // SAFETY: likewise.
+            // SAFETY: both have room for as many bytes, and are separate borrows.
             library = library.min(time(|| unsafe { small(from, to, MEASURED) }));
         }
         library < vectors

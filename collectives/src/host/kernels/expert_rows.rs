@@ -41,12 +41,12 @@ impl<'a> ExpertRows<'a> {
     /// It is readable for the bytes of a row, and aligned for its elements.
     unsafe fn load(&mut self, from: *const u8) {
         let (halves, floats) = (from.cast::<u16>(), from.cast::<f32>());
-        // SAFETY: the caller's promise; the index is below the length of a row.
+        // SAFETY: the caller promised that the row is readable and aligned, and `at` is below its length.
         let half = |at: usize| unsafe { halves.wrapping_add(at).read() };
         match self.dtype {
             DType::Bf16 => each(self.row, |at| bf16_to_f32(half(at))),
             DType::F16 => each(self.row, |at| f16_to_f32(half(at))),
-            // SAFETY: as above.
+            // SAFETY: the caller promised that the row is readable and aligned, and `at` is below its length.
             _ => each(self.row, |at| unsafe { floats.wrapping_add(at).read() }),
         }
     }
@@ -58,7 +58,7 @@ impl<'a> ExpertRows<'a> {
     ///
     /// The row is readable, and aligned for its elements.
     pub(crate) unsafe fn add(&mut self, from: *const u8, weight: Option<f32>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the row is readable and aligned for its elements.
         unsafe { self.load(from) };
         if let Some(weight) = weight {
             self.row.iter_mut().for_each(|element| *element *= weight);
@@ -81,15 +81,15 @@ impl<'a> ExpertRows<'a> {
         }
         for (at, value) in self.sum.iter().enumerate() {
             match self.dtype {
-                // SAFETY: the caller's promise; the index is below the length of a row; so below.
+                // SAFETY: the caller promised that the row is writable and aligned, and `at` is below its length.
                 DType::Bf16 => unsafe {
                     to.cast::<u16>().wrapping_add(at).write(f32_to_bf16(*value));
                 },
-                // SAFETY: as above.
+                // SAFETY: the caller promised that the row is writable and aligned, and `at` is below its length.
                 DType::F16 => unsafe {
                     to.cast::<u16>().wrapping_add(at).write(f32_to_f16(*value));
                 },
-                // SAFETY: as above.
+                // SAFETY: the caller promised that the row is writable and aligned, and `at` is below its length.
                 _ => unsafe { to.cast::<f32>().wrapping_add(at).write(*value) },
             }
         }
@@ -110,7 +110,7 @@ impl<'a> ExpertRows<'a> {
         bytes: &mut Vec<u8>,
         scales: &mut Vec<u8>,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the row is readable and aligned for its elements.
         unsafe { self.load(from) };
         bytes.clear();
         scales.clear();

@@ -162,13 +162,15 @@ unsafe fn body<F: Reduction, const F16C: bool>(
             unsafe { load_block::<F::Item>(first.wrapping_add(at)) },
         );
         for source in rest {
-            // SAFETY: as above, for this source.
+            // SAFETY: elements `done..done + BLOCK` of this source lie within `count`, for which the caller promised
+            // that it is readable.
             let block = unsafe { load_block::<F::Item>(source.wrapping_add(at)) };
             combine_block::<F, F16C>(&mut total, &block);
         }
         let block = finish_block::<F, F16C>(&total, world);
         for output in outputs {
-            // SAFETY: the same elements of a destination, writable by contract.
+            // SAFETY: elements `done..done + BLOCK` of this destination lie within `count`, for which the caller
+            // promised that it is writable.
             unsafe { store_block::<F::Item>(output.wrapping_add(at), &block) };
         }
         done += BLOCK;
@@ -185,7 +187,7 @@ unsafe fn body<F: Reduction, const F16C: bool>(
     unsafe { load_part(first.wrapping_add(at), &mut padded, left) };
     let mut total = widen::<F, F16C>(padded);
     for source in rest {
-        // SAFETY: as above, for this source.
+        // SAFETY: elements `done..count` of this source are readable; `left < BLOCK`.
         unsafe { load_part(source.wrapping_add(at), &mut padded, left) };
         combine_block::<F, F16C>(&mut total, &padded);
     }

@@ -316,7 +316,8 @@ impl Control {
     fn abort_record(&self, owner: u32, source: u32) -> &AbortRecord {
         let part = self.layout.aborts + u64::from(source) * size_of::<AbortRecord>() as u64;
         let at = self.at(owner, part) as *const AbortRecord;
-        // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
+        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the record is aligned and
+        // within its part, and holds nothing but atomics.
         unsafe { &*at }
     }
 
@@ -350,7 +351,8 @@ impl Control {
         debug_assert!(parity < 2 && u64::from(index) * 8 < self.layout.row_bytes);
         let part = self.layout.rows + parity * self.layout.row_bytes + u64::from(index) * 8;
         let at = self.at(owner, part) as *mut u64;
-        // SAFETY: as for `slot`: mapped, aligned, within the part, only ever used as this atomic.
+        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the word is aligned and
+        // within its part, and only ever used as this atomic.
         unsafe { AtomicU64::from_ptr(at) }
     }
 
@@ -385,7 +387,8 @@ impl Control {
         let each = ALIGN + self.layout.packet_bytes;
         let part = self.layout.packets + (nth * PACKETS + number % PACKETS) * each;
         let at = self.at(owner, part) as *const PacketHeader;
-        // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
+        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the header is aligned and
+        // within its part, and holds nothing but atomics.
         let header = unsafe { &*at };
         let data = self.at(owner, part + ALIGN) as *mut u8;
         Packet { header, data, room: self.layout.packet_bytes as usize }
@@ -401,7 +404,8 @@ impl Control {
         let part =
             self.layout.message_records + u64::from(peer) * size_of::<MessageRecord>() as u64;
         let at = self.at(owner, part) as *const MessageRecord;
-        // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
+        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the record is aligned and
+        // within its part, and holds nothing but atomics.
         unsafe { &*at }
     }
 

@@ -54,9 +54,11 @@ impl Routing {
         self.bad = None;
         self.positions.resize(tokens * world as usize, -1);
         self.counts.resize(world as usize, 0);
-        // SAFETY: the caller's promise, so below.
+        // SAFETY: the caller promised that the ids are aligned and readable for the tokens; `narrow` is read where
+        // they are `i32` alone.
         let narrow = unsafe { Numbers::<i32>::new(work.ids, tokens * top_k) };
-        // SAFETY: as above.
+        // SAFETY: the caller promised that the ids are aligned and readable for the tokens; `wide` is read where they
+        // are `i64` alone.
         let wide = unsafe { Numbers::<i64>::new(work.ids, tokens * top_k) };
         for token in 0..tokens {
             let positions = &mut self.positions[token * world as usize..][..world as usize];

@@ -67,7 +67,8 @@ fn receive_own(me: u32, message: &Unexpected, receive: &Op) {
             (None, Some(send)) => send.memory().cast_const(),
             (None, None) => std::ptr::null(),
         };
-        // SAFETY: as many bytes as both payloads say, of memory that whoever made the operations promised.
+        // SAFETY: both payloads say this many bytes, for which whoever began the send and the receive promised that
+        // their memory is there; data kept in the message is as long.
         unsafe { copy(from, receive.memory(), sent.bytes()) };
         Ok(me)
     } else {
@@ -86,7 +87,7 @@ fn receive_own(me: u32, message: &Unexpected, receive: &Op) {
 /// `from` is readable and `to` writable for these bytes, unless there are none.
 unsafe fn copy(from: *const u8, to: *mut u8, bytes: u64) {
     if bytes > 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: there are bytes, so the caller promised that `from` is readable and `to` writable for them.
         unsafe { std::ptr::copy(from, to, bytes as usize) };
     }
 }

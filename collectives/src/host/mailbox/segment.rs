@@ -199,8 +199,8 @@ impl Segment {
         }
         self.write_header(entry);
         let to = self.entry_at(self.entries).wrapping_add(HEADER as usize);
-        // SAFETY: the caller's promise; the ring has room for it, in one piece, which the reader does not read before it
-        // is counted.
+        // SAFETY: the caller promised that `data` is readable for the entry's bytes; the ring has room for them, in
+        // one piece, which the reader does not read before it is counted.
         unsafe { std::ptr::copy_nonoverlapping(data, to, entry.bytes as usize) };
         self.entries += HEADER + entry.bytes.next_multiple_of(HEADER);
         self.counts().entries_written.0.store(self.entries, Ordering::Release);
@@ -264,7 +264,8 @@ impl Segment {
         let read = self.counts().bulk_read.0.load(Ordering::Acquire);
         let room = BULK - self.bulk.wrapping_sub(read).min(BULK);
         let part = room.min(bytes).min(CHUNK).min(BULK - self.bulk % BULK);
-        // SAFETY: the caller's promise; the part is free, in one piece, and inside the mapping.
+        // SAFETY: the caller promised that `data` is readable for `bytes`, of which this is a part; the part of the
+        // ring is free, in one piece, and inside the mapping.
         unsafe { std::ptr::copy_nonoverlapping(data, self.bulk_at(), part as usize) };
         self.bulk += part;
         self.counts().bulk_written.0.store(self.bulk, Ordering::Release);
@@ -286,7 +287,8 @@ impl Segment {
     pub(super) unsafe fn read_bulk(&mut self, to: *mut u8, bytes: u64, written: u64) -> u64 {
         let there = written.wrapping_sub(self.bulk).min(BULK);
         let part = there.min(bytes).min(BULK - self.bulk % BULK);
-        // SAFETY: the caller's promise; the part is written, in one piece, and inside the mapping.
+        // SAFETY: the caller promised that `to` is writable for `bytes`, of which this is a part; the part of the
+        // ring is written, in one piece, and inside the mapping.
         unsafe { std::ptr::copy_nonoverlapping(self.bulk_at().cast_const(), to, part as usize) };
         self.bulk += part;
         self.counts().bulk_read.0.store(self.bulk, Ordering::Release);
@@ -378,7 +380,7 @@ mod tests {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             // Bursts of writes and of reads, so that the ring is empty, full, and between.
             for _ in 0..random >> 60 {
-                // SAFETY: as long as the longest message.
+                // SAFETY: `data` is as long as the longest message.
                 if !unsafe { from.write(entry(sent, length(sent)), data.as_ptr()) } {
                     break;
                 }
@@ -388,7 +390,7 @@ mod tests {
                 let Some((found, at)) = to.next().unwrap() else { break };
                 assert_eq!((found.kind, found.number, found.tag), (Kind::Whole, taken, taken * 3));
                 assert_eq!((found.payload, found.bytes), (!taken, length(taken)));
-                // SAFETY: so long, and not passed yet.
+                // SAFETY: the entry says that so many bytes lie there, and it is not passed yet.
                 let bytes = unsafe { std::slice::from_raw_parts(at, found.bytes as usize) };
                 assert_eq!(bytes, &data[..bytes.len()]);
                 to.pass(&found);
@@ -403,7 +405,7 @@ mod tests {
         let (mut from, mut to) = pair();
         let data = vec![1_u8; 1 << 16];
         let mut number = 0;
-        // SAFETY: as long as the data.
+        // SAFETY: `data` has this length.
         while unsafe { from.write(entry(number, 1 << 16), data.as_ptr()) } {
             number += 1;
         }
@@ -414,7 +416,7 @@ mod tests {
         }
         assert!(to.next().unwrap().is_none());
         for _ in 0..100 {
-            // SAFETY: as long as the data.
+            // SAFETY: `data` is longer than 64 bytes.
             assert!(unsafe { from.write(entry(0, 64), data.as_ptr()) });
             let (found, at) = to.next().unwrap().unwrap();
             assert_eq!(at as u64 - to.base.as_ptr() as u64, RINGS + HEADER, "at the beginning");
@@ -430,13 +432,13 @@ mod tests {
         let (mut written, mut read) = (0, 0);
         while read < data.len() {
             let rest = &data[written..];
-            // SAFETY: as long as it is.
+            // SAFETY: `rest` is a slice of this length.
             written += unsafe { from.write_bulk(rest.as_ptr(), rest.len() as u64) } as usize;
             assert!(written - read <= BULK as usize);
             if written % 3 != 0 || written == data.len() || written - read > BULK as usize / 2 {
                 let (rest, there) = (&mut came[read..], to.bulk_written());
                 let length = rest.len() as u64;
-                // SAFETY: as long as it is.
+                // SAFETY: `rest` is a mutable slice of this length.
                 read += unsafe { to.read_bulk(rest.as_mut_ptr(), length, there) } as usize;
             }
         }

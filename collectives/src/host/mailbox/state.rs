@@ -156,7 +156,8 @@ impl State {
         if let Some((_, rank, at)) = found {
             let message = self.peer(rank).unexpected.remove(at).expect("found there");
             let data = message.data.as_deref().map_or(std::ptr::null(), <[u8]>::as_ptr);
-            // SAFETY: as many bytes as the payload says, where the message came whole.
+            // SAFETY: `data` is null, or the data of a message that came whole, which has as many bytes as its
+            // payload says.
             unsafe { self.receive(op, rank, &message, data) };
             self.peer(rank).write();
             return Ok(());
@@ -196,8 +197,8 @@ impl State {
             let payloads = (sent, op.payload);
             op.finish(Err(payloads_differ(me, (rank, me), payloads, Afterwards::UsableGroup)));
         } else if is_whole {
-            // SAFETY: the caller's promise; whoever made the operation promised that its memory is writable for the
-            // payload, which is the message's.
+            // SAFETY: the caller promised that `data` is readable for the message's payload, which the operation's is
+            // as well; whoever began the operation promised that its memory is writable for that.
             unsafe { std::ptr::copy_nonoverlapping(data, op.memory(), sent.bytes() as usize) };
             op.finish(Ok(rank));
         } else {

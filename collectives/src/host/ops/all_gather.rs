@@ -45,7 +45,8 @@ impl HostEngine {
         }
         let direct = output.is_window() && count * size > SCRATCH_BYTES.min(self.scratch_bytes());
         let work = Work { call, data, count, size, root: 0, reduce: moves_only };
-        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
+        // their resolved places.
         unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
     }
 }

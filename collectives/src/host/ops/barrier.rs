@@ -29,7 +29,7 @@ impl HostEngine {
         self.ready()?;
         self.catch_up()?;
         let world = self.world() as usize;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `waits` is aligned, and readable and writable for a number for each rank.
         let waits: Numbers<i64> = unsafe { Numbers::new(waits as u64, world) };
         let waited = |rank: u32, time: std::time::Duration| {
             let time = i64::try_from(time.as_nanos()).unwrap_or(i64::MAX);

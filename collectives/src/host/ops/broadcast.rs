@@ -46,7 +46,8 @@ impl HostEngine {
         let data =
             Data { input: buffer, output: buffer, from: address, to: address, in_place: true };
         let work = Work { call, data, count, size, root, reduce: moves_only };
-        // SAFETY: the caller's promises about the buffer, which `data` resolves.
+        // SAFETY: the caller promised that the buffer is there for this length on every rank; `data` has its resolved
+        // place.
         unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
     }
 }

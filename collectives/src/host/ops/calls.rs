@@ -45,7 +45,8 @@ impl HostEngine {
             StandardCollective::Broadcast => Self::run_broadcast,
             StandardCollective::AllToAll => Self::run_all_to_all,
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised what the method of the collective asks of input and output, for the lengths of
+        // this call.
         unsafe { run(self, call) }
     }
 
@@ -75,7 +76,8 @@ impl HostEngine {
         let mut call = call(StandardCollective::AllReduce, (input, output), count, dtype);
         call.algorithm = AlgorithmId::of_all_reduce(algorithm);
         call.arguments.op = op;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
+        // call returns on every rank.
         unsafe { self.run(&call) }
     }
 
@@ -100,7 +102,8 @@ impl HostEngine {
     ) -> Result<()> {
         let mut call = call(StandardCollective::ReduceScatter, (input, output), count, dtype);
         call.arguments.op = op;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable for all parts and `output` writable for one until the
+        // call returns on every rank.
         unsafe { self.run(&call) }
     }
 
@@ -122,7 +125,8 @@ impl HostEngine {
         count: usize,
         dtype: DType,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable for one part and `output` writable for all until the
+        // call returns on every rank.
         unsafe { self.run(&call(StandardCollective::AllGather, (input, output), count, dtype)) }
     }
 
@@ -145,7 +149,8 @@ impl HostEngine {
     ) -> Result<()> {
         let mut call = call(StandardCollective::Broadcast, (buffer, buffer), count, dtype);
         call.arguments.root = root;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `buffer` is readable and writable for `count` elements until the call
+        // returns on every rank.
         unsafe { self.run(&call) }
     }
 
@@ -166,7 +171,8 @@ impl HostEngine {
         count: usize,
         dtype: DType,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for all parts until the call
+        // returns on every rank.
         unsafe { self.run(&call(StandardCollective::AllToAll, (input, output), count, dtype)) }
     }
 

@@ -30,7 +30,8 @@ impl HostEngine {
     pub(crate) unsafe fn dispatch(&mut self, call: &ExpertCall) -> Result<()> {
         self.ready()?;
         let mut scratch = std::mem::take(&mut self.expert_scratch);
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that the addresses in `call.work` are as `ExpertsWork` describes them, and that
+        // the region has the buffer's bytes.
         let done = unsafe { self.dispatch_in(call, &mut scratch) };
         self.expert_scratch = scratch;
         done
@@ -42,7 +43,8 @@ impl HostEngine {
     ///
     /// You must keep the promises of [`Self::dispatch`].
     pub(crate) unsafe fn dispatch_exact(&mut self, call: &ExpertCall) -> Result<ReceivedSizes> {
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that the addresses in `call.work` are as `ExpertsWork` describes them, and that
+        // the region has the buffer's bytes.
         unsafe { self.dispatch(call) }?;
         // SAFETY: the handle is one of this buffer, which has these parts.
         let handle = unsafe { Handle::new(&call.work, self.world()) };
@@ -66,7 +68,7 @@ impl HostEngine {
         let known = (work.known != 0).then_some((call.mode.by_expert, u64::MAX));
         self.begin_with(&handle, work, known)?;
         if work.known == 0 {
-            // SAFETY: the caller's promise about the ids.
+            // SAFETY: the caller promised that the ids are aligned and readable for the tokens.
             unsafe { scratch.routing.read(work, world) };
             self.publish_counts(&scratch.routing, work.tokens);
         }
@@ -89,12 +91,14 @@ impl HostEngine {
             return routed;
         }
         let needed = if work.known == 0 {
-            // SAFETY: as above.
+            // SAFETY: all rows that this rank receives are there, and `keep_received` has counted those of each
+            // expert.
             unsafe { self.place_by_expert(&region, &handle, work) }
         } else {
             handle.head.get(Handle::BY_EXPERT) as u64
         };
-        // SAFETY: as above; the output is writable for its capacity, by the caller's promise.
+        // SAFETY: all rows that this rank receives are there; the caller promised that the output is writable for its
+        // capacity.
         unsafe { self.expand(&region, &handle, work) };
         // Every rank writes how many rows by expert it needs room for, and how much it has: of one expert if each has a
         // part of its own.
@@ -225,7 +229,8 @@ impl HostEngine {
                 let Some(at) = handle.row_at(rank, position, work.capacity) else { continue };
                 if std::mem::take(&mut pending) {
                     let input = (work.input as *const u8).wrapping_add(token * input_row);
-                    // SAFETY: the caller's promise about the input.
+                    // SAFETY: the caller promised that the input is readable and aligned for all tokens; the vectors
+                    // grow as needed.
                     unsafe { rows.quantize(input, quantization, bytes, scales) };
                     (from, from_scales) = (bytes.as_ptr(), scales.as_ptr());
                 }
@@ -233,10 +238,11 @@ impl HostEngine {
                 // SAFETY: the row and its scales are readable; `at` is within the capacity, and nobody else writes that
                 // row.
                 unsafe { copy(from, to(region.parts.rows, row_bytes), row_bytes) };
-                // SAFETY: as above.
+                // SAFETY: the scales of the row are readable; `at` is within the capacity, and nobody else writes
+                // that row.
                 unsafe { copy(from_scales, to(region.parts.scales, scale_bytes), scale_bytes) };
                 if work.known == 0 {
-                    // SAFETY: as above.
+                    // SAFETY: the handshake is over, and the row at `at` is this rank's to write.
                     unsafe { self.send_ids(region, (rank, at), (token, routing), work) };
                 }
             }
@@ -257,13 +263,16 @@ impl HostEngine {
     ) {
         let top_k = work.top_k as usize;
         let local = (work.experts / self.world()) as i32;
-        // SAFETY: the caller's promise, and `at` is within the capacity; so below.
+        // SAFETY: every rank is in this call, and `at` is a row of this rank's within the capacity, so the part has
+        // `top_k` numbers there.
         let ids = unsafe { region.numbers::<i32>(self, rank, region.parts.ids, at, top_k) };
-        // SAFETY: as above.
+        // SAFETY: every rank is in this call, and `at` is a row of this rank's within the capacity, so the part has
+        // `top_k` numbers there.
         let weights = unsafe { region.numbers::<f32>(self, rank, region.parts.weights, at, top_k) };
-        // SAFETY: as above.
+        // SAFETY: every rank is in this call, and `at` is a row of this rank's within the capacity, so the part has a
+        // number there.
         let number = unsafe { region.numbers::<i32>(self, rank, region.parts.tokens, at, 1) };
-        // SAFETY: the caller's promise about weights, if there are any.
+        // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
         let given = unsafe { memory::given_weights(work) };
         for k in 0..top_k {
             let id = routing.ids[token * top_k + k];
@@ -289,7 +298,7 @@ impl HostEngine {
         }
         handle.expert_counts.fill(0);
         for at in 0..received * work.top_k as usize {
-            // SAFETY: as above.
+            // SAFETY: `at` is an id of one of the `received` rows.
             if let Some(expert) = unsafe { self.expert_at(region, at, work) } {
                 handle.expert_counts.set(expert, handle.expert_counts.get(expert) + 1);
             }
@@ -304,7 +313,8 @@ impl HostEngine {
     /// You must keep the promises of [`Self::keep_received`]; the id is that of a received row.
     unsafe fn expert_at(&self, region: &Region, at: usize, work: &ExpertsWork) -> Option<usize> {
         let (me, local) = (self.rank() as usize, (work.experts / self.world()) as usize);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the id is that of a received row, so it lies within the part, and its row
+        // has arrived.
         let id = unsafe { region.numbers::<i32>(self, me, region.parts.ids, at, 1) }.get(0);
         usize::try_from(id).ok().filter(|expert| *expert < local)
     }
@@ -395,7 +405,8 @@ impl HostEngine {
             for of in 0..units {
                 let at = (place / rows * units + of) * rows + place % rows;
                 let to = (work.output_scales as *mut u8).wrapping_add(at * unit);
-                // SAFETY: as above.
+                // SAFETY: the row is within the capacity, and the place within that of the output, whose scales lie
+                // column by column.
                 unsafe { copy(from.wrapping_add(of * unit), to, unit) };
             }
         }

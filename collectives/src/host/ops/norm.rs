@@ -37,10 +37,11 @@ impl HostEngine {
         let to = Place::Unregistered(sums.as_mut_ptr());
         let (count, dtype) = (shape.tokens * shape.hidden, shape.dtype);
         let (op, auto) = (ReduceOp::Sum, AllReduceAlgorithm::Auto);
-        // SAFETY: the caller's promise for the input; the sums are as long, and this engine's own.
+        // SAFETY: the caller promised that the input is readable for the shape; the sums are as long, and this
+        // engine's own.
         let summed = unsafe { self.all_reduce(input, to, count, dtype, op, auto) };
         if summed.is_ok() {
-            // SAFETY: the caller's promises.
+            // SAFETY: the caller promised that the buffers are readable or writable for the shape.
             unsafe { norm_rows(shape, buffers, &sums) };
         }
         self.norm_sums = sums;
@@ -86,15 +87,15 @@ unsafe fn norm_rows(shape: &NormShape, buffers: &NormBuffers, sums: &[u8]) {
         // SAFETY: the row of each array is writable by the caller's promise.
         unsafe { write(buffers.residual_out, at, &narrow_row(dtype, &made.sum)) };
         let norm = if output == NormOutput::Norm { buffers.output } else { buffers.norm_out };
-        // SAFETY: as above. Without a norm there are no bytes.
+        // SAFETY: the caller promised that the row of this array is writable. Without a norm there are no bytes.
         unsafe { write(norm, at, &narrow_row(dtype, &made.norm)) };
         if output.quantizes() {
-            // SAFETY: as above.
+            // SAFETY: the caller promised that the row of the output is writable.
             unsafe { write(buffers.output, token * shape.hidden, &made.quantized) };
         }
         for (group, scale) in made.scales.iter().enumerate() {
             let at = token * buffers.token_stride + group * buffers.group_stride;
-            // SAFETY: as above.
+            // SAFETY: the caller promised that scales are writable at these strides.
             unsafe { write(buffers.scales.cast(), 4 * at, &scale.to_ne_bytes()) };
         }
     }

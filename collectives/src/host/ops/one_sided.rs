@@ -120,7 +120,8 @@ impl HostOneSided {
     /// `to` meanwhile.
     pub(crate) unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.ready()?;
-        // SAFETY: exactly the caller's promises.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes`, apart from each other,
+        // and that nobody else interferes.
         unsafe { copy(from as *const u8, to as *mut u8, bytes) };
         Ok(())
     }

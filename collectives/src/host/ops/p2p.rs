@@ -61,9 +61,11 @@ impl HostOneSided {
             match self.earlier_refused(peer) {
                 Some(error) => Err(self.give_up(error, direction, peer, &mut position)),
                 None => match direction {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller promised that the memory is readable for the payload's bytes, and that
+                    // nobody writes it meanwhile.
                     Direction::Send => unsafe { self.send(memory, payload, peer, &mut position) },
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller promised that the memory is writable for the payload's bytes, and that
+                    // nobody else touches it meanwhile.
                     Direction::Receive => unsafe {
                         self.receive(memory, payload, peer, &mut position)
                     },
@@ -123,7 +125,8 @@ impl HostOneSided {
             }
             let packet = self.control.packet(peer, me, number);
             let part = (bytes - at).min(packet.room);
-            // SAFETY: the caller's promise; the packet is the sender's until it is counted, and has room.
+            // SAFETY: the caller promised that the memory is readable for `bytes`, of which this is a part; the
+            // packet is the sender's until it is counted, and has room.
             unsafe { copy(memory.wrapping_add(at), packet.data, part) };
             packet.header.message.store(message, Ordering::Relaxed);
             packet.header.payload.store(payload.word(), Ordering::Relaxed);
@@ -179,8 +182,8 @@ impl HostOneSided {
                 return Err(self.refuse(peer, (sent, payload), position));
             }
             let part = (bytes - at).min(packet.room);
-            // SAFETY: the caller's promise; the packet is the receiver's until it is counted as taken, and
-            // is as long as both ranks say.
+            // SAFETY: the caller promised that the memory is writable for `bytes`, of which this is a part; the
+            // packet is the receiver's until it is counted as taken, and is as long as both ranks say.
             unsafe { copy(packet.data, memory.wrapping_add(at), part) };
             position.packets = number;
             publish(self.control.packets_taken(peer, me), number);

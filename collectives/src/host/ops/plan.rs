@@ -100,7 +100,8 @@ impl HostEngine {
         root: u32,
     ) -> Result<()> {
         let arguments = Arguments { input, output, count, dtype, op, root };
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that input and output are there for these arguments until the call returns on
+        // every rank.
         unsafe { self.run_plan_for(checked, &arguments) }
     }
 
@@ -166,9 +167,10 @@ impl HostEngine {
                             root,
                             room,
                         };
-                        // SAFETY: the caller's promises about input and output; that windows are mapped in every slot
-                        // was promised to `new`. The plan's proof says that what this rank accesses between two
-                        // signals is accessed by no other rank meanwhile, and is within the buffers.
+                        // SAFETY: the caller promised that input and output are there for these arguments; `new` was
+                        // promised that windows are mapped in every slot. The plan's proof says that what this rank
+                        // accesses between two signals is accessed by no other rank meanwhile, and is within the
+                        // buffers.
                         unsafe {
                             run_items(&buffers, &left[..items], begin..end, &loops, &mut sources);
                         }
@@ -283,7 +285,8 @@ unsafe fn run_items(
                 Step::Divide { cell, place, by } => {
                     let (to, count) = (address(cell), count_of(*place));
                     if let (Some(divide), 1..) = (loops.average, count) {
-                        // SAFETY: the caller's promise; the destination is the source.
+                        // SAFETY: the caller promised that the place is readable and writable; the destination is the
+                        // source.
                         unsafe { divide(&[to], &[to], count, *by as usize) };
                     }
                     continue;
@@ -298,7 +301,8 @@ unsafe fn run_items(
             if let [src] = srcs.as_slice() {
                 let from = address(src);
                 if from != to {
-                    // SAFETY: the caller's promise; chunks are equal or do not overlap.
+                    // SAFETY: the caller promised that both places are there; the check has found that chunks are
+                    // equal or do not overlap.
                     unsafe { copy(from, to, count * size) };
                 }
                 continue;
@@ -307,7 +311,8 @@ unsafe fn run_items(
             sources.extend(srcs.iter().map(|src| address(src).cast_const()));
             let average = loops.average.filter(|_| *divisor > 1);
             if let Some(reduce) = average.or(loops.reduce) {
-                // SAFETY: the caller's promise; the destination is one of the sources or overlaps none.
+                // SAFETY: the caller promised that all places are there; the check has found that the destination is
+                // one of the sources or overlaps none.
                 unsafe { reduce(sources, &[to], count, *divisor as usize) };
             }
         }

@@ -42,7 +42,8 @@ impl HostEngine {
         let call = call.input(input).in_place(data.in_place);
         let direct = input.is_window() && !fits_scratch(count * size, self);
         let work = Work { call, data, count, size, root: 0, reduce };
-        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
+        // their resolved places.
         unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
     }
 }

@@ -71,9 +71,10 @@ impl ForwardSlots {
 pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
     let groups = engine.paired_groups.clone().map_err(Error::unsupported)?;
     match work.windows() {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the buffers of `work` are there for its lengths; these are their window
+        // offsets.
         Some(places) => unsafe { direct(engine, work, groups, places) },
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the buffers of `work` are there for its lengths on every rank.
         None => unsafe { staged(engine, work, groups) },
     }
 }
@@ -233,7 +234,8 @@ unsafe fn collect(
         let share = share(count, size, owner, engine.world());
         let at = share.start * size;
         let result = output.of(engine, peer, at);
-        // SAFETY: the caller's promises, for this share.
+        // SAFETY: the caller promised that the peer leaves this share there meanwhile, and that the piece is writable
+        // at `target` and not the peer's.
         unsafe { copy(result, target.wrapping_add(at), share.len() * size) };
     }
 }

@@ -67,8 +67,8 @@ impl HostEngine {
         let call = call.input(input).output(output).in_place(data.in_place);
         let work = Work { call, data, count, size: dtype.size(), root: 0, reduce };
         let rule = self.rule(work.bytes(), work.windows().is_some());
-        // SAFETY: the caller's promises about input and output, which `data` resolves; that windows are mapped in
-        // every slot was promised to `new`.
+        // SAFETY: the caller promised that input and output are there for these lengths on every rank, and `data` has
+        // their resolved places; `new` was promised that windows are mapped in every slot.
         unsafe { self.run_by(&ALGORITHMS, standard, AlgorithmId::of_all_reduce(rule), &work) }
     }
 

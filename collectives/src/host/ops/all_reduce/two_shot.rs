@@ -18,9 +18,10 @@ const TILE: usize = 4096;
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
 pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
     match work.windows() {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the buffers of `work` are there for its lengths; these are their window
+        // offsets.
         Some((from, to)) => unsafe { direct(engine, work, from, to) },
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the buffers of `work` are there for its lengths on every rank.
         None => unsafe { staged(engine, work) },
     }
 }
@@ -72,7 +73,8 @@ unsafe fn reduce(
     streaming: bool,
 ) {
     if !streaming {
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that sources are readable and outputs writable for `count` elements, and
+        // overlap as `ReduceFn` allows.
         unsafe { (work.reduce)(sources, outputs, count, sources.len()) };
         return;
     }
@@ -85,7 +87,8 @@ unsafe fn reduce(
         // SAFETY: the next `now` elements of every source are readable; the local tile has room for them.
         unsafe { (work.reduce)(sources, &[local], now, sources.len()) };
         for output in outputs.iter_mut() {
-            // SAFETY: the same elements of this output are writable, and do not overlap the local tile.
+            // SAFETY: the caller promised that this output is writable for `count` elements, of which these are some;
+            // it does not overlap the local tile.
             unsafe { copy_streaming(local, *output, bytes) };
             *output = output.wrapping_add(bytes);
         }

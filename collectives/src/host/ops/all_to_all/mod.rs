@@ -71,7 +71,8 @@ impl HostEngine {
         let call = standard.describe().algorithm(algorithm);
         let matrix = TrafficMatrix::Even { bytes };
         let work = Work::new(self, algorithm, data, matrix, dtype.size());
-        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
+        // their resolved places.
         unsafe { self.exchange(work, &call, |_| (bytes as u64, bytes as u64)) }
     }
 
@@ -116,7 +117,8 @@ impl HostEngine {
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
         let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
         let work = Work::new(self, AUTO, data, TrafficMatrix::Rows, size);
-        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
+        // their resolved places.
         unsafe { self.exchange(work, &call, bytes) }
     }
 
@@ -139,7 +141,7 @@ impl HostEngine {
             self.set_next_row(peer, sent);
             self.set_next_row(work.world + peer, received);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the resolved buffers are there for the row that this rank has published.
         unsafe { work.run(self, call) }
     }
 }
@@ -229,7 +231,8 @@ impl Work {
         // Equal parts are equal loads, which need no balancing.
         let uneven = any_direct && !matches!(self.matrix, TrafficMatrix::Even { .. });
         let balance = uneven.then(|| self.balance(engine));
-        // SAFETY: the caller's promises; all ranks have passed the handshake and agree on the matrix.
+        // SAFETY: the caller promised that the resolved buffers are there for the published rows; all ranks have
+        // passed the handshake and agree on the matrix.
         unsafe { direct::pull(&self, engine, balance.as_ref()) };
         if let Some(balance) = balance {
             // This was checked last in the handshake. This rank may have been stopped since, for so long that a
@@ -237,7 +240,8 @@ impl Work {
             if balance.writes() {
                 engine.check_abort()?;
             }
-            // SAFETY: likewise.
+            // SAFETY: the caller promised that the resolved buffers are there for the published rows; all ranks have
+            // passed the handshake and agree on the matrix.
             unsafe { direct::push(&self, engine, &balance) };
             engine.load_balance = balance;
         }

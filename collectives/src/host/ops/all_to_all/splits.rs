@@ -45,20 +45,21 @@ impl HostEngine {
             Ok((self.resolve(input, output, InPlace::Never)?, size.unwrap_or(1)))
         });
         let (data, size) = self.or_decline(data)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `splits.input` is readable for a count for each rank.
         let sound = unsafe { self.publish_splits(splits, length, size) };
         let nonsense = if sound { 0 } else { BAD_SPLITS };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
         let call = Call::new(Operation::AllToAllV).elements(dtype, row);
         let work = Work::new(self, AUTO, data, TrafficMatrix::Splits, size);
-        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        // SAFETY: the caller promised that input and output have `length` and `capacity` rows; `data` has their
+        // resolved places.
         unsafe { work.run(self, &call) }?;
         let mut offset = 0;
         for peer in 0..world {
             let count = self.row(peer, rank) / size as u64;
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the array is null or writable for a count for each rank.
             unsafe { splits.write(splits.output, peer as usize, count) };
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the array is null or writable for a count for each rank.
             unsafe { splits.write(splits.offsets, peer as usize, offset) };
             offset += count;
         }
@@ -75,7 +76,7 @@ impl HostEngine {
     unsafe fn publish_splits(&self, splits: &SplitsAt, length: usize, size: usize) -> bool {
         let mut left = length;
         for peer in 0..self.world() {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that `splits.input` is readable for a count for each rank.
             let count = usize::try_from(unsafe { splits.read(peer as usize) });
             let Some(after) = count.ok().and_then(|count| left.checked_sub(count)) else {
                 (0..self.world()).for_each(|peer| self.set_next_row(peer, 0));

@@ -30,7 +30,8 @@ impl HostEngine {
     pub(crate) unsafe fn combine(&mut self, call: &ExpertCall) -> Result<()> {
         self.ready()?;
         let mut scratch = std::mem::take(&mut self.expert_scratch);
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that the addresses in `call.work` are as `ExpertsWork` describes them, and that
+        // the input has all rows that the handle has places for.
         let done = unsafe { self.combine_in(call, &mut scratch) };
         self.expert_scratch = scratch;
         done
@@ -61,7 +62,8 @@ impl HostEngine {
         own.resize(call.shape.hidden, 0.0);
         let mut sums = ExpertRows::new(call.shape.dtype, call.shape.hidden, (row, sum));
         let rows = Rows { call, handle: &handle, received, weights };
-        // SAFETY: as above; this rank alone writes its rows.
+        // SAFETY: every rank has made this call, so nobody uses what the last one left in the region; this rank alone
+        // writes its rows.
         unsafe { self.send_back(&region, &rows, &mut sums) };
         self.step()?;
         // SAFETY: all rows of this rank's tokens have come back.
@@ -76,7 +78,7 @@ impl HostEngine {
     /// You must keep the promises of [`Self::combine`], after the handshake.
     unsafe fn send_weights(&self, region: &Region, handle: &Handle, call: &ExpertCall) {
         let (work, world, top_k) = (&call.work, self.world() as usize, call.work.top_k as usize);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
         let Some(given) = (unsafe { given_weights(work) }) else { return };
         for at in 0..work.tokens as usize * world {
             let (token, rank) = (at / world, at % world);
@@ -160,7 +162,8 @@ impl HostEngine {
                 unsafe { sums.add(from, None) };
             }
             let output = (work.output as *mut u8).wrapping_add(token * row_bytes);
-            // SAFETY: the caller's promise about the output.
+            // SAFETY: the caller promised that the output is writable and aligned for the tokens, of which this is
+            // one.
             unsafe { sums.store(output) };
         }
     }
@@ -187,10 +190,10 @@ impl Rows<'_> {
         for at in row * top_k..(row + 1) * top_k {
             let Ok(place) = usize::try_from(self.handle.places.get(at)) else { continue };
             let Some(from) = input(place) else { continue };
-            // SAFETY: as above.
+            // SAFETY: the input has this row, which `input` has checked.
             unsafe { sums.add(from, Some(self.weights.get(at))) };
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `to` has room for a row.
         unsafe { sums.store(to) };
     }
 }

@@ -47,7 +47,8 @@ impl Region {
         count: usize,
     ) -> Numbers<T> {
         let at = self.at(engine, rank as u32, part, index, count * size_of::<T>());
-        // SAFETY: the caller's promise. Parts and what precedes an array are multiples of the size of a number.
+        // SAFETY: the caller promised that the numbers lie within the part and are there while the value is used.
+        // Parts, and the arrays in front within one, are multiples of the size of a number, so they are aligned.
         unsafe { Numbers::new(at as u64, count) }
     }
 }
@@ -59,7 +60,7 @@ impl Region {
 /// They are readable, `[tokens, top_k]`.
 pub(super) unsafe fn given_weights(work: &ExpertsWork) -> Option<Numbers<f32>> {
     let count = work.tokens as usize * work.top_k as usize;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
     (work.weights != 0).then(|| unsafe { Numbers::new(work.weights, count) })
 }
 
@@ -90,7 +91,8 @@ impl Handle {
     pub(super) unsafe fn new(work: &ExpertsWork, world: u32) -> Self {
         let (ranks, local) = (world as usize, (work.experts / world) as usize);
         let (capacity, top_k) = (work.capacity as usize, work.top_k as usize);
-        // SAFETY: the caller's promise; these are the lengths of `HandleParts`.
+        // SAFETY: the caller promised that the parts of the handle are readable and writable; these are the lengths
+        // of `HandleParts`.
         let numbers = |at: u64, count: usize| unsafe { Numbers::new(at, count) };
         Self {
             head: numbers(work.head, 16),
@@ -101,7 +103,8 @@ impl Handle {
             expert_offsets: numbers(work.expert_offsets, local + 1),
             positions: numbers(work.positions, work.max_tokens as usize * ranks),
             places: numbers(work.places, capacity * top_k),
-            // SAFETY: as above.
+            // SAFETY: the caller promised that the parts of the handle are readable and writable; this is the length
+            // of `HandleParts`.
             weights: unsafe { Numbers::new(work.kept_weights, capacity * top_k) },
             tokens: numbers(work.kept_tokens, capacity),
         }
