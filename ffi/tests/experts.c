@@ -12,7 +12,7 @@
 
 #define SAYS(part) HOLDS(strstr(why(), part) != NULL)
 
-enum { HIDDEN = 128, LOCAL = 2, TOP_K = 2, MOST = 8, ROW = HIDDEN * sizeof(float) };
+enum { HIDDEN = 128, LOCAL = 2, TOP_K = 2, MAX_TOKENS = 8, ROW = HIDDEN * sizeof(float) };
 
 static uint32_t rank, world;
 
@@ -53,7 +53,7 @@ static int goes_to(uint32_t of, size_t token, uint32_t to) {
 static symmpool_experts_shape shape(void) {
   symmpool_experts_shape made = {0};
   made.hidden = HIDDEN;
-  made.max_tokens = MOST;
+  made.max_tokens = MAX_TOKENS;
   made.experts = LOCAL * world;
   made.top_k = TOP_K;
   made.dtype = SYMMPOOL_DTYPE_F32;
@@ -68,7 +68,7 @@ typedef struct {
 } Tokens;
 
 static Tokens own_tokens(void) {
-  Tokens own = {memory(MOST * ROW), memory(MOST * TOP_K * 4), memory(MOST * TOP_K * 8), tokens_of(rank)};
+  Tokens own = {memory(MAX_TOKENS * ROW), memory(MAX_TOKENS * TOP_K * 4), memory(MAX_TOKENS * TOP_K * 8), tokens_of(rank)};
   for (size_t t = 0; t < own.count; t++) {
     for (int i = 0; i < HIDDEN; i++) own.x[t * HIDDEN + i] = value(rank, t);
     for (int k = 0; k < TOP_K; k++) own.ids[t * TOP_K + k] = expert(rank, t, k);
@@ -104,9 +104,9 @@ static void by_rank(symmpool_experts experts) {
   symmpool_combine_info combine = {0};
   OK(symmpool_experts_handle(experts, &parts));
   OK(symmpool_experts_received(experts, &received));
-  HOLDS(received.capacity == MOST * world);
+  HOLDS(received.capacity == MAX_TOKENS * world);
   void *handle = memory(parts.bytes);
-  float *answers = memory(received.capacity * ROW), *sums = memory(MOST * ROW);
+  float *answers = memory(received.capacity * ROW), *sums = memory(MAX_TOKENS * ROW);
   for (int again = 0; again < 2; again++) {
     OK(symmpool_dispatch(experts, handle, &dispatch, NULL));
     const float *rows = received.rows;
@@ -160,11 +160,11 @@ static void by_expert(symmpool_experts experts, uint32_t layout) {
   size_t room = 0;
   OK(symmpool_experts_handle(experts, &parts));
   OK(symmpool_experts_rows_by_expert(experts, 4, &room));
-  if (layout == SYMMPOOL_EXPERTS_LAYOUT_PACKED) room = MOST * world;
+  if (layout == SYMMPOOL_EXPERTS_LAYOUT_PACKED) room = MAX_TOKENS * world;
   size_t rows = layout == SYMMPOOL_EXPERTS_LAYOUT_PACKED ? LOCAL * room : room;
   void *handle = memory(parts.bytes);
-  float *output = memory(rows * ROW), *sums = memory(MOST * ROW);
-  int32_t ids[MOST * TOP_K];
+  float *output = memory(rows * ROW), *sums = memory(MAX_TOKENS * ROW);
+  int32_t ids[MAX_TOKENS * TOP_K];
   for (size_t i = 0; i < own.count * TOP_K; i++) ids[i] = (int32_t)own.ids[i];
   dispatch.ids = ids;
   dispatch.ids_dtype = SYMMPOOL_DTYPE_I32;
@@ -231,7 +231,7 @@ static void quantised(symmpool_experts experts) {
       for (int i = 0; i < HIDDEN; i++) HOLDS(((uint8_t *)received.rows)[row * HIDDEN + i] == 0x7e);
       row++;
     }
-  uint8_t *bytes = memory(MOST * HIDDEN), scales[MOST];
+  uint8_t *bytes = memory(MAX_TOKENS * HIDDEN), scales[MAX_TOKENS];
   for (size_t t = 0; t < own.count; t++) {
     memset(bytes + t * HIDDEN, (int)value(rank, t), HIDDEN);
     scales[t] = (uint8_t)(100 + t);
@@ -265,7 +265,7 @@ static void refused(symmpool_comm comm, symmpool_experts experts) {
   symmpool_experts small = 0;
   OK(symmpool_experts_handle(experts, &parts));
   void *handle = memory(parts.bytes);
-  float *sums = memory(MOST * ROW);
+  float *sums = memory(MAX_TOKENS * ROW);
   // An id that is no expert is an error of every rank, and counts as none.
   int64_t id = own.ids[0];
   own.ids[0] = rank == 0 ? 1000 : id;
@@ -275,7 +275,7 @@ static void refused(symmpool_comm comm, symmpool_experts experts) {
   own.ids[0] = id;
   OK(symmpool_dispatch(experts, handle, &dispatch, NULL));
   // A refusal on one rank is an error on all.
-  wrong.tokens = rank == 1 ? MOST + 1 : own.count;
+  wrong.tokens = rank == 1 ? MAX_TOKENS + 1 : own.count;
   symmpool_status status = symmpool_dispatch(experts, handle, &wrong, NULL);
   HOLDS(status == (rank == 1 ? SYMMPOOL_STATUS_INVALID_ARGUMENT : SYMMPOOL_STATUS_DIVERGED));
   SAYS("rank 1");
@@ -356,7 +356,7 @@ static void refuses_nonsense(symmpool_comm comm, symmpool_experts experts) {
   wrong.num_sms = 1;
   IS(INVALID_ARGUMENT, symmpool_experts_create(comm, &wrong, &none));
   wrong = shape();
-  wrong.capacity = MOST * world + 1;
+  wrong.capacity = MAX_TOKENS * world + 1;
   IS(INVALID_ARGUMENT, symmpool_experts_create(comm, &wrong, &none));
   wrong = shape();
   IS(INVALID_ARGUMENT, symmpool_experts_create(experts, &wrong, &none));
@@ -391,7 +391,7 @@ int main(int argc, char **argv) {
   OK(symmpool_experts_create(comm, &made, &experts));
   OK(symmpool_experts_bytes(&made, world, &bytes));
   OK(symmpool_experts_memory(experts, &held));
-  HOLDS(held.total == bytes && held.received_rows >= MOST * world * ROW && held.handle > 0);
+  HOLDS(held.total == bytes && held.received_rows >= MAX_TOKENS * world * ROW && held.handle > 0);
   HOLDS(held.total == held.received_rows + held.received_scales + held.routing + held.combined_rows);
   OK(symmpool_experts_set_num_sms(experts, 24));
   OK(symmpool_experts_set_num_sms(experts, 0));

@@ -58,19 +58,19 @@ fn wrong(object: Borrowed<'_, '_, PyAny>, error: &PyErr) -> Wrong {
 
 /// Types of counts, ranks and addresses.
 pub(crate) trait Whole: Display {
-    const MOST: Self;
+    const MAX_VALUE: Self;
 }
 
 impl Whole for u32 {
-    const MOST: Self = Self::MAX;
+    const MAX_VALUE: Self = Self::MAX;
 }
 
 impl Whole for u64 {
-    const MOST: Self = Self::MAX;
+    const MAX_VALUE: Self = Self::MAX;
 }
 
 impl Whole for usize {
-    const MOST: Self = Self::MAX;
+    const MAX_VALUE: Self = Self::MAX;
 }
 
 impl<T: Whole> Number<T> {
@@ -79,7 +79,7 @@ impl<T: Whole> Number<T> {
     pub(crate) fn or_refuse(self, name: &str) -> Result<T, Refusal> {
         self.0.map_err(|wrong| match wrong {
             Wrong::Range(text) => {
-                Refusal::Invalid(format!("{name}: {text} is no number from 0 to {}", T::MOST))
+                Refusal::Invalid(format!("{name}: {text} is no number from 0 to {}", T::MAX_VALUE))
             }
             Wrong::Kind(why) => Refusal::Raised(PyTypeError::new_err(format!("{name}: {why}"))),
         })

@@ -18,8 +18,8 @@ struct Range {
 };
 
 // Tests change them while no kernel runs.
-constexpr int MOST = 64;
-Range guarded[MOST];
+constexpr int MAX_RANGES = 64;
+Range guarded[MAX_RANGES];
 std::atomic<int> count{0};
 // All of them together, for a fast answer to most accesses.
 Range all;
@@ -58,7 +58,7 @@ int emulatedGuard(uint64_t begin, uint64_t bytes) {
         all.begin = all.end = 0;
         return count = 0;
     }
-    if (count == MOST) {
+    if (count == MAX_RANGES) {
         return -1;
     }
     const uint64_t end = begin + bytes;

@@ -16,7 +16,7 @@ use crate::{ORDINARY, Options};
 
 /// Bytes of the longest data, of which some parts go through inboxes and others do not; bytes of random matrices;
 /// and room for shifts and for bytes around the data that must not change.
-const MOST: usize = 32 << 20;
+const MAX_BYTES: usize = 32 << 20;
 const SOME: usize = 6 << 20;
 const AROUND: usize = 64;
 const POISON: u8 = 0xa5;
@@ -120,7 +120,7 @@ pub(crate) fn mixed(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 impl<'a> Exchange<'a> {
     fn new(pool: &'a Pool, options: &'a Options) -> Result<Self> {
         let ordinary = pool.lane(ORDINARY)?;
-        let room = MOST + 2 * AROUND;
+        let room = MAX_BYTES + 2 * AROUND;
         let pair = || Ok([ordinary.alloc::<u8>(room)?, pool.alloc::<u8>(room)?]);
         let few = || ordinary.alloc::<u8>(8 * pool.world() as usize);
         let (seed, world) = (options.seed, pool.world());
@@ -132,7 +132,7 @@ impl<'a> Exchange<'a> {
             inputs: pair()?,
             outputs: pair()?,
             splits: [few()?, few()?, few()?],
-            data: (0..world).map(|rank| with_empty_words(seed, bytes(seed, rank, MOST))).collect(),
+            data: (0..world).map(|rank| with_empty_words(seed, bytes(seed, rank, MAX_BYTES))).collect(),
             seed,
             cases: 0,
             wrong: 0,
@@ -229,7 +229,7 @@ impl<'a> Exchange<'a> {
             }
         };
         let capacities: Vec<usize> = (0..world).map(capacity).collect();
-        let capacity = capacities[rank as usize].min((MOST - AROUND) / size);
+        let capacity = capacities[rank as usize].min((MAX_BYTES - AROUND) / size);
         let mine = matrix.sends(rank);
         let rows = SplitRows {
             dtype,

@@ -296,7 +296,7 @@ impl Matmul<'_> {
         let memory = self.gather_memory(case)?;
         let rights = Self::gather_rights(case, &memory);
         let right = Self::gather_product(case, &memory, &rights);
-        let many = [rights[0]; MatmulGather::MOST_PRODUCTS + 1];
+        let many = [rights[0]; MatmulGather::MAX_PRODUCTS + 1];
         let is_alone = self.pool.world() == 1;
         for (wrong, is_wrong_alone) in [
             (MatmulGather { rights: &[], ..right }, true),

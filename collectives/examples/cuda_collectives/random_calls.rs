@@ -18,7 +18,7 @@ use crate::random_plans::{Kind, program};
 use crate::{ORDINARY, Options};
 
 /// Bytes of a rank's input or output, at most, and room for them.
-const MOST: usize = 600 << 10;
+const MAX_BYTES: usize = 600 << 10;
 const ROOM: usize = 700 << 10;
 /// Programs that are compiled before any of them runs.
 const BATCH: usize = 64;
@@ -117,7 +117,7 @@ fn work(seed: u64, number: u64, world: u32) -> Option<Work> {
         // A half of a communicator's scratch, of which plans have a part.
         scratch: 256 << 10,
         chunks: vec![128, 1024, 4096, 32 << 10, 64 << 10, 128 << 10],
-        most: MOST,
+        most: MAX_BYTES,
     };
     let mut cases = cases(checked, &mut random, CALLS, &boundaries);
     let (dtype, op, root) = (cases[0].dtype, cases[0].op, cases[0].root);

@@ -26,7 +26,7 @@ use equal::Equal;
 use experts::Experts;
 
 /// Elements of the longest call.
-const MOST: usize = 300_000;
+const MAX_COUNT: usize = 300_000;
 /// Additional elements of calls that copy engines carry, which are at least 1 MiB long.
 const COPIED: usize = 600_000;
 /// Most elements by which the beginning of an input is shifted.
@@ -64,7 +64,7 @@ struct Soak<'a> {
 }
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
-    let room = MOST + COPIED + SHIFTS;
+    let room = MAX_COUNT + COPIED + SHIFTS;
     let (from, to) = (pool.alloc::<u8>(2 * room)?, pool.alloc::<u8>(2 * room)?);
     let wanted = pool.alloc::<u8>(2 * room)?;
     let all: Vec<Vec<u8>> =
@@ -200,7 +200,7 @@ impl Soak<'_> {
     fn all_reduce(&mut self, which: usize, call: u64, number: u64, check: bool) -> Result<()> {
         let (algorithm, comm) = &self.comms[which];
         // Most calls are small.
-        let count = 1 + (number >> 8) as usize % (MOST >> (number >> 60));
+        let count = 1 + (number >> 8) as usize % (MAX_COUNT >> (number >> 60));
         let count = count + if *algorithm == AllReduceAlgorithm::TwoShotCopy { COPIED } else { 0 };
         // Most inputs are aligned.
         let odd = (number >> 34).is_multiple_of(8);

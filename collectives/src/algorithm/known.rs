@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmpool_allocator::short;
 
 /// More names than programs have algorithms. Further ones are known by their hashes alone.
-const MOST: usize = 4096;
+const MAX_NAMES: usize = 4096;
 
 /// Names of an algorithm in errors.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ fn names() -> MutexGuard<'static, BTreeMap<u32, Arc<Known>>> {
 /// Remembers what an algorithm is called.
 pub(super) fn remember(hash: u64, name: &str, collective: &str) {
     let mut names = names();
-    if names.len() < MOST {
+    if names.len() < MAX_NAMES {
         let known =
             || Known { name: short(name).to_string(), collective: short(collective).to_string() };
         names.entry(hash as u32).or_insert_with(|| Arc::new(known()));

@@ -203,14 +203,14 @@ fn splits_in_memory_on_one_rank_and_counts_as_arguments_on_another_are_different
 #[test]
 fn counts_that_change_meanwhile_are_read_once() {
     const WORLD: usize = 4;
-    const MOST: i64 = 25;
+    const MAX_COUNT: i64 = 25;
     let heap = Heap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
     let counts: [AtomicI64; WORLD] = std::array::from_fn(|_| AtomicI64::new(1));
     let ended = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !ended.load(Ordering::Relaxed) {
-                for value in [1, 1 << 40, MOST, -1, i64::MAX] {
+                for value in [1, 1 << 40, MAX_COUNT, -1, i64::MAX] {
                     counts.iter().for_each(|count| count.store(value, Ordering::Relaxed));
                 }
             }

@@ -34,7 +34,7 @@ class Contender:
     def low_latency(self, module, case, routing):
         """An exchange of the low-latency calls of a module with DeepEP's names."""
         if self.calls_of_low_latency is None:
-            most = min(self.most, expert_low_latency.MOST_TOKENS)
+            most = min(self.most, expert_low_latency.MAX_TOKENS)
             shape = self.options.hidden, self.options.experts, most
             self.calls_of_low_latency = expert_low_latency.LowLatency(self.ranks, module, *shape)
         call, wrong, outputs, found = self.calls_of_low_latency.calls(case, routing, self.differ)

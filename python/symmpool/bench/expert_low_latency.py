@@ -8,7 +8,7 @@ from symmpool.bench import expert_routing
 
 CASES = ("low_latency_dispatch", "low_latency_dispatch_fp8", "low_latency_combine")
 #: Tokens of a rank. Each expert has room for those of all ranks, so more take gigabytes.
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 
 
 class LowLatency:

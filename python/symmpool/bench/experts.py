@@ -51,7 +51,7 @@ def add_options(commands):
         default=list(CASES),
         help=f"a list of {', '.join(CASES)} (default: all); routed and exact: layout, dispatch and combine, "
         "with exact sizes known to the host; low_latency: DeepEP's names, for up to "
-        f"{expert_low_latency.MOST_TOKENS} tokens on CUDA",
+        f"{expert_low_latency.MAX_TOKENS} tokens on CUDA",
     )
     command.add_argument("--num-sms", type=positive, help="the most SMs of symmpool's and DeepEP's kernels")
     command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
@@ -170,7 +170,7 @@ def run(options, arguments):
         for tokens in options.tokens
         # Low-latency calls are measured on GPUs alone.
         if case not in expert_low_latency.CASES
-        or (ranks.on_cuda and tokens <= expert_low_latency.MOST_TOKENS)
+        or (ranks.on_cuda and tokens <= expert_low_latency.MAX_TOKENS)
     ]
     rows = []
     progress = session.Progress(len(todo) * (options.rounds + 1), ranks.rank == 0)

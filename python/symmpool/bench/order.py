@@ -27,7 +27,7 @@ from symmpool.bench.order_programs import (
     EXPERTS,
     FRESH,
     HIDDEN,
-    MOST_CALLS,
+    MAX_CALLS,
     Library,
     Program,
     buffers,
@@ -38,7 +38,7 @@ from symmpool.bench.order_programs import (
 )
 
 #: Bytes of tokens for experts at most: a buffer for more takes much of a device.
-MOST_EXPERTS = 64 << 20
+MAX_EXPERTS = 64 << 20
 #: How much more than fresh is within the noise: a ratio, or microseconds.
 RATIO, MICROSECONDS = 0.03, 0.3
 #: Seconds after which a cell that does not end ends the process, with where its threads are.
@@ -173,7 +173,7 @@ class Bench:
     def has_experts(self, size: int) -> bool:
         """Whether a size is one of whole tokens, and of no more than a buffer is made for in each round."""
         floats = self.dtype.is_floating_point and self.dtype.itemsize in (2, 4)
-        return floats and size % (HIDDEN * self.dtype.itemsize) == 0 and size <= MOST_EXPERTS
+        return floats and size % (HIDDEN * self.dtype.itemsize) == 0 and size <= MAX_EXPERTS
 
     def one(self, program: Program, order: str, calls: int) -> tuple[float, str | None]:
         """Microseconds of a call in an order, which is made anew; and how it is made."""
@@ -181,7 +181,7 @@ class Bench:
         program.count = 0
         made = ranks.insist(lambda: program.make(order, calls))
         # Short graphs vary more, and cost little.
-        replays = self.options.replays * (4 if calls == MOST_CALLS else 1)
+        replays = self.options.replays * (4 if calls == MAX_CALLS else 1)
         took = ranks.insist(lambda: time_replays(ranks, made, replays))
         explained = made.explained[0] if made.explained else None
         # Graphs end before communicators, on all ranks before the next ones are made.

@@ -17,7 +17,7 @@ from symmpool.bench import peers
 #: Bytes of a small call: decoding's.
 SMALL = 4 << 10
 #: Calls in a graph at most, and about how many bytes they move.
-MOST_CALLS, GRAPH_BYTES = 20, 128 << 20
+MAX_CALLS, GRAPH_BYTES = 20, 128 << 20
 
 FRESH = "fresh"
 #: A dispatch and a combine: no collective of its own, so that nothing explains it.
@@ -68,7 +68,7 @@ def _nothing() -> None:
 
 
 def calls_for(size: int) -> int:
-    return max(5, min(MOST_CALLS, GRAPH_BYTES // size))
+    return max(5, min(MAX_CALLS, GRAPH_BYTES // size))
 
 
 class Program:

@@ -28,7 +28,7 @@ SM_BUDGET = "SYMMPOOL_SM_BUDGET"
 # Says that several ranks may use one device; pools refuse values that make no sense.
 _SHARED_DEVICE = "SYMMPOOL_SHARED_DEVICE"
 # The most that `concurrent` of a communicator takes.
-_MOST = 16
+_MAX_NUMBER = 16
 
 
 def shares_device() -> bool:
@@ -39,7 +39,7 @@ def shares_device() -> bool:
 
 def is_count(said: str) -> bool:
     """Whether a text is a number of communicators that the option takes."""
-    return said.isascii() and said.isdigit() and 1 <= int(said) <= _MOST
+    return said.isascii() and said.isdigit() and 1 <= int(said) <= _MAX_NUMBER
 
 
 def concurrent(pool: Any) -> int | None:
@@ -47,7 +47,7 @@ def concurrent(pool: Any) -> int | None:
     the environment says so."""
     what = (
         "communicators whose calls are under way at once on a device; a whole number from 1 to "
-        f"{_MOST} is needed"
+        f"{_MAX_NUMBER} is needed"
     )
     return _of_environment(pool, VARIABLE, is_count, what)
 

@@ -23,7 +23,7 @@ __all__ = [
 
 _INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
 # The most tokens, rows or experts that a number may say.
-_MOST = (1 << 31) - 1
+_MAX_NUMBER = (1 << 31) - 1
 
 
 def matrix(name: str, tensor: Any, dtypes: Any, shape: tuple[int | None, ...], device: Any) -> torch.Tensor:
@@ -49,8 +49,8 @@ def integer(name: str, given: Any, least: int = 0) -> int:
         found = operator.index(given)
     except TypeError:
         raise TypeError(f"deep_ep: {name}: an integer is needed, not {shown(given)}") from None
-    if not least <= found <= _MOST:
-        raise refuse(f"{name}={shown(found)}: it is {least} to {_MOST}")
+    if not least <= found <= _MAX_NUMBER:
+        raise refuse(f"{name}={shown(found)}: it is {least} to {_MAX_NUMBER}")
     return found
 
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 LAYOUTS = ("rank", "expert")
-_MOST_ALIGNMENT = 1 << 16
+_MAX_ALIGNMENT = 1 << 16
 
 
 @dataclass
@@ -71,8 +71,8 @@ def alignment_of(given: Any) -> int:
         found = operator.index(given)
     except TypeError:
         raise TypeError(f"alignment: an integer is needed, not {shown(given)}") from None
-    if not 1 <= found <= _MOST_ALIGNMENT:
-        raise InvalidArgumentError(f"alignment={shown(found)}: it is 1 to {_MOST_ALIGNMENT}")
+    if not 1 <= found <= _MAX_ALIGNMENT:
+        raise InvalidArgumentError(f"alignment={shown(found)}: it is 1 to {_MAX_ALIGNMENT}")
     return found
 
 

@@ -25,7 +25,7 @@ _SHORT_SUM = 16 << 20
 # Rows and columns of products of two ranks that one kernel makes and adds up no slower than two do. More
 # columns than these are two waves of its tiles on 132 SMs, and few columns leave SMs without one: measured on
 # two H200s.
-_FEW_ROWS, _MOST_COLUMNS, _LEAST_COLUMNS = 16, 66 * 128, 3072
+_FEW_ROWS, _MAX_COLUMNS, _MIN_COLUMNS = 16, 66 * 128, 3072
 
 
 def matmul_all_reduce(
@@ -103,5 +103,5 @@ def matmul_all_reduce(
 
 def _is_faster_in_one(world: int, rows: torch.Tensor, right: torch.Tensor) -> bool:
     columns = right.shape[1]
-    is_wide = columns >= _LEAST_COLUMNS or rows.shape[0] <= _FEW_ROWS
-    return world == 2 and is_wide and columns <= _MOST_COLUMNS
+    is_wide = columns >= _MIN_COLUMNS or rows.shape[0] <= _FEW_ROWS
+    return world == 2 and is_wide and columns <= _MAX_COLUMNS

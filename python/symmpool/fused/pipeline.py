@@ -25,7 +25,7 @@ __all__ = ["Call", "gather_multiply", "multiply_scatter", "pull_all"]
 # A product of fewer elements leaves SMs idle, so it is not divided: a wave of tiles of 128 x 256 on 128 SMs.
 _WAVE = 128 * 128 * 256
 #: Steps that a product is divided into at most: waits cost some microseconds each.
-_MOST_STEPS = 4
+_MAX_STEPS = 4
 # Whether a stream waits for a peer's step, or tells the peer of its own.
 _SIGNAL, _WAIT = False, True
 
@@ -183,7 +183,7 @@ def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
         return 1
     # Products of 8-bit floats take half as long, so what a step costs is more of it.
     least = 2 * _WAVE if product.is_scaled else _WAVE
-    for steps in range(_MOST_STEPS, 1, -1):
+    for steps in range(_MAX_STEPS, 1, -1):
         if rows % steps == 0 and rows // steps * columns >= least:
             return steps
     return 1

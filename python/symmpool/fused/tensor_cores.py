@@ -29,9 +29,9 @@ from symmpool.fused.products import DTYPES, Product
 
 __all__ = [
     "BATCH_ROWS",
-    "LEAST_ROWS",
+    "MIN_ROWS",
     "FEW_ROWS",
-    "MOST_PRODUCTS",
+    "MAX_PRODUCTS",
     "gather_multiply",
     "multiply_all_reduce",
     "multiply_scatter",
@@ -44,13 +44,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 # Elements of a dimension that has none: rows of any type then begin at multiples of 16 bytes.
 _FILLED = 16
 #: Parts of fewer rows fill tiles of 128 rows, of which two are made at once, badly.
-LEAST_ROWS = 256
+MIN_ROWS = 256
 # Bytes by which matrices are addressed.
 _ALIGNMENT = 16
 #: Rows of a product that one kernel makes and adds up on every rank, at most.
 FEW_ROWS = 64
 #: Products that a kernel makes at most.
-MOST_PRODUCTS = 4
+MAX_PRODUCTS = 4
 #: Of a rank's rows, each of several batches has a multiple of so many.
 BATCH_ROWS = 128
 
@@ -67,7 +67,7 @@ def serves_sum(
     `dtype`."""
     if len(products) > 1 and any(product.is_scaled for product in products):
         return False
-    if not 1 <= len(products) <= MOST_PRODUCTS or len({_is_by_rows(product) for product in products}) != 1:
+    if not 1 <= len(products) <= MAX_PRODUCTS or len({_is_by_rows(product) for product in products}) != 1:
         return False
     fit = (_fits(left, scale, product, rows, dtype) for left, product in zip(lefts, products, strict=True))
     return all(fit) and _has_tensor_kernels(entry.comm)
@@ -78,7 +78,7 @@ def _fits(
 ) -> bool:
     # Neither columns of a right matrix nor those of a left one that is not gathered decide, which ranks may
     # have in other numbers, also none.
-    if not left.is_cuda or rows < LEAST_ROWS or dtype not in _HALVES:
+    if not left.is_cuda or rows < MIN_ROWS or dtype not in _HALVES:
         return False
     if product.is_scaled:
         is_plain = product.bias is None and product.result_scale is None and product.use_fast_accum
@@ -94,12 +94,12 @@ def serves_all(
 ) -> bool:
     """Whether one kernel makes all of these products, of so many rows of every rank's `left`."""
     alike = {(product.dtype_for(left), _is_by_rows(product)) for product in products}
-    if not 1 <= len(products) <= MOST_PRODUCTS or len(alike) != 1:
+    if not 1 <= len(products) <= MAX_PRODUCTS or len(alike) != 1:
         return False
     # Parts arrive one after the other. The tiles of a short one leave most SMs idle, and take as long as any,
     # so those of the last part would end late: measured on four H100s, with 512 rows of each rank.
     world = entry.comm.world
-    if world > 2 and rows < LEAST_ROWS * world:
+    if world > 2 and rows < MIN_ROWS * world:
         return False
     fit = (_fits(left, scale, product, rows, product.dtype_for(left)) for product in products)
     return all(fit) and _has_tensor_kernels(entry.comm)

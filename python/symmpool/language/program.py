@@ -24,7 +24,7 @@ CHUNKS: dict[str, int | str] = {
 }
 
 #: Bytes of the longest plan, as collectives/src/plan/format.rs has it.
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 #: What one chunk of an output must hold: the reduction of chunks of inputs, each given as (rank, chunk).
 OutputChunk = Sequence[tuple[int, int]]
@@ -246,7 +246,7 @@ def load(path: str | os.PathLike[str]) -> Algorithm:
     """Reads an algorithm that `Algorithm.save` has written, and proves it anew. OSError where there is no
     file, InvalidArgumentError for what is no plan, PlanError for a plan that is wrong."""
     with open(path, "rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise InvalidArgumentError(f"{os.fspath(path)}: more than {MOST_BYTES} bytes; no plan has so many")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise InvalidArgumentError(f"{os.fspath(path)}: more than {MAX_BYTES} bytes; no plan has so many")
     return Algorithm(data.decode("utf-8", "replace"))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from symmpool.errors import PlanError
 
 #: More operations than a plan may have. A program that makes more is most likely in an endless loop.
-MOST_OPERATIONS = 1 << 18
+MAX_OPERATIONS = 1 << 18
 
 BufferName = Literal["input", "output", "scratch"]
 
@@ -268,8 +268,8 @@ class Tracer:
 
     def add(self, op: str, **operands: Any) -> None:
         """Adds an operation at the program's line. Raises PlanError where there are too many."""
-        if len(self.operations) >= MOST_OPERATIONS:
-            raise self.error("out_of_range", f"a program of more than {MOST_OPERATIONS} operations")
+        if len(self.operations) >= MAX_OPERATIONS:
+            raise self.error("out_of_range", f"a program of more than {MAX_OPERATIONS} operations")
         entry: dict[str, Any] = {"op": op, **operands, "line": self.place()[1]}
         if self.group is not None and op != "join":
             entry["group"] = self.group

@@ -14,14 +14,14 @@ static float value(uint32_t seed, uint32_t rank, uint32_t index) {
     return (float)(int32_t)(((x ^ (x >> 15)) * 2246822519u) >> 23) - 256.0f;
 }
 
-enum { MOST = 64 };
+enum { MAX_RANKS = 64 };
 
 static int is_reduce, is_uneven;
 static float *input, *output;
 static int count, part;
-static int send[MOST], send_at[MOST], receive[MOST], receive_at[MOST];
+static int send[MAX_RANKS], send_at[MAX_RANKS], receive[MAX_RANKS], receive_at[MAX_RANKS];
 /* Where the segment for this rank begins in each sender's input. */
-static int begin[MOST];
+static int begin[MAX_RANKS];
 
 static void call(void) {
     if (is_reduce)
@@ -83,7 +83,7 @@ int main(int argc, char **argv) {
         char op[32];
         long bytes;
         int counts = 0;
-        if (sscanf(argv[a], "%31[^:]:%ld:%n", op, &bytes, &counts) != 2 || world > MOST)
+        if (sscanf(argv[a], "%31[^:]:%ld:%n", op, &bytes, &counts) != 2 || world > MAX_RANKS)
             MPI_Abort(MPI_COMM_WORLD, 2);
         is_reduce = strcmp(op, "all_reduce") == 0;
         is_uneven = strncmp(op, "all_to_all_v", 12) == 0;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use symmpool_allocator::{Block, Result};
 use symmpool_collectives::{Communicator, DType, ReduceOp, SplitRows};
 
-use super::{Exchange, MOST, POISON, SOME};
+use super::{Exchange, MAX_BYTES, POISON, SOME};
 use crate::cuda::{Graph, download, upload};
 use crate::matrix::Matrix;
 use crate::oracle::random;
@@ -95,7 +95,7 @@ impl Exchange<'_> {
             self.all_to_all_v((to, from), (&receive, &send), DType::U8)?;
             if call % 10 == 9 {
                 self.comm.synchronize(&self.stream)?;
-                let wanted = matrix.output(&self.data, rank, 1, MOST);
+                let wanted = matrix.output(&self.data, rank, 1, MAX_BYTES);
                 let got = download(self.pool, to, wanted.len())?;
                 let what = format!(
                     "zero_counts_keep_ranks_in_step, call {call} ({}), sends {send:?}, receives \
@@ -127,7 +127,7 @@ impl Exchange<'_> {
         }
         self.comm.synchronize(&self.stream)?;
         for (nth, matrix) in (0_u64..).zip(&matrices) {
-            let wanted = matrix.output(&self.data, rank, 1, MOST);
+            let wanted = matrix.output(&self.data, rank, 1, MAX_BYTES);
             let got = download(self.pool, output + nth * 100_000, wanted.len())?;
             self.judge(
                 &format!("splits_of_the_host_are_reused_at_once, call {nth}"),
@@ -160,7 +160,7 @@ impl Exchange<'_> {
                 self.all_to_all_v((to, from), (&receive, &send), DType::U8)
             };
             call(&matrices[0])?;
-            let wanted = matrices[0].output(&self.data, rank, 1, MOST);
+            let wanted = matrices[0].output(&self.data, rank, 1, MAX_BYTES);
             if rank == 0 {
                 // The copy waits until the last rank signals, which is long after that rank's own next call.
                 self.comm.wait(world - 1, CHANNEL, Duration::from_secs(20), &self.stream)?;
@@ -185,7 +185,7 @@ impl Exchange<'_> {
                 let got = download(self.pool, taken, wanted.len())?;
                 self.judge("a_slow_consumer_reads_what_it_was_sent, first call", &got, &wanted);
             }
-            let wanted = matrices[1].output(&self.data, rank, 1, MOST);
+            let wanted = matrices[1].output(&self.data, rank, 1, MAX_BYTES);
             let got = download(self.pool, to, wanted.len())?;
             self.judge("a_slow_consumer_reads_what_it_was_sent, second call", &got, &wanted);
         }

@@ -10,7 +10,7 @@ use crate::Options;
 
 const TOKENS: [usize; 9] = [1, 8, 32, 64, 128, 256, 512, 1024, 2048];
 const HIDDEN: [usize; 2] = [4096, 8192];
-const MOST: usize = 2048 * 8192 * 2;
+const MAX_BYTES: usize = 2048 * 8192 * 2;
 
 impl Bench<'_> {
     /// Times all-reduces with a residual and a norm in bf16, if options name them: a line for each length of rows and
@@ -19,7 +19,7 @@ impl Bench<'_> {
         if !options.algorithms.iter().any(|name| name == "fused") {
             return Ok(());
         }
-        let arrays = (0..5).map(|_| pool.alloc::<u8>(MOST)).collect::<Result<Vec<_>>>()?;
+        let arrays = (0..5).map(|_| pool.alloc::<u8>(MAX_BYTES)).collect::<Result<Vec<_>>>()?;
         pool.commit()?;
         let at = |nth: usize| arrays[nth].address() as *mut u8;
         let comm = Communicator::with_options(pool, &options.communicator())?;
@@ -58,7 +58,7 @@ impl Bench<'_> {
                         residual_out: at(4),
                         norm_out: std::ptr::null_mut(),
                         // Behind the 8-bit floats, which take half of the output.
-                        scales: at(3).wrapping_add(MOST / 2).cast(),
+                        scales: at(3).wrapping_add(MAX_BYTES / 2).cast(),
                         token_stride: if output == NormOutput::Fp8PerGroup {
                             hidden / 128
                         } else {

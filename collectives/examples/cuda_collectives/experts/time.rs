@@ -14,7 +14,7 @@ const CALLS: usize = 20;
 const HIDDEN: usize = 7168;
 const EXPERTS: u32 = 256;
 const TOP_K: u32 = 8;
-const MOST: usize = 4096;
+const MAX_TOKENS: usize = 4096;
 
 /// Prints a line for each number of tokens and SMs. Returns how many lines, of which none is wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
@@ -22,10 +22,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let room = |bytes: usize| ordinary.alloc_bytes(bytes, 512, Stream::DEFAULT);
     let world = pool.world() as usize;
     let row = 2 * HIDDEN;
-    let (input, result) = (room(MOST * row)?, room(MOST * row)?);
-    let (ids, weights) = (room(MOST * TOP_K as usize * 4)?, room(MOST * TOP_K as usize * 4)?);
-    let rows = room(MOST * TOP_K as usize * world * row)?;
-    let scales = room(MOST * TOP_K as usize * world * HIDDEN / 32)?;
+    let (input, result) = (room(MAX_TOKENS * row)?, room(MAX_TOKENS * row)?);
+    let (ids, weights) = (room(MAX_TOKENS * TOP_K as usize * 4)?, room(MAX_TOKENS * TOP_K as usize * 4)?);
+    let rows = room(MAX_TOKENS * TOP_K as usize * world * row)?;
+    let scales = room(MAX_TOKENS * TOP_K as usize * world * HIDDEN / 32)?;
     let handle = room(64 << 20)?;
     pool.commit()?;
     let stream = stream(pool)?;
@@ -33,7 +33,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let clock = Clock::new(pool, 1)?;
     let mut lines = 0;
     for num_sms in [None, Some(24)] {
-        let (max_tokens, dtype) = (MOST, DType::Bf16);
+        let (max_tokens, dtype) = (MAX_TOKENS, DType::Bf16);
         let shape = ExpertShape {
             hidden: HIDDEN,
             experts: EXPERTS,
@@ -44,7 +44,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         };
         let buffer = ExpertBuffer::new(&comm, shape, num_sms)?;
         pool.commit()?;
-        for tokens in [1, 8, 128, 512, MOST] {
+        for tokens in [1, 8, 128, 512, MAX_TOKENS] {
             // The experts of a token lie far from each other, so nearly every token has some on each rank.
             let id = |at: usize| {
                 let (token, k) = (at / TOP_K as usize, (at % TOP_K as usize) as u32);
@@ -114,7 +114,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             time("both", &|| dispatch(&fresh).and_then(|()| combine(&back)))?;
             time("fp8", &|| dispatch(&fp8))?;
             time("fp8 known", &|| dispatch(&fp8_known))?;
-            if tokens < MOST {
+            if tokens < MAX_TOKENS {
                 time("by expert", &|| dispatch(&DispatchAt { layout, ..fresh }))?;
                 time("fp8", &|| dispatch(&DispatchAt { layout, ..fp8 }))?;
                 let back = CombineAt { weights: weights.as_ptr().cast(), by_expert: true, ..back };

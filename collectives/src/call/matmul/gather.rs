@@ -37,7 +37,7 @@ pub struct MatmulGather<'a> {
     pub left: Rows,
     /// A factor of all products, as [`RightMatrix::scale`].
     pub left_scale: u64,
-    /// The right matrices, at most [`Self::MOST_PRODUCTS`]. Ranks may have different ones.
+    /// The right matrices, at most [`Self::MAX_PRODUCTS`]. Ranks may have different ones.
     pub rights: &'a [RightMatrix],
     /// Whether rows of the right matrices in memory are theirs, which 8-bit floats cannot be; else they are columns.
     pub right_by_rows: bool,
@@ -67,7 +67,7 @@ impl MatmulGather<'_> {
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Right matrices of a call at most.
-    pub const MOST_PRODUCTS: usize = MOST_PRODUCTS;
+    pub const MAX_PRODUCTS: usize = MOST_PRODUCTS;
     /// Rows of a tile: in each of several batches, the number of a rank's rows is a multiple of it.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
@@ -130,7 +130,7 @@ impl MatmulGather<'_> {
             let right = (each.right, right_by_rows);
             are_sizes(&[each.columns]) && are_aligned(dtype, right, each.out, (inner, each.columns))
         });
-        if (1..=Self::MOST_PRODUCTS).contains(&self.rights.len())
+        if (1..=Self::MAX_PRODUCTS).contains(&self.rights.len())
             && are_types(dtype, self.out_dtype, right_by_rows, scaled)
             && are_sizes(&[self.rows, inner])
             && are_batches(self.rows, self.batches)
@@ -144,7 +144,7 @@ impl MatmulGather<'_> {
             "products of tensor cores: {self:?}; {}, a left matrix of {pitch} bytes from row to row, 1 to {} right ones, and \
              a multiple of {} rows in each of several batches",
             taken(),
-            Self::MOST_PRODUCTS,
+            Self::MAX_PRODUCTS,
             Self::BATCH_ROWS
         )))
     }

@@ -21,8 +21,8 @@ const AT_FIRST: u64 = 16 << 20;
 /// Bytes of a communicator of one rank, which has no peers.
 const ALONE: u64 = 4 << 20;
 /// The least and the most bytes that can be requested.
-const LEAST: u64 = 8 << 20;
-const MOST: u64 = 4 << 30;
+const MIN_TOTAL: u64 = 8 << 20;
+const MAX_TOTAL: u64 = 4 << 30;
 
 /// The divisor of a communicator's memory for each part that is one of several. Scratch gets what is left, about a
 /// third. A part has no more than its bound, with which every size is as fast as with more memory.
@@ -116,7 +116,7 @@ impl Footprint {
 
 /// Refuses a communicator's memory of which too little or too much was requested.
 pub(crate) fn check_total(total: Option<u64>) -> Result<()> {
-    match total.filter(|total| !(LEAST..=MOST).contains(total)) {
+    match total.filter(|total| !(MIN_TOTAL..=MAX_TOTAL).contains(total)) {
         Some(total) => Err(Error::invalid_argument(format!(
             "{total} bytes of device memory for a communicator: 8 MiB to 4 GiB are possible \
              (option device_memory_bytes, {VARIABLE})"

@@ -17,7 +17,7 @@ use crate::random_plans::schedules::outputs;
 use crate::random_shrink::shrink;
 
 /// Bytes of a rank's input or output, at most, and where they lie in its windows.
-const MOST: usize = 200 << 10;
+const MAX_BYTES: usize = 200 << 10;
 const ROOM: u64 = 256 << 10;
 /// Byte that lies in front of a buffer and behind it.
 const FENCE: u8 = 0xa5;
@@ -27,7 +27,7 @@ const MAX_TRIES: u32 = 300;
 
 pub(super) fn boundaries() -> Boundaries {
     let scratch = small_scratch().scratch_bytes as usize;
-    Boundaries { scratch, chunks: vec![1024, 4096, 32 << 10], most: MOST }
+    Boundaries { scratch, chunks: vec![1024, 4096, 32 << 10], most: MAX_BYTES }
 }
 
 /// A program, and the calls that are made of it.
@@ -181,7 +181,7 @@ pub(super) fn run(world: u32, works: &[Work], seed: u64) -> (u64, Vec<String>) {
     let heap = Heap::new(world, 1, 2 * ROOM, &options());
     let found: Vec<(Vec<Found>, Result<()>)> = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
-        let own = [vec![0; MOST + 4096], vec![0; MOST + 4096]];
+        let own = [vec![0; MAX_BYTES + 4096], vec![0; MAX_BYTES + 4096]];
         let mut buffers = Buffers { heap: &heap, rank, own };
         let mut found = Vec::new();
         let mut nth = 0;
@@ -240,7 +240,7 @@ fn run_once(work: &Work) -> Vec<String> {
     let heap = Heap::new(work.world(), 1, 2 * ROOM, &options());
     let found: Vec<Vec<Found>> = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
-        let own = [vec![0; MOST + 4096], vec![0; MOST + 4096]];
+        let own = [vec![0; MAX_BYTES + 4096], vec![0; MAX_BYTES + 4096]];
         let mut buffers = Buffers { heap: &heap, rank, own };
         let calls = work.calls.iter().enumerate();
         calls.map(|(nth, each)| call(&mut engine, work, each, &mut buffers, nth)).collect()

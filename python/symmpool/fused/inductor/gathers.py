@@ -23,7 +23,7 @@ from symmpool.fused.inductor.graphs import (
     waits_of,
 )
 from symmpool.fused.operators import has_ours
-from symmpool.fused.tensor_cores import MOST_PRODUCTS
+from symmpool.fused.tensor_cores import MAX_PRODUCTS
 
 __all__ = ["fuse_gathers"]
 
@@ -61,7 +61,7 @@ def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
         return False
     here = order[wait]
     products = [each for each in _products(found.whole) if _is_there(each.args[1], order, here)]
-    products = products[:MOST_PRODUCTS]
+    products = products[:MAX_PRODUCTS]
     if not products:
         return False
     whole = found.whole.meta["val"]

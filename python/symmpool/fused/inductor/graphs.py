@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from symmpool.fused.tensor_cores import LEAST_ROWS
+from symmpool.fused.tensor_cores import MIN_ROWS
 
 __all__ = ["VIEWS", "arguments_of", "c10d", "fits", "is_static", "keeps_rows", "made", "remove", "waits_of"]
 
@@ -52,7 +52,7 @@ def fits(whole: Node, part: Node, dim: int) -> bool:
         return False
     if not is_static(value, of_rank) or dim >= value.dim() - 1:
         return False
-    return math.prod(of_rank.shape[:-1]) >= LEAST_ROWS and of_rank.shape[-1] > 0
+    return math.prod(of_rank.shape[:-1]) >= MIN_ROWS and of_rank.shape[-1] > 0
 
 
 def keeps_rows(node: Node) -> bool:

@@ -22,7 +22,7 @@ from symmpool.fused.inductor.graphs import (
     waits_of,
 )
 from symmpool.fused.operators import has_ours
-from symmpool.fused.tensor_cores import MOST_PRODUCTS
+from symmpool.fused.tensor_cores import MAX_PRODUCTS
 
 __all__ = ["fuse_scatters"]
 
@@ -51,7 +51,7 @@ def _fuse(graph: Graph, wait: Node) -> bool:
     if found is None or not fits(found.whole, wait, found.dim) or not has_ours(found.group):
         return False
     products = _products(found.whole)
-    if products is None or not 1 <= len(products) <= MOST_PRODUCTS:
+    if products is None or not 1 <= len(products) <= MAX_PRODUCTS:
         return False
     leading = list(found.whole.meta["val"].shape[:-1])
     with graph.inserting_before(wait):
