@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use offset_allocator::{Allocation, Allocator};
 use symmpool_allocator::Stream;
-use symmpool_allocator::lane::{BlockKey, LaneConfig, LaneState, NoBacking, Request, UNIT};
+use symmpool_allocator::lane::{
+    AllocationRequest, BlockKey, LaneConfig, LaneState, NoBacking, UNIT,
+};
 use symmpool_allocator::trace::{Op, Trace};
 
 const LIVE: usize = 10_000;
@@ -53,7 +55,7 @@ impl Placing for LaneState {
     }
 
     fn alloc(&mut self, bytes: u64) -> BlockKey {
-        let request = Request { bytes, align: 512, stream: Stream::DEFAULT, site: None };
+        let request = AllocationRequest { bytes, align: 512, stream: Stream::DEFAULT, site: None };
         LaneState::alloc(self, request, &mut NoBacking).expect("room for the block").key
     }
 
@@ -73,7 +75,7 @@ impl Placing for ByAddress {
     }
 
     fn alloc(&mut self, bytes: u64) -> u64 {
-        let request = Request { bytes, align: 512, stream: Stream::DEFAULT, site: None };
+        let request = AllocationRequest { bytes, align: 512, stream: Stream::DEFAULT, site: None };
         self.0.alloc(request, &mut NoBacking).expect("room for the block").offset
     }
 
@@ -190,7 +192,7 @@ fn events(trace: &Trace) -> LaneState {
         match op {
             Op::Alloc { slot, bytes, stream } => {
                 let stream = Stream::numbered(u64::from(stream));
-                let request = Request { bytes, align: 512, stream, site: None };
+                let request = AllocationRequest { bytes, align: 512, stream, site: None };
                 let placed = lane.alloc(request, &mut NoBacking).expect("room for the block");
                 blocks[slot as usize] = Some(placed.key);
             }

@@ -61,12 +61,12 @@ fn register() {
 
 /// The process that made an object.
 #[derive(Clone, Copy, Debug)]
-pub struct Maker {
+pub struct ProcessId {
     forks: u32,
     pid: u32,
 }
 
-impl Maker {
+impl ProcessId {
     /// This process.
     pub fn here() -> Self {
         register();
@@ -78,7 +78,7 @@ impl Maker {
         u64::from(self.forks) << 32 | u64::from(self.pid)
     }
 
-    /// The process of [`to_bits`](Maker::to_bits).
+    /// The process of [`to_bits`](ProcessId::to_bits).
     pub fn from_bits(bits: u64) -> Self {
         Self { forks: (bits >> 32) as u32, pid: bits as u32 }
     }
@@ -242,7 +242,7 @@ impl<T: AsFd> AsFd for Uninherited<T> {
 }
 
 #[cfg(test)]
-impl Maker {
+impl ProcessId {
     /// A maker that is another process.
     pub(crate) fn elsewhere() -> Self {
         let here = Self::here();

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use crate::driver::{Driver, Physical, Reservation};
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::sync::lock;
 use crate::{Deadline, Error, Result};
 
@@ -75,7 +75,7 @@ pub(crate) struct Heap {
     layout: HeapLayout,
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
-    maker: Maker,
+    maker: ProcessId,
 }
 
 /// Mappings by offset, with their length in bytes. One list serves all peers, because the same segments
@@ -108,7 +108,7 @@ impl Heap {
             layout,
             reservation: Some(reservation),
             mapped: Mutex::default(),
-            maker: Maker::here(),
+            maker: ProcessId::here(),
         })
     }
 

@@ -38,7 +38,7 @@ mod window;
 pub use deadline::Deadline;
 pub use driver::{Driver, Stream};
 pub use error::{Error, Result};
-pub use fork::Maker;
+pub use fork::ProcessId;
 pub use group::Group;
 pub use heap::HeapLayout;
 pub use pool::{

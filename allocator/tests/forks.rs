@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::driver::{DriverCall, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpServer, TcpStore};
@@ -82,7 +82,7 @@ fn a_pool_that_stops() -> (Pool, [Stop; 2]) {
     };
     let ((in_commit, commit), (in_growth, growth)) = (stop(), stop());
     let plan = FaultPlan::new().at_step(Step::CommitPublish, 1, in_commit).at_call(
-        Call::Create,
+        DriverCall::Create,
         3,
         in_growth,
     );

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::driver::{
-    Call, DriverWrapper, FaultAction, FaultDriver, FaultPlan, HostDriver, HostOptions,
+    DriverCall, DriverWrapper, FaultAction, FaultDriver, FaultPlan, HostDriver, HostOptions,
     MemoryDriver, Step,
 };
 use symmpool_allocator::lane::LaneConfig;
@@ -52,7 +52,7 @@ impl Rank {
 
     /// How often the driver was called for a handle.
     fn exports(&self) -> u64 {
-        self.driver.counts().made(Call::Export)
+        self.driver.counts().made(DriverCall::Export)
     }
 
     /// How many memory files the process has open while both ranks are here: one for each segment of both
@@ -179,7 +179,7 @@ fn handles_beyond_the_limit_are_made_in_the_commit() {
 #[test]
 fn a_handle_that_cannot_be_made_early_is_left_to_the_commit() {
     let plan = |rank, _: &Arc<Barrier>| match rank {
-        1 => FaultPlan::new().at_call(Call::Export, 1, failure()),
+        1 => FaultPlan::new().at_call(DriverCall::Export, 1, failure()),
         _ => FaultPlan::new(),
     };
     ranks(true, plan, |rank| {
@@ -195,9 +195,11 @@ fn a_handle_that_cannot_be_made_early_is_left_to_the_commit() {
 fn a_commit_that_failed_leaves_handles_to_the_next() {
     // The first handle of rank 1 is made in the commit, and closed when the commit fails.
     let plan = |rank, _: &Arc<Barrier>| match rank {
-        1 => {
-            FaultPlan::new().at_call(Call::Export, 1, failure()).at_call(Call::Import, 2, failure())
-        }
+        1 => FaultPlan::new().at_call(DriverCall::Export, 1, failure()).at_call(
+            DriverCall::Import,
+            2,
+            failure(),
+        ),
         _ => FaultPlan::new(),
     };
     ranks(true, plan, |rank| {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::driver::{DriverCall, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Block, Driver, Error, Group, Pool, PoolBuilder, Result, Stream};
@@ -291,7 +291,7 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
     let group = Group::in_process(1).unwrap().remove(0);
     let driver = FaultDriver::new(Driver::sim(1), FaultPlan::new());
     let pool = pool(group, Driver::new(driver.clone())).unwrap();
-    let calls = [Call::RecordEvent, Call::WaitEvent, Call::ReleaseEvent];
+    let calls = [DriverCall::RecordEvent, DriverCall::WaitEvent, DriverCall::ReleaseEvent];
     for reuses in 0..3 {
         let block = pool.alloc::<u8>(1000).unwrap();
         assert_eq!(block.offset(), 0);
@@ -329,7 +329,7 @@ fn a_use_on_one_rank_alone_is_waited_for_there_and_ranks_do_not_differ() {
         let digest = pool.default_lane().digest().unwrap();
         drop(pool);
         assert_eq!(driver.counts().leaks(), None);
-        (offsets, digest, counts.succeeded(Call::WaitEvent))
+        (offsets, digest, counts.succeeded(DriverCall::WaitEvent))
     });
     assert_eq!(outcomes[0].0, outcomes[1].0);
     assert_eq!(outcomes[0].1, outcomes[1].1);
@@ -366,7 +366,7 @@ fn blocks_dropped_in_every_step_return_and_the_lane_stops_growing() {
 #[test]
 fn a_commit_is_due_on_a_rank_whose_allocation_fails_there() {
     let failure = FaultAction::Fail(Error::refused("planned"));
-    let plan = FaultPlan::new().at_call(Call::WaitEvent, 1, failure);
+    let plan = FaultPlan::new().at_call(DriverCall::WaitEvent, 1, failure);
     let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
     let pool = pool(Group::in_process(1).unwrap().remove(0), driver).unwrap();
     let block = pool.alloc::<u8>(256 << 20).unwrap();
@@ -385,11 +385,14 @@ fn a_commit_is_due_on_a_rank_whose_allocation_fails_there() {
 fn memory_is_unmapped_after_waiting_for_the_device() {
     // Kernels that use it may still run.
     let calls = Arc::new(Mutex::new(Vec::new()));
-    let plan = [Call::Synchronize, Call::Unmap].into_iter().fold(FaultPlan::new(), |plan, call| {
-        let calls = Arc::clone(&calls);
-        let note = move || calls.lock().unwrap().push(call);
-        plan.at_call(call, 0, FaultAction::Notify(Arc::new(note)))
-    });
+    let plan = [DriverCall::Synchronize, DriverCall::Unmap].into_iter().fold(
+        FaultPlan::new(),
+        |plan, call| {
+            let calls = Arc::clone(&calls);
+            let note = move || calls.lock().unwrap().push(call);
+            plan.at_call(call, 0, FaultAction::Notify(Arc::new(note)))
+        },
+    );
     let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
     let group = Group::in_process(1).unwrap().remove(0);
     let lanes = [LaneConfig::symmetric("shared"), LaneConfig::local("own")];
@@ -404,8 +407,8 @@ fn memory_is_unmapped_after_waiting_for_the_device() {
         assert!(lane.trim().unwrap() > 0);
         pool.commit().unwrap();
         let calls = calls.lock().unwrap();
-        assert_eq!(calls.first(), Some(&Call::Synchronize), "{name}");
-        assert!(calls.contains(&Call::Unmap), "{name}: {calls:?}");
+        assert_eq!(calls.first(), Some(&DriverCall::Synchronize), "{name}");
+        assert!(calls.contains(&DriverCall::Unmap), "{name}: {calls:?}");
     }
 }
 

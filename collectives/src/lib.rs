@@ -26,8 +26,8 @@ mod signal;
 mod types;
 
 pub use algorithm::{
-    Algorithm, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints, LaunchShape,
-    NativeKernel, Origin, StandardCollective,
+    Algorithm, AlgorithmOrigin, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints,
+    LaunchShape, NativeKernel, StandardCollective,
 };
 pub use built::{built_from, kernel_versions};
 pub use call::experts::{
@@ -45,7 +45,7 @@ pub use communicator::{
     GroupOffer, ReceivedParts, Request, Selector, Splits,
 };
 pub use cuda::{end_watching, share_sms};
-pub use host::{Arrivals, GroupKey, HostEngine, HostOptions, Mailbox, Operation};
+pub use host::{Arrivals, GroupKey, HostEngine, HostEngineOptions, Mailbox, PendingMessage};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub use types::communicator_memory::CommunicatorMemory;
 pub use types::dtype::{DType, Element};

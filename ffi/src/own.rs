@@ -9,7 +9,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use symmpool_allocator::Maker;
+use symmpool_allocator::ProcessId;
 
 use crate::guard::lock;
 
@@ -17,7 +17,7 @@ use crate::guard::lock;
 pub(crate) struct OfProcess<T>(AtomicPtr<State<T>>);
 
 struct State<T> {
-    maker: Maker,
+    maker: ProcessId,
     value: Mutex<T>,
     /// Whether a process that this one was forked from had one.
     inherited: bool,
@@ -47,7 +47,7 @@ impl<T: Default> OfProcess<T> {
                 return state;
             }
             // The parent's value is left as it is: whatever it holds may be locked, and is not the child's to drop.
-            let (maker, inherited) = (Maker::here(), known.is_some());
+            let (maker, inherited) = (ProcessId::here(), known.is_some());
             let made = Box::into_raw(Box::new(State { maker, value: Mutex::default(), inherited }));
             let (order, otherwise) = (Ordering::AcqRel, Ordering::Relaxed);
             if self.0.compare_exchange(found, made, order, otherwise).is_err() {

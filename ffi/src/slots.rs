@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use symmpool_allocator::lane::at_site;
-use symmpool_allocator::{Error, Lane, Maker, Pool, Result};
+use symmpool_allocator::{Error, Lane, Pool, ProcessId, Result};
 
 use crate::guard::lock;
 use crate::named;
@@ -59,9 +59,9 @@ impl Place {
     }
 
     /// Who bound the slot, if it is bound.
-    fn maker(&self) -> Option<Maker> {
+    fn maker(&self) -> Option<ProcessId> {
         let bits = self.maker.load(Ordering::Acquire);
-        (bits != VACANT).then(|| Maker::from_bits(bits))
+        (bits != VACANT).then(|| ProcessId::from_bits(bits))
     }
 
     /// Locks what this process has bound. A slot that is vacant is refused, and so is one of a process that this one
@@ -117,7 +117,7 @@ pub fn bind(pool: &Pool, lane: &Lane) -> Result<Slot> {
                 retired: false,
                 failure: None,
             });
-            place.maker.store(Maker::here().to_bits(), Ordering::Release);
+            place.maker.store(ProcessId::here().to_bits(), Ordering::Release);
             return Ok(Slot(index));
         }
     }

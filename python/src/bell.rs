@@ -4,7 +4,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use symmpool_allocator::Maker;
+use symmpool_allocator::ProcessId;
 
 /// How long the thread leaves a call to whoever began it: most programs wait for a small call at once, and then make it
 /// themselves, which takes less time than a thread needs to come to it and to hand its end back.
@@ -13,11 +13,11 @@ const LEAVE: Duration = Duration::from_micros(60);
 /// Counts calls that are to be made. Its waits take place without the interpreter, so a call that is answered in time
 /// costs the program no switch of threads there.
 #[pyclass(frozen, module = "symmpool._symmpool")]
-pub(crate) struct Bell {
+pub(crate) struct CallWakeup {
     calls: Mutex<Calls>,
     rung: Condvar,
     /// In a forked child, which has no thread that waits here, the lock may be held for ever.
-    maker: Maker,
+    maker: ProcessId,
 }
 
 #[derive(Default)]
@@ -28,7 +28,7 @@ struct Calls {
     asleep: bool,
 }
 
-impl Bell {
+impl CallWakeup {
     /// `None` in a forked child.
     fn lock(&self) -> Option<MutexGuard<'_, Calls>> {
         let lock = || self.calls.lock().unwrap_or_else(PoisonError::into_inner);
@@ -49,10 +49,10 @@ impl Bell {
 }
 
 #[pymethods]
-impl Bell {
+impl CallWakeup {
     #[new]
     fn new() -> Self {
-        Self { calls: Mutex::default(), rung: Condvar::new(), maker: Maker::here() }
+        Self { calls: Mutex::default(), rung: Condvar::new(), maker: ProcessId::here() }
     }
 
     /// A call was begun.

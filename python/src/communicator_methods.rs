@@ -16,7 +16,7 @@ use crate::arguments::Argument;
 use crate::communicator::Communicator;
 use crate::errors::{OrRaise, exception};
 use crate::explanation::{self, Asked};
-use crate::mark::Mark;
+use crate::mark::StreamPosition;
 use crate::name::Name;
 use crate::nested::{self, GroupOffer};
 use crate::number::Number;
@@ -447,16 +447,17 @@ impl Communicator {
 
     /// Marks how far `stream` is (torch's current one unless given): everything that it was given.
     #[pyo3(signature = (stream = None))]
-    fn mark(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Mark> {
+    fn mark(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<StreamPosition> {
         let stream = self.calls.own_stream(py, stream)?;
-        Mark::new(self.calls.comm.pool().driver(), self.calls.device, stream).or_raise(py)
+        StreamPosition::new(self.calls.comm.pool().driver(), self.calls.device, stream).or_raise(py)
     }
 
     /// Makes what `stream` gets from now on wait for what torch's current one was given so far.
     #[pyo3(signature = (stream))]
     fn follow(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
         let both = (self.calls.own_stream(py, None)?, self.calls.own_stream(py, Some(stream))?);
-        Mark::follow(self.calls.comm.pool().driver(), self.calls.device, both).or_raise(py)
+        StreamPosition::follow(self.calls.comm.pool().driver(), self.calls.device, both)
+            .or_raise(py)
     }
 
     /// Has the next call, on whatever stream, come behind what `stream` (torch's current one unless given) was given

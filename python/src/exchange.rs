@@ -43,12 +43,12 @@ struct Table {
 
 /// The functions of a table that are used here.
 #[derive(Clone, Copy)]
-pub(crate) struct Exchange {
+pub(crate) struct TensorExchange {
     from_object: FromObject,
     current_stream: Option<CurrentStream>,
 }
 
-impl Exchange {
+impl TensorExchange {
     /// The functions that a type of tensors has, if it has them.
     pub(crate) fn of_type(kind: &Bound<'_, PyAny>) -> Option<Self> {
         let capsule = kind.getattr_opt("__dlpack_c_exchange_api__").ok()??;

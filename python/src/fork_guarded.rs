@@ -1,22 +1,22 @@
 //! Objects of the Python package that belong to the process that made them.
 //!
 //! In a forked child they refuse calls, and are left as they are when it drops them: see
-//! [`Maker`].
+//! [`ProcessId`].
 
 use std::ops::Deref;
 
-use symmpool_allocator::{Maker, Result};
+use symmpool_allocator::{ProcessId, Result};
 
 /// A value of the process that made it.
 pub(crate) struct ForkGuarded<T> {
     /// `None` only while dropping.
     value: Option<T>,
-    maker: Maker,
+    maker: ProcessId,
 }
 
 impl<T> ForkGuarded<T> {
     pub(crate) fn new(value: T) -> Self {
-        Self { value: Some(value), maker: Maker::here() }
+        Self { value: Some(value), maker: ProcessId::here() }
     }
 
     /// Refuses what is done in a child of the process that made this.

@@ -89,7 +89,7 @@ mod _symmpool {
     #[pymodule_export]
     use crate::algorithm::Algorithm;
     #[pymodule_export]
-    use crate::bell::Bell;
+    use crate::bell::CallWakeup;
     #[pymodule_export]
     use crate::block::Block;
     #[pymodule_export]
@@ -107,9 +107,9 @@ mod _symmpool {
     #[pymodule_export]
     use crate::machine::machine;
     #[pymodule_export]
-    use crate::mailbox::{Mailbox, Operation};
+    use crate::mailbox::{Mailbox, PendingMessage};
     #[pymodule_export]
-    use crate::mark::Mark;
+    use crate::mark::StreamPosition;
     #[pymodule_export]
     use crate::matmul::{
         begin_matmul, end_watching, fail_matmul, gather_memory, gather_multiply,

@@ -21,8 +21,8 @@ use crate::tensor;
 pub(crate) struct Mailbox(collectives::Mailbox);
 
 /// A send or a receive that was begun.
-#[pyclass(frozen, module = "symmpool._symmpool")]
-pub(crate) struct Operation(collectives::Operation);
+#[pyclass(name = "Operation", frozen, module = "symmpool._symmpool")]
+pub(crate) struct PendingMessage(collectives::PendingMessage);
 
 fn read(tensor: Argument<'_, '_>, write: bool) -> PyResult<(Tensor, Box<dyn Any + Send + Sync>)> {
     let found = tensor::read("tensor", tensor, Device::Cpu, write)
@@ -65,7 +65,7 @@ impl Mailbox {
         tensor: Argument<'_, '_>,
         peer: u32,
         tag: i64,
-    ) -> PyResult<Operation> {
+    ) -> PyResult<PendingMessage> {
         let (found, held) = read(tensor, false)?;
         let Tensor { count, dtype, .. } = found;
         // Without the interpreter, whose lock a thread may wait for that holds the mailbox's.
@@ -73,7 +73,7 @@ impl Mailbox {
         // nobody writes it meanwhile is the contract of torch's `isend`.
         let begun =
             py.detach(|| unsafe { self.0.send((found.from(), count, dtype), peer, tag, held) });
-        begun.map(Operation).or_raise(py)
+        begun.map(PendingMessage).or_raise(py)
     }
 
     /// Begins to receive into a contiguous tensor of the CPU; without a peer, from any rank.
@@ -83,14 +83,14 @@ impl Mailbox {
         tensor: Argument<'_, '_>,
         peer: Option<u32>,
         tag: i64,
-    ) -> PyResult<Operation> {
+    ) -> PyResult<PendingMessage> {
         let (found, held) = read(tensor, true)?;
         let Tensor { count, dtype, .. } = found;
         // SAFETY: the tensor has this length and type, and `held` keeps it alive until the operation ends; nobody
         // else touches it, which is the contract of torch's `irecv`.
         let begun =
             py.detach(|| unsafe { self.0.recv((found.to(), count, dtype), peer, tag, held) });
-        begun.map(Operation).or_raise(py)
+        begun.map(PendingMessage).or_raise(py)
     }
 
     /// Ends all messages with an error, and all later calls.
@@ -100,7 +100,7 @@ impl Mailbox {
 }
 
 #[pymethods]
-impl Operation {
+impl PendingMessage {
     /// Waits until it has ended. Returns the other rank. With `limit`, in seconds, a wait that takes longer leaves it as
     /// it is.
     #[pyo3(signature = (limit=None))]

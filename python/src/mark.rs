@@ -1,4 +1,4 @@
-//! The class `Mark`, for calls on streams that nobody waits for at once.
+//! The class `StreamPosition`, for calls on streams that nobody waits for at once.
 
 use pyo3::prelude::*;
 use symmpool_allocator::{Driver, Result, Stream};
@@ -11,7 +11,7 @@ use crate::stream;
 /// How far a stream was when this was made: what was given to it until then. On the CPU, where work
 /// is done when its call returns, there is never anything to wait for.
 #[pyclass(frozen, module = "symmpool")]
-pub(crate) struct Mark {
+pub(crate) struct StreamPosition {
     event: ForkGuarded<OwnedEvent>,
     device: Device,
 }
@@ -37,7 +37,7 @@ impl Drop for OwnedEvent {
     }
 }
 
-impl Mark {
+impl StreamPosition {
     pub(crate) fn new(driver: &Driver, device: Device, stream: Stream) -> Result<Self> {
         let event = driver.record_event(stream)?;
         let event = ForkGuarded::new(OwnedEvent { driver: driver.clone(), event: Some(event) });
@@ -61,7 +61,7 @@ impl Mark {
 }
 
 #[pymethods]
-impl Mark {
+impl StreamPosition {
     /// Makes what `stream` (torch's current one unless given) gets from now on wait until the marked
     /// stream has come this far. Waits for nothing itself. Where that stream is being captured in a
     /// graph and this mark is outside of it, the marked stream must have come this far already; if it

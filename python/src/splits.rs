@@ -16,11 +16,11 @@ use crate::reading::{Refusal, Tensor};
 pub(crate) struct Divided {
     output: Tensor,
     input: Tensor,
-    parts: Parts,
+    parts: SplitSizes,
 }
 
 /// Numbers of elements.
-pub(crate) enum Parts {
+pub(crate) enum SplitSizes {
     /// Each rank has this number of elements, and both tensors have no others.
     Even(usize),
     /// A number for every rank; no sum is above its tensor's length.
@@ -72,13 +72,13 @@ impl Calls {
             // SAFETY: contiguous tensors on the pool's device, each with `world` times this length; the caller's
             // frame keeps them alive for the call, and the documented contract of the class says how long a stream
             // needs them.
-            Parts::Even(count) => unsafe {
+            SplitSizes::Even(count) => unsafe {
                 self.make(py, (AllToAll, algorithm, SUM, 0), (output, input), count, stream)
             },
             // SAFETY: contiguous tensors on the pool's device, each at least as long as the sum of its counts; the
             // caller's frame keeps them alive for the call, and the documented contract of the class says how long a
             // stream needs them.
-            Parts::Uneven { receive, send } => self.run(py, || unsafe {
+            SplitSizes::Uneven { receive, send } => self.run(py, || unsafe {
                 let (to, from) = (output.to(), input.from());
                 self.comm.all_to_all_v_at(to, from, &receive, &send, dtype, &stream)
             }),
@@ -122,7 +122,7 @@ impl RankContext {
             let count = input.count / self.world as usize;
             self.fits("input", input.count, self.parts(count), "a part for every rank")?;
             self.fits("output", output.count, Some(input.count), "as many as input")?;
-            return Ok(Divided { output, input, parts: Parts::Even(count) });
+            return Ok(Divided { output, input, parts: SplitSizes::Even(count) });
         }
         let send = self.splits("input", from, &input, input_split_sizes)?;
         if output_split_sizes.is_none() && send.iter().any(|count| *count != send[0]) {
@@ -132,7 +132,7 @@ impl RankContext {
             )));
         }
         let receive = self.splits("output", to, &output, output_split_sizes)?;
-        Ok(Divided { output, input, parts: Parts::Uneven { receive, send } })
+        Ok(Divided { output, input, parts: SplitSizes::Uneven { receive, send } })
     }
 
     /// Reads two tensors of equal parts: the output, the input, and the elements of a part.

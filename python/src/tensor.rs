@@ -13,7 +13,7 @@ use symmpool_collectives::DType;
 use crate::block::Block;
 use crate::convert::{Device, reduced_names};
 use crate::dlpack;
-use crate::exchange::Exchange;
+use crate::exchange::TensorExchange;
 use crate::ndarray;
 use crate::reading::{Refusal, Tensor, elsewhere, not_contiguous, wrong_size};
 use crate::torch::{Torch, torch};
@@ -65,7 +65,11 @@ pub(crate) fn read(
 /// A tensor that can be taken as it is; `None` where its attributes must be asked, if only for what is wrong
 /// with it.
 #[inline]
-fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -> Option<Tensor> {
+fn of_exchange(
+    object: &Bound<'_, PyAny>,
+    exchange: &TensorExchange,
+    device: Device,
+) -> Option<Tensor> {
     let found = exchange.read(object)?;
     let here = match device {
         // The other is host memory that CUDA has pinned.

@@ -8,7 +8,7 @@ use pyo3::types::{PyTuple, PyType};
 use symmpool_collectives::DType;
 
 use crate::convert::{self, Device, long_name};
-use crate::exchange::Exchange;
+use crate::exchange::TensorExchange;
 use crate::reading::imported;
 
 /// Objects that are looked up in torch once.
@@ -23,7 +23,7 @@ pub(crate) struct Torch {
     current_stream: Option<Py<PyAny>>,
     /// The type of parameters, which are plain tensors but for their type.
     pub(crate) parameter: Option<Py<PyAny>>,
-    pub(crate) exchange: Option<Exchange>,
+    pub(crate) exchange: Option<TensorExchange>,
     /// Function that counts up the versions of tensors, and whether it takes several tensors, at half the time.
     increment_version: Option<(Py<PyAny>, bool)>,
 }
@@ -38,7 +38,7 @@ impl Torch {
         let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
         let parameter = torch.getattr("nn").and_then(|nn| nn.getattr("Parameter"));
         Ok(Self {
-            exchange: Exchange::of_type(tensor.as_any()),
+            exchange: TensorExchange::of_type(tensor.as_any()),
             parameter: parameter.ok().map(Bound::unbind),
             tensor: tensor.unbind(),
             strided: torch.getattr("strided")?.unbind(),

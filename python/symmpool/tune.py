@@ -100,10 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.device = options.device or ("cuda" if launched else "cpu")
     try:
         if launched:
-            return Rank(symmpool.Group.from_env(), options).run()
+            return Tuner(symmpool.Group.from_env(), options).run()
         if "SYMMPOOL_TUNE" in os.environ:
             rank, world, store = os.environ["SYMMPOOL_TUNE"].split(",", 2)
-            return Rank(symmpool.Group(int(rank), int(world), store), options).run()
+            return Tuner(symmpool.Group(int(rank), int(world), store), options).run()
         if options.device == "cuda":
             parser().error("on GPUs: torchrun --nproc-per-node N -m symmpool tune ...")
         if not options.ranks:
@@ -154,7 +154,7 @@ def algorithms_of(path: str, world: int) -> list[symmpool.Algorithm]:
     return list(found.values())
 
 
-class Rank:
+class Tuner:
     """One rank: its memory, and the algorithms with what they are called in the table."""
 
     def __init__(self, group: Any, options: argparse.Namespace):
@@ -236,7 +236,7 @@ class Rank:
         """Microseconds of each algorithm that can serve the call, by size."""
         found: dict[int, dict[str, float]] = {}
         for size in self.options.sizes:
-            call = Call(self, collective, dtype, size, windows)
+            call = TimedCall(self, collective, dtype, size, windows)
             able = [each.name for each in self.comm.algorithms(collective) if self.is_right(call, each.name)]
             rounds: dict[str, list[float]] = {name: [] for name in able}
             for _ in range(ROUNDS):
@@ -245,7 +245,7 @@ class Rank:
             found[size] = {name: statistics.median(times) for name, times in rounds.items()}
         return found
 
-    def is_right(self, call: Call, name: str) -> bool:
+    def is_right(self, call: TimedCall, name: str) -> bool:
         """Whether the algorithm serves the call. Wrong results are noted."""
         try:
             call.clear()
@@ -272,10 +272,10 @@ class Rank:
         return float(array[0])
 
 
-class Call:
+class TimedCall:
     """A call of a collective on buffers of its own, whose larger one has about `size` bytes."""
 
-    def __init__(self, rank: Rank, collective: str, dtype: str, size: int, windows: bool):
+    def __init__(self, rank: Tuner, collective: str, dtype: str, size: int, windows: bool):
         import numpy as np
 
         self.rank, self.collective, self.size = rank, collective, size

@@ -179,5 +179,5 @@ def test_a_rank_on_gpus_makes_its_device_the_current_one(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(symmpool, "Pool", lambda group, device: steps.append(f"pool {device}"))
     monkeypatch.setattr(symmpool, "Communicator", lambda pool, timeout: None)
-    rank = tune.Rank(None, tune.parser().parse_args(["--device", "cuda", "--out", "table.json"]))
+    rank = tune.Tuner(None, tune.parser().parse_args(["--device", "cuda", "--out", "table.json"]))
     assert (steps, rank.device_name) == (["device cuda:1", "pool cuda:1"], "GPU")

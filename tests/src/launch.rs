@@ -51,7 +51,7 @@ pub struct Job {
 
 /// How one rank ended, and what it reported.
 #[derive(Clone, Debug)]
-pub struct Report {
+pub struct RankReport {
     /// Its number.
     pub rank: u32,
     /// Its exit status.
@@ -60,7 +60,7 @@ pub struct Report {
     pub values: BTreeMap<String, String>,
 }
 
-impl Report {
+impl RankReport {
     /// The value that the rank reported for `key`, if it did.
     pub fn get(&self, key: &str) -> Option<&str> {
         self.values.get(key).map(String::as_str)
@@ -117,7 +117,7 @@ impl Job {
 
     /// Runs the ranks and returns a report of each, in rank order. If a rank that is not silent has not ended within
     /// the limit, ends all of them and panics.
-    pub fn run(&self) -> Vec<Report> {
+    pub fn run(&self) -> Vec<RankReport> {
         let server = (self.host == Host::Test)
             .then(|| TcpServer::bind("127.0.0.1:0", TcpOptions::default()).expect("a free port"));
         let (sender, messages) = channel();
@@ -140,7 +140,7 @@ impl Job {
         let mut reports = Vec::new();
         for ((rank, process), values) in (0..).zip(&mut ranks).zip(values) {
             let status = process.child.wait().expect("a child of this process");
-            reports.push(Report { rank, status, values });
+            reports.push(RankReport { rank, status, values });
         }
         reports
     }

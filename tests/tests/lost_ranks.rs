@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::driver::{FaultDriver, Step};
 use symmpool_allocator::{Block, Deadline, Driver, Error, Pool, Windows};
-use symmpool_tests::launch::{Host, Job, Report};
+use symmpool_tests::launch::{Host, Job, RankReport};
 use symmpool_tests::leftovers::ProcessResources;
 use symmpool_tests::rank_process::{PATIENCE, RankProcess};
 
@@ -141,7 +141,7 @@ fn job(step: Step, how: &str, lost: u32, host: Host) -> Job {
     job
 }
 
-fn check(step: Step, job: &Job, reports: &[Report]) {
+fn check(step: Step, job: &Job, reports: &[RankReport]) {
     let (lost, fault) = job.fault.as_ref().expect("a fault");
     for report in reports {
         let context = || format!("{}, rank {}: {:#?}", job.scenario, report.rank, report.values);

@@ -33,7 +33,7 @@ pub(crate) enum Part {
 
 /// Calls that are timed. `Map` includes enabling access.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Call {
+enum DriverCall {
     Create,
     Export,
     Import,
@@ -42,12 +42,18 @@ enum Call {
     Release,
 }
 
-const CALLS: [Call; 6] =
-    [Call::Create, Call::Export, Call::Import, Call::Map, Call::Unmap, Call::Release];
+const CALLS: [DriverCall; 6] = [
+    DriverCall::Create,
+    DriverCall::Export,
+    DriverCall::Import,
+    DriverCall::Map,
+    DriverCall::Unmap,
+    DriverCall::Release,
+];
 
 struct Noted {
     part: Part,
-    call: Call,
+    call: DriverCall,
     took: Duration,
 }
 
@@ -173,7 +179,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    fn timed<T>(&self, call: Call, make: impl FnOnce(&Driver) -> T) -> T {
+    fn timed<T>(&self, call: DriverCall, make: impl FnOnce(&Driver) -> T) -> T {
         let began = Instant::now();
         let made = make(&self.inner);
         let took = began.elapsed();
@@ -192,19 +198,19 @@ unsafe impl DriverWrapper for Watched {
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.timed(Call::Create, |inner| inner.create(bytes))
+        self.timed(DriverCall::Create, |inner| inner.create(bytes))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.timed(Call::Export, |inner| inner.export(physical))
+        self.timed(DriverCall::Export, |inner| inner.export(physical))
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.timed(Call::Import, |inner| inner.import(exported, bytes))
+        self.timed(DriverCall::Import, |inner| inner.import(exported, bytes))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.timed(Call::Map, |inner| inner.map(reservation, offset, physical))
+        self.timed(DriverCall::Map, |inner| inner.map(reservation, offset, physical))
     }
 
     fn map_all(
@@ -213,15 +219,15 @@ unsafe impl DriverWrapper for Watched {
         offset: u64,
         physicals: &[Physical],
     ) -> Result<()> {
-        self.timed(Call::Map, |inner| inner.map_all(reservation, offset, physicals))
+        self.timed(DriverCall::Map, |inner| inner.map_all(reservation, offset, physicals))
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.timed(Call::Unmap, |inner| inner.unmap(reservation, offset, bytes))
+        self.timed(DriverCall::Unmap, |inner| inner.unmap(reservation, offset, bytes))
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.timed(Call::Release, |inner| inner.release(physical))
+        self.timed(DriverCall::Release, |inner| inner.release(physical))
     }
 
     fn at_step(&self, step: Step) -> Result<()> {

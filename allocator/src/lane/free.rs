@@ -105,7 +105,7 @@ pub(super) struct FreeList {
 
 /// A place in the list, valid until the list changes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct FreePosition {
     chunk: usize,
     at: usize,
 }
@@ -114,7 +114,7 @@ pub(super) struct Place {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Near(u16);
 
-impl Place {
+impl FreePosition {
     /// The guess to keep with a block that is taken from here.
     pub(super) fn near(self) -> Near {
         Near(u16::try_from(self.chunk).unwrap_or(0))
@@ -124,7 +124,7 @@ impl Place {
 impl FreeList {
     /// The lowest-lying block of at least `size` units in which a piece of `size` units can begin
     /// at a multiple of `align` units, a power of two, and where it would begin.
-    pub(super) fn first_fit(&self, size: u32, align: u32) -> Option<(Place, Free, u32)> {
+    pub(super) fn first_fit(&self, size: u32, align: u32) -> Option<(FreePosition, Free, u32)> {
         let (mut from, last) = (0, last_of(size));
         while let Some(chunk) = position_at_least(&self.max, from, last) {
             let blocks = &self.chunks[chunk];
@@ -134,7 +134,7 @@ impl FreeList {
                 // Offsets stay below 2^31 units, so rounding up cannot overflow.
                 let start = (free.offset + (align - 1)) & !(align - 1);
                 if start - free.offset <= free.size - size {
-                    return Some((Place { chunk, at: found }, free, start));
+                    return Some((FreePosition { chunk, at: found }, free, start));
                 }
                 at = found + 1;
             }
@@ -165,27 +165,27 @@ impl FreeList {
     }
 
     /// Where the block that begins at `offset` is. The caller knows it is there.
-    pub(super) fn place_of(&self, offset: u32, near: Near) -> Place {
+    pub(super) fn place_of(&self, offset: u32, near: Near) -> FreePosition {
         let chunk = self.chunk_of(offset, near);
         let at = self.chunks[chunk].rank(offset);
         debug_assert_eq!(self.chunks[chunk].offsets[at] as u32, offset, "the block is in the list");
-        Place { chunk, at }
+        FreePosition { chunk, at }
     }
 
     /// The place of the block after the one at `place`. The caller knows that there is one. Removing it
     /// leaves `place` valid.
-    pub(super) fn after(&self, place: Place) -> Place {
-        let Place { chunk, at } = place;
+    pub(super) fn after(&self, place: FreePosition) -> FreePosition {
+        let FreePosition { chunk, at } = place;
         if at + 1 < self.chunks[chunk].len {
-            Place { chunk, at: at + 1 }
+            FreePosition { chunk, at: at + 1 }
         } else {
-            Place { chunk: chunk + 1, at: 0 }
+            FreePosition { chunk: chunk + 1, at: 0 }
         }
     }
 
     /// Removes the block at `place`.
-    pub(super) fn remove(&mut self, place: Place) {
-        let Place { chunk, at } = place;
+    pub(super) fn remove(&mut self, place: FreePosition) {
+        let FreePosition { chunk, at } = place;
         let last = self.chunks[chunk].last[at];
         self.chunks[chunk].remove(at);
         if self.chunks[chunk].len == 0 && self.chunks.len() > 1 {
@@ -199,8 +199,8 @@ impl FreeList {
     }
 
     /// Changes offset and size of the block at `place`. Its order among the others must not change.
-    pub(super) fn resize(&mut self, place: Place, offset: u32, size: u32) {
-        let Place { chunk, at } = place;
+    pub(super) fn resize(&mut self, place: FreePosition, offset: u32, size: u32) {
+        let FreePosition { chunk, at } = place;
         if offset < self.first[chunk] {
             // The block grew downwards past the border of its chunk. Nothing else begins in between.
             self.first[chunk] = offset;
@@ -367,7 +367,7 @@ mod tests {
                 }
                 prop_assert_eq!(list.iter().collect::<Vec<_>>(), naive.0.clone());
                 for free in &naive.0 {
-                    let Place { chunk, at } = list.place_of(free.offset, Near(1));
+                    let FreePosition { chunk, at } = list.place_of(free.offset, Near(1));
                     prop_assert_eq!(list.chunks[chunk].get(at), *free);
                 }
             }

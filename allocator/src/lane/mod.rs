@@ -65,7 +65,7 @@ pub use history::Digest;
 pub use lane_event::{EventKind, LaneEvent};
 pub use segments::{Growth, Move, NewSegment, Segment};
 pub use site::{Line, Origin, Site, at_site};
-pub use state::{BlockKey, LaneState, Placed, Request};
+pub use state::{AllocationRequest, BlockKey, LaneState, Placed};
 pub use stats::{ClassStats, LaneStats};
 pub use table::{BlockState, BlockView};
 

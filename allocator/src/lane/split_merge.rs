@@ -10,7 +10,7 @@ impl LaneState {
     pub(super) fn take(
         &mut self,
         stream: u16,
-        place: super::free::Place,
+        place: super::free::FreePosition,
         free: Free,
         start: u32,
         size: u32,

@@ -21,7 +21,7 @@ use crate::{Error, Result};
 
 /// An allocation request.
 #[derive(Clone, Copy, Debug)]
-pub struct Request {
+pub struct AllocationRequest {
     /// Bytes. A request of 0 bytes gets an address of its own, like one of 1 byte.
     pub bytes: u64,
     /// A power of two up to the driver's granularity; less than 512 means 512.
@@ -110,7 +110,11 @@ impl LaneState {
 
     /// Places a block. On any error the lane is as it was, except that a failure of the driver is
     /// remembered for the next commit, which reports it to every rank. This holds for every call of a lane.
-    pub fn alloc(&mut self, request: Request, backing: &mut dyn Backing) -> Result<Placed> {
+    pub fn alloc(
+        &mut self,
+        request: AllocationRequest,
+        backing: &mut dyn Backing,
+    ) -> Result<Placed> {
         let (size, align) = self.check(request.bytes, request.align)?;
         let stream = self.streams.ordinal(request.stream)?;
         let fit = self.free.get(usize::from(stream)).and_then(|free| free.first_fit(size, align));

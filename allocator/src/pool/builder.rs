@@ -14,7 +14,7 @@ use super::on_device::OnDevice;
 use super::shared_lane::SharedLane;
 use super::{CONTROL_LANE, Inner, Pool};
 use crate::driver::Driver;
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::heap::Heap;
 use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
 use crate::rendezvous::handshake::{HandshakeConfig, HandshakeOptions, handshake};
@@ -226,7 +226,7 @@ impl Ready {
             first_on_device,
             has_sockets,
             _on_device: on_device,
-            maker: Maker::here(),
+            maker: ProcessId::here(),
         })))
     }
 }

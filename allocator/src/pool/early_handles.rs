@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use crate::driver::{Driver, Exported, Physical, Transport};
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::sync::lock;
 
 /// How many descriptors a pool makes early at most: a process may usually have 1,024 for everything.
@@ -29,7 +29,7 @@ pub(super) struct EarlyHandles {
     /// The thread that closes the handles which the last commit has sent, until somebody joins it.
     closer: Mutex<Option<JoinHandle<()>>>,
     /// The process that made the pool.
-    maker: Maker,
+    maker: ProcessId,
 }
 
 impl EarlyHandles {
@@ -39,7 +39,7 @@ impl EarlyHandles {
             slow: travel && driver.has_slow_handles(),
             existing: AtomicUsize::new(0),
             closer: Mutex::new(None),
-            maker: Maker::here(),
+            maker: ProcessId::here(),
         })
     }
 
@@ -143,14 +143,14 @@ mod tests {
 
     use super::*;
 
-    fn handles(maker: Maker) -> EarlyHandles {
+    fn handles(maker: ProcessId) -> EarlyHandles {
         let (existing, closer) = (AtomicUsize::new(0), Mutex::new(None));
         EarlyHandles { slow: true, existing, closer, maker }
     }
 
     #[test]
     fn handles_are_closed_when_the_wait_returns() {
-        let handles = handles(Maker::here());
+        let handles = handles(ProcessId::here());
         let (mut reader, writer) = io::pipe().unwrap();
         let (mut other, second) = io::pipe().unwrap();
         handles.close(vec![writer.into()]);
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn a_forked_child_waits_for_no_thread_of_its_parent() {
         // The state of a child: the process is another one, and the closing thread never ends.
-        let handles = handles(Maker::elsewhere());
+        let handles = handles(ProcessId::elsewhere());
         let (end, held) = mpsc::channel::<()>();
         let closer = thread::spawn(move || held.recv().unwrap_or_default());
         *lock(&handles.closer) = Some(closer);

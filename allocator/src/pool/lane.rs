@@ -9,7 +9,9 @@ use super::Block;
 use super::lane_memory::{AtOnce, LaneInner};
 use super::shared_lane::SharedLane;
 use crate::driver::Stream;
-use crate::lane::{Backing, BlockView, Digest, LaneStats, Placed, Request, Segment, Site, here};
+use crate::lane::{
+    AllocationRequest, Backing, BlockView, Digest, LaneStats, Placed, Segment, Site, here,
+};
 use crate::{Error, Result};
 
 /// A lane of a pool. Cloning is cheap; clones are the same lane.
@@ -69,7 +71,8 @@ impl Lane {
     /// available.
     #[track_caller]
     pub fn alloc_sparsely(&self, bytes: usize, align: u64) -> Result<Block<u8>> {
-        let request = Request { bytes: bytes as u64, align, stream: Stream::DEFAULT, site: here() };
+        let request =
+            AllocationRequest { bytes: bytes as u64, align, stream: Stream::DEFAULT, site: here() };
         let placed = {
             let LaneInner { state, memory } = &mut *self.0.lock()?;
             memory.sparsely = true;
@@ -87,7 +90,7 @@ impl Lane {
     #[track_caller]
     pub fn try_alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
         let site = here();
-        let request = Request { bytes: bytes as u64, align, stream, site };
+        let request = AllocationRequest { bytes: bytes as u64, align, stream, site };
         let placed = {
             let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
             let LaneInner { state, memory } = &mut *inner;
@@ -110,7 +113,7 @@ impl Lane {
         align: u64,
         site: Site,
     ) -> (Option<Block<u8>>, Result<()>) {
-        let request = Request { bytes, align, stream: Stream::DEFAULT, site };
+        let request = AllocationRequest { bytes, align, stream: Stream::DEFAULT, site };
         let (placed, made) = match self.0.lock() {
             Ok(mut inner) => {
                 let LaneInner { state, memory } = &mut *inner;
@@ -141,7 +144,7 @@ impl Lane {
                 size_of::<T>()
             ))
         })?;
-        let request = Request { bytes: bytes as u64, align, stream, site };
+        let request = AllocationRequest { bytes: bytes as u64, align, stream, site };
         let placed = {
             let LaneInner { state, memory } = &mut *self.0.lock()?;
             state.alloc(request, memory)

@@ -64,7 +64,7 @@ pub use meeting::Topic;
 pub use together::JointBlock;
 
 use crate::driver::{DeviceIdentity, Driver, Stream};
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
 use crate::rendezvous::identity::HostIdentity;
@@ -118,7 +118,7 @@ struct Inner {
     /// Whether ranks are connected by sockets.
     has_sockets: bool,
     _on_device: OnDevice,
-    maker: Maker,
+    maker: ProcessId,
 }
 
 /// Numbers of a pool at one moment.

@@ -7,7 +7,7 @@ use super::commit_due::CommitDue;
 use super::early_handles::EarlyHandles;
 use super::free_queue::{FreeQueue, QueuedCall};
 use super::lane_memory::{LaneInner, LaneMemory};
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::heap::Heap;
 use crate::lane::{BlockKey, LaneState, Site, WindowPolicy};
 use crate::{Error, Result};
@@ -20,7 +20,7 @@ pub(crate) struct SharedLane {
     pub(super) range: u64,
     local: bool,
     policy: WindowPolicy,
-    maker: Maker,
+    maker: ProcessId,
     heap: Arc<Heap>,
     /// Whether a commit (or resync) is under way, which holds the locks of all symmetric lanes.
     committing: Arc<AtomicBool>,
@@ -61,7 +61,7 @@ impl SharedLane {
             range,
             local,
             policy,
-            maker: Maker::here(),
+            maker: ProcessId::here(),
             heap,
             committing,
             due,

@@ -15,7 +15,7 @@ const REPORT_EVERY: u64 = 4096;
 
 /// The result of one rank.
 #[derive(Debug, Default)]
-pub(super) struct Report {
+pub(super) struct ReplayReport {
     /// The error, if any, and the number of the operation that returned it. The commit at the end has the
     /// number after the last operation's.
     pub(super) error: Option<(u64, Error)>,
@@ -36,7 +36,7 @@ pub(super) fn run(
     trace: &Trace,
     options: &ReplayOptions,
     progress: &(dyn Fn(u64) + Sync),
-) -> Report {
+) -> ReplayReport {
     let rank = group.rank();
     let build = || {
         let (driver, taken) = options.driver_of(rank)?;
@@ -45,7 +45,7 @@ pub(super) fn run(
     };
     let (pool, driver, taken) = match build() {
         Ok(built) => built,
-        Err(error) => return Report { error: Some((0, error)), ..Report::default() },
+        Err(error) => return ReplayReport { error: Some((0, error)), ..ReplayReport::default() },
     };
     let lane = pool.default_lane();
     debug_assert_eq!(lane.name(), LANE);
@@ -54,7 +54,7 @@ pub(super) fn run(
     let played = player.play(progress);
     let elapsed = started.elapsed();
     let ended = played.and_then(|()| player.finish());
-    let mut report = Report { events: player.event, elapsed, ..Report::default() };
+    let mut report = ReplayReport { events: player.event, elapsed, ..ReplayReport::default() };
     let described = player.describe(&pool, &mut report);
     report.error = ended.and(described).err().map(|error| (player.event, error));
     if let Some(taken) = taken
@@ -215,7 +215,7 @@ impl<'a> Player<'a> {
     }
 
     /// Adds the final state of lane and pool to the report.
-    fn describe(&mut self, pool: &Pool, report: &mut Report) -> Result<()> {
+    fn describe(&mut self, pool: &Pool, report: &mut ReplayReport) -> Result<()> {
         self.note_segments()?;
         report.state = (self.lane.counter()?, self.lane.digest()?);
         report.peak_reserved = self.lane.stats()?.peak_reserved;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};
 use std::thread;
 
-use super::rank::{Report, run};
+use super::rank::{ReplayReport, run};
 use super::{ReplayOptions, Trace};
 use crate::lane::{Digest, Side};
 use crate::{Error, Group, Result};
@@ -97,7 +97,7 @@ pub fn replay_with(
     let reports = on_threads(trace, options, progress)?;
     let slowest = reports.iter().map(|report| report.elapsed).max().unwrap_or_default();
     let events = reports.iter().map(|report| report.events).max().unwrap_or(0);
-    let most = |of: fn(&Report) -> u64| reports.iter().map(of).max().unwrap_or(0);
+    let most = |of: fn(&ReplayReport) -> u64| reports.iter().map(of).max().unwrap_or(0);
     Ok(Outcome {
         ranks: options.ranks,
         events,
@@ -117,7 +117,7 @@ fn on_threads(
     trace: &Trace,
     options: &ReplayOptions,
     progress: &(dyn Fn(u64) + Sync),
-) -> Result<Vec<Report>> {
+) -> Result<Vec<ReplayReport>> {
     // Ranks start when all threads exist, so that none waits for a rank whose thread could not be started.
     let gate = RwLock::new(());
     let cancelled = AtomicBool::new(false);
@@ -152,14 +152,14 @@ fn on_threads(
             let report = thread.join().ok().flatten();
             report.unwrap_or_else(|| {
                 let error = Error::invalid_state(format!("the thread of rank {rank} panicked"));
-                Report { error: Some((0, error)), ..Report::default() }
+                ReplayReport { error: Some((0, error)), ..ReplayReport::default() }
             })
         });
         Ok(reports.collect())
     })
 }
 
-fn failure(reports: &[Report]) -> Option<Failure> {
+fn failure(reports: &[ReplayReport]) -> Option<Failure> {
     let (event, error) = reports.iter().find_map(|report| report.error.clone())?;
     let mut groups: Vec<(Option<&Error>, Vec<u32>)> = Vec::new();
     for (report, rank) in reports.iter().zip(0_u32..) {

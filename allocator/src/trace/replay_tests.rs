@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::driver::Stream;
-use crate::lane::{BlockKey, LaneEvent, LaneState, NoBacking, Request, WindowPolicy};
+use crate::lane::{AllocationRequest, BlockKey, LaneEvent, LaneState, NoBacking, WindowPolicy};
 use crate::testing::SplitMix64;
 
 fn open(name: &str) -> Trace {
@@ -103,7 +103,8 @@ impl Oracle {
         let stream = |ordinal| Stream::numbered(u64::from(ordinal));
         match op {
             Op::Alloc { slot, bytes, stream: on } => {
-                let request = Request { bytes, align: 512, stream: stream(on), site: None };
+                let request =
+                    AllocationRequest { bytes, align: 512, stream: stream(on), site: None };
                 let placed = lane.alloc(request, &mut NoBacking).expect("there is room");
                 blocks[slot as usize] = Some(placed.key);
             }

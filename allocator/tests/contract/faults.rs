@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use symmpool_allocator::driver::{Call, Counts, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::driver::{Counts, DriverCall, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Error, Group, Pool, PoolBuilder, Result};
 
@@ -23,7 +23,7 @@ const MORE: usize = 16 * MIB;
 #[derive(Clone, Copy, Debug)]
 enum At {
     Step(Step, u64),
-    Call(Call, u64),
+    DriverCall(DriverCall, u64),
 }
 
 /// The driver of a rank. On the failing rank it runs out of memory as planned.
@@ -33,7 +33,7 @@ fn driver(memory: Memory, rank: u32, at: At) -> FaultDriver {
     let plan = match at {
         _ if rank != FAILING => FaultPlan::new(),
         At::Step(step, nth) => FaultPlan::new().at_step(step, nth, failure),
-        At::Call(call, nth) => FaultPlan::new().at_call(call, nth, failure),
+        At::DriverCall(call, nth) => FaultPlan::new().at_call(call, nth, failure),
     };
     FaultDriver::new(inner, plan)
 }
@@ -44,7 +44,7 @@ fn build(group: &Group, driver: &FaultDriver) -> Result<Pool> {
 
 /// Number of present mappings.
 fn mappings(counts: &Counts) -> u64 {
-    counts.succeeded(Call::Map) - counts.succeeded(Call::Unmap)
+    counts.succeeded(DriverCall::Map) - counts.succeeded(DriverCall::Unmap)
 }
 
 /// A failure in the second commit, which is then repeated.
@@ -95,13 +95,16 @@ fn a_failed_step_of_a_commit_is_everyones_error_and_is_undone() {
 fn a_failed_call_of_a_commit_is_everyones_error_and_is_undone() {
     // A rank maps its own segment when it grows, and one segment of each peer in a commit. Those of the
     // second commit are the fifth and sixth mapping, and the third and fourth import.
-    let calls = [At::Call(Call::Import, 3), At::Call(Call::Import, 4)];
-    for at in calls.into_iter().chain([At::Call(Call::Map, 5), At::Call(Call::Map, 6)]) {
+    let calls = [At::DriverCall(DriverCall::Import, 3), At::DriverCall(DriverCall::Import, 4)];
+    for at in calls
+        .into_iter()
+        .chain([At::DriverCall(DriverCall::Map, 5), At::DriverCall(DriverCall::Map, 6)])
+    {
         each(Memory::ALL, |memory| fails_in_the_second_commit(memory, at));
     }
     // The simulated driver makes no handles.
     for memory in [Memory::Host, Memory::Bytes] {
-        fails_in_the_second_commit(memory, At::Call(Call::Export, 2));
+        fails_in_the_second_commit(memory, At::DriverCall(DriverCall::Export, 2));
     }
 }
 
@@ -137,8 +140,10 @@ fn a_rank_that_cannot_finish_a_commit_reports_it_at_the_next() {
 #[test]
 fn a_failed_step_of_the_handshake_is_everyones_error_and_the_next_pool_is_made() {
     let steps = [Step::HandshakePublish, Step::HandshakeConnect, Step::HandshakeConfirm];
-    let points =
-        steps.map(|step| At::Step(step, 1)).into_iter().chain([At::Call(Call::Reserve, 1)]);
+    let points = steps
+        .map(|step| At::Step(step, 1))
+        .into_iter()
+        .chain([At::DriverCall(DriverCall::Reserve, 1)]);
     for at in points {
         each(Memory::ALL, |memory| {
             let errors = ranks(WORLD, |group| {
@@ -160,7 +165,7 @@ fn a_failed_step_of_the_handshake_is_everyones_error_and_the_next_pool_is_made()
 #[test]
 fn an_allocation_that_fails_on_one_rank_is_reported_to_all_and_can_be_repeated() {
     // D6: a growth that fails is not part of the rank's sequence.
-    for at in [At::Call(Call::Create, 2), At::Call(Call::Map, 4)] {
+    for at in [At::DriverCall(DriverCall::Create, 2), At::DriverCall(DriverCall::Map, 4)] {
         each(Memory::ALL, |memory| {
             let errors = ranks(WORLD, |group| {
                 let failing = group.rank() == FAILING;
@@ -197,8 +202,8 @@ fn a_growth_that_fails_half_way_is_undone_wherever_the_lane_lies() {
     let group = Group::in_process(1).unwrap().remove(0);
     let failure = || FaultAction::Fail(Error::out_of_memory("none left, as planned"));
     // Making the third segment also moves the first; the sixth is the second segment of its block.
-    let plan = FaultPlan::new().at_call(Call::Create, 3, failure());
-    let plan = plan.at_call(Call::Create, 6, failure());
+    let plan = FaultPlan::new().at_call(DriverCall::Create, 3, failure());
+    let plan = plan.at_call(DriverCall::Create, 6, failure());
     let driver = FaultDriver::new(Driver::sim(1), plan);
     let lanes = ["first", "second"].map(LaneConfig::symmetric);
     let builder = Pool::builder(group).driver(Driver::new(driver.clone()));
@@ -249,5 +254,5 @@ fn a_block_that_does_not_fit_is_refused_before_memory_is_made() {
     let pool = Pool::builder(group).driver(Driver::new(driver.clone())).build().unwrap();
     let error = pool.alloc::<u8>(1 << 39).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
-    assert_eq!(driver.counts().made(Call::Create), 0, "{error}");
+    assert_eq!(driver.counts().made(DriverCall::Create), 0, "{error}");
 }

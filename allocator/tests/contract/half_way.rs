@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::driver::{DriverCall, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::store::{Gathered, MemoryStore, Store};
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result, Stream};
 
@@ -235,7 +235,7 @@ fn a_lane_in_which_a_call_panicked_refuses_all_calls_and_every_rank_learns_of_it
             crate::ranks::ranks(2, |group| {
                 let rank = group.rank();
                 let plan = match rank {
-                    1 => FaultPlan::new().at_call(Call::Create, 2, panics()),
+                    1 => FaultPlan::new().at_call(DriverCall::Create, 2, panics()),
                     _ => FaultPlan::new(),
                 };
                 let driver = FaultDriver::new(memory.driver(u64::from(rank)), plan);

@@ -5,7 +5,9 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, SimDriver, Step};
+use symmpool_allocator::driver::{
+    DriverCall, FaultAction, FaultDriver, FaultPlan, SimDriver, Step,
+};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Stream};
 
@@ -324,7 +326,7 @@ fn blocks_outlive_their_pool() {
     });
     for driver in survivors {
         assert_eq!(driver.counts().leaks(), None);
-        assert_eq!(driver.counts().made(Call::Reserve), 1);
+        assert_eq!(driver.counts().made(DriverCall::Reserve), 1);
     }
 }
 

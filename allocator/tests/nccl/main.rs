@@ -23,7 +23,7 @@ struct Comm {
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Call {
+struct DriverCall {
     rank: c_int,
     what: u8,
     address: u64,
@@ -71,9 +71,9 @@ impl Fake {
     /// The calls of a rank, in order: '+' (register) or '-' (deregister), the offset in its slot, and the length.
     fn calls(&self, pools: &[Pool], rank: u32) -> Vec<(char, u64, usize)> {
         // SAFETY: the function has this type.
-        let calls: Symbol<extern "C" fn(*mut Call, c_int) -> c_int> =
+        let calls: Symbol<extern "C" fn(*mut DriverCall, c_int) -> c_int> =
             unsafe { self.library.get(b"fake_calls") }.expect("fake_calls");
-        let mut all = vec![Call { rank: 0, what: 0, address: 0, bytes: 0 }; 4096];
+        let mut all = vec![DriverCall { rank: 0, what: 0, address: 0, bytes: 0 }; 4096];
         let made = calls(all.as_mut_ptr(), 4096);
         all.truncate(made as usize);
         let layout = pools[rank as usize].layout();

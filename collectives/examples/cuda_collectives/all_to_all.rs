@@ -132,7 +132,9 @@ impl<'a> Exchange<'a> {
             inputs: pair()?,
             outputs: pair()?,
             splits: [few()?, few()?, few()?],
-            data: (0..world).map(|rank| with_empty_words(seed, bytes(seed, rank, MAX_BYTES))).collect(),
+            data: (0..world)
+                .map(|rank| with_empty_words(seed, bytes(seed, rank, MAX_BYTES)))
+                .collect(),
             seed,
             cases: 0,
             wrong: 0,

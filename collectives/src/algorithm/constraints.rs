@@ -11,7 +11,7 @@ use crate::{DType, ReduceOp};
 /// Where an algorithm comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Origin {
+pub enum AlgorithmOrigin {
     /// It is one of the library's own.
     BuiltIn,
     /// A program brought a plan, which was proved.
@@ -20,7 +20,7 @@ pub enum Origin {
     Native,
 }
 
-impl Origin {
+impl AlgorithmOrigin {
     /// The name in reports.
     pub const fn name(self) -> &'static str {
         match self {

@@ -17,7 +17,7 @@ mod tables;
 pub use all_reduce::AllReduceAlgorithm;
 pub use all_to_all::AllToAllAlgorithm;
 pub use built_in::StandardCollective;
-pub use constraints::{Constraints, LaunchShape, Origin};
+pub use constraints::{AlgorithmOrigin, Constraints, LaunchShape};
 pub(crate) use id::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, RING, STAGED, STAGES};
 pub(crate) use known::known;
 pub use native::NativeKernel;

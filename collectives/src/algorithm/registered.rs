@@ -5,7 +5,9 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use super::known::remember;
-use super::{AlgorithmId, Constraints, LaunchShape, NativeKernel, Origin, StandardCollective};
+use super::{
+    AlgorithmId, AlgorithmOrigin, Constraints, LaunchShape, NativeKernel, StandardCollective,
+};
 use crate::plan::{CheckedPlan, Plan, PlanError};
 
 /// An algorithm of a collective: a built-in one, or what a program brought along: a plan that was proved, or a kernel.
@@ -88,11 +90,11 @@ impl Algorithm {
     }
 
     /// Where it comes from.
-    pub fn origin(&self) -> Origin {
+    pub fn origin(&self) -> AlgorithmOrigin {
         match &self.source {
-            Source::BuiltIn(_) => Origin::BuiltIn,
-            Source::Plan(_) => Origin::Plan,
-            Source::Native(_) => Origin::Native,
+            Source::BuiltIn(_) => AlgorithmOrigin::BuiltIn,
+            Source::Plan(_) => AlgorithmOrigin::Plan,
+            Source::Native(_) => AlgorithmOrigin::Native,
         }
     }
 

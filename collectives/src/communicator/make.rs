@@ -20,7 +20,7 @@ use crate::cuda::{
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
 use crate::host::nursery::Nursery;
-use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostEngine, HostOptions};
+use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostEngine, HostEngineOptions};
 
 /// How long a rank that cannot make its communicator waits for the others. Those that are there come in less, and
 /// everything is then as after any other commit.
@@ -224,8 +224,8 @@ pub(super) fn host_options(
     pool: &Pool,
     options: &CommunicatorOptions,
     alive: impl Fn(u32) -> bool + Send + 'static,
-) -> HostOptions {
-    HostOptions {
+) -> HostEngineOptions {
+    HostEngineOptions {
         timeout: options.timeout,
         scratch_bytes: options.scratch_bytes,
         spin: Some(enough_for(&peers::pids(pool))),

@@ -14,7 +14,7 @@ use super::peers::still_nested;
 use super::refusal::ControlMemory;
 use super::{Communicator, CommunicatorOptions};
 use crate::host::nursery::{Arrivals, GroupKey, NestedMemory, Offer};
-use crate::{HostEngine, HostOptions};
+use crate::{HostEngine, HostEngineOptions};
 
 /// Offer of a rank to the other ranks of a group: that it makes a communicator of them.
 ///
@@ -59,7 +59,7 @@ impl Communicator {
         let world = ranks.len() as u32;
         options.check(world)?;
         let CommunicatorOptions { timeout, scratch_bytes, .. } = *options;
-        let host = HostOptions { timeout, scratch_bytes, ..HostOptions::default() };
+        let host = HostEngineOptions { timeout, scratch_bytes, ..HostEngineOptions::default() };
         let bytes = HostEngine::control_bytes(world, &host)?;
         let zeroed = HostEngine::zeroed_bytes(world, &host)?;
         let offer = nursery.offer(ranks.to_vec(), key, (bytes, zeroed))?;

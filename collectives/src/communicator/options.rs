@@ -9,7 +9,7 @@ use symmpool_allocator::{Error, Result};
 
 use super::Communicator;
 use crate::cuda::{BudgetOptions, check_total};
-use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions, StandardCollective};
+use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostEngineOptions, StandardCollective};
 
 /// How a [`Communicator`] behaves. The same on every rank, except where an option says otherwise.
 #[derive(Clone, Debug)]
@@ -32,7 +32,7 @@ pub struct CommunicatorOptions {
     /// Files with tables of algorithms, which are loaded as [`Communicator::load_tables`] does. Default: those that the
     /// environment variable `SYMMPOOL_TABLES` has, separated by colons, the same on every rank.
     pub tables: Vec<PathBuf>,
-    /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
+    /// Bytes of scratch per parity, of which there are two; see [`HostEngineOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
     /// On a device: bytes of its memory that the communicator takes in all, 8 MiB to 4 GiB. Large calls go in pieces
@@ -95,7 +95,7 @@ pub struct CommunicatorOptions {
 
 impl Default for CommunicatorOptions {
     fn default() -> Self {
-        let HostOptions { timeout, scratch_bytes, .. } = HostOptions::default();
+        let HostEngineOptions { timeout, scratch_bytes, .. } = HostEngineOptions::default();
         Self {
             timeout,
             algorithm: AllReduceAlgorithm::Auto,

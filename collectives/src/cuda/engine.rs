@@ -34,7 +34,7 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::topology::Topology;
-use symmpool_allocator::{Error, Maker, Pool, Result, Stream};
+use symmpool_allocator::{Error, Pool, ProcessId, Result, Stream};
 
 use self::failure::Failure;
 use self::memory_operations::MemoryOperations;
@@ -87,7 +87,7 @@ pub(crate) struct ReadyKernels(Arc<Modules>);
 /// call, or by [`CudaEngine::synchronize`]; then all later calls fail with the same cause.
 pub(crate) struct CudaEngine {
     pub(super) pool: Pool,
-    maker: Maker,
+    maker: ProcessId,
     pub(super) api: &'static Api,
     /// The layout of the area that the call under way uses.
     pub(super) control: Control,

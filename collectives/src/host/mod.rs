@@ -22,8 +22,8 @@ mod ops;
 mod wait;
 
 pub use engine::HostEngine;
-pub use engine::options::HostOptions;
-pub use mailbox::{Mailbox, Operation};
+pub use engine::options::HostEngineOptions;
+pub use mailbox::{Mailbox, PendingMessage};
 pub use nursery::{Arrivals, GroupKey};
 pub(crate) use ops::calls::expect_length;
 pub(crate) use ops::one_sided::{HostChannels, HostOneSided};

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use symmpool_allocator::{Block, Deadline, Error, Group, Lane, Maker, Pool, Result};
+use symmpool_allocator::{Block, Deadline, Error, Group, Lane, Pool, ProcessId, Result};
 
 /// Key of a group: the same on its ranks, and no other group's.
 pub type GroupKey = [u64; 2];
@@ -64,7 +64,7 @@ pub(crate) struct Nursery {
     /// Where segments of the pool begin, from the beginning of the block on. A chunk lies in one of them: memory is mapped
     /// a second time by segments.
     cuts: Vec<u64>,
-    maker: Maker,
+    maker: ProcessId,
 }
 
 #[derive(Default)]
@@ -96,7 +96,7 @@ impl Nursery {
 
     /// Makes a nursery of memory that [`Self::allocate`] has made on every rank, and a commit has shared.
     pub(crate) fn new(pool: &Pool, block: Block<u8>) -> Arc<Self> {
-        let (state, maker) = (Mutex::default(), Maker::here());
+        let (state, maker) = (Mutex::default(), ProcessId::here());
         let windows = pool.windows();
         let begins =
             windows.list().iter().filter_map(|each| each.offset.checked_sub(block.offset()));

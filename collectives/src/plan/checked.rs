@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use super::check::PlanError;
 use super::model::{Collective, Plan};
 use super::schedule::Schedule;
-use super::step::Step;
+use super::step::PlanStep;
 
 /// A plan that was proved, and what execution needs to know of it.
 #[derive(Debug)]
@@ -13,7 +13,7 @@ pub struct CheckedPlan {
     pub(super) plan: Plan,
     pub(super) hash: u64,
     /// Steps of each rank, in an order in which one thread a rank can do them.
-    pub(crate) steps: Vec<Vec<Step>>,
+    pub(crate) steps: Vec<Vec<PlanStep>>,
     /// The operations of all ranks, as rank and index, in an order in which they can run one after the other.
     pub(super) order: Vec<(u32, usize)>,
     /// Why input and output must not be one memory, if they must not.
@@ -26,7 +26,7 @@ pub struct CheckedPlan {
     pub(super) reaches_outputs: bool,
     /// Whether results are reduced in several steps, with rounding between them.
     pub(crate) has_partial_results: bool,
-    /// Whether averages divide some results at the end of the call ([`Step::Divide`]).
+    /// Whether averages divide some results at the end of the call ([`PlanStep::Divide`]).
     pub(crate) divides_last: bool,
     /// Schedule for devices, from the first call on one.
     pub(super) schedule: OnceLock<Schedule>,

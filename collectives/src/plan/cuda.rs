@@ -7,7 +7,7 @@
 
 use std::fmt::Write;
 
-use super::schedule::{Flag, Level, Schedule, Slot};
+use super::schedule::{Flag, Level, Schedule, ScratchSlot};
 use super::{Buffer, Cell, CheckedPlan, Collective, Item, Protocol};
 
 /// The entry point of every kernel of a plan.
@@ -349,7 +349,7 @@ impl Writer<'_> {
         let own = match cell.buffer {
             Buffer::Scratch => {
                 let slot = match self.schedule.slot(cell) {
-                    Some(Slot::Plain(slot)) => slot,
+                    Some(ScratchSlot::Plain(slot)) => slot,
                     _ => 0,
                 };
                 return format!("run.scratch(slice, {}, {slot})", self.real(cell.rank));

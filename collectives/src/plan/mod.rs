@@ -36,4 +36,4 @@ pub use checked::CheckedPlan;
 pub use format::PLAN_VERSION;
 pub use model::{Buffer, Collective, Contribution, Instruction, Operation, Plan, Protocol, Span};
 pub(crate) use model::{Cell, MAX_NAME};
-pub(crate) use step::{Item, Step};
+pub(crate) use step::{Item, PlanStep};

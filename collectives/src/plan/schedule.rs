@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::model::phases;
-use super::step::{Item, Step};
+use super::step::{Item, PlanStep};
 use super::{Buffer, Cell, Instruction, Operation, Plan, Protocol};
 
 /// A peer and the number of the flag that one of the two raises on the other.
@@ -25,7 +25,7 @@ pub(crate) struct Level {
 
 /// Where a chunk of scratch lies on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Slot {
+pub(crate) enum ScratchSlot {
     /// In memory that signals guard.
     Plain(u32),
     /// In the LL inbox, where this rank puts it.
@@ -50,7 +50,7 @@ pub(crate) struct Schedule {
     pub(crate) overlaps: bool,
     /// Whether every rank begins with a barrier, which the handshake does as well.
     pub(crate) begins_with_barrier: bool,
-    slots: Vec<BTreeMap<u32, Slot>>,
+    slots: Vec<BTreeMap<u32, ScratchSlot>>,
 }
 
 /// How far a rank has come.
@@ -75,7 +75,7 @@ impl Progress {
 impl Schedule {
     /// Divides a plan into levels: its ranks' steps, and the order in which operations of all ranks, as rank and index, can
     /// run one after the other.
-    pub(super) fn new(plan: &Plan, steps: &[Vec<Step>], order: &[(u32, usize)]) -> Self {
+    pub(super) fn new(plan: &Plan, steps: &[Vec<PlanStep>], order: &[(u32, usize)]) -> Self {
         let signalled = plan.protocol == Protocol::Simple;
         let world = plan.world as usize;
         let phase_of: Vec<Vec<usize>> =
@@ -149,7 +149,7 @@ impl Schedule {
                 _ => {
                     let chunks = operation.destination().map_or(0, |dst| dst.count);
                     for _ in 0..chunks {
-                        let Some(Step::Reduce(item)) = steps[at].next() else { continue };
+                        let Some(PlanStep::Reduce(item)) = steps[at].next() else { continue };
                         of_level(&mut ranks, rank, *level).items.push(item.clone());
                     }
                 }
@@ -184,7 +184,7 @@ impl Schedule {
                     continue;
                 }
                 let (_, ll) = &mut counts[dst.rank as usize];
-                self.slots[dst.rank as usize].insert(dst.index, Slot::Ll(*ll, rank));
+                self.slots[dst.rank as usize].insert(dst.index, ScratchSlot::Ll(*ll, rank));
                 *ll += 1;
             }
         }
@@ -197,7 +197,7 @@ impl Schedule {
                     let (plain, _) = &mut counts[cell.rank as usize];
                     self.slots[cell.rank as usize].entry(cell.index).or_insert_with(|| {
                         *plain += 1;
-                        Slot::Plain(*plain - 1)
+                        ScratchSlot::Plain(*plain - 1)
                     });
                 }
             }
@@ -215,7 +215,7 @@ impl Schedule {
     }
 
     /// Where a chunk of scratch lies. `None` if nobody accesses it.
-    pub(crate) fn slot(&self, cell: Cell) -> Option<Slot> {
+    pub(crate) fn slot(&self, cell: Cell) -> Option<ScratchSlot> {
         self.slots[cell.rank as usize].get(&cell.index).copied()
     }
 
@@ -296,7 +296,7 @@ mod tests {
                         assert!(signal.is_some_and(|signal| signal < number), "{checked:?}");
                     }
                 }
-                let moved = |step: &&Step| matches!(step, Step::Reduce(_));
+                let moved = |step: &&PlanStep| matches!(step, PlanStep::Reduce(_));
                 let wanted = checked.steps[rank as usize].iter().filter(moved).count();
                 assert_eq!(schedule.items(rank), wanted);
             }

@@ -4,7 +4,7 @@ use super::model::Cell;
 
 /// A step of one rank, over single chunks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum PlanStep {
     /// Reduces chunks, or copies one.
     Reduce(Item),
     /// Divides a chunk of the rank's own output, where a call averages: another result was made of it as a sum, so that

@@ -1,6 +1,6 @@
 //! Channels: counted signals from one rank to another, outside of collectives.
 //!
-//! The word of a channel's [`Slot`] is the number of signals that were ever sent; only the sending rank changes it,
+//! The word of a channel's [`SignalSlot`] is the number of signals that were ever sent; only the sending rank changes it,
 //! and it only grows. The waiting rank counts the signals that it took. A wait succeeds once more were sent than
 //! taken, and takes exactly one. So signals may run ahead of waits, and waits ahead of signals, without bound: 64
 //! bits do not wrap.
@@ -10,12 +10,12 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{Atomics, Pause, Slot, Word};
+use super::{Atomics, Pause, SignalSlot, Word};
 
 /// The number of channels between two ranks, in each direction.
 pub(crate) const CHANNELS: u32 = 16;
 
-impl<A: Atomics> Slot<A> {
+impl<A: Atomics> SignalSlot<A> {
     /// Sends one more signal: whoever takes it sees all that this thread wrote before (S3).
     /// [`wake_sleepers`](super::wake_sleepers) must follow, and wake all sleepers.
     #[inline]
@@ -28,7 +28,7 @@ impl<A: Atomics> Slot<A> {
 /// ends the wait, no signal was taken.
 #[inline]
 pub(crate) fn take<A: Atomics, P: Pause<A>>(
-    slot: &Slot<A>,
+    slot: &SignalSlot<A>,
     taken: &A::U64,
     pause: &mut P,
 ) -> Result<u64, P::Error> {
@@ -68,7 +68,7 @@ mod models {
     use super::*;
 
     struct Channel {
-        slot: Slot<Loom>,
+        slot: SignalSlot<Loom>,
         taken: AtomicU64,
         futex: Futex,
         /// The data that the signals hand over, one after the other.
@@ -78,7 +78,7 @@ mod models {
     impl Channel {
         fn new() -> Arc<Self> {
             Arc::new(Self {
-                slot: Slot::for_model(),
+                slot: SignalSlot::for_model(),
                 taken: AtomicU64::new(0),
                 futex: Futex::new(),
                 data: std::array::from_fn(|_| UnsafeCell::new(0)),

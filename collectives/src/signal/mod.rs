@@ -1,6 +1,6 @@
 //! The epoch protocol: how one rank signals another that it has reached a point, and how a rank waits for that.
 //!
-//! A [`Slot`] is written by exactly one rank and waited on by exactly one other. For each source rank and parity there
+//! A [`SignalSlot`] is written by exactly one rank and waited on by exactly one other. For each source rank and parity there
 //! is one slot for the *handshake* of calls and one for the *steps* inside of calls. The words mean:
 //!
 //! - Handshake: the low half is the low 32 bits of the call's epoch, the high half a digest of the call description,
@@ -89,7 +89,7 @@ pub(crate) const DESCRIPTION_WORDS: usize = 4;
 
 /// One signal from one rank to another, alone on its cache lines. All zero means "never signalled".
 #[repr(C, align(128))]
-pub(crate) struct Slot<A: Atomics> {
+pub(crate) struct SignalSlot<A: Atomics> {
     /// The signal. It is the first field, so that its low half lies at the address of the slot's futex (little endian).
     pub(crate) word: A::U64,
     /// Not zero while a waiter is parked or about to park. On channels, where several threads may wait, it is their
@@ -101,9 +101,9 @@ pub(crate) struct Slot<A: Atomics> {
     description: [A::U64; DESCRIPTION_WORDS],
 }
 
-const _: () = assert!(size_of::<Slot<Native>>() == 128 && cfg!(target_endian = "little"));
+const _: () = assert!(size_of::<SignalSlot<Native>>() == 128 && cfg!(target_endian = "little"));
 
-impl<A: Atomics> Slot<A> {
+impl<A: Atomics> SignalSlot<A> {
     /// Signals with a description: whoever sees `word` also sees the description and all that this thread wrote
     /// before (S3). [`wake_sleepers`] must follow.
     #[inline]
@@ -139,7 +139,7 @@ impl<A: Atomics> Slot<A> {
 }
 
 #[cfg(test)]
-impl Slot<tests::Loom> {
+impl SignalSlot<tests::Loom> {
     fn for_model() -> Self {
         Self {
             word: loom::sync::atomic::AtomicU64::new(0),
@@ -172,14 +172,14 @@ pub(crate) trait Pause<A: Atomics> {
     fn pause(&mut self) -> Result<bool, Self::Error>;
 
     /// Sleeps while the low half of the slot's word is `seen`, until woken or for a bounded time.
-    fn park(&mut self, slot: &Slot<A>, seen: u32);
+    fn park(&mut self, slot: &SignalSlot<A>, seen: u32);
 }
 
 /// Wakes the threads that sleep on one of `slots`, which this thread has just signalled.
 #[inline]
 pub(crate) fn wake_sleepers<'a, A: Atomics + 'a>(
-    slots: impl Iterator<Item = &'a Slot<A>>,
-    mut wake: impl FnMut(&'a Slot<A>),
+    slots: impl Iterator<Item = &'a SignalSlot<A>>,
+    mut wake: impl FnMut(&'a SignalSlot<A>),
 ) {
     // Pairs with the fence in `await_word`: either the waiter sees the word, or this thread sees its flag.
     A::fence();
@@ -193,7 +193,7 @@ pub(crate) fn wake_sleepers<'a, A: Atomics + 'a>(
 /// Waits until `accept` returns true for the slot's word, and returns that word.
 #[inline]
 pub(crate) fn await_word<A: Atomics, P: Pause<A>>(
-    slot: &Slot<A>,
+    slot: &SignalSlot<A>,
     accept: impl Fn(u64) -> bool,
     pause: &mut P,
 ) -> Result<u64, P::Error> {

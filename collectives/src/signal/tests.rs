@@ -86,7 +86,7 @@ mod models {
         fn pause(&mut self) -> Result<bool, Infallible> {
             Ok(true)
         }
-        fn park(&mut self, slot: &Slot<Loom>, seen: u32) {
+        fn park(&mut self, slot: &SignalSlot<Loom>, seen: u32) {
             let bucket = self.0.bucket.lock().unwrap();
             if slot.word.load(Ordering::Relaxed) as u32 == seen {
                 drop(self.0.queue.wait(bucket).unwrap());
@@ -102,11 +102,11 @@ mod models {
             loom::thread::yield_now();
             Ok(false)
         }
-        fn park(&mut self, _slot: &Slot<Loom>, _seen: u32) {}
+        fn park(&mut self, _slot: &SignalSlot<Loom>, _seen: u32) {}
     }
 
     fn wait<P: Pause<Loom, Error = Infallible>>(
-        slot: &Slot<Loom>,
+        slot: &SignalSlot<Loom>,
         accept: impl Fn(u64) -> bool,
         pause: &mut P,
     ) -> u64 {
@@ -119,7 +119,7 @@ mod models {
     #[test]
     fn loom_no_wake_up_is_lost() {
         loom::model(|| {
-            let shared = Arc::new((Slot::<Loom>::for_model(), Futex::new()));
+            let shared = Arc::new((SignalSlot::<Loom>::for_model(), Futex::new()));
             let theirs = Arc::clone(&shared);
             let waiter = loom::thread::spawn(move || {
                 wait(&theirs.0, |word| is_handshake(word, 1), &mut Sleeper(&theirs.1))
@@ -135,7 +135,7 @@ mod models {
     fn loom_digest_and_description_come_with_their_epoch() {
         // Whoever sees a rank's handshake word sees its whole description.
         loom::model(|| {
-            let slot = Arc::new(Slot::<Loom>::for_model());
+            let slot = Arc::new(SignalSlot::<Loom>::for_model());
             let theirs = Arc::clone(&slot);
             let signaller = loom::thread::spawn(move || {
                 theirs.publish(handshake_word(1, 11), &[1; DESCRIPTION_WORDS]);
@@ -152,7 +152,7 @@ mod models {
     fn loom_stale_epochs_are_not_taken() {
         // The slot still holds the handshake of two calls ago, across the wrap of the low half.
         loom::model(|| {
-            let slot = Arc::new(Slot::<Loom>::for_model());
+            let slot = Arc::new(SignalSlot::<Loom>::for_model());
             slot.publish(handshake_word(0xffff_fffe, 3), &[3; DESCRIPTION_WORDS]);
             let theirs = Arc::clone(&slot);
             let signaller = loom::thread::spawn(move || {
@@ -169,7 +169,7 @@ mod models {
     /// cells report a write that is not ordered after the peer's reads.
     struct Exchange {
         /// Slots by owner and parity, in which the peer signals the owner.
-        slots: [[Slot<Loom>; 2]; 2],
+        slots: [[SignalSlot<Loom>; 2]; 2],
         /// Scratch by owner and parity.
         scratch: [[UnsafeCell<u64>; 2]; 2],
     }
@@ -195,7 +195,7 @@ mod models {
         model.preemption_bound = Some(3);
         model.check(|| {
             let shared = Arc::new(Exchange {
-                slots: std::array::from_fn(|_| std::array::from_fn(|_| Slot::for_model())),
+                slots: std::array::from_fn(|_| std::array::from_fn(|_| SignalSlot::for_model())),
                 scratch: std::array::from_fn(|_| std::array::from_fn(|_| UnsafeCell::new(0))),
             });
             let theirs = Arc::clone(&shared);
@@ -209,16 +209,17 @@ mod models {
     /// other's row, as all-to-alls on devices do. A rank that is sent nothing waits for no data.
     struct Counts {
         /// Slots by owner and parity, in which the peer publishes its row, with the call's epoch.
-        rows: [[Slot<Loom>; 2]; 2],
+        rows: [[SignalSlot<Loom>; 2]; 2],
         /// Slots by owner and parity, in which the peer signals that its data is there.
-        arrivals: [[Slot<Loom>; 2]; 2],
+        arrivals: [[SignalSlot<Loom>; 2]; 2],
         /// Outputs by owner. There is one for both parities.
         outputs: [UnsafeCell<u64>; 2],
     }
 
     impl Counts {
         fn new() -> Self {
-            let slots = || std::array::from_fn(|_| std::array::from_fn(|_| Slot::for_model()));
+            let slots =
+                || std::array::from_fn(|_| std::array::from_fn(|_| SignalSlot::for_model()));
             Self {
                 rows: slots(),
                 arrivals: slots(),

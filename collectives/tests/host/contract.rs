@@ -5,7 +5,7 @@ use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::input;
 use symmpool_allocator::Result;
 use symmpool_collectives::{
-    AllReduceAlgorithm, DType, Element, HostEngine, HostOptions, Place, ReduceOp,
+    AllReduceAlgorithm, DType, Element, HostEngine, HostEngineOptions, Place, ReduceOp,
 };
 
 const AUTO: AllReduceAlgorithm = AllReduceAlgorithm::Auto;
@@ -169,10 +169,10 @@ fn a_refused_argument_on_one_rank_is_reported_to_all() {
 
 #[test]
 fn options_that_differ_are_named() {
-    let heap = Heap::new(2, 1, 0, &HostOptions::default());
+    let heap = Heap::new(2, 1, 0, &HostEngineOptions::default());
     heap.ranks(|rank| {
         let scratch_bytes = if rank == 0 { 4096 } else { 8192 };
-        let options = HostOptions { scratch_bytes, ..HostOptions::default() };
+        let options = HostEngineOptions { scratch_bytes, ..HostEngineOptions::default() };
         let error = heap.engine(rank, 0, options).barrier().unwrap_err();
         assert!(error.is_diverged() && error.to_string().contains("different options"), "{error}");
     });
@@ -187,8 +187,8 @@ fn what_does_not_fit_is_refused_when_built() {
         unsafe { HostEngine::new(layout, offset, bytes, options) }.unwrap_err()
     };
     let fits = HostEngine::control_bytes(2, &small_scratch()).unwrap();
-    let zero_epoch = HostOptions { first_epoch: 0, ..small_scratch() };
-    let odd_scratch = HostOptions { scratch_bytes: 100, ..small_scratch() };
+    let zero_epoch = HostEngineOptions { first_epoch: 0, ..small_scratch() };
+    let odd_scratch = HostEngineOptions { scratch_bytes: 100, ..small_scratch() };
     let beyond = symmpool_allocator::HeapLayout { rank: 2, ..layout };
     for error in [
         try_new(layout, 0, fits - 1, small_scratch()),

@@ -5,7 +5,7 @@ use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::{Oracle, bits, input, reduced};
 use half::{bf16, f16};
 use symmpool_collectives::{
-    AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
+    AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostEngineOptions, ReduceOp,
 };
 
 const COUNTS: [usize; 7] = [0, 1, 3, 17, 1023, 4096 + 5, 20_011];
@@ -118,9 +118,9 @@ fn all_reduce_of_5_ranks() {
 #[test]
 fn all_reduce_with_default_scratch_crosses_every_automatic_threshold() {
     for world in [2, 3] {
-        let heap = Heap::new(world, 1, 16 << 20, &HostOptions::default());
+        let heap = Heap::new(world, 1, 16 << 20, &HostEngineOptions::default());
         heap.ranks(|rank| {
-            let mut engine = heap.engine(rank, 0, HostOptions::default());
+            let mut engine = heap.engine(rank, 0, HostEngineOptions::default());
             for (seed, count) in (0..).zip([256, 8 << 10, 100_003, 600_000]) {
                 let expected = reduced::<f32>(seed, world, count, ReduceOp::Sum);
                 for window in [true, false] {
@@ -147,9 +147,9 @@ fn all_reduce_with_default_scratch_crosses_every_automatic_threshold() {
 fn a_large_sum_into_other_windows_takes_the_streaming_path() {
     // The reduction goes through tiles, of which the last one is not full.
     const COUNT: usize = (2 << 20) + 5;
-    let heap = Heap::new(2, 1, 36 << 20, &HostOptions::default());
+    let heap = Heap::new(2, 1, 36 << 20, &HostEngineOptions::default());
     heap.ranks(|rank| {
-        let mut engine = heap.engine(rank, 0, HostOptions::default());
+        let mut engine = heap.engine(rank, 0, HostEngineOptions::default());
         let from = Buffer::window(&heap, rank, 8, COUNT * 8);
         let to = Buffer::window(&heap, rank, (18 << 20) + 8, COUNT * 8 + 64);
         let sent = input::<f64>(7, rank, COUNT);
@@ -273,7 +273,7 @@ fn all_to_all<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
 #[test]
 fn windows_of_more_ranks_than_scratch_has_room_for() {
     // 256 bytes are less than 16 bytes for each of 17 ranks.
-    let options = || HostOptions { scratch_bytes: 256, ..HostOptions::default() };
+    let options = || HostEngineOptions { scratch_bytes: 256, ..HostEngineOptions::default() };
     const WORLD: u32 = 17;
     const COUNT: usize = 5;
     let heap = Heap::new(WORLD, 1, 1 << 16, &options());

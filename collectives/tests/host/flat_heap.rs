@@ -8,7 +8,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect, munmap};
 use symmpool_allocator::HeapLayout;
 use symmpool_allocator::topology::Topology;
-use symmpool_collectives::{Element, HostEngine, HostOptions, Place};
+use symmpool_collectives::{Element, HostEngine, HostEngineOptions, Place};
 
 /// Memory with the layout of a heap: `world` slots, each with control blocks and bytes for windows.
 pub(crate) struct Heap {
@@ -35,7 +35,12 @@ unsafe impl Sync for Heap {}
 
 impl Heap {
     /// A heap whose slots have `blocks` control blocks for `options`, then `window_bytes` for windows.
-    pub(crate) fn new(world: u32, blocks: u64, window_bytes: u64, options: &HostOptions) -> Self {
+    pub(crate) fn new(
+        world: u32,
+        blocks: u64,
+        window_bytes: u64,
+        options: &HostEngineOptions,
+    ) -> Self {
         let control = HostEngine::control_bytes(world, options).unwrap();
         let windows = blocks * control;
         let stride = (windows + window_bytes).next_multiple_of(4096);
@@ -54,7 +59,7 @@ impl Heap {
         links: &Topology,
         ranks: Range<u32>,
         window_bytes: u64,
-        options: &HostOptions,
+        options: &HostEngineOptions,
         memory: &File,
     ) -> Self {
         let world = links.world();
@@ -97,7 +102,7 @@ impl Heap {
     }
 
     /// The engine of `rank` on control block `block`.
-    pub(crate) fn engine(&self, rank: u32, block: u64, options: HostOptions) -> HostEngine {
+    pub(crate) fn engine(&self, rank: u32, block: u64, options: HostEngineOptions) -> HostEngine {
         let bytes = HostEngine::control_bytes(self.world, &options).unwrap();
         let offset = self.control + block * bytes;
         // SAFETY: the whole heap is mapped and zeroed, and outlives the engines of a test; every control block is used
@@ -142,8 +147,8 @@ pub(crate) fn memory() -> File {
 }
 
 /// Options with little scratch, so that even small data goes through it in pieces.
-pub(crate) fn small_scratch() -> HostOptions {
-    HostOptions { scratch_bytes: 4096, ..HostOptions::default() }
+pub(crate) fn small_scratch() -> HostEngineOptions {
+    HostEngineOptions { scratch_bytes: 4096, ..HostEngineOptions::default() }
 }
 
 /// A buffer of one rank: in its window or in its own memory.

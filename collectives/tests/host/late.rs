@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 use symmpool_allocator::Error;
-use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostOptions, ReduceOp};
+use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostEngineOptions, ReduceOp};
 
 #[test]
 fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
@@ -15,7 +15,7 @@ fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
     let began = Instant::now();
     let errors = heap.ranks(|rank| -> Option<[Error; 2]> {
         let timeout = Duration::from_millis(if rank == 0 { 300 } else { 60_000 });
-        let mut engine = heap.engine(rank, 0, HostOptions { timeout, ..small_scratch() });
+        let mut engine = heap.engine(rank, 0, HostEngineOptions { timeout, ..small_scratch() });
         engine.barrier().unwrap();
         if rank == 2 {
             return None;
@@ -40,7 +40,7 @@ fn a_late_rank_notices_the_abort() {
     let heap = Heap::new(2, 1, 0, &small_scratch());
     let mut late = heap.engine(1, 0, small_scratch());
     let timeout = Duration::from_millis(100);
-    let mut first = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
+    let mut first = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
     let mut data = vec![1.0f32; 5000];
     assert!(first.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap_err().is_timeout());
     let error = late.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap_err();
@@ -58,7 +58,7 @@ fn a_late_rank_writes_no_share_of_what_one_that_gave_up_receives() {
     let heap = Heap::new(2, 1, 16 * count as u64, &small_scratch());
     let mut late = heap.engine(1, 0, small_scratch());
     let timeout = Duration::from_millis(100);
-    let mut first = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
+    let mut first = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
     let exchange = |engine: &mut HostEngine, rank: u32| {
         let from = Buffer::window(&heap, rank, 0, 4 * count);
         let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
@@ -115,7 +115,7 @@ fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives(
         let timeout = Duration::from_millis(if rank == 0 { 300 } else { 60_000 });
         let peer_alive = Some(Box::new(peer_alive) as _);
         let mut engine =
-            heap.engine(rank, 0, HostOptions { timeout, peer_alive, ..small_scratch() });
+            heap.engine(rank, 0, HostEngineOptions { timeout, peer_alive, ..small_scratch() });
         let from = match rank {
             2 => Buffer::plain(4 * pieces, 0),
             _ => Buffer::window(&heap, rank, 0, 4 * count),
@@ -149,7 +149,7 @@ fn a_late_rank_leaves_the_windows_of_one_that_gave_up_alone() {
         let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
         let mut late = heap.engine(1, 0, small_scratch());
         let timeout = Duration::from_millis(100);
-        let mut first = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
+        let mut first = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
         let windows = [0, 1].map(|rank| Buffer::window(&heap, rank, 0, count * 4));
         let reduce = |engine: &mut HostEngine, rank: usize| {
             let place = windows[rank].place;
@@ -175,7 +175,7 @@ fn a_dead_peer_is_found_long_before_the_deadline() {
             return None;
         }
         let peer_alive: Box<dyn Fn(u32) -> bool + Send> = Box::new(|peer| peer != 1);
-        let options = HostOptions { peer_alive: Some(peer_alive), ..small_scratch() };
+        let options = HostEngineOptions { peer_alive: Some(peer_alive), ..small_scratch() };
         Some(heap.engine(rank, 0, options).barrier().unwrap_err())
     });
     assert!(began.elapsed() < Duration::from_secs(20));

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use symmpool_allocator::Error;
 use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
 use symmpool_collectives::{
-    AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
+    AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostEngineOptions, ReduceOp,
 };
 
 use crate::flat_heap::{Buffer, Heap, memory, small_scratch};
@@ -47,8 +47,8 @@ fn cube_mesh() -> Topology {
 /// An order in which rank 0's group is 0, 2, 5, 7, so that the groups are interleaved.
 const INTERLEAVED: [u32; 8] = [0, 4, 1, 6, 5, 2, 7, 3];
 
-fn with_links(links: &Topology, scratch_bytes: u64) -> HostOptions {
-    HostOptions { links: Some(links.clone()), scratch_bytes, ..HostOptions::default() }
+fn with_links(links: &Topology, scratch_bytes: u64) -> HostEngineOptions {
+    HostEngineOptions { links: Some(links.clone()), scratch_bytes, ..HostEngineOptions::default() }
 }
 
 /// One all-reduce.
@@ -330,7 +330,7 @@ fn eight_processes_reduce_over_their_links() {
 /// Runs two small sums on eight ranks, with options and a count for each rank. Returns the two errors of the first
 /// rank, then those of the next one, and so on.
 fn sums(
-    options: impl Fn(u32) -> HostOptions + Sync,
+    options: impl Fn(u32) -> HostEngineOptions + Sync,
     count: impl Fn(u32) -> usize + Sync,
 ) -> Vec<Error> {
     let heap = Heap::new(8, 1, ROOM, &options(0));

@@ -2,13 +2,13 @@
 
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::{Oracle, bits, input, noise, reduced};
-use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostOptions, ReduceOp};
+use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostEngineOptions, ReduceOp};
 
 #[test]
 fn epochs_wrap_unnoticed() {
     // S2: the low half of the handshake word passes zero; the number of steps is far from the epoch's value.
     for first_epoch in [(1 << 32) - 3, (1 << 32) - 2, u64::MAX >> 1] {
-        let options = || HostOptions { first_epoch, ..small_scratch() };
+        let options = || HostEngineOptions { first_epoch, ..small_scratch() };
         let heap = Heap::new(3, 1, 1 << 16, &options());
         heap.ranks(|rank| {
             let mut engine = heap.engine(rank, 0, options());

@@ -11,7 +11,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 use symmpool_allocator::HeapLayout;
 
 use crate::flat_heap::memory;
-use symmpool_collectives::{HostEngine, HostOptions, ReduceOp};
+use symmpool_collectives::{HostEngine, HostEngineOptions, ReduceOp};
 
 const WORLD: u32 = 3;
 const STRIDE: u64 = 8 << 20;
@@ -93,7 +93,7 @@ fn engine(watchful: bool) -> HostEngine {
     let base = unsafe { mmap(std::ptr::null_mut(), bytes, access, shared, &memory, 0) }.unwrap();
     let layout = HeapLayout { base: base as u64, stride: STRIDE, rank, world: WORLD };
     pid(&layout, rank).store(u64::from(std::process::id()), Ordering::Release);
-    let mut options = HostOptions::default();
+    let mut options = HostEngineOptions::default();
     if watchful {
         options.peer_alive = Some(Box::new(move |peer| {
             let process = pid(&layout, peer).load(Ordering::Acquire);

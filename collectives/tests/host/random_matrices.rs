@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::input;
 use proptest::prelude::*;
-use symmpool_collectives::{Element, HostOptions};
+use symmpool_collectives::{Element, HostEngineOptions};
 
 /// Counts of which many are zero, most small and some large enough for the direct path.
 fn count() -> impl Strategy<Value = usize> {
@@ -19,7 +19,7 @@ fn matrix() -> impl Strategy<Value = Vec<Vec<usize>>> {
 }
 
 /// `windows` has a bit for each rank's input, and one for each output after them.
-fn check(matrix: &[Vec<usize>], windows: u16, options: fn() -> HostOptions) {
+fn check(matrix: &[Vec<usize>], windows: u16, options: fn() -> HostEngineOptions) {
     let world = matrix.len();
     let longest = |row: &Vec<usize>| row.iter().sum::<usize>();
     let sent = matrix.iter().map(longest).max().unwrap_or(0);
@@ -72,7 +72,7 @@ proptest! {
 
     #[test]
     fn any_matrix_arrives_whole_with_default_scratch(matrix in matrix(), windows: u16) {
-        check(&matrix, windows, HostOptions::default);
+        check(&matrix, windows, HostEngineOptions::default);
     }
 }
 
@@ -83,7 +83,7 @@ fn what_all_send_to_one_arrives_whole_whichever_rank_writes_it() {
     for count in [15_001, 400_000] {
         let matrix: Vec<Vec<usize>> = (0..4).map(|rank| vec![count + rank, 3, 0, rank]).collect();
         for windows in [0xff, 0xef, 0xfb] {
-            check(&matrix, windows, HostOptions::default);
+            check(&matrix, windows, HostEngineOptions::default);
         }
     }
 }
@@ -147,9 +147,9 @@ fn counts_that_disagree_are_an_error_before_a_sender_writes() {
 #[test]
 fn a_large_direct_exchange_takes_the_streaming_path() {
     let count = 3 << 20;
-    let heap = Heap::new(2, 1, 64 << 20, &HostOptions::default());
+    let heap = Heap::new(2, 1, 64 << 20, &HostEngineOptions::default());
     heap.ranks(|rank| {
-        let mut engine = heap.engine(rank, 0, HostOptions::default());
+        let mut engine = heap.engine(rank, 0, HostEngineOptions::default());
         let from = Buffer::window(&heap, rank, 4, 2 * count * 4);
         let to = Buffer::window(&heap, rank, (32 << 20) + 4, 2 * count * 4);
         from.write(&input::<i32>(6, rank, 2 * count));

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use crate::flat_heap::{Buffer, Heap, small_scratch};
-use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostOptions, Place, ReduceOp};
+use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostEngineOptions, Place, ReduceOp};
 
 #[test]
 fn wrong_numbers_of_counts_on_one_rank_are_an_error_on_all() {
@@ -36,7 +36,7 @@ fn a_rank_that_refuses_a_call_returns_at_once_and_the_next_call_names_a_missing_
     // S5: its peers learn of the refusal as of any call.
     let heap = Heap::new(2, 1, 0, &small_scratch());
     let timeout = Duration::from_millis(300);
-    let mut engine = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
+    let mut engine = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
     let began = Instant::now();
     for _ in 0..3 {
         let error = engine.broadcast_slice(&mut [0_u8], 2).unwrap_err();
@@ -118,7 +118,7 @@ fn all_to_alls_of_ranks_with_different_options_are_errors() {
     let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let all_to_all = [AllToAllAlgorithm::Lamport, AllToAllAlgorithm::Direct][rank as usize];
-        let mut engine = heap.engine(rank, 0, HostOptions { all_to_all, ..small_scratch() });
+        let mut engine = heap.engine(rank, 0, HostEngineOptions { all_to_all, ..small_scratch() });
         let from = Buffer::window(&heap, rank, 0, 8);
         let to = Buffer::window(&heap, rank, 64, 8);
         // SAFETY: both windows hold two elements and are this rank's.

@@ -7,7 +7,9 @@ use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::{input, noise};
 use proptest::prelude::*;
 use symmpool_allocator::Error;
-use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostOptions, SplitRows, SplitsAt};
+use symmpool_collectives::{
+    AllToAllAlgorithm, DType, Element, HostEngineOptions, SplitRows, SplitsAt,
+};
 
 /// Counts of which many are zero, most are small, and some are large enough for every path that data can take.
 fn count() -> impl Strategy<Value = usize> {
@@ -30,7 +32,7 @@ fn check(
     all_to_all: AllToAllAlgorithm,
 ) {
     let world = matrix.len();
-    let options = || HostOptions { all_to_all, ..small_scratch() };
+    let options = || HostEngineOptions { all_to_all, ..small_scratch() };
     let room = 5 * 3100 * 4 * row;
     let heap = Heap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
     let received = |rank: usize| matrix.iter().map(|sends| sends[rank]).sum::<usize>();

@@ -515,8 +515,7 @@ pub unsafe extern "C" fn symmpool_dispatch(
     // SAFETY: the caller promised that `dispatch` is NULL or can be read.
     let arguments = |_: &Buffer| unsafe { read(dispatch, "dispatch") }?.parse();
     call(experts, stream, arguments, |buffer, dispatch, stream| {
-        // SAFETY: the caller promised that `dispatch` names memory of its lengths until the work is done, and that
-        // `handle` has the bytes of a handle, which a dispatch of this buffer wrote if `known`.
+        // SAFETY: the caller promised memory of these lengths, and where `known` a handle of this buffer, until the end.
         unsafe { buffer.dispatch_at(handle.cast(), &dispatch, stream) }
     })
 }
@@ -551,8 +550,7 @@ pub unsafe extern "C" fn symmpool_dispatch_exact(
         Ok((dispatch, sizes))
     };
     call(experts, stream, arguments, |buffer, (dispatch, sizes), stream| {
-        // SAFETY: the caller promised that `dispatch` names memory of its lengths until the work is done, and that
-        // `handle` has the bytes of a handle.
+        // SAFETY: the caller promised memory of these lengths until the work is done, and a handle's bytes at `handle`.
         let found = unsafe { buffer.dispatch_exact_at(handle.cast(), &dispatch, stream) }?;
         sizes.put(DispatchSizes { rows: found.rows, rows_by_expert: found.rows_by_expert });
         if !expert_counts.is_null() {
@@ -583,8 +581,7 @@ pub unsafe extern "C" fn symmpool_combine(
         // SAFETY: the caller promised that `combine` is NULL or can be read.
         |buffer: &Buffer| unsafe { read(combine, "combine") }?.parse(&buffer.shape());
     call(experts, stream, arguments, |buffer, combine, stream| {
-        // SAFETY: the caller promised that a dispatch of this buffer wrote `handle` for this layout and number of
-        // tokens, and that the input has all rows that were received then.
+        // SAFETY: the caller promised that a dispatch of this buffer wrote `handle`, and that the input has its rows.
         unsafe { buffer.combine_at(handle.cast(), &combine, stream) }
     })
 }

@@ -18,7 +18,7 @@ use std::cell::Cell;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use symmpool_allocator::{Driver, Error, Maker, Result};
+use symmpool_allocator::{Driver, Error, ProcessId, Result};
 
 pub use device::{Device, MempoolId, ProcessStats};
 
@@ -46,9 +46,9 @@ fn device(ordinal: i32) -> Result<&'static Device> {
     })?;
     if slot.get().is_none() {
         // Another thread of a process that this one was forked from may have been about to make it: then nobody ends that.
-        let here = Maker::here();
+        let here = ProcessId::here();
         let first = MAKER.compare_exchange(0, here.to_bits(), Ordering::AcqRel, Ordering::Acquire);
-        Maker::from_bits(first.err().unwrap_or(here.to_bits()))
+        ProcessId::from_bits(first.err().unwrap_or(here.to_bits()))
             .check("the allocator of devices")?;
     }
     let made = slot.get_or_init(|| Device::new(Driver::cuda(ordinal as u32)?, None));

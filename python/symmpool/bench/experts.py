@@ -169,8 +169,7 @@ def run(options, arguments):
         for kind in options.routing
         for tokens in options.tokens
         # Low-latency calls are measured on GPUs alone.
-        if case not in expert_low_latency.CASES
-        or (ranks.on_cuda and tokens <= expert_low_latency.MAX_TOKENS)
+        if case not in expert_low_latency.CASES or (ranks.on_cuda and tokens <= expert_low_latency.MAX_TOKENS)
     ]
     rows = []
     progress = session.Progress(len(todo) * (options.rounds + 1), ranks.rank == 0)

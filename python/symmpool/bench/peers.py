@@ -229,7 +229,7 @@ class NcclWindow(Distributed):
         self.memory = None
 
 
-class SymmetricMemory(Contender):
+class TorchSymmetricMemory(Contender):
     """An operator of torch's symmetric memory."""
 
     def __init__(self, ranks, dtype, op, count):
@@ -246,7 +246,7 @@ class SymmetricMemory(Contender):
         self.handle = self.buffer = None
 
 
-class OneShot(SymmetricMemory):
+class OneShot(TorchSymmetricMemory):
     """Every rank reads the data of all others, from symmetric memory into ordinary memory."""
 
     name = "one-shot"
@@ -263,7 +263,7 @@ class OneShot(SymmetricMemory):
         return Case(source, out, lambda: run(source, "sum", group, out))
 
 
-class TwoShot(SymmetricMemory):
+class TwoShot(TorchSymmetricMemory):
     """Every rank reduces a part and writes it to all others, in place in symmetric memory."""
 
     name = "two-shot"

@@ -30,7 +30,7 @@ from symmpool.collectives.layout import (
     row,
 )
 from symmpool.collectives.reduce_op import NATIVE
-from symmpool.collectives.reductions import REDUCED, Op, Reduction, reduction
+from symmpool.collectives.reductions import REDUCED, Op, ReductionPlan, reduction
 from symmpool.errors import InvalidArgumentError
 
 __all__ = ["Plan", "check_lists"]
@@ -90,7 +90,9 @@ def all_reduce_coalesced(tensors: list[torch.Tensor], op: Op, world: int) -> Pla
     return (call, tuple(tensors), prepare, tensors)
 
 
-def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Tensor, keeps: bool) -> Plan:
+def _encoded(
+    tensor: torch.Tensor, made: ReductionPlan, world: int, target: torch.Tensor, keeps: bool
+) -> Plan:
     """An all-reduce of encoded elements. Only a rank that `keeps` the result has it in `target`."""
     check_source(tensor)
     if keeps:
@@ -110,7 +112,9 @@ def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Te
     return (call, (tensor, target), prepare, [target])
 
 
-def _decoded(target: torch.Tensor, made: Reduction, total: Callable[[], torch.Tensor]) -> Callable[[], None]:
+def _decoded(
+    target: torch.Tensor, made: ReductionPlan, total: Callable[[], torch.Tensor]
+) -> Callable[[], None]:
     """Returns the function that decodes the reduced elements into `target`."""
 
     def finish() -> None:
@@ -186,7 +190,7 @@ def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, wor
 
 
 def _scattered(
-    output: torch.Tensor, whole: Callable[[], torch.Tensor], made: Reduction | None, op: Op, world: int
+    output: torch.Tensor, whole: Callable[[], torch.Tensor], made: ReductionPlan | None, op: Op, world: int
 ) -> tuple[str, Prepare]:
     """A reduce-scatter of what `whole` gives: the name of the call, and its preparation."""
     if made is None:

@@ -19,7 +19,7 @@ from symmpool.collectives.layout import plain, row
 from symmpool.collectives.reduce_op import BITWISE, NATIVE
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["REDUCED", "Op", "Premultiplied", "Reduction", "operation", "reduction"]
+__all__ = ["REDUCED", "Op", "Premultiplied", "ReductionPlan", "operation", "reduction"]
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -71,7 +71,7 @@ def _premultiplied(op: Any) -> Op | None:
     return "sum" if isinstance(state[1], float) and state[1] == 1 else Premultiplied(state[1])
 
 
-class Reduction(NamedTuple):
+class ReductionPlan(NamedTuple):
     """A reduction made of what communicators have. `encode` makes a row of elements, `decode` undoes it."""
 
     #: What the encoded elements are reduced by; None where ranks gather them and `combine`.
@@ -82,7 +82,7 @@ class Reduction(NamedTuple):
     combine: Convert | None = None
 
 
-def reduction(op: Op, dtype: torch.dtype) -> Reduction | None:
+def reduction(op: Op, dtype: torch.dtype) -> ReductionPlan | None:
     """How elements of a type are reduced by an operation. None where a communicator does so itself. Raises
     InvalidArgumentError where nobody does."""
     if isinstance(op, Premultiplied):
@@ -100,7 +100,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _multiplied(factor: Any, dtype: torch.dtype) -> Reduction:
+def _multiplied(factor: Any, dtype: torch.dtype) -> ReductionPlan:
     """A sum of inputs times a factor, which is multiplied in the elements' own type, as in NCCL."""
     if dtype not in _MULTIPLIED:
         raise InvalidArgumentError(
@@ -117,46 +117,46 @@ def _multiplied(factor: Any, dtype: torch.dtype) -> Reduction:
         by = factor.detach().reshape(()).to(values) if isinstance(factor, torch.Tensor) else factor
         return values * by
 
-    return Reduction("sum", encode, _as_complex if dtype.is_complex else _same)
+    return ReductionPlan("sum", encode, _as_complex if dtype.is_complex else _same)
 
 
-def _arithmetic(op: str, dtype: torch.dtype) -> Reduction | None:
+def _arithmetic(op: str, dtype: torch.dtype) -> ReductionPlan | None:
     if dtype == torch.bool:
         ours = {"sum": "max", "max": "max", "prod": "min", "min": "min"}.get(op)
-        return Reduction(ours, _to(torch.uint8), _to(torch.bool)) if ours else None
+        return ReductionPlan(ours, _to(torch.uint8), _to(torch.bool)) if ours else None
     if dtype in (torch.int16, torch.uint16):
-        return Reduction(op, _to(torch.int32), _to(dtype))
+        return ReductionPlan(op, _to(torch.int32), _to(dtype))
     if dtype == torch.uint32:
-        return Reduction(op, _to(torch.int64), _to(dtype))
+        return ReductionPlan(op, _to(torch.int64), _to(dtype))
     if dtype == torch.uint64:
         if op in ("sum", "prod"):
-            return Reduction(op, _as(torch.int64), _as(dtype))
+            return ReductionPlan(op, _as(torch.int64), _as(dtype))
         if op in ("min", "max"):
             # With the highest bit turned over, the order of signed numbers is that of unsigned ones.
-            return Reduction(
+            return ReductionPlan(
                 op, lambda x: _turned(_as(torch.int64)(x)), lambda x: _turned(x).view(torch.uint64)
             )
         return None
     if dtype.is_complex:
         if op in ("sum", "avg"):
-            return Reduction(op, _as_real, _as_complex)
+            return ReductionPlan(op, _as_real, _as_complex)
         if op == "prod":
-            return Reduction(None, row, _same, lambda parts: _in_order(parts, torch.mul))
+            return ReductionPlan(None, row, _same, lambda parts: _in_order(parts, torch.mul))
     return None
 
 
-def _bitwise(op: str, dtype: torch.dtype) -> Reduction | None:
+def _bitwise(op: str, dtype: torch.dtype) -> ReductionPlan | None:
     if dtype == torch.bool:
         if op == "bxor":
             # The number of ranks that have True, of whose bits the lowest counts.
-            return Reduction("sum", _to(torch.uint8), lambda x: (x & 1).to(torch.bool))
-        return Reduction("min" if op == "band" else "max", _to(torch.uint8), _to(torch.bool))
+            return ReductionPlan("sum", _to(torch.uint8), lambda x: (x & 1).to(torch.bool))
+        return ReductionPlan("min" if op == "band" else "max", _to(torch.uint8), _to(torch.bool))
     if dtype.is_floating_point or dtype.is_complex or dtype.itemsize > 8:
         return None
     # torch has bitwise operations of signed integers of each size, and of few unsigned ones.
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     function = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op]
-    return Reduction(None, _as(signed), _as(dtype), lambda parts: _in_order(parts, function))
+    return ReductionPlan(None, _as(signed), _as(dtype), lambda parts: _in_order(parts, function))
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import time
 import weakref
 from typing import Any
 
-from symmpool._symmpool import Bell
+from symmpool._symmpool import CallWakeup
 from symmpool.communicators import forks
 from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import InvalidStateError, TimeoutError
@@ -227,7 +227,7 @@ class _CallQueue:
         # Held by the thread that takes and makes a call, and runs its callbacks. It knows its owner, as a
         # Ctrl-C may come right behind its acquisition.
         self._turn = threading.RLock()
-        self._bell = Bell()
+        self._bell = CallWakeup()
         self._calling = self._given_up = False
         # Whether this is a copy in a forked child, which has no such thread.
         self.is_lost = False

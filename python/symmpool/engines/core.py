@@ -73,7 +73,7 @@ def group_of(group: Any) -> Any:
     return group
 
 
-class Scope:
+class EngineScope:
     """A context manager, in which torch allocates in an engine's pool. It can be used again.
 
     During a capture torch allocates in the graph's own pool, which is suspended inside the scope. The pool
@@ -83,7 +83,7 @@ class Scope:
         self._state, self._graph_pool = state, graph_pool
         self._paused: tuple[int, Any] | None = None
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> EngineScope:
         import torch
 
         if not torch.cuda.is_current_stream_capturing():

@@ -16,7 +16,7 @@ import traceback
 from typing import Any
 
 from symmpool.engines import CustomAllreduce, core
-from symmpool.engines.core import EnginePool, Scope
+from symmpool.engines.core import EnginePool, EngineScope
 from symmpool.engines.custom_allreduce_v2 import derived, is_derived
 from symmpool.errors import InvalidStateError, UnsupportedError
 
@@ -174,12 +174,12 @@ class SymmetricMemoryContext:
     def __init__(self, group_coordinator: Any):
         self.group_coordinator = group_coordinator
         self.group_name = group_coordinator.unique_name
-        self._scope: Scope | None = None
+        self._scope: EngineScope | None = None
         self._before: SymmetricMemoryContext | None = None
 
     def __enter__(self) -> SymmetricMemoryContext:
         with _waiting_for(self.group_name):
-            scope = Scope(_state(self.group_coordinator), lambda: _graph_pool_id[0])
+            scope = EngineScope(_state(self.group_coordinator), lambda: _graph_pool_id[0])
             scope.__enter__()
         self._scope, self._before, _active[0] = scope, _active[0], self
         return self

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from symmpool.engines import CustomAllreduce, core
-from symmpool.engines.core import EnginePool, Scope
+from symmpool.engines.core import EnginePool, EngineScope
 
 __all__ = [
     "compile_nccl_allocator",
@@ -121,11 +121,11 @@ class nccl_symm_mem_context:
             or not core.has_cuda()
         )
         self.pynccl_comm = None if self.disabled else pynccl_comm
-        self._scope: Scope | None = None
+        self._scope: EngineScope | None = None
 
     def __enter__(self) -> nccl_symm_mem_context:
         if not self.disabled:
-            self._scope = Scope(_state(self.pynccl_comm), lambda: _graph_pool_id[0])
+            self._scope = EngineScope(_state(self.pynccl_comm), lambda: _graph_pool_id[0])
             self._scope.__enter__()
         return self
 

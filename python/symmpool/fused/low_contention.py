@@ -33,10 +33,10 @@ def _check(name: str, tensor: Any, world: int) -> None:
         )
 
 
-def _call(entry: Any, name: str, tensor: torch.Tensor, *rest: Any) -> pipeline.Call:
+def _call(entry: Any, name: str, tensor: torch.Tensor, *rest: Any) -> pipeline.ProductCall:
     columns = tensor.numel() // max(tensor.shape[0], 1)
     sizes = (tensor.shape[0], min(columns, (1 << 32) - 1), 0)
-    return pipeline.Call(entry, name, tensor, sizes, fingerprint(tuple(tensor.shape), *rest))
+    return pipeline.ProductCall(entry, name, tensor, sizes, fingerprint(tuple(tensor.shape), *rest))
 
 
 def low_contention_all_gather(tensor: torch.Tensor, group: GroupLike) -> torch.Tensor:

@@ -140,7 +140,7 @@ def _gather_matmul(
         scales = scales.contiguous() if kind == "shard" and scales is not None else scales
         rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind, by_tensor_cores)
         sizes = (rows_of(shard.shape), shard.shape[-1], 0)
-        call = pipeline.Call(entry, "fused_all_gather_matmul", shard, sizes, rest)
+        call = pipeline.ProductCall(entry, "fused_all_gather_matmul", shard, sizes, rest)
         is_carried = is_pipelined(shard, world)
         leading = list(front.shape[:-1])
         if in_batches:
@@ -194,7 +194,7 @@ def _scales_of_ranks(kind: str, scales: torch.Tensor | None, world: int) -> list
 
 
 def _gather_columns(
-    call: pipeline.Call,
+    call: pipeline.ProductCall,
     rows: torch.Tensor,
     leading: list[int],
     products: list[Product],

@@ -190,7 +190,7 @@ def _matmul_scatter(
             lefts = [left.reshape(rows_of(left.shape), left.shape[-1]) for left in lefts]
         rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores, by_parts)
         sizes = (rows_of(whole), 0, whole[-1])
-        call = pipeline.Call(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
+        call = pipeline.ProductCall(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
     if in_batches:
         return tensor_cores.multiply_scatter(call, lefts, scales, products, dtype, reduce_op).view(part)
     if by_tensor_cores:

@@ -86,7 +86,7 @@ def matmul_all_reduce(
         part = rows.shape[0] // world
         by_tensor_cores = tensor_cores.serves_sum(entry, [A], None, [product], part, A.dtype)
         rest = fingerprint(shape, reduce_op, by_tensor_cores)
-        call = pipeline.Call(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
+        call = pipeline.ProductCall(entry, name, A, (rows.shape[0], 0, B.shape[1]), rest)
         parts = [] if by_tensor_cores else list(parts_of(rows, None, product, world, False))
         batch = [rows[None]]
     if by_tensor_cores:
@@ -96,7 +96,7 @@ def matmul_all_reduce(
     with entry.preparing():
         found = share.new_empty((world, *share.shape))
         sizes = (share.shape[0], share.shape[1], 0)
-        gather = pipeline.Call(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
+        gather = pipeline.ProductCall(entry, "_low_contention_all_gather", share, sizes, fingerprint(shape))
     pipeline.pull_all(gather, [share] * world, found)
     return found.view(shape)
 

@@ -20,7 +20,7 @@ from symmpool.communicators.work import reason_of
 from symmpool.fused import workspace
 from symmpool.fused.products import DTYPES, Product
 
-__all__ = ["Call", "gather_multiply", "multiply_scatter", "pull_all"]
+__all__ = ["ProductCall", "gather_multiply", "multiply_scatter", "pull_all"]
 
 # A product of fewer elements leaves SMs idle, so it is not divided: a wave of tiles of 128 x 256 on 128 SMs.
 _WAVE = 128 * 128 * 256
@@ -37,7 +37,7 @@ def _end_watching_at_exit() -> None:
     atexit.register(_end_watching)
 
 
-class Call:
+class ProductCall:
     """A fused product on a communicator: what it is called, and what ranks compare."""
 
     def __init__(self, entry: Any, name: str, left: torch.Tensor, sizes: tuple[int, int, int], rest: int):
@@ -93,7 +93,7 @@ def _or_fail(product: Callable[..., Any]) -> Callable[..., Any]:
     communicator: peers wait for data that does not come, and this rank's next call must not stand for it."""
 
     @functools.wraps(product)
-    def made(call: Call, *arguments: Any) -> Any:
+    def made(call: ProductCall, *arguments: Any) -> Any:
         try:
             found = product(call, *arguments)
         except BaseException as error:
@@ -123,7 +123,7 @@ def _aligned(bytes: int) -> int:
 @workspace.in_turn
 @_or_fail
 def gather_multiply(
-    call: Call,
+    call: ProductCall,
     rows: torch.Tensor,
     scales: torch.Tensor | None,
     multiply: Any,
@@ -177,7 +177,7 @@ def gather_multiply(
     call.entry.extend_order()
 
 
-def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
+def _steps_of(call: ProductCall, rows: int, columns: int, product: Product) -> int:
     """Into how many steps a rank's rows are divided."""
     if call.world != 2:
         return 1
@@ -192,7 +192,7 @@ def _steps_of(call: Call, rows: int, columns: int, product: Product) -> int:
 @workspace.in_turn
 @_or_fail
 def multiply_scatter(
-    call: Call,
+    call: ProductCall,
     parts: list[tuple[torch.Tensor, torch.Tensor | None, Product]],
     dtype: torch.dtype,
     reduce_op: str,
@@ -272,7 +272,7 @@ def multiply_scatter(
 
 @workspace.in_turn
 @_or_fail
-def pull_all(call: Call, parts: list[torch.Tensor], found: torch.Tensor) -> None:
+def pull_all(call: ProductCall, parts: list[torch.Tensor], found: torch.Tensor) -> None:
     """Part `r` of each rank goes to rank `r`, where it becomes part `rank` of `found`, by copy engines;
     parts are of one size. Where all parts are one tensor, that is gathered."""
     rank = call.rank

@@ -24,7 +24,7 @@ from symmpool._symmpool import (
     _multiply_scatter,
 )
 from symmpool.fused import workspace
-from symmpool.fused.pipeline import Call
+from symmpool.fused.pipeline import ProductCall
 from symmpool.fused.products import DTYPES, Product
 
 __all__ = [
@@ -196,7 +196,7 @@ class _Memory:
     """Memory of a call: what data travels through and what flags are in, both at one place of the pool on all
     ranks, and for sums of the kernel."""
 
-    def __init__(self, call: Call, bytes: int, scratch: int, control: int) -> None:
+    def __init__(self, call: ProductCall, bytes: int, scratch: int, control: int) -> None:
         begin = _whole(bytes, 1)
         address = call.reserve(begin + scratch, control).data_ptr()
         self.places = (address, workspace.control_of(call.entry).data_ptr())
@@ -220,7 +220,7 @@ class _Scales:
 
 @workspace.in_turn
 def gather_multiply(
-    call: Call,
+    call: ProductCall,
     rows: torch.Tensor,
     batches: int,
     scale: torch.Tensor | None,
@@ -265,7 +265,7 @@ def gather_multiply(
 
 @workspace.in_turn
 def multiply_scatter(
-    call: Call,
+    call: ProductCall,
     lefts: Sequence[torch.Tensor],
     scale: torch.Tensor | None,
     products: Sequence[Product],

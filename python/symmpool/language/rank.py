@@ -103,7 +103,7 @@ class Scratch(Buffer):
     __slots__ = ()
 
 
-class Side:
+class NamedRank:
     """Buffers that a program can name of a rank, its own or a peer."""
 
     __slots__ = ("_rank", "_tracer")
@@ -127,7 +127,7 @@ class Side:
         return self._tracer.buffer(self.rank, "output")
 
 
-class Peer(Side):
+class Peer(NamedRank):
     """Another rank, as this rank's program sees it."""
 
     __slots__ = ()
@@ -142,7 +142,7 @@ class Peer(Side):
         return f"Peer({self.rank})"
 
 
-class Rank(Side):
+class Rank(NamedRank):
     """One rank: its buffers, its peers, and what it does. A program is a function of it."""
 
     __slots__ = ()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from symmpool.plugins.report import Report
+from symmpool.plugins.report import ServiceReport
 from symmpool.plugins.versions import ENGINES, installed
 
 __all__ = ["put_in_place"]
 
 
-def put_in_place(report: Report, managers: str) -> None:
+def put_in_place(report: ServiceReport, managers: str) -> None:
     """`import deep_ep` finds ours, unless DeepEP itself is installed. `managers` are the engine's settings
     that need it."""
     ours = getattr(sys.modules.get("deep_ep"), "__name__", "") == "symmpool.deep_ep"

@@ -14,8 +14,8 @@ import os
 
 from symmpool._symmpool import version as own_version
 from symmpool.errors import InvalidArgumentError
-from symmpool.plugins.report import VARIABLE, Report
-from symmpool.plugins.versions import ENGINES, Engine
+from symmpool.plugins.report import VARIABLE, ServiceReport
+from symmpool.plugins.versions import ENGINES, EngineVersions
 
 __all__ = ["mode", "sglang", "vllm"]
 
@@ -47,7 +47,7 @@ def sglang() -> None:
     _begin(ENGINES["sglang"], "sglang", "symmpool.plugins.sglang", "sglang.srt.plugins.symmpool")
 
 
-def _begin(engine: Engine, package: str, plugin: str, log: str) -> None:
+def _begin(engine: EngineVersions, package: str, plugin: str, log: str) -> None:
     """Puts in place what serves an engine, and says so once a process. `log` is a logger of the engine's, as
     the engine shows no others."""
     logger = logging.getLogger(log)
@@ -71,7 +71,7 @@ def _begin(engine: Engine, package: str, plugin: str, log: str) -> None:
             VARIABLE,
         )
         return
-    report: Report = importlib.import_module(plugin).put_in_place()
+    report: ServiceReport = importlib.import_module(plugin).put_in_place()
     remark = problem or engine.remark(version, report.place)
     if remark is not None:
         report.advice.append(f"Beware: {remark}")

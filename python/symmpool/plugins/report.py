@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from symmpool._symmpool import version as own_version
 
-__all__ = ["VARIABLE", "Report"]
+__all__ = ["VARIABLE", "ServiceReport"]
 
 VARIABLE = "SYMMPOOL_ENGINES"
 
 
 @dataclass
-class Report:
+class ServiceReport:
     """Summary of what symmpool serves in an engine's process."""
 
     #: The device that the engine's ranks compute on, in words.

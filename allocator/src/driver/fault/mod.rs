@@ -12,8 +12,8 @@ mod tests;
 use std::fmt;
 use std::sync::Arc;
 
-pub use call::{Call, Counts};
 use call::{Counters, Point};
+pub use call::{Counts, DriverCall};
 pub use plan::{FaultAction, FaultPlan};
 
 use super::{
@@ -106,35 +106,37 @@ unsafe impl DriverWrapper for FaultDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.at(Point::Call(Call::Reserve), |inner| inner.reserve(bytes, align))
+        self.at(Point::DriverCall(DriverCall::Reserve), |inner| inner.reserve(bytes, align))
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.at(Point::Call(Call::Unreserve), |inner| inner.unreserve(reservation))
+        self.at(Point::DriverCall(DriverCall::Unreserve), |inner| inner.unreserve(reservation))
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.at(Point::Call(Call::Create), |inner| inner.create(bytes))
+        self.at(Point::DriverCall(DriverCall::Create), |inner| inner.create(bytes))
     }
 
     fn create_lazily(&self, bytes: u64) -> Result<Physical> {
-        self.at(Point::Call(Call::Create), |inner| inner.create_lazily(bytes))
+        self.at(Point::DriverCall(DriverCall::Create), |inner| inner.create_lazily(bytes))
     }
 
     fn create_sparsely(&self, bytes: u64) -> Result<Physical> {
-        self.at(Point::Call(Call::Create), |inner| inner.create_sparsely(bytes))
+        self.at(Point::DriverCall(DriverCall::Create), |inner| inner.create_sparsely(bytes))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.at(Point::Call(Call::Export), |inner| inner.export(physical))
+        self.at(Point::DriverCall(DriverCall::Export), |inner| inner.export(physical))
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.at(Point::Call(Call::Import), |inner| inner.import(exported, bytes))
+        self.at(Point::DriverCall(DriverCall::Import), |inner| inner.import(exported, bytes))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.at(Point::Call(Call::Map), |inner| inner.map(reservation, offset, physical))
+        self.at(Point::DriverCall(DriverCall::Map), |inner| {
+            inner.map(reservation, offset, physical)
+        })
     }
 
     /// One by one, so that each mapping can fail and is counted.
@@ -159,27 +161,29 @@ unsafe impl DriverWrapper for FaultDriver {
             // returns; they are the inner driver's.
             unsafe { inner.map_again(reservation, offset, from, bytes) }
         };
-        self.at(Point::Call(Call::Map), again)
+        self.at(Point::DriverCall(DriverCall::Map), again)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.at(Point::Call(Call::Unmap), |inner| inner.unmap(reservation, offset, bytes))
+        self.at(Point::DriverCall(DriverCall::Unmap), |inner| {
+            inner.unmap(reservation, offset, bytes)
+        })
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.at(Point::Call(Call::Release), |inner| inner.release(physical))
+        self.at(Point::DriverCall(DriverCall::Release), |inner| inner.release(physical))
     }
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
-        self.at(Point::Call(Call::RecordEvent), |inner| inner.record_event(stream))
+        self.at(Point::DriverCall(DriverCall::RecordEvent), |inner| inner.record_event(stream))
     }
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
-        self.at(Point::Call(Call::WaitEvent), |inner| inner.wait_event(stream, event))
+        self.at(Point::DriverCall(DriverCall::WaitEvent), |inner| inner.wait_event(stream, event))
     }
 
     fn release_event(&self, event: Event) {
-        let point = Point::Call(Call::ReleaseEvent);
+        let point = Point::DriverCall(DriverCall::ReleaseEvent);
         // The call has no way to report a planned failure, and must not be skipped for one.
         let _ = self.before(point, None);
         self.inner.release_event(event);
@@ -187,11 +191,11 @@ unsafe impl DriverWrapper for FaultDriver {
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.at(Point::Call(Call::Synchronize), |inner| inner.synchronize())
+        self.at(Point::DriverCall(DriverCall::Synchronize), |inner| inner.synchronize())
     }
 
     fn synchronize_by(&self, deadline: Deadline) -> Result<()> {
-        let point = Point::Call(Call::Synchronize);
+        let point = Point::DriverCall(DriverCall::Synchronize);
         self.before(point, Some(deadline))?;
         self.inner.synchronize_by(deadline)?;
         self.counters.success(point);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::Step;
-use super::call::{Call, Point};
+use super::call::{DriverCall, Point};
 use crate::{Error, Result};
 
 /// Fault of a rank at a point of its plan. Every fault happens before the inner driver is called.
@@ -58,8 +58,8 @@ impl FaultPlan {
 
     /// Adds a fault at the `nth` such call, counted from 1; 0 means every one.
     #[must_use]
-    pub fn at_call(self, call: Call, nth: u64, action: FaultAction) -> Self {
-        self.at(Point::Call(call), nth, action)
+    pub fn at_call(self, call: DriverCall, nth: u64, action: FaultAction) -> Self {
+        self.at(Point::DriverCall(call), nth, action)
     }
 
     /// Adds a fault when the step is reached for the `nth` time, counted from 1; 0 means every
@@ -98,7 +98,9 @@ impl FaultPlan {
                 .ok_or_else(|| nonsense("expected action@point or action@point:nth".into()))?;
             let (point, nth) = read_place(place).map_err(nonsense)?;
             let action = read_action(action, point).map_err(nonsense)?;
-            if point == Point::Call(Call::ReleaseEvent) && matches!(action, FaultAction::Fail(_)) {
+            if point == Point::DriverCall(DriverCall::ReleaseEvent)
+                && matches!(action, FaultAction::Fail(_))
+            {
                 return Err(nonsense("releasing an event cannot fail".into()));
             }
             Ok(plan.at(point, nth, action))

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::super::{Driver, MemoryDriver, Step, Stream, child};
-use super::call::{Call, Point};
+use super::call::{DriverCall, Point};
 use super::{FaultAction, FaultDriver, FaultPlan};
 use crate::Error;
 
@@ -18,12 +18,12 @@ const SIZE: u64 = 2 << 20;
 #[test]
 fn the_nth_call_fails_and_only_that_one() {
     let out = FaultAction::Fail(Error::out_of_memory("planned"));
-    let driver = sim(FaultPlan::new().at_call(Call::Create, 2, out));
+    let driver = sim(FaultPlan::new().at_call(DriverCall::Create, 2, out));
     let first = driver.create(SIZE).unwrap();
     assert!(driver.create(SIZE).unwrap_err().is_out_of_memory());
     let third = driver.create(SIZE).unwrap();
     let counts = driver.counts();
-    assert_eq!((counts.made(Call::Create), counts.succeeded(Call::Create)), (3, 2));
+    assert_eq!((counts.made(DriverCall::Create), counts.succeeded(DriverCall::Create)), (3, 2));
     assert_eq!(counts.leaks().unwrap(), "segments: 2 taken, 0 given back");
     driver.release(first).unwrap();
     driver.release(third).unwrap();
@@ -61,10 +61,10 @@ fn every_word_of_a_plan_is_understood() {
     let shown = |point, nth| format!("{:?}", plan.actions(point, nth).collect::<Vec<_>>());
     assert_eq!(shown(Point::Step(Step::CommitMap), 1), "[Kill]");
     assert_eq!(shown(Point::Step(Step::CommitMap), 2), "[]");
-    assert!(shown(Point::Call(Call::Create), 3).contains("planned fault at create"));
-    assert_eq!(shown(Point::Call(Call::Map), 1), "[Delay(500ms)]");
+    assert!(shown(Point::DriverCall(DriverCall::Create), 3).contains("planned fault at create"));
+    assert_eq!(shown(Point::DriverCall(DriverCall::Map), 1), "[Delay(500ms)]");
     assert_eq!(shown(Point::Step(Step::HandshakePublish), 2), "[Hang]");
-    assert_eq!(shown(Point::Call(Call::Synchronize), 77), "[Delay(3µs)]");
+    assert_eq!(shown(Point::DriverCall(DriverCall::Synchronize), 77), "[Delay(3µs)]");
     for point in Point::all() {
         let parsed = FaultPlan::parse(&format!("kill@{point}:7")).unwrap();
         assert_eq!(parsed.actions(point, 7).count(), 1, "{point}");
@@ -143,7 +143,7 @@ fn a_killed_rank_dies_at_its_step_without_a_word() {
 #[test]
 fn events_are_given_back_whatever_is_planned() {
     let fail = FaultAction::Fail(Error::refused("planned"));
-    let driver = sim(FaultPlan::new().at_call(Call::ReleaseEvent, 0, fail));
+    let driver = sim(FaultPlan::new().at_call(DriverCall::ReleaseEvent, 0, fail));
     let event = driver.record_event(Stream::DEFAULT).unwrap();
     driver.release_event(event);
     assert_eq!(driver.counts().leaks(), None);

@@ -1,7 +1,7 @@
 //! Simulated memory: addresses, limits, and what is refused.
 
 use super::super::conformance::conformance;
-use super::super::{Call, Driver, FaultDriver, FaultPlan};
+use super::super::{Driver, DriverCall, FaultDriver, FaultPlan};
 use super::*;
 
 const UNIT: u64 = 2 << 20;
@@ -21,7 +21,8 @@ fn conforms_behind_a_fault_driver_and_leaks_nothing() {
     let counts = fault.counts();
     assert_eq!(counts.leaks(), None);
     assert!(
-        counts.succeeded(Call::Import) > 0 && counts.made(Call::Map) > counts.succeeded(Call::Map)
+        counts.succeeded(DriverCall::Import) > 0
+            && counts.made(DriverCall::Map) > counts.succeeded(DriverCall::Map)
     );
 }
 

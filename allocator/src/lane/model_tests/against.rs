@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::log::{Call, Log};
+use super::log::{LaneCall, Log};
 use super::naive::{Naive, Range};
 use super::script::{Op, STREAMS, lane, op, ops};
 use crate::driver::Stream;
-use crate::lane::{BlockKey, BlockState, LaneConfig, LaneState, Request, UNIT};
+use crate::lane::{AllocationRequest, BlockKey, BlockState, LaneConfig, LaneState, UNIT};
 use crate::{Error, Result};
 
 /// Memory at `[from, to)` may be used on other streams only after the work on `stream` that was
@@ -133,7 +133,7 @@ impl Run {
         assert_eq!(self.lane.failure().is_some(), failed, "failures of the driver are kept");
         if result.is_err() {
             assert_eq!(self.snapshot(), before, "an error leaves the lane as it was");
-            let made = self.log.calls[self.began..].iter().any(|c| matches!(c, Call::Grow(_)));
+            let made = self.log.calls[self.began..].iter().any(|c| matches!(c, LaneCall::Grow(_)));
             assert!(!made, "nothing fails after memory was made");
         }
         assert!(result.is_err() || !failed, "failures are not swallowed");
@@ -212,7 +212,8 @@ impl Run {
     fn alloc(&mut self, bytes: u64, align: u64, stream: u64) -> Result<()> {
         let ordinal = self.ordinal(stream);
         let fit = self.naive.lowest_fit(bytes, align, ordinal);
-        let request = Request { bytes, align, stream: Stream::numbered(stream), site: None };
+        let request =
+            AllocationRequest { bytes, align, stream: Stream::numbered(stream), site: None };
         let counter = self.lane.counter();
         let placed = match self.lane.alloc(request, &mut self.log) {
             Ok(placed) => placed,
@@ -268,7 +269,7 @@ impl Run {
             return;
         }
         let grow = self.log.calls[self.began..].iter().find_map(|call| match call {
-            Call::Grow(growth) => Some(growth.clone()),
+            LaneCall::Grow(growth) => Some(growth.clone()),
             _ => None,
         });
         let growth = grow.expect("segments come from the backing");
@@ -309,7 +310,8 @@ impl Run {
     }
 
     fn recorded_in_this_call(&self, on: u64) -> Option<usize> {
-        let record = |call: &Call| matches!(call, Call::Record { stream, .. } if *stream == on);
+        let record =
+            |call: &LaneCall| matches!(call, LaneCall::Record { stream, .. } if *stream == on);
         self.log.calls.iter().rposition(record).filter(|&at| at >= self.began)
     }
 

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::script::{KIB, MIB};
 use crate::driver::Stream;
-use crate::lane::{LaneConfig, LaneState, NoBacking, Request, UNIT, WindowPolicy};
+use crate::lane::{AllocationRequest, LaneConfig, LaneState, NoBacking, UNIT, WindowPolicy};
 
 const GIB: u64 = 1 << 30;
 
@@ -12,7 +12,7 @@ const GIB: u64 = 1 << 30;
 fn segments(config: LaneConfig, blocks: &[u64], granularity: u64) -> Vec<u64> {
     let mut lane = LaneState::new(config, 1 << 40, granularity).unwrap();
     for &bytes in blocks {
-        let request = Request { bytes, align: 1, stream: Stream::DEFAULT, site: None };
+        let request = AllocationRequest { bytes, align: 1, stream: Stream::DEFAULT, site: None };
         lane.alloc(request, &mut NoBacking).unwrap();
     }
     lane.assert_sound();

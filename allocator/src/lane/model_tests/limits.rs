@@ -1,11 +1,11 @@
 //! Bad arguments, stale keys, failures, and regressions.
 
-use super::log::{Call, Log};
+use super::log::{LaneCall, Log};
 use super::script::{KIB, MIB};
 use crate::driver::Stream;
 use crate::lane::{
-    BlockKey, BlockState, LaneConfig, LaneState, MAX_LANE_BYTES, NoBacking, Placed, Request,
-    WindowPolicy,
+    AllocationRequest, BlockKey, BlockState, LaneConfig, LaneState, MAX_LANE_BYTES, NoBacking,
+    Placed, WindowPolicy,
 };
 use crate::{Error, Result};
 
@@ -17,8 +17,8 @@ fn symmetric() -> LaneConfig {
     LaneConfig::symmetric("test")
 }
 
-fn request(bytes: u64, align: u64, stream: u64) -> Request {
-    Request { bytes, align, stream: Stream::numbered(stream), site: None }
+fn request(bytes: u64, align: u64, stream: u64) -> AllocationRequest {
+    AllocationRequest { bytes, align, stream: Stream::numbered(stream), site: None }
 }
 
 fn alloc(lane: &mut LaneState, bytes: u64, stream: u64, log: &mut Log) -> Placed {
@@ -115,9 +115,11 @@ fn any_number_of_streams_is_served_if_they_are_forgotten() {
     );
     // A stream is not used after it was forgotten, and the next one waits for its work.
     for (at, call) in log.calls.iter().enumerate() {
-        let (Call::Record { stream, .. } | Call::Wait { stream, .. }) = *call else { continue };
-        let later = |call: &Call| match *call {
-            Call::Record { stream, .. } | Call::Wait { stream, .. } => stream,
+        let (LaneCall::Record { stream, .. } | LaneCall::Wait { stream, .. }) = *call else {
+            continue;
+        };
+        let later = |call: &LaneCall| match *call {
+            LaneCall::Record { stream, .. } | LaneCall::Wait { stream, .. } => stream,
             _ => 0,
         };
         assert!(log.calls[at..].iter().all(|call| later(call) == 0 || later(call) >= stream));
@@ -208,7 +210,7 @@ fn waits_come_before_growth() {
     lane.mark_agreed();
     let began = log.calls.len();
     assert_eq!(alloc(&mut lane, 64 * MIB, 0, &mut log).offset, 0);
-    assert!(matches!(log.calls[began..], [Call::Wait { stream: 0, .. }, Call::Grow(_)]));
+    assert!(matches!(log.calls[began..], [LaneCall::Wait { stream: 0, .. }, LaneCall::Grow(_)]));
 }
 
 // D4: once a block was waited for, what is left of it is not waited for again.
@@ -217,7 +219,7 @@ fn the_rest_of_a_block_is_not_waited_for_twice() {
     let (mut lane, mut log) = lane_with_a_wait();
     let began = log.calls.len();
     let small = alloc(&mut lane, KIB, 0, &mut log);
-    assert!(matches!(log.calls[began..], [Call::Wait { stream: 0, .. }]));
+    assert!(matches!(log.calls[began..], [LaneCall::Wait { stream: 0, .. }]));
     // A later event on stream 1 concerns another block, so the rest need not wait for it.
     lane.record_stream(small.key, Stream::numbered(1), None).unwrap();
     let other = alloc(&mut lane, KIB, 0, &mut log);
@@ -276,7 +278,8 @@ fn moved_segments_bring_their_waits() {
     let began = log.calls.len();
     let moved = alloc(&mut lane, 40 * MIB, 2, &mut log);
     assert_eq!(moved.offset, 48 * MIB);
-    let [Call::Record { stream: 0, .. }, waits @ .., Call::Grow(growth)] = &log.calls[began..]
+    let [LaneCall::Record { stream: 0, .. }, waits @ .., LaneCall::Grow(growth)] =
+        &log.calls[began..]
     else {
         panic!("{:?}", &log.calls[began..])
     };

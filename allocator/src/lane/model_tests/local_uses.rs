@@ -2,11 +2,11 @@
 
 use proptest::prelude::*;
 
-use super::log::{Call, Log};
+use super::log::{LaneCall, Log};
 use super::ranks::Rank;
 use super::script::{KIB, MIB, STREAMS, lane, ops};
 use crate::driver::Stream;
-use crate::lane::{BlockKey, LaneConfig, LaneState, Request};
+use crate::lane::{AllocationRequest, BlockKey, LaneConfig, LaneState};
 use crate::testing::SplitMix64;
 
 /// The first number of a stream that the lane's sequence does not name.
@@ -68,7 +68,7 @@ proptest! {
                     if fails && random.next().is_multiple_of(8) {
                         log.fail_after = Some((random.next() % 3) as usize);
                     }
-                    let request = Request {
+                    let request = AllocationRequest {
                         bytes: random.next() % (4 * MIB),
                         align: 1,
                         stream: Stream::numbered(stream),
@@ -126,10 +126,10 @@ proptest! {
         }
         // Every event is given back in the end.
         lane.release_events(&mut log);
-        let count = |wanted: fn(&Call) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
+        let count = |wanted: fn(&LaneCall) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
         prop_assert_eq!(
-            count(|call| matches!(call, Call::Record { .. })),
-            count(|call| matches!(call, Call::Release { .. }))
+            count(|call| matches!(call, LaneCall::Record { .. })),
+            count(|call| matches!(call, LaneCall::Release { .. }))
         );
     }
 }
@@ -138,8 +138,12 @@ proptest! {
 fn a_stream_that_is_forgotten_is_not_used_again() {
     let mut log = Log::default();
     let mut lane = LaneState::new(LaneConfig::local("test"), 64 * MIB, 64 * KIB).unwrap();
-    let request =
-        |stream| Request { bytes: 1000, align: 1, stream: Stream::numbered(stream), site: None };
+    let request = |stream| AllocationRequest {
+        bytes: 1000,
+        align: 1,
+        stream: Stream::numbered(stream),
+        site: None,
+    };
     let block = lane.alloc(request(1), &mut log).unwrap();
     lane.note_use(block.key, Stream::numbered(SIDE), &mut log).unwrap();
     lane.forget_stream(Stream::numbered(SIDE), None, &mut log).unwrap();
@@ -156,10 +160,10 @@ fn threads_that_share_the_handle_of_their_own_streams_wait_for_each_other() {
     let mut log = Log::default();
     let mut lane = LaneState::new(LaneConfig::local("test"), 64 * MIB, 64 * KIB).unwrap();
     let own = Stream::PER_THREAD;
-    let request = Request { bytes: 1000, align: 1, stream: own, site: None };
+    let request = AllocationRequest { bytes: 1000, align: 1, stream: own, site: None };
     for round in 0..3 {
         let block = lane.alloc(request, &mut log).unwrap();
-        let waits = |call: &&Call| matches!(call, Call::Wait { stream: 2, .. });
+        let waits = |call: &&LaneCall| matches!(call, LaneCall::Wait { stream: 2, .. });
         assert_eq!(log.calls.iter().filter(waits).count(), round);
         lane.free(block.key, None, &mut log).unwrap();
     }
@@ -171,8 +175,12 @@ fn threads_that_share_the_handle_of_their_own_streams_wait_for_each_other() {
 fn a_reuse_waits_for_what_came_before_a_capture() {
     let mut log = Log::default();
     let mut lane = LaneState::new(LaneConfig::symmetric("test"), 64 * MIB, 64 * KIB).unwrap();
-    let request =
-        |stream| Request { bytes: 1000, align: 1, stream: Stream::numbered(stream), site: None };
+    let request = |stream| AllocationRequest {
+        bytes: 1000,
+        align: 1,
+        stream: Stream::numbered(stream),
+        site: None,
+    };
     let block = lane.alloc(request(1), &mut log).unwrap();
     lane.note_use(block.key, Stream::numbered(SIDE), &mut log).unwrap();
     log.captured = vec![SIDE];
@@ -203,10 +211,11 @@ fn a_reuse_waits_for_what_came_before_a_capture() {
         log.captured.clear();
     }
     lane.release_events(&mut log);
-    let count = |wanted: fn(&Call) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
+    let count =
+        |wanted: fn(&LaneCall) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
     assert_eq!(
-        count(|call| matches!(call, Call::Record { .. })),
-        count(|call| matches!(call, Call::Release { .. }))
+        count(|call| matches!(call, LaneCall::Record { .. })),
+        count(|call| matches!(call, LaneCall::Release { .. }))
     );
 }
 
@@ -215,14 +224,18 @@ fn a_reuse_waits_for_what_came_before_a_capture() {
 fn uses_of_a_thread_keep_one_event() {
     let mut log = Log::default();
     let mut lane = LaneState::new(LaneConfig::local("test"), 64 * MIB, 64 * KIB).unwrap();
-    let request =
-        |stream| Request { bytes: 1000, align: 1, stream: Stream::numbered(stream), site: None };
+    let request = |stream| AllocationRequest {
+        bytes: 1000,
+        align: 1,
+        stream: Stream::numbered(stream),
+        site: None,
+    };
     let block = lane.alloc(request(1), &mut log).unwrap();
     let kept = |log: &Log| {
         let count =
-            |wanted: fn(&Call) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
-        count(|call| matches!(call, Call::Record { .. }))
-            - count(|call| matches!(call, Call::Release { .. }))
+            |wanted: fn(&LaneCall) -> bool| log.calls.iter().filter(|call| wanted(call)).count();
+        count(|call| matches!(call, LaneCall::Record { .. }))
+            - count(|call| matches!(call, LaneCall::Release { .. }))
     };
     for _ in 0..10 {
         lane.note_use(block.key, Stream::PER_THREAD, &mut log).unwrap();
@@ -239,7 +252,7 @@ fn uses_of_a_thread_keep_one_event() {
     lane.free(block.key, None, &mut log).unwrap();
     let since = log.calls.len();
     lane.alloc(request(1), &mut log).unwrap();
-    let waits = log.calls[since..].iter().filter(|call| matches!(call, Call::Wait { .. }));
+    let waits = log.calls[since..].iter().filter(|call| matches!(call, LaneCall::Wait { .. }));
     assert_eq!(waits.count(), 2, "the last event of each thread");
     assert_eq!(kept(&log), 0);
 }

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// One call, in order.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Call {
+pub(super) enum LaneCall {
     Grow(Growth),
     Record { stream: u64, event: u64 },
     Wait { stream: u64, event: u64 },
@@ -16,7 +16,7 @@ pub(super) enum Call {
 /// The log. A lane cannot query events through it: it can only order waits (D4).
 #[derive(Debug, Default)]
 pub(super) struct Log {
-    pub(super) calls: Vec<Call>,
+    pub(super) calls: Vec<LaneCall>,
     /// How many calls succeed before one fails. Releasing an event cannot fail and does not count.
     pub(super) fail_after: Option<usize>,
     /// The streams that are captured.
@@ -24,7 +24,7 @@ pub(super) struct Log {
 }
 
 impl Log {
-    fn call(&mut self, call: Call) -> Result<()> {
+    fn call(&mut self, call: LaneCall) -> Result<()> {
         match &mut self.fail_after {
             Some(0) => {
                 self.fail_after = None;
@@ -40,7 +40,7 @@ impl Log {
     /// Which stream an event was recorded on, and when.
     pub(super) fn recorded(&self, wanted: u64) -> (usize, u64) {
         let found = self.calls.iter().enumerate().find_map(|(at, call)| match call {
-            Call::Record { stream, event } if *event == wanted => Some((at, *stream)),
+            LaneCall::Record { stream, event } if *event == wanted => Some((at, *stream)),
             _ => None,
         });
         found.expect("only recorded events are used")
@@ -54,7 +54,7 @@ impl Log {
 
     fn waits_by(&self, until: usize, waiter: u64, on: u64, since: usize) -> bool {
         self.calls[since..until.max(since)].iter().any(|call| match *call {
-            Call::Wait { stream, event } if stream == waiter => {
+            LaneCall::Wait { stream, event } if stream == waiter => {
                 let (at, recorded_on) = self.recorded(event);
                 if recorded_on == on {
                     at >= since
@@ -71,15 +71,15 @@ impl Log {
         let mut released = Vec::new();
         for call in &self.calls {
             match *call {
-                Call::Wait { stream, event } => {
+                LaneCall::Wait { stream, event } => {
                     assert!(!released.contains(&event), "no use after release");
                     assert_ne!(self.recorded(event).1, stream, "never waits for itself");
                 }
-                Call::Release { event } => {
+                LaneCall::Release { event } => {
                     assert!(!released.contains(&event), "released once");
                     released.push(event);
                 }
-                Call::Grow(_) | Call::Record { .. } => {}
+                LaneCall::Grow(_) | LaneCall::Record { .. } => {}
             }
         }
     }
@@ -88,7 +88,7 @@ impl Log {
     /// on a stream that was new is forgotten with the stream.)
     pub(super) fn assert_waits_once(&self) {
         let mut waits: Vec<_> =
-            self.calls.iter().filter(|call| matches!(call, Call::Wait { .. })).collect();
+            self.calls.iter().filter(|call| matches!(call, LaneCall::Wait { .. })).collect();
         while let Some(wait) = waits.pop() {
             assert!(!waits.contains(&wait), "{wait:?} is repeated");
         }
@@ -97,18 +97,18 @@ impl Log {
 
 impl Backing for Log {
     fn grow(&mut self, growth: &Growth) -> Result<()> {
-        self.call(Call::Grow(growth.clone()))
+        self.call(LaneCall::Grow(growth.clone()))
     }
 
     fn record(&mut self, stream: Stream) -> Result<Event> {
         assert!(!self.is_capturing(stream), "an event of a capture means nothing outside of it");
         let event = self.calls.len() as u64;
-        self.call(Call::Record { stream: stream.raw(), event })?;
+        self.call(LaneCall::Record { stream: stream.raw(), event })?;
         Ok(Event::numbered(event))
     }
 
     fn wait(&mut self, stream: Stream, event: &Event) -> Result<()> {
-        self.call(Call::Wait { stream: stream.raw(), event: event.raw() })
+        self.call(LaneCall::Wait { stream: stream.raw(), event: event.raw() })
     }
 
     fn is_capturing(&self, stream: Stream) -> bool {
@@ -116,6 +116,6 @@ impl Backing for Log {
     }
 
     fn release(&mut self, event: Event) {
-        self.calls.push(Call::Release { event: event.raw() });
+        self.calls.push(LaneCall::Release { event: event.raw() });
     }
 }

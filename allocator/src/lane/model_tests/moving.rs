@@ -1,9 +1,9 @@
 //! When free segments move, which ones, and where new memory may lie.
 
-use super::log::{Call, Log};
+use super::log::{LaneCall, Log};
 use super::script::MIB;
 use crate::driver::Stream;
-use crate::lane::{LaneConfig, LaneState, Placed, Request};
+use crate::lane::{AllocationRequest, LaneConfig, LaneState, Placed};
 
 fn lane(range: u64) -> LaneState {
     LaneState::new(LaneConfig::symmetric("test"), range, 2 * MIB).unwrap()
@@ -11,7 +11,8 @@ fn lane(range: u64) -> LaneState {
 
 fn alloc(lane: &mut LaneState, mib: u64, stream: u64, log: &mut Log) -> Placed {
     let stream = Stream::numbered(stream);
-    let block = lane.alloc(Request { bytes: mib * MIB, align: 1, stream, site: None }, log);
+    let block =
+        lane.alloc(AllocationRequest { bytes: mib * MIB, align: 1, stream, site: None }, log);
     lane.assert_sound();
     block.unwrap()
 }
@@ -23,7 +24,7 @@ fn free(lane: &mut LaneState, block: Placed, log: &mut Log) {
 /// Sizes in MiB of what the last growth moved, and of what it made.
 fn last_growth(log: &Log) -> (Vec<u64>, Vec<u64>) {
     let growth = log.calls.iter().rev().find_map(|call| match call {
-        Call::Grow(growth) => Some(growth),
+        LaneCall::Grow(growth) => Some(growth),
         _ => None,
     });
     let growth = growth.unwrap();
@@ -104,7 +105,7 @@ fn waits_of_the_block_above_a_hole_come_before_growth() {
     let began = log.calls.len();
     assert_eq!(alloc(&mut lane, 64, 0, &mut log).offset, 0);
     assert!(
-        matches!(log.calls[began..], [Call::Wait { stream: 0, .. }, Call::Grow(_)]),
+        matches!(log.calls[began..], [LaneCall::Wait { stream: 0, .. }, LaneCall::Grow(_)]),
         "{:?}",
         &log.calls[began..]
     );

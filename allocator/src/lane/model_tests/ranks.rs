@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::script::{KIB, MIB, Op, STREAMS, lane, op, ops};
 use crate::driver::Stream;
-use crate::lane::{BlockKey, Digest, LaneConfig, LaneState, NoBacking, Request, Segment};
+use crate::lane::{AllocationRequest, BlockKey, Digest, LaneConfig, LaneState, NoBacking, Segment};
 
 /// One rank: a lane, its live blocks, and its own handles for the streams.
 pub(super) struct Rank {
@@ -49,7 +49,7 @@ impl Rank {
         match op {
             Op::Alloc { bytes, align, stream } => {
                 let stream = self.stream(stream);
-                let request = Request { bytes, align, stream, site: None };
+                let request = AllocationRequest { bytes, align, stream, site: None };
                 if let Ok(block) = self.lane.alloc(request, backing) {
                     self.live.push(block.key);
                     placed = Some((block.offset, block.bytes));

@@ -1,7 +1,7 @@
 //! How tightly real programs are packed.
 
 use crate::driver::Stream;
-use crate::lane::{LaneConfig, LaneState, LaneStats, NoBacking, Request, WindowPolicy};
+use crate::lane::{AllocationRequest, LaneConfig, LaneState, LaneStats, NoBacking, WindowPolicy};
 use crate::trace::{Op, Trace};
 
 const TRACES: [&str; 3] = ["train_gpt_small", "generate_llama", "serve_kv"];
@@ -14,7 +14,7 @@ fn replay(trace: &Trace, policy: WindowPolicy) -> LaneStats {
         match op {
             Op::Alloc { slot, bytes, stream } => {
                 let stream = Stream::numbered(u64::from(stream));
-                let request = Request { bytes, align: 512, stream, site: None };
+                let request = AllocationRequest { bytes, align: 512, stream, site: None };
                 blocks[slot as usize] = Some(lane.alloc(request, &mut NoBacking).unwrap().key);
             }
             Op::Free { slot } | Op::FreeUnordered { slot } => {

@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::packet::{self, Farewell, Introduction, PacketBuffer, Received, Sent};
 use super::{Ending, PeerSockets, Socket, at_most, closed, poll_for, read_ending, send_farewell};
 use crate::descriptors;
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::random::random_bytes;
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
@@ -191,7 +191,7 @@ impl<'a> Connecting<'a> {
             rank,
             sockets,
             buffer,
-            maker: Maker::here(),
+            maker: ProcessId::here(),
             rounds: 0,
             notes: Vec::new(),
             interrupt: None,

@@ -4,7 +4,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::packet::{BYTES_PER_PACKET, Part};
 use super::round::Round;
-use super::{Fault, PeerSockets};
+use super::{PeerSockets, RoundFault};
 use crate::rendezvous::message;
 use crate::store::{Gathered, MAX_VALUE};
 use crate::{Deadline, Error, Result};
@@ -43,7 +43,7 @@ impl PeerSockets {
         let doing = || format!("gathering {what:?} (round {round})");
         if value.len() > MAX_VALUE {
             let message = format!("a value of {} bytes; the limit is {MAX_VALUE}", value.len());
-            let error = Fault::Failed(Error::invalid_argument(message));
+            let error = RoundFault::Failed(Error::invalid_argument(message));
             return Err(self.break_with(error).context(doing()));
         }
         let ranks = self.sockets.len();

@@ -39,7 +39,7 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 use self::packet::Farewell;
-use crate::fork::{Maker, Uninherited};
+use crate::fork::{ProcessId, Uninherited};
 use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
@@ -58,7 +58,7 @@ pub(crate) struct PeerSockets {
     sockets: Vec<Option<Socket>>,
     buffer: PacketBuffer,
     /// The process that connected.
-    maker: Maker,
+    maker: ProcessId,
     /// The number of exchanges and gathers begun.
     rounds: u64,
     /// Notes that were received and not heard yet, with their ranks, in the order of each rank.
@@ -69,7 +69,7 @@ pub(crate) struct PeerSockets {
 }
 
 /// Why a round fails.
-enum Fault {
+enum RoundFault {
     /// This peer's connection is closed.
     Closed(u32),
     /// A peer gave up.
@@ -77,7 +77,7 @@ enum Fault {
     Failed(Error),
 }
 
-impl From<Error> for Fault {
+impl From<Error> for RoundFault {
     fn from(error: Error) -> Self {
         Self::Failed(error)
     }
@@ -146,11 +146,11 @@ impl PeerSockets {
     }
 
     /// Sends the peers the reason, closes all connections and returns the fault as an error.
-    fn break_with(&mut self, fault: Fault) -> Error {
+    fn break_with(&mut self, fault: RoundFault) -> Error {
         let (error, why) = match fault {
-            Fault::GaveUp(why) => (why.clone().into_error(), why),
-            Fault::Closed(peer) => self.own(Error::peer_lost(vec![peer], CLOSED)),
-            Fault::Failed(error) => self.own(error),
+            RoundFault::GaveUp(why) => (why.clone().into_error(), why),
+            RoundFault::Closed(peer) => self.own(Error::peer_lost(vec![peer], CLOSED)),
+            RoundFault::Failed(error) => self.own(error),
         };
         let lost = self.lost_peers();
         send_farewell(connected(&self.sockets).map(|(_, socket)| socket), &why);
@@ -162,7 +162,7 @@ impl PeerSockets {
     /// Tells the peers that this rank will take part in nothing more, because of `error`.
     pub(crate) fn give_up(&mut self, error: &Error) {
         if !self.is_broken() {
-            let _ = self.break_with(Fault::Failed(error.clone()));
+            let _ = self.break_with(RoundFault::Failed(error.clone()));
         }
     }
 
@@ -185,7 +185,7 @@ impl PeerSockets {
 
     /// Finds out why the connection to `first` was closed: which ranks are gone, or which gave up and why. Discards
     /// everything that was still to be received, so the connections cannot be used afterwards.
-    fn diagnose(&mut self, first: u32) -> Fault {
+    fn diagnose(&mut self, first: u32) -> RoundFault {
         let mut lost = Vec::new();
         let mut gave_up = None;
         for (rank, socket) in connected(&self.sockets) {
@@ -198,9 +198,9 @@ impl PeerSockets {
             }
         }
         match gave_up {
-            Some(farewell) if lost.is_empty() => Fault::GaveUp(farewell),
-            _ if lost.is_empty() => Fault::Closed(first),
-            _ => Fault::Failed(Error::peer_lost(lost, CLOSED)),
+            Some(farewell) if lost.is_empty() => RoundFault::GaveUp(farewell),
+            _ if lost.is_empty() => RoundFault::Closed(first),
+            _ => RoundFault::Failed(Error::peer_lost(lost, CLOSED)),
         }
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::packet::{self, Farewell, Note, PacketBuffer, Received, Sent};
-use super::{CLOSED, Fault, PeerSockets, at_most, connected, is_closed, poll_for};
+use super::{CLOSED, PeerSockets, RoundFault, at_most, connected, is_closed, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
 use crate::{Deadline, Error, Result};
@@ -71,7 +71,7 @@ impl PeerSockets {
     ) -> Result<()> {
         self.send_and_receive(round, deadline).map_err(|fault| {
             let fault = match fault {
-                Fault::Closed(peer) => self.diagnose(peer),
+                RoundFault::Closed(peer) => self.diagnose(peer),
                 fault => fault,
             };
             self.break_with(fault).context(what())
@@ -82,7 +82,7 @@ impl PeerSockets {
         &mut self,
         round: &mut impl Round,
         deadline: Deadline,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), RoundFault> {
         let begin = |(peer, socket)| Progress {
             peer,
             socket,
@@ -134,7 +134,7 @@ fn wait(
     peers: &mut [Progress<'_>],
     buffer: &mut PacketBuffer,
     limit: Duration,
-) -> Result<usize, Fault> {
+) -> Result<usize, RoundFault> {
     let mut open: Vec<_> = peers.iter_mut().filter(|peer| peer.gone.is_none()).collect();
     let mut polled: Vec<_> = open.iter().map(|peer| peer.poll()).collect();
     let ready = poll_for(&mut polled, limit)?;
@@ -146,7 +146,7 @@ fn wait(
             progress.gone = Some(buffer.farewell(progress.peer, progress.socket));
         } else if progress.all_received && progress.send_later {
             // Another attempt to send would only report too many descriptors, not that the peer is gone.
-            return Err(Fault::Closed(progress.peer));
+            return Err(RoundFault::Closed(progress.peer));
         }
     }
     Ok(ready)
@@ -166,7 +166,7 @@ impl<'a> Progress<'a> {
     }
 
     /// Sends until everything is sent or the socket takes no more.
-    fn send(&mut self, round: &mut impl Round) -> Result<(), Fault> {
+    fn send(&mut self, round: &mut impl Round) -> Result<(), RoundFault> {
         self.send_later = false;
         while !self.all_sent {
             let (frame, fds) = round.next(self.peer)?;
@@ -177,7 +177,7 @@ impl<'a> Progress<'a> {
                     self.send_later = true;
                     break;
                 }
-                Sent::Closed => return Err(Fault::Closed(self.peer)),
+                Sent::Closed => return Err(RoundFault::Closed(self.peer)),
             }
         }
         Ok(())
@@ -190,15 +190,15 @@ impl<'a> Progress<'a> {
         round: &mut R,
         buffer: &mut PacketBuffer,
         notes: &mut Vec<(u32, Note)>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), RoundFault> {
         while !self.all_received {
             let (frame, fds) = match buffer.receive(self.peer, self.socket)? {
                 Received::WouldBlock => break,
-                Received::Closed => return Err(Fault::Closed(self.peer)),
+                Received::Closed => return Err(RoundFault::Closed(self.peer)),
                 Received::Packet { frame, fds } => (frame, fds),
             };
             if let Some(farewell) = Farewell::read(self.peer, frame) {
-                return Err(Fault::GaveUp(farewell));
+                return Err(RoundFault::GaveUp(farewell));
             }
             if let Some(note) = Note::read(self.peer, frame) {
                 notes.push((self.peer, note));
@@ -213,9 +213,9 @@ impl<'a> Progress<'a> {
 
 /// Why the deadline passed: because of peers that are gone, if there are any, else a timeout that names
 /// those with which the round is not complete.
-fn out_of_time(all: &[Progress<'_>], waiting_for: &str, deadline: Deadline) -> Fault {
+fn out_of_time(all: &[Progress<'_>], waiting_for: &str, deadline: Deadline) -> RoundFault {
     if let Some(farewell) = all.iter().find_map(|peer| peer.gone.clone().flatten()) {
-        return Fault::GaveUp(farewell);
+        return RoundFault::GaveUp(farewell);
     }
     let ranks = |which: fn(&Progress<'_>) -> bool| -> Vec<u32> {
         let mut ranks: Vec<u32> =
@@ -257,7 +257,7 @@ mod tests {
         assert!(wait(&mut peers, &mut buffer, Duration::ZERO).is_ok_and(|ready| ready == 0));
         drop(other);
         let found = wait(&mut peers, &mut buffer, Duration::from_secs(5));
-        assert!(matches!(found, Err(Fault::Closed(3))));
+        assert!(matches!(found, Err(RoundFault::Closed(3))));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::wire::{self, Caps, HEADER, Hello, Request, ToClient, ToServer, decode_header};
+use super::wire::{self, Caps, HEADER, Hello, StoreRequest, ToClient, ToServer, decode_header};
 use super::{TcpLimits, TcpOptions, TcpServer, TcpStore};
 use crate::store::{MAX_VALUE, Store};
 use crate::{Deadline, Error};
@@ -85,18 +85,18 @@ fn hello() -> Vec<u8> {
     wire::encode(&ToServer::Hello(Hello { identity: None, nonce: [0; 32], proof: None }), 0)
 }
 
-fn request(request: Request, tail: &[u8]) -> Vec<u8> {
-    let mut frame = wire::encode(&ToServer::Request(request), tail.len());
+fn request(request: StoreRequest, tail: &[u8]) -> Vec<u8> {
+    let mut frame = wire::encode(&ToServer::StoreRequest(request), tail.len());
     frame.extend_from_slice(tail);
     frame
 }
 
-fn set() -> Request {
-    Request::Set { key: "k".into() }
+fn set() -> StoreRequest {
+    StoreRequest::Set { key: "k".into() }
 }
 
-fn get() -> Request {
-    Request::Get { key: "k".into(), wait_ms: 60_000 }
+fn get() -> StoreRequest {
+    StoreRequest::Get { key: "k".into(), wait_ms: 60_000 }
 }
 
 #[test]
@@ -195,7 +195,9 @@ fn a_frame_in_single_bytes_is_a_frame() {
     }
     assert_eq!(raw.read().unwrap().0, ToClient::Done);
     // Two requests sent together are served one after the other.
-    raw.write(&[request(get(), b""), request(Request::Delete { key: "k".into() }, b"")].concat());
+    raw.write(
+        &[request(get(), b""), request(StoreRequest::Delete { key: "k".into() }, b"")].concat(),
+    );
     assert_eq!(raw.read().unwrap(), (ToClient::Value, b"value".to_vec()));
     assert_eq!(raw.read().unwrap().0, ToClient::Deleted(true));
 }
@@ -267,7 +269,7 @@ fn nonsense_and_messages_out_of_turn_are_dropped_with_a_reply() {
         assert!(raw.expect_dropped().is_invalid_argument());
     }
     let mut raw = Raw::open(&server);
-    raw.write(&request(Request::Delete { key: "k".into() }, b""));
+    raw.write(&request(StoreRequest::Delete { key: "k".into() }, b""));
     assert!(raw.expect_dropped().is_invalid_argument());
     still_serves(&server);
 }
@@ -277,13 +279,13 @@ fn lies_about_ranks_and_worlds_are_answered_and_change_nothing() {
     let server = server(TcpLimits::default());
     let mut raw = Raw::admitted(&server);
     for (rank, world) in [(0, 0), (0, u32::MAX), (5, 5), (u32::MAX, 5)] {
-        let gather = Request::AllGather { key: "g".into(), rank, world, wait_ms: u64::MAX };
+        let gather = StoreRequest::AllGather { key: "g".into(), rank, world, wait_ms: u64::MAX };
         raw.write(&request(gather, b"x"));
         let Some((ToClient::Failed(kind), _)) = raw.read() else { panic!("no error reply") };
         assert!(Error::from_kind(kind).is_invalid_argument());
     }
     // The connection can still be used, and the longest possible wait overflows nothing.
-    let gather = Request::AllGather { key: "g".into(), rank: 0, world: 2, wait_ms: u64::MAX };
+    let gather = StoreRequest::AllGather { key: "g".into(), rank: 0, world: 2, wait_ms: u64::MAX };
     raw.write(&request(gather, b"x"));
     let store = TcpStore::connect(server.local_addr(), TcpOptions::default(), ample()).unwrap();
     assert_eq!(store.all_gather("g", 1, 2, b"y", ample()).unwrap().part(0), b"x");
@@ -323,7 +325,7 @@ fn announced_lengths_take_no_memory() {
     let server = server(limits);
     let mut announcers: Vec<_> = (0..64).map(|_| Raw::admitted(&server)).collect();
     for raw in &mut announcers {
-        raw.write(&wire::encode(&ToServer::Request(set()), MAX_VALUE));
+        raw.write(&wire::encode(&ToServer::StoreRequest(set()), MAX_VALUE));
     }
     let store = TcpStore::connect(server.local_addr(), TcpOptions::default(), ample()).unwrap();
     store.set("other", &[0; 512 << 10], ample()).unwrap();
@@ -359,10 +361,10 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
     let one = prop_oneof![
         Just(hello()),
         Just(request(set(), b"some value")),
-        Just(request(Request::Get { key: "k".into(), wait_ms: 5 }, b"")),
-        Just(request(Request::Add { key: "n".into(), delta: 3 }, b"")),
+        Just(request(StoreRequest::Get { key: "k".into(), wait_ms: 5 }, b"")),
+        Just(request(StoreRequest::Add { key: "n".into(), delta: 3 }, b"")),
         (0..4u32, 0..4u32).prop_map(|(rank, world)| {
-            request(Request::AllGather { key: "g".into(), rank, world, wait_ms: 5 }, b"part")
+            request(StoreRequest::AllGather { key: "g".into(), rank, world, wait_ms: 5 }, b"part")
         }),
         proptest::collection::vec(any::<u8>(), 0..200),
     ];

@@ -22,7 +22,7 @@ impl fmt::Debug for Secret {
 
 /// The side that a proof is made by, so that a proof cannot be sent back to its maker as the other side's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Side {
+pub(super) enum ProverRole {
     Client,
     Server,
 }
@@ -47,21 +47,21 @@ impl Secret {
         Ok(Self(blake3::derive_key("symmpool store 2026 shared secret", bytes)))
     }
 
-    pub(super) fn prove(&self, side: Side, handshake: &Handshake) -> [u8; 32] {
+    pub(super) fn prove(&self, side: ProverRole, handshake: &Handshake) -> [u8; 32] {
         *self.hash(side, handshake).as_bytes()
     }
 
     /// Whether `proof` is `side`'s. Compares in constant time.
-    pub(super) fn verify(&self, side: Side, handshake: &Handshake, proof: &[u8; 32]) -> bool {
+    pub(super) fn verify(&self, side: ProverRole, handshake: &Handshake, proof: &[u8; 32]) -> bool {
         self.hash(side, handshake) == blake3::Hash::from_bytes(*proof)
     }
 
     /// Every field has a fixed length, so no two inputs run together.
-    fn hash(&self, side: Side, handshake: &Handshake) -> blake3::Hash {
+    fn hash(&self, side: ProverRole, handshake: &Handshake) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         hasher.update(match side {
-            Side::Client => b"client",
-            Side::Server => b"server",
+            ProverRole::Client => b"client",
+            ProverRole::Server => b"server",
         });
         hasher.update(&handshake.instance);
         hasher.update(&handshake.server_nonce);
@@ -92,10 +92,10 @@ mod tests {
     #[test]
     fn a_proof_holds_for_its_secret_side_and_handshake_only() {
         let secret = Secret::new("correct").unwrap();
-        let proof = secret.prove(Side::Client, &handshake());
-        assert!(secret.verify(Side::Client, &handshake(), &proof));
-        assert!(!secret.verify(Side::Server, &handshake(), &proof));
-        assert!(!Secret::new("wrong").unwrap().verify(Side::Client, &handshake(), &proof));
+        let proof = secret.prove(ProverRole::Client, &handshake());
+        assert!(secret.verify(ProverRole::Client, &handshake(), &proof));
+        assert!(!secret.verify(ProverRole::Server, &handshake(), &proof));
+        assert!(!Secret::new("wrong").unwrap().verify(ProverRole::Client, &handshake(), &proof));
         let others = [
             Handshake { instance: [0; 16], ..handshake() },
             Handshake { server_nonce: [0; 32], ..handshake() },
@@ -104,7 +104,7 @@ mod tests {
             Handshake { identity: Some(Identity { rank: 5, session: [5; 16] }), ..handshake() },
         ];
         for other in &others {
-            assert!(!secret.verify(Side::Client, other, &proof));
+            assert!(!secret.verify(ProverRole::Client, other, &proof));
         }
     }
 

@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::client_connection::ClientConnection;
-use super::wait_limit::{Fault, WaitLimit};
-use super::wire::{Identity, Request, ToClient};
+use super::wait_limit::{ConnectionFault, WaitLimit};
+use super::wire::{Identity, StoreRequest, ToClient};
 use super::{ServerAddress, TcpOptions};
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::random::random_bytes;
 use crate::store::gathered::expand_runs;
 use crate::store::traffic::Counters;
@@ -44,7 +44,7 @@ pub struct TcpStore {
     connections: Mutex<Connections>,
     counters: Counters,
     /// The process whose connections these are.
-    maker: Maker,
+    maker: ProcessId,
 }
 
 #[derive(Debug, Default)]
@@ -119,7 +119,7 @@ impl TcpStore {
                         ..Connections::default()
                     });
                     let counters = Counters::default();
-                    let maker = Maker::here();
+                    let maker = ProcessId::here();
                     return Ok(Self {
                         addr,
                         options,
@@ -160,7 +160,7 @@ impl TcpStore {
     /// One request and its reply.
     fn call(
         &self,
-        request: Request,
+        request: StoreRequest,
         tail: &[u8],
         deadline: Deadline,
     ) -> Result<(ToClient, Vec<u8>)> {
@@ -170,7 +170,7 @@ impl TcpStore {
     /// One request and its reply, unless `stop` ends the wait first.
     fn call_until(
         &self,
-        request: Request,
+        request: StoreRequest,
         tail: &[u8],
         deadline: Deadline,
         stop: Option<Stop<'_>>,
@@ -196,14 +196,14 @@ impl TcpStore {
                 Err(Error::interrupted_wait(WAITING, &missing))
             }
             Ok(reply) => Ok(reply),
-            Err(Fault::Refused(error)) => Err(error),
-            Err(Fault::Stopped) => Err(Error::interrupted_wait(WAITING, &[])),
-            Err(Fault::Late) => Err(Error::timeout(
+            Err(ConnectionFault::Refused(error)) => Err(error),
+            Err(ConnectionFault::Stopped) => Err(Error::interrupted_wait(WAITING, &[])),
+            Err(ConnectionFault::Late) => Err(Error::timeout(
                 format!("for the store's server at {} to answer", self.addr),
                 deadline.budget(),
                 self.options.hosted_by.into_iter().collect(),
             )),
-            Err(Fault::Gone(cause) | Fault::Later(cause)) => {
+            Err(ConnectionFault::Gone(cause) | ConnectionFault::Later(cause)) => {
                 let mut connections = self.lock();
                 connections.idle.clear();
                 let first = connections.first_left;
@@ -213,10 +213,10 @@ impl TcpStore {
     }
 
     /// An idle connection, or a new one.
-    fn checkout(&self, limit: WaitLimit<'_>) -> Result<ClientConnection, Fault> {
+    fn checkout(&self, limit: WaitLimit<'_>) -> Result<ClientConnection, ConnectionFault> {
         let mut connections = self.lock();
         if let Some(error) = &connections.gone {
-            return Err(Fault::Refused(error.clone()));
+            return Err(ConnectionFault::Refused(error.clone()));
         }
         if let Some(connection) = connections.idle.pop() {
             return Ok(connection);
@@ -224,7 +224,7 @@ impl TcpStore {
         drop(connections);
         let (connection, instance) = connect_once(self.addr, &self.options, self.identity, limit)?;
         if instance != self.instance {
-            return Err(Fault::Gone("another server has taken its place".to_owned()));
+            return Err(ConnectionFault::Gone("another server has taken its place".to_owned()));
         }
         Ok(connection)
     }
@@ -288,12 +288,14 @@ fn connect_any(
             Ok((connection, instance)) => {
                 return Ok(Attempt::Connected(addr, connection, instance));
             }
-            Err(Fault::Refused(error)) => {
+            Err(ConnectionFault::Refused(error)) => {
                 return Err(error.context(format!("connecting to the store at {addr}")));
             }
-            Err(Fault::Stopped) => return Ok(Attempt::Stopped),
-            Err(Fault::Late) => outcome = Attempt::NoAnswer(format!("{addr} does not answer")),
-            Err(Fault::Gone(error) | Fault::Later(error)) => {
+            Err(ConnectionFault::Stopped) => return Ok(Attempt::Stopped),
+            Err(ConnectionFault::Late) => {
+                outcome = Attempt::NoAnswer(format!("{addr} does not answer"));
+            }
+            Err(ConnectionFault::Gone(error) | ConnectionFault::Later(error)) => {
                 outcome = Attempt::NotYet(format!("{addr}: {error}"));
             }
         }
@@ -307,12 +309,12 @@ fn connect_once(
     options: &TcpOptions,
     identity: Option<Identity>,
     limit: WaitLimit<'_>,
-) -> Result<(ClientConnection, [u8; 16]), Fault> {
+) -> Result<(ClientConnection, [u8; 16]), ConnectionFault> {
     let stream = limit.connect(addr)?;
     // On the server's own machine, a port that nobody listens on may be given to this very socket,
     // which is then connected to itself.
     if stream.local_addr().ok() == Some(addr) {
-        return Err(Fault::Gone("connection refused".to_owned()));
+        return Err(ConnectionFault::Gone("connection refused".to_owned()));
     }
     ClientConnection::handshake(stream, options.secret.as_ref(), identity, limit)
 }
@@ -347,7 +349,7 @@ impl Store for TcpStore {
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
         check_limits(key, value)?;
         self.counters.asked(key.len() + value.len());
-        match self.call(Request::Set { key: key.to_owned() }, value, deadline)? {
+        match self.call(StoreRequest::Set { key: key.to_owned() }, value, deadline)? {
             (ToClient::Done, _) => Ok(()),
             _ => Err(wrong_reply()),
         }
@@ -356,7 +358,7 @@ impl Store for TcpStore {
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
         check_limits(key, &[])?;
         self.counters.asked(key.len());
-        let request = Request::Get { key: key.to_owned(), wait_ms: wait_ms(deadline) };
+        let request = StoreRequest::Get { key: key.to_owned(), wait_ms: wait_ms(deadline) };
         match self.call(request, &[], deadline)? {
             (ToClient::Value, value) => {
                 self.counters.answered(value.len());
@@ -369,7 +371,7 @@ impl Store for TcpStore {
     fn add(&self, key: &str, delta: i64, deadline: Deadline) -> Result<i64> {
         check_limits(key, &[])?;
         self.counters.asked(key.len() + size_of::<i64>());
-        match self.call(Request::Add { key: key.to_owned(), delta }, &[], deadline)? {
+        match self.call(StoreRequest::Add { key: key.to_owned(), delta }, &[], deadline)? {
             (ToClient::Sum(sum), _) => {
                 self.counters.answered(size_of::<i64>());
                 Ok(sum)
@@ -381,7 +383,7 @@ impl Store for TcpStore {
     fn delete(&self, key: &str, deadline: Deadline) -> Result<bool> {
         check_limits(key, &[])?;
         self.counters.asked(key.len());
-        match self.call(Request::Delete { key: key.to_owned() }, &[], deadline)? {
+        match self.call(StoreRequest::Delete { key: key.to_owned() }, &[], deadline)? {
             (ToClient::Deleted(was_there), _) => Ok(was_there),
             _ => Err(wrong_reply()),
         }
@@ -398,8 +400,12 @@ impl Store for TcpStore {
     ) -> Result<Gathered> {
         check_gather(key, rank, world, value)?;
         self.counters.asked(key.len() + value.len());
-        let request =
-            Request::AllGather { key: key.to_owned(), rank, world, wait_ms: wait_ms(deadline) };
+        let request = StoreRequest::AllGather {
+            key: key.to_owned(),
+            rank,
+            world,
+            wait_ms: wait_ms(deadline),
+        };
         let (ToClient::Gathered { lengths, runs }, tail) =
             self.call_until(request, value, deadline, stop)?
         else {

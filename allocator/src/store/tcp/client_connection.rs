@@ -4,14 +4,14 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-use super::auth::{Handshake, Secret, Side};
+use super::auth::{Handshake, ProverRole, Secret};
 use super::tune;
-use super::wait_limit::{Fault, WaitLimit};
+use super::wait_limit::{ConnectionFault, WaitLimit};
 use super::wire::{
-    self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
+    self, Caps, HEADER, Hello, Identity, StoreRequest, ToClient, ToServer, decode_header,
 };
 use crate::Error;
-use crate::fork::{Maker, NotInherited};
+use crate::fork::{NotInherited, ProcessId};
 use crate::random::random_bytes;
 
 /// How long the server may take to say that a request is cancelled.
@@ -27,7 +27,7 @@ pub(super) struct ClientConnection {
     /// stream.
     _own: NotInherited,
     stream: TcpStream,
-    maker: Maker,
+    maker: ProcessId,
     /// Which rank left first and has not come back, as the server last said here.
     first_left: Option<u32>,
 }
@@ -49,27 +49,33 @@ impl ClientConnection {
         secret: Option<&Secret>,
         identity: Option<Identity>,
         limit: WaitLimit<'_>,
-    ) -> Result<(Self, [u8; 16]), Fault> {
+    ) -> Result<(Self, [u8; 16]), ConnectionFault> {
         tune(&stream);
-        let (own, maker) = (NotInherited::new(&stream), Maker::here());
+        let (own, maker) = (NotInherited::new(&stream), ProcessId::here());
         let mut connection = Self { _own: own, stream, maker, first_left: None };
         let (instance, server_nonce, secret_needed) =
             match connection.receive(Caps::HANDSHAKE, limit)? {
                 (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
                     (instance, nonce, secret_needed)
                 }
-                (ToClient::Later { why }, _) => return Err(Fault::Later(why)),
-                (ToClient::Failed(kind), _) => return Err(Fault::Refused(Error::from_kind(kind))),
-                _ => return Err(Fault::Refused(Error::refused("the peer is no symmpool store"))),
+                (ToClient::Later { why }, _) => return Err(ConnectionFault::Later(why)),
+                (ToClient::Failed(kind), _) => {
+                    return Err(ConnectionFault::Refused(Error::from_kind(kind)));
+                }
+                _ => {
+                    return Err(ConnectionFault::Refused(Error::refused(
+                        "the peer is no symmpool store",
+                    )));
+                }
             };
         match (secret, secret_needed) {
             (None, true) => {
-                return Err(Fault::Refused(Error::refused(
+                return Err(ConnectionFault::Refused(Error::refused(
                     "the store needs a secret and this client has none",
                 )));
             }
             (Some(_), false) => {
-                return Err(Fault::Refused(Error::refused(
+                return Err(ConnectionFault::Refused(Error::refused(
                     "this client has a secret and the store has none",
                 )));
             }
@@ -80,22 +86,30 @@ impl ClientConnection {
         let hello = Hello {
             identity,
             nonce: handshake.client_nonce,
-            proof: secret.map(|secret| secret.prove(Side::Client, &handshake)),
+            proof: secret.map(|secret| secret.prove(ProverRole::Client, &handshake)),
         };
         connection.send(&wire::encode(&ToServer::Hello(hello), 0), limit)?;
         let proof = match connection.receive(Caps::HANDSHAKE, limit)? {
             (ToClient::Welcome { proof }, _) => proof,
-            (ToClient::Later { why }, _) => return Err(Fault::Later(why)),
-            (ToClient::Failed(kind), _) => return Err(Fault::Refused(Error::from_kind(kind))),
-            _ => return Err(Fault::Refused(Error::refused("the peer is no symmpool store"))),
+            (ToClient::Later { why }, _) => return Err(ConnectionFault::Later(why)),
+            (ToClient::Failed(kind), _) => {
+                return Err(ConnectionFault::Refused(Error::from_kind(kind)));
+            }
+            _ => {
+                return Err(ConnectionFault::Refused(Error::refused(
+                    "the peer is no symmpool store",
+                )));
+            }
         };
         let proven = match (secret, proof) {
             (None, _) => true,
-            (Some(secret), Some(proof)) => secret.verify(Side::Server, &handshake, &proof),
+            (Some(secret), Some(proof)) => secret.verify(ProverRole::Server, &handshake, &proof),
             (Some(_), None) => false,
         };
         if !proven {
-            return Err(Fault::Refused(Error::refused("the store's secret is not this client's")));
+            return Err(ConnectionFault::Refused(Error::refused(
+                "the store's secret is not this client's",
+            )));
         }
         Ok((connection, instance))
     }
@@ -109,12 +123,12 @@ impl ClientConnection {
     /// dropped.
     pub(super) fn ask(
         &mut self,
-        request: Request,
+        request: StoreRequest,
         tail: &[u8],
         limit: WaitLimit<'_>,
-    ) -> Result<(ToClient, Vec<u8>), Fault> {
+    ) -> Result<(ToClient, Vec<u8>), ConnectionFault> {
         let asked = self.exchange(request, tail, limit);
-        if matches!(asked, Err(Fault::Gone(_))) {
+        if matches!(asked, Err(ConnectionFault::Gone(_))) {
             // Sending may have failed while there is still something to read.
             let soon = WaitLimit::until(limit.until.min(Instant::now() + LAST_WORDS_IN));
             while self.receive_reply(soon).is_ok() {}
@@ -124,13 +138,13 @@ impl ClientConnection {
 
     fn exchange(
         &mut self,
-        request: Request,
+        request: StoreRequest,
         tail: &[u8],
         limit: WaitLimit<'_>,
-    ) -> Result<(ToClient, Vec<u8>), Fault> {
+    ) -> Result<(ToClient, Vec<u8>), ConnectionFault> {
         /// Values up to this size go out in one write with their head.
         const SMALL: usize = 64 << 10;
-        let mut frame = wire::encode(&ToServer::Request(request), tail.len());
+        let mut frame = wire::encode(&ToServer::StoreRequest(request), tail.len());
         if tail.len() <= SMALL {
             frame.extend_from_slice(tail);
             self.send(&frame, limit)?;
@@ -141,7 +155,7 @@ impl ClientConnection {
         loop {
             if limit.stop.is_some() {
                 match self.wait_for_reply(limit) {
-                    Err(Fault::Stopped) => return self.cancel(limit),
+                    Err(ConnectionFault::Stopped) => return self.cancel(limit),
                     begun => begun?,
                 }
             }
@@ -155,7 +169,7 @@ impl ClientConnection {
     fn receive_message(
         &mut self,
         limit: WaitLimit<'_>,
-    ) -> Result<Option<(ToClient, Vec<u8>)>, Fault> {
+    ) -> Result<Option<(ToClient, Vec<u8>)>, ConnectionFault> {
         match self.receive(Caps::REPLY, limit)? {
             (ToClient::FirstLeft(first), _) => {
                 self.first_left = first;
@@ -165,7 +179,10 @@ impl ClientConnection {
         }
     }
 
-    fn receive_reply(&mut self, limit: WaitLimit<'_>) -> Result<(ToClient, Vec<u8>), Fault> {
+    fn receive_reply(
+        &mut self,
+        limit: WaitLimit<'_>,
+    ) -> Result<(ToClient, Vec<u8>), ConnectionFault> {
         loop {
             if let Some(reply) = self.receive_message(limit)? {
                 return Ok(reply);
@@ -174,12 +191,12 @@ impl ClientConnection {
     }
 
     /// Waits for the first byte of the server's next message.
-    fn wait_for_reply(&mut self, limit: WaitLimit<'_>) -> Result<(), Fault> {
+    fn wait_for_reply(&mut self, limit: WaitLimit<'_>) -> Result<(), ConnectionFault> {
         loop {
             let slice = limit.slice()?;
             self.stream
                 .set_read_timeout(Some(slice))
-                .map_err(|error| Fault::Gone(error.to_string()))?;
+                .map_err(|error| ConnectionFault::Gone(error.to_string()))?;
             match self.stream.peek(&mut [0]) {
                 // Also at the end of the connection, which reading then reports.
                 Ok(_) => return Ok(()),
@@ -192,17 +209,17 @@ impl ClientConnection {
     }
 
     /// Takes the request back. If the server answers it before it reads the cancellation, that answer counts.
-    fn cancel(&mut self, limit: WaitLimit<'_>) -> Result<(ToClient, Vec<u8>), Fault> {
+    fn cancel(&mut self, limit: WaitLimit<'_>) -> Result<(ToClient, Vec<u8>), ConnectionFault> {
         let soon = Instant::now() + CANCELLED_IN;
         let soon = WaitLimit::until(soon.min(limit.until));
         self.send(&wire::encode(&ToServer::Cancel, 0), soon)?;
         match self.receive_reply(soon) {
-            Err(Fault::Late) => Err(Fault::Stopped),
+            Err(ConnectionFault::Late) => Err(ConnectionFault::Stopped),
             answered => answered,
         }
     }
 
-    fn send(&mut self, mut bytes: &[u8], limit: WaitLimit<'_>) -> Result<(), Fault> {
+    fn send(&mut self, mut bytes: &[u8], limit: WaitLimit<'_>) -> Result<(), ConnectionFault> {
         while !bytes.is_empty() {
             let slice = limit.slice()?;
             let written =
@@ -218,7 +235,11 @@ impl ClientConnection {
         Ok(())
     }
 
-    fn receive(&mut self, caps: Caps, limit: WaitLimit<'_>) -> Result<(ToClient, Vec<u8>), Fault> {
+    fn receive(
+        &mut self,
+        caps: Caps,
+        limit: WaitLimit<'_>,
+    ) -> Result<(ToClient, Vec<u8>), ConnectionFault> {
         let mut header = [0; HEADER];
         self.fill(&mut header, limit)?;
         let lengths = decode_header(&header, caps)?;
@@ -228,7 +249,7 @@ impl ClientConnection {
     }
 
     /// Reads `length` bytes; memory grows with what arrives.
-    fn take(&mut self, length: usize, limit: WaitLimit<'_>) -> Result<Vec<u8>, Fault> {
+    fn take(&mut self, length: usize, limit: WaitLimit<'_>) -> Result<Vec<u8>, ConnectionFault> {
         const STEP: usize = 1 << 20;
         let mut bytes = Vec::new();
         while bytes.len() < length {
@@ -239,13 +260,13 @@ impl ClientConnection {
         Ok(bytes)
     }
 
-    fn fill(&mut self, mut bytes: &mut [u8], limit: WaitLimit<'_>) -> Result<(), Fault> {
+    fn fill(&mut self, mut bytes: &mut [u8], limit: WaitLimit<'_>) -> Result<(), ConnectionFault> {
         while !bytes.is_empty() {
             let slice = limit.slice()?;
             let read =
                 self.stream.set_read_timeout(Some(slice)).and_then(|()| self.stream.read(bytes));
             match read {
-                Ok(0) => return Err(Fault::Gone("connection closed".to_owned())),
+                Ok(0) => return Err(ConnectionFault::Gone("connection closed".to_owned())),
                 Ok(count) => bytes = &mut bytes[count..],
                 Err(error) => {
                     retry(&error)?;
@@ -258,9 +279,9 @@ impl ClientConnection {
 }
 
 /// Passes errors after which the caller tries again.
-fn retry(error: &std::io::Error) -> Result<(), Fault> {
+fn retry(error: &std::io::Error) -> Result<(), ConnectionFault> {
     match error.kind() {
         ErrorKind::Interrupted | ErrorKind::WouldBlock | ErrorKind::TimedOut => Ok(()),
-        _ => Err(Fault::Gone(error.to_string())),
+        _ => Err(ConnectionFault::Gone(error.to_string())),
     }
 }

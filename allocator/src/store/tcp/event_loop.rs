@@ -22,7 +22,7 @@ use super::frame_io::{Incoming, Input, Outgoing};
 use super::meter::{Meter, Payload};
 use super::poller::{FIRST_CLIENT, Poller, Ready};
 use super::server_state::{Client, State};
-use super::wire::{self, Caps, Request, ToServer};
+use super::wire::{self, Caps, StoreRequest, ToServer};
 use super::{TcpLimits, TcpOptions};
 use crate::descriptors;
 use crate::fork::NotInherited;
@@ -221,7 +221,7 @@ impl EventLoop {
                     (Phase::Handshake { nonce }, ToServer::Hello(hello)) => {
                         self.greet(client, nonce, &hello)
                     }
-                    (Phase::Ready, ToServer::Request(request)) => {
+                    (Phase::Ready, ToServer::StoreRequest(request)) => {
                         self.serve(client, request, tail);
                         Ok(())
                     }
@@ -249,9 +249,9 @@ impl EventLoop {
         }
     }
 
-    fn serve(&mut self, client: Client, request: Request, tail: Result<Payload>) {
+    fn serve(&mut self, client: Client, request: StoreRequest, tail: Result<Payload>) {
         let wait = match &request {
-            Request::Get { wait_ms, .. } | Request::AllGather { wait_ms, .. } => *wait_ms,
+            StoreRequest::Get { wait_ms, .. } | StoreRequest::AllGather { wait_ms, .. } => *wait_ms,
             _ => 0,
         };
         self.state.request(client, request, tail);

@@ -207,7 +207,7 @@ mod tests {
     use std::net::TcpListener;
 
     use super::super::server_state::State;
-    use super::super::wire::{Request, ToClient, decode, decode_header, encode};
+    use super::super::wire::{StoreRequest, ToClient, decode, decode_header, encode};
     use super::*;
 
     /// Two ends of a connection; the second does not block.
@@ -223,7 +223,7 @@ mod tests {
     fn frames_that_come_in_pieces_end_where_the_next_begins() {
         let meter = Meter::new(1 << 20);
         let frame = |key: &str, tail: &[u8]| {
-            let head = encode(&Request::Set { key: key.into() }, tail.len());
+            let head = encode(&StoreRequest::Set { key: key.into() }, tail.len());
             [head, tail.to_vec()].concat()
         };
         let (first, second) = (frame("key of the first", &[1; 40]), frame("second", &[2; 9]));

@@ -13,7 +13,7 @@ use super::event_loop::EventLoop;
 use super::poller::Poller;
 use super::{ServerAddress, TcpOptions};
 use crate::descriptors::{self, within_hard_limit};
-use crate::fork::Maker;
+use crate::fork::ProcessId;
 use crate::random::random_bytes;
 use crate::{Deadline, Error, Result};
 
@@ -25,7 +25,7 @@ pub struct TcpServer {
     addr: SocketAddr,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
-    maker: Maker,
+    maker: ProcessId,
 }
 
 impl TcpServer {
@@ -119,7 +119,7 @@ impl TcpServer {
                 }
             })
             .map_err(system("cannot start the store's thread"))?;
-        Ok(Self { addr, stop, thread: Some(thread), maker: Maker::here() })
+        Ok(Self { addr, stop, thread: Some(thread), maker: ProcessId::here() })
     }
 
     /// Where clients connect to.

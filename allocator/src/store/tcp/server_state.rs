@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::time::Duration;
 
 use super::meter::{Charge, Meter, Payload};
-use super::wire::{self, Identity, Request, ToClient};
+use super::wire::{self, Identity, StoreRequest, ToClient};
 use crate::store::gathered::runs;
 use crate::store::gathering::Gathering;
 use crate::store::{MAX_WORLD, check_gather, check_limits, counter_sum};
@@ -162,16 +162,20 @@ impl State {
 
     /// Serves a request, now or as soon as it can be answered. `tail` is an error when there was no room
     /// for the value.
-    pub(super) fn request(&mut self, client: Client, request: Request, tail: Result<Payload>) {
+    pub(super) fn request(&mut self, client: Client, request: StoreRequest, tail: Result<Payload>) {
         let reply = match request {
-            Request::Set { key } => self.set(&key, tail).map(|()| Some((ToClient::Done, None))),
-            Request::Get { key, wait_ms } => self.get(client, key, Duration::from_millis(wait_ms)),
-            Request::Add { key, delta } => {
+            StoreRequest::Set { key } => {
+                self.set(&key, tail).map(|()| Some((ToClient::Done, None)))
+            }
+            StoreRequest::Get { key, wait_ms } => {
+                self.get(client, key, Duration::from_millis(wait_ms))
+            }
+            StoreRequest::Add { key, delta } => {
                 self.add(&key, delta).map(|sum| Some((ToClient::Sum(sum), None)))
             }
-            Request::Delete { key } => check_limits(&key, &[])
+            StoreRequest::Delete { key } => check_limits(&key, &[])
                 .map(|()| Some((ToClient::Deleted(self.values.remove(&key).is_some()), None))),
-            Request::AllGather { key, rank, world, wait_ms } => {
+            StoreRequest::AllGather { key, rank, world, wait_ms } => {
                 let budget = Duration::from_millis(wait_ms);
                 self.gather(client, &key, rank, world, tail, budget).map(|()| None)
             }

@@ -38,14 +38,19 @@ impl Bench {
         self.state.connect(client, Some(Identity { rank, session: [session; 16] }))
     }
 
-    fn ask(&mut self, client: Client, request: Request, value: &[u8]) -> Vec<(Client, ToClient)> {
+    fn ask(
+        &mut self,
+        client: Client,
+        request: StoreRequest,
+        value: &[u8],
+    ) -> Vec<(Client, ToClient)> {
         let tail = self.meter.charge(value.len()).map(|room| Payload::new(value.to_vec(), room));
         self.state.request(client, request, tail);
         self.replies()
     }
 
     fn gather(&mut self, client: Client, rank: u32, world: u32) -> Vec<(Client, ToClient)> {
-        let request = Request::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
+        let request = StoreRequest::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
         self.ask(client, request, b"part")
     }
 
@@ -65,15 +70,15 @@ fn error(reply: &(Client, ToClient)) -> Error {
 #[test]
 fn a_set_answers_those_who_wait_for_the_key() {
     let mut bench = Bench::new(3);
-    let get = || Request::Get { key: "k".into(), wait_ms: 9 };
+    let get = || StoreRequest::Get { key: "k".into(), wait_ms: 9 };
     assert_eq!(bench.ask(0, get(), b""), []);
     assert_eq!(bench.ask(1, get(), b""), []);
     assert!(bench.state.is_waiting(1));
-    let replies = bench.ask(2, Request::Set { key: "k".into() }, b"v");
+    let replies = bench.ask(2, StoreRequest::Set { key: "k".into() }, b"v");
     assert_eq!(replies, [(0, ToClient::Value), (1, ToClient::Value), (2, ToClient::Done)]);
     assert!(!bench.state.is_waiting(1));
     assert_eq!(bench.state.entries(), (1, 0, 0));
-    let delete = || Request::Delete { key: "k".into() };
+    let delete = || StoreRequest::Delete { key: "k".into() };
     assert_eq!(bench.ask(0, delete(), b""), [(0, ToClient::Deleted(true))]);
     assert_eq!(bench.ask(0, delete(), b""), [(0, ToClient::Deleted(false))]);
     assert_eq!(bench.meter.held(), 0);
@@ -84,13 +89,13 @@ fn a_set_answers_nobody_who_has_stopped_waiting() {
     // It would be taken for the answer to the client's next request.
     let mut bench = Bench::new(3);
     for client in [0, 1] {
-        assert_eq!(bench.ask(client, Request::Get { key: "k".into(), wait_ms: 9 }, b""), []);
+        assert_eq!(bench.ask(client, StoreRequest::Get { key: "k".into(), wait_ms: 9 }, b""), []);
     }
     bench.state.expire(0);
     assert!(error(&bench.replies()[0]).is_timeout());
     bench.state.disconnect(1);
     assert_eq!(bench.state.entries(), (0, 0, 0));
-    let replies = bench.ask(2, Request::Set { key: "k".into() }, b"v");
+    let replies = bench.ask(2, StoreRequest::Set { key: "k".into() }, b"v");
     assert_eq!(replies, [(2, ToClient::Done)]);
 }
 
@@ -141,11 +146,11 @@ fn a_lost_rank_fails_what_needs_it_and_nothing_else() {
     let mut bench = Bench::declared(3);
     bench.state.connect(9, None).unwrap();
     // A gather among clients that declared nothing, with other numbers.
-    let other = Request::AllGather { key: "other".into(), rank: 0, world: 3, wait_ms: 9 };
+    let other = StoreRequest::AllGather { key: "other".into(), rank: 0, world: 3, wait_ms: 9 };
     assert_eq!(bench.ask(9, other, b""), []);
     // Rank 2 contributed to "g" before it went; rank 0 waits in "later", which needs it.
     assert_eq!(bench.gather(2, 2, 3), []);
-    let later = |rank| Request::AllGather { key: "later".into(), rank, world: 3, wait_ms: 9 };
+    let later = |rank| StoreRequest::AllGather { key: "later".into(), rank, world: 3, wait_ms: 9 };
     assert_eq!(bench.ask(0, later(0), b""), []);
     bench.state.disconnect(2);
     let replies = bench.replies();
@@ -170,7 +175,7 @@ fn a_rank_that_is_back_fails_nothing_more_and_what_is_under_way_goes_on() {
         bench.state.connect(client, None).unwrap();
     }
     // Clients that declared no rank are not affected.
-    let other = |rank| Request::AllGather { key: "other".into(), rank, world: 2, wait_ms: 9 };
+    let other = |rank| StoreRequest::AllGather { key: "other".into(), rank, world: 2, wait_ms: 9 };
     assert_eq!(bench.ask(7, other(0), b""), []);
     assert_eq!(bench.gather(0, 0, 3), []);
     bench.state.disconnect(2);
@@ -245,29 +250,29 @@ fn worlds_and_ranks_that_cannot_be_are_refused() {
 #[test]
 fn no_room_is_an_error_that_changes_nothing() {
     let mut bench = Bench::new(2);
-    let set = |key: &str| Request::Set { key: key.into() };
+    let set = |key: &str| StoreRequest::Set { key: key.into() };
     bench.ask(0, set("a"), &[1; LIMIT - 1000]);
     assert!(error(&bench.ask(0, set("b"), &[0; 2000])[0]).is_out_of_memory());
     assert!(error(&bench.ask(0, set("a"), &[0; 2000])[0]).is_out_of_memory());
     assert_eq!(bench.state.values["a"].value.as_ref(), [1; LIMIT - 1000]);
     // A part without room fails the gather for who waits in it.
     bench.gather(0, 0, 2);
-    let request = Request::AllGather { key: "g".into(), rank: 1, world: 2, wait_ms: 9 };
+    let request = StoreRequest::AllGather { key: "g".into(), rank: 1, world: 2, wait_ms: 9 };
     let replies = bench.ask(1, request, &[0; 2000]);
     assert_eq!(replies.len(), 2);
     assert!(replies.iter().all(|reply| error(reply).is_out_of_memory()));
-    bench.ask(0, Request::Delete { key: "a".into() }, b"");
+    bench.ask(0, StoreRequest::Delete { key: "a".into() }, b"");
     assert_eq!(bench.meter.held(), 0);
 }
 
 #[test]
 fn counters_count_and_refuse_what_is_no_number() {
     let mut bench = Bench::new(1);
-    let add = |delta| Request::Add { key: "n".into(), delta };
+    let add = |delta| StoreRequest::Add { key: "n".into(), delta };
     assert_eq!(bench.ask(0, add(5), b""), [(0, ToClient::Sum(5))]);
     assert_eq!(bench.ask(0, add(-7), b""), [(0, ToClient::Sum(-2))]);
     assert!(error(&bench.ask(0, add(i64::MIN), b"")[0]).is_invalid_argument());
-    bench.ask(0, Request::Set { key: "n".into() }, b"x");
+    bench.ask(0, StoreRequest::Set { key: "n".into() }, b"x");
     assert!(error(&bench.ask(0, add(1), b"")[0]).is_invalid_argument());
 }
 
@@ -304,7 +309,7 @@ fn a_cancelled_wait_names_who_is_missing_and_takes_its_part_back() {
     bench.state.cancel(0);
     assert_eq!(bench.gather(2, 2, 3), [], "rank 0 is not in it");
     assert_eq!(bench.gather(0, 0, 3).len(), 3);
-    let get = Request::Get { key: "k".into(), wait_ms: 9 };
+    let get = StoreRequest::Get { key: "k".into(), wait_ms: 9 };
     assert_eq!(bench.ask(1, get, b""), []);
     bench.state.cancel(1);
     assert_eq!(bench.replies(), [(1, ToClient::Cancelled { missing: vec![] })]);
@@ -339,7 +344,8 @@ fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
         shortest(|| {
             let mut bench = Bench::declared(world);
             for rank in 1..world {
-                let request = Request::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
+                let request =
+                    StoreRequest::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
                 bench.ask(rank.into(), request, &rank.to_le_bytes());
             }
             let begun = thread_time();

@@ -15,7 +15,7 @@ use crate::store::{ASK_EVERY, Stop};
 
 /// Why a connection is of no more use.
 #[derive(Debug)]
-pub(super) enum Fault {
+pub(super) enum ConnectionFault {
     /// This client was interrupted; whether its request was served is not known.
     Stopped,
     /// Nothing came in time. An answer may still come, which the next request would take for its own.
@@ -28,7 +28,7 @@ pub(super) enum Fault {
     Refused(Error),
 }
 
-impl From<Error> for Fault {
+impl From<Error> for ConnectionFault {
     fn from(error: Error) -> Self {
         Self::Refused(error)
     }
@@ -49,28 +49,28 @@ impl<'a> WaitLimit<'a> {
 
     /// How long one system call may wait before [`check_stop`](WaitLimit::check_stop) is called: never zero,
     /// which would mean for ever.
-    pub(super) fn slice(&self) -> Result<Duration, Fault> {
+    pub(super) fn slice(&self) -> Result<Duration, ConnectionFault> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Fault::Late);
+            return Err(ConnectionFault::Late);
         }
         let most = if self.stop.is_some() { ASK_EVERY } else { left };
         Ok(left.min(most).max(Duration::from_millis(1)))
     }
 
     /// Called whenever a wait of the system has ended without a result, or was interrupted by a signal.
-    pub(super) fn check_stop(&self) -> Result<(), Fault> {
-        if self.stop.is_some_and(|stop| stop()) { Err(Fault::Stopped) } else { Ok(()) }
+    pub(super) fn check_stop(&self) -> Result<(), ConnectionFault> {
+        if self.stop.is_some_and(|stop| stop()) { Err(ConnectionFault::Stopped) } else { Ok(()) }
     }
 
     /// A connection to `addr`, in blocking mode.
-    pub(super) fn connect(&self, addr: SocketAddr) -> Result<TcpStream, Fault> {
-        let gone = |errno: Errno| Fault::Gone(errno.to_string());
+    pub(super) fn connect(&self, addr: SocketAddr) -> Result<TcpStream, ConnectionFault> {
+        let gone = |errno: Errno| ConnectionFault::Gone(errno.to_string());
         let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = within_hard_limit(|| socket_with(family, SocketType::STREAM, flags, None));
-        let socket =
-            socket.map_err(|errno| Fault::Refused(descriptors::error("a socket", errno)))?;
+        let socket = socket
+            .map_err(|errno| ConnectionFault::Refused(descriptors::error("a socket", errno)))?;
         match connect(&socket, &addr) {
             Ok(()) => {}
             Err(Errno::INPROGRESS | Errno::INTR) => loop {
@@ -87,7 +87,7 @@ impl<'a> WaitLimit<'a> {
             Err(errno) => return Err(gone(errno)),
         }
         let stream = TcpStream::from(socket);
-        stream.set_nonblocking(false).map_err(|error| Fault::Gone(error.to_string()))?;
+        stream.set_nonblocking(false).map_err(|error| ConnectionFault::Gone(error.to_string()))?;
         Ok(stream)
     }
 }

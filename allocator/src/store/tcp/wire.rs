@@ -39,7 +39,7 @@ impl Caps {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToServer {
     Hello(Hello),
-    Request(Request),
+    StoreRequest(StoreRequest),
     /// The client no longer waits for its last request, which is answered at once unless the reply has been
     /// sent already.
     Cancel,
@@ -62,7 +62,7 @@ pub(super) struct Identity {
 
 /// A call of the store. The value of `Set` and `AllGather` is the frame's tail.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) enum Request {
+pub(super) enum StoreRequest {
     Set { key: String },
     Get { key: String, wait_ms: u64 },
     Add { key: String, delta: i64 },
@@ -174,14 +174,15 @@ mod tests {
                     nonce,
                     proof
                 })),
-            key().prop_map(|key| ToServer::Request(Request::Set { key })),
-            (key(), any::<u64>())
-                .prop_map(|(key, wait_ms)| ToServer::Request(Request::Get { key, wait_ms })),
+            key().prop_map(|key| ToServer::StoreRequest(StoreRequest::Set { key })),
+            (key(), any::<u64>()).prop_map(|(key, wait_ms)| ToServer::StoreRequest(
+                StoreRequest::Get { key, wait_ms }
+            )),
             (key(), any::<i64>())
-                .prop_map(|(key, delta)| ToServer::Request(Request::Add { key, delta })),
-            key().prop_map(|key| ToServer::Request(Request::Delete { key })),
+                .prop_map(|(key, delta)| ToServer::StoreRequest(StoreRequest::Add { key, delta })),
+            key().prop_map(|key| ToServer::StoreRequest(StoreRequest::Delete { key })),
             (key(), any::<u32>(), any::<u32>(), any::<u64>()).prop_map(
-                |(key, rank, world, wait_ms)| ToServer::Request(Request::AllGather {
+                |(key, rank, world, wait_ms)| ToServer::StoreRequest(StoreRequest::AllGather {
                     key,
                     rank,
                     world,
@@ -269,7 +270,7 @@ mod tests {
 
     #[test]
     fn lengths_beyond_the_caps_are_refused_unread() {
-        let mut frame = encode(&ToServer::Request(Request::Set { key: "k".into() }), 0);
+        let mut frame = encode(&ToServer::StoreRequest(StoreRequest::Set { key: "k".into() }), 0);
         frame[12..16].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(
             decode_header(&header_of(&frame), Caps::REQUEST).unwrap_err().is_invalid_argument()
@@ -285,8 +286,8 @@ mod tests {
     fn the_longest_request_and_reply_fit_their_caps() {
         let key = "k".repeat(MAX_KEY);
         let request =
-            Request::AllGather { key, rank: u32::MAX, world: u32::MAX, wait_ms: u64::MAX };
-        let frame = encode(&ToServer::Request(request), MAX_VALUE);
+            StoreRequest::AllGather { key, rank: u32::MAX, world: u32::MAX, wait_ms: u64::MAX };
+        let frame = encode(&ToServer::StoreRequest(request), MAX_VALUE);
         assert!(decode_header(&header_of(&frame), Caps::REQUEST).is_ok());
         let reply = ToClient::Gathered {
             lengths: vec![MAX_VALUE as u32; MAX_WORLD as usize],

@@ -23,7 +23,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let world = pool.world() as usize;
     let row = 2 * HIDDEN;
     let (input, result) = (room(MAX_TOKENS * row)?, room(MAX_TOKENS * row)?);
-    let (ids, weights) = (room(MAX_TOKENS * TOP_K as usize * 4)?, room(MAX_TOKENS * TOP_K as usize * 4)?);
+    let (ids, weights) =
+        (room(MAX_TOKENS * TOP_K as usize * 4)?, room(MAX_TOKENS * TOP_K as usize * 4)?);
     let rows = room(MAX_TOKENS * TOP_K as usize * world * row)?;
     let scales = room(MAX_TOKENS * TOP_K as usize * world * HIDDEN / 32)?;
     let handle = room(64 << 20)?;

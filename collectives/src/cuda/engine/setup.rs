@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Block, Deadline, Error, HeapLayout, Maker, Pool, Result};
+use symmpool_allocator::{Block, Deadline, Error, HeapLayout, Pool, ProcessId, Result};
 
 use super::areas::{Areas, initial_data};
 use super::decline::Progress;
@@ -126,7 +126,7 @@ impl CudaEngine {
         }
         Ok(Self {
             pool: pool.clone(),
-            maker: Maker::here(),
+            maker: ProcessId::here(),
             api,
             measured: measured_table(pool)?,
             direct,

@@ -7,7 +7,7 @@ use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
 use crate::call::{Call, mismatch};
-use crate::host::wait::fault::{Cause, Fault, WaitFailure};
+use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
 use crate::host::wait::waiter::{Waiter, Watchdog, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
@@ -291,7 +291,7 @@ impl HostEngine {
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.call_timeout));
             let (operation, timeout) = (self.operation, watchdog.timeout());
-            let fault = |cause| Fault { cause, operation, phase, peer, epoch, timeout };
+            let fault = |cause| WaitFault { cause, operation, phase, peer, epoch, timeout };
             if self.failed.get().is_some() {
                 // Another thread of this rank has closed the communicator in a message, and has reported that.
                 let reporter = Some(self.layout.rank);

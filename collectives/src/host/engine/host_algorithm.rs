@@ -18,11 +18,11 @@ pub(crate) struct HostAlgorithm {
     /// Why it cannot serve a call, if it cannot.
     pub(crate) fits: fn(&HostEngine, &CallShape) -> std::result::Result<(), String>,
     /// Runs it. The caller promises what it does of the collective's method, for the resolved buffers.
-    pub(crate) run: unsafe fn(&mut HostEngine, &Work) -> Result<()>,
+    pub(crate) run: unsafe fn(&mut HostEngine, &ResolvedCall) -> Result<()>,
 }
 
 /// A call whose arguments were checked and resolved.
-pub(crate) struct Work {
+pub(crate) struct ResolvedCall {
     pub(crate) call: Call,
     pub(crate) data: Data,
     /// Elements of a part.
@@ -34,7 +34,7 @@ pub(crate) struct Work {
     pub(crate) reduce: ReduceFn,
 }
 
-impl Work {
+impl ResolvedCall {
     /// Bytes of a part.
     pub(crate) fn bytes(&self) -> usize {
         self.count * self.size
@@ -60,7 +60,7 @@ impl HostEngine {
         table: &'static [HostAlgorithm],
         standard: &StandardCall,
         rule: AlgorithmId,
-        work: &Work,
+        work: &ResolvedCall,
     ) -> Result<()> {
         let StandardCall { collective, algorithm, .. } = *standard;
         let id = if algorithm == AUTO { rule } else { algorithm };

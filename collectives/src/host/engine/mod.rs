@@ -15,11 +15,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use symmpool_allocator::topology::{Mesh, Topology};
-use symmpool_allocator::{Error, HeapLayout, Maker, Result};
+use symmpool_allocator::{Error, HeapLayout, ProcessId, Result};
 
-use self::options::HostOptions;
+use self::options::HostEngineOptions;
 use crate::host::kernels::{Isa, ReduceFn, prepare_to_copy, select};
-use crate::host::layout::control::{Control, peers};
+use crate::host::layout::control::{ControlBlock, peers};
 use crate::host::layout::expert_scratch::ExpertScratch;
 use crate::host::layout::load_balance::LoadBalance;
 use crate::host::layout::paired_groups::PairedGroups;
@@ -39,8 +39,8 @@ use crate::{DType, ReduceOp};
 /// for its parent's.
 pub struct HostEngine {
     pub(in crate::host) layout: HeapLayout,
-    pub(in crate::host) control: Control,
-    pub(in crate::host) options: HostOptions,
+    pub(in crate::host) control: ControlBlock,
+    pub(in crate::host) options: HostEngineOptions,
     /// The timeout of `options`, until it is changed.
     pub(crate) timeout: Arc<Timeout>,
     pub(in crate::host) spin_policy: SpinPolicy,
@@ -66,7 +66,7 @@ pub struct HostEngine {
     plan_signals: plan_signals::PlanSignals,
     /// Shared with [`HostOneSided`](super::HostOneSided), which signals outside of calls.
     pub(in crate::host) failed: Arc<OnceLock<Error>>,
-    pub(in crate::host) maker: Maker,
+    pub(in crate::host) maker: ProcessId,
     /// These are kept so that calls need not allocate.
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
@@ -86,14 +86,14 @@ impl HostEngine {
     /// Bytes of the control block that `world` ranks need with these options: a multiple of 128. The block must be
     /// allocated at an offset that is a multiple of 128 too, and the same on every rank. Refuses a number of ranks and
     /// options with which no engine can be made ([`Error::is_invalid_argument`]).
-    pub fn control_bytes(world: u32, options: &HostOptions) -> Result<u64> {
+    pub fn control_bytes(world: u32, options: &HostEngineOptions) -> Result<u64> {
         options.check(world)?;
-        Control::required(world, options.scratch_bytes)
+        ControlBlock::required(world, options.scratch_bytes)
     }
 
     /// How many bytes at the beginning of the control block must be zero.
-    pub(crate) fn zeroed_bytes(world: u32, options: &HostOptions) -> Result<u64> {
-        Control::zeroed(world, options.scratch_bytes)
+    pub(crate) fn zeroed_bytes(world: u32, options: &HostEngineOptions) -> Result<u64> {
+        ControlBlock::zeroed(world, options.scratch_bytes)
     }
 
     /// A communicator over the heap `layout`, which signals through the control blocks at `control_offset` of every
@@ -116,7 +116,7 @@ impl HostEngine {
         layout: HeapLayout,
         control_offset: u64,
         control_bytes: u64,
-        options: HostOptions,
+        options: HostEngineOptions,
     ) -> Result<Self> {
         if layout.rank >= layout.world {
             return Err(Error::invalid_argument(format!(
@@ -127,8 +127,9 @@ impl HostEngine {
         options.check(layout.world)?;
         // SAFETY: the caller promised that the control block is mapped in every slot until the engine is dropped,
         // zero at first, and used by nothing else.
-        let control =
-            unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
+        let control = unsafe {
+            ControlBlock::new(&layout, control_offset, control_bytes, options.scratch_bytes)?
+        };
         let spin = options.spin.unwrap_or_else(|| enough_here(layout.world));
         let spin_policy = SpinPolicy::new(spin && layout.world > 1);
         let world = layout.world as usize;
@@ -152,7 +153,7 @@ impl HostEngine {
             refused: None,
             plan_signals: plan_signals::PlanSignals::new(layout.world),
             failed: Arc::default(),
-            maker: Maker::here(),
+            maker: ProcessId::here(),
             timeout: Arc::new(Timeout::new(options.timeout)),
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),

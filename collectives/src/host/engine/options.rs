@@ -19,7 +19,7 @@ type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;
 
 /// How a [`HostEngine`](super::HostEngine) behaves. Everything but `peer_alive` and `interrupted` must be the same on
 /// every rank.
-pub struct HostOptions {
+pub struct HostEngineOptions {
     /// The longest wait for a peer, counted from when a rank begins to wait for it (rule S5). Default: 30 s.
     pub timeout: Duration,
     /// Bytes of scratch for each of the two parities of calls. Calls of up to about this size take one phase; larger
@@ -47,7 +47,7 @@ pub struct HostOptions {
     pub all_to_all: AllToAllAlgorithm,
 }
 
-impl Default for HostOptions {
+impl Default for HostEngineOptions {
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(30),
@@ -62,7 +62,7 @@ impl Default for HostOptions {
     }
 }
 
-impl HostOptions {
+impl HostEngineOptions {
     /// Refuses what no engine of `world` ranks can be made with.
     pub(in crate::host) fn check(&self, world: u32) -> Result<()> {
         if self.first_epoch == 0 || self.timeout.is_zero() {
@@ -104,7 +104,7 @@ impl HostOptions {
     }
 }
 
-impl fmt::Debug for HostOptions {
+impl fmt::Debug for HostEngineOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostOptions")
             .field("timeout", &self.timeout)

@@ -11,7 +11,7 @@ use crate::types::float8::{e4m3_to_f32, e5m2_to_f32, f32_to_e4m3, f32_to_e5m2};
 use crate::{F8E4m3, F8E5m2};
 
 /// One reduction of one element type.
-pub(super) trait Reduction {
+pub(super) trait ElementReduction {
     /// The type in memory.
     type Item: Pod + Default;
     /// The type of the accumulator.
@@ -178,7 +178,7 @@ scalars! {
 macro_rules! reductions {
     ($($name:ident: $method:ident;)+) => {$(
         pub(super) struct $name<S>(PhantomData<S>);
-        impl<S: Scalar> Reduction for $name<S> {
+        impl<S: Scalar> ElementReduction for $name<S> {
             type Item = S::Item;
             type Acc = S::Acc;
             #[cfg(target_arch = "x86_64")]
@@ -211,7 +211,7 @@ reductions! {
 }
 
 pub(super) struct Avg<S>(PhantomData<S>);
-impl<S: Scalar> Reduction for Avg<S> {
+impl<S: Scalar> ElementReduction for Avg<S> {
     type Item = S::Item;
     type Acc = S::Wide;
     #[cfg(target_arch = "x86_64")]

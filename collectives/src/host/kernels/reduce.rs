@@ -7,7 +7,7 @@
 
 use half::{bf16, f16};
 
-use super::elementwise::{Avg, Max, Min, Prod, Reduction, Scalar, Sum};
+use super::elementwise::{Avg, ElementReduction, Max, Min, Prod, Scalar, Sum};
 use super::float_environment::DefaultEnvironment;
 use crate::{DType, F8E4m3, F8E5m2, ReduceOp};
 
@@ -86,7 +86,7 @@ fn by_op<S: Scalar>(isa: Isa, op: ReduceOp) -> ReduceFn {
     }
 }
 
-fn by_isa<F: Reduction>(isa: Isa) -> ReduceFn {
+fn by_isa<F: ElementReduction>(isa: Isa) -> ReduceFn {
     match isa {
         Isa::Portable => portable::<F>,
         #[cfg(target_arch = "x86_64")]
@@ -99,7 +99,7 @@ fn by_isa<F: Reduction>(isa: Isa) -> ReduceFn {
 /// # Safety
 ///
 /// You must keep the promises of [`ReduceFn`].
-unsafe fn portable<F: Reduction>(
+unsafe fn portable<F: ElementReduction>(
     sources: &[*const u8],
     outputs: &[*mut u8],
     count: usize,
@@ -115,7 +115,7 @@ unsafe fn portable<F: Reduction>(
 /// You must keep the promises of [`ReduceFn`], and the processor has AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn avx2<F: Reduction>(
+unsafe fn avx2<F: ElementReduction>(
     sources: &[*const u8],
     outputs: &[*mut u8],
     count: usize,
@@ -131,7 +131,7 @@ unsafe fn avx2<F: Reduction>(
 /// You must keep the promises of [`ReduceFn`], and the processor has these AVX-512 sets and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
-unsafe fn avx512<F: Reduction>(
+unsafe fn avx512<F: ElementReduction>(
     sources: &[*const u8],
     outputs: &[*mut u8],
     count: usize,
@@ -146,7 +146,7 @@ unsafe fn avx512<F: Reduction>(
 ///
 /// You must keep the promises of [`ReduceFn`]; `F16C` only in functions that enable those instructions.
 #[inline(always)]
-unsafe fn body<F: Reduction, const F16C: bool>(
+unsafe fn body<F: ElementReduction, const F16C: bool>(
     sources: &[*const u8],
     outputs: &[*mut u8],
     count: usize,
@@ -203,7 +203,7 @@ unsafe fn body<F: Reduction, const F16C: bool>(
 }
 
 #[inline(always)]
-fn widen<F: Reduction, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
+fn widen<F: ElementReduction, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
     #[cfg(target_arch = "x86_64")]
     if F16C && F::HALF {
         // SAFETY: `F16C` says that the enclosing function enables these instructions.
@@ -216,7 +216,7 @@ fn widen<F: Reduction, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BL
 }
 
 #[inline(always)]
-fn combine_block<F: Reduction, const F16C: bool>(
+fn combine_block<F: ElementReduction, const F16C: bool>(
     total: &mut [F::Acc; BLOCK],
     block: &[F::Item; BLOCK],
 ) {
@@ -227,7 +227,7 @@ fn combine_block<F: Reduction, const F16C: bool>(
 }
 
 #[inline(always)]
-fn finish_block<F: Reduction, const F16C: bool>(
+fn finish_block<F: ElementReduction, const F16C: bool>(
     total: &[F::Acc; BLOCK],
     world: usize,
 ) -> [F::Item; BLOCK] {

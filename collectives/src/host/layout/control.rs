@@ -26,9 +26,9 @@ use std::time::Duration;
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use crate::CommunicatorMemory;
-use crate::host::wait::fault::{Fault, WaitFailure};
+use crate::host::wait::fault::{WaitFailure, WaitFault};
 use crate::signal::channel::CHANNELS;
-use crate::signal::{Native, Slot};
+use crate::signal::{Native, SignalSlot};
 use crate::types::timeout::nanoseconds;
 
 /// The alignment of every part, and of the block itself.
@@ -43,7 +43,7 @@ const PACKET_BYTES: u64 = 64 << 10;
 /// The most bytes of all packets that a rank has room for.
 const ALL_PACKETS: u64 = 1 << 20;
 
-type SlotBytes = Slot<Native>;
+type SlotBytes = SignalSlot<Native>;
 pub(in crate::host) const SLOT: u64 = size_of::<SlotBytes>() as u64;
 
 /// One rank's report of why it gave up.
@@ -163,7 +163,7 @@ impl Layout {
 
 /// Address arithmetic over every rank's control block.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::host) struct Control {
+pub(in crate::host) struct ControlBlock {
     /// Address of rank 0's block.
     base: u64,
     stride: u64,
@@ -171,7 +171,7 @@ pub(in crate::host) struct Control {
     scratch_bytes: u64,
 }
 
-impl Control {
+impl ControlBlock {
     /// How the bytes of the block divide.
     pub(in crate::host) fn memory(&self, total: u64) -> CommunicatorMemory {
         let staging = self.layout.scratch - self.layout.packets;
@@ -241,7 +241,7 @@ impl Control {
     }
 
     #[inline]
-    fn slot(&self, owner: u32, part: u64, index: u64) -> &Slot<Native> {
+    fn slot(&self, owner: u32, part: u64, index: u64) -> &SignalSlot<Native> {
         let at = self.at(owner, part.wrapping_add(index * SLOT)) as *const SlotBytes;
         // SAFETY: `new`'s caller keeps the block mapped while `self` is used, the parts leave room
         // for all slots of their sources, and every boundary is a multiple of the slot's alignment. A set of
@@ -253,14 +253,24 @@ impl Control {
 
     /// Where `source` signals `owner` that it makes a call.
     #[inline]
-    pub(in crate::host) fn handshake(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
+    pub(in crate::host) fn handshake(
+        &self,
+        owner: u32,
+        parity: u64,
+        source: u32,
+    ) -> &SignalSlot<Native> {
         debug_assert!(parity < 2);
         self.slot(owner, self.layout.handshakes, 2 * u64::from(source) + parity)
     }
 
     /// Where `source` signals `owner` that it has reached a step.
     #[inline]
-    pub(in crate::host) fn step(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
+    pub(in crate::host) fn step(
+        &self,
+        owner: u32,
+        parity: u64,
+        source: u32,
+    ) -> &SignalSlot<Native> {
         debug_assert!(parity < 2);
         self.slot(owner, self.layout.steps, 2 * u64::from(source) + parity)
     }
@@ -275,7 +285,7 @@ impl Control {
         part: u64,
         (owner, source): (u32, u32),
         channel: u32,
-    ) -> &Slot<Native> {
+    ) -> &SignalSlot<Native> {
         debug_assert!(channel < CHANNELS);
         let index = u64::from(source) * u64::from(CHANNELS) + u64::from(channel);
         self.slot(owner, part, index)
@@ -288,7 +298,7 @@ impl Control {
         owner: u32,
         source: u32,
         channel: u32,
-    ) -> &Slot<Native> {
+    ) -> &SignalSlot<Native> {
         debug_assert!(channel < CHANNELS);
         let index = u64::from(source) * u64::from(CHANNELS) + u64::from(channel);
         self.slot(owner, self.layout.plans, index)
@@ -316,13 +326,13 @@ impl Control {
     fn abort_record(&self, owner: u32, source: u32) -> &AbortRecord {
         let part = self.layout.aborts + u64::from(source) * size_of::<AbortRecord>() as u64;
         let at = self.at(owner, part) as *const AbortRecord;
-        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the record is aligned and
+        // SAFETY: `ControlBlock::new` was promised that the block is mapped while this lives; the record is aligned and
         // within its part, and holds nothing but atomics.
         unsafe { &*at }
     }
 
     /// Writes a fault of rank `me` to the block of `peer`, and raises the peer's abort flag.
-    pub(in crate::host) fn report_fault(&self, peer: u32, me: u32, fault: &Fault) {
+    pub(in crate::host) fn report_fault(&self, peer: u32, me: u32, fault: &WaitFault) {
         let record = self.abort_record(peer, me);
         record.epoch.store(fault.epoch, Ordering::Relaxed);
         record.timeout.store(nanoseconds(fault.timeout), Ordering::Relaxed);
@@ -338,7 +348,7 @@ impl Control {
             let epoch = record.epoch.load(Ordering::Relaxed);
             let timeout = Duration::from_nanos(record.timeout.load(Ordering::Relaxed));
             Some(WaitFailure {
-                fault: Fault::unpack(cause, epoch, timeout)?,
+                fault: WaitFault::unpack(cause, epoch, timeout)?,
                 reporter: Some(reporter),
             })
         })
@@ -351,7 +361,7 @@ impl Control {
         debug_assert!(parity < 2 && u64::from(index) * 8 < self.layout.row_bytes);
         let part = self.layout.rows + parity * self.layout.row_bytes + u64::from(index) * 8;
         let at = self.at(owner, part) as *mut u64;
-        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the word is aligned and
+        // SAFETY: `ControlBlock::new` was promised that the block is mapped while this lives; the word is aligned and
         // within its part, and only ever used as this atomic.
         unsafe { AtomicU64::from_ptr(at) }
     }
@@ -370,13 +380,13 @@ impl Control {
 
     /// Where `source` counts the packets that it has sent to `owner`.
     #[inline]
-    pub(in crate::host) fn packets_sent(&self, owner: u32, source: u32) -> &Slot<Native> {
+    pub(in crate::host) fn packets_sent(&self, owner: u32, source: u32) -> &SignalSlot<Native> {
         self.slot(owner, self.layout.sent, u64::from(source))
     }
 
     /// Where `receiver` counts the packets of `owner` that it has taken.
     #[inline]
-    pub(in crate::host) fn packets_taken(&self, owner: u32, receiver: u32) -> &Slot<Native> {
+    pub(in crate::host) fn packets_taken(&self, owner: u32, receiver: u32) -> &SignalSlot<Native> {
         self.slot(owner, self.layout.taken, u64::from(receiver))
     }
 
@@ -387,7 +397,7 @@ impl Control {
         let each = ALIGN + self.layout.packet_bytes;
         let part = self.layout.packets + (nth * PACKETS + number % PACKETS) * each;
         let at = self.at(owner, part) as *const PacketHeader;
-        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the header is aligned and
+        // SAFETY: `ControlBlock::new` was promised that the block is mapped while this lives; the header is aligned and
         // within its part, and holds nothing but atomics.
         let header = unsafe { &*at };
         let data = self.at(owner, part + ALIGN) as *mut u8;
@@ -404,7 +414,7 @@ impl Control {
         let part =
             self.layout.message_records + u64::from(peer) * size_of::<MessageRecord>() as u64;
         let at = self.at(owner, part) as *const MessageRecord;
-        // SAFETY: `Control::new` was promised that the block is mapped while this lives; the record is aligned and
+        // SAFETY: `ControlBlock::new` was promised that the block is mapped while this lives; the record is aligned and
         // within its part, and holds nothing but atomics.
         unsafe { &*at }
     }
@@ -455,15 +465,15 @@ mod tests {
     #[test]
     fn no_two_parts_of_a_slot_overlap() {
         const WORLD: u32 = 3;
-        let bytes = Control::required(WORLD, 256).unwrap();
+        let bytes = ControlBlock::required(WORLD, 256).unwrap();
         let mut memory = vec![0_u64; (u64::from(WORLD) * bytes + ALIGN) as usize / 8];
         let base = (memory.as_mut_ptr() as u64).next_multiple_of(ALIGN);
         let layout = HeapLayout { base, stride: bytes, rank: 0, world: WORLD };
         // SAFETY: the memory is zeroed, long enough and this test's.
-        let control = unsafe { Control::new(&layout, 0, bytes, 256) }.unwrap();
+        let control = unsafe { ControlBlock::new(&layout, 0, bytes, 256) }.unwrap();
         let end_of = |at: u64, length: u64| (at, at + length);
         for owner in 0..WORLD {
-            let slot = |slot: &Slot<Native>| end_of(std::ptr::from_ref(slot) as u64, SLOT);
+            let slot = |slot: &SignalSlot<Native>| end_of(std::ptr::from_ref(slot) as u64, SLOT);
             let mut places = vec![end_of(control.abort_flag(owner).as_ptr() as u64, 4)];
             for source in 0..WORLD {
                 let record = std::ptr::from_ref(control.abort_record(owner, source)) as u64;

@@ -3,13 +3,13 @@
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use crate::Place;
-use crate::host::layout::control::Control;
+use crate::host::layout::control::ControlBlock;
 
 /// Resolves places to this rank's addresses, and refuses places that cannot be right.
 #[derive(Clone, Copy)]
 pub(in crate::host) struct Resolver<'a> {
     pub(in crate::host) layout: &'a HeapLayout,
-    pub(in crate::host) control: &'a Control,
+    pub(in crate::host) control: &'a ControlBlock,
 }
 
 impl Resolver<'_> {

@@ -44,7 +44,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use symmpool_allocator::{Error, Maker, PairAddress, PairListener, Result};
+use symmpool_allocator::{Error, PairAddress, PairListener, ProcessId, Result};
 
 use self::operation::Op;
 use self::state::State;
@@ -84,12 +84,12 @@ struct Shared {
     timeout: Timeout,
     interrupted: Option<Interrupted>,
     spin_policy: SpinPolicy,
-    maker: Maker,
+    maker: ProcessId,
 }
 
 /// A send or a receive that was begun. Dropping it leaves the message as it is.
 #[derive(Clone)]
-pub struct Operation {
+pub struct PendingMessage {
     op: Arc<Op>,
     shared: Arc<Shared>,
 }
@@ -123,7 +123,7 @@ impl Mailbox {
             timeout: Timeout::new(timeout),
             interrupted,
             spin_policy: SpinPolicy::new(enough_here(world)),
-            maker: Maker::here(),
+            maker: ProcessId::here(),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -184,7 +184,7 @@ impl Mailbox {
         peer: u32,
         tag: i64,
         held: Box<dyn Any + Send + Sync>,
-    ) -> Result<Operation> {
+    ) -> Result<PendingMessage> {
         let key = (Direction::Send, Some(peer), tag as u64);
         self.shared.begin(key, (memory.cast_mut(), count, dtype), held)
     }
@@ -206,7 +206,7 @@ impl Mailbox {
         peer: Option<u32>,
         tag: i64,
         held: Box<dyn Any + Send + Sync>,
-    ) -> Result<Operation> {
+    ) -> Result<PendingMessage> {
         let key = (Direction::Receive, peer, tag as u64);
         self.shared.begin(key, (memory, count, dtype), held)
     }
@@ -241,7 +241,7 @@ impl Shared {
         key: (Direction, Option<u32>, u64),
         (memory, count, dtype): (*mut u8, usize, DType),
         held: Box<dyn Any + Send + Sync>,
-    ) -> Result<Operation> {
+    ) -> Result<PendingMessage> {
         let (direction, peer, _) = key;
         let (rank, world, what) = (self.rank, self.world, direction.name());
         if let Some(peer) = peer.filter(|peer| *peer >= world) {
@@ -259,7 +259,7 @@ impl Shared {
         if op.outcome().is_none() {
             self.attend(&mut state);
         }
-        Ok(Operation { op, shared: Arc::clone(self) })
+        Ok(PendingMessage { op, shared: Arc::clone(self) })
     }
 
     /// Moves messages on while this thread sleeps, until something has come or a while has passed.
@@ -290,7 +290,7 @@ impl Shared {
     }
 }
 
-impl Operation {
+impl PendingMessage {
     /// Whether it has ended, as all have in a forked child. Moves messages on, and does not wait.
     pub fn is_done(&self) -> bool {
         if self.op.outcome().is_none() {
@@ -420,7 +420,7 @@ impl fmt::Debug for Mailbox {
     }
 }
 
-impl fmt::Debug for Operation {
+impl fmt::Debug for PendingMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.op.fmt(f)
     }

@@ -23,7 +23,7 @@ pub(super) fn mailboxes(world: u32, timeout: Duration) -> Vec<Mailbox> {
 }
 
 /// Sends bytes, which the operation keeps.
-pub(super) fn send(from: &Mailbox, data: Vec<u8>, peer: u32, tag: i64) -> Result<Operation> {
+pub(super) fn send(from: &Mailbox, data: Vec<u8>, peer: u32, tag: i64) -> Result<PendingMessage> {
     let (at, count) = (data.as_ptr(), data.len());
     // SAFETY: the operation keeps the data, which nobody writes.
     unsafe { from.send((at, count, DType::U8), peer, tag, Box::new(data)) }
@@ -31,7 +31,7 @@ pub(super) fn send(from: &Mailbox, data: Vec<u8>, peer: u32, tag: i64) -> Result
 
 /// A receive, and where it writes.
 pub(super) struct Receive {
-    pub(super) operation: Operation,
+    pub(super) operation: PendingMessage,
     data: Arc<Vec<u8>>,
 }
 
@@ -305,7 +305,7 @@ fn run(world: u32, program: &[Message]) {
                 for message in &mine[..early] {
                     received.push((message, post(mailbox, message, &mut pops, program)));
                 }
-                let sends: Vec<Operation> = program
+                let sends: Vec<PendingMessage> = program
                     .iter()
                     .enumerate()
                     .filter(|(_, message)| message.from == rank)

@@ -8,7 +8,9 @@ use super::pieces::Pieces;
 use crate::algorithm::{DIRECT, STAGED};
 use crate::call::{Arguments, StandardCall};
 use crate::host::HostEngine;
-use crate::host::engine::host_algorithm::{HostAlgorithm, Work, always, with_output_window};
+use crate::host::engine::host_algorithm::{
+    HostAlgorithm, ResolvedCall, always, with_output_window,
+};
 use crate::host::kernels::{copy, copy_own, moves_only};
 use crate::host::layout::place::InPlace;
 use crate::types::place::Place;
@@ -44,7 +46,7 @@ impl HostEngine {
             call = call.input(input);
         }
         let direct = output.is_window() && count * size > SCRATCH_BYTES.min(self.scratch_bytes());
-        let work = Work { call, data, count, size, root: 0, reduce: moves_only };
+        let work = ResolvedCall { call, data, count, size, root: 0, reduce: moves_only };
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.
         unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
@@ -56,8 +58,8 @@ impl HostEngine {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_gather`], for the resolved buffers, the output being a window.
-unsafe fn push(engine: &mut HostEngine, work: &Work) -> Result<()> {
-    let Work { call, data, count, size, .. } = work;
+unsafe fn push(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+    let ResolvedCall { call, data, count, size, .. } = work;
     let bytes = count * size;
     let me = engine.rank();
     engine.handshake(call)?;
@@ -81,8 +83,8 @@ unsafe fn push(engine: &mut HostEngine, work: &Work) -> Result<()> {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_gather`], for the resolved buffers.
-unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
-    let Work { call, data, count, size, .. } = work;
+unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+    let ResolvedCall { call, data, count, size, .. } = work;
     let (count, size) = (*count, *size);
     let me = engine.rank();
     let pieces = Pieces::new(count, size, engine.scratch_bytes());

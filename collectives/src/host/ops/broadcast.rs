@@ -8,7 +8,7 @@ use super::pieces::Pieces;
 use crate::algorithm::{DIRECT, STAGED};
 use crate::call::{Arguments, StandardCall};
 use crate::host::HostEngine;
-use crate::host::engine::host_algorithm::{HostAlgorithm, Work, always, with_input_window};
+use crate::host::engine::host_algorithm::{HostAlgorithm, ResolvedCall, always, with_input_window};
 use crate::host::kernels::{copy, moves_only};
 use crate::host::layout::place::Data;
 use crate::types::place::Place;
@@ -45,7 +45,7 @@ impl HostEngine {
         let direct = buffer.is_window() && count * size > SCRATCH_BYTES.min(self.scratch_bytes());
         let data =
             Data { input: buffer, output: buffer, from: address, to: address, in_place: true };
-        let work = Work { call, data, count, size, root, reduce: moves_only };
+        let work = ResolvedCall { call, data, count, size, root, reduce: moves_only };
         // SAFETY: the caller promised that the buffer is there for this length on every rank; `data` has its resolved
         // place.
         unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
@@ -57,7 +57,7 @@ impl HostEngine {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::broadcast`], for the resolved buffer, which is a window.
-unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
+unsafe fn pull(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     engine.handshake(&work.call)?;
     if let (Place::Window(offset), true) = (work.data.input, engine.rank() != work.root) {
         let from = engine.window(work.root, offset);
@@ -73,8 +73,8 @@ unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::broadcast`], for the resolved buffer.
-unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
-    let Work { call, data, count, size, root, .. } = work;
+unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+    let ResolvedCall { call, data, count, size, root, .. } = work;
     let (address, size, root) = (data.to, *size, *root);
     let pieces = Pieces::new(*count, size, engine.scratch_bytes());
     let is_root = engine.rank() == root;

@@ -11,7 +11,7 @@ mod memory;
 
 use symmpool_allocator::{Error, Result};
 
-use self::memory::{Handle, Region};
+use self::memory::{Region, RoutingHandle};
 use crate::call::experts::{ExpertCall, ExpertsWork, HandleParts};
 use crate::call::{Call, Operation};
 use crate::host::HostEngine;
@@ -47,12 +47,12 @@ impl HostEngine {
         // the region has the buffer's bytes.
         unsafe { self.dispatch(call) }?;
         // SAFETY: the handle is one of this buffer, which has these parts.
-        let handle = unsafe { Handle::new(&call.work, self.world()) };
+        let handle = unsafe { RoutingHandle::new(&call.work, self.world()) };
         let number = |found: i32| found.max(0) as usize;
         let local = call.shape.local_experts(self.world()) as usize;
         Ok(ReceivedSizes {
             rows: handle.received(call.work.capacity),
-            rows_by_expert: number(handle.head.get(Handle::BY_EXPERT)),
+            rows_by_expert: number(handle.head.get(RoutingHandle::BY_EXPERT)),
             expert_counts: (0..local).map(|at| number(handle.expert_counts.get(at))).collect(),
         })
     }
@@ -63,7 +63,7 @@ impl HostEngine {
     unsafe fn dispatch_in(&mut self, call: &ExpertCall, scratch: &mut ExpertScratch) -> Result<()> {
         let (world, work, region) = (self.world(), &call.work, Region::of(call, self.world()));
         // SAFETY: the handle is one of this buffer, which has these parts.
-        let handle = unsafe { Handle::new(work, world) };
+        let handle = unsafe { RoutingHandle::new(work, world) };
         // A known routing names rows of peers only, and those by expert are as many as the output has room for or less.
         let known = (work.known != 0).then_some((call.mode.by_expert, u64::MAX));
         self.begin_with(&handle, work, known)?;
@@ -75,7 +75,7 @@ impl HostEngine {
         let description = Call::new(Operation::ExpertDispatch);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
         let routed = if work.known == 0 {
-            handle.head.set(Handle::LAYOUT, HandleParts::layout_word(call.mode.by_expert));
+            handle.head.set(RoutingHandle::LAYOUT, HandleParts::layout_word(call.mode.by_expert));
             self.keep_routing(&handle, &scratch.routing, work)
         } else {
             Ok(())
@@ -95,7 +95,7 @@ impl HostEngine {
             // expert.
             unsafe { self.place_by_expert(&region, &handle, work) }
         } else {
-            handle.head.get(Handle::BY_EXPERT) as u64
+            handle.head.get(RoutingHandle::BY_EXPERT) as u64
         };
         // SAFETY: all rows that this rank receives are there; the caller promised that the output is writable for its
         // capacity.
@@ -113,7 +113,7 @@ impl HostEngine {
     /// dispatch: `again` is how rows lie, and how many rows by expert there may be.
     fn begin_with(
         &mut self,
-        handle: &Handle,
+        handle: &RoutingHandle,
         work: &ExpertsWork,
         again: Option<(bool, u64)>,
     ) -> Result<()> {
@@ -143,7 +143,12 @@ impl HostEngine {
     ///
     /// Returns the error of the lowest rank with an id that is no expert, else that of the lowest one without room; it
     /// is the same on every rank.
-    fn keep_routing(&self, handle: &Handle, routing: &Routing, work: &ExpertsWork) -> Result<()> {
+    fn keep_routing(
+        &self,
+        handle: &RoutingHandle,
+        routing: &Routing,
+        work: &ExpertsWork,
+    ) -> Result<()> {
         let (me, world) = (self.rank(), self.world());
         let mut outcome = Ok(());
         let mut fail = |error: Error| {
@@ -175,14 +180,14 @@ impl HostEngine {
             if to == me {
                 let received = begin.min(work.capacity) as i32;
                 handle.source_offsets.set(world as usize, received);
-                handle.head.set(Handle::RECEIVED, received);
+                handle.head.set(RoutingHandle::RECEIVED, received);
             }
             if begin > work.capacity {
                 fail(no_room(to, begin, work.capacity, "the buffer", "capacity"));
             }
         }
-        handle.head.set(Handle::TOKENS, work.tokens as i32);
-        handle.head.set(Handle::BY_EXPERT, 0);
+        handle.head.set(RoutingHandle::TOKENS, work.tokens as i32);
+        handle.head.set(RoutingHandle::BY_EXPERT, 0);
         for (at, position) in routing.positions.iter().enumerate() {
             let base = handle.bases.get(at % world as usize);
             let fits = *position >= 0 && ((base + *position) as u64) < work.capacity;
@@ -199,7 +204,7 @@ impl HostEngine {
     unsafe fn send(
         &self,
         region: &Region,
-        handle: &Handle,
+        handle: &RoutingHandle,
         call: &ExpertCall,
         scratch: &mut ExpertScratch,
     ) {
@@ -289,7 +294,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
-    unsafe fn keep_received(&self, region: &Region, handle: &Handle, work: &ExpertsWork) {
+    unsafe fn keep_received(&self, region: &Region, handle: &RoutingHandle, work: &ExpertsWork) {
         let (me, received) = (self.rank() as usize, handle.received(work.capacity));
         // SAFETY: the part has room for the capacity.
         let numbers = unsafe { region.numbers::<i32>(self, me, region.parts.tokens, 0, received) };
@@ -326,7 +331,12 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::keep_received`], which has counted the rows of each expert.
-    unsafe fn place_by_expert(&self, region: &Region, handle: &Handle, work: &ExpertsWork) -> u64 {
+    unsafe fn place_by_expert(
+        &self,
+        region: &Region,
+        handle: &RoutingHandle,
+        work: &ExpertsWork,
+    ) -> u64 {
         let (me, received) = (self.rank() as usize, handle.received(work.capacity));
         let local = (work.experts / self.world()) as usize;
         let count = received * work.top_k as usize;
@@ -347,7 +357,7 @@ impl HostEngine {
             };
         }
         handle.expert_offsets.set(local, clamped(begin));
-        handle.head.set(Handle::BY_EXPERT, clamped(begin));
+        handle.head.set(RoutingHandle::BY_EXPERT, clamped(begin));
         for at in 0..count {
             handle.weights.set(at, weights.get(at));
             // SAFETY: the id is that of a received row.
@@ -375,7 +385,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
-    unsafe fn expand(&self, region: &Region, handle: &Handle, work: &ExpertsWork) {
+    unsafe fn expand(&self, region: &Region, handle: &RoutingHandle, work: &ExpertsWork) {
         let (me, received) = (self.rank(), handle.received(work.capacity));
         let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
         for at in 0..received * work.top_k as usize {

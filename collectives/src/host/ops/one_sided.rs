@@ -10,11 +10,11 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use symmpool_allocator::{Deadline, Error, HeapLayout, Maker, Result};
+use symmpool_allocator::{Deadline, Error, HeapLayout, ProcessId, Result};
 
 use crate::host::HostEngine;
 use crate::host::kernels::copy;
-use crate::host::layout::control::{Control, SLOT};
+use crate::host::layout::control::{ControlBlock, SLOT};
 use crate::host::ops::p2p::PeerMessages;
 use crate::host::wait::fault::Cause;
 use crate::host::wait::waiter::{Interrupted, SpinPolicy, Waiter, Watchdog, wake_all};
@@ -28,11 +28,11 @@ type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;
 /// One rank's side of the channels and of the point-to-point messages of a communicator.
 pub(crate) struct HostOneSided {
     pub(in crate::host) layout: HeapLayout,
-    pub(in crate::host) control: Control,
+    pub(in crate::host) control: ControlBlock,
     pub(in crate::host) spin_policy: SpinPolicy,
     /// The engine's error: once the communicator is closed, these operations fail too.
     pub(in crate::host) failed: Arc<OnceLock<Error>>,
-    maker: Maker,
+    maker: ProcessId,
     pub(in crate::host) alive: PeerAlive,
     pub(in crate::host) interrupted: Option<Interrupted>,
     /// The engine's timeout, for messages. A wait on a channel has a timeout of its own.

@@ -25,9 +25,9 @@ use crate::call::p2p::{Direction, Payload};
 use crate::host::kernels::copy;
 use crate::host::layout::control::{PACKETS, peers};
 use crate::host::ops::one_sided::HostOneSided;
-use crate::host::wait::fault::{Cause, Fault, WaitFailure};
+use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
 use crate::host::wait::waiter::{Waiter, Watchdog, wake};
-use crate::signal::{Native, Slot, await_word, wake_sleepers};
+use crate::signal::{Native, SignalSlot, await_word, wake_sleepers};
 
 /// How a wait for a peer ended.
 enum Arrival {
@@ -248,7 +248,7 @@ impl HostOneSided {
     /// message that was transferred cannot be undone; peers are notified (rule S5).
     fn await_count(
         &self,
-        slot: &Slot<Native>,
+        slot: &SignalSlot<Native>,
         (operation, peer, number): (Operation, u32, u64),
         accept: impl Fn(u64) -> bool,
     ) -> Result<u64> {
@@ -259,7 +259,8 @@ impl HostOneSided {
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.timeout.get()));
             let (operation, timeout) = (operation as u8, watchdog.timeout());
-            let fault = |cause| Fault { cause, operation, phase: 0, peer, epoch: number, timeout };
+            let fault =
+                |cause| WaitFault { cause, operation, phase: 0, peer, epoch: number, timeout };
             if self.failed.get().is_some() {
                 // Another thread of this rank has closed the communicator, and reported it.
                 let reporter = Some(self.layout.rank);
@@ -322,7 +323,7 @@ impl HostOneSided {
 }
 
 /// Signals a count to the peer that waits for it.
-fn publish(slot: &Slot<Native>, count: u64) {
+fn publish(slot: &SignalSlot<Native>, count: u64) {
     slot.publish_word(count);
     wake_sleepers(std::iter::once(slot), wake);
 }

@@ -13,7 +13,7 @@ use crate::call::plan_call::{Chunks, LINE};
 use crate::host::HostEngine;
 use crate::host::kernels::{ReduceFn, copy};
 use crate::host::layout::place::{Data, InPlace};
-use crate::plan::{Buffer, Cell, CheckedPlan, Collective, Item, Step};
+use crate::plan::{Buffer, Cell, CheckedPlan, Collective, Item, PlanStep};
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
@@ -149,14 +149,17 @@ impl HostEngine {
                 phase += 1;
                 let peer = |peer: u32| real_rank(peer, root, self.world());
                 match first {
-                    Step::Signal { peer: to, channel } => self.signal_in_plan(peer(*to), *channel),
-                    Step::Wait { peer: of, channel } => {
+                    PlanStep::Signal { peer: to, channel } => {
+                        self.signal_in_plan(peer(*to), *channel);
+                    }
+                    PlanStep::Wait { peer: of, channel } => {
                         self.wait_in_plan(peer(*of), *channel, phase)?;
                     }
-                    Step::Barrier => self.step()?,
-                    Step::Reduce(_) | Step::Divide { .. } => {
-                        let is_signal =
-                            |step: &Step| !matches!(step, Step::Reduce(_) | Step::Divide { .. });
+                    PlanStep::Barrier => self.step()?,
+                    PlanStep::Reduce(_) | PlanStep::Divide { .. } => {
+                        let is_signal = |step: &PlanStep| {
+                            !matches!(step, PlanStep::Reduce(_) | PlanStep::Divide { .. })
+                        };
                         let items = left.iter().position(is_signal).unwrap_or(left.len());
                         let buffers = Buffers {
                             engine: self,
@@ -266,7 +269,7 @@ struct Loops {
 /// The places of the items are readable and writable for these elements, and nobody else accesses them meanwhile.
 unsafe fn run_items(
     buffers: &Buffers<'_>,
-    steps: &[Step],
+    steps: &[PlanStep],
     range: std::ops::Range<usize>,
     loops: &Loops,
     sources: &mut Vec<*const u8>,
@@ -281,8 +284,8 @@ unsafe fn run_items(
             let count_of =
                 |place: u32| end.min(buffers.chunks.length(place as usize)).saturating_sub(begin);
             let Item { dst, srcs, place, divisor } = match step {
-                Step::Reduce(item) => item,
-                Step::Divide { cell, place, by } => {
+                PlanStep::Reduce(item) => item,
+                PlanStep::Divide { cell, place, by } => {
                     let (to, count) = (address(cell), count_of(*place));
                     if let (Some(divide), 1..) = (loops.average, count) {
                         // SAFETY: the caller promised that the place is readable and writable; the destination is the
@@ -291,7 +294,7 @@ unsafe fn run_items(
                     }
                     continue;
                 }
-                Step::Signal { .. } | Step::Wait { .. } | Step::Barrier => continue,
+                PlanStep::Signal { .. } | PlanStep::Wait { .. } | PlanStep::Barrier => continue,
             };
             let count = count_of(*place);
             if count == 0 {

@@ -8,7 +8,7 @@ use super::pieces::Pieces;
 use crate::algorithm::{DIRECT, STAGED};
 use crate::call::{Arguments, StandardCall};
 use crate::host::HostEngine;
-use crate::host::engine::host_algorithm::{HostAlgorithm, Work, always, with_input_window};
+use crate::host::engine::host_algorithm::{HostAlgorithm, ResolvedCall, always, with_input_window};
 use crate::host::kernels::copy;
 use crate::host::layout::place::InPlace;
 use crate::types::place::Place;
@@ -41,7 +41,7 @@ impl HostEngine {
         let call = standard.describe().algorithm(standard.algorithm);
         let call = call.input(input).in_place(data.in_place);
         let direct = input.is_window() && !fits_scratch(count * size, self);
-        let work = Work { call, data, count, size, root: 0, reduce };
+        let work = ResolvedCall { call, data, count, size, root: 0, reduce };
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.
         unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
@@ -53,8 +53,8 @@ impl HostEngine {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::reduce_scatter`], for the resolved buffers, the input being a window.
-unsafe fn pull(engine: &mut HostEngine, work: &Work) -> Result<()> {
-    let Work { call, data, count, size, reduce, .. } = work;
+unsafe fn pull(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+    let ResolvedCall { call, data, count, size, reduce, .. } = work;
     engine.handshake(call)?;
     if let Place::Window(offset) = data.input {
         let at = offset + (engine.rank() as usize * count * size) as u64;
@@ -86,8 +86,8 @@ fn fits_scratch(part: usize, engine: &HostEngine) -> bool {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::reduce_scatter`], for the resolved buffers.
-unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
-    let Work { call, data, count, size, reduce, .. } = work;
+unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+    let ResolvedCall { call, data, count, size, reduce, .. } = work;
     let (count, size) = (*count, *size);
     let (me, world) = (engine.rank(), engine.world());
     // Pieces use the two halves of it alternately. At least one element of the largest type fits into it.

@@ -21,7 +21,7 @@ pub(in crate::host) enum Cause {
 
 /// The record of a failed wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::host) struct Fault {
+pub(in crate::host) struct WaitFault {
     pub(in crate::host) cause: Cause,
     /// Code of the current operation.
     pub(in crate::host) operation: u8,
@@ -34,7 +34,7 @@ pub(in crate::host) struct Fault {
     pub(in crate::host) timeout: Duration,
 }
 
-impl Fault {
+impl WaitFault {
     /// Cause, operation, peer and phase in one word, which is never zero. The other fields travel separately.
     pub(in crate::host) fn pack(&self) -> u64 {
         (self.cause as u64)
@@ -99,11 +99,11 @@ impl Fault {
 /// How a wait ended without its signal: the fault, and the peer that reported it, if one did.
 #[derive(Clone, Copy)]
 pub(in crate::host) struct WaitFailure {
-    pub(in crate::host) fault: Fault,
+    pub(in crate::host) fault: WaitFault,
     pub(in crate::host) reporter: Option<u32>,
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for WaitFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let operation = Operation::from_code(self.operation);
         let name = operation.map_or("an unknown operation", Operation::name);
@@ -123,17 +123,17 @@ impl fmt::Display for Fault {
 mod tests {
     use super::*;
 
-    fn sample() -> Fault {
+    fn sample() -> WaitFault {
         let (epoch, timeout) = (1 << 40, Duration::from_secs(1));
-        Fault { cause: Cause::Timeout, operation: 3, phase: 70_000, peer: 1023, epoch, timeout }
+        WaitFault { cause: Cause::Timeout, operation: 3, phase: 70_000, peer: 1023, epoch, timeout }
     }
 
     #[test]
     fn faults_travel_through_a_word_whole() {
         for cause in [Cause::Timeout, Cause::PeerLost] {
-            let fault = Fault { cause, ..sample() };
+            let fault = WaitFault { cause, ..sample() };
             let (epoch, timeout) = (fault.epoch, fault.timeout);
-            assert_eq!(Fault::unpack(fault.pack(), epoch, timeout), Some(fault));
+            assert_eq!(WaitFault::unpack(fault.pack(), epoch, timeout), Some(fault));
             let error = fault.to_error(0, Some(4), &[]);
             assert_eq!(error.ranks(), [1023]);
             assert!(error.to_string().contains("all_reduce, call 1099511627776, step 70000"));
@@ -143,14 +143,14 @@ mod tests {
                 assert_eq!(fault.to_error(0, None, &[2]).ranks(), [2, 1023]);
             }
         }
-        let fault = Fault { cause: Cause::Interrupted, ..sample() };
-        assert_eq!(Fault::unpack(fault.pack(), fault.epoch, fault.timeout), Some(fault));
+        let fault = WaitFault { cause: Cause::Interrupted, ..sample() };
+        assert_eq!(WaitFault::unpack(fault.pack(), fault.epoch, fault.timeout), Some(fault));
         assert!(fault.to_error(0, None, &[]).is_invalid_state());
         let reported = fault.to_error(0, Some(4), &[]);
         assert!(reported.is_peer_lost() && reported.ranks() == [4], "{reported}");
-        let message = Fault { operation: 10, peer: 1, ..sample() };
+        let message = WaitFault { operation: 10, peer: 1, ..sample() };
         let text = message.to_error(0, None, &[]).to_string();
         assert!(text.contains("waiting for rank 1 in recv on rank 0"), "{text}");
-        assert_eq!(Fault::unpack(0, 0, Duration::ZERO), None);
+        assert_eq!(WaitFault::unpack(0, 0, Duration::ZERO), None);
     }
 }

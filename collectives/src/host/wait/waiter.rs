@@ -12,7 +12,7 @@ use symmpool_allocator::Deadline;
 
 use crate::host::wait::crowd::{CROWD, Crowd};
 use crate::host::wait::fault::Cause;
-use crate::signal::{Native, Pause, Slot};
+use crate::signal::{Native, Pause, SignalSlot};
 
 /// How long a waiter spins before it yields. It is short, because the peer may need this very core; on an idle
 /// machine a yield costs little more than a load.
@@ -138,7 +138,7 @@ where
         self.pause_slowly()
     }
 
-    fn park(&mut self, slot: &Slot<Native>, seen: u32) {
+    fn park(&mut self, slot: &SignalSlot<Native>, seen: u32) {
         let slice = rustix::thread::Timespec {
             tv_sec: 0,
             tv_nsec: rustix::thread::Nsecs::from(SLICE.subsec_nanos()),
@@ -208,20 +208,20 @@ impl Watchdog {
 
 /// Wakes the thread that sleeps on `slot`. Processes share the slot, so the futex is never a private one.
 #[cold]
-pub(in crate::host) fn wake(slot: &Slot<Native>) {
+pub(in crate::host) fn wake(slot: &SignalSlot<Native>) {
     // Waking cannot fail on a mapped address; if it did, the sleeper would wake up after its slice.
     let _ = futex::wake(low_half(slot), futex::Flags::empty(), 1);
 }
 
 /// Wakes all threads that sleep on `slot`.
 #[cold]
-pub(in crate::host) fn wake_all(slot: &Slot<Native>) {
+pub(in crate::host) fn wake_all(slot: &SignalSlot<Native>) {
     // Waking cannot fail on a mapped address; if it did, the sleepers would wake up after their slice.
     let _ = futex::wake(low_half(slot), futex::Flags::empty(), i32::MAX as u32);
 }
 
 /// The half of the word that the operating system compares. Only the operating system reads it through this reference.
-fn low_half(slot: &Slot<Native>) -> &AtomicU32 {
+fn low_half(slot: &SignalSlot<Native>) -> &AtomicU32 {
     // SAFETY: the word is eight aligned bytes that live as long as `slot`; its first four are the
     // low half (little endian, asserted in `signal`), and AtomicU32 may be shared and changed.
     unsafe { AtomicU32::from_ptr(slot.word.as_ptr().cast()) }

@@ -36,7 +36,7 @@ use value::Value;
 
 use super::checked::CheckedPlan;
 use super::model::{Buffer, Cell, Collective, Operation, Plan};
-use super::step::{Item, Step};
+use super::step::{Item, PlanStep};
 
 impl Plan {
     /// Proves that the plan computes what its collective promises on every schedule, whatever calls come before and
@@ -100,12 +100,12 @@ impl CheckedPlan {
             let operation = &plan.programs[ran.rank as usize][ran.index].operation;
             match operation {
                 Operation::Signal { peer, channel } => {
-                    steps.push(Step::Signal { peer: *peer, channel: *channel });
+                    steps.push(PlanStep::Signal { peer: *peer, channel: *channel });
                 }
                 Operation::Wait { peer, channel } => {
-                    steps.push(Step::Wait { peer: *peer, channel: *channel });
+                    steps.push(PlanStep::Wait { peer: *peer, channel: *channel });
                 }
-                Operation::Barrier => steps.push(Step::Barrier),
+                Operation::Barrier => steps.push(PlanStep::Barrier),
                 _ => {}
             }
             for (offset, Written { value, place }) in (0u32..).zip(&ran.written) {
@@ -116,7 +116,7 @@ impl CheckedPlan {
                 let divides = srcs.len() > 1 && results.contains(value) && !parts.contains(value);
                 let divisor = if divides { values.count(*value) } else { 1 };
                 let (dst, place) = (dst.cell(offset), *place);
-                steps.push(Step::Reduce(Item { dst, srcs, place, divisor }));
+                steps.push(PlanStep::Reduce(Item { dst, srcs, place, divisor }));
             }
         }
         for (rank, steps) in (0u32..).zip(&mut steps) {
@@ -125,11 +125,11 @@ impl CheckedPlan {
                 let Some(Held { value, place, .. }) = outcome.cells.get(&cell) else { continue };
                 let by = values.count(*value);
                 if by > 1 && parts.contains(value) {
-                    steps.push(Step::Divide { cell, place: *place, by });
+                    steps.push(PlanStep::Divide { cell, place: *place, by });
                 }
             }
         }
-        let is_division = |step: &Step| matches!(step, Step::Divide { .. });
+        let is_division = |step: &PlanStep| matches!(step, PlanStep::Divide { .. });
         let divides_last = steps.iter().flatten().any(is_division);
         let reaches = |buffer: Buffer| {
             let programs = (0u32..).zip(&plan.programs);

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::super::schedule::Slot;
+use super::super::schedule::ScratchSlot;
 use super::super::{Buffer, Cell, Item};
 use super::Writer;
 
@@ -51,7 +51,7 @@ impl Writer<'_> {
 
     /// Whether an operation waits for a peer in the LL protocol.
     fn waits(&self, item: &Item) -> bool {
-        item.srcs.iter().any(|src| matches!(self.slot(*src), Some(Slot::Ll(..))))
+        item.srcs.iter().any(|src| matches!(self.slot(*src), Some(ScratchSlot::Ll(..))))
     }
 
     /// How many of the copies at the beginning can be made at once: none reads or writes what another one writes here,
@@ -85,7 +85,7 @@ impl Writer<'_> {
         for (cell, place) in sources {
             let bytes = format!("run.bytes(slice, {place})");
             match self.slot(*cell) {
-                Some(Slot::Ll(slot, writer)) => {
+                Some(ScratchSlot::Ll(slot, writer)) => {
                     let (inbox, peer) = (self.inbox(cell.rank, slot), self.real(writer));
                     line!(self, "            {{nullptr, {inbox}, {peer}, {bytes}}},");
                 }
@@ -114,7 +114,7 @@ impl Writer<'_> {
             let bytes = format!("run.bytes(slice, {place})");
             line!(self, "            if (from[{nth}].has(at)) {{");
             match self.slot(*cell) {
-                Some(Slot::Ll(slot, _)) => {
+                Some(ScratchSlot::Ll(slot, _)) => {
                     let inbox = self.inbox(cell.rank, slot);
                     line!(self, "                send_ll({inbox}, at, session.epoch, all[{nth}]);");
                 }
@@ -128,7 +128,7 @@ impl Writer<'_> {
         line!(self, "        }}\n    }}");
     }
 
-    fn slot(&self, cell: Cell) -> Option<Slot> {
+    fn slot(&self, cell: Cell) -> Option<ScratchSlot> {
         if cell.buffer == Buffer::Scratch { self.schedule.slot(cell) } else { None }
     }
 

@@ -63,12 +63,12 @@ pub struct Choice {
     /// The rank.
     pub rank: u32,
     /// Step of the rank.
-    pub step: Step,
+    pub step: RankStep,
 }
 
 /// A step of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum RankStep {
     /// Enters its next call.
     Enter,
     /// The next part of an operation, or all of one that moves no data.
@@ -172,7 +172,7 @@ impl<'a> Machine<'a> {
             let mut add = |step| found.push(Choice { rank, step });
             if !progress.is_inside {
                 if progress.calls < self.calls.inputs.len() {
-                    add(Step::Enter);
+                    add(RankStep::Enter);
                 }
                 continue;
             }
@@ -189,12 +189,12 @@ impl<'a> Machine<'a> {
                     _ => true,
                 };
                 if is_possible {
-                    add(Step::Operation(index));
+                    add(RankStep::Operation(index));
                 }
             }
             let has_ended = progress.has_ended();
             if has_ended && self.progress.iter().all(|other| other.calls >= progress.calls) {
-                add(Step::Leave);
+                add(RankStep::Leave);
             }
         }
         found
@@ -203,7 +203,7 @@ impl<'a> Machine<'a> {
     fn step(&mut self, Choice { rank, step }: Choice) {
         let at = rank as usize;
         match step {
-            Step::Enter => {
+            RankStep::Enter => {
                 let call = self.progress[at].enter();
                 self.memory.enter(rank, &self.calls.inputs[call][at], call);
                 for index in 0..self.calls.plan.chunks {
@@ -212,12 +212,12 @@ impl<'a> Machine<'a> {
                     self.memory.hold(place, value);
                 }
             }
-            Step::Leave => {
+            RankStep::Leave => {
                 let call = self.progress[at].leave();
                 self.divide_last(rank);
                 self.outputs[call][at] = self.memory.leave(rank, call);
             }
-            Step::Operation(index) => match self.calls.plan.programs[at][index].operation {
+            RankStep::Operation(index) => match self.calls.plan.programs[at][index].operation {
                 Operation::Join => self.progress[at].done(index),
                 Operation::Barrier => {
                     let progress = &mut self.progress[at];
@@ -325,7 +325,7 @@ impl<'a> Machine<'a> {
     pub fn conflict(&self) -> Option<[(u32, usize); 2]> {
         let mut seen: Vec<((u32, usize), Vec<Access>)> = Vec::new();
         for Choice { rank, step } in self.choices() {
-            let Step::Operation(index) = step else { continue };
+            let RankStep::Operation(index) = step else { continue };
             let operation = &self.calls.plan.programs[rank as usize][index].operation;
             let half = self.progress[rank as usize].half();
             let all = operation.sources().iter().map(|span| (*span, false));

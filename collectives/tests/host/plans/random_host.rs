@@ -9,7 +9,7 @@ use symmpool_collectives::plan::reference::ChunkLayout;
 use symmpool_collectives::plan::{
     Buffer as Part, CheckedPlan, Collective, Operation, Plan, Protocol,
 };
-use symmpool_collectives::{HostOptions, Place};
+use symmpool_collectives::{HostEngineOptions, Place};
 
 use crate::flat_heap::{Heap, small_scratch};
 use crate::random_plans::calls::{Boundaries, Case, differs, inputs};
@@ -177,7 +177,7 @@ pub(super) fn run(world: u32, works: &[Work], seed: u64) -> (u64, Vec<String>) {
     let mut random = SplitMix64::for_participant(seed, world.into());
     let epochs = [1, 1, (1 << 30) - 40, (1 << 32) - 60, u64::MAX >> 1];
     let first_epoch = epochs[random.below(epochs.len() as u64) as usize];
-    let options = || HostOptions { first_epoch, ..small_scratch() };
+    let options = || HostEngineOptions { first_epoch, ..small_scratch() };
     let heap = Heap::new(world, 1, 2 * ROOM, &options());
     let found: Vec<(Vec<Found>, Result<()>)> = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
@@ -236,7 +236,7 @@ fn shrunk(work: &Work, prepared: &Prepared) -> String {
 
 /// Makes the calls of one program on a heap of its own, and says what was wrong.
 fn run_once(work: &Work) -> Vec<String> {
-    let options = || HostOptions { timeout: Duration::from_secs(3), ..small_scratch() };
+    let options = || HostEngineOptions { timeout: Duration::from_secs(3), ..small_scratch() };
     let heap = Heap::new(work.world(), 1, 2 * ROOM, &options());
     let found: Vec<Vec<Found>> = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());

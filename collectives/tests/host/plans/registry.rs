@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{
-    Algorithm, AllReduceAlgorithm, CallShape, Communicator, CommunicatorOptions, DType, Origin,
-    ReduceOp, Request, Selector, StandardCollective,
+    Algorithm, AlgorithmOrigin, AllReduceAlgorithm, CallShape, Communicator, CommunicatorOptions,
+    DType, ReduceOp, Request, Selector, StandardCollective,
 };
 
 use super::programs;
@@ -58,8 +58,8 @@ fn every_algorithm_is_listed_and_runs_by_name_with_the_same_bits() {
             let of: Vec<&Algorithm> =
                 all.iter().filter(|each| each.collective() == collective.name()).collect();
             let by = |origin| of.iter().filter(|each| each.origin() == origin).count();
-            assert!(by(Origin::BuiltIn) >= 2, "{of:?}");
-            assert!(by(Origin::Plan) >= 1, "{of:?}");
+            assert!(by(AlgorithmOrigin::BuiltIn) >= 2, "{of:?}");
+            assert!(by(AlgorithmOrigin::Plan) >= 1, "{of:?}");
             for part in [300, 30_000] {
                 let (inputs, outputs) = lengths(collective, 3, part);
                 let mut results = Vec::new();
@@ -127,14 +127,14 @@ fn built_in_algorithms_say_what_they_serve() {
         }
         // Another collective's name is free.
         comm.register(named(programs::one_shot(3), "staged")).unwrap();
-        assert_eq!(comm.registered_under("staged").unwrap().origin(), Origin::Plan);
+        assert_eq!(comm.registered_under("staged").unwrap().origin(), AlgorithmOrigin::Plan);
         let error = comm.registered_under("one_shot").unwrap_err();
         assert!(error.to_string().contains("there are staged"), "{error}");
         comm.register(named(programs::all_gather(3), "two_shot")).unwrap();
         comm.register(named(programs::reduce_scatter(3), "two_shot")).unwrap();
         let error = comm.registered_under("two_shot").unwrap_err();
         assert!(error.to_string().contains("all_gather, reduce_scatter"), "{error}");
-        assert_eq!(found("all_reduce", "one_shot").origin(), Origin::BuiltIn);
+        assert_eq!(found("all_reduce", "one_shot").origin(), AlgorithmOrigin::BuiltIn);
         let count = comm.algorithms().iter().filter(|each| each.name() == "one_shot").count();
         assert_eq!(count, 1);
         assert!(comm.register(named(programs::one_shot(3), "auto")).is_err());

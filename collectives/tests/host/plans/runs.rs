@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use symmpool_collectives::plan::{Buffer as Part, CheckedPlan, Collective, Contribution, Plan};
-use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostOptions, ReduceOp};
+use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostEngineOptions, ReduceOp};
 
 use super::builder::{place, plan};
 use super::{more_programs, programs};
@@ -363,7 +363,7 @@ fn ranks_with_other_algorithms_are_named() {
 #[test]
 fn a_rank_that_never_signals_is_named_in_time() {
     const WORLD: u32 = 2;
-    let hasty = || HostOptions { timeout: Duration::from_millis(200), ..small_scratch() };
+    let hasty = || HostEngineOptions { timeout: Duration::from_millis(200), ..small_scratch() };
     let heap = Heap::new(WORLD, 1, 2 * WINDOW, &hasty());
     let checked = programs::one_shot(WORLD).check().unwrap();
     heap.ranks(|rank| {

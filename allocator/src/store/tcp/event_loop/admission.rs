@@ -10,7 +10,7 @@ use super::{Connection, EventLoop, Phase};
 use crate::descriptors;
 use crate::fork::NotInherited;
 use crate::random::random_bytes;
-use crate::store::tcp::auth::{Handshake, Side};
+use crate::store::tcp::auth::{Handshake, ProverRole};
 use crate::store::tcp::frame_io::{Incoming, Outgoing};
 use crate::store::tcp::poller;
 use crate::store::tcp::server_state::{Admission, Client};
@@ -169,10 +169,10 @@ impl EventLoop {
                 return Err(Error::refused("the store needs a secret and the client has none"));
             }
             (Some(secret), Some(proof)) => {
-                if !secret.verify(Side::Client, &handshake, proof) {
+                if !secret.verify(ProverRole::Client, &handshake, proof) {
                     return Err(Error::refused("the client's secret is not the store's"));
                 }
-                Some(secret.prove(Side::Server, &handshake))
+                Some(secret.prove(ProverRole::Server, &handshake))
             }
         };
         match self.state.connect(client, hello.identity)? {

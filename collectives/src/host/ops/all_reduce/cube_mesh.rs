@@ -20,7 +20,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Pieces, Work, share};
+use super::{Pieces, ResolvedCall, share};
 use crate::host::HostEngine;
 use crate::host::kernels::copy;
 use crate::host::layout::paired_groups::PairedGroups;
@@ -68,7 +68,7 @@ impl ForwardSlots {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
+pub(super) unsafe fn run(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     let groups = engine.paired_groups.clone().map_err(Error::unsupported)?;
     match work.windows() {
         // SAFETY: the caller promised that the buffers of `work` are there for its lengths; these are their window
@@ -87,7 +87,7 @@ pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
 /// output.
 unsafe fn direct(
     engine: &mut HostEngine,
-    work: &Work,
+    work: &ResolvedCall,
     groups: PairedGroups,
     (from, to): (u64, u64),
 ) -> Result<()> {
@@ -124,7 +124,7 @@ unsafe fn direct(
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-unsafe fn staged(engine: &mut HostEngine, work: &Work, groups: PairedGroups) -> Result<()> {
+unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall, groups: PairedGroups) -> Result<()> {
     let (from, size) = (work.data.from, work.size);
     let (me, world) = (engine.rank(), engine.world() as usize);
     let forwards = if groups.partner(me).is_some() { groups.group_peer_count() } else { 0 };
@@ -171,7 +171,7 @@ unsafe fn staged(engine: &mut HostEngine, work: &Work, groups: PairedGroups) -> 
 /// to either. A share of the piece fits a slot, and slots overlap neither range.
 unsafe fn reduce(
     engine: &mut HostEngine,
-    work: &Work,
+    work: &ResolvedCall,
     groups: PairedGroups,
     (input, output): (Location, Location),
     count: usize,

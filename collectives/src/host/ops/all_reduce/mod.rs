@@ -20,7 +20,7 @@ use crate::AllReduceAlgorithm;
 use crate::algorithm::AlgorithmId;
 use crate::call::{Arguments, StandardCall};
 use crate::host::HostEngine;
-use crate::host::engine::host_algorithm::{HostAlgorithm, Work, always};
+use crate::host::engine::host_algorithm::{HostAlgorithm, ResolvedCall, always};
 use crate::host::layout::place::InPlace;
 
 /// The algorithms.
@@ -65,7 +65,7 @@ impl HostEngine {
         let data = self.or_decline(data)?;
         let call = standard.describe().algorithm(standard.algorithm);
         let call = call.input(input).output(output).in_place(data.in_place);
-        let work = Work { call, data, count, size: dtype.size(), root: 0, reduce };
+        let work = ResolvedCall { call, data, count, size: dtype.size(), root: 0, reduce };
         let rule = self.rule(work.bytes(), work.windows().is_some());
         // SAFETY: the caller promised that input and output are there for these lengths on every rank, and `data` has
         // their resolved places; `new` was promised that windows are mapped in every slot.

@@ -3,7 +3,7 @@
 
 use symmpool_allocator::Result;
 
-use super::{Pieces, Work};
+use super::{Pieces, ResolvedCall};
 use crate::host::HostEngine;
 use crate::host::kernels::copy;
 
@@ -12,7 +12,7 @@ use crate::host::kernels::copy;
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
+pub(super) unsafe fn run(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     let (from, to, size) = (work.data.from, work.data.to, work.size);
     let pieces = Pieces::new(work.count, size, engine.scratch_bytes());
     let me = engine.rank();

@@ -2,7 +2,7 @@
 
 use symmpool_allocator::Result;
 
-use super::{Pieces, Work, share};
+use super::{Pieces, ResolvedCall, share};
 use crate::host::HostEngine;
 use crate::host::kernels::{copy, copy_streaming};
 
@@ -16,7 +16,7 @@ const TILE: usize = 4096;
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
+pub(super) unsafe fn run(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     match work.windows() {
         // SAFETY: the caller promised that the buffers of `work` are there for its lengths; these are their window
         // offsets.
@@ -33,7 +33,7 @@ pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`]; `from` and `to` are the window offsets of input and
 /// output.
-unsafe fn direct(engine: &mut HostEngine, work: &Work, from: u64, to: u64) -> Result<()> {
+unsafe fn direct(engine: &mut HostEngine, work: &ResolvedCall, from: u64, to: u64) -> Result<()> {
     engine.handshake(&work.call)?;
     let mine = share(work.count, work.size, engine.rank(), engine.world());
     let at = (mine.start * work.size) as u64;
@@ -66,7 +66,7 @@ unsafe fn direct(engine: &mut HostEngine, work: &Work, from: u64, to: u64) -> Re
 ///
 /// You must keep the promises of [`crate::host::kernels::ReduceFn`]; when streaming, no output is a source.
 unsafe fn reduce(
-    work: &Work,
+    work: &ResolvedCall,
     sources: &mut [*const u8],
     outputs: &mut [*mut u8],
     count: usize,
@@ -105,7 +105,7 @@ unsafe fn reduce(
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> {
+unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     let (from, to, size) = (work.data.from, work.data.to, work.size);
     let pieces = Pieces::new(work.count, size, engine.scratch_bytes());
     let (me, world) = (engine.rank(), engine.world());

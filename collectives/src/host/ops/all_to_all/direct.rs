@@ -1,7 +1,7 @@
 //! Copies straight from the sender's window, or into the receiver's, and this rank's segment for itself, which
 //! stays in its memory.
 
-use super::{Route, Work};
+use super::{AllToAllCall, Route};
 use crate::host::HostEngine;
 use crate::host::kernels::{copy, copy_own, copy_streaming};
 use crate::host::layout::load_balance::LoadBalance;
@@ -17,7 +17,7 @@ const STREAMING_BYTES: usize = 8 << 20;
 ///
 /// All ranks have passed the handshake and agree on the matrix; input and output are as the caller of the
 /// operation promised.
-pub(super) unsafe fn pull(work: &Work, engine: &HostEngine, balance: Option<&LoadBalance>) {
+pub(super) unsafe fn pull(work: &AllToAllCall, engine: &HostEngine, balance: Option<&LoadBalance>) {
     let me = work.rank;
     let streams = streams(work, engine, me);
     for sender in engine.peers().chain([me]) {
@@ -49,7 +49,7 @@ pub(super) unsafe fn pull(work: &Work, engine: &HostEngine, balance: Option<&Loa
 /// # Safety
 ///
 /// You must keep the promises of [`pull`].
-pub(super) unsafe fn push(work: &Work, engine: &HostEngine, balance: &LoadBalance) {
+pub(super) unsafe fn push(work: &AllToAllCall, engine: &HostEngine, balance: &LoadBalance) {
     let me = work.rank;
     for receiver in engine.peers() {
         let bytes = balance.written_by_this_rank[receiver as usize];
@@ -70,7 +70,7 @@ pub(super) unsafe fn push(work: &Work, engine: &HostEngine, balance: &LoadBalanc
 }
 
 /// Whether a rank's output is written past the caches.
-fn streams(work: &Work, engine: &HostEngine, receiver: u32) -> bool {
+fn streams(work: &AllToAllCall, engine: &HostEngine, receiver: u32) -> bool {
     let bytes = |sender| work.matrix.bytes(engine, sender, receiver);
     (0..work.world).map(bytes).sum::<usize>() >= STREAMING_BYTES
 }

@@ -70,7 +70,7 @@ impl HostEngine {
         let bytes = count * dtype.size();
         let call = standard.describe().algorithm(algorithm);
         let matrix = TrafficMatrix::Even { bytes };
-        let work = Work::new(self, algorithm, data, matrix, dtype.size());
+        let work = AllToAllCall::new(self, algorithm, data, matrix, dtype.size());
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.
         unsafe { self.exchange(work, &call, |_| (bytes as u64, bytes as u64)) }
@@ -116,7 +116,7 @@ impl HostEngine {
         let data = self.or_decline(data)?;
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
         let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
-        let work = Work::new(self, AUTO, data, TrafficMatrix::Rows, size);
+        let work = AllToAllCall::new(self, AUTO, data, TrafficMatrix::Rows, size);
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.
         unsafe { self.exchange(work, &call, bytes) }
@@ -129,7 +129,7 @@ impl HostEngine {
     /// You must keep the promises of [`Self::all_to_all_v`], for the resolved buffers.
     unsafe fn exchange(
         &mut self,
-        work: Work,
+        work: AllToAllCall,
         call: &Call,
         counts: impl Fn(usize) -> (u64, u64),
     ) -> Result<()> {
@@ -147,7 +147,7 @@ impl HostEngine {
 }
 
 /// An all-to-all whose arguments were checked and resolved. Sizes are in bytes from here on.
-struct Work {
+struct AllToAllCall {
     /// Whether receivers read windows; `None` where that follows from the size.
     direct: Option<bool>,
     data: Data,
@@ -166,7 +166,7 @@ enum Route {
     Staged(Pieces),
 }
 
-impl Work {
+impl AllToAllCall {
     /// A call by an algorithm, or else by the one that options request.
     fn new(
         engine: &HostEngine,

@@ -4,7 +4,7 @@
 
 use symmpool_allocator::Result;
 
-use super::Work;
+use super::AllToAllCall;
 use super::traffic_matrix::{BAD_SPLITS, TrafficMatrix};
 use crate::algorithm::AUTO;
 use crate::call::splits::{SplitRows, SplitsAt};
@@ -50,7 +50,7 @@ impl HostEngine {
         let nonsense = if sound { 0 } else { BAD_SPLITS };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
         let call = Call::new(Operation::AllToAllV).elements(dtype, row);
-        let work = Work::new(self, AUTO, data, TrafficMatrix::Splits, size);
+        let work = AllToAllCall::new(self, AUTO, data, TrafficMatrix::Splits, size);
         // SAFETY: the caller promised that input and output have `length` and `capacity` rows; `data` has their
         // resolved places.
         unsafe { work.run(self, &call) }?;

@@ -1,7 +1,7 @@
 //! Copies through the sender's scratch. A sender's segments for other ranks form one byte stream, which begins with
 //! the next rank's segment; piece `n` of the byte stream is in scratch in round `n`.
 
-use super::Work;
+use super::AllToAllCall;
 use crate::host::HostEngine;
 use crate::host::kernels::copy;
 use crate::host::ops::pieces::Pieces;
@@ -13,7 +13,7 @@ use crate::host::ops::pieces::Pieces;
 ///
 /// The input is readable, and the piece's place in this rank's scratch is free.
 pub(super) unsafe fn fill(
-    work: &Work,
+    work: &AllToAllCall,
     engine: &HostEngine,
     pieces: &Pieces,
     round: usize,
@@ -55,7 +55,7 @@ pub(super) unsafe fn fill(
 ///
 /// The sender has filled the piece and signalled; the output is writable.
 pub(super) unsafe fn collect(
-    work: &Work,
+    work: &AllToAllCall,
     engine: &HostEngine,
     pieces: &Pieces,
     round: usize,

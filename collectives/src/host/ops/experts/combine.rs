@@ -4,7 +4,7 @@
 
 use symmpool_allocator::Result;
 
-use super::memory::{Handle, Region, given_weights};
+use super::memory::{Region, RoutingHandle, given_weights};
 use super::{ExpertScratch, HostEngine};
 use crate::call::experts::ExpertCall;
 use crate::call::{Call, Operation};
@@ -14,7 +14,7 @@ use crate::host::layout::numbers::Numbers;
 /// Parts that the rows of a combine are made of.
 struct Rows<'a> {
     call: &'a ExpertCall,
-    handle: &'a Handle,
+    handle: &'a RoutingHandle,
     /// How many rows were received: those for which there are weights. It is read once.
     received: usize,
     /// The weights of rows by expert.
@@ -44,7 +44,7 @@ impl HostEngine {
         let (me, world, work) = (self.rank() as usize, self.world(), &call.work);
         let region = Region::of(call, world);
         // SAFETY: the handle is one of this buffer, which has these parts.
-        let handle = unsafe { Handle::new(work, world) };
+        let handle = unsafe { RoutingHandle::new(work, world) };
         self.begin_with(&handle, work, Some((call.mode.by_expert, work.input_rows)))?;
         let description = Call::new(Operation::ExpertCombine);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
@@ -76,7 +76,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::combine`], after the handshake.
-    unsafe fn send_weights(&self, region: &Region, handle: &Handle, call: &ExpertCall) {
+    unsafe fn send_weights(&self, region: &Region, handle: &RoutingHandle, call: &ExpertCall) {
         let (work, world, top_k) = (&call.work, self.world() as usize, call.work.top_k as usize);
         // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
         let Some(given) = (unsafe { given_weights(work) }) else { return };

@@ -65,7 +65,7 @@ pub(super) unsafe fn given_weights(work: &ExpertsWork) -> Option<Numbers<f32>> {
 }
 
 /// The parts of a handle.
-pub(super) struct Handle {
+pub(super) struct RoutingHandle {
     pub(super) head: Numbers<i32>,
     pub(super) source_offsets: Numbers<i32>,
     pub(super) bases: Numbers<i32>,
@@ -78,7 +78,7 @@ pub(super) struct Handle {
     pub(super) tokens: Numbers<i32>,
 }
 
-impl Handle {
+impl RoutingHandle {
     /// Where the numbers of the head are: rows received, tokens, rows by expert, how rows lie.
     pub(super) const RECEIVED: usize = 0;
     pub(super) const TOKENS: usize = 1;
