@@ -224,7 +224,7 @@ def summary():
         row = [f"[{what}](performance/{page}.md)", where, beside, ahead, len(ratios) - ahead - behind, behind]
         middle = ratios[len(ratios) // 2]
         rows.append([*row, f"{exact(ratios[0])}, {exact(middle)}, {exact(ratios[-1])}"])
-    head = ["what", "where", "beside", "ahead", "equal", "behind", "least, middle and largest ratio"]
+    head = ["what", "where", "compared with", "ahead", "equal", "behind", "least, middle and largest ratio"]
     return table(head, rows)
 
 
