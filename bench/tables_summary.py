@@ -127,7 +127,7 @@ def gpu_benchmarks():
 
 
 def model_benchmarks(place):
-    """What models are made of: experts, fused calls, and calls in the orders of programs."""
+    """Yields benchmarks of the parts of models: experts, fused calls, and calls in the orders of programs."""
     where = place_name(place)
     _, report = recorded("experts", (place,))
     if report:
@@ -176,7 +176,7 @@ def model_benchmarks(place):
 
 
 def host_benchmarks():
-    """The same in host memory."""
+    """Yields benchmarks in host memory."""
     for name, where in (
         ("host", "16 cores"),
         ("host_shared_cores", "2 cores, 4 and 8 ranks"),
@@ -208,7 +208,7 @@ def host_benchmarks():
 def benchmarks():
     """All benchmarks that have peers, without the cells in which somebody has no time."""
     for what, beside, where, page, named in (*gpu_benchmarks(), *host_benchmarks()):
-        # As tables show them, so that both count alike.
+        # Tables show rounded figures; these count alike.
         measured = {cell: round(each, 2) for cell, each in named.items() if each is not None}
         if measured:
             yield what, beside, where, page, measured

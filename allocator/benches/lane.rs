@@ -17,7 +17,7 @@ use symmpool_allocator::Stream;
 use symmpool_allocator::lane::{
     AllocationRequest, BlockKey, LaneConfig, LaneState, NoBacking, UNIT,
 };
-use symmpool_allocator::trace::{Op, Trace};
+use symmpool_allocator::trace::{Trace, TraceOp};
 
 const LIVE: usize = 10_000;
 const RANGE: u64 = 1 << 40;
@@ -190,17 +190,20 @@ fn events(trace: &Trace) -> LaneState {
     let mut blocks = vec![None; trace.slots() as usize];
     for &op in trace.ops() {
         match op {
-            Op::Alloc { slot, bytes, stream } => {
+            TraceOp::Alloc { slot, bytes, stream } => {
                 let stream = Stream::numbered(u64::from(stream));
                 let request = AllocationRequest { bytes, align: 512, stream, site: None };
                 let placed = lane.alloc(request, &mut NoBacking).expect("room for the block");
                 blocks[slot as usize] = Some(placed.key);
             }
-            Op::Free { slot } => {
+            TraceOp::Free { slot } => {
                 let key = blocks[slot as usize].expect("a live block");
                 lane.free(key, None, &mut NoBacking).expect("a live block");
             }
-            Op::FreeUnordered { .. } | Op::Record { .. } | Op::Commit | Op::Trim => {
+            TraceOp::FreeUnordered { .. }
+            | TraceOp::Record { .. }
+            | TraceOp::Commit
+            | TraceOp::Trim => {
                 panic!("not in these traces")
             }
         }

@@ -17,14 +17,14 @@ pub(crate) const HEADER: usize = 16;
 
 /// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Header {
+pub(crate) struct FrameHeader {
     pub(crate) magic: [u8; 4],
     pub(crate) version: u16,
     pub(crate) kind: u16,
     pub(crate) numbers: [u32; 2],
 }
 
-impl Header {
+impl FrameHeader {
     /// Writes the header to the first [`HEADER`] bytes of `frame`.
     pub(crate) fn write(self, frame: &mut [u8]) {
         frame[0..4].copy_from_slice(&self.magic);

@@ -64,13 +64,13 @@ pub(crate) struct Nccl(&'static Functions);
 
 /// A communicator of NCCL, made by the program or by torch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Comm(usize);
+pub(crate) struct NcclComm(usize);
 
 /// A window of NCCL.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NcclWindow(usize);
 
-impl Comm {
+impl NcclComm {
     /// # Safety
     ///
     /// `raw` is an `ncclComm_t` of the NCCL that is loaded, and lives until `Pool::unregister_nccl` is
@@ -157,13 +157,13 @@ impl Nccl {
     }
 
     /// A communicator's rank and number of ranks.
-    pub(crate) fn place(self, comm: Comm) -> Result<(u32, u32)> {
+    pub(crate) fn place(self, comm: NcclComm) -> Result<(u32, u32)> {
         let ask = |function: Option<OfComm>, what: &str| {
             let function = function.ok_or_else(|| {
                 Error::unsupported(format!("{} has no function for {what}", self.0.name))
             })?;
             let mut value = 0;
-            // SAFETY: the communicator is live (`Comm::new`); writes one int.
+            // SAFETY: the communicator is live (`NcclComm::new`); writes one int.
             let code = unsafe { function(comm.raw(), &raw mut value) };
             self.check(code, Some(comm), || format!("asking a communicator for {what}"))?;
             Ok(u32::try_from(value).unwrap_or(u32::MAX))
@@ -174,7 +174,7 @@ impl Nccl {
     /// Makes a window of `bytes` of this rank at `address`. Collective in NCCL.
     pub(crate) fn register(
         self,
-        comm: Comm,
+        comm: NcclComm,
         address: u64,
         bytes: u64,
         deadline: Deadline,
@@ -186,7 +186,7 @@ impl Nccl {
         let mut window: *mut c_void = null_mut();
         let pointer = address as *mut c_void;
         let at = &raw mut window;
-        // SAFETY: the communicator is live (`Comm::new`), the memory is a segment of this rank's,
+        // SAFETY: the communicator is live (`NcclComm::new`), the memory is a segment of this rank's,
         // mapped whole, and the window is written through a valid pointer.
         let code = unsafe { register(comm.raw(), pointer, bytes as usize, at, SYMMETRIC) };
         self.finished(code, comm, deadline, doing)?;
@@ -204,7 +204,7 @@ impl Nccl {
     /// Deregisters a window.
     pub(crate) fn deregister(
         self,
-        comm: Comm,
+        comm: NcclComm,
         window: NcclWindow,
         deadline: Deadline,
     ) -> Result<()> {
@@ -212,7 +212,7 @@ impl Nccl {
             Error::unsupported(format!("{} has no ncclCommWindowDeregister", self.0.name))
         })?;
         // SAFETY: both are live: a window is deregistered once, before its communicator is destroyed
-        // (`Comm::new`).
+        // (`NcclComm::new`).
         let code = unsafe { deregister(comm.raw(), window.0 as *mut c_void) };
         self.finished(code, comm, deadline, || "ncclCommWindowDeregister".to_owned())
     }
@@ -221,7 +221,7 @@ impl Nccl {
     fn finished(
         self,
         mut code: c_int,
-        comm: Comm,
+        comm: NcclComm,
         deadline: Deadline,
         doing: impl Fn() -> String,
     ) -> Result<()> {
@@ -231,7 +231,7 @@ impl Nccl {
                 return Err(Error::timeout(format!("for {}", doing()), deadline.budget(), vec![]));
             }
             thread::sleep(Duration::from_micros(50));
-            // SAFETY: the communicator is live (`Comm::new`); writes one int.
+            // SAFETY: the communicator is live (`NcclComm::new`); writes one int.
             let asked = unsafe { async_error(comm.raw(), &raw mut code) };
             self.check(asked, Some(comm), || "asking a communicator for its state".to_owned())?;
         }
@@ -239,7 +239,12 @@ impl Nccl {
     }
 
     /// Turns a result code other than success into an error with NCCL's own texts.
-    fn check(self, code: c_int, comm: Option<Comm>, doing: impl FnOnce() -> String) -> Result<()> {
+    fn check(
+        self,
+        code: c_int,
+        comm: Option<NcclComm>,
+        doing: impl FnOnce() -> String,
+    ) -> Result<()> {
         if code == 0 {
             return Ok(());
         }
@@ -249,7 +254,7 @@ impl Nccl {
             texts.push(text(unsafe { error_text(code) }));
         }
         if let (Some(last_error), Some(comm)) = (self.0.last_error, comm) {
-            // SAFETY: the communicator is live (`Comm::new`); the text is copied at once.
+            // SAFETY: the communicator is live (`NcclComm::new`); the text is copied at once.
             texts.push(text(unsafe { last_error(comm.raw()) }));
         }
         texts.retain(|text| !text.is_empty());
@@ -284,7 +289,7 @@ mod tests {
     fn the_error_without_nccl_names_the_libraries() {
         let Err(error) = Nccl::loaded() else { panic!("no NCCL is loaded in this test") };
         assert!(error.is_unsupported() && error.to_string().contains("libnccl.so.2"), "{error}");
-        // SAFETY: `Comm::new` refuses 0 before it uses it as a communicator.
-        assert!(unsafe { Comm::new(0) }.unwrap_err().is_invalid_argument());
+        // SAFETY: `NcclComm::new` refuses 0 before it uses it as a communicator.
+        assert!(unsafe { NcclComm::new(0) }.unwrap_err().is_invalid_argument());
     }
 }

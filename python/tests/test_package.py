@@ -189,6 +189,6 @@ print(symmpool.ops.__name__, "ops" in vars(symmpool))
     torch = importlib.util.find_spec("torch") is not None
     if torch:
         assert python(program.format(first="")).stdout.split() == ["symmpool.ops", "True"]
-    # As where torch is not installed.
+    # The import fails like that of a package that is not installed.
     done = python(program.format(first="sys.modules['torch'] = None"))
     assert "AttributeError: symmpool.ops needs torch" in done.stderr, done.stderr

@@ -74,7 +74,7 @@ def test_a_package_that_is_broken_does_not_keep_torch_from_being_imported(instal
 
 
 def test_registering_imports_nothing(installed):
-    """What it takes is one entry of a table: an import would cost each program that has torch."""
+    """Registering takes one entry of a table: an import would cost each program that has torch."""
     program = (
         "import sys, torch, torch.distributed as dist, symmpool_torch; before = set(sys.modules);"
         "symmpool_torch.register(); assert dist.is_backend_available('symmpool');"

@@ -104,7 +104,7 @@ def test_algorithms_of_a_module_are_timed(tmp_path):
     assert " mine" in done.stdout and "staged" in done.stdout
     assert "of_mine is a kernel, which host memory cannot have" in done.stdout
     assert len(json.loads(table.read_text())["rows"]) == 2
-    # What a module cannot hold is named, with its file.
+    # The error names the fault of the module, with its file.
     for text, word in (
         ("x = 1", "neither a program nor an algorithm"),
         ("x = 1 +", "SyntaxError"),

@@ -96,13 +96,13 @@ struct BulkCopy {
 
 // Copies that have begun and not ended, of the one thread of a block that makes any.
 struct BulkQueue {
-    static constexpr unsigned MOST = 64;
-    BulkCopy copies[MOST];
+    static constexpr unsigned MAX_COPIES = 64;
+    BulkCopy copies[MAX_COPIES];
     unsigned first = 0, next = 0;
 
-    BulkCopy& operator[](unsigned nth) { return copies[nth % MOST]; }
+    BulkCopy& operator[](unsigned nth) { return copies[nth % MAX_COPIES]; }
     void push(const BulkCopy& copy) {
-        if (next - first == MOST || copy.bytes > sizeof copy.data) {
+        if (next - first == MAX_COPIES || copy.bytes > sizeof copy.data) {
             __builtin_trap();
         }
         (*this)[next++] = copy;
@@ -149,7 +149,7 @@ inline void end_first_bulk_store() {
 
 inline void bulk_store(void* to, const void* shared, unsigned bytes) {
     // A store may end at any time.
-    if (bulk_stores.next - bulk_stores.first == BulkQueue::MOST) {
+    if (bulk_stores.next - bulk_stores.first == BulkQueue::MAX_COPIES) {
         end_first_bulk_store();
     }
     bulk_stores.push({static_cast<char*>(to), static_cast<const char*>(shared), bytes, nullptr, false, {}});

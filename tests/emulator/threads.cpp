@@ -93,10 +93,10 @@ struct Block {
     GroupBarrier barriers[BARRIERS];
 };
 
-// What one thread of the process runs.
+// Cluster that one thread of the process runs.
 struct Cluster {
     const Call* call;
-    std::vector<Fiber> fibers;  // of all blocks, one after the other
+    std::vector<Fiber> fibers;  // those of all blocks, one after the other
     std::vector<Block> blocks;
     Context scheduler;
     unsigned live = 0, waiting = 0;

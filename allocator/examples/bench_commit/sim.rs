@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
-use symmpool_allocator::store::Traffic;
+use symmpool_allocator::store::StoreTraffic;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 
 /// Stack size of a rank's thread: enough for the handshake, and small enough for thousands of threads.
@@ -13,7 +13,7 @@ const STACK: usize = 256 << 10;
 
 /// Measurements of one rank in one commit.
 struct Seen {
-    traffic: Traffic,
+    traffic: StoreTraffic,
     time: Duration,
 }
 
@@ -35,7 +35,8 @@ pub(crate) fn run(ranks: u32, deadline: Deadline) -> Result<Value, String> {
                 seen[rank].traffic.round_trips
             ));
         }
-        let sum = |of: fn(&Traffic) -> u64| seen.iter().map(|seen| of(&seen.traffic)).sum::<u64>();
+        let sum =
+            |of: fn(&StoreTraffic) -> u64| seen.iter().map(|seen| of(&seen.traffic)).sum::<u64>();
         let (sent, received) = (sum(|t| t.bytes_sent), sum(|t| t.bytes_received));
         println!(
             "{world:>5} ranks, {segments} segments: {trips} store round trips per rank, {sent} bytes \
@@ -104,7 +105,7 @@ fn rank(group: &Group, segments: u64, deadline: Deadline) -> Result<(Seen, Insta
         )));
     }
     drop(blocks);
-    let traffic = Traffic {
+    let traffic = StoreTraffic {
         round_trips: after.round_trips - before.round_trips,
         bytes_sent: after.bytes_sent - before.bytes_sent,
         bytes_received: after.bytes_received - before.bytes_received,

@@ -14,10 +14,10 @@ use rustix::net::{RecvFlags, SendFlags};
 use crate::testing::{receive_with_descriptors, role, send_with_descriptors, this_test_as};
 
 /// A socket between parent and child; waits on it end with an error after a minute.
-pub(super) struct Socket(UnixStream);
+pub(super) struct ChildSocket(UnixStream);
 
 /// Runs `test`, whose name begins after this module's parent, in a child process.
-pub(super) fn start(test: &str) -> (Child, Socket) {
+pub(super) fn start(test: &str) -> (Child, ChildSocket) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let (root, _) = module_path!().rsplit_once("::").unwrap();
     let (_crate_name, module) = root.split_once("::").unwrap();
@@ -25,7 +25,7 @@ pub(super) fn start(test: &str) -> (Child, Socket) {
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .spawn()
         .unwrap();
-    let mut socket = Socket::new(ours);
+    let mut socket = ChildSocket::new(ours);
     // A name that is no test would run nothing and succeed.
     socket.wait().expect("the child runs the test");
     (child, socket)
@@ -39,15 +39,15 @@ pub(super) fn run(test: &str) {
 }
 
 /// The socket to the parent, in a child.
-pub(super) fn parent() -> Option<Socket> {
+pub(super) fn parent() -> Option<ChildSocket> {
     role()?;
     let stdin = io::stdin().as_fd().try_clone_to_owned().unwrap();
-    let mut socket = Socket::new(stdin.into());
+    let mut socket = ChildSocket::new(stdin.into());
     socket.signal();
     Some(socket)
 }
 
-impl Socket {
+impl ChildSocket {
     fn new(stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         Self(stream)

@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
 
 pub use cuda::{CudaDriver, CudaFacts, CudaOptions, Fabric};
 #[cfg(feature = "testing")]
-pub use fault::{Counts, DriverCall, FaultAction, FaultDriver, FaultPlan};
+pub use fault::{CallCounts, DriverCall, FaultAction, FaultDriver, FaultPlan};
 pub use host::{HostDriver, HostOptions};
 #[cfg(feature = "testing")]
 pub use sim::SimDriver;

@@ -20,7 +20,7 @@ use crate::{Error, Result};
 
 /// A use of a block that is handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Use {
+pub(super) enum BlockUse {
     /// Use by everything that the stream is given until the block is freed.
     On(Stream),
     /// Use by the work behind which the event of this number was recorded.
@@ -30,7 +30,7 @@ pub(super) enum Use {
     OfThread(u64, u64),
 }
 
-impl Use {
+impl BlockUse {
     /// The number of its event, if it has one.
     fn event(self) -> Option<u64> {
         match self {
@@ -67,7 +67,7 @@ struct Busy {
 #[derive(Debug, Default)]
 pub(super) struct LocalUses {
     /// Uses of blocks that are handed out, by their counters.
-    pub(super) blocks: BTreeMap<u64, Vec<Use>>,
+    pub(super) blocks: BTreeMap<u64, Vec<BlockUse>>,
     /// Freed ranges by where they begin. They do not overlap. Those of released segments stay until their place is handed out
     /// again: a wait for what ended long ago costs nothing.
     freed: BTreeMap<u32, Busy>,
@@ -96,8 +96,8 @@ impl LocalUses {
             return self.note_of_thread(counter, stream, backing);
         }
         let uses = self.blocks.entry(counter).or_default();
-        if !uses.contains(&Use::On(stream)) {
-            uses.push(Use::On(stream));
+        if !uses.contains(&BlockUse::On(stream)) {
+            uses.push(BlockUse::On(stream));
         }
         Ok(())
     }
@@ -114,11 +114,11 @@ impl LocalUses {
         let thread = this_thread();
         let uses = self.blocks.entry(counter).or_default();
         let before =
-            uses.iter().position(|each| matches!(each, Use::OfThread(of, _) if *of == thread));
+            uses.iter().position(|each| matches!(each, BlockUse::OfThread(of, _) if *of == thread));
         let before = before.map(|at| uses.swap_remove(at));
-        uses.push(Use::OfThread(thread, event));
+        uses.push(BlockUse::OfThread(thread, event));
         // Later work on a stream runs behind its earlier work, so the new event covers the former one.
-        if let Some(event) = before.and_then(Use::event) {
+        if let Some(event) = before.and_then(BlockUse::event) {
             self.drop_event(event, backing);
         }
         Ok(())
@@ -162,11 +162,11 @@ impl LocalUses {
     ) -> Result<Vec<u64>> {
         let uses = self.blocks.remove(&counter).unwrap_or_default();
         let mut events = Vec::with_capacity(uses.len());
-        let streams = uses.iter().map(|each| Some(*each)).chain([home.map(Use::On)]).flatten();
+        let streams = uses.iter().map(|each| Some(*each)).chain([home.map(BlockUse::On)]).flatten();
         for each in streams {
             match each {
-                Use::Until(event) | Use::OfThread(_, event) => events.push(event),
-                Use::On(stream) => match self.record_or_later(stream, backing) {
+                BlockUse::Until(event) | BlockUse::OfThread(_, event) => events.push(event),
+                BlockUse::On(stream) => match self.record_or_later(stream, backing) {
                     Ok(event) => events.extend(event),
                     Err(error) => {
                         for event in events {
@@ -273,14 +273,14 @@ impl LocalUses {
         let used: Vec<u64> = self
             .blocks
             .iter()
-            .filter(|(_, uses)| uses.contains(&Use::On(stream)))
+            .filter(|(_, uses)| uses.contains(&BlockUse::On(stream)))
             .map(|(counter, _)| *counter)
             .collect();
         for counter in used {
             let event = self.record(stream, backing)?;
             let Some(uses) = self.blocks.get_mut(&counter) else { continue };
-            uses.retain(|each| *each != Use::On(stream));
-            uses.extend(event.map(Use::Until));
+            uses.retain(|each| *each != BlockUse::On(stream));
+            uses.extend(event.map(BlockUse::Until));
         }
         // Events that were to be recorded later are recorded now, or never.
         for recorded in self.events.values_mut() {
@@ -299,7 +299,7 @@ impl LocalUses {
     pub(super) fn clear(&mut self, first: u64, backing: &mut dyn Backing) {
         self.freed.clear();
         self.blocks.retain(|counter, uses| {
-            uses.retain(|each| matches!(each, Use::On(_)));
+            uses.retain(|each| matches!(each, BlockUse::On(_)));
             *counter < first && !uses.is_empty()
         });
         for recorded in std::mem::take(&mut self.events).into_values() {

@@ -10,7 +10,7 @@ use super::history::{Checkpoints, Digest, History};
 use super::index::OffsetIndex;
 use super::local_uses::LocalUses;
 use super::segments::Segments;
-use super::stats::{Counts, LaneStats};
+use super::stats::{LaneStats, RunningCounts};
 use super::streams::{Streams, bit};
 use super::table::{BlockEntry, BlockState, BlockTable, BlockView};
 use super::{EventKind, LaneConfig, LaneEvent, LaneKind, Segment, Site, UNIT, WindowPolicy};
@@ -66,7 +66,7 @@ pub struct LaneState {
     pub(super) streams: Streams,
     pub(super) local_uses: LocalUses,
     pub(super) history: History,
-    pub(super) counts: Counts,
+    pub(super) counts: RunningCounts,
     pub(super) deferred: DeferredFrees,
     pub(super) trigger: CommitTrigger,
     /// The first failure on this rank since the last commit, with the counter at which it happened.
@@ -101,7 +101,7 @@ impl LaneState {
             streams: Streams::default(),
             local_uses: LocalUses::default(),
             history,
-            counts: Counts::new(),
+            counts: RunningCounts::new(),
             deferred: DeferredFrees::default(),
             trigger: CommitTrigger::default(),
             failure: None,

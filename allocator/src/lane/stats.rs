@@ -60,7 +60,7 @@ impl LaneStats {
 
 /// The running counts behind [`LaneStats`].
 #[derive(Clone, Debug)]
-pub(super) struct Counts {
+pub(super) struct RunningCounts {
     pub(super) allocated: u64,
     pub(super) peak_allocated: u64,
     pub(super) deferred: u64,
@@ -71,7 +71,7 @@ pub(super) struct Counts {
     classes: [ClassStats; 32],
 }
 
-impl Counts {
+impl RunningCounts {
     pub(super) fn new() -> Self {
         let mut classes = [ClassStats::default(); 32];
         for (at, class) in classes.iter_mut().enumerate() {

@@ -138,7 +138,7 @@ impl PoolBuilder {
     pub fn prepare(self) -> PreparedPool {
         let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
         let group = self.group.child("pool");
-        let ready = Ready::new(self, &group, 0);
+        let ready = PreparedRank::new(self, &group, 0);
         PreparedPool { group, ready, deadline }
     }
 }
@@ -147,7 +147,7 @@ impl PoolBuilder {
 #[must_use = "the other ranks wait for this one"]
 pub struct PreparedPool {
     group: Group,
-    ready: Result<Ready>,
+    ready: Result<PreparedRank>,
     deadline: Deadline,
 }
 
@@ -181,7 +181,7 @@ impl PreparedPool {
     }
 }
 
-impl Ready {
+impl PreparedRank {
     /// The pool of ranks that have met, or, with `unmet`, that meet when they first commit.
     pub(super) fn into_pool(
         self,
@@ -232,7 +232,7 @@ impl Ready {
 }
 
 /// State that a rank prepares alone before the handshake.
-pub(super) struct Ready {
+pub(super) struct PreparedRank {
     heap: Heap,
     lanes: Vec<LanePlacement>,
     /// Places of the lanes in each slot.
@@ -243,7 +243,7 @@ pub(super) struct Ready {
     on_device: OnDevice,
 }
 
-impl Ready {
+impl PreparedRank {
     /// With `room` bytes behind the lanes of each slot.
     pub(super) fn new(builder: PoolBuilder, group: &Group, room: u64) -> Result<Self> {
         let PoolBuilder { driver, lanes, stride, .. } = builder;

@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// An atomic `bool`: std's, or loom's in a model.
-pub(crate) trait Flag {
+pub(crate) trait DueFlag {
     fn lowered() -> Self;
     fn store(&self, value: bool, order: Ordering);
     fn load(&self, order: Ordering) -> bool;
@@ -14,7 +14,7 @@ pub(crate) trait Flag {
 
 macro_rules! flag {
     ($atomic:ty) => {
-        impl Flag for $atomic {
+        impl DueFlag for $atomic {
             fn lowered() -> Self {
                 Self::new(false)
             }
@@ -33,7 +33,7 @@ flag!(AtomicBool);
 #[derive(Debug)]
 pub(crate) struct CommitDue<F = AtomicBool>(F);
 
-impl<F: Flag> CommitDue<F> {
+impl<F: DueFlag> CommitDue<F> {
     pub(crate) fn new() -> Self {
         Self(F::lowered())
     }
@@ -59,7 +59,7 @@ mod loom_tests {
     use loom::thread;
     use std::sync::atomic::Ordering;
 
-    use super::{CommitDue, Flag};
+    use super::{CommitDue, DueFlag};
 
     flag!(loom::sync::atomic::AtomicBool);
 

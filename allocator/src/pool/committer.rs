@@ -1,7 +1,7 @@
 //! The state of commits, of which one runs at a time: connections to the peers, and whether ranks are still alike.
 
 use crate::driver::Driver;
-use crate::nccl::{Comm, Nccl, NcclWindow};
+use crate::nccl::{Nccl, NcclComm, NcclWindow};
 use crate::rendezvous::handshake::{HandshakeConfig, HandshakeOptions, handshake};
 use crate::rendezvous::peers::Peers;
 use crate::{Error, Group, Result};
@@ -9,7 +9,7 @@ use crate::{Error, Group, Result};
 /// A communicator of NCCL with which windows are registered.
 pub(super) struct Attached {
     pub(super) nccl: Nccl,
-    pub(super) comm: Comm,
+    pub(super) comm: NcclComm,
     /// In the order in which they were registered.
     pub(super) windows: Vec<Registered>,
     /// Whether windows of later commits are registered with it. They are until a registration fails. Windows

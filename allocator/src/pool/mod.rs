@@ -70,7 +70,7 @@ use crate::lane::LaneStats;
 use crate::rendezvous::identity::HostIdentity;
 use crate::rendezvous::peers::PerRank;
 use crate::rendezvous::sockets::PeerSockets;
-use crate::store::Traffic;
+use crate::store::StoreTraffic;
 use crate::sync::lock;
 use crate::topology::Topology;
 use crate::window::{Window, Windows};
@@ -131,7 +131,7 @@ pub struct PoolStats {
     /// Number of windows.
     pub windows: u64,
     /// Exchange of this rank with the store, over all groups that use it.
-    pub store: Traffic,
+    pub store: StoreTraffic,
 }
 
 impl PoolStats {

@@ -12,7 +12,7 @@ use super::committer::{Attached, Committer, Registered};
 use crate::driver::MemoryDriver;
 use crate::error::ErrorKind;
 use crate::lane::WindowPolicy;
-use crate::nccl::{Comm, Nccl};
+use crate::nccl::{Nccl, NcclComm};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{CONTROL_LANE, Deadline, Error, Result, blocking};
@@ -69,7 +69,7 @@ impl Pool {
         let deadline = self.group().deadline();
         // SAFETY: the caller promised that `comm` is a communicator of the NCCL of this process, which lives until it
         // is unregistered.
-        let comm = unsafe { Comm::new(comm) };
+        let comm = unsafe { NcclComm::new(comm) };
         let ready = comm.and_then(|comm| {
             if let Some(attached) = committer.nccl.iter().find(|attached| attached.comm == comm) {
                 return Err(Error::invalid_argument(if attached.gets_more {
@@ -135,7 +135,7 @@ impl Pool {
     }
 
     /// Checks that a communicator has the pool's ranks, and that the pool's lanes suit NCCL.
-    fn check_fit(&self, nccl: Nccl, comm: Comm) -> Result<()> {
+    fn check_fit(&self, nccl: Nccl, comm: NcclComm) -> Result<()> {
         let crossing: Vec<String> = self
             .0
             .lanes

@@ -5,7 +5,7 @@
 
 #![allow(unsafe_code)] // maps memory by address, from the caller's promise
 
-use super::builder::Ready;
+use super::builder::PreparedRank;
 use super::committer::Unmet;
 use super::{Pool, PoolBuilder};
 use crate::rendezvous::peers::Peers;
@@ -46,7 +46,7 @@ impl Pool {
         }
         let builder = PoolBuilder::new(group.clone()).driver(self.driver().clone()).stride(stride);
         let child = group.child("pool");
-        let ready = Ready::new(builder, &child, room)?;
+        let ready = PreparedRank::new(builder, &child, room)?;
         let unmet =
             Unmet { text: ready.text.clone(), allow_shared_device: ready.allow_shared_device };
         let (hosts, devices) = (self.0.hosts.of(ranks), self.0.devices.of(ranks));

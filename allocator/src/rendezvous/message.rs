@@ -1,11 +1,11 @@
-//! The frame around every message of rendezvous and commit: a [`Header`] with the magic "SYMM", whose two
+//! The frame around every message of rendezvous and commit: a [`FrameHeader`] with the magic "SYMM", whose two
 //! numbers are the length of the payload and the low half of its XXH3, and the payload.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::framing::{self, HEADER, Header};
+use crate::framing::{self, FrameHeader, HEADER};
 use crate::store::{Gathered, MAX_VALUE};
 use crate::{Error, Result};
 
@@ -44,17 +44,17 @@ fn with_header(kind: u16, mut frame: Vec<u8>) -> Vec<u8> {
     let length = (frame.len() - HEADER) as u32;
     let check = xxh3_64(&frame[HEADER..]) as u32;
     let (magic, version) = (MAGIC, PROTOCOL_VERSION);
-    Header { magic, version, kind, numbers: [length, check] }.write(&mut frame);
+    FrameHeader { magic, version, kind, numbers: [length, check] }.write(&mut frame);
     frame
 }
 
 /// The header of a frame with our magic; `None` for anything else. A frame of another version may be shorter
 /// than a header, but has its first six bytes.
-fn header_of(bytes: &[u8]) -> Option<Header> {
+fn header_of(bytes: &[u8]) -> Option<FrameHeader> {
     let mut header = [0; HEADER];
     let length = bytes.len().min(HEADER);
     header[..length].copy_from_slice(&bytes[..length]);
-    Some(Header::read(&header)).filter(|header| length >= 6 && header.magic == MAGIC)
+    Some(FrameHeader::read(&header)).filter(|header| length >= 6 && header.magic == MAGIC)
 }
 
 /// The protocol version of a frame; `None` when it is not one of ours.
@@ -79,7 +79,7 @@ pub(crate) fn decode<M: Message>(rank: u32, bytes: &[u8]) -> Result<M> {
     }
     let header = match header_of(bytes) {
         Some(header) if header.version == PROTOCOL_VERSION => header,
-        Some(Header { version, .. }) => {
+        Some(FrameHeader { version, .. }) => {
             return Err(Error::refused(format!(
                 "rank {rank} speaks version {version} of the rendezvous protocol, this rank \
                  version {PROTOCOL_VERSION}; run the same symmpool on every rank"

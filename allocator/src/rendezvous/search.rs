@@ -15,7 +15,7 @@ use crate::{Error, Result};
 const WIDTH: u64 = 64;
 
 /// One collective exchange through the store.
-pub(crate) type Gather<'a> = dyn FnMut(&str, &[u8]) -> Result<Gathered> + 'a;
+pub(crate) type GatherFn<'a> = dyn FnMut(&str, &[u8]) -> Result<Gathered> + 'a;
 
 /// How far back a rank's history reaches.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -57,7 +57,7 @@ impl Message for Did {
 pub(crate) fn first_difference(
     name: &str,
     lane: &LaneState,
-    gather: &mut Gather<'_>,
+    gather: &mut GatherFn<'_>,
 ) -> Result<Divergence> {
     let known = lane.checkpoints();
     let reach = Reach {
@@ -92,7 +92,7 @@ fn narrow(
     mut low: u64,
     mut high: u64,
     unit: u64,
-    gather: &mut Gather<'_>,
+    gather: &mut GatherFn<'_>,
 ) -> Result<u64> {
     while low < high {
         let points = probes(low, high);
@@ -119,7 +119,7 @@ fn probes(low: u64, high: u64) -> Vec<u64> {
 fn first_unequal(
     known: &Checkpoints<'_>,
     counters: &[u64],
-    gather: &mut Gather<'_>,
+    gather: &mut GatherFn<'_>,
 ) -> Result<Option<usize>> {
     let own = Digests(counters.iter().map(|&counter| known.digest(counter)).collect());
     let all: Vec<Digests> = exchange("digests", &own, gather)?;
@@ -135,7 +135,7 @@ fn describe(
     lane: &LaneState,
     counter: u64,
     until: Option<u64>,
-    gather: &mut Gather<'_>,
+    gather: &mut GatherFn<'_>,
 ) -> Result<Vec<Side>> {
     let did = match lane.event(counter) {
         _ if until.is_some() => Did {
@@ -162,7 +162,7 @@ fn describe(
 
 /// Publishes `own` and returns every rank's, in rank order. The messages are short, so encoding does not
 /// fail, and every rank decodes the same bytes.
-fn exchange<M: Message>(what: &str, own: &M, gather: &mut Gather<'_>) -> Result<Vec<M>> {
+fn exchange<M: Message>(what: &str, own: &M, gather: &mut GatherFn<'_>) -> Result<Vec<M>> {
     decode_all(&gather(what, &encode(own)?)?)
 }
 

@@ -8,16 +8,16 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::gathering::Gathering;
-use super::traffic::Counters;
-use super::{Gathered, Stop, Store, Traffic, check_gather, check_limits, counter_sum};
+use super::traffic::TrafficCounters;
+use super::{Gathered, Stop, Store, StoreTraffic, check_gather, check_limits, counter_sum};
 use crate::{Deadline, Error, Result};
 
 /// A store inside the process. Clones are handles to the same content, each counting its own
-/// [`Traffic`]; give every rank one.
+/// [`StoreTraffic`]; give every rank one.
 #[derive(Debug, Default)]
 pub struct MemoryStore {
     shared: Arc<Mutex<Shared>>,
-    counters: Counters,
+    counters: TrafficCounters,
 }
 
 #[derive(Debug, Default)]
@@ -50,7 +50,7 @@ struct Outcome {
 
 impl Clone for MemoryStore {
     fn clone(&self) -> Self {
-        Self { shared: self.shared.clone(), counters: Counters::default() }
+        Self { shared: self.shared.clone(), counters: TrafficCounters::default() }
     }
 }
 
@@ -222,7 +222,7 @@ impl Store for MemoryStore {
         Ok(gathered)
     }
 
-    fn traffic(&self) -> Traffic {
+    fn traffic(&self) -> StoreTraffic {
         self.counters.snapshot()
     }
 }
@@ -268,7 +268,7 @@ mod tests {
             assert_eq!(traffic.bytes_received, (64 << 10) + 8);
         }
         assert_eq!(store.entries(), (0, 0, 0));
-        assert_eq!(store.traffic(), Traffic::default());
+        assert_eq!(store.traffic(), StoreTraffic::default());
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub use file::FileStore;
 pub use gathered::Gathered;
 pub use memory::MemoryStore;
 pub use tcp::{TcpServer, TcpStore};
-pub use traffic::Traffic;
+pub use traffic::StoreTraffic;
 
 use std::time::Duration;
 
@@ -133,8 +133,8 @@ pub trait Store: Send + Sync {
     }
 
     /// How this store was used, for those that count.
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
+    fn traffic(&self) -> StoreTraffic {
+        StoreTraffic::default()
     }
 }
 

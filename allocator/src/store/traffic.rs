@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Traffic of a client with its store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
+pub struct StoreTraffic {
     /// Requests that waited for an answer.
     pub round_trips: u64,
     /// Payload bytes sent to the store: keys and values.
@@ -14,15 +14,15 @@ pub struct Traffic {
     pub bytes_received: u64,
 }
 
-/// The counters behind [`Traffic`]. They order nothing: relaxed throughout.
+/// The counters behind [`StoreTraffic`]. They order nothing: relaxed throughout.
 #[derive(Debug, Default)]
-pub(crate) struct Counters {
+pub(crate) struct TrafficCounters {
     round_trips: AtomicU64,
     sent: AtomicU64,
     received: AtomicU64,
 }
 
-impl Counters {
+impl TrafficCounters {
     /// Counts one request with `bytes` of key and value.
     pub(crate) fn asked(&self, bytes: usize) {
         self.round_trips.fetch_add(1, Ordering::Relaxed);
@@ -34,8 +34,8 @@ impl Counters {
         self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    pub(crate) fn snapshot(&self) -> Traffic {
-        Traffic {
+    pub(crate) fn snapshot(&self) -> StoreTraffic {
+        StoreTraffic {
             round_trips: self.round_trips.load(Ordering::Relaxed),
             bytes_sent: self.sent.load(Ordering::Relaxed),
             bytes_received: self.received.load(Ordering::Relaxed),

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use super::{Op, Trace};
+use super::{Trace, TraceOp};
 use crate::testing::SplitMix64;
 use crate::{Error, Result};
 
@@ -28,11 +28,11 @@ impl Trace {
         let mut live_bytes = 0;
         for _ in 0..events {
             let op = match random.below(4096) {
-                0 => Op::Trim,
-                1..5 => Op::Commit,
+                0 => TraceOp::Trim,
+                1..5 => TraceOp::Commit,
                 5..200 if !live.is_empty() => {
                     let (slot, _) = live[random.below(live.len() as u64) as usize];
-                    Op::Record { slot, stream: random.below(STREAMS) as u16 }
+                    TraceOp::Record { slot, stream: random.below(STREAMS) as u16 }
                 }
                 draw if live.is_empty() || draw < if live.len() < LIVE { 2600 } else { 1700 } => {
                     let slot = free_slots.pop().unwrap_or_else(|| {
@@ -44,14 +44,14 @@ impl Trace {
                     live.push((slot, bytes));
                     live_bytes += bytes;
                     trace.peak_live = trace.peak_live.max(live_bytes);
-                    Op::Alloc { slot, bytes, stream: random.below(STREAMS) as u16 }
+                    TraceOp::Alloc { slot, bytes, stream: random.below(STREAMS) as u16 }
                 }
                 _ => {
                     let (slot, bytes) = live.swap_remove(random.below(live.len() as u64) as usize);
                     live_bytes -= bytes;
                     free_slots.push(slot);
                     let ordered = random.below(5) > 0;
-                    if ordered { Op::Free { slot } } else { Op::FreeUnordered { slot } }
+                    if ordered { TraceOp::Free { slot } } else { TraceOp::FreeUnordered { slot } }
                 }
             };
             trace.ops.push(op);
@@ -67,13 +67,15 @@ impl Trace {
         let (mut live, mut peak_live) = (0, 0);
         for op in &ops {
             match *op {
-                Op::Alloc { slot, bytes, .. } => {
+                TraceOp::Alloc { slot, bytes, .. } => {
                     sizes[slot as usize] = bytes;
                     live += bytes;
                     peak_live = peak_live.max(live);
                 }
-                Op::Free { slot } | Op::FreeUnordered { slot } => live -= sizes[slot as usize],
-                Op::Record { .. } | Op::Commit | Op::Trim => {}
+                TraceOp::Free { slot } | TraceOp::FreeUnordered { slot } => {
+                    live -= sizes[slot as usize];
+                }
+                TraceOp::Record { .. } | TraceOp::Commit | TraceOp::Trim => {}
             }
         }
         Self { ops, slots: self.slots, peak_live }
@@ -91,20 +93,20 @@ impl Trace {
         let mut next = 0;
         for op in &self.ops {
             match *op {
-                Op::Alloc { slot, bytes, stream } => {
+                TraceOp::Alloc { slot, bytes, stream } => {
                     ids[slot as usize] = next;
                     writeln!(out, "alloc,{next},{bytes},{stream}")?;
                     next += 1;
                 }
-                Op::Free { slot } => writeln!(out, "free,{},,", ids[slot as usize])?,
-                Op::FreeUnordered { slot } => {
+                TraceOp::Free { slot } => writeln!(out, "free,{},,", ids[slot as usize])?,
+                TraceOp::FreeUnordered { slot } => {
                     writeln!(out, "free_unordered,{},,", ids[slot as usize])?;
                 }
-                Op::Record { slot, stream } => {
+                TraceOp::Record { slot, stream } => {
                     writeln!(out, "record,{},,{stream}", ids[slot as usize])?;
                 }
-                Op::Commit => writeln!(out, "commit,,,")?,
-                Op::Trim => writeln!(out, "trim,,,")?,
+                TraceOp::Commit => writeln!(out, "commit,,,")?,
+                TraceOp::Trim => writeln!(out, "trim,,,")?,
             }
         }
         out.flush()
@@ -130,13 +132,13 @@ mod tests {
         let trace = Trace::synthetic(20_000, 7);
         assert_eq!(trace.ops(), Trace::synthetic(20_000, 7).ops());
         assert_ne!(trace.ops(), Trace::synthetic(20_000, 8).ops());
-        let count = |of: fn(&Op) -> bool| trace.ops().iter().filter(|op| of(op)).count();
-        assert!(count(|op| matches!(op, Op::Alloc { .. })) > 8_000);
-        assert!(count(|op| matches!(op, Op::Free { .. })) > 5_000);
-        assert!(count(|op| matches!(op, Op::FreeUnordered { .. })) > 1_000);
-        assert!(count(|op| matches!(op, Op::Record { .. })) > 500);
-        assert!(count(|op| matches!(op, Op::Commit)) > 5);
-        assert!(count(|op| matches!(op, Op::Trim)) > 0);
+        let count = |of: fn(&TraceOp) -> bool| trace.ops().iter().filter(|op| of(op)).count();
+        assert!(count(|op| matches!(op, TraceOp::Alloc { .. })) > 8_000);
+        assert!(count(|op| matches!(op, TraceOp::Free { .. })) > 5_000);
+        assert!(count(|op| matches!(op, TraceOp::FreeUnordered { .. })) > 1_000);
+        assert!(count(|op| matches!(op, TraceOp::Record { .. })) > 500);
+        assert!(count(|op| matches!(op, TraceOp::Commit)) > 5);
+        assert!(count(|op| matches!(op, TraceOp::Trim)) > 0);
     }
 
     #[test]

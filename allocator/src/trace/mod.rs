@@ -28,5 +28,5 @@ mod replay;
 mod replay_tests;
 
 pub use options::{ReplayDriver, ReplayOptions, Unordered};
-pub use parse::{Op, Trace};
-pub use replay::{Failure, Outcome, RankGroup, replay, replay_with};
+pub use parse::{Trace, TraceOp};
+pub use replay::{Outcome, RankGroup, ReplayFailure, replay, replay_with};

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// One line of a trace. Block names are replaced by slots in `0..Trace::slots()`, so that a replay needs no
 /// lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
+pub enum TraceOp {
     /// Allocate `bytes` on the stream with ordinal `stream`, and keep the block in `slot`.
     Alloc {
         /// Where the replay keeps the block.
@@ -48,7 +48,7 @@ pub enum Op {
 /// A trace in memory.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
-    pub(super) ops: Vec<Op>,
+    pub(super) ops: Vec<TraceOp>,
     pub(super) slots: u32,
     pub(super) peak_live: u64,
 }
@@ -77,7 +77,7 @@ impl Trace {
     }
 
     /// The operations, in order.
-    pub fn ops(&self) -> &[Op] {
+    pub fn ops(&self) -> &[TraceOp] {
         &self.ops
     }
 
@@ -150,11 +150,11 @@ impl Parser {
         }
         let op = match op {
             "alloc" => self.alloc(id, bytes, stream)?,
-            "free" => Op::Free { slot: self.end(id)? },
-            "free_unordered" => Op::FreeUnordered { slot: self.end(id)? },
-            "record" => Op::Record { slot: self.slot(id)?.0, stream: ordinal(stream)? },
-            "commit" => Op::Commit,
-            "trim" => Op::Trim,
+            "free" => TraceOp::Free { slot: self.end(id)? },
+            "free_unordered" => TraceOp::FreeUnordered { slot: self.end(id)? },
+            "record" => TraceOp::Record { slot: self.slot(id)?.0, stream: ordinal(stream)? },
+            "commit" => TraceOp::Commit,
+            "trim" => TraceOp::Trim,
             other => {
                 return Err(format!(
                     "unknown op {other:?}; expected alloc, free, free_unordered, record, commit or \
@@ -171,7 +171,7 @@ impl Parser {
         id: Option<&str>,
         bytes: Option<&str>,
         stream: Option<&str>,
-    ) -> Result<Op, String> {
+    ) -> Result<TraceOp, String> {
         let id = number("id", id)?;
         let bytes = number("bytes", bytes)?;
         let stream = ordinal(stream)?;
@@ -186,7 +186,7 @@ impl Parser {
             self.trace.slots - 1
         });
         self.live.insert(id, (slot, bytes));
-        Ok(Op::Alloc { slot, bytes, stream })
+        Ok(TraceOp::Alloc { slot, bytes, stream })
     }
 
     fn slot(&self, id: Option<&str>) -> Result<(u32, u64), String> {
@@ -239,9 +239,9 @@ mod tests {
         assert_eq!(
             plain.ops()[..3],
             [
-                Op::Alloc { slot: 0, bytes: 1000, stream: 0 },
-                Op::Alloc { slot: 1, bytes: 24, stream: 1 },
-                Op::Record { slot: 0, stream: 1 },
+                TraceOp::Alloc { slot: 0, bytes: 1000, stream: 0 },
+                TraceOp::Alloc { slot: 1, bytes: 24, stream: 1 },
+                TraceOp::Record { slot: 0, stream: 1 },
             ]
         );
     }

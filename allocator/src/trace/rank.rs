@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::options::LANE;
-use super::{Op, ReplayOptions, Trace, Unordered};
+use super::{ReplayOptions, Trace, TraceOp, Unordered};
 use crate::driver::Stream;
 use crate::lane::{Digest, UNIT};
 use crate::pool::{Block, Lane};
@@ -68,7 +68,7 @@ pub(super) fn run(
 struct Player<'a> {
     pool: &'a Pool,
     lane: Lane,
-    ops: &'a [Op],
+    ops: &'a [TraceOp],
     /// The operation that this rank leaves out.
     skip: Option<u64>,
     /// Stream handles by the ordinals of the trace. They differ from rank to rank and are in no order, like
@@ -129,9 +129,9 @@ impl<'a> Player<'a> {
         self.pool.commit().map(drop)
     }
 
-    fn step(&mut self, op: Op) -> Result<()> {
+    fn step(&mut self, op: TraceOp) -> Result<()> {
         match op {
-            Op::Alloc { slot, bytes, stream } => {
+            TraceOp::Alloc { slot, bytes, stream } => {
                 let block = match self.alloc(bytes, stream) {
                     Ok(block) => block,
                     Err(error) => return Err(self.report_failure(error)),
@@ -141,12 +141,12 @@ impl<'a> Player<'a> {
                     old.into_address();
                 }
             }
-            Op::Free { slot } => {
+            TraceOp::Free { slot } => {
                 if let Some(block) = self.blocks[slot as usize].take() {
                     block.free()?;
                 }
             }
-            Op::FreeUnordered { slot } => {
+            TraceOp::FreeUnordered { slot } => {
                 if let Some(block) = self.blocks[slot as usize].take() {
                     match self.unordered {
                         Unordered::AsTraced => block.free_unordered()?,
@@ -156,12 +156,12 @@ impl<'a> Player<'a> {
                     }
                 }
             }
-            Op::Record { slot, stream } => {
+            TraceOp::Record { slot, stream } => {
                 if let Some(block) = &self.blocks[slot as usize] {
                     block.record_stream(self.streams[usize::from(stream)])?;
                 }
             }
-            Op::Commit => {
+            TraceOp::Commit => {
                 match self.unordered {
                     Unordered::AsTraced => {}
                     Unordered::Shuffled { .. } => self.free_pending(1, 1)?,
@@ -169,7 +169,7 @@ impl<'a> Player<'a> {
                 }
                 self.pool.commit()?;
             }
-            Op::Trim => {
+            TraceOp::Trim => {
                 self.note_segments()?;
                 self.lane.trim()?;
             }

@@ -36,12 +36,12 @@ pub struct Outcome {
     /// Number of windows at the end.
     pub windows: u64,
     /// Why the replay failed, if it did.
-    pub error: Option<Failure>,
+    pub error: Option<ReplayFailure>,
 }
 
 /// Why a replay failed.
 #[derive(Clone, Debug)]
-pub struct Failure {
+pub struct ReplayFailure {
     /// The error of the first rank that has one, without the context of that rank.
     pub error: Error,
     /// Text of the error.
@@ -71,7 +71,7 @@ pub struct RankGroup {
     pub message: Option<String>,
 }
 
-impl Failure {
+impl ReplayFailure {
     /// Whether every rank has the same error.
     pub fn is_same_everywhere(&self) -> bool {
         self.groups.len() == 1
@@ -159,7 +159,7 @@ fn on_threads(
     })
 }
 
-fn failure(reports: &[ReplayReport]) -> Option<Failure> {
+fn failure(reports: &[ReplayReport]) -> Option<ReplayFailure> {
     let (event, error) = reports.iter().find_map(|report| report.error.clone())?;
     let mut groups: Vec<(Option<&Error>, Vec<u32>)> = Vec::new();
     for (report, rank) in reports.iter().zip(0_u32..) {
@@ -181,7 +181,7 @@ fn failure(reports: &[ReplayReport]) -> Option<Failure> {
     let groups = groups.collect();
     let error = without_context(&error);
     let divergence = error.divergence();
-    Some(Failure {
+    Some(ReplayFailure {
         message: error.to_string(),
         event,
         lane: divergence.map(|divergence| divergence.lane.clone()),

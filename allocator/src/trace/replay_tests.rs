@@ -98,35 +98,35 @@ impl Oracle {
         Self { lane, blocks: vec![None; trace.slots() as usize] }
     }
 
-    fn step(&mut self, op: Op) {
+    fn step(&mut self, op: TraceOp) {
         let Self { lane, blocks } = self;
         let stream = |ordinal| Stream::numbered(u64::from(ordinal));
         match op {
-            Op::Alloc { slot, bytes, stream: on } => {
+            TraceOp::Alloc { slot, bytes, stream: on } => {
                 let request =
                     AllocationRequest { bytes, align: 512, stream: stream(on), site: None };
                 let placed = lane.alloc(request, &mut NoBacking).expect("there is room");
                 blocks[slot as usize] = Some(placed.key);
             }
-            Op::Free { slot } => {
+            TraceOp::Free { slot } => {
                 if let Some(key) = blocks[slot as usize].take() {
                     lane.free(key, None, &mut NoBacking).expect("it is live");
                 }
             }
-            Op::FreeUnordered { slot } => {
+            TraceOp::FreeUnordered { slot } => {
                 if let Some(key) = blocks[slot as usize].take() {
                     lane.free_unordered(key, None, &mut NoBacking).expect("it is live");
                 }
             }
-            Op::Record { slot, stream: on } => {
+            TraceOp::Record { slot, stream: on } => {
                 if let Some(key) = blocks[slot as usize] {
                     lane.record_stream(key, stream(on), None).expect("it is live");
                 }
             }
-            Op::Trim => {
+            TraceOp::Trim => {
                 lane.trim(None);
             }
-            Op::Commit => {}
+            TraceOp::Commit => {}
         }
     }
 
@@ -143,12 +143,12 @@ impl Oracle {
 /// The first event that differs when one rank leaves out operation `skip`, if any does.
 fn expected_counter(trace: &Trace, skip: usize) -> Option<u64> {
     let (mut all, mut less) = (Oracle::new(trace), Oracle::new(trace));
-    for (at, op) in trace.ops().iter().chain([&Op::Commit]).enumerate() {
+    for (at, op) in trace.ops().iter().chain([&TraceOp::Commit]).enumerate() {
         all.step(*op);
         if at != skip {
             less.step(*op);
         }
-        if *op == Op::Commit {
+        if *op == TraceOp::Commit {
             if all.lane.digest() != less.lane.digest() {
                 let end = all.lane.counter().max(less.lane.counter());
                 return (0..end).find(|&counter| all.kind(counter) != less.kind(counter));
@@ -170,7 +170,7 @@ fn every_rank_learns_where_one_of_them_diverged() {
     let mut located = 0;
     for round in 0..60 {
         let skip = random.below(trace.ops().len() as u64);
-        if trace.ops()[skip as usize] == Op::Commit {
+        if trace.ops()[skip as usize] == TraceOp::Commit {
             continue;
         }
         let expected = expected_counter(&trace, skip as usize);
@@ -180,7 +180,7 @@ fn every_rank_learns_where_one_of_them_diverged() {
         let outcome = play(&trace, &options);
         let op = trace.ops()[skip as usize];
         let Some(counter) = expected else {
-            assert!(matches!(op, Op::FreeUnordered { .. }), "{op:?} leaves no trace");
+            assert!(matches!(op, TraceOp::FreeUnordered { .. }), "{op:?} leaves no trace");
             assert!(outcome.digests_equal && outcome.error.is_none(), "D5: {:?}", outcome.error);
             continue;
         };
@@ -201,9 +201,9 @@ fn every_rank_learns_where_one_of_them_diverged() {
 #[test]
 fn a_divergence_older_than_the_history_is_located_roughly() {
     let trace = Trace::synthetic(3_000, 4);
-    let ops = trace.ops().iter().copied().filter(|op| *op != Op::Commit).collect();
+    let ops = trace.ops().iter().copied().filter(|op| *op != TraceOp::Commit).collect();
     let trace = Trace { ops, ..trace };
-    let skip = trace.ops().iter().position(|op| matches!(op, Op::Alloc { .. })).unwrap_or(0);
+    let skip = trace.ops().iter().position(|op| matches!(op, TraceOp::Alloc { .. })).unwrap_or(0);
     let expected = expected_counter(&trace, skip).expect("an allocation leaves a trace");
     let diverge = Some((1, skip as u64));
     let options = ReplayOptions { diverge, history: 64, ..ReplayOptions::new(3) };
@@ -216,7 +216,7 @@ fn a_divergence_older_than_the_history_is_located_roughly() {
 #[test]
 fn a_divergence_within_a_full_history_is_located_exactly() {
     let trace = Trace::synthetic(4_000, 4);
-    let skip = trace.ops().iter().rposition(|op| matches!(op, Op::Alloc { .. })).unwrap_or(0);
+    let skip = trace.ops().iter().rposition(|op| matches!(op, TraceOp::Alloc { .. })).unwrap_or(0);
     let expected = expected_counter(&trace, skip).expect("an allocation leaves a trace");
     let diverge = Some((0, skip as u64));
     let options = ReplayOptions { diverge, history: 1024, ..ReplayOptions::new(3) };
@@ -250,7 +250,7 @@ fn a_limit_is_the_same_error_on_every_rank() {
     assert!(outcome.digests_equal, "up to the limit all ranks did the same");
     assert!(outcome.peak_reserved_bytes <= 256 << 20);
     let op = trace.ops()[failure.event as usize];
-    assert!(matches!(op, Op::Alloc { .. }), "{op:?}");
+    assert!(matches!(op, TraceOp::Alloc { .. }), "{op:?}");
 }
 
 #[test]

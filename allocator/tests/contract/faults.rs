@@ -3,7 +3,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use symmpool_allocator::driver::{Counts, DriverCall, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::driver::{
+    CallCounts, DriverCall, FaultAction, FaultDriver, FaultPlan, Step,
+};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Error, Group, Pool, PoolBuilder, Result};
 
@@ -43,7 +45,7 @@ fn build(group: &Group, driver: &FaultDriver) -> Result<Pool> {
 }
 
 /// Number of present mappings.
-fn mappings(counts: &Counts) -> u64 {
+fn mappings(counts: &CallCounts) -> u64 {
     counts.succeeded(DriverCall::Map) - counts.succeeded(DriverCall::Unmap)
 }
 

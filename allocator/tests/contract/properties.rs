@@ -11,7 +11,7 @@ use crate::ranks::ranks;
 
 /// One step of a program that all ranks run.
 #[derive(Clone, Copy, Debug)]
-enum Op {
+enum TraceOp {
     /// Elements, lane, stream.
     Alloc(usize, usize, u64),
     /// Frees the nth live block, in order.
@@ -26,17 +26,17 @@ enum Op {
     Commit,
 }
 
-fn op(largest: usize) -> impl Strategy<Value = Op> {
+fn op(largest: usize) -> impl Strategy<Value = TraceOp> {
     prop_oneof![
-        8 => (0..largest, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| Op::Alloc(n, lane, on)),
-        2 => (1..200usize, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| Op::Alloc(n, lane, on)),
-        5 => any::<usize>().prop_map(Op::Free),
-        4 => any::<usize>().prop_map(Op::Forget),
-        1 => (any::<usize>(), 0..3u64).prop_map(|(n, on)| Op::Record(n, on)),
+        8 => (0..largest, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| TraceOp::Alloc(n, lane, on)),
+        2 => (1..200usize, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| TraceOp::Alloc(n, lane, on)),
+        5 => any::<usize>().prop_map(TraceOp::Free),
+        4 => any::<usize>().prop_map(TraceOp::Forget),
+        1 => (any::<usize>(), 0..3u64).prop_map(|(n, on)| TraceOp::Record(n, on)),
         1 => (0..16u64 << 20, 0..2usize, 0..3u64)
-            .prop_map(|(n, lane, on)| Op::Reserve(n, lane, on)),
-        2 => (0..2usize).prop_map(Op::Trim),
-        3 => Just(Op::Commit),
+            .prop_map(|(n, lane, on)| TraceOp::Reserve(n, lane, on)),
+        2 => (0..2usize).prop_map(TraceOp::Trim),
+        3 => Just(TraceOp::Commit),
     ]
 }
 
@@ -86,7 +86,7 @@ impl Runner {
         (self.random >> 33) as usize % below
     }
 
-    fn run(mut self, program: &[Op]) -> Trace {
+    fn run(mut self, program: &[TraceOp]) -> Trace {
         for &op in program {
             self.step(op);
             // Sometimes the garbage collector runs.
@@ -94,10 +94,10 @@ impl Runner {
                 self.collect(2);
             }
         }
-        self.step(Op::Commit);
+        self.step(TraceOp::Commit);
         // Now all ranks free all forgotten blocks, each in its own order (D5).
         self.collect(usize::MAX);
-        self.step(Op::Commit);
+        self.step(TraceOp::Commit);
         assert_eq!(
             self.pool.stats().unwrap().lanes.iter().map(|(_, lane)| lane.deferred).sum::<u64>(),
             0
@@ -106,22 +106,22 @@ impl Runner {
             block.free().unwrap();
         }
         for lane in 0..2 {
-            self.step(Op::Trim(lane));
+            self.step(TraceOp::Trim(lane));
         }
-        self.step(Op::Commit);
+        self.step(TraceOp::Commit);
         assert_eq!(self.pool.stats().unwrap().allocated(), 0);
         assert_eq!(self.pool.stats().unwrap().reserved(), 0, "everything was trimmed");
         assert_eq!(self.pool.windows().list(), []);
         // Memory that was given back can be allocated again.
-        self.step(Op::Alloc(1000, 0, 0));
-        self.step(Op::Commit);
+        self.step(TraceOp::Alloc(1000, 0, 0));
+        self.step(TraceOp::Commit);
         self.trace
     }
 
-    fn step(&mut self, op: Op) {
+    fn step(&mut self, op: TraceOp) {
         let lane = |at: usize| self.pool.lanes().nth(at).unwrap();
         match op {
-            Op::Alloc(count, at, on) => {
+            TraceOp::Alloc(count, at, on) => {
                 let block = lane(at).alloc_on::<u64>(count, Stream::numbered(on)).unwrap();
                 self.trace.placed.push((block.counter(), block.offset()));
                 if self.checked {
@@ -132,29 +132,29 @@ impl Runner {
                     self.live.remove(0).free().unwrap();
                 }
             }
-            Op::Free(nth) => {
+            TraceOp::Free(nth) => {
                 if let Some(block) = self.take(nth) {
                     block.free().unwrap();
                 }
             }
-            Op::Forget(nth) => {
+            TraceOp::Forget(nth) => {
                 let block = self.take(nth);
                 self.forgotten.extend(block);
             }
-            Op::Record(nth, on) => {
+            TraceOp::Record(nth, on) => {
                 if !self.live.is_empty() {
                     let block = &self.live[nth % self.live.len()];
                     block.record_stream(Stream::numbered(on)).unwrap();
                 }
             }
-            Op::Reserve(bytes, at, on) => {
+            TraceOp::Reserve(bytes, at, on) => {
                 lane(at).reserve_on(bytes, Stream::numbered(on)).unwrap();
             }
-            Op::Trim(at) => {
+            TraceOp::Trim(at) => {
                 let bytes = lane(at).trim().unwrap();
                 self.trace.trimmed.push(bytes);
             }
-            Op::Commit => self.commit(),
+            TraceOp::Commit => self.commit(),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde_json::{Value, json};
-use symmpool_allocator::trace::{Failure, Outcome, RankGroup};
+use symmpool_allocator::trace::{Outcome, RankGroup, ReplayFailure};
 
 /// An object on one line. The digest has 16 hexadecimal digits; sizes are in bytes.
 pub(crate) fn json(outcome: &Outcome) -> String {
@@ -22,7 +22,7 @@ pub(crate) fn json(outcome: &Outcome) -> String {
 }
 
 /// `event` is the operation that returned the error, `counter` the lane's event that differs.
-fn failure(failure: &Failure) -> Value {
+fn failure(failure: &ReplayFailure) -> Value {
     let sides = failure.sides.iter().map(|side| json!({ "ranks": side.ranks, "did": side.did }));
     let group = |group: &RankGroup| json!({ "ranks": group.ranks, "message": group.message });
     json!({

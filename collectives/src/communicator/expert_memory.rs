@@ -5,12 +5,12 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use crate::types::bump_layout::ALIGN;
 
 /// A block that kernels may still use when it is dropped.
-pub(super) struct Memory {
+pub(super) struct ExpertMemory {
     /// `None` only while dropping.
     block: Option<Block<u8>>,
 }
 
-impl Memory {
+impl ExpertMemory {
     pub(super) fn new(pool: &Pool, lane: &str, bytes: u64) -> Result<Self> {
         let bytes = usize::try_from(bytes).map_err(|_| {
             Error::out_of_memory(format!("{bytes} bytes for rows: no memory is that long"))
@@ -27,7 +27,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for ExpertMemory {
     /// An unordered free, as garbage collectors may drop buffers at any time (rule D5), also while a stream is being
     /// captured. Kernels may still run that use the memory.
     fn drop(&mut self) {

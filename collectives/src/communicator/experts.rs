@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
 
-use super::expert_memory::Memory;
+use super::expert_memory::ExpertMemory;
 use super::{Communicator, Inner};
 use crate::call::experts::{
     ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP,
@@ -38,7 +38,7 @@ pub struct ExpertBuffer<C: Deref<Target = Communicator>> {
     /// Where the symmetric memory begins.
     region: u64,
     /// Keeps that memory, if it is the buffer's own.
-    _memory: Option<Memory>,
+    _memory: Option<ExpertMemory>,
 }
 
 /// Where received rows and what belongs to them lie: addresses. Each part has room for as many rows as the buffer's
@@ -71,7 +71,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         // Before memory is allocated: a rank that is refused has allocated as little as one that did not call.
         Self::check_sms(comm.rank(), num_sms)?;
         let bytes = RegionParts::new(&shape, comm.world()).bytes;
-        let memory = Memory::new(comm.pool(), CONTROL_LANE, bytes)?;
+        let memory = ExpertMemory::new(comm.pool(), CONTROL_LANE, bytes)?;
         let region = memory.block().address();
         // SAFETY: the memory is new, has as many bytes, and is kept by the value.
         let buffer = unsafe { Self::at(comm, shape, num_sms, region as *mut u8) }?;

@@ -165,7 +165,7 @@ impl Obstacle {
 /// A call that is explained.
 struct Explained<'a> {
     request: StandardCall,
-    /// The same call between windows, if these have room for it.
+    /// Copy of the request between windows, if these have room for it.
     between_windows: Option<StandardCall>,
     named: Option<Chosen>,
     selected: Option<Result<Option<String>>>,

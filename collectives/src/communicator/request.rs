@@ -34,8 +34,8 @@ pub struct Request<'a> {
     pub(super) callee: Callee<'a>,
     /// The name of the algorithm, if the call names one.
     pub(super) algorithm: Option<&'a str>,
-    pub(super) input: Memory,
-    pub(super) output: Memory,
+    pub(super) input: RequestMemory,
+    pub(super) output: RequestMemory,
     /// Elements of a part, where these are addresses.
     count: usize,
     pub(super) dtype: DType,
@@ -105,7 +105,7 @@ impl Callee<'_> {
 
 /// Memory of an input or output.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Memory {
+pub(super) enum RequestMemory {
     Block {
         address: *mut u8,
         /// Its place in a rank's slot.
@@ -121,7 +121,7 @@ pub(super) enum Memory {
     Address(*mut u8),
 }
 
-impl Memory {
+impl RequestMemory {
     fn of_block<T: Element>(block: &Block<T>) -> Self {
         Self::Block { address: block.as_ptr().cast(), offset: block.offset(), length: block.len() }
     }
@@ -156,7 +156,13 @@ pub(super) struct Size {
 // are borrowed.
 impl<'a> Request<'a> {
     #[inline]
-    fn on(callee: Callee<'a>, output: Memory, input: Memory, count: usize, dtype: DType) -> Self {
+    fn on(
+        callee: Callee<'a>,
+        output: RequestMemory,
+        input: RequestMemory,
+        count: usize,
+        dtype: DType,
+    ) -> Self {
         Self {
             callee,
             algorithm: None,
@@ -179,7 +185,13 @@ impl<'a> Request<'a> {
         out: &'a Block<T>,
         input: &'a Block<T>,
     ) -> Self {
-        Self::on(callee.into(), Memory::of_block(out), Memory::of_block(input), 0, T::DTYPE)
+        Self::on(
+            callee.into(),
+            RequestMemory::of_block(out),
+            RequestMemory::of_block(input),
+            0,
+            T::DTYPE,
+        )
     }
 
     /// A call on slices, which pass through the communicator's scratch: in host memory only.
@@ -188,15 +200,15 @@ impl<'a> Request<'a> {
         out: &'a mut [T],
         input: &'a [T],
     ) -> Self {
-        let output = Memory::Slice { address: out.as_mut_ptr().cast(), length: out.len() };
+        let output = RequestMemory::Slice { address: out.as_mut_ptr().cast(), length: out.len() };
         let address = input.as_ptr().cast_mut().cast();
-        let input = Memory::Slice { address, length: input.len() };
+        let input = RequestMemory::Slice { address, length: input.len() };
         Self::on(callee.into(), output, input, 0, T::DTYPE)
     }
 
     /// A call on one slice, as input and output.
     pub fn on_slice<T: Element>(callee: impl Into<Callee<'a>>, data: &'a mut [T]) -> Self {
-        let memory = Memory::Slice { address: data.as_mut_ptr().cast(), length: data.len() };
+        let memory = RequestMemory::Slice { address: data.as_mut_ptr().cast(), length: data.len() };
         Self::on(callee.into(), memory, memory, 0, T::DTYPE)
     }
 
@@ -218,7 +230,8 @@ impl<'a> Request<'a> {
         count: usize,
         dtype: DType,
     ) -> Self {
-        let (output, input) = (Memory::Address(output), Memory::Address(input.cast_mut()));
+        let (output, input) =
+            (RequestMemory::Address(output), RequestMemory::Address(input.cast_mut()));
         Self::on(callee.into(), output, input, count, dtype)
     }
 
@@ -263,7 +276,7 @@ impl<'a> Request<'a> {
     pub(super) fn size(&self, rank: u32, world: u32) -> Result<Size> {
         let count = self.count(world);
         let [inputs, outputs] = self.callee.lengths(rank, world, count);
-        let is_wrong = |memory: Memory, needed: Option<usize>| {
+        let is_wrong = |memory: RequestMemory, needed: Option<usize>| {
             memory.length().is_some_and(|length| needed != Some(length))
         };
         // A rank that has no output may pass any.
@@ -358,7 +371,7 @@ impl Communicator {
     /// How long memory is, unless it cannot be right.
     #[inline]
     pub(super) fn size_of(&self, request: &Request<'_>) -> Result<Size> {
-        let is_slice = matches!(request.output, Memory::Slice { .. });
+        let is_slice = matches!(request.output, RequestMemory::Slice { .. });
         if is_slice && self.pool.driver().as_cuda().is_some() {
             let name = request.callee.name();
             return Err(self.not_on_devices(&format!("{name} of a slice")));
@@ -399,16 +412,16 @@ impl Communicator {
     fn place(
         &self,
         inner: &mut Inner,
-        memory: &Memory,
+        memory: &RequestMemory,
         bytes: usize,
         stream: &Stream,
     ) -> Result<Place> {
         match *memory {
-            Memory::Block { address, offset, .. } => {
+            RequestMemory::Block { address, offset, .. } => {
                 self.place_block(inner, (address, offset), bytes, stream)
             }
-            Memory::Slice { address, .. } => Ok(Place::Unregistered(address)),
-            Memory::Address(address) => self.place_at(inner, address, bytes, stream),
+            RequestMemory::Slice { address, .. } => Ok(Place::Unregistered(address)),
+            RequestMemory::Address(address) => self.place_at(inner, address, bytes, stream),
         }
     }
 

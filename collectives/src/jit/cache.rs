@@ -50,7 +50,7 @@ impl Key {
 
 /// A compiled kernel in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct CachedKernel {
     pub(super) kind: u8,
     pub(super) bytes: Vec<u8>,
 }
@@ -91,8 +91,8 @@ impl Cache {
     pub(super) fn get_or_make<E>(
         &self,
         key: Key,
-        make: impl FnOnce() -> Result<Entry, E>,
-    ) -> Result<Entry, E> {
+        make: impl FnOnce() -> Result<CachedKernel, E>,
+    ) -> Result<CachedKernel, E> {
         if let Some(entry) = self.load(key) {
             return Ok(entry);
         }
@@ -119,7 +119,7 @@ impl Cache {
     }
 
     /// The entry on disk for this key, if it is complete and its file belongs to the user.
-    fn load(&self, key: Key) -> Option<Entry> {
+    fn load(&self, key: Key) -> Option<CachedKernel> {
         let name = file_name(key);
         // Non-blocking, in case it is a pipe.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
@@ -131,7 +131,7 @@ impl Cache {
                 return None;
             }
         };
-        let read = || -> Result<Entry, String> {
+        let read = || -> Result<CachedKernel, String> {
             let stat = rustix::fs::fstat(&file).map_err(|error| error.to_string())?;
             trusted(&stat, self.owner)?;
             if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
@@ -153,7 +153,7 @@ impl Cache {
         );
     }
 
-    fn store(&self, key: Key, entry: &Entry) -> Result<(), String> {
+    fn store(&self, key: Key, entry: &CachedKernel) -> Result<(), String> {
         let random = random_bytes().map_err(|error| error.to_string())?;
         let name = file_name(key);
         let temporary = format!("{name}.{:016x}", u64::from_le_bytes(random));
@@ -218,7 +218,7 @@ impl Cache {
 /// Who is to compile a kernel.
 enum Turn<'a> {
     Mine(Lock<'a>),
-    Made(Entry),
+    Made(CachedKernel),
     /// This process, without a lock: the file system has no locks, or the wait took too long.
     Unknown,
 }
@@ -258,7 +258,7 @@ fn file_name(key: Key) -> String {
     format!("{}.kernel", blake3::Hash::from_bytes(key.0).to_hex())
 }
 
-fn encode(key: Key, entry: &Entry) -> Vec<u8> {
+fn encode(key: Key, entry: &CachedKernel) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(HEADER + entry.bytes.len() + HASH);
     bytes.extend_from_slice(MAGIC);
     bytes.extend_from_slice(&key.0);
@@ -271,7 +271,7 @@ fn encode(key: Key, entry: &Entry) -> Vec<u8> {
 }
 
 /// Reads an entry from a file's bytes. The error says what is wrong with them.
-fn decode(key: Key, bytes: &[u8]) -> Result<Entry, String> {
+fn decode(key: Key, bytes: &[u8]) -> Result<CachedKernel, String> {
     let (content, checksum) = bytes
         .split_last_chunk::<HASH>()
         .filter(|(content, _)| content.len() >= HEADER)
@@ -286,5 +286,5 @@ fn decode(key: Key, bytes: &[u8]) -> Result<Entry, String> {
     if magic != MAGIC || *found != key.0 || length != (image.len() as u64).to_le_bytes() {
         return Err("it holds something else".to_owned());
     }
-    Ok(Entry { kind: kind[0], bytes: image.to_vec() })
+    Ok(CachedKernel { kind: kind[0], bytes: image.to_vec() })
 }

@@ -4,10 +4,10 @@
 use super::sources::{HEADERS, KERNELS};
 
 /// The name of a header, and its text.
-pub(super) type Header = (&'static str, &'static str);
+pub(super) type SourceHeader = (&'static str, &'static str);
 
 /// The headers of [`HEADERS`] that a source includes: all of them if its text does not show which.
-pub(super) fn headers_of(source: &str) -> Vec<Header> {
+pub(super) fn headers_of(source: &str) -> Vec<SourceHeader> {
     let mut taken = vec![false; HEADERS.len()];
     let mut texts = vec![source];
     while let Some(text) = texts.pop() {
@@ -24,7 +24,7 @@ pub(super) fn headers_of(source: &str) -> Vec<Header> {
 }
 
 /// For every kernel and header: its folder, and its path and text with those of all that it includes.
-pub(crate) fn sources_below() -> impl Iterator<Item = (&'static str, Vec<Header>)> {
+pub(crate) fn sources_below() -> impl Iterator<Item = (&'static str, Vec<SourceHeader>)> {
     let kernels = KERNELS.iter().map(|kernel| (kernel.path, kernel.source));
     kernels.chain(HEADERS.iter().copied()).map(|(path, source)| {
         let folder = path.split_once('/').map_or("", |(folder, _)| folder);

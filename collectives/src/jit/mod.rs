@@ -42,9 +42,9 @@ pub use found::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub(crate) use sources::Kernel;
 
 use arch::Target;
-use cache::{Cache, Entry, Key};
+use cache::{Cache, CachedKernel, Key};
 pub(crate) use includes::sources_below;
-use includes::{Header, headers_of};
+use includes::{SourceHeader, headers_of};
 use nvrtc::{Nvrtc, Output, Program};
 
 /// Part of every cache key. It changes when this module compiles the same sources differently.
@@ -158,7 +158,7 @@ pub(crate) struct Jit {
 struct Compilation<'a> {
     nvrtc: &'a Nvrtc,
     variant: Variant<'a>,
-    headers: Vec<Header>,
+    headers: Vec<SourceHeader>,
     target: Target,
     options: Vec<String>,
 }
@@ -218,7 +218,7 @@ impl Jit {
             Target::Cubin(_) => ImageKind::Cubin,
             Target::Ptx(_) => ImageKind::Ptx,
         };
-        let make = || Ok(Entry { kind: kind as u8, bytes: self.run(&compilation)? });
+        let make = || Ok(CachedKernel { kind: kind as u8, bytes: self.run(&compilation)? });
         let entry = match self.cache() {
             Some(cache) => cache.get_or_make(compilation.key(), make)?,
             None => make()?,
@@ -298,7 +298,7 @@ fn options(variant: &Variant<'_>, target: &Target) -> Vec<String> {
 fn key(
     (major, minor): (u32, u32),
     variant: &Variant<'_>,
-    headers: &[Header],
+    headers: &[SourceHeader],
     options: &[String],
 ) -> Key {
     let version = format!("{major}.{minor}");

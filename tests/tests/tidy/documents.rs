@@ -1,4 +1,4 @@
-//! What documents promise: files, links, programs, and the pages of decisions.
+//! Promises of documents: files, links, programs, and the pages of decisions.
 
 use std::fs;
 use std::path::{Path, PathBuf};

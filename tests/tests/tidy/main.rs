@@ -6,6 +6,8 @@ mod imports;
 mod prose;
 mod python_imports;
 mod rust_imports;
+mod types;
+mod words;
 
 use std::fs;
 use std::path::{Path, PathBuf};

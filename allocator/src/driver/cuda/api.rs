@@ -30,11 +30,11 @@ pub(super) struct Code(pub(super) c_uint);
 macro_rules! functions {
     ($($field:ident = $symbol:ident($($argument:ty),*);)*) => {
         /// The driver's entry points. Fields are named after the functions.
-        pub(super) struct Api {
+        pub(super) struct DriverApi {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> Code,)*
         }
 
-        impl Api {
+        impl DriverApi {
             /// Looks every function up; the error names all that are missing.
             ///
             /// # Safety
@@ -179,11 +179,11 @@ impl AccessDesc {
     }
 }
 
-impl Api {
+impl DriverApi {
     /// The driver's functions, initialised. `is_unsupported` where there is no library, it lacks
     /// a function, or it finds no device.
     pub(super) fn get() -> Result<&'static Self> {
-        static API: OnceLock<Result<Api>> = OnceLock::new();
+        static API: OnceLock<Result<DriverApi>> = OnceLock::new();
         API.get_or_init(Self::open).as_ref().map_err(Clone::clone)
     }
 
@@ -293,7 +293,7 @@ impl Code {
     }
 }
 
-/// The address of any function of the library. Only after [`Api::get`] has opened it.
+/// The address of any function of the library. Only after [`DriverApi::get`] has opened it.
 pub(super) fn function(name: &str) -> Result<NonNull<c_void>> {
     // SAFETY: the library was opened before, so this does not panic.
     let library = unsafe { sys::culib() };
@@ -358,7 +358,7 @@ mod tests {
     fn missing_functions_are_named() {
         let this = libloading::Library::from(libloading::os::unix::Library::this());
         // SAFETY: test programs do not link libcuda, so no symbol of these names is found.
-        let missing = unsafe { Api::load(&this) }.err().expect("this is not libcuda");
+        let missing = unsafe { DriverApi::load(&this) }.err().expect("this is not libcuda");
         assert_eq!(missing.first(), Some(&"cuInit"));
         assert!(missing.contains(&"cuMemImportFromShareableHandle"));
     }

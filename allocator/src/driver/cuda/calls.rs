@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
 
-use super::api::{AllocationProp, Api, Code, FABRIC_HANDLE_BYTES};
+use super::api::{AllocationProp, Code, DriverApi, FABRIC_HANDLE_BYTES};
 use crate::amount::Amount;
 use crate::{Error, Result};
 
@@ -19,7 +19,7 @@ pub(super) const POSIX_FD: c_uint =
 pub(super) const FABRIC: c_uint = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC.0;
 
 /// A device's model name.
-pub(super) fn name(api: &Api, device: c_int) -> Result<String> {
+pub(super) fn name(api: &DriverApi, device: c_int) -> Result<String> {
     let mut buffer = [0u8; 256];
     let length = buffer.len() as c_int;
     // SAFETY: writes at most `length` bytes, NUL included, into a buffer of that length.
@@ -30,7 +30,7 @@ pub(super) fn name(api: &Api, device: c_int) -> Result<String> {
 }
 
 /// Free and total bytes of the device whose context is current.
-pub(super) fn memory_info(api: &Api) -> Result<(u64, u64)> {
+pub(super) fn memory_info(api: &DriverApi) -> Result<(u64, u64)> {
     let mut free = 0;
     let mut total = 0;
     // SAFETY: writes two sizes through valid pointers.
@@ -39,7 +39,7 @@ pub(super) fn memory_info(api: &Api) -> Result<(u64, u64)> {
     Ok((free as u64, total as u64))
 }
 
-pub(super) fn create(api: &Api, bytes: u64, prop: &AllocationProp) -> Result<u64> {
+pub(super) fn create(api: &DriverApi, bytes: u64, prop: &AllocationProp) -> Result<u64> {
     let mut handle = 0;
     // SAFETY: reads a valid structure and writes one handle through a valid pointer.
     let code = unsafe { (api.create)(&raw mut handle, size(bytes)?, prop, 0) };
@@ -66,13 +66,13 @@ pub(super) fn create(api: &Api, bytes: u64, prop: &AllocationProp) -> Result<u64
     Ok(handle)
 }
 
-pub(super) fn release(api: &Api, handle: u64) -> Result<()> {
+pub(super) fn release(api: &DriverApi, handle: u64) -> Result<()> {
     // SAFETY: the caller holds the handle and gives it up.
     let code = unsafe { (api.release)(handle) };
     api.check(code, || "releasing an allocation".to_owned())
 }
 
-pub(super) fn export_fd(api: &Api, handle: u64) -> Result<OwnedFd> {
+pub(super) fn export_fd(api: &DriverApi, handle: u64) -> Result<OwnedFd> {
     let mut fd: c_int = -1;
     // SAFETY: for this handle type one int is written, and the pointer is to an int.
     let code = unsafe { (api.export)((&raw mut fd).cast(), handle, POSIX_FD, 0) };
@@ -88,7 +88,7 @@ pub(super) fn export_fd(api: &Api, handle: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-pub(super) fn export_fabric(api: &Api, handle: u64) -> Result<[u8; FABRIC_HANDLE_BYTES]> {
+pub(super) fn export_fabric(api: &DriverApi, handle: u64) -> Result<[u8; FABRIC_HANDLE_BYTES]> {
     let mut bytes = [0u8; FABRIC_HANDLE_BYTES];
     // SAFETY: for this handle type 64 bytes are written, and the array has 64.
     let code = unsafe { (api.export)(bytes.as_mut_ptr().cast(), handle, FABRIC, 0) };
@@ -96,7 +96,7 @@ pub(super) fn export_fabric(api: &Api, handle: u64) -> Result<[u8; FABRIC_HANDLE
     Ok(bytes)
 }
 
-pub(super) fn import_fd(api: &Api, fd: &OwnedFd, bytes: u64) -> Result<u64> {
+pub(super) fn import_fd(api: &DriverApi, fd: &OwnedFd, bytes: u64) -> Result<u64> {
     // The descriptor itself is passed in the pointer's place.
     let number = usize::try_from(fd.as_raw_fd())
         .map_err(|_| Error::invalid_argument("a negative file descriptor"))?;
@@ -110,7 +110,7 @@ pub(super) fn import_fd(api: &Api, fd: &OwnedFd, bytes: u64) -> Result<u64> {
 }
 
 pub(super) fn import_fabric(
-    api: &Api,
+    api: &DriverApi,
     shared: &mut [u8; FABRIC_HANDLE_BYTES],
     bytes: u64,
 ) -> Result<u64> {
@@ -121,7 +121,7 @@ pub(super) fn import_fabric(
     imported(api, code, handle, bytes)
 }
 
-fn imported(api: &Api, code: Code, handle: u64, bytes: u64) -> Result<u64> {
+fn imported(api: &DriverApi, code: Code, handle: u64, bytes: u64) -> Result<u64> {
     api.check(code, || {
         format!(
             "importing {bytes} bytes of a peer's memory (the handle must come from CUDA, and the \
@@ -133,7 +133,7 @@ fn imported(api: &Api, code: Code, handle: u64, bytes: u64) -> Result<u64> {
 
 /// Reserves a range in which `bytes` bytes begin at a multiple of `align`; returns its base and length. If
 /// CUDA does not align it (large alignments), it is larger by `align`.
-pub(super) fn reserve_aligned(api: &Api, bytes: u64, align: u64) -> Result<(u64, u64)> {
+pub(super) fn reserve_aligned(api: &DriverApi, bytes: u64, align: u64) -> Result<(u64, u64)> {
     let first = address_reserve(api, bytes, align);
     if let Ok(base) = first {
         if base.is_multiple_of(align) {
@@ -150,7 +150,7 @@ pub(super) fn reserve_aligned(api: &Api, bytes: u64, align: u64) -> Result<(u64,
     }
 }
 
-fn address_reserve(api: &Api, bytes: u64, align: u64) -> Result<u64> {
+fn address_reserve(api: &DriverApi, bytes: u64, align: u64) -> Result<u64> {
     let mut base = 0;
     let (length, alignment) = (size(bytes)?, size(align)?);
     // SAFETY: writes one address through a valid pointer; address 0 lets CUDA choose.
@@ -172,21 +172,21 @@ fn no_addresses(bytes: u64, align: u64, why: &str) -> Error {
     ))
 }
 
-pub(super) fn address_free(api: &Api, base: u64, bytes: u64) -> Result<()> {
+pub(super) fn address_free(api: &DriverApi, base: u64, bytes: u64) -> Result<()> {
     // SAFETY: the range came from `address_reserve` and nothing is mapped in it, which `Mappings`
     // has checked.
     let code = unsafe { (api.address_free)(base, size(bytes)?) };
     api.check(code, || format!("giving back {bytes} bytes of address space at {base:#x}"))
 }
 
-pub(super) fn map(api: &Api, address: u64, bytes: u64, handle: u64) -> Result<()> {
+pub(super) fn map(api: &DriverApi, address: u64, bytes: u64, handle: u64) -> Result<()> {
     // SAFETY: the range lies in a live reservation and nothing is mapped there, which `Mappings`
     // has checked; the handle is live.
     let code = unsafe { (api.map)(address, size(bytes)?, 0, handle, 0) };
     api.check(code, || format!("mapping {bytes} bytes at {address:#x}"))
 }
 
-pub(super) fn unmap(api: &Api, address: u64, bytes: u64) -> Result<()> {
+pub(super) fn unmap(api: &DriverApi, address: u64, bytes: u64) -> Result<()> {
     // SAFETY: the range is one whole mapping, which `Mappings` has checked. Work of
     // the device that still uses it is a fault on the device, not here.
     let code = unsafe { (api.unmap)(address, size(bytes)?) };

@@ -6,12 +6,12 @@ use std::marker::PhantomData;
 
 use cudarc::driver::sys;
 
-use super::api::{Api, RawHandle};
+use super::api::{DriverApi, RawHandle};
 use crate::Result;
 
 /// One device's primary context, the one that the CUDA runtime (and so torch) uses too.
 pub(super) struct Context {
-    pub(super) api: &'static Api,
+    pub(super) api: &'static DriverApi,
     /// The `CUdevice`.
     pub(super) device: c_int,
     handle: RawHandle,
@@ -19,7 +19,7 @@ pub(super) struct Context {
 
 impl Context {
     /// Retains the primary context of `device`.
-    pub(super) fn retain(api: &'static Api, device: c_int) -> Result<Self> {
+    pub(super) fn retain(api: &'static DriverApi, device: c_int) -> Result<Self> {
         let mut handle: RawHandle = 0;
         // SAFETY: writes one handle through a valid pointer.
         let code = unsafe { (api.primary_retain)(&raw mut handle, device) };
@@ -66,7 +66,7 @@ impl Drop for Context {
 
 /// A context made current on this thread.
 pub(super) struct Entered<'a> {
-    api: &'a Api,
+    api: &'a DriverApi,
     pushed: bool,
     on_this_thread: PhantomData<*const ()>,
 }
@@ -88,13 +88,13 @@ impl Drop for Entered<'_> {
 
 /// This thread's capture mode set to relaxed.
 pub(super) struct Relaxed {
-    api: &'static Api,
+    api: &'static DriverApi,
     before: c_uint,
     on_this_thread: PhantomData<*const ()>,
 }
 
 impl Relaxed {
-    fn start(api: &'static Api) -> Result<Self> {
+    fn start(api: &'static DriverApi) -> Result<Self> {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
         // SAFETY: reads a mode through a valid pointer and writes the former one there.
         let code = unsafe { (api.capture_mode)(&raw mut mode) };

@@ -30,11 +30,11 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use self::api::{AllocationProp, Api, Code};
+use self::api::{AllocationProp, Code, DriverApi};
 use self::context::Context;
 pub use self::probe::{CudaFacts, Fabric};
 use self::stream::CaptureId;
-use self::vmm::Memory;
+use self::vmm::DriverMemory;
 use super::{
     DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
 };
@@ -74,7 +74,7 @@ pub struct CudaDriver {
     facts: CudaFacts,
     prop: AllocationProp,
     transport: Transport,
-    memory: Memory,
+    memory: DriverMemory,
     /// Events that are not given back yet, and the capture that each is part of.
     events: Mutex<BTreeMap<u64, CaptureId>>,
     /// Last, so that it outlives what is made in it. Shared with threads that wait for the device.
@@ -100,14 +100,14 @@ impl CudaDriver {
     /// The errors of [`new`](Self::new); `is_invalid_argument` also when `LOCAL_RANK` is no number.
     pub fn from_env() -> Result<Self> {
         // Without CUDA this is `is_unsupported`, whatever LOCAL_RANK holds.
-        Api::get()?;
+        DriverApi::get()?;
         let set = std::env::var_os(LOCAL_RANK);
         Self::new(ordinal_from(set.as_deref().map(|set| set.to_string_lossy()).as_deref())?)
     }
 
     /// Makes a driver like [`new`](Self::new), with options.
     pub fn with_options(ordinal: u32, options: CudaOptions) -> Result<Self> {
-        let api = Api::get()?;
+        let api = DriverApi::get()?;
         let context = Arc::new(Context::retain(api, probe::device(api, ordinal)?)?);
         let (facts, prop) = probe::probe(&context, ordinal, options)?;
         let fabric = facts.fabric == Fabric::Works && (options.prefer_fabric || !facts.posix_fd);
@@ -116,7 +116,7 @@ impl CudaDriver {
         }
         Ok(Self {
             transport: if fabric { Transport::Store } else { Transport::UnixSocket },
-            memory: Memory::new(facts.granularity),
+            memory: DriverMemory::new(facts.granularity),
             events: Mutex::new(BTreeMap::new()),
             facts,
             prop,
@@ -126,7 +126,7 @@ impl CudaDriver {
 
     /// The number of devices that this process can see; `is_unsupported` without a CUDA driver.
     pub fn device_count() -> Result<u32> {
-        probe::device_count(Api::get()?)
+        probe::device_count(DriverApi::get()?)
     }
 
     /// The properties of the device.
@@ -157,13 +157,13 @@ impl CudaDriver {
     /// The address of a function of the CUDA driver library, for functions that this crate does not call.
     /// `is_unsupported` without a library, or if the library lacks the function.
     pub fn function(name: &str) -> Result<NonNull<c_void>> {
-        Api::get()?;
+        DriverApi::get()?;
         api::function(name)
     }
 
     /// Success, or an error of the kind that the `CUresult` stands for, about `what` was done.
     pub fn check(code: u32, what: impl FnOnce() -> String) -> Result<()> {
-        Api::get()?.check(Code(code), what)
+        DriverApi::get()?.check(Code(code), what)
     }
 
     /// The handle of a stream, a `CUstream`; `is_invalid_argument` for one of no device
@@ -241,7 +241,7 @@ fn ordinal_from(local_rank: Option<&str>) -> Result<u32> {
     })
 }
 
-// SAFETY: `Memory` knows what is reserved and mapped, and refuses anything else; the device's mappings stay
+// SAFETY: `DriverMemory` knows what is reserved and mapped, and refuses anything else; the device's mappings stay
 // until they are removed here. The host cannot reach them.
 unsafe impl MemoryDriver for CudaDriver {
     fn name(&self) -> &'static str {

@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 use sys::CUdevice_attribute as Attribute;
 
 use super::CudaOptions;
-use super::api::{AllocationProp, Api};
+use super::api::{AllocationProp, DriverApi};
 use super::calls::{self, FABRIC, POSIX_FD, memory_info, name};
 use super::context::Context;
 use crate::{Error, Result};
@@ -62,7 +62,7 @@ impl fmt::Display for Fabric {
 }
 
 /// The number of devices that this process can see.
-pub(super) fn device_count(api: &Api) -> Result<u32> {
+pub(super) fn device_count(api: &DriverApi) -> Result<u32> {
     let mut count: c_int = 0;
     // SAFETY: writes one int through a valid pointer.
     let code = unsafe { (api.device_count)(&raw mut count) };
@@ -71,7 +71,7 @@ pub(super) fn device_count(api: &Api) -> Result<u32> {
 }
 
 /// The `CUdevice` with this ordinal.
-pub(super) fn device(api: &Api, ordinal: u32) -> Result<c_int> {
+pub(super) fn device(api: &DriverApi, ordinal: u32) -> Result<c_int> {
     let count = device_count(api)?;
     if count == 0 {
         return Err(Error::unsupported("the CUDA driver finds no device"));
@@ -202,7 +202,7 @@ fn first_granted(context: &Context, kinds: &[Kind], ordinal: u32, name: &str) ->
 }
 
 /// Makes, exports and releases one granule; gives the granularity.
-fn attempt(api: &Api, prop: &AllocationProp) -> Result<u64> {
+fn attempt(api: &DriverApi, prop: &AllocationProp) -> Result<u64> {
     let granularity = granularity(api, prop)?;
     let handle = calls::create(api, granularity, prop)?;
     let exported = (|| {
@@ -218,7 +218,7 @@ fn attempt(api: &Api, prop: &AllocationProp) -> Result<u64> {
     exported
 }
 
-fn granularity(api: &Api, prop: &AllocationProp) -> Result<u64> {
+fn granularity(api: &DriverApi, prop: &AllocationProp) -> Result<u64> {
     let wanted = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
     let mut bytes = 0;
     // SAFETY: reads a valid structure and writes one size through a valid pointer.
@@ -227,12 +227,12 @@ fn granularity(api: &Api, prop: &AllocationProp) -> Result<u64> {
     Ok((bytes as u64).max(MIN_GRANULARITY).next_power_of_two())
 }
 
-fn attribute(api: &Api, device: c_int, which: Attribute) -> Result<bool> {
+fn attribute(api: &DriverApi, device: c_int, which: Attribute) -> Result<bool> {
     Ok(number(api, device, which as u32)? != 0)
 }
 
 /// A `CUdevice_attribute` of the device.
-pub(super) fn number(api: &Api, device: c_int, which: u32) -> Result<c_int> {
+pub(super) fn number(api: &DriverApi, device: c_int, which: u32) -> Result<c_int> {
     let mut value: c_int = 0;
     let which = c_int::try_from(which).unwrap_or(c_int::MAX);
     // SAFETY: writes one int through a valid pointer; the driver refuses what is no attribute.
@@ -241,7 +241,7 @@ pub(super) fn number(api: &Api, device: c_int, which: u32) -> Result<c_int> {
     Ok(value)
 }
 
-fn driver_version(api: &Api) -> Result<u32> {
+fn driver_version(api: &DriverApi) -> Result<u32> {
     let mut version: c_int = 0;
     // SAFETY: writes one int through a valid pointer.
     let code = unsafe { (api.driver_version)(&raw mut version) };
@@ -249,7 +249,7 @@ fn driver_version(api: &Api) -> Result<u32> {
     Ok(u32::try_from(version).unwrap_or(0))
 }
 
-fn uuid(api: &Api, device: c_int) -> Result<String> {
+fn uuid(api: &DriverApi, device: c_int) -> Result<String> {
     let mut bytes = [0u8; 16];
     // SAFETY: writes 16 bytes through a pointer to an array of 16.
     let code = unsafe { (api.device_uuid)(&raw mut bytes, device) };

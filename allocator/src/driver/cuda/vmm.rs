@@ -1,6 +1,6 @@
 //! Virtual memory management: reservations, allocations, mappings and handles that travel.
 //!
-//! [`Memory`] combines the calls: it refuses misuse before CUDA is called, and undoes earlier steps when a
+//! [`DriverMemory`] combines the calls: it refuses misuse before CUDA is called, and undoes earlier steps when a
 //! later one fails.
 #![allow(unsafe_code)] // FFI: the calls that manage memory.
 
@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 use cudarc::driver::sys;
 
-use super::api::{AccessDesc, AllocationProp, Api, FABRIC_HANDLE_BYTES};
+use super::api::{AccessDesc, AllocationProp, DriverApi, FABRIC_HANDLE_BYTES};
 use super::calls::{
     address_free, create, export_fabric, export_fd, import_fabric, import_fd, map, name, release,
     reserve_aligned, size, unmap,
@@ -22,7 +22,7 @@ use crate::sync::lock;
 use crate::{Error, Result};
 
 /// Memory of one driver. Nothing is locked during CUDA calls: threads wait for each other only inside CUDA (rule D7).
-pub(super) struct Memory {
+pub(super) struct DriverMemory {
     granularity: u64,
     mappings: Mappings,
     /// Base of a reservation to the range that CUDA gave, which is larger where CUDA would not
@@ -33,7 +33,7 @@ pub(super) struct Memory {
     handles: Mutex<BTreeMap<u64, (u64, u32)>>,
 }
 
-impl Memory {
+impl DriverMemory {
     pub(super) fn new(granularity: u64) -> Self {
         Self {
             granularity,
@@ -267,7 +267,7 @@ fn unreachable_owner(cx: &Context, handle: u64) -> Option<String> {
     (code.0 == 0 && can == 0).then(|| format!("CUDA device {}", label(cx.api, owner)))
 }
 
-fn label(api: &Api, device: c_int) -> String {
+fn label(api: &DriverApi, device: c_int) -> String {
     match name(api, device) {
         Ok(name) => format!("{device} ({name})"),
         Err(_) => device.to_string(),

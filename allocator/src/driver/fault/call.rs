@@ -46,7 +46,7 @@ impl DriverCall {
 /// Where a fault happens: in a call, or at a step of rendezvous and commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Point {
-    DriverCall(DriverCall),
+    Call(DriverCall),
     Step(Step),
 }
 
@@ -55,15 +55,12 @@ pub(super) const POINTS: usize = DriverCall::ALL.len() + Step::ALL.len();
 
 impl Point {
     pub(super) fn all() -> impl Iterator<Item = Self> {
-        DriverCall::ALL
-            .into_iter()
-            .map(Self::DriverCall)
-            .chain(Step::ALL.into_iter().map(Self::Step))
+        DriverCall::ALL.into_iter().map(Self::Call).chain(Step::ALL.into_iter().map(Self::Step))
     }
 
     pub(super) fn index(self) -> usize {
         match self {
-            Self::DriverCall(call) => call as usize,
+            Self::Call(call) => call as usize,
             Self::Step(step) => DriverCall::ALL.len() + step as usize,
         }
     }
@@ -73,7 +70,7 @@ impl Point {
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self {
-            Self::DriverCall(call) => format!("{call:?}"),
+            Self::Call(call) => format!("{call:?}"),
             Self::Step(step) => {
                 f.write_str("step:")?;
                 format!("{step:?}")
@@ -90,12 +87,12 @@ impl fmt::Display for Point {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct CallCounters {
     made: [AtomicU64; POINTS],
     succeeded: [AtomicU64; POINTS],
 }
 
-impl Counters {
+impl CallCounters {
     /// Counts a call that begins; returns which of its kind it is, from 1.
     pub(super) fn begin(&self, point: Point) -> u64 {
         // Relaxed: a counter orders nothing but itself.
@@ -106,31 +103,31 @@ impl Counters {
         self.succeeded[point.index()].fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn snapshot(&self) -> Counts {
+    pub(super) fn snapshot(&self) -> CallCounts {
         let read = |counters: &[AtomicU64; POINTS]| {
             std::array::from_fn(|i| counters[i].load(Ordering::Relaxed))
         };
-        Counts { made: read(&self.made), succeeded: read(&self.succeeded) }
+        CallCounts { made: read(&self.made), succeeded: read(&self.succeeded) }
     }
 }
 
 /// How often each call was made through a [`FaultDriver`](super::FaultDriver) and how often it
 /// succeeded.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Counts {
+pub struct CallCounts {
     made: [u64; POINTS],
     succeeded: [u64; POINTS],
 }
 
-impl Counts {
+impl CallCounts {
     /// Calls made, failed ones included.
     pub fn made(&self, call: DriverCall) -> u64 {
-        self.made[Point::DriverCall(call).index()]
+        self.made[Point::Call(call).index()]
     }
 
     /// Calls that succeeded.
     pub fn succeeded(&self, call: DriverCall) -> u64 {
-        self.succeeded[Point::DriverCall(call).index()]
+        self.succeeded[Point::Call(call).index()]
     }
 
     /// How often a step was reached.

@@ -12,8 +12,8 @@ mod tests;
 use std::fmt;
 use std::sync::Arc;
 
-use call::{Counters, Point};
-pub use call::{Counts, DriverCall};
+use call::{CallCounters, Point};
+pub use call::{CallCounts, DriverCall};
 pub use plan::{FaultAction, FaultPlan};
 
 use super::{
@@ -30,7 +30,7 @@ use crate::{Deadline, Error, Result};
 pub struct FaultDriver {
     inner: Driver,
     plan: Arc<FaultPlan>,
-    counters: Arc<Counters>,
+    counters: Arc<CallCounters>,
 }
 
 impl FaultDriver {
@@ -40,7 +40,7 @@ impl FaultDriver {
     }
 
     /// Number of calls so far, by kind.
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> CallCounts {
         self.counters.snapshot()
     }
 
@@ -106,37 +106,35 @@ unsafe impl DriverWrapper for FaultDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.at(Point::DriverCall(DriverCall::Reserve), |inner| inner.reserve(bytes, align))
+        self.at(Point::Call(DriverCall::Reserve), |inner| inner.reserve(bytes, align))
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.at(Point::DriverCall(DriverCall::Unreserve), |inner| inner.unreserve(reservation))
+        self.at(Point::Call(DriverCall::Unreserve), |inner| inner.unreserve(reservation))
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.at(Point::DriverCall(DriverCall::Create), |inner| inner.create(bytes))
+        self.at(Point::Call(DriverCall::Create), |inner| inner.create(bytes))
     }
 
     fn create_lazily(&self, bytes: u64) -> Result<Physical> {
-        self.at(Point::DriverCall(DriverCall::Create), |inner| inner.create_lazily(bytes))
+        self.at(Point::Call(DriverCall::Create), |inner| inner.create_lazily(bytes))
     }
 
     fn create_sparsely(&self, bytes: u64) -> Result<Physical> {
-        self.at(Point::DriverCall(DriverCall::Create), |inner| inner.create_sparsely(bytes))
+        self.at(Point::Call(DriverCall::Create), |inner| inner.create_sparsely(bytes))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.at(Point::DriverCall(DriverCall::Export), |inner| inner.export(physical))
+        self.at(Point::Call(DriverCall::Export), |inner| inner.export(physical))
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.at(Point::DriverCall(DriverCall::Import), |inner| inner.import(exported, bytes))
+        self.at(Point::Call(DriverCall::Import), |inner| inner.import(exported, bytes))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.at(Point::DriverCall(DriverCall::Map), |inner| {
-            inner.map(reservation, offset, physical)
-        })
+        self.at(Point::Call(DriverCall::Map), |inner| inner.map(reservation, offset, physical))
     }
 
     /// One by one, so that each mapping can fail and is counted.
@@ -161,29 +159,27 @@ unsafe impl DriverWrapper for FaultDriver {
             // returns; they are the inner driver's.
             unsafe { inner.map_again(reservation, offset, from, bytes) }
         };
-        self.at(Point::DriverCall(DriverCall::Map), again)
+        self.at(Point::Call(DriverCall::Map), again)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.at(Point::DriverCall(DriverCall::Unmap), |inner| {
-            inner.unmap(reservation, offset, bytes)
-        })
+        self.at(Point::Call(DriverCall::Unmap), |inner| inner.unmap(reservation, offset, bytes))
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.at(Point::DriverCall(DriverCall::Release), |inner| inner.release(physical))
+        self.at(Point::Call(DriverCall::Release), |inner| inner.release(physical))
     }
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
-        self.at(Point::DriverCall(DriverCall::RecordEvent), |inner| inner.record_event(stream))
+        self.at(Point::Call(DriverCall::RecordEvent), |inner| inner.record_event(stream))
     }
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
-        self.at(Point::DriverCall(DriverCall::WaitEvent), |inner| inner.wait_event(stream, event))
+        self.at(Point::Call(DriverCall::WaitEvent), |inner| inner.wait_event(stream, event))
     }
 
     fn release_event(&self, event: Event) {
-        let point = Point::DriverCall(DriverCall::ReleaseEvent);
+        let point = Point::Call(DriverCall::ReleaseEvent);
         // The call has no way to report a planned failure, and must not be skipped for one.
         let _ = self.before(point, None);
         self.inner.release_event(event);
@@ -191,11 +187,11 @@ unsafe impl DriverWrapper for FaultDriver {
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.at(Point::DriverCall(DriverCall::Synchronize), |inner| inner.synchronize())
+        self.at(Point::Call(DriverCall::Synchronize), |inner| inner.synchronize())
     }
 
     fn synchronize_by(&self, deadline: Deadline) -> Result<()> {
-        let point = Point::DriverCall(DriverCall::Synchronize);
+        let point = Point::Call(DriverCall::Synchronize);
         self.before(point, Some(deadline))?;
         self.inner.synchronize_by(deadline)?;
         self.counters.success(point);

@@ -59,7 +59,7 @@ impl FaultPlan {
     /// Adds a fault at the `nth` such call, counted from 1; 0 means every one.
     #[must_use]
     pub fn at_call(self, call: DriverCall, nth: u64, action: FaultAction) -> Self {
-        self.at(Point::DriverCall(call), nth, action)
+        self.at(Point::Call(call), nth, action)
     }
 
     /// Adds a fault when the step is reached for the `nth` time, counted from 1; 0 means every
@@ -98,7 +98,7 @@ impl FaultPlan {
                 .ok_or_else(|| nonsense("expected action@point or action@point:nth".into()))?;
             let (point, nth) = read_place(place).map_err(nonsense)?;
             let action = read_action(action, point).map_err(nonsense)?;
-            if point == Point::DriverCall(DriverCall::ReleaseEvent)
+            if point == Point::Call(DriverCall::ReleaseEvent)
                 && matches!(action, FaultAction::Fail(_))
             {
                 return Err(nonsense("releasing an event cannot fail".into()));

@@ -61,10 +61,10 @@ fn every_word_of_a_plan_is_understood() {
     let shown = |point, nth| format!("{:?}", plan.actions(point, nth).collect::<Vec<_>>());
     assert_eq!(shown(Point::Step(Step::CommitMap), 1), "[Kill]");
     assert_eq!(shown(Point::Step(Step::CommitMap), 2), "[]");
-    assert!(shown(Point::DriverCall(DriverCall::Create), 3).contains("planned fault at create"));
-    assert_eq!(shown(Point::DriverCall(DriverCall::Map), 1), "[Delay(500ms)]");
+    assert!(shown(Point::Call(DriverCall::Create), 3).contains("planned fault at create"));
+    assert_eq!(shown(Point::Call(DriverCall::Map), 1), "[Delay(500ms)]");
     assert_eq!(shown(Point::Step(Step::HandshakePublish), 2), "[Hang]");
-    assert_eq!(shown(Point::DriverCall(DriverCall::Synchronize), 77), "[Delay(3µs)]");
+    assert_eq!(shown(Point::Call(DriverCall::Synchronize), 77), "[Delay(3µs)]");
     for point in Point::all() {
         let parsed = FaultPlan::parse(&format!("kill@{point}:7")).unwrap();
         assert_eq!(parsed.actions(point, 7).count(), 1, "{point}");

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::log::{LaneCall, Log};
 use super::naive::{Naive, Range};
-use super::script::{Op, STREAMS, lane, op, ops};
+use super::script::{LaneOp, STREAMS, lane, op, ops};
 use crate::driver::Stream;
 use crate::lane::{AllocationRequest, BlockKey, BlockState, LaneConfig, LaneState, UNIT};
 use crate::{Error, Result};
@@ -125,7 +125,7 @@ impl Run {
 
     /// Makes one call, in which the device call number `fail_after` fails, and then once more without a
     /// failure.
-    fn step(&mut self, op: Op, fail_after: Option<usize>) {
+    fn step(&mut self, op: LaneOp, fail_after: Option<usize>) {
         let before = self.snapshot();
         self.log.fail_after = fail_after;
         let result = self.call(op);
@@ -144,20 +144,22 @@ impl Run {
         self.check();
     }
 
-    fn call(&mut self, op: Op) -> Result<()> {
+    fn call(&mut self, op: LaneOp) -> Result<()> {
         self.before.clone_from(&self.naive.ranges);
         self.began = self.log.calls.len();
         let n = self.live.len();
         match op {
-            Op::Alloc { bytes, align, stream } => self.alloc(bytes, align, self.handle(stream))?,
-            Op::Forget { stream } => self.forget(stream)?,
-            Op::Free { nth } if n > 0 => {
+            LaneOp::Alloc { bytes, align, stream } => {
+                self.alloc(bytes, align, self.handle(stream))?;
+            }
+            LaneOp::Forget { stream } => self.forget(stream)?,
+            LaneOp::Free { nth } if n > 0 => {
                 let key = self.live[nth % n];
                 self.lane.free(key, None, &mut self.log)?;
                 self.live.swap_remove(nth % n);
                 self.freed(key.counter, BlockState::Live);
             }
-            Op::FreeUnordered { nth } if n > 0 => {
+            LaneOp::FreeUnordered { nth } if n > 0 => {
                 let key = self.live[nth % n];
                 self.lane.free_unordered(key, None, &mut self.log)?;
                 self.live.swap_remove(nth % n);
@@ -169,13 +171,13 @@ impl Run {
                     self.naive.set(range.offset, range.end(), was, now);
                 }
             }
-            Op::Record { nth, stream } if n > 0 => {
+            LaneOp::Record { nth, stream } if n > 0 => {
                 let (key, stream) = (self.live[nth % n], self.handle(stream));
                 self.lane.record_stream(key, Stream::numbered(stream), None)?;
                 self.learn(stream);
                 self.used.push((key.counter, stream));
             }
-            Op::Reserve { bytes, stream } => {
+            LaneOp::Reserve { bytes, stream } => {
                 let stream = self.handle(stream);
                 let ordinal = self.ordinal(stream);
                 self.lane.reserve(bytes, Stream::numbered(stream), None, &mut self.log)?;
@@ -183,7 +185,7 @@ impl Run {
                 self.follow(ordinal, stream);
                 assert!(bytes == 0 || self.naive.lowest_fit(bytes, 1, ordinal).is_some());
             }
-            Op::Reclaim { keep } => {
+            LaneOp::Reclaim { keep } => {
                 let deferred = self.lane.deferred_frees(usize::MAX);
                 assert!(deferred.is_sorted());
                 let back: Vec<u64> = deferred.into_iter().step_by(keep + 1).collect();
@@ -192,14 +194,14 @@ impl Run {
                     self.freed(counter, BlockState::Deferred);
                 }
             }
-            Op::Trim => {
+            LaneOp::Trim => {
                 let free = self.naive.free_segments();
                 let bytes = self.lane.trim(None);
                 assert_eq!(bytes, free.iter().map(|segment| segment.bytes).sum::<u64>());
                 self.naive.follow(&self.lane, 0);
                 assert!(self.naive.free_segments().is_empty());
             }
-            Op::TakeRetired => {
+            LaneOp::TakeRetired => {
                 self.lane.take_retired();
                 assert!(!self.lane.has_retired());
                 self.naive.ranges.retain(|range| range.state != BlockState::Retired);

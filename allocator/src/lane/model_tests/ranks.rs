@@ -4,7 +4,7 @@ use std::thread;
 
 use proptest::prelude::*;
 
-use super::script::{KIB, MIB, Op, STREAMS, lane, op, ops};
+use super::script::{KIB, LaneOp, MIB, STREAMS, lane, op, ops};
 use crate::driver::Stream;
 use crate::lane::{AllocationRequest, BlockKey, Digest, LaneConfig, LaneState, NoBacking, Segment};
 
@@ -42,12 +42,12 @@ impl Rank {
         self.lane.streams().map(number).collect()
     }
 
-    pub(super) fn call(&mut self, op: Op) -> Seen {
+    pub(super) fn call(&mut self, op: LaneOp) -> Seen {
         let n = self.live.len();
         let (lane, backing) = (&mut self.lane, &mut NoBacking);
         let mut placed = None;
         match op {
-            Op::Alloc { bytes, align, stream } => {
+            LaneOp::Alloc { bytes, align, stream } => {
                 let stream = self.stream(stream);
                 let request = AllocationRequest { bytes, align, stream, site: None };
                 if let Ok(block) = self.lane.alloc(request, backing) {
@@ -55,29 +55,29 @@ impl Rank {
                     placed = Some((block.offset, block.bytes));
                 }
             }
-            Op::Free { nth } if n > 0 => {
+            LaneOp::Free { nth } if n > 0 => {
                 lane.free(self.live.swap_remove(nth % n), None, backing).unwrap();
             }
-            Op::FreeUnordered { nth } if n > 0 => {
+            LaneOp::FreeUnordered { nth } if n > 0 => {
                 lane.free_unordered(self.live.swap_remove(nth % n), None, backing).unwrap();
             }
-            Op::Record { nth, stream } if n > 0 => {
+            LaneOp::Record { nth, stream } if n > 0 => {
                 let stream = self.stream(stream);
                 self.lane.record_stream(self.live[nth % n], stream, None).unwrap();
             }
-            Op::Reserve { bytes, stream } => {
+            LaneOp::Reserve { bytes, stream } => {
                 let stream = self.stream(stream);
                 // Out of memory is the same on every rank.
                 let _ = self.lane.reserve(bytes, stream, None, backing);
             }
-            Op::Reclaim { keep } => {
+            LaneOp::Reclaim { keep } => {
                 let deferred = lane.deferred_frees(usize::MAX);
                 let back: Vec<u64> = deferred.into_iter().step_by(keep + 1).collect();
                 lane.reclaim(&back, backing).unwrap();
             }
-            Op::Trim => drop(lane.trim(None)),
-            Op::TakeRetired => drop(lane.take_retired()),
-            Op::Forget { stream } => {
+            LaneOp::Trim => drop(lane.trim(None)),
+            LaneOp::TakeRetired => drop(lane.take_retired()),
+            LaneOp::Forget { stream } => {
                 let stream = self.stream(stream);
                 self.lane.forget_stream(stream, None, backing).unwrap();
             }
@@ -149,24 +149,24 @@ proptest! {
         let (mut good, mut bad) = (Rank::new(1, config()), Rank::new(2, config()));
         // Make every stream known last, so that another stream has another ordinal: those that the lane
         // has forgotten are new to it, and the first new one has the same ordinal whichever it is.
-        let streams = (0..STREAMS).map(|stream| Op::Alloc { bytes: KIB, align: 1, stream });
+        let streams = (0..STREAMS).map(|stream| LaneOp::Alloc { bytes: KIB, align: 1, stream });
         for op in before.into_iter().chain(streams) {
             prop_assert_eq!(good.call(op), bad.call(op));
         }
-        let op = Op::Alloc { bytes, align: 1, stream: 0 };
+        let op = LaneOp::Alloc { bytes, align: 1, stream: 0 };
         good.call(op);
         match difference {
             Difference::Skips => {}
-            Difference::OtherSize => drop(bad.call(Op::Alloc { bytes: bytes + 1, align: 1, stream: 0 })),
-            Difference::OtherStream => drop(bad.call(Op::Alloc { bytes, align: 1, stream: 1 })),
+            Difference::OtherSize => drop(bad.call(LaneOp::Alloc { bytes: bytes + 1, align: 1, stream: 0 })),
+            Difference::OtherStream => drop(bad.call(LaneOp::Alloc { bytes, align: 1, stream: 1 })),
             Difference::FreesOneMore => {
                 bad.call(op);
-                bad.call(Op::Free { nth: 0 });
+                bad.call(LaneOp::Free { nth: 0 });
             }
         }
         prop_assert_ne!(good.lane.digest(), bad.lane.digest());
         // A call that both make, so that the good rank cannot catch up by doing the same a call later.
-        let both = Op::Alloc { bytes: KIB, align: 1, stream: 0 };
+        let both = LaneOp::Alloc { bytes: KIB, align: 1, stream: 0 };
         prop_assert_ne!(good.call(both).digest, bad.call(both).digest);
         for op in after {
             prop_assert_ne!(good.call(op).digest, bad.call(op).digest);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 
 use super::ranks::Rank;
-use super::script::{Op, lane, op, ops};
+use super::script::{LaneOp, lane, op, ops};
 use crate::lane::{AgreedState, BlockState, BlockView, LaneConfig, LaneKind, NoBacking, Survivor};
 
 /// The first event that is not the same on all ranks.
@@ -114,8 +114,8 @@ fn commit(ranks: &mut [Rank], most: usize) -> usize {
 }
 
 /// Whether ranks do this between commits, each on its own.
-fn between_commits(op: &Op) -> bool {
-    !matches!(op, Op::Reclaim { .. } | Op::TakeRetired)
+fn between_commits(op: &LaneOp) -> bool {
+    !matches!(op, LaneOp::Reclaim { .. } | LaneOp::TakeRetired)
 }
 
 proptest! {

@@ -9,7 +9,7 @@ pub(super) const MIB: u64 = 1 << 20;
 
 /// One call. `nth` selects one of the live blocks, modulo their number.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Op {
+pub(super) enum LaneOp {
     Alloc {
         bytes: u64,
         align: u64,
@@ -55,24 +55,24 @@ fn align() -> impl Strategy<Value = u64> {
     prop_oneof![4 => Just(1_u64), 2 => (0_u32..=21).prop_map(|shift| 1 << shift)]
 }
 
-pub(super) fn op() -> impl Strategy<Value = Op> {
+pub(super) fn op() -> impl Strategy<Value = LaneOp> {
     let nth = any::<usize>;
     let stream = || prop_oneof![5 => Just(0), 2 => Just(1), 1 => 2..STREAMS];
     prop_oneof![
         12 => (bytes(), align(), stream())
-            .prop_map(|(bytes, align, stream)| Op::Alloc { bytes, align, stream }),
-        8 => nth().prop_map(|nth| Op::Free { nth }),
-        2 => nth().prop_map(|nth| Op::FreeUnordered { nth }),
-        4 => (nth(), 0..STREAMS).prop_map(|(nth, stream)| Op::Record { nth, stream }),
-        1 => (bytes(), stream()).prop_map(|(bytes, stream)| Op::Reserve { bytes, stream }),
-        1 => (0_usize..3).prop_map(|keep| Op::Reclaim { keep }),
-        1 => Just(Op::Trim),
-        1 => Just(Op::TakeRetired),
-        1 => (0..STREAMS).prop_map(|stream| Op::Forget { stream }),
+            .prop_map(|(bytes, align, stream)| LaneOp::Alloc { bytes, align, stream }),
+        8 => nth().prop_map(|nth| LaneOp::Free { nth }),
+        2 => nth().prop_map(|nth| LaneOp::FreeUnordered { nth }),
+        4 => (nth(), 0..STREAMS).prop_map(|(nth, stream)| LaneOp::Record { nth, stream }),
+        1 => (bytes(), stream()).prop_map(|(bytes, stream)| LaneOp::Reserve { bytes, stream }),
+        1 => (0_usize..3).prop_map(|keep| LaneOp::Reclaim { keep }),
+        1 => Just(LaneOp::Trim),
+        1 => Just(LaneOp::TakeRetired),
+        1 => (0..STREAMS).prop_map(|stream| LaneOp::Forget { stream }),
     ]
 }
 
-pub(super) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
+pub(super) fn ops(most: usize) -> impl Strategy<Value = Vec<LaneOp>> {
     prop::collection::vec(op(), 1..most)
 }
 

@@ -2,7 +2,7 @@
 
 use crate::driver::Stream;
 use crate::lane::{AllocationRequest, LaneConfig, LaneState, LaneStats, NoBacking, WindowPolicy};
-use crate::trace::{Op, Trace};
+use crate::trace::{Trace, TraceOp};
 
 const TRACES: [&str; 3] = ["train_gpt_small", "generate_llama", "serve_kv"];
 
@@ -12,20 +12,20 @@ fn replay(trace: &Trace, policy: WindowPolicy) -> LaneStats {
     let mut blocks = vec![None; trace.slots() as usize];
     for &op in trace.ops() {
         match op {
-            Op::Alloc { slot, bytes, stream } => {
+            TraceOp::Alloc { slot, bytes, stream } => {
                 let stream = Stream::numbered(u64::from(stream));
                 let request = AllocationRequest { bytes, align: 512, stream, site: None };
                 blocks[slot as usize] = Some(lane.alloc(request, &mut NoBacking).unwrap().key);
             }
-            Op::Free { slot } | Op::FreeUnordered { slot } => {
+            TraceOp::Free { slot } | TraceOp::FreeUnordered { slot } => {
                 lane.free(blocks[slot as usize].unwrap(), None, &mut NoBacking).unwrap();
             }
-            Op::Record { slot, stream } => {
+            TraceOp::Record { slot, stream } => {
                 let stream = Stream::numbered(u64::from(stream));
                 lane.record_stream(blocks[slot as usize].unwrap(), stream, None).unwrap();
             }
-            Op::Commit => drop(lane.take_retired()),
-            Op::Trim => drop(lane.trim(None)),
+            TraceOp::Commit => drop(lane.take_retired()),
+            TraceOp::Trim => drop(lane.trim(None)),
         }
     }
     lane.assert_sound();

@@ -10,23 +10,23 @@ use std::time::{Duration, Instant};
 use super::directory::{Backoff, Directory, file_name, io_error, read_at_most};
 use crate::error::ErrorKind;
 use crate::store::gathering::Gathering;
-use crate::store::traffic::Counters;
+use crate::store::traffic::TrafficCounters;
 use crate::store::{ASK_EVERY, Gathered, MAX_VALUE, Stop, counter_sum};
 use crate::{Deadline, Error, Result};
 
 /// One rank's view of one gather.
-pub(super) struct Gather<'a> {
+pub(super) struct FileGather<'a> {
     directory: &'a Directory,
-    counters: &'a Counters,
+    counters: &'a TrafficCounters,
     key: &'a str,
     dir: PathBuf,
     world: u32,
 }
 
-impl<'a> Gather<'a> {
+impl<'a> FileGather<'a> {
     pub(super) fn new(
         directory: &'a Directory,
-        counters: &'a Counters,
+        counters: &'a TrafficCounters,
         key: &'a str,
         world: u32,
     ) -> Self {

@@ -35,24 +35,26 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use directory::{Backoff, Directory, file_name, io_error, read_at_most};
-use gather::Gather;
+use gather::FileGather;
 
-use super::traffic::Counters;
-use super::{Gathered, MAX_VALUE, Stop, Store, Traffic, check_gather, check_limits, counter_sum};
+use super::traffic::TrafficCounters;
+use super::{
+    Gathered, MAX_VALUE, Stop, Store, StoreTraffic, check_gather, check_limits, counter_sum,
+};
 use crate::{Deadline, Error, Result};
 
 /// A store in a directory. Clones, other instances and other processes that open the same
-/// directory see the same content; each handle counts its own [`Traffic`], file by file (polls
+/// directory see the same content; each handle counts its own [`StoreTraffic`], file by file (polls
 /// that find nothing are not counted).
 #[derive(Debug)]
 pub struct FileStore {
     directory: Arc<Directory>,
-    counters: Counters,
+    counters: TrafficCounters,
 }
 
 impl Clone for FileStore {
     fn clone(&self) -> Self {
-        Self { directory: self.directory.clone(), counters: Counters::default() }
+        Self { directory: self.directory.clone(), counters: TrafficCounters::default() }
     }
 }
 
@@ -65,7 +67,7 @@ impl FileStore {
     /// [`Error::is_invalid_argument`] if `dir` is no directory, belongs to another user, or may be written to by others.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let directory = Arc::new(Directory::open(dir.as_ref())?);
-        Ok(Self { directory, counters: Counters::default() })
+        Ok(Self { directory, counters: TrafficCounters::default() })
     }
 
     /// The directory.
@@ -142,14 +144,14 @@ impl Store for FileStore {
         stop: Option<Stop<'_>>,
     ) -> Result<Gathered> {
         check_gather(key, rank, world, value)?;
-        let gather = Gather::new(&self.directory, &self.counters, key, world);
+        let gather = FileGather::new(&self.directory, &self.counters, key, world);
         gather.contribute(rank, value)?;
         let gathered = gather.collect(rank, deadline, stop)?;
         gather.count_reader(deadline);
         Ok(gathered)
     }
 
-    fn traffic(&self) -> Traffic {
+    fn traffic(&self) -> StoreTraffic {
         self.counters.snapshot()
     }
 }

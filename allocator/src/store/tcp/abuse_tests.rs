@@ -8,7 +8,9 @@ use std::time::Duration;
 use proptest::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::wire::{self, Caps, HEADER, Hello, StoreRequest, ToClient, ToServer, decode_header};
+use super::wire::{
+    self, Caps, ClientHello, HEADER, StoreRequest, ToClient, ToServer, decode_header,
+};
 use super::{TcpLimits, TcpOptions, TcpServer, TcpStore};
 use crate::store::{MAX_VALUE, Store};
 use crate::{Deadline, Error};
@@ -82,11 +84,11 @@ impl Raw {
 }
 
 fn hello() -> Vec<u8> {
-    wire::encode(&ToServer::Hello(Hello { identity: None, nonce: [0; 32], proof: None }), 0)
+    wire::encode(&ToServer::Hello(ClientHello { identity: None, nonce: [0; 32], proof: None }), 0)
 }
 
 fn request(request: StoreRequest, tail: &[u8]) -> Vec<u8> {
-    let mut frame = wire::encode(&ToServer::StoreRequest(request), tail.len());
+    let mut frame = wire::encode(&ToServer::Request(request), tail.len());
     frame.extend_from_slice(tail);
     frame
 }
@@ -325,7 +327,7 @@ fn announced_lengths_take_no_memory() {
     let server = server(limits);
     let mut announcers: Vec<_> = (0..64).map(|_| Raw::admitted(&server)).collect();
     for raw in &mut announcers {
-        raw.write(&wire::encode(&ToServer::StoreRequest(set()), MAX_VALUE));
+        raw.write(&wire::encode(&ToServer::Request(set()), MAX_VALUE));
     }
     let store = TcpStore::connect(server.local_addr(), TcpOptions::default(), ample()).unwrap();
     store.set("other", &[0; 512 << 10], ample()).unwrap();

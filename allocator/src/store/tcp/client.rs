@@ -15,8 +15,8 @@ use super::{ServerAddress, TcpOptions};
 use crate::fork::ProcessId;
 use crate::random::random_bytes;
 use crate::store::gathered::expand_runs;
-use crate::store::traffic::Counters;
-use crate::store::{Gathered, Stop, Store, Traffic, check_gather, check_limits};
+use crate::store::traffic::TrafficCounters;
+use crate::store::{Gathered, Stop, Store, StoreTraffic, check_gather, check_limits};
 use crate::{Deadline, Error, Result};
 
 /// How long after its deadline a call still waits for the server's answer, which names the ranks that are
@@ -42,7 +42,7 @@ pub struct TcpStore {
     /// The server's instance number: a server with another one has taken its place at this address.
     instance: [u8; 16],
     connections: Mutex<Connections>,
-    counters: Counters,
+    counters: TrafficCounters,
     /// The process whose connections these are.
     maker: ProcessId,
 }
@@ -118,7 +118,7 @@ impl TcpStore {
                         idle: vec![connection],
                         ..Connections::default()
                     });
-                    let counters = Counters::default();
+                    let counters = TrafficCounters::default();
                     let maker = ProcessId::here();
                     return Ok(Self {
                         addr,
@@ -416,7 +416,7 @@ impl Store for TcpStore {
         Ok(gathered)
     }
 
-    fn traffic(&self) -> Traffic {
+    fn traffic(&self) -> StoreTraffic {
         self.counters.snapshot()
     }
 }

@@ -8,7 +8,7 @@ use super::auth::{Handshake, ProverRole, Secret};
 use super::tune;
 use super::wait_limit::{ConnectionFault, WaitLimit};
 use super::wire::{
-    self, Caps, HEADER, Hello, Identity, StoreRequest, ToClient, ToServer, decode_header,
+    self, Caps, ClientHello, HEADER, Identity, StoreRequest, ToClient, ToServer, decode_header,
 };
 use crate::Error;
 use crate::fork::{NotInherited, ProcessId};
@@ -83,7 +83,7 @@ impl ClientConnection {
         }
         let handshake =
             Handshake { instance, server_nonce, client_nonce: random_bytes()?, identity };
-        let hello = Hello {
+        let hello = ClientHello {
             identity,
             nonce: handshake.client_nonce,
             proof: secret.map(|secret| secret.prove(ProverRole::Client, &handshake)),
@@ -144,7 +144,7 @@ impl ClientConnection {
     ) -> Result<(ToClient, Vec<u8>), ConnectionFault> {
         /// Values up to this size go out in one write with their head.
         const SMALL: usize = 64 << 10;
-        let mut frame = wire::encode(&ToServer::StoreRequest(request), tail.len());
+        let mut frame = wire::encode(&ToServer::Request(request), tail.len());
         if tail.len() <= SMALL {
             frame.extend_from_slice(tail);
             self.send(&frame, limit)?;

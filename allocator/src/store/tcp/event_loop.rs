@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll::EventFlags;
 
 use super::frame_io::{Incoming, Input, Outgoing};
-use super::meter::{Meter, Payload};
-use super::poller::{FIRST_CLIENT, Poller, Ready};
-use super::server_state::{Client, State};
+use super::meter::{Meter, MeteredPayload};
+use super::poller::{FIRST_CLIENT, Poller, ReadySource};
+use super::server_state::{Client, ServerState};
 use super::wire::{self, Caps, StoreRequest, ToServer};
 use super::{TcpLimits, TcpOptions};
 use crate::descriptors;
@@ -74,7 +74,7 @@ pub(super) struct EventLoop {
     options: TcpOptions,
     instance: [u8; 16],
     meter: Meter,
-    state: State,
+    state: ServerState,
     connections: BTreeMap<Client, Connection>,
     timers: BTreeSet<(Instant, Client)>,
     next: Client,
@@ -96,7 +96,7 @@ impl EventLoop {
         let meter = Meter::new(options.limits.max_memory);
         // The process that serves the store needs descriptors for itself as well.
         let most_unproven = (descriptors::hard_limit() / 4).max(1);
-        let state = State::new(meter.clone());
+        let state = ServerState::new(meter.clone());
         Self {
             poller,
             options,
@@ -137,9 +137,9 @@ impl EventLoop {
                 match ready {
                     // Events that came together with this one are still handled: this process may stop because a
                     // rank has left, and the others need to know which.
-                    Ready::Stop => stop = true,
-                    Ready::Listener => self.accept()?,
-                    Ready::Client(client, flags) => self.handle_events(client, flags),
+                    ReadySource::Stop => stop = true,
+                    ReadySource::Listener => self.accept()?,
+                    ReadySource::Client(client, flags) => self.handle_events(client, flags),
                 }
                 self.deliver();
             }
@@ -221,7 +221,7 @@ impl EventLoop {
                     (Phase::Handshake { nonce }, ToServer::Hello(hello)) => {
                         self.greet(client, nonce, &hello)
                     }
-                    (Phase::Ready, ToServer::StoreRequest(request)) => {
+                    (Phase::Ready, ToServer::Request(request)) => {
                         self.serve(client, request, tail);
                         Ok(())
                     }
@@ -249,7 +249,7 @@ impl EventLoop {
         }
     }
 
-    fn serve(&mut self, client: Client, request: StoreRequest, tail: Result<Payload>) {
+    fn serve(&mut self, client: Client, request: StoreRequest, tail: Result<MeteredPayload>) {
         let wait = match &request {
             StoreRequest::Get { wait_ms, .. } | StoreRequest::AllGather { wait_ms, .. } => *wait_ms,
             _ => 0,

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 
-use super::meter::{Charge, Meter, Payload};
+use super::meter::{Charge, Meter, MeteredPayload};
 use super::server_state::Frame;
 use super::wire::{Caps, HEADER, Lengths, decode_header};
 use crate::{Error, Result};
@@ -18,7 +18,7 @@ const TURN: usize = 256 << 10;
 #[derive(Debug)]
 pub(super) enum Input {
     /// A frame: its head, and its tail or the error that there was no room for it.
-    Frame(Vec<u8>, Result<Payload>),
+    Frame(Vec<u8>, Result<MeteredPayload>),
     /// No complete frame yet; true when one has begun.
     Partial(bool),
     /// The peer closed, or the connection broke.
@@ -77,7 +77,11 @@ impl Incoming {
     }
 
     /// Begins the body after a complete header, and returns a complete frame.
-    fn step(&mut self, meter: &Meter, caps: Caps) -> Result<Option<(Vec<u8>, Result<Payload>)>> {
+    fn step(
+        &mut self,
+        meter: &Meter,
+        caps: Caps,
+    ) -> Result<Option<(Vec<u8>, Result<MeteredPayload>)>> {
         if self.header_filled == HEADER && self.body.is_none() {
             let lengths = decode_header(&self.header, caps)?;
             self.body = Some(Body {
@@ -98,7 +102,7 @@ impl Incoming {
         Ok(self
             .body
             .take()
-            .map(|body| (body.head, body.room.map(|room| Payload::new(body.tail, room)))))
+            .map(|body| (body.head, body.room.map(|room| MeteredPayload::new(body.tail, room)))))
     }
 
     /// Bytes until the present piece is complete; at least 1 after [`Incoming::step`].
@@ -147,7 +151,7 @@ impl Body {
 /// Frames on their way out.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
-    pieces: VecDeque<Payload>,
+    pieces: VecDeque<MeteredPayload>,
     /// Bytes of the first piece already sent.
     sent: usize,
     /// Whether the last piece is news, which later news replaces.
@@ -206,7 +210,7 @@ impl Outgoing {
 mod tests {
     use std::net::TcpListener;
 
-    use super::super::server_state::State;
+    use super::super::server_state::ServerState;
     use super::super::wire::{StoreRequest, ToClient, decode, decode_header, encode};
     use super::*;
 
@@ -254,7 +258,7 @@ mod tests {
     #[test]
     fn news_that_nobody_reads_takes_no_more_room_with_time() {
         let meter = Meter::new(1 << 20);
-        let state = State::new(meter.clone());
+        let state = ServerState::new(meter.clone());
         let news = |first| state.frame(&ToClient::FirstLeft(Some(first)), None);
         let reply = || state.frame(&ToClient::Later { why: "a reply".to_owned() }, None);
         let ((mut near, mut far), mut outgoing) = (pair(), Outgoing::default());

@@ -74,35 +74,35 @@ impl Drop for Charge {
 
 /// Bytes with their charge; clones share both. Orders by content.
 #[derive(Clone, Debug)]
-pub(super) struct Payload(Rc<(Vec<u8>, Charge)>);
+pub(super) struct MeteredPayload(Rc<(Vec<u8>, Charge)>);
 
-impl Payload {
+impl MeteredPayload {
     pub(super) fn new(bytes: Vec<u8>, charge: Charge) -> Self {
         Self(Rc::new((bytes, charge)))
     }
 }
 
-impl AsRef<[u8]> for Payload {
+impl AsRef<[u8]> for MeteredPayload {
     fn as_ref(&self) -> &[u8] {
         &self.0.0
     }
 }
 
-impl PartialEq for Payload {
+impl PartialEq for MeteredPayload {
     fn eq(&self, other: &Self) -> bool {
         self.as_ref() == other.as_ref()
     }
 }
 
-impl Eq for Payload {}
+impl Eq for MeteredPayload {}
 
-impl PartialOrd for Payload {
+impl PartialOrd for MeteredPayload {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Payload {
+impl Ord for MeteredPayload {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.as_ref().cmp(other.as_ref())
     }
@@ -119,7 +119,7 @@ mod tests {
         assert!(meter.charge(41).unwrap_err().is_out_of_memory());
         charge.grow(40).unwrap();
         assert!(charge.grow(1).unwrap_err().is_out_of_memory());
-        let payload = Payload::new(vec![0; 100], charge);
+        let payload = MeteredPayload::new(vec![0; 100], charge);
         let other = payload.clone();
         drop(payload);
         assert_eq!(meter.held(), 100);

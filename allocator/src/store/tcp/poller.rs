@@ -22,7 +22,7 @@ pub(super) const FIRST_CLIENT: Client = 2;
 
 /// Source of an event that is ready.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Ready {
+pub(super) enum ReadySource {
     Listener,
     Stop,
     Client(Client, EventFlags),
@@ -62,7 +62,7 @@ impl Poller {
     }
 
     /// Waits until something is ready or `until` has passed.
-    pub(super) fn wait(&self, until: Option<Instant>) -> rustix::io::Result<Vec<Ready>> {
+    pub(super) fn wait(&self, until: Option<Instant>) -> rustix::io::Result<Vec<ReadySource>> {
         let wait = until.and_then(|until| {
             // Older kernels take milliseconds in an int; waking up once an hour costs nothing.
             let wait =
@@ -78,9 +78,9 @@ impl Poller {
         let ready = |event: epoll::Event| {
             let (flags, data) = (event.flags, event.data);
             match data.u64() {
-                LISTENER => Ready::Listener,
-                STOP => Ready::Stop,
-                client => Ready::Client(client, flags),
+                LISTENER => ReadySource::Listener,
+                STOP => ReadySource::Stop,
+                client => ReadySource::Client(client, flags),
             }
         };
         Ok(events.into_iter().map(ready).collect())

@@ -1,7 +1,7 @@
 //! State and decisions of the server, without any I/O or clock.
 //!
-//! The event loop passes it requests ([`State::request`]), timeouts ([`State::expire`]) and closed
-//! connections ([`State::disconnect`]), and sends the replies that collect in its outbox. A client has at
+//! The event loop passes it requests ([`ServerState::request`]), timeouts ([`ServerState::expire`]) and closed
+//! connections ([`ServerState::disconnect`]), and sends the replies that collect in its outbox. A client has at
 //! most one request at a time.
 //!
 //! Lost ranks: a client may declare its rank. When the last connection of a declared rank closes, every
@@ -9,7 +9,7 @@
 //! every later one until the rank is declared again. Gathers of clients that declared no rank are not
 //! affected, as they may number their ranks differently.
 //!
-//! The server announces which rank left first ([`State::news`]). The rank that serves the store may leave because of it,
+//! The server announces which rank left first ([`ServerState::news`]). The rank that serves the store may leave because of it,
 //! and the others then find the server gone, which cannot tell them any more.
 //!
 //! A store that serves one group ends together with it: after the first gather that was answered, a rank
@@ -19,7 +19,7 @@
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::time::Duration;
 
-use super::meter::{Charge, Meter, Payload};
+use super::meter::{Charge, Meter, MeteredPayload};
 use super::wire::{self, Identity, StoreRequest, ToClient};
 use crate::store::gathered::runs;
 use crate::store::gathering::Gathering;
@@ -44,13 +44,13 @@ pub(super) enum Admission {
 #[derive(Clone, Debug)]
 pub(super) struct Frame {
     /// Header and head.
-    pub(super) head: Payload,
-    pub(super) tail: Option<Payload>,
+    pub(super) head: MeteredPayload,
+    pub(super) tail: Option<MeteredPayload>,
 }
 
 /// The store's content and those who wait for it.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct ServerState {
     meter: Meter,
     values: BTreeMap<String, Entry>,
     getters: BTreeMap<String, BTreeSet<Client>>,
@@ -73,13 +73,13 @@ pub(super) struct State {
 
 #[derive(Debug)]
 struct Entry {
-    value: Payload,
+    value: MeteredPayload,
     _room: Charge,
 }
 
 #[derive(Debug)]
 struct Gather {
-    gathering: Gathering<Payload>,
+    gathering: Gathering<MeteredPayload>,
     /// Who waits, and as which rank.
     waiting: BTreeMap<Client, u32>,
     /// Whether a client that declared its rank takes part.
@@ -99,7 +99,7 @@ enum Wait {
     Gather { key: String, budget: Duration },
 }
 
-impl State {
+impl ServerState {
     pub(super) fn new(meter: Meter) -> Self {
         Self {
             meter,
@@ -162,7 +162,12 @@ impl State {
 
     /// Serves a request, now or as soon as it can be answered. `tail` is an error when there was no room
     /// for the value.
-    pub(super) fn request(&mut self, client: Client, request: StoreRequest, tail: Result<Payload>) {
+    pub(super) fn request(
+        &mut self,
+        client: Client,
+        request: StoreRequest,
+        tail: Result<MeteredPayload>,
+    ) {
         let reply = match request {
             StoreRequest::Set { key } => {
                 self.set(&key, tail).map(|()| Some((ToClient::Done, None)))
@@ -285,13 +290,13 @@ impl State {
     }
 
     /// The frame of a message, also for replies of the event loop itself.
-    pub(super) fn frame(&self, message: &ToClient, tail: Option<Payload>) -> Frame {
+    pub(super) fn frame(&self, message: &ToClient, tail: Option<MeteredPayload>) -> Frame {
         let bytes = wire::encode(message, tail.as_ref().map_or(0, |tail| tail.as_ref().len()));
         let charge = self.meter.charge_reply(bytes.len());
-        Frame { head: Payload::new(bytes, charge), tail }
+        Frame { head: MeteredPayload::new(bytes, charge), tail }
     }
 
-    fn reply(&mut self, client: Client, message: &ToClient, tail: Option<Payload>) {
+    fn reply(&mut self, client: Client, message: &ToClient, tail: Option<MeteredPayload>) {
         let frame = self.frame(message, tail);
         self.outbox.push((client, frame));
     }
@@ -300,7 +305,7 @@ impl State {
         self.reply(client, &ToClient::Failed(error.kind().clone()), None);
     }
 
-    fn set(&mut self, key: &str, value: Result<Payload>) -> Result<()> {
+    fn set(&mut self, key: &str, value: Result<MeteredPayload>) -> Result<()> {
         let value = value?;
         check_limits(key, value.as_ref())?;
         match self.values.get_mut(key) {
@@ -325,7 +330,7 @@ impl State {
         client: Client,
         key: String,
         budget: Duration,
-    ) -> Result<Option<(ToClient, Option<Payload>)>> {
+    ) -> Result<Option<(ToClient, Option<MeteredPayload>)>> {
         check_limits(&key, &[])?;
         if let Some(entry) = self.values.get(&key) {
             return Ok(Some((ToClient::Value, Some(entry.value.clone()))));
@@ -352,7 +357,7 @@ impl State {
         let sum = counter_sum(key, old, delta)?;
         let text = sum.to_string().into_bytes();
         let charge = self.meter.charge(text.len())?;
-        self.set(key, Ok(Payload::new(text, charge)))?;
+        self.set(key, Ok(MeteredPayload::new(text, charge)))?;
         Ok(sum)
     }
 
@@ -364,7 +369,7 @@ impl State {
         key: &str,
         rank: u32,
         world: u32,
-        part: Result<Payload>,
+        part: Result<MeteredPayload>,
         budget: Duration,
     ) -> Result<()> {
         check_gather(key, rank, world, part.as_ref().map_or(&[], AsRef::as_ref))?;
@@ -403,7 +408,8 @@ impl State {
         let Some(gather) = self.gathers.remove(key) else { return };
         self.met |= gather.declared;
         let (distinct, which) = gather.gathering.finish();
-        let length = |part: &Payload| u32::try_from(part.as_ref().len()).expect("capped by wire");
+        let length =
+            |part: &MeteredPayload| u32::try_from(part.as_ref().len()).expect("capped by wire");
         let message = ToClient::Gathered {
             lengths: distinct.iter().map(length).collect(),
             runs: runs(&which),
@@ -413,7 +419,7 @@ impl State {
             parts => {
                 let bytes = parts.iter().map(AsRef::as_ref).collect::<Vec<&[u8]>>().concat();
                 let charge = self.meter.charge_reply(bytes.len());
-                Payload::new(bytes, charge)
+                MeteredPayload::new(bytes, charge)
             }
         };
         self.answer_all(gather.waiting, &message, Some(tail));
@@ -453,7 +459,7 @@ impl State {
         &mut self,
         waiting: BTreeMap<Client, u32>,
         message: &ToClient,
-        tail: Option<Payload>,
+        tail: Option<MeteredPayload>,
     ) {
         let frame = self.frame(message, tail);
         for client in waiting.into_keys() {

@@ -5,14 +5,14 @@ use super::*;
 const LIMIT: usize = 1 << 20;
 
 struct Bench {
-    state: State,
+    state: ServerState,
     meter: Meter,
 }
 
 impl Bench {
     fn new(clients: u64) -> Self {
         let meter = Meter::new(LIMIT);
-        let mut state = State::new(meter.clone());
+        let mut state = ServerState::new(meter.clone());
         for client in 0..clients {
             state.connect(client, None).unwrap();
         }
@@ -44,7 +44,8 @@ impl Bench {
         request: StoreRequest,
         value: &[u8],
     ) -> Vec<(Client, ToClient)> {
-        let tail = self.meter.charge(value.len()).map(|room| Payload::new(value.to_vec(), room));
+        let tail =
+            self.meter.charge(value.len()).map(|room| MeteredPayload::new(value.to_vec(), room));
         self.state.request(client, request, tail);
         self.replies()
     }
@@ -279,7 +280,7 @@ fn counters_count_and_refuse_what_is_no_number() {
 #[test]
 fn a_rank_that_has_left_a_group_does_not_come_back_to_its_store() {
     let mut bench = Bench::new(0);
-    bench.state = State::new(bench.meter.clone()).for_one_group();
+    bench.state = ServerState::new(bench.meter.clone()).for_one_group();
     (0..2).for_each(|rank| bench.declare(u64::from(rank), rank, 0).unwrap());
     // Before ranks have met, another client may take the place of one that left.
     bench.state.disconnect(1);

@@ -1,6 +1,6 @@
 //! Frames and messages: what travels between a client and the server.
 //!
-//! A frame is a [`Header`] with the magic "symS", a *head* and a *tail*; the header's two numbers are their
+//! A frame is a [`FrameHeader`] with the magic "symS", a *head* and a *tail*; the header's two numbers are their
 //! lengths. The head is a message in postcard's encoding. The tail is the value that belongs to it, as it
 //! is: values are neither copied nor interpreted on their way. Both lengths are limited, depending on what
 //! the sender may send at that point, and are checked before anything is stored.
@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::ErrorKind;
-use crate::framing::{self, Header};
+use crate::framing::{self, FrameHeader};
 use crate::store::{MAX_GATHERED, MAX_KEY, MAX_VALUE, MAX_WORLD};
 use crate::{Error, Result};
 
@@ -38,8 +38,8 @@ impl Caps {
 /// Message of a client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToServer {
-    Hello(Hello),
-    StoreRequest(StoreRequest),
+    Hello(ClientHello),
+    Request(StoreRequest),
     /// The client no longer waits for its last request, which is answered at once unless the reply has been
     /// sent already.
     Cancel,
@@ -47,7 +47,7 @@ pub(super) enum ToServer {
 
 /// The client's side of the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Hello {
+pub(super) struct ClientHello {
     pub(super) identity: Option<Identity>,
     pub(super) nonce: [u8; 32],
     pub(super) proof: Option<[u8; 32]>,
@@ -120,14 +120,15 @@ pub(super) fn encode(message: &impl Serialize, tail: usize) -> Vec<u8> {
         .expect("messages are sequences, strings and integers, and memory grows");
     let head = u32::try_from(frame.len() - HEADER).expect("heads are capped far below 4 GiB");
     let tail = u32::try_from(tail).expect("tails are capped far below 4 GiB");
-    Header { magic: MAGIC, version: VERSION, kind: 0, numbers: [head, tail] }.write(&mut frame);
+    FrameHeader { magic: MAGIC, version: VERSION, kind: 0, numbers: [head, tail] }
+        .write(&mut frame);
     frame
 }
 
 /// Reads a header. The error says what is wrong with it; whoever sent it is not to be read from
 /// again, since where its next frame begins is not known.
 pub(super) fn decode_header(header: &[u8; HEADER], caps: Caps) -> Result<Lengths> {
-    let Header { magic, version, numbers, .. } = Header::read(header);
+    let FrameHeader { magic, version, numbers, .. } = FrameHeader::read(header);
     if magic != MAGIC {
         return Err(Error::refused("the peer does not speak the symmpool store protocol"));
     }
@@ -169,20 +170,19 @@ mod tests {
         prop_oneof![
             Just(ToServer::Cancel),
             (proptest::option::of(identity), any::<[u8; 32]>(), any::<Option<[u8; 32]>>())
-                .prop_map(|(identity, nonce, proof)| ToServer::Hello(Hello {
+                .prop_map(|(identity, nonce, proof)| ToServer::Hello(ClientHello {
                     identity,
                     nonce,
                     proof
                 })),
-            key().prop_map(|key| ToServer::StoreRequest(StoreRequest::Set { key })),
-            (key(), any::<u64>()).prop_map(|(key, wait_ms)| ToServer::StoreRequest(
-                StoreRequest::Get { key, wait_ms }
-            )),
+            key().prop_map(|key| ToServer::Request(StoreRequest::Set { key })),
+            (key(), any::<u64>())
+                .prop_map(|(key, wait_ms)| ToServer::Request(StoreRequest::Get { key, wait_ms })),
             (key(), any::<i64>())
-                .prop_map(|(key, delta)| ToServer::StoreRequest(StoreRequest::Add { key, delta })),
-            key().prop_map(|key| ToServer::StoreRequest(StoreRequest::Delete { key })),
+                .prop_map(|(key, delta)| ToServer::Request(StoreRequest::Add { key, delta })),
+            key().prop_map(|key| ToServer::Request(StoreRequest::Delete { key })),
             (key(), any::<u32>(), any::<u32>(), any::<u64>()).prop_map(
-                |(key, rank, world, wait_ms)| ToServer::StoreRequest(StoreRequest::AllGather {
+                |(key, rank, world, wait_ms)| ToServer::Request(StoreRequest::AllGather {
                     key,
                     rank,
                     world,
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn lengths_beyond_the_caps_are_refused_unread() {
-        let mut frame = encode(&ToServer::StoreRequest(StoreRequest::Set { key: "k".into() }), 0);
+        let mut frame = encode(&ToServer::Request(StoreRequest::Set { key: "k".into() }), 0);
         frame[12..16].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(
             decode_header(&header_of(&frame), Caps::REQUEST).unwrap_err().is_invalid_argument()
@@ -287,7 +287,7 @@ mod tests {
         let key = "k".repeat(MAX_KEY);
         let request =
             StoreRequest::AllGather { key, rank: u32::MAX, world: u32::MAX, wait_ms: u64::MAX };
-        let frame = encode(&ToServer::StoreRequest(request), MAX_VALUE);
+        let frame = encode(&ToServer::Request(request), MAX_VALUE);
         assert!(decode_header(&header_of(&frame), Caps::REQUEST).is_ok());
         let reply = ToClient::Gathered {
             lengths: vec![MAX_VALUE as u32; MAX_WORLD as usize],

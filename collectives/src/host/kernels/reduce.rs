@@ -106,7 +106,7 @@ unsafe fn portable<F: ElementReduction>(
     world: usize,
 ) {
     let _environment = DefaultEnvironment::enter();
-    // SAFETY: the caller keeps the same promises.
+    // SAFETY: the caller promised what `ReduceFn` asks; without `F16C` no instruction set is needed.
     unsafe { body::<F, false>(sources, outputs, count, world) }
 }
 
@@ -122,7 +122,7 @@ unsafe fn avx2<F: ElementReduction>(
     world: usize,
 ) {
     let _environment = DefaultEnvironment::enter();
-    // SAFETY: the caller keeps the same promises.
+    // SAFETY: the caller promised what `ReduceFn` asks; this function enables the instructions of `F16C`.
     unsafe { body::<F, true>(sources, outputs, count, world) }
 }
 
@@ -138,7 +138,7 @@ unsafe fn avx512<F: ElementReduction>(
     world: usize,
 ) {
     let _environment = DefaultEnvironment::enter();
-    // SAFETY: the caller keeps the same promises.
+    // SAFETY: the caller promised what `ReduceFn` asks; this function enables the instructions of `F16C`.
     unsafe { body::<F, true>(sources, outputs, count, world) }
 }
 

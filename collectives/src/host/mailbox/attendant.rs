@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use super::Shared;
-use super::state::State;
+use super::state::MailboxState;
 
 /// How long messages are left to whoever began them, and how often the thread looks at them from then on.
 const EVERY: Duration = Duration::from_millis(2);
@@ -18,7 +18,7 @@ const TRIES: u32 = 200;
 
 impl Shared {
     /// Has a thread look after the messages that are open.
-    pub(super) fn attend(self: &Arc<Self>, state: &mut State) {
+    pub(super) fn attend(self: &Arc<Self>, state: &mut MailboxState) {
         if state.has_thread {
             self.begun.notify_one();
             return;

@@ -47,7 +47,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use symmpool_allocator::{Error, PairAddress, PairListener, ProcessId, Result};
 
 use self::operation::Op;
-use self::state::State;
+use self::state::MailboxState;
 use crate::DType;
 use crate::call::p2p::{Direction, Payload};
 use crate::host::wait::cores::enough_here;
@@ -73,7 +73,7 @@ pub struct Mailbox {
 struct Shared {
     rank: u32,
     world: u32,
-    state: Mutex<State>,
+    state: Mutex<MailboxState>,
     /// Wakes the thread when there is something to attend to.
     begun: Condvar,
     /// Threads that wait for operations, and those of them that sleep.
@@ -111,7 +111,7 @@ impl Mailbox {
             return Err(Error::invalid_argument(format!("rank {rank} of {world} ranks")));
         }
         let has_reports = Arc::new(AtomicBool::new(false));
-        let state = State::new(rank, world, PairListener::bind()?, Arc::clone(&has_reports));
+        let state = MailboxState::new(rank, world, PairListener::bind()?, Arc::clone(&has_reports));
         let shared = Shared {
             rank,
             world,
@@ -218,7 +218,7 @@ impl Mailbox {
 }
 
 impl Shared {
-    fn lock(&self) -> Result<MutexGuard<'_, State>> {
+    fn lock(&self) -> Result<MutexGuard<'_, MailboxState>> {
         self.maker.check(WHAT)?;
         // Counts are valid even if a thread panicked between two of them.
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))

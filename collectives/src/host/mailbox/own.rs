@@ -9,10 +9,10 @@ use symmpool_allocator::Error;
 
 use super::operation::Op;
 use super::peer::Unexpected;
-use super::state::{State, WHOLE};
+use super::state::{MailboxState, WHOLE};
 use crate::call::p2p::{Afterwards, Direction, Payload, payloads_differ};
 
-impl State {
+impl MailboxState {
     /// Begins a message of this rank to itself. A small one is copied, so that its send is done at once.
     pub(super) fn begin_own(&mut self, op: &Arc<Op>) {
         let me = self.rank;

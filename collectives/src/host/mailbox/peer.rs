@@ -8,12 +8,12 @@ use std::sync::Arc;
 use symmpool_allocator::{Error, PairSocket};
 
 use super::operation::Op;
-use super::segment::{Entry, Kind, Segment};
+use super::segment::{Entry, Kind, RingSegment};
 
 /// A segment, and the connection by which its two ranks wake each other.
 #[derive(Debug)]
-pub(super) struct Link {
-    pub(super) segment: Segment,
+pub(super) struct PairLink {
+    pub(super) segment: RingSegment,
     pub(super) socket: Arc<PairSocket>,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Unexpected {
 }
 
 /// A large message that is under way, and how many of its bytes have passed.
-pub(super) struct Stream {
+pub(super) struct PassingMessage {
     pub(super) op: Arc<Op>,
     pub(super) number: u64,
     pub(super) passed: u64,
@@ -46,8 +46,8 @@ pub(super) struct Stream {
 /// Messages to and from one rank.
 #[derive(Default)]
 pub(super) struct Peer {
-    pub(super) outgoing: Option<Link>,
-    pub(super) incoming: Option<Link>,
+    pub(super) outgoing: Option<PairLink>,
+    pub(super) incoming: Option<PairLink>,
     /// Why there can be no more messages.
     pub(super) lost: Option<Error>,
     /// Number of the last message to it, and bytes of all that were sent whole.
@@ -57,14 +57,14 @@ pub(super) struct Peer {
     /// Messages whose bytes the peer has not asked for.
     pub(super) offered: BTreeMap<u64, Arc<Op>>,
     /// Messages whose bytes it has asked for, and those whose bytes this rank has asked for, in that order.
-    pub(super) streams: VecDeque<Stream>,
-    pub(super) awaited: VecDeque<Stream>,
+    pub(super) streams: VecDeque<PassingMessage>,
+    pub(super) awaited: VecDeque<PassingMessage>,
     pub(super) unexpected: VecDeque<Unexpected>,
     /// That it refused messages which were sent whole, as no call has reported yet.
     pub(super) reports: VecDeque<Error>,
 }
 
-impl Link {
+impl PairLink {
     /// Wakes the peer, if it sleeps.
     pub(super) fn wake(&self) {
         if self.segment.wakes() {
@@ -108,7 +108,7 @@ impl Peer {
                 link.wake();
                 continue;
             }
-            if let Some(Stream { op, .. }) = self.streams.pop_front() {
+            if let Some(PassingMessage { op, .. }) = self.streams.pop_front() {
                 op.finish(Ok(op.peer.unwrap_or_default()));
             }
         }
@@ -170,7 +170,7 @@ impl Peer {
                 }
                 continue;
             }
-            if let Some(Stream { op, .. }) = self.awaited.pop_front() {
+            if let Some(PassingMessage { op, .. }) = self.awaited.pop_front() {
                 op.finish(Ok(rank));
             }
         }
@@ -181,7 +181,7 @@ impl Peer {
     }
 }
 
-impl Stream {
+impl PassingMessage {
     /// Where the bytes lie that have not passed yet, and how many those are.
     fn rest(&self) -> (*mut u8, u64) {
         let left = self.op.payload.bytes() - self.passed;

@@ -112,7 +112,7 @@ impl End {
 
 /// A mapped segment.
 #[derive(Debug)]
-pub(super) struct Segment {
+pub(super) struct RingSegment {
     base: NonNull<u8>,
     end: End,
     /// This end's own counts, which a faulty peer cannot change.
@@ -122,9 +122,9 @@ pub(super) struct Segment {
 
 // SAFETY: the memory is mapped until the value is dropped, whichever thread uses it. Shared words are atomics, and rings are
 // written and read through `&mut self` alone.
-unsafe impl Send for Segment {}
+unsafe impl Send for RingSegment {}
 
-impl Segment {
+impl RingSegment {
     /// A new segment, and the file to hand to the receiver.
     pub(super) fn create() -> Result<(Self, OwnedFd)> {
         let failed = |error| Error::system("making memory for messages", error);
@@ -350,7 +350,7 @@ fn damaged() -> Error {
     Error::mismatch("the memory that a peer sends messages through is damaged")
 }
 
-impl Drop for Segment {
+impl Drop for RingSegment {
     fn drop(&mut self) {
         // SAFETY: mapped by `map`, and nobody has a view of it any more.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), BYTES as usize) };
@@ -361,9 +361,9 @@ impl Drop for Segment {
 mod tests {
     use super::*;
 
-    fn pair() -> (Segment, Segment) {
-        let (sender, file) = Segment::create().unwrap();
-        (sender, Segment::open(&file).unwrap())
+    fn pair() -> (RingSegment, RingSegment) {
+        let (sender, file) = RingSegment::create().unwrap();
+        (sender, RingSegment::open(&file).unwrap())
     }
 
     fn entry(number: u64, bytes: u64) -> Entry {
@@ -460,7 +460,8 @@ mod tests {
         unsafe { to.entry_at(0).cast::<u64>().write(99) };
         assert!(to.next().unwrap_err().is_diverged());
         assert!(
-            Segment::open(&rustix::fs::memfd_create("x", MemfdFlags::CLOEXEC).unwrap()).is_err()
+            RingSegment::open(&rustix::fs::memfd_create("x", MemfdFlags::CLOEXEC).unwrap())
+                .is_err()
         );
     }
 }

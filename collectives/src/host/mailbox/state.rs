@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use symmpool_allocator::{Dialled, Error, PairAddress, PairListener, PairSocket, Result};
 
 use super::operation::Op;
-use super::peer::{Link, Peer, Queued, Stream, Unexpected};
-use super::segment::{Entry, Kind, Segment, before_sleep};
+use super::peer::{PairLink, PassingMessage, Peer, Queued, Unexpected};
+use super::segment::{Entry, Kind, RingSegment, before_sleep};
 use crate::call::p2p::{Afterwards, Direction, Payload, payloads_differ};
 
 /// Messages up to this length are sent whole, wherever the receiver is.
@@ -21,7 +21,7 @@ pub(super) const WHOLE: u64 = 1 << 16;
 pub(super) const UNRECEIVED: u64 = 1 << 22;
 
 /// The state of a mailbox, under its lock.
-pub(super) struct State {
+pub(super) struct MailboxState {
     pub(super) rank: u32,
     /// `None` once the mailbox has ended, so that who connects sees that nobody is there.
     listener: Option<Arc<PairListener>>,
@@ -39,7 +39,7 @@ pub(super) struct State {
     has_reports: Arc<AtomicBool>,
 }
 
-impl State {
+impl MailboxState {
     pub(super) fn new(
         rank: u32,
         world: u32,
@@ -204,7 +204,7 @@ impl State {
         } else {
             peer.say(Entry::about(Kind::Want, message.number));
             let (op, number) = (Arc::clone(op), message.number);
-            peer.awaited.push_back(Stream { op, number, passed: 0 });
+            peer.awaited.push_back(PassingMessage { op, number, passed: 0 });
         }
     }
 
@@ -297,7 +297,7 @@ impl State {
             Kind::Want => {
                 let peer = self.peer(rank);
                 match peer.offered.remove(&number) {
-                    Some(op) => peer.streams.push_back(Stream { op, number, passed: 0 }),
+                    Some(op) => peer.streams.push_back(PassingMessage { op, number, passed: 0 }),
                     None => peer.say(Entry::about(Kind::Withdrawal, number)),
                 }
             }
@@ -352,10 +352,10 @@ impl State {
         if peer.outgoing.is_some() {
             return Ok(());
         }
-        let (segment, file) = Segment::create()?;
+        let (segment, file) = RingSegment::create()?;
         match self.addresses[rank as usize].dial(self.rank, file.as_fd())? {
             Dialled::Connected(socket) => {
-                self.peer(rank).outgoing = Some(Link { segment, socket: Arc::new(socket) });
+                self.peer(rank).outgoing = Some(PairLink { segment, socket: Arc::new(socket) });
             }
             Dialled::Busy => {}
             Dialled::Gone => {
@@ -387,7 +387,7 @@ impl State {
                 Ok(None) => return has_accepted,
                 Ok(Some(accepted)) => {
                     let from = accepted.from;
-                    let segment = Segment::open(&accepted.memory);
+                    let segment = RingSegment::open(&accepted.memory);
                     let is_peer = from != self.rank && (from as usize) < self.peers.len();
                     let (true, Ok(segment)) = (is_peer, segment) else {
                         tracing::warn!(rank = self.rank, from, "turned away a caller");
@@ -396,7 +396,7 @@ impl State {
                     let peer = self.peer(from);
                     if peer.incoming.is_none() && peer.lost.is_none() {
                         let socket = Arc::new(accepted.socket);
-                        peer.incoming = Some(Link { segment, socket });
+                        peer.incoming = Some(PairLink { segment, socket });
                         has_accepted = true;
                     }
                 }

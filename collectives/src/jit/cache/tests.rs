@@ -15,8 +15,8 @@ fn key() -> Key {
     Key::of([b"kernel".as_slice(), b"options"])
 }
 
-fn entry() -> Entry {
-    Entry { kind: 1, bytes: (0..200).collect() }
+fn entry() -> CachedKernel {
+    CachedKernel { kind: 1, bytes: (0..200).collect() }
 }
 
 fn cache() -> (TempDir, Cache) {

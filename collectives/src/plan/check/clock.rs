@@ -58,7 +58,7 @@ pub(super) struct Access {
 /// That is enough: what is ordered behind the last write is ordered behind all accesses before it, which were
 /// compared with it. What is ordered behind a strand's last read is ordered behind that strand's former ones.
 #[derive(Default)]
-pub(super) struct History {
+pub(super) struct AccessHistory {
     cells: BTreeMap<Cell, Accesses>,
 }
 
@@ -69,7 +69,7 @@ struct Accesses {
     reads: BTreeMap<usize, Access>,
 }
 
-impl History {
+impl AccessHistory {
     /// Adds an access. Returns the access that it conflicts with, if there is one that `clock`, the clock of the new
     /// one, does not cover.
     pub(super) fn add(&mut self, cell: Cell, access: Access, clock: &Clock) -> Option<Access> {

@@ -31,7 +31,7 @@ use std::sync::OnceLock;
 pub use error::{PlanError, PlanErrorKind, PlanErrorReason};
 use operations::{check_places, check_protocol, check_signals};
 use results::{check_in_place, check_results};
-use run::{Held, Outcome, Run, Written};
+use run::{Held, Run, RunOutcome, Written};
 use value::Value;
 
 use super::checked::CheckedPlan;
@@ -66,7 +66,7 @@ impl Plan {
     }
 
     /// Whether results are complete only where all chunks have equal lengths.
-    fn needs_equal_chunks(&self, outcome: &Outcome) -> bool {
+    fn needs_equal_chunks(&self, outcome: &RunOutcome) -> bool {
         let is_shorter = |rank, index| {
             let cell = Cell { rank, buffer: Buffer::Output, index };
             outcome.cells.get(&cell).is_some_and(|held| held.place > self.place_of(cell))
@@ -81,7 +81,7 @@ impl Plan {
 impl CheckedPlan {
     fn new(
         plan: Plan,
-        outcome: &Outcome,
+        outcome: &RunOutcome,
         needs_equal_chunks: bool,
         in_place: Result<(), PlanError>,
     ) -> Self {

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use super::super::model::{Buffer, Cell, Contribution, Plan};
 use super::error::{PlanError, PlanErrorReason};
-use super::run::{Outcome, Run, error, name_of};
+use super::run::{Run, RunOutcome, error, name_of};
 use super::value::Value;
 
 /// Refuses outputs that do not hold what the collective promises, and reductions in different orders.
-pub(super) fn check_results(plan: &Plan, outcome: &Outcome) -> Result<(), PlanError> {
+pub(super) fn check_results(plan: &Plan, outcome: &RunOutcome) -> Result<(), PlanError> {
     // The first output of each set of contributions.
     let mut orders: BTreeMap<Vec<Contribution>, (Value, u32, usize)> = BTreeMap::new();
     for rank in 0..plan.world {
@@ -89,7 +89,7 @@ fn counts(of: &[Contribution]) -> BTreeMap<Contribution, u32> {
 /// whichever of the other ranks are in place, and one run in which all of them are stands for every choice.
 pub(super) fn check_in_place(
     plan: &Plan,
-    usual: &Outcome,
+    usual: &RunOutcome,
     needs_equal_chunks: bool,
 ) -> Result<(), PlanError> {
     let aliased = Run::in_place(plan, usual.values.clone()).run()?;

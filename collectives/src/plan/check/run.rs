@@ -9,9 +9,9 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::model::{Buffer, Cell, Collective, Operation, Plan, phases};
-use super::clock::{Access, Clock, History, Moment};
+use super::clock::{Access, AccessHistory, Clock, Moment};
 use super::error::{PlanError, PlanErrorReason};
-use super::value::{Value, Values};
+use super::value::{PlanValues, Value};
 
 /// An operation as it ran.
 pub(super) struct Ran {
@@ -31,8 +31,8 @@ pub(super) struct Written {
 }
 
 /// Result of a run.
-pub(super) struct Outcome {
-    pub(super) values: Values,
+pub(super) struct RunOutcome {
+    pub(super) values: PlanValues,
     /// The operations of all ranks, in an order in which they can run one after the other.
     pub(super) order: Vec<Ran>,
     /// Values of chunks at the end, with the rank and index of the operation that wrote each.
@@ -79,8 +79,8 @@ pub(super) struct Run<'a> {
     /// The last signal and the last wait of each channel.
     signalled: BTreeMap<Channel, (Moment, u32)>,
     awaited: BTreeMap<Channel, (Moment, u32)>,
-    history: History,
-    values: Values,
+    history: AccessHistory,
+    values: PlanValues,
     cells: BTreeMap<Cell, Held>,
     order: Vec<Ran>,
     /// The first read of what was never written. A race or a deadlock says more, if there is one.
@@ -89,16 +89,16 @@ pub(super) struct Run<'a> {
 
 impl<'a> Run<'a> {
     pub(super) fn new(plan: &'a Plan) -> Self {
-        Self::with(plan, false, Values::new())
+        Self::with(plan, false, PlanValues::new())
     }
 
     /// A run in which input and output are one memory on every rank. With the values of another run equal values have equal
     /// numbers in both.
-    pub(super) fn in_place(plan: &'a Plan, values: Values) -> Self {
+    pub(super) fn in_place(plan: &'a Plan, values: PlanValues) -> Self {
         Self::with(plan, true, values)
     }
 
-    fn with(plan: &'a Plan, in_place: bool, values: Values) -> Self {
+    fn with(plan: &'a Plan, in_place: bool, values: PlanValues) -> Self {
         let all: Vec<_> = plan.programs.iter().map(|program| phases(program)).collect();
         let most =
             |phases: &VecDeque<Vec<Vec<usize>>>| phases.iter().map(Vec::len).max().unwrap_or(1);
@@ -122,7 +122,7 @@ impl<'a> Run<'a> {
             signals: BTreeMap::new(),
             signalled: BTreeMap::new(),
             awaited: BTreeMap::new(),
-            history: History::default(),
+            history: AccessHistory::default(),
             values,
             cells: BTreeMap::new(),
             order: Vec::with_capacity(plan.len()),
@@ -144,7 +144,7 @@ impl<'a> Run<'a> {
     }
 
     /// Runs all programs to their ends.
-    pub(super) fn run(mut self) -> Result<Outcome, PlanError> {
+    pub(super) fn run(mut self) -> Result<RunOutcome, PlanError> {
         loop {
             let mut progress = false;
             for rank in 0..self.plan.world {
@@ -162,7 +162,7 @@ impl<'a> Run<'a> {
         if let Some(error) = self.undefined {
             return Err(error);
         }
-        Ok(Outcome { values: self.values, order: self.order, cells: self.cells })
+        Ok(RunOutcome { values: self.values, order: self.order, cells: self.cells })
     }
 
     /// The memory that a chunk is in.
@@ -276,7 +276,7 @@ impl<'a> Run<'a> {
                 let cell = src.cell(offset);
                 self.touch(rank, strand, index, moment, cell, false)?;
                 let held = self.cells.get(&Self::memory_of(plan, self.in_place, cell));
-                let value = held.map_or(Values::UNDEFINED, |held| held.value);
+                let value = held.map_or(PlanValues::UNDEFINED, |held| held.value);
                 place = place.max(held.map_or(0, |held| held.place));
                 if !self.values.is_defined(value) && self.undefined.is_none() {
                     let message = format!(

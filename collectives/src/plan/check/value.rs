@@ -29,7 +29,7 @@ struct Facts {
 
 /// All expressions of a plan.
 #[derive(Clone)]
-pub(super) struct Values {
+pub(super) struct PlanValues {
     numbers: BTreeMap<Expression, Value>,
     expressions: Vec<(Expression, Facts)>,
 }
@@ -37,7 +37,7 @@ pub(super) struct Values {
 /// More inputs than take part in any sensible chunk.
 const MAX_CONTRIBUTIONS: u64 = 1 << 16;
 
-impl Values {
+impl PlanValues {
     pub(super) const UNDEFINED: Value = Value(0);
 
     pub(super) fn new() -> Self {

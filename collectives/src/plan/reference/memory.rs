@@ -81,7 +81,7 @@ struct RankMemory {
     known: Vec<u8>,
 }
 
-pub(super) struct Memory {
+pub(super) struct ReferenceMemory {
     ranks: Vec<RankMemory>,
     caller: Caller,
     layout: super::ChunkLayout,
@@ -92,7 +92,7 @@ pub(super) struct Memory {
     in_place: Vec<bool>,
 }
 
-impl Memory {
+impl ReferenceMemory {
     pub(super) fn new(calls: &Calls<'_>, caller: Caller) -> Self {
         let Calls { plan, layout, dtype, in_place, .. } = calls;
         let size = dtype.size();

@@ -37,8 +37,8 @@ use std::ops::Range;
 use super::model::{Collective, Operation, Plan, Span};
 use crate::{DType, ReduceOp};
 use arithmetic::reduce;
-use memory::Memory;
-use progress::Progress;
+use memory::ReferenceMemory;
+use progress::RankProgress;
 
 /// Calls of a plan that follow each other, with data of their own and else alike.
 #[derive(Clone, Debug)]
@@ -109,8 +109,8 @@ type Access = (memory::ChunkPlace, bool);
 /// Ranks in the middle of their calls.
 pub struct Machine<'a> {
     calls: &'a Calls<'a>,
-    memory: Memory,
-    progress: Vec<Progress<'a>>,
+    memory: ReferenceMemory,
+    progress: Vec<RankProgress<'a>>,
     begun: BTreeMap<(u32, usize), Begun>,
     signals: BTreeMap<(u32, u32, u32), u64>,
     values: &'a mut Values,
@@ -124,10 +124,10 @@ impl<'a> Machine<'a> {
     /// divide: run the plan once with sums and [`Values::default`], and averages with what that leaves.
     pub fn new(calls: &'a Calls<'a>, caller: Caller, values: &'a mut Values, parts: usize) -> Self {
         let plan = calls.plan;
-        let progress = plan.programs.iter().map(|program| Progress::new(program)).collect();
+        let progress = plan.programs.iter().map(|program| RankProgress::new(program)).collect();
         Self {
             calls,
-            memory: Memory::new(calls, caller),
+            memory: ReferenceMemory::new(calls, caller),
             progress,
             begun: BTreeMap::new(),
             signals: BTreeMap::new(),

@@ -3,7 +3,7 @@
 use super::super::model::{Instruction, Operation};
 
 /// How far a rank has come in its calls and in its program.
-pub(super) struct Progress<'a> {
+pub(super) struct RankProgress<'a> {
     program: &'a [Instruction],
     /// Calls that it has entered.
     pub(super) calls: usize,
@@ -16,7 +16,7 @@ pub(super) struct Progress<'a> {
     pub(super) next: Vec<usize>,
 }
 
-impl<'a> Progress<'a> {
+impl<'a> RankProgress<'a> {
     pub(super) fn new(program: &'a [Instruction]) -> Self {
         Self {
             program,

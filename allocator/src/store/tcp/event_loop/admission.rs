@@ -15,7 +15,7 @@ use crate::store::tcp::frame_io::{Incoming, Outgoing};
 use crate::store::tcp::poller;
 use crate::store::tcp::server_state::{Admission, Client};
 use crate::store::tcp::tune;
-use crate::store::tcp::wire::{Hello, ToClient};
+use crate::store::tcp::wire::{ClientHello, ToClient};
 use crate::{Error, Result};
 
 /// How long no connection is accepted after the process ran out of memory.
@@ -153,7 +153,12 @@ impl EventLoop {
     }
 
     /// Checks a client's answer to the challenge and lets it in.
-    pub(super) fn greet(&mut self, client: Client, nonce: [u8; 32], hello: &Hello) -> Result<()> {
+    pub(super) fn greet(
+        &mut self,
+        client: Client,
+        nonce: [u8; 32],
+        hello: &ClientHello,
+    ) -> Result<()> {
         let handshake = Handshake {
             instance: self.instance,
             server_nonce: nonce,
