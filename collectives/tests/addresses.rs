@@ -170,9 +170,9 @@ fn parts_that_together_reach_beyond_the_pools_memory_are_refused() {
         // SAFETY: refused before memory is accessed, which is what is tested.
         let gathered = unsafe { comm.all_gather_at(at, plain, count, dtype, STREAM) };
         let max = ReduceOp::Max;
-        // SAFETY: as above.
+        // SAFETY: refused before memory is accessed, which is what is tested.
         let scattered = unsafe { comm.reduce_scatter_at(plain, at, count, dtype, max, STREAM) };
-        // SAFETY: as above.
+        // SAFETY: refused before memory is accessed, which is what is tested.
         let exchanged = unsafe { comm.all_to_all_at(plain, at, count, dtype, STREAM) };
         for outcome in [gathered, scattered, exchanged] {
             let error = outcome.unwrap_err();

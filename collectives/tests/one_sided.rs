@@ -269,19 +269,19 @@ fn invalid_arguments_are_refused_with_their_values_and_do_not_affect_other_ranks
             (comm.wait(2, 0, LONG, STREAM), "there are 2 ranks"),
             // SAFETY: refused before memory is accessed, which is what is tested. So below.
             (unsafe { comm.put_at(theirs, at, 8, peer, STREAM) }, "another rank's slot"),
-            // SAFETY: as above.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             (unsafe { comm.put_at(at, theirs, 8, peer, STREAM) }, "another rank's slot"),
-            // SAFETY: as above.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             (unsafe { comm.put_at(at, across, 16, peer, STREAM) }, "another rank's slot"),
-            // SAFETY: as above.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             (unsafe { comm.put_at(at, std::ptr::null(), 8, peer, STREAM) }, "not memory"),
-            // SAFETY: as above.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             (unsafe { comm.put_at(at, at, usize::MAX, peer, STREAM) }, "not all in windows"),
-            // SAFETY: as above.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             (unsafe { comm.get_at(usize::MAX as *mut u8, at, 8, peer, STREAM) }, "that long"),
-            // SAFETY: as above.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             (unsafe { comm.put_at(8 as *mut u8, at, 8, peer, STREAM) }, "not in the pool's heap"),
-            // SAFETY: as above.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             (unsafe { comm.put_at(control as *mut u8, at, 8, peer, STREAM) }, "own memory"),
         ];
         for (outcome, why) in refused {

@@ -46,7 +46,7 @@ fn messages_of_all_lengths_and_places_arrive_whole() {
                             let sent = [vec![0; shift], data(me, peer, round, length)].concat();
                             // SAFETY: the memory has this length, and nobody writes it.
                             let at = unsafe { sent.as_ptr().add(shift) };
-                            // SAFETY: as above.
+                            // SAFETY: the memory has this length, and nobody writes it.
                             unsafe { comm.send_at(at, length, DType::U8, peer, STREAM) }.unwrap();
                         }
                     }
@@ -288,7 +288,7 @@ fn decline(comm: &Communicator, dtype: DType, peer: u32, sends: bool) -> Error {
     let null = std::ptr::null_mut();
     // SAFETY: refused before memory is accessed.
     let sent = |()| unsafe { comm.send_at(null, 8, dtype, peer, STREAM) };
-    // SAFETY: the same.
+    // SAFETY: refused before memory is accessed.
     let received = |()| unsafe { comm.recv_at(null, 8, dtype, peer, STREAM) };
     if sends { sent(()) } else { received(()) }.unwrap_err()
 }
@@ -498,7 +498,7 @@ fn a_peer_that_does_not_come_is_named_in_time() {
                 // SAFETY: the memory has this length, and only this thread uses it; so below.
                 unsafe { comm.send_at(bytes.as_ptr(), 1 << 20, DType::U8, 1, STREAM) }
             } else {
-                // SAFETY: as above.
+                // SAFETY: the memory has this length, and only this thread uses it.
                 unsafe { comm.recv_at(bytes.as_mut_ptr(), 1 << 20, DType::U8, 1, STREAM) }
             };
             let (error, took) = (call.unwrap_err(), began.elapsed());
@@ -529,12 +529,12 @@ fn invalid_arguments_are_refused_with_their_values_and_harm_nothing() {
             // SAFETY: refused before memory is accessed; so are those below.
             (unsafe { comm.send_at(theirs, 8, DType::U8, peer, STREAM) }, "another rank's slot"),
             (
-                // SAFETY: as above.
+                // SAFETY: refused before memory is accessed.
                 unsafe { comm.recv_at(std::ptr::null_mut(), 8, DType::U8, peer, STREAM) },
                 "not memory",
             ),
             (
-                // SAFETY: as above.
+                // SAFETY: refused before memory is accessed.
                 unsafe { comm.recv_at(theirs, usize::MAX, DType::F64, peer, STREAM) },
                 "no memory is that long",
             ),

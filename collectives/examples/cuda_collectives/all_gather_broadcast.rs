@@ -135,7 +135,7 @@ impl Check<'_> {
             at,
             length,
             |stream| {
-                // SAFETY: as above.
+                // SAFETY: the range lies in a block with room for it, which nothing else uses.
                 unsafe {
                     let (to, from) = (at as *mut u8, at as *const u8);
                     comm.call(

@@ -97,10 +97,10 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
                             offsets: null,
                             dtype: DType::I64,
                         };
-                        // SAFETY: as above; there is a split for every rank.
+                        // SAFETY: both blocks are longer than the rows; there is a split for every rank.
                         unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, &stream) }
                     } else {
-                        // SAFETY: as above.
+                        // SAFETY: both blocks are longer than the sums of the counts.
                         unsafe {
                             comm.all_to_all_v_at(to, from, &counts, &counts, DType::U8, &stream)
                         }

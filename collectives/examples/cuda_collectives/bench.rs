@@ -184,7 +184,7 @@ impl<'a> Bench<'a> {
                 let send = |peer, stream: &Stream| unsafe {
                     comm.send_at(from, count, DType::U8, peer, stream)
                 };
-                // SAFETY: as above.
+                // SAFETY: both blocks are this long, and nothing else uses them.
                 let receive = |peer, stream: &Stream| unsafe {
                     comm.recv_at(to, count, DType::U8, peer, stream)
                 };

@@ -218,7 +218,7 @@ impl Order<'_> {
                         }
                         let (to, from) = (order.got[nth].as_ptr(), order.sources[nth].as_ptr());
                         let count = BYTES / 4 - nth;
-                        // SAFETY: as in `calls`.
+                        // SAFETY: the blocks are as long, and nothing else uses them meanwhile.
                         unsafe {
                             comm.all_reduce_at(to, from, count, DType::I32, ReduceOp::Max, &own)
                         }
@@ -289,7 +289,7 @@ impl Order<'_> {
                     comm.wait(next, CHANNEL, long, &sender)?;
                 }
                 let from = source.as_ptr().cast_const();
-                // SAFETY: as in `signals`; the second copy comes when the first one was read.
+                // SAFETY: the blocks are as long; the second copy comes when the first one was read.
                 unsafe { comm.put_by_copy_engine_at(slot, from, BYTES, next, &sender) }?;
                 comm.signal_by_memory(next, CHANNEL, &sender)?;
             }

@@ -262,7 +262,7 @@ impl Captures<'_> {
         match sends {
             // SAFETY: the block is longer, and nothing else uses it; what is refused is not touched.
             true => unsafe { comm.send_at(at as *const u8, COUNT, DType::F32, peer, stream) },
-            // SAFETY: the same.
+            // SAFETY: the block is longer, and nothing else uses it; what is refused is not touched.
             false => unsafe { comm.recv_at(at as *mut u8, COUNT, DType::F32, peer, stream) },
         }
     }

@@ -295,7 +295,7 @@ impl Check<'_> {
                 upload(self.pool, to, &vec![0xa5; part + 16])?;
                 upload(self.pool, from, &whole[rank as usize])?;
                 let sum = ReduceOp::Sum;
-                // SAFETY: as in `all_reduce`; so it is below.
+                // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
                 unsafe {
                     self.comm.reduce_scatter_at(
                         to as *mut u8,
@@ -314,7 +314,7 @@ impl Check<'_> {
                 self.judge(memory, &what, &got, &reduce(&parts, dtype, sum), dtype);
 
                 upload(self.pool, to, &vec![0xa5; part * world as usize + 16])?;
-                // SAFETY: as above.
+                // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
                 unsafe {
                     self.comm.all_gather_at(
                         to as *mut u8,
@@ -331,7 +331,7 @@ impl Check<'_> {
                 self.judge(memory, &what, &got, &wanted, DType::U8);
 
                 let root = (number >> 8) as u32 % world;
-                // SAFETY: as above.
+                // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
                 unsafe {
                     self.comm.broadcast_at(from as *mut u8, count, dtype, root, &self.stream)
                 }?;
@@ -375,7 +375,7 @@ impl Check<'_> {
         let wanted = reduce(&all, DType::Bf16, ReduceOp::Sum);
         upload(self.pool, from, &data)?;
         let call = |comm: &Communicator, count: usize, stream: &Stream| {
-            // SAFETY: as in `all_reduce`.
+            // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
             unsafe {
                 comm.all_reduce_at(
                     to as *mut u8,

@@ -229,7 +229,7 @@ impl<'a> EveryKind<'a> {
         let input = self.splits.as_ptr().cast_const().cast();
         let splits = SplitsAt { input, output: null, offsets: null, dtype: DType::I64 };
         let make = move |comm: &Communicator, stream: &Stream| {
-            // SAFETY: as in `standard`; there is a split for each rank.
+            // SAFETY: both blocks have room for the rows, and nothing else uses them; there is a split for each rank.
             unsafe {
                 comm.all_to_all_v_splits_at(to.as_ptr(), from.as_ptr(), &rows, &splits, stream)
             }
@@ -265,7 +265,7 @@ impl<'a> EveryKind<'a> {
             group_stride: 1,
         };
         let make = move |comm: &Communicator, stream: &Stream| {
-            // SAFETY: as in `standard`.
+            // SAFETY: both blocks have room for the call, and nothing else uses them.
             unsafe { comm.all_reduce_norm_at(&shape, &buffers, stream) }
         };
         let output = (to.address(), 2 * tokens * 4096);
@@ -319,7 +319,7 @@ impl<'a> EveryKind<'a> {
                 by_expert: false,
                 more: 0,
             };
-            // SAFETY: as above.
+            // SAFETY: the blocks are as long as the call needs, and nothing else uses them.
             unsafe { buffer.combine_at(handle, &combine, stream) }
         };
         let output = (to.address(), 2 * self.shape.hidden * self.ids.len() / 2);
@@ -341,7 +341,7 @@ impl<'a> EveryKind<'a> {
             let name = format!("the program {}", algorithm.name());
             let make = move |comm: &Communicator, stream: &Stream| {
                 let (to, from, dtype) = (to.as_ptr(), from.as_ptr(), DType::Bf16);
-                // SAFETY: as in `standard`.
+                // SAFETY: both blocks have room for the call, and nothing else uses them.
                 unsafe { comm.call(&Request::at(&algorithm, to, from, count, dtype), stream) }
             };
             let output = (to.address(), 2 * count);

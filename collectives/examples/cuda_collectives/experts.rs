@@ -196,7 +196,7 @@ impl Check<'_> {
         call: &DispatchAt,
     ) -> Result<ReceivedSizes> {
         let handle = self.handles[handle].as_ptr().cast();
-        // SAFETY: as above.
+        // SAFETY: the blocks are as long as these calls need, and nothing else uses them.
         unsafe { buffer.dispatch_exact_at(handle, call, &self.stream) }
     }
 
@@ -218,7 +218,7 @@ impl Check<'_> {
     }
 
     fn combine(&self, buffer: &Buffer<'_>, handle: usize, call: &CombineAt) -> Result<()> {
-        // SAFETY: as above.
+        // SAFETY: the blocks are as long as these calls need, and nothing else uses them.
         unsafe { buffer.combine_at(self.handles[handle].as_ptr().cast(), call, &self.stream) }
     }
 

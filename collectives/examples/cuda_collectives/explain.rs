@@ -448,7 +448,7 @@ impl Explains<'_> {
                 let (to, from) = (self.output.as_ptr(), self.input.as_ptr().cast_const());
                 // SAFETY: both blocks are longer, and nothing else uses them.
                 unsafe { comm.send_at(from, 64, DTYPE, next, &self.stream) }?;
-                // SAFETY: as above.
+                // SAFETY: both blocks are longer, and nothing else uses them.
                 unsafe { comm.recv_at(to, 64, DTYPE, last, &self.stream) }?;
             }
             Before::Eager => {

@@ -186,7 +186,7 @@ fn declined(pool: &Pool) -> Result<()> {
         )
     };
     let error = expect_error(overlapping, "overlapping buffers")?;
-    // SAFETY: as above.
+    // SAFETY: refused before anything is touched.
     let long = unsafe {
         comm.all_reduce_at(
             at as *mut u8,

@@ -108,18 +108,18 @@ impl Lane {
             Call::Reduce(dtype, length) => unsafe {
                 comm.all_reduce_at(to, from, length / dtype.size(), dtype, sum, stream)
             },
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
             Call::Scatter(dtype, length) => unsafe {
                 comm.reduce_scatter_at(to, from, length / dtype.size(), dtype, sum, stream)
             },
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
             Call::Gather(length) => unsafe { comm.all_gather_at(to, from, length, bytes, stream) },
             Call::Broadcast(length) => {
                 upload(pool, to as u64, &vec![FILL; length])?;
-                // SAFETY: as above.
+                // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
                 unsafe { comm.broadcast_at(to, length, bytes, 0, stream) }
             }
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
             Call::ToAll(length) => unsafe {
                 comm.all_to_all_at(to, from, length / world, bytes, stream)
             },
@@ -129,7 +129,8 @@ impl Lane {
                 let rows = SplitRows { dtype: bytes, row: 1, length, capacity };
                 let input = splits.address() as *const u8;
                 let splits = SplitsAt { input, output: null, offsets: null, dtype: DType::I64 };
-                // SAFETY: as above; there is a split for every rank.
+                // SAFETY: both blocks have room for the rows, and nothing else uses them; there is a split for every
+                // rank.
                 unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, stream) }
             }
             Call::Barrier => comm.barrier(stream),

@@ -204,7 +204,7 @@ impl Growth<'_> {
             self.case_by(Kind::AllReduce, count, |growth| {
                 let (to, from) = (growth.output.as_ptr(), growth.input.as_ptr().cast_const());
                 let (collective, sum) = (StandardCollective::AllReduce, ReduceOp::Sum);
-                // SAFETY: as in `call`.
+                // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
                 unsafe {
                     growth.comm.call(
                         &Request::at(collective, to, from, count, DTYPE).op(sum).algorithm(name),
@@ -381,17 +381,17 @@ impl Growth<'_> {
             // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them; so it is
             // below.
             Kind::AllReduce => unsafe { comm.all_reduce_at(to, from, count, DTYPE, sum, stream) },
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
             Kind::ReduceScatter => unsafe {
                 comm.reduce_scatter_at(to, from, count, DTYPE, sum, stream)
             },
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
             Kind::AllGather => unsafe { comm.all_gather_at(to, from, count, DTYPE, stream) },
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
             Kind::Broadcast => unsafe { comm.broadcast_at(to, count, DTYPE, 0, stream) },
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
             Kind::AllToAll => unsafe { comm.all_to_all_at(to, from, count, DTYPE, stream) },
-            // SAFETY: as above.
+            // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
             Kind::Splits => unsafe {
                 comm.all_to_all_v_at(to, from, &sizes, &sizes, DTYPE, stream)
             },

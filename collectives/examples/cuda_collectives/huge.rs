@@ -155,13 +155,13 @@ impl Huge<'_> {
         let wanted = [(self.sum.address(), rank * COUNT, COUNT)];
         self.case("reduce_scatter", &comm, &wanted, |of| {
             let (to, from) = of.places();
-            // SAFETY: as above.
+            // SAFETY: both blocks hold a part for every rank.
             unsafe { comm.reduce_scatter_at(to, from, COUNT, DTYPE, ReduceOp::Sum, &of.stream) }
         })?;
         let wanted: Vec<_> = self.patterns.iter().map(|of| (of.address(), 0, COUNT)).collect();
         self.case("all_gather", &comm, &wanted, |of| {
             let (to, from) = of.places();
-            // SAFETY: as above.
+            // SAFETY: both blocks hold a part for every rank.
             unsafe { comm.all_gather_at(to, from, COUNT, DTYPE, &of.stream) }
         })?;
         let root = self.pool.world() - 1;
@@ -169,7 +169,7 @@ impl Huge<'_> {
         self.case("broadcast", &comm, &wanted, |of| {
             let (to, from) = of.places();
             of.tools.copy(to as u64, from as u64, COUNT, &of.stream)?;
-            // SAFETY: as above.
+            // SAFETY: both blocks hold a part for every rank.
             unsafe { comm.broadcast_at(to, COUNT, DTYPE, root, &of.stream) }
         })
     }
@@ -190,7 +190,7 @@ impl Huge<'_> {
             let what = format!("all_to_all {} of equal parts", all_to_all.name());
             self.case(&what, &comm, &wanted, |of| {
                 let (to, from) = of.places();
-                // SAFETY: as above.
+                // SAFETY: both blocks hold a part for every rank.
                 unsafe { comm.all_to_all_at(to, from, COUNT, DTYPE, &of.stream) }
             })?;
             let even = |_: usize, _: usize| COUNT;
@@ -213,7 +213,7 @@ impl Huge<'_> {
                 let what = format!("all_to_all {} {name}", all_to_all.name());
                 self.case(&format!("{what}, splits of the host"), &comm, &wanted, |of| {
                     let (to, from) = of.places();
-                    // SAFETY: as above.
+                    // SAFETY: both blocks hold a part for every rank.
                     unsafe { comm.all_to_all_v_at(to, from, &receive, &send, DTYPE, &of.stream) }
                 })?;
                 let numbers: Vec<u8> =
@@ -226,7 +226,7 @@ impl Huge<'_> {
                     let input = of.splits.address() as *const u8;
                     let dtype = DType::I64;
                     let splits = SplitsAt { input, output: null, offsets: null, dtype };
-                    // SAFETY: as above; there is a split for every rank.
+                    // SAFETY: both blocks hold a part for every rank, and there is a split for each.
                     unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, &of.stream) }
                 })?;
             }

@@ -87,7 +87,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
                 unsafe { comm.all_to_all_v_at(to, from, &counts, &counts, DType::U8, &stream) }
             }
             "all_to_all_copy" => {
-                // SAFETY: as above; parts of all ranks are that long together.
+                // SAFETY: both blocks are as long as all parts together, and nothing else uses them.
                 unsafe { comm.all_to_all_at(to, from, bytes / world, DType::U8, &stream) }
             }
             "all_to_all_splits" => {
@@ -95,7 +95,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
                 let rows = SplitRows { dtype, row: 1, length: bytes, capacity: bytes };
                 let input = splits.address() as *const u8;
                 let splits = SplitsAt { input, output: null, offsets: null, dtype: DType::I64 };
-                // SAFETY: as above; there is a split for every rank.
+                // SAFETY: both blocks are as long as the rows, and nothing else uses them; there is a split for every
+                // rank.
                 unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, &stream) }
             }
             "reduce_scatter_copy" | "all_gather_copy" => {
@@ -106,7 +107,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
                     StandardCollective::AllGather
                 };
                 let (count, sum) = (bytes / 2 / world, ReduceOp::Sum);
-                // SAFETY: as above.
+                // SAFETY: both blocks are this long, and nothing else uses them.
                 unsafe {
                     comm.call(
                         &Request::at(collective, to, from, count, DType::Bf16)
@@ -118,7 +119,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             }
             _ => {
                 let (count, sum) = (bytes / 2, ReduceOp::Sum);
-                // SAFETY: as above.
+                // SAFETY: both blocks are this long, and nothing else uses them.
                 unsafe { comm.all_reduce_at(to, from, count, DType::Bf16, sum, &stream) }
             }
         }

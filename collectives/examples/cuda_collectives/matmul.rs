@@ -428,7 +428,7 @@ impl Matmul<'_> {
         let call = move |comm: &Communicator, stream: &Stream| {
             let terms = self.terms(&case, &memory);
             let product = Self::product(&case, &memory, &terms);
-            // SAFETY: as in `case`.
+            // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
             unsafe { comm.matmul_reduce_scatter_at(&product, 0, stream) }
         };
         Ok(("matmul_reduce_scatter", Rc::new(call), output, zeros))
@@ -466,7 +466,7 @@ impl Matmul<'_> {
         if self.pool.world() == 1 {
             return Ok(());
         }
-        // SAFETY: as in `case`.
+        // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
         self.diverged_and_missing(|comm, rest, stream| unsafe {
             comm.matmul_reduce_scatter_at(&right, rest, stream)
         })

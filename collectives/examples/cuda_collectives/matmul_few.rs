@@ -171,7 +171,7 @@ impl Matmul<'_> {
         upload(self.pool, memory.right.address(), &encode(case.right(1, self.pool.rank())))?;
         let output = (memory.out.address(), memory.out.len());
         let call = move |comm: &Communicator, stream: &Stream| {
-            // SAFETY: as in `few`.
+            // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
             unsafe { comm.matmul_all_reduce_at(&case.product(&memory), 0, stream) }
         };
         Ok(("matmul_all_reduce", Rc::new(call), output, (output.0, 0)))
@@ -194,7 +194,7 @@ impl Matmul<'_> {
         if self.pool.world() == 1 {
             return Ok(());
         }
-        // SAFETY: as in `few`.
+        // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
         self.diverged_and_missing(|comm, rest, stream| unsafe {
             comm.matmul_all_reduce_at(&right, rest, stream)
         })?;
@@ -207,7 +207,7 @@ impl Matmul<'_> {
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let (at, count) = (out.as_ptr(), out.len() / 2);
         let called = if self.pool.rank() == 0 {
-            // SAFETY: as in `few`.
+            // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
             unsafe { comm.matmul_all_reduce_at(product, 0, &self.stream) }
         } else {
             // SAFETY: the block has so many elements, and nothing else uses it.

@@ -270,7 +270,7 @@ impl Matmul<'_> {
         let call = move |comm: &Communicator, stream: &Stream| {
             let rights = Self::gather_rights(&case, &memory);
             let product = Self::gather_product(&case, &memory, &rights);
-            // SAFETY: as in `gather_case`.
+            // SAFETY: the blocks are as long as the products need, and nothing else uses them.
             unsafe { comm.all_gather_matmul_at(&product, 0, stream) }
         };
         Ok(("all_gather_matmul", Rc::new(call), output, zeros))
@@ -316,7 +316,7 @@ impl Matmul<'_> {
         if is_alone {
             return Ok(());
         }
-        // SAFETY: as in `gather_case`.
+        // SAFETY: the blocks are as long as the products need, and nothing else uses them.
         self.diverged_and_missing(|comm, rest, stream| unsafe {
             comm.all_gather_matmul_at(&right, rest, stream)
         })

@@ -116,7 +116,7 @@ impl Ring<'_> {
             // The inbox of the rank before is complete only when that rank says so.
             comm.signal_by_memory(*next, 3, stream)?;
             comm.wait_by_memory(*before, 3, long, stream)?;
-            // SAFETY: as above.
+            // SAFETY: the blocks are as long, and nothing else uses them between these signals.
             unsafe { comm.get_by_copy_engine_at(ring.got.as_ptr(), to, BYTES, *before, stream) }?;
             comm.signal_by_memory(*before, 4, stream)?;
             comm.wait_by_memory(*next, 4, long, stream)
@@ -137,13 +137,13 @@ impl Ring<'_> {
             let Ring { comm, next, before, stream, .. } = ring;
             comm.begin_matmul(&shape, stream)?;
             let ends = (ring.inbox.as_ptr(), ring.source.as_ptr().cast_const());
-            // SAFETY: as in `rings`; all ranks have begun the product.
+            // SAFETY: the blocks are as long, and all ranks have begun the product.
             unsafe { comm.push_step(ends, BYTES, (*next, 0), stream) }?;
             comm.await_step((*before, 0), stream)?;
             comm.signal_step((*next, 1), stream)?;
             comm.await_step((*before, 1), stream)?;
             let got = ring.got.as_ptr();
-            // SAFETY: as above.
+            // SAFETY: the blocks are as long, and all ranks have begun the product.
             unsafe { comm.get_by_copy_engine_at(got, ends.0, BYTES, *before, stream) }
         })?;
         let error = expect_error(

@@ -1,4 +1,4 @@
-//! Of any bits, without flags: those of vectors that look like the empty pattern are marked.
+//! An all-to-all of any bits, without flags: vectors that look like the empty pattern are marked.
 #include <symmpool/device.cuh>
 
 using namespace symmpool;

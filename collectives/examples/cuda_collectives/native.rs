@@ -102,7 +102,7 @@ impl Native<'_> {
     ) -> Result<()> {
         let (to, from) = (to as *mut u8, from as *const u8);
         let sum = ReduceOp::Sum;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that both buffers hold the data of the call, and that nothing else uses them.
         unsafe {
             self.comm.call(&Request::at(algorithm, to, from, count, dtype).op(sum), &self.stream)
         }

@@ -119,13 +119,14 @@ impl Sided<'_> {
                 // between these signals; so do those below.
                 unsafe { comm.put_signal_at(to, source, bytes, next, HERE, &stream) }?;
             } else {
-                // SAFETY: as above.
+                // SAFETY: all ranges lie in blocks with room for them, which nothing else uses between these signals.
                 unsafe { comm.put_at(to, source, bytes, next, &stream) }?;
                 comm.signal(next, HERE, &stream)?;
             }
             comm.wait(before, HERE, self.long(), &stream)?;
             let got = self.got.as_ptr();
-            // SAFETY: as above; the rank before had its data ready before it signalled.
+            // SAFETY: all ranges lie in blocks with room for them; the rank before had its data ready before it
+            // signalled.
             unsafe { comm.get_at(got, from as *const u8, bytes, before, &stream) }?;
             // From now on the data of the previous and of the next rank may change again.
             for peer in [next, before] {

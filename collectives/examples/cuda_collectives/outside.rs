@@ -164,20 +164,20 @@ impl Outside<'_> {
                 let rows = SplitRows { dtype, row: 1, length, capacity };
                 let input = self.splits.address() as *const u8;
                 let splits = SplitsAt { input, output: null, offsets: null, dtype: DType::I64 };
-                // SAFETY: as above; there is a split for every rank.
+                // SAFETY: both blocks are longer than the rows; there is a split for every rank.
                 unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, stream) }
             }
-            // SAFETY: as above.
+            // SAFETY: both blocks are longer than what is moved.
             Way::Gather => unsafe { comm.all_gather_at(to, from, COUNT, dtype, stream) },
             Way::Broadcast => {
                 // The root is the rank that differs.
                 let root = self.pool.world() - 1;
-                // SAFETY: as above.
+                // SAFETY: both blocks are longer than what is moved.
                 unsafe { comm.broadcast_at(to, COUNT, dtype, root, stream) }
             }
             Way::Scatter(name) => {
                 let (collective, op) = (StandardCollective::ReduceScatter, ReduceOp::Max);
-                // SAFETY: as above.
+                // SAFETY: both blocks are longer than what is moved.
                 unsafe {
                     comm.call(
                         &Request::at(collective, to, from, COUNT, dtype).op(op).algorithm(name),
@@ -186,7 +186,7 @@ impl Outside<'_> {
                 }
             }
             Way::Push | Way::Pull => {
-                // SAFETY: as above.
+                // SAFETY: both blocks are longer than what is moved.
                 unsafe {
                     comm.all_reduce_at(to, from, bytes / 2, DType::Bf16, ReduceOp::Sum, stream)
                 }

@@ -155,7 +155,7 @@ impl Messages<'_> {
 
     fn receive(&self, peer: u32, message: &Message, stream: &Stream) -> Result<()> {
         let to = (self.to[peer as usize].address() + message.to) as *mut u8;
-        // SAFETY: as above.
+        // SAFETY: the stretch lies in a block with room for it, which nothing else uses.
         unsafe { self.comm.recv_at(to, message.bytes, DType::U8, peer, stream) }
     }
 

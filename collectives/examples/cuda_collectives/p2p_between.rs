@@ -79,7 +79,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     if rank == 1 {
         // The barrier is under way then.
         sleep(Duration::from_millis(300));
-        // SAFETY: as above.
+        // SAFETY: the block has these elements, and nothing else uses them.
         unsafe { comm.recv_at(at as *mut u8, 16, DType::U8, 0, &messages) }?;
         let refused = comm.synchronize(&messages);
         expect(format!("a message that differs: {refused:?}"), refused.is_err());

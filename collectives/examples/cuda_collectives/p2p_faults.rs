@@ -64,7 +64,7 @@ impl Faults<'_> {
         peer: u32,
     ) -> Result<()> {
         let at = self.block.address() as *mut u8;
-        // SAFETY: as above.
+        // SAFETY: the block has these elements, and nothing else uses it.
         unsafe { comm.recv_at(at, count, dtype, peer, &self.stream) }
     }
 
@@ -168,7 +168,7 @@ impl Faults<'_> {
                 let null = std::ptr::null_mut();
                 // SAFETY: refused before memory is accessed; so it is below.
                 let sent = |()| unsafe { comm.send_at(null, 100, DType::U8, 1, &self.stream) };
-                // SAFETY: the same.
+                // SAFETY: refused before memory is accessed.
                 let received = |()| unsafe { comm.recv_at(null, 100, DType::U8, 0, &self.stream) };
                 let refused = if sends { sent(()) } else { received(()) };
                 let why = expect_error(refused, "a message that its own rank refuses")?;

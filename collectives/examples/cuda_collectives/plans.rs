@@ -253,7 +253,7 @@ impl<'a> Plans<'a> {
             (0..world).map(|rank| input(seed, rank, DType::I32, count)).collect();
         let at = self.buffers.windows[0].address();
         upload(self.pool, at, &all[rank as usize])?;
-        // SAFETY: as in `call`.
+        // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
         unsafe {
             self.comm.all_reduce_at(
                 at as *mut u8,
@@ -282,7 +282,7 @@ impl<'a> Plans<'a> {
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let call = |algorithm: &Algorithm, stream: &Stream| {
             let (to, from) = (output_at as *mut u8, input_at as *const u8);
-            // SAFETY: as in `call`.
+            // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
             unsafe { comm.call(&Request::at(algorithm, to, from, count, dtype).op(op), stream) }
         };
         let mut graphs = Vec::new();

@@ -178,7 +178,7 @@ impl<'a> Slow<'a> {
         let what = format!("reduce_scatter of {count}");
         self.consume(&what, &comm, SHORT, wanted.each_ref().map(|all| &all[..]), |of, nth| {
             let (to, from) = of.places(nth);
-            // SAFETY: as above; so it is below.
+            // SAFETY: the blocks are longer, and nothing but this stream uses them.
             unsafe {
                 comm.reduce_scatter_at(to, from, count, DType::Bf16, ReduceOp::Sum, &of.stream)
             }
@@ -189,7 +189,7 @@ impl<'a> Slow<'a> {
         let what = format!("all_gather of {count}");
         self.consume(&what, &comm, SHORT, wanted.each_ref().map(|all| &all[..]), |of, nth| {
             let (to, from) = of.places(nth);
-            // SAFETY: as above.
+            // SAFETY: the blocks are longer, and nothing but this stream uses them.
             unsafe { comm.all_gather_at(to, from, count, DType::Bf16, &of.stream) }
         })
     }
@@ -234,12 +234,13 @@ impl<'a> Slow<'a> {
                         let (send, receive) =
                             (matrices[nth].sends(rank), matrices[nth].receives(rank));
                         if by_device {
-                            // SAFETY: as above; there is a split for every rank.
+                            // SAFETY: the blocks are longer, and nothing but this stream uses them; there is a split
+                            // for every rank.
                             unsafe {
                                 comm.all_to_all_v_splits_at(to, from, &rows, &splits, &of.stream)
                             }
                         } else {
-                            // SAFETY: as above.
+                            // SAFETY: the blocks are longer, and nothing but this stream uses them.
                             unsafe {
                                 comm.all_to_all_v_at(
                                     to,
@@ -274,7 +275,7 @@ impl<'a> Slow<'a> {
             let wanted = wanted.each_ref().map(|all| &all[..]);
             let call = |of: &Self, nth: usize| {
                 let (to, from) = of.places(nth);
-                // SAFETY: as above.
+                // SAFETY: the blocks are longer, and nothing but this stream uses them.
                 unsafe { comm.all_to_all_at(to, from, count, DType::Bf16, &of.stream) }
             };
             if !in_graphs {

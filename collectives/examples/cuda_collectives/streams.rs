@@ -176,7 +176,7 @@ impl<'a> Streams<'a> {
             return self.compare_own(lane, name);
         }
         if (number >> 50) % 4 == 1 {
-            // SAFETY: as above; so many parts are no longer.
+            // SAFETY: both blocks are this long, and so many parts are no longer.
             unsafe {
                 let (to, from) = (exchanged.address() as *mut u8, from.address() as *const u8);
                 comm.all_to_all_at(to, from, self.part, DType::U8, stream)
@@ -186,7 +186,7 @@ impl<'a> Streams<'a> {
         let count = most - (number >> 8) as usize % (most >> (number >> 61));
         let shift = ((number >> 30) as usize % SHIFTS) & !7;
         let (to, from) = (to.address(), from.address() + 2 * shift as u64);
-        // SAFETY: as above.
+        // SAFETY: both blocks are this long.
         unsafe {
             let (to, from) = (to as *mut u8, from as *const u8);
             comm.all_reduce_at(to, from, count, DTYPE, ReduceOp::Sum, stream)

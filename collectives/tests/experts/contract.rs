@@ -221,7 +221,7 @@ fn invalid_arguments_are_refused_and_an_error_on_the_others() {
         // SAFETY: where arguments are not refused, which is what is tested, the block is long enough.
         let dispatch =
             |dispatch: &DispatchAt| unsafe { rank.buffer.dispatch_at(at, dispatch, STREAM) };
-        // SAFETY: as above.
+        // SAFETY: where arguments are not refused, which is what is tested, the block is long enough.
         let combine = |combine: &CombineAt| unsafe { rank.buffer.combine_at(at, combine, STREAM) };
         let check = |what: &str, error: Error| {
             assert_eq!(error.is_invalid_argument(), rank.me == 1, "{what}: {error}");

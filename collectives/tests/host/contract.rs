@@ -150,7 +150,7 @@ fn a_refused_argument_on_one_rank_is_reported_to_all() {
         // SAFETY: each is refused before memory is accessed.
         let beyond = unsafe { engine.broadcast(Place::Window(1 << 40), 8, DType::U8, 0) };
         assert!(beyond.unwrap_err().is_invalid_argument());
-        // SAFETY: as above.
+        // SAFETY: it is refused before memory is accessed.
         let over = unsafe { engine.broadcast(Place::Window(64), 8, DType::U8, 0) };
         assert!(over.unwrap_err().to_string().contains("control block"));
         let root = engine.broadcast_slice(&mut [0u8], 3);

@@ -338,7 +338,7 @@ fn elements_without_reductions_are_moved_and_not_reduced() {
                 } else {
                     assert!(error.is_diverged(), "{error}");
                 }
-                // SAFETY: as above; the output holds a part.
+                // SAFETY: the input holds `COUNT` elements and the output a part; both are this rank's.
                 let reduced = unsafe {
                     engine.reduce_scatter(to.place, from.place, COUNT, dtype, ReduceOp::Max)
                 };

@@ -180,7 +180,7 @@ fn all_to_all_on_one_rank_may_meet_all_to_all_v_on_others() {
                 // SAFETY: both buffers hold what is sent and received, and are this rank's.
                 unsafe { engine.all_to_all(from, out, 1, i32::DTYPE) }
             } else {
-                // SAFETY: as above.
+                // SAFETY: both buffers hold what is sent and received, and are this rank's.
                 unsafe { engine.all_to_all_v(from, &MATRIX[me], out, &receive, i32::DTYPE) }
             };
             done.unwrap();
@@ -190,7 +190,7 @@ fn all_to_all_on_one_rank_may_meet_all_to_all_v_on_others() {
             assert_eq!(to.read::<i32>(6), wanted);
         }
         // If the counts do not agree, the error names the counts, not the calls.
-        // SAFETY: as above.
+        // SAFETY: both buffers hold what is sent and received, and are this rank's.
         let done = unsafe { engine.all_to_all(from.place, to.place, 1 + me / 2, i32::DTYPE) };
         let error = done.unwrap_err();
         assert!(error.is_diverged(), "{error}");

@@ -95,12 +95,12 @@ fn all_to_alls_that_differ_in_more_than_their_parts_are_errors() {
                 0 if rank == 1 => unsafe {
                     engine.all_to_all_v(from, &counts, out, &counts, DType::F32)
                 },
-                // SAFETY: as above.
+                // SAFETY: both buffers hold six elements of four bytes and are this rank's.
                 1 if rank == 1 => unsafe { engine.all_to_all(from, out, 2, DType::F32) },
-                // SAFETY: as above.
+                // SAFETY: both buffers hold six elements of four bytes and are this rank's.
                 2 if rank == 1 => unsafe { engine.all_gather(from, out, 2, DType::I32) },
                 3 if rank == 1 => engine.barrier(),
-                // SAFETY: as above.
+                // SAFETY: both buffers hold six elements of four bytes and are this rank's.
                 _ => unsafe { engine.all_to_all_v(from, &counts, out, &counts, DType::I32) },
             };
             let error = done.unwrap_err();
@@ -143,10 +143,10 @@ fn gathers_and_scatters_at_different_offsets_are_errors() {
                 // SAFETY: each place has 64 KiB behind it, more than two parts, as below.
                 let sent = unsafe { engine.all_gather(there, second, count, DType::F32) };
                 let there_too = window.part((1 << 16) - 64 * rank as usize);
-                // SAFETY: as above.
+                // SAFETY: each place has 64 KiB behind it, more than two parts.
                 let written = unsafe { engine.all_gather(here, there_too, count, DType::F32) };
                 let sum = ReduceOp::Sum;
-                // SAFETY: as above.
+                // SAFETY: each place has 64 KiB behind it, more than two parts.
                 let reduced =
                     unsafe { engine.reduce_scatter(there, second, count, DType::F32, sum) };
                 for done in [sent, written, reduced] {

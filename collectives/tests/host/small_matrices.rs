@@ -92,7 +92,7 @@ impl Rank {
             // SAFETY: the buffers have room for what is sent and received, and are this rank's.
             unsafe { self.engine.all_to_all(input, output, send[0], u8::DTYPE) }
         } else {
-            // SAFETY: as above.
+            // SAFETY: the buffers have room for what is sent and received, and are this rank's.
             unsafe { self.engine.all_to_all_v(input, send, output, &receive, u8::DTYPE) }
         };
         done.unwrap_or_else(|error| panic!("matrix {nth} of {matrix:?}: {error}"));

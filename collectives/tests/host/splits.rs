@@ -155,7 +155,7 @@ fn invalid_splits_are_an_error_on_all_and_the_communicator_stays_usable() {
         let input = counts.as_ptr().cast();
         let splits = SplitsAt { input, output, offsets: output, dtype: DType::I64 };
         let empty = SplitRows { row: if rank == 2 { 0 } else { 1 }, ..rows };
-        // SAFETY: as above.
+        // SAFETY: the buffers hold 90 elements and more; there is a count for every rank.
         let done = unsafe { engine.all_to_all_splits(from.place, to.place, &empty, &splits) };
         let error = done.unwrap_err();
         assert!(
@@ -166,7 +166,7 @@ fn invalid_splits_are_an_error_on_all_and_the_communicator_stays_usable() {
         let misaligned = counts.as_ptr().cast::<u8>().wrapping_add(usize::from(rank == 2));
         let output = std::ptr::null_mut();
         let splits = SplitsAt { input: misaligned, output, offsets: output, dtype: DType::I32 };
-        // SAFETY: as above; no misaligned count is read.
+        // SAFETY: the buffers hold 90 elements and more; no misaligned count is read.
         let done = unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) };
         let error = done.unwrap_err();
         assert!(
@@ -192,7 +192,7 @@ fn splits_in_memory_on_one_rank_and_counts_as_arguments_on_another_are_different
             unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) }
         } else {
             let counts = counts.map(|count| count as usize);
-            // SAFETY: as above.
+            // SAFETY: the buffers hold as many elements; there is a count for every rank.
             unsafe { engine.all_to_all_v(from.place, &counts, to.place, &counts, i32::DTYPE) }
         };
         let error = done.unwrap_err();

@@ -93,7 +93,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             let at = handle.as_ptr().cast();
             // SAFETY: the blocks are as long as these calls need, and nothing else uses them; so it is below.
             let dispatch = |call: &DispatchAt| unsafe { buffer.dispatch_at(at, call, &stream) };
-            // SAFETY: as above.
+            // SAFETY: the blocks are as long as these calls need, and nothing else uses them.
             let combine = |call: &CombineAt| unsafe { buffer.combine_at(at, call, &stream) };
             let mut times = Vec::new();
             let mut time = |what: &str, call: &dyn Fn() -> Result<()>| -> Result<()> {

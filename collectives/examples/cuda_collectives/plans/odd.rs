@@ -113,7 +113,7 @@ impl Plans<'_> {
         let algorithm = Algorithm::from_plan(plan).expect("a right program");
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let to = if rank == 0 { input_at } else { output_at } as *mut u8;
-        // SAFETY: as above.
+        // SAFETY: both blocks are longer, and nothing else uses them.
         let refused = unsafe {
             comm.call(
                 &Request::at(&algorithm, to, input_at as *const u8, count, dtype).op(op),

@@ -99,10 +99,10 @@ impl Experts {
         unsafe { buffer.dispatch_at(handle, &dispatch, stream) }?;
         if again {
             dispatch.known = true;
-            // SAFETY: as above.
+            // SAFETY: the blocks are as long as the calls need, and only calls on this stream use them.
             unsafe { buffer.dispatch_at(handle, &dispatch, stream) }?;
         }
-        // SAFETY: as above.
+        // SAFETY: the blocks are as long as the calls need, and only calls on this stream use them.
         unsafe { buffer.combine_at(handle, &combine, stream) }?;
         Ok(2 + u64::from(again))
     }

@@ -158,13 +158,13 @@ fn fill(at: *mut u8, bytes: usize, value: u8) {
 }
 
 fn store(at: *mut u8, data: &[u8]) {
-    // SAFETY: as in `fill`.
+    // SAFETY: the caller passes parts of its own buffers, which nobody else accesses between calls.
     unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), at, data.len()) };
 }
 
 fn load(at: *const u8, bytes: usize) -> Vec<u8> {
     let mut data = vec![0; bytes];
-    // SAFETY: as in `fill`.
+    // SAFETY: the caller passes parts of its own buffers, which nobody else accesses between calls.
     unsafe { std::ptr::copy_nonoverlapping(at, data.as_mut_ptr(), bytes) };
     data
 }

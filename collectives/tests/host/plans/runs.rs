@@ -179,12 +179,14 @@ fn a_flat_program_has_the_bits_of_the_built_in_algorithms() {
             let (from, to) = (input.place, output.place);
             for op in ReduceOp::ALL {
                 let auto = AllReduceAlgorithm::Auto;
-                // SAFETY: as in `run`.
+                // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses
+                // them.
                 unsafe { engine.all_reduce(from, to, COUNT, dtype, op, auto) }.unwrap();
                 let built_in: Vec<u8> = output.read(COUNT * size);
                 for checked in &plans {
                     output.write(&vec![0xff_u8; COUNT * size]);
-                    // SAFETY: as in `run`.
+                    // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses
+                    // them.
                     unsafe { engine.run_plan(checked, from, to, COUNT, dtype, op, 0) }.unwrap();
                     let found: Vec<u8> = output.read(COUNT * size);
                     assert_eq!(found, built_in, "{} of {dtype:?} by {op:?}", checked.plan().name);
@@ -206,15 +208,15 @@ fn averages_by_partial_sums_divide_once_and_refuse_integers() {
         let output = Buffer::window(&heap, rank, WINDOW, 400);
         input.write(&[3.0_f32 * rank as f32; 100]);
         let (from, to) = (input.place, output.place);
-        // SAFETY: as in `run`.
+        // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses them.
         unsafe { engine.run_plan(&ring, from, to, 100, DType::F32, ReduceOp::Avg, 0) }.unwrap();
         assert_eq!(output.read::<f32>(100), [3.0; 100]);
-        // SAFETY: as in `run`.
+        // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses them.
         let integers =
             unsafe { engine.run_plan(&ring, from, to, 100, DType::I32, ReduceOp::Avg, 0) };
         let error = integers.unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("ring"), "{error}");
-        // SAFETY: as in `run`.
+        // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses them.
         let bools = unsafe { engine.run_plan(&ring, from, to, 100, DType::Bool, ReduceOp::Sum, 0) };
         assert!(bools.unwrap_err().is_unsupported_or_invalid());
     });
@@ -269,7 +271,8 @@ fn averages_divide_each_output_by_its_own_number_of_contributions() {
             input.write(&data);
             for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max] {
                 let (from, to) = (input.place, output.place);
-                // SAFETY: as in `run`.
+                // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses
+                // them.
                 unsafe { engine.run_plan(checked, from, to, COUNT, DType::F32, op, 0) }.unwrap();
                 let expected = (0..COUNT).map(|index| {
                     let all = (0..=rank).map(|rank| value(rank, index, call));
