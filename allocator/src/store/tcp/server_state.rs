@@ -62,7 +62,7 @@ pub(super) struct ServerState {
     lost: BTreeMap<u32, [u8; 16]>,
     /// Lost ranks in the order in which they left.
     left: Vec<u32>,
-    /// Which of them was the first at the last call of [`news`](State::news).
+    /// Which of them was the first at the last call of [`news`](ServerState::news).
     announced: Option<u32>,
     /// Whether the store serves one group only.
     one_group: bool,
@@ -278,7 +278,7 @@ impl ServerState {
         self.left.first().copied()
     }
 
-    /// [`first_left`](State::first_left), if it has changed since the last call.
+    /// [`first_left`](ServerState::first_left), if it has changed since the last call.
     pub(super) fn news(&mut self) -> Option<Option<u32>> {
         let first = self.first_left();
         (std::mem::replace(&mut self.announced, first) != first).then_some(first)
