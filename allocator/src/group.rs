@@ -109,7 +109,7 @@ impl Group {
         self
     }
 
-    /// The same participant, whose waits for other ranks end when `stop` returns true: in all stores but
+    /// Returns this participant, whose waits for other ranks end when `stop` returns true: in all stores but
     /// [`MemoryStore`], and on the connections of pools. The thread that waits calls it about once a second
     /// and after a signal. The call that waited then fails with [`Error::is_invalid_state`] and names the
     /// ranks that are missing; a pool that waited can commit no more.
@@ -124,7 +124,7 @@ impl Group {
         self.interrupt.clone()
     }
 
-    /// The same participant under another name, which is in messages and before all keys in the
+    /// Returns this participant under another name, which is in messages and before all keys in the
     /// store. Groups that use one store at a time need different names, equal on all ranks.
     /// Collectives count from 0 again.
     #[must_use]

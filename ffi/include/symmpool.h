@@ -638,20 +638,20 @@ symmpool_status symmpool_experts_rows_by_expert(symmpool_experts experts,
 //
 // # Safety
 //
-// What `dispatch` names can be read and written for its lengths by the CPU or, on CUDA, the device, and nobody else
-// accesses it until the work is done. `dispatch` is NULL (an error) or can be read. `handle` can be written to for the
-// bytes that symmpool_experts_handle says; if `dispatch` has `known`, a dispatch of this buffer with as many tokens
-// wrote it. `stream` as for symmpool_all_reduce.
+// Memory that `dispatch` names can be read and written for its lengths by the CPU or, on CUDA, the device, and
+// nobody else accesses it until the work is done. `dispatch` is NULL (an error) or can be read. `handle` can be
+// written to for the bytes that symmpool_experts_handle says; if `dispatch` has `known`, a dispatch of this buffer
+// with as many tokens wrote it. `stream` as for symmpool_all_reduce.
 symmpool_status symmpool_dispatch(symmpool_experts experts,
                                   void *handle,
                                   const symmpool_dispatch_info *dispatch,
                                   void *stream);
 
-// As symmpool_dispatch of a new routing, and waits until it is known how many rows this rank receives; on CUDA they may
-// still be on their way then, and what `stream` is given next finds them there. `expert_counts` gets how many rows each
-// expert of this rank was sent, with those that had no room, and may be NULL. Errors are those of symmpool_dispatch and,
-// on CUDA, of symmpool_comm_synchronize; INVALID_ARGUMENT also where `dispatch` has `known`, and INVALID_STATE while
-// `stream` is captured. Nothing is written to `sizes` and `expert_counts` then.
+// Dispatches like symmpool_dispatch of a new routing, and waits until it is known how many rows this rank receives;
+// on CUDA they may still be on their way then, and what `stream` is given next finds them there. `expert_counts`
+// gets how many rows each expert of this rank was sent, with those that had no room, and may be NULL. Errors are
+// those of symmpool_dispatch and, on CUDA, of symmpool_comm_synchronize; INVALID_ARGUMENT also where `dispatch` has
+// `known`, and INVALID_STATE while `stream` is captured. Nothing is written to `sizes` and `expert_counts` then.
 //
 // # Safety
 //

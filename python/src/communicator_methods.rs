@@ -514,11 +514,12 @@ impl Communicator {
         statistics::of_communicator(py, &self.calls.comm.memory())
     }
 
-    /// What a call of `collective` would do on this rank, as it would be made now: its algorithm, blocks, SMs and memory, what
-    /// it would be in the best case (alone on the device, between windows, with all of the memory), and what keeps it from that.
-    /// An `Explanation`, which prints as a sentence. `collective` is "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
-    /// (of equal parts) or "broadcast", or the name of the method; the other arguments are those of that call. Not collective:
-    /// it talks to nobody and changes nothing, and other ranks hear nothing of what it raises.
+    /// Explains what a call of `collective` would do on this rank, as it would be made now: its algorithm, blocks,
+    /// SMs and memory, what it would be in the best case (alone on the device, between windows, with all of the
+    /// memory), and what keeps it from that. An `Explanation`, which prints as a sentence. `collective` is
+    /// "all_reduce", "reduce_scatter", "all_gather", "all_to_all" (of equal parts) or "broadcast", or the name of the
+    /// method; the other arguments are those of that call. Not collective: it talks to nobody and changes nothing,
+    /// and other ranks hear nothing of what it raises.
     #[pyo3(
         signature = (collective, input, out = None, *, op = None, src = Number::of(0), algorithm = None, stream = None),
         text_signature = "($self, collective, input, out=None, *, op='sum', src=0, algorithm=None, stream=None)"

@@ -94,7 +94,7 @@ pub(crate) fn from_within(py: Python<'_>, error: PyErr) -> Error {
     Error::interrupted(text)
 }
 
-/// What a call raises. Ctrl-C during the call comes before the call's own error: often the other ranks were
+/// Exception that a call raises. Ctrl-C during the call comes before the call's own error: often the other ranks were
 /// interrupted too, and a program that catches the package's errors would go on. The call's error becomes the
 /// cause: it says for which rank the call waited.
 #[cold]

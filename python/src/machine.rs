@@ -15,7 +15,7 @@ fn look_at(ordinal: u32) -> Found {
     Ok((driver.facts().clone(), driver.memory_info()?))
 }
 
-/// What the machine has, as far as this package is concerned: a dict of `host` (an error's text, or
+/// Returns what the machine has, as far as this package is concerned: a dict of `host` (an error's text, or
 /// None), `cuda` (likewise), `devices` (a dict each, with `error` where one cannot be used), `links`
 /// (rows of names), `mesh`, `compiler` and `cache`. Every device gets a context for a moment.
 #[pyfunction]

@@ -462,7 +462,7 @@ pub unsafe trait MemoryDriver: Send + Sync {
         Ok(())
     }
 
-    /// The same, with a deadline: then it fails with [`Error::is_timeout`](crate::Error::is_timeout), and
+    /// Waits with a deadline: then it fails with [`Error::is_timeout`](crate::Error::is_timeout), and
     /// the device goes on. A driver whose [`synchronize`](MemoryDriver::synchronize) may wait has to
     /// implement this as well: pools call it while other threads wait for their lanes.
     fn synchronize_by(&self, _deadline: Deadline) -> Result<()> {

@@ -20,7 +20,7 @@ impl Group {
         })
     }
 
-    /// The same, for a caller that can tell which ranks are gone: while this waits, it calls `gone` about
+    /// Gathers for a caller that can tell which ranks are gone: while this waits, it calls `gone` about
     /// once a second, and fails with [`Error::is_peer_lost`] when a missing rank is among them. Most stores
     /// do not know whether a rank that has yet to come still exists.
     pub(crate) fn all_gather_from_living(

@@ -144,10 +144,10 @@ impl<T: Pod> Block<T> {
         freed
     }
 
-    /// As [`free_unordered`](Self::free_unordered), for a block that kernels may still use on streams that were not
-    /// [recorded](Self::record_stream). It does not wait for them, so it may be called while a stream is being captured:
-    /// the commit by which the block returns waits for the device first. In a local lane, which has no commits, it waits
-    /// for the device itself.
+    /// Frees like [`free_unordered`](Self::free_unordered), for a block that kernels may still use on streams that
+    /// were not [recorded](Self::record_stream). It does not wait for them, so it may be called while a stream is
+    /// being captured: the commit by which the block returns waits for the device first. In a local lane, which has
+    /// no commits, it waits for the device itself.
     ///
     /// # Errors
     ///

@@ -63,10 +63,10 @@ impl PoolBuilder {
         self.driver_or_failure(Ok(driver))
     }
 
-    /// As [`driver`](Self::driver), for a driver whose construction may have failed: [`build`](Self::build)
-    /// then reports the reason to the other ranks, and fails on all. If this rank returned without calling
-    /// `build`, the others would wait for it, and it would count the pools of its group differently from then
-    /// on. Whatever keeps a rank from building a pool may be passed here as a failure.
+    /// Sets the driver like [`driver`](Self::driver), for a driver whose construction may have failed:
+    /// [`build`](Self::build) then reports the reason to the other ranks, and fails on all. If this rank returned
+    /// without calling `build`, the others would wait for it, and it would count the pools of its group differently
+    /// from then on. Whatever keeps a rank from building a pool may be passed here as a failure.
     ///
     /// ```
     /// use symmpool_allocator::{Driver, Group, Pool};

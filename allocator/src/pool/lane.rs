@@ -84,9 +84,10 @@ impl Lane {
         Ok(Block::new(self.0.clone(), key, self.0.base + offset, bytes))
     }
 
-    /// As [`alloc_bytes`](Self::alloc_bytes), but never waits for a commit under way in another thread: that is
-    /// [`Error::is_invalid_state`]. Any other failure makes a commit due, as [`note_failure`](Self::note_failure)
-    /// does. For allocator hooks, whose callers hold locks and get no error message.
+    /// Allocates like [`alloc_bytes`](Self::alloc_bytes), but never waits for a commit under way in another thread:
+    /// that is [`Error::is_invalid_state`]. Any other failure makes a commit due, as
+    /// [`note_failure`](Self::note_failure) does. For allocator hooks, whose callers hold locks and get no error
+    /// message.
     #[track_caller]
     pub fn try_alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
         let site = here();
@@ -104,9 +105,10 @@ impl Lane {
         Ok(Block::new(self.0.clone(), key, self.0.base + offset, bytes))
     }
 
-    /// As [`alloc_bytes`](Self::alloc_bytes) on the default stream, in a step of all ranks that shares the block at once: no
-    /// commit is due for it. A rank that has no memory for the block has it all the same, until all ranks give it up; so
-    /// their sequences stay alike. Returns the block, unless the lane itself has no place for it, and whether there is memory.
+    /// Allocates like [`alloc_bytes`](Self::alloc_bytes) on the default stream, in a step of all ranks that shares
+    /// the block at once: no commit is due for it. A rank that has no memory for the block has it all the same, until
+    /// all ranks give it up; so their sequences stay alike. Returns the block, unless the lane itself has no place
+    /// for it, and whether there is memory.
     pub(super) fn alloc_at_once(
         &self,
         bytes: u64,

@@ -46,10 +46,10 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// Of a rank whose wait ends: that of `check`; [`Error::is_timeout`], which names ranks that have not come;
-    /// [`Error::is_peer_lost`]; after an interrupt. No rank goes on then: others get the error of one that has left, as they come
-    /// or at once. The pool can commit as before, unless a rank is lost that has said it goes on. `is_invalid_argument` on a
-    /// rank that brings more than 16 KiB: it says nothing to the others.
+    /// The error of a rank whose wait ends: that of `check`; [`Error::is_timeout`], which names ranks that have not
+    /// come; [`Error::is_peer_lost`]; after an interrupt. No rank goes on then: others get the error of one that has
+    /// left, as they come or at once. The pool can commit as before, unless a rank is lost that has said it goes on.
+    /// `is_invalid_argument` on a rank that brings more than 16 KiB: it says nothing to the others.
     pub fn meet(
         &self,
         topic: Topic,

@@ -54,9 +54,9 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// The same on every rank: [`Error::is_unsupported`] if no NCCL is loaded, if it is older than 2.27, or if it
-    /// makes no symmetric windows between these ranks; [`Error::is_invalid_argument`] for lanes or a
-    /// communicator that do not fit; [`Error::is_diverged`] for different versions; [`Error::is_timeout`] and
+    /// They are equal on every rank: [`Error::is_unsupported`] if no NCCL is loaded, if it is older than 2.27, or if
+    /// it makes no symmetric windows between these ranks; [`Error::is_invalid_argument`] for lanes or a communicator
+    /// that do not fit; [`Error::is_diverged`] for different versions; [`Error::is_timeout`] and
     /// [`Error::is_peer_lost`].
     ///
     /// # Safety

@@ -1,6 +1,6 @@
 //! The first step of a commit: what each rank proposes, and what follows from all proposals.
 //!
-//! As a rule all proposals are equal, byte for byte, because they hold only digests and counters. Segments
+//! Usually all proposals are equal, byte for byte, because they hold only digests and counters. Segments
 //! are not listed, as their places follow from the sequence that the digest stands for. So a commit's
 //! traffic does not grow with the number of segments, and the answer of a store that sends equal parts once
 //! does not grow with the world either.

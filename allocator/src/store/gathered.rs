@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 /// The result of an all-gather: one part a rank, equal parts held (and sent) once.
 ///
-/// What ranks publish at a commit is equal on all of them unless something is wrong, so keeping
+/// The parts that ranks publish at a commit are equal on all of them unless something is wrong, so keeping
 /// distinct parts only makes an answer's size independent of the world's in the usual case.
 /// Cloning shares everything.
 #[derive(Clone, Debug, PartialEq, Eq)]

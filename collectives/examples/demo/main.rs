@@ -1,6 +1,6 @@
 //! Shows what symmpool is for, with four processes on this machine.
 //!
-//! The same tensor program runs over memory whose free blocks are ordered by address, as in most caching allocators,
+//! A tensor program runs over memory whose free blocks are ordered by address, as in most caching allocators,
 //! and over a symmpool pool. The former silently adds up the wrong tensors. Then all-reduce and all-to-all are timed
 //! and checked, and memory is drawn.
 //!

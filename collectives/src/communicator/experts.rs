@@ -208,10 +208,10 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ///
     /// # Safety
     ///
-    /// What `dispatch` points to is readable, or writable, for its lengths by whoever runs the call, until the stream is
-    /// past it, and nobody else touches it meanwhile. `handle` is aligned to 16 bytes, and writable for
-    /// [`HandleParts::bytes`]; where `known`, only calls of this buffer wrote it. Where `dispatch.known`, there are as
-    /// many tokens as in the call that made the handle.
+    /// Memory that `dispatch` points to is readable, or writable, for its lengths by whoever runs the call, until the
+    /// stream is past it, and nobody else touches it meanwhile. `handle` is aligned to 16 bytes, and writable for
+    /// [`HandleParts::bytes`]; where `known`, only calls of this buffer wrote it. Where `dispatch.known`, there are
+    /// as many tokens as in the call that made the handle.
     pub unsafe fn dispatch_at(
         &self,
         handle: *mut u8,
@@ -230,9 +230,9 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ///
     /// # Errors
     ///
-    /// As [`Self::dispatch_at`], with those that [`Communicator::synchronize`] returns on a device, where errors about ids
-    /// and room are those of all calls since it was called last. `is_invalid_argument` where `dispatch.known`, and
-    /// `is_invalid_state` while `stream` is captured.
+    /// The errors of [`Self::dispatch_at`], with those that [`Communicator::synchronize`] returns on a device, where
+    /// errors about ids and room are those of all calls since it was called last. `is_invalid_argument` where
+    /// `dispatch.known`, and `is_invalid_state` while `stream` is captured.
     ///
     /// # Safety
     ///

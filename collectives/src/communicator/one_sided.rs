@@ -136,8 +136,8 @@ impl Communicator {
         unsafe { self.copy_at("get", (dst, src), bytes, peer, By::Kernel(None), stream) }
     }
 
-    /// As [`Self::put_at`], by a copy engine of the device, which leaves all SMs to other work. A copy takes some
-    /// microseconds more to start, and large ones are faster. Behind it on the stream,
+    /// Copies like [`Self::put_at`], by a copy engine of the device, which leaves all SMs to other work. A copy takes
+    /// some microseconds more to start, and large ones are faster. Behind it on the stream,
     /// [`Self::signal_by_memory`] tells the peer, and so does [`Self::signal`].
     ///
     /// # Errors

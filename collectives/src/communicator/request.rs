@@ -306,10 +306,10 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// As calls of the collective. `is_invalid_argument` for a name that no algorithm has here, for memory whose lengths do
-    /// not fit each other, if the elements do not divide as the algorithm needs them, or if buffers are in place where that is
-    /// wrong; `is_unsupported` for an algorithm that does not fit the call, for slices on devices, and there for programs that
-    /// are too long for a kernel. The other ranks get an error too.
+    /// The errors of the collective's calls. `is_invalid_argument` for a name that no algorithm has here, for memory
+    /// whose lengths do not fit each other, if the elements do not divide as the algorithm needs them, or if buffers
+    /// are in place where that is wrong; `is_unsupported` for an algorithm that does not fit the call, for slices on
+    /// devices, and there for programs that are too long for a kernel. The other ranks get an error too.
     #[inline]
     pub fn call(&self, request: &Request<'_>, stream: &Stream) -> Result<()> {
         if let (Callee::Collective(collective), None) = (request.callee, request.algorithm) {

@@ -16,7 +16,7 @@ __all__ = ["load_tables", "register", "select"]
 
 
 def register(algorithm: Algorithm, group: GroupLike = None, *, device: DeviceLike = None) -> None:
-    """As `Communicator.register`, with the communicator that serves a group: module-level calls on it take
+    """Calls `Communicator.register` on the communicator that serves a group: module-level calls on it take
     the algorithm by `algorithm=`, and these calls and those of torch.distributed's backend by
     SYMMPOOL_ALL_REDUCE and the like, or by `select`. `device` says where ("cpu", "cuda:N"); without it,
     where the group's first pool is, or on the CPU if there is none. The communicator is made if need be,

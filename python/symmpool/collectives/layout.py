@@ -100,9 +100,9 @@ def check_destination(tensor: torch.Tensor) -> None:
 
 
 def copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-    """What copies results to where they belong: pairs of a destination and a source. It may run in another
-    thread, whose modes are not the caller's: a tensor made in inference mode, or one that requires grad, is
-    written to in that mode only."""
+    """Returns the function that copies results to where they belong: pairs of a destination and a source. It
+    may run in another thread, whose modes are not the caller's: a tensor made in inference mode, or one that
+    requires grad, is written to in that mode only."""
 
     def copy() -> None:
         with torch.inference_mode():

@@ -407,9 +407,9 @@ class Worker:
 
     @property
     def order(self) -> _CallQueue:
-        """What `join`s the calls that were begun. Not one's work: its error keeps the frames that it came
-        through, and what is in them, often the group. And not one call alone: calls of a callback do not come
-        behind what was begun before."""
+        """Object that `join`s the calls that were begun. Not one's work: its error keeps the frames that it
+        came through, and what is in them, often the group. And not one call alone: calls of a callback do not
+        come behind what was begun before."""
         return self._queue
 
     def submit(

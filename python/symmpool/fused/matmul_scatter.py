@@ -57,9 +57,9 @@ def fused_matmul_reduce_scatter(
 def fused_matmuls_reduce_scatter(
     As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: int, group: GroupLike
 ) -> torch.Tensor:
-    """As `fused_matmul_reduce_scatter`, of the sum of products `As[0] @ Bs[0] + As[1] @ Bs[1] + ...`, as the
-    backward pass has it where several layers have one input. The `As` have the shapes (..., K) and the `Bs`
-    (K, N), with a K for each product; the products have one shape.
+    """Works like `fused_matmul_reduce_scatter`, of the sum of products `As[0] @ Bs[0] + As[1] @ Bs[1] + ...`,
+    as the backward pass has it where several layers have one input. The `As` have the shapes (..., K) and the
+    `Bs` (K, N), with a K for each product; the products have one shape.
 
     On devices of compute capability 9.0 one kernel makes the sums of up to 4 products of float16 or bfloat16,
     in float32, if the `Bs` lie in memory alike, each rank gets 256 rows or more and, of more than two ranks,
@@ -91,8 +91,8 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """As `fused_matmul_reduce_scatter`, for 8-bit floats with scales. `A_scale` is one number, or has one
-    for each row of A. `output_shape` is that of the product before it is scattered along
+    """Works like `fused_matmul_reduce_scatter`, for 8-bit floats with scales. `A_scale` is one number, or has
+    one for each row of A. `output_shape` is that of the product before it is scattered along
     `orig_scatter_dim`; A may have fewer dimensions, of which `scatter_dim_after_maybe_reshape` is the same
     one."""
     name = "fused_scaled_matmul_reduce_scatter"

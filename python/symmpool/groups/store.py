@@ -294,10 +294,11 @@ class _Connections:
         self._own = threading.local()
 
 
-# By the store's id, which is its own for as long as its connections are there: all groups that meet in a
-# store share them, under prefixes of their own. Each connection is a thing to wait for: torch has the name
-# server say who is at its ends, which takes seconds where that is slow. Each is a descriptor, too. References
-# without callbacks: a Ctrl-C that comes while one runs is lost, and adapters go where it is to be raised.
+# Entries by the store's id, which is its own for as long as its connections are there: all groups that meet
+# in a store share them, under prefixes of their own. Each connection is a thing to wait for: torch has the
+# name server say who is at its ends, which takes seconds where that is slow. Each is a descriptor, too.
+# References without callbacks: a Ctrl-C that comes while one runs is lost, and adapters go where it is to be
+# raised.
 _connections: dict[int, weakref.ref[_Connections]] = {}
 _lock = threading.Lock()
 

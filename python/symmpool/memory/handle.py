@@ -33,9 +33,9 @@ SIGNAL_PAD_SIZE = 2048
 DEFAULT_WAIT = 30.0
 #: Channels between two ranks.
 CHANNELS = 16
-# What a rank writes about its tensor, in front of its pad: where its buffer is, the buffer's bytes, where in
-# it the tensor is, the tensor's bytes, and the type of elements; or REFUSED for the bytes, and the reason.
-# The commit finds pads of different sizes.
+# Words that a rank writes about its tensor, in front of its pad: where its buffer is, the buffer's bytes,
+# where in it the tensor is, the tensor's bytes, and the type of elements; or REFUSED for the bytes, and the
+# reason. The commit finds pads of different sizes.
 RECORD = struct.Struct("<4q224s")
 REFUSED = -1
 

@@ -15,12 +15,12 @@ _warned: set[str] = set()
 
 
 def communicator_memory() -> list[dict[str, Any]]:
-    """What each communicator of this process holds for as long as it lives, on this rank. A dict for each:
-    `group`, the name of the process group that it serves (of another kind of group, one like "symmpool:0"),
-    `device`, and bytes: `control`, `inboxes`, `scratch`, `staging`, and their sum, `total`. They are device
-    memory, or host memory on the CPU. `wanted` is not held: bytes that it would have taken for large calls,
-    had each device had room. Those of module-level calls and of the backend are among them. Talks to nobody.
-    InvalidStateError in a forked child."""
+    """Returns the memory that each communicator of this process holds for as long as it lives, on this rank.
+    A dict for each: `group`, the name of the process group that it serves (of another kind of group, one like
+    "symmpool:0"), `device`, and bytes: `control`, `inboxes`, `scratch`, `staging`, and their sum, `total`.
+    They are device memory, or host memory on the CPU. `wanted` is not held: bytes that it would have taken
+    for large calls, had each device had room. Those of module-level calls and of the backend are among them.
+    Talks to nobody. InvalidStateError in a forked child."""
     found = []
     for pool in pool_registry.all_pools():
         key = pool_registry.key_holding(pool)

@@ -202,7 +202,7 @@ def commit_postponed() -> None:
 
 @contextlib.contextmanager
 def graph(*arguments: Any, **options: Any):
-    """As `torch.cuda.graph`, with the same arguments; pools that grew during the capture are
+    """Captures like `torch.cuda.graph`, with the same arguments; pools that grew during the capture are
     committed when it has ended, so that the graph can run at once. A capture that fails ends in these
     commits too, so that the other ranks do not wait in vain, but not by KeyboardInterrupt or
     SystemExit."""

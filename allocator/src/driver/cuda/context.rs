@@ -43,7 +43,7 @@ impl Context {
         Ok(Entered { api: self.api, pushed: true, on_this_thread: PhantomData })
     }
 
-    /// As [`enter`](Context::enter), for calls that manage memory: they also work while this thread captures
+    /// Enters like [`enter`](Context::enter), for calls that manage memory: they also work while this thread captures
     /// a graph. They are not part of any stream, so nothing is missing in the capture; in the default capture
     /// mode CUDA would refuse them and invalidate the capture.
     pub(super) fn enter_for_memory(&self) -> Result<(Relaxed, Entered<'_>)> {

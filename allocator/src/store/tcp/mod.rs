@@ -62,7 +62,7 @@ pub use server::TcpServer;
 /// made from a job's configuration; each reads what concerns it.
 #[derive(Clone, Debug, Default)]
 pub struct TcpOptions {
-    /// What clients and server prove to each other. Needed by a server on any address but
+    /// Secret that clients and server prove to each other. Needed by a server on any address but
     /// loopback. A client that has a secret refuses a server that has none, and the other way
     /// round.
     pub secret: Option<Secret>,

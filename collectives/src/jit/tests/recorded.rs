@@ -1,6 +1,6 @@
-//! What the variants of kernels need of a device, in a file: `needs.txt`. The compilers are deterministic, so a kernel all of
-//! whose variants would be made from what they were made from when they were recorded needs what it needed then, and is
-//! not compiled again. Reviewers see in the file which registers a change costs.
+//! Needs of the variants of kernels on a device, in a file: `needs.txt`. The compilers are deterministic, so a kernel
+//! all of whose variants would be made from what they were made from when they were recorded needs what it needed
+//! then, and is not compiled again. Reviewers see in the file which registers a change costs.
 
 use std::fmt::Write as _;
 

@@ -6,8 +6,8 @@
 //! these do not. The kernels have few lines for single architectures, all variants of one mode have them alike, and
 //! [`super::device_api`] compiles the public headers for each architecture with each compiler.
 //!
-//! What a kernel's variants need is recorded ([`super::recorded`]). A kernel is compiled if anything that it is made from is
-//! another than when it was recorded, and so is one of the others in each run, another one each time. With
+//! Needs of a kernel's variants are recorded ([`super::recorded`]). A kernel is compiled if anything that it is made
+//! from is another than when it was recorded, and so is one of the others in each run, another one each time. With
 //! `SYMMPOOL_VARIANTS=all` every kernel is, whatever was recorded and kept of earlier runs.
 
 use std::cmp::Reverse;

@@ -1,10 +1,10 @@
 //! The proof that a plan does what its collective promises, on every schedule.
 //!
-//! What is checked, in this order: places and peers are there, and inputs are only read; signals and waits match; nobody
-//! waits in a circle; accesses that conflict are ordered, also with the calls before and after; and every output holds
-//! what it must, reduced in one order. `run` does most of it.
+//! The checks, in this order: places and peers are there, and inputs are only read; signals and waits match; nobody
+//! waits in a circle; accesses that conflict are ordered, also with the calls before and after; and every output
+//! holds what it must, reduced in one order. `run` does most of it.
 //!
-//! What holds between calls is part of the proof. Scratch has two halves that calls use alternately, and no rank is
+//! The state between calls is part of the proof. Scratch has two halves that calls use alternately, and no rank is
 //! more than one call ahead (rule S4), so scratch of one call is never touched by another. Input and output are the
 //! caller's again when the call ends on a rank. So a peer's input and output may be accessed only behind a signal
 //! that shows that the peer has entered the call, and the peer must wait for a signal behind the last access. What is

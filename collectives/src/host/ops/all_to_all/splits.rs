@@ -20,9 +20,9 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_to_all_v`]; and, on every rank, after all data that has room has arrived: `is_overflow` if a
-    /// rank was sent more than it had room for, `is_invalid_argument` if a rank's splits are negative or more than
-    /// its input, in which case that rank sent nothing.
+    /// The errors of [`Self::all_to_all_v`]; and, on every rank, after all data that has room has arrived:
+    /// `is_overflow` if a rank was sent more than it had room for, `is_invalid_argument` if a rank's splits are
+    /// negative or more than its input, in which case that rank sent nothing.
     ///
     /// # Safety
     ///
