@@ -16,6 +16,7 @@ from test_errors import free_port
 from test_torch_distributed import begin
 
 import symmpool
+from symmpool.groups.process_groups import ours
 from symmpool.torch_backend import teardown
 
 
@@ -52,10 +53,10 @@ def leaves_nothing(group, port):
     gc.disable()
     meet(group, port)
     dist.all_reduce(torch.ones(3))
-    there = dist.group.WORLD
-    parts = [there, there._fallbacks, *there._fallbacks._backends, there._fallbacks.channels]
+    made = ours(dist.group.WORLD)
+    parts = [made.key, made, made._fallbacks, *made._fallbacks._backends, made._fallbacks.channels]
     left = [(type(part).__name__, weakref.ref(part)) for part in parts]
-    del there, parts
+    del made, parts
     dist.destroy_process_group()
     return [name for name, part in left if part() is not None]
 

@@ -9,6 +9,7 @@ from ranks import values
 from test_torch_distributed import begin
 
 import symmpool
+from symmpool.groups.process_groups import ours
 from symmpool.torch_backend import served_devices
 
 
@@ -44,10 +45,10 @@ def given_up(group, folder):
     beside = dist.new_group(backend="gloo")
     got = torch.zeros(1 << 18)
     if me == 0:
-        dist.group.WORLD.timeout_is(datetime.timedelta(seconds=1))
+        ours(dist.group.WORLD).timeout_is(datetime.timedelta(seconds=1))
         with pytest.raises(symmpool.TimeoutError):
             dist.send(torch.ones(1 << 18), 1)
-        dist.group.WORLD.timeout_is(datetime.timedelta(seconds=60))
+        ours(dist.group.WORLD).timeout_is(datetime.timedelta(seconds=60))
     dist.barrier(group=beside)
     if me == 0:
         dist.send(torch.full((1 << 18,), 2.0), 1)
@@ -118,14 +119,14 @@ def without_store(group, folder):
     """A first message asks no store for anything."""
     me, _ = begin(group, folder, "symmpool")
     asked = []
-    store = dist.group.WORLD._messages._store
+    store = ours(dist.group.WORLD)._messages._store
 
     class Gone:
         def __getattr__(self, name):
             asked.append(name)
             return getattr(store, name)
 
-    dist.group.WORLD._messages._store = Gone()
+    ours(dist.group.WORLD)._messages._store = Gone()
     got = torch.zeros(3)
     if me == 0:
         dist.send(torch.ones(3), 1)

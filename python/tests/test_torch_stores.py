@@ -13,6 +13,7 @@ from test_errors import free_port
 
 import symmpool
 from symmpool.groups import store as store_module
+from symmpool.groups.process_groups import ours
 from symmpool.groups.store import StoreAdapter
 
 
@@ -93,9 +94,9 @@ def many_groups(group, ports, count):
 
 
 def test_a_group_takes_no_more_descriptors_and_threads_than_one_of_gloo():
-    for gloo, ours in values(2, many_groups, (free_port(), free_port()), 25):
-        assert gloo[0] and ours[0]
-        assert all(mine <= theirs for mine, theirs in zip(ours[1], gloo[1], strict=True)), (gloo, ours)
+    for gloo, own in values(2, many_groups, (free_port(), free_port()), 25):
+        assert gloo[0] and own[0]
+        assert all(mine <= theirs for mine, theirs in zip(own[1], gloo[1], strict=True)), (gloo, own)
 
 
 def with_equal_keys(group, port):
@@ -173,7 +174,7 @@ def asked(group, port, within):
     dist.all_reduce(torch.ones(1))
     half = dist.new_group(range(group.world))
     if not within:
-        half.within = None
+        ours(half).within = None
     calls = []
 
     def call(function, *arguments, own=StoreAdapter._call):

@@ -431,15 +431,9 @@ def gather_single(
 
         root = rank_in(group, "gather_single", dst=dst, group_dst=group_dst, default=0)
         _check_rank("gather_single", "dst", root, world)
-        x, parts = layout.as_torch("input", input), None
-        if rank == root and output is not None:
-            whole = layout.as_torch("output", output)
-            if whole.numel() != world * x.numel() or not whole.is_contiguous():
-                raise InvalidArgumentError(
-                    f"output: {world * x.numel()} elements row by row are needed, not {whole.numel()}"
-                )
-            parts = list(whole.view(world, *x.shape).unbind())
-        return with_results(plans.gather(x, parts, root, rank, world), [output])
+        whole = None if output is None else layout.as_torch("output", output)
+        made = plans.gather_single(whole, layout.as_torch("input", input), root, rank, world)
+        return with_results(made, [output])
 
     return make(input, group, plan, async_op, [] if output is None else [output])
 

@@ -351,6 +351,23 @@ def gather(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, ra
     return ("all_to_all_single", (tensor, *(parts or ())), prepare, parts or [])
 
 
+def gather_single(output: torch.Tensor | None, input: torch.Tensor, root: int, rank: int, world: int) -> Plan:
+    """Every rank's `input`, one behind the other in the root's `output`."""
+    at_root = rank == root and output is not None
+    parts = parts_of(output, input, world) if at_root else None  # type: ignore[arg-type]
+    call, arguments, prepare, _ = gather(input, parts, root, rank, world)
+    return call, arguments, prepare, [output] if at_root else []
+
+
+def parts_of(output: torch.Tensor, input: torch.Tensor, world: int) -> list[torch.Tensor]:
+    """The parts of `output` that belong to the ranks."""
+    if output.numel() != world * input.numel() or not output.is_contiguous():
+        raise InvalidArgumentError(
+            f"output: {world * input.numel()} elements row by row are needed, not {output.numel()}"
+        )
+    return list(output.view(world, *input.shape).unbind())
+
+
 def scatter(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, rank: int, world: int) -> Plan:
     """Part r of the root's `parts`, in rank r's `tensor`."""
     _check_root_list("scatter", "scatter_list", tensor, parts, root, rank, world)

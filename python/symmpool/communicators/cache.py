@@ -300,7 +300,8 @@ def _make_on_group(key: Any, device: int) -> tuple[Pool, CommunicatorEntry]:
         with cache.lock_for(key):
             pool = Pool(key, name_of(device), stride=_CPU_STRIDE if device < 0 else _CUDA_STRIDE)
         try:
-            serves = device < 0 and getattr(key, "serves_subgroups", False)
+            ours = process_groups.ours(key)
+            serves = device < 0 and ours is not None and ours.serves_subgroups
             entry = _made_on_pool(pool, serves)
         except BaseException:
             pool_registry.withdraw(pool, key)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import weakref
 from typing import Any
 
 from symmpool.errors import InvalidArgumentError
@@ -15,6 +16,27 @@ from symmpool.errors import InvalidArgumentError
 DEFAULT_TIMEOUT = 30.0
 # The longest that may be asked for: more than any program runs.
 LONGEST_TIMEOUT = 1e9
+
+
+# Process groups of torch whose backend is ours, and that backend. It is kept as long as the group: what torch
+# wraps around a backend keeps its C++ half alone.
+_ours: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def know_backend(group: Any, backend: Any) -> None:
+    """From now on a process group of torch is known by its backend of ours."""
+    _ours[group] = backend
+
+
+def ours(group: Any) -> Any:
+    """What has the calls of a process group on our backend: the group itself, or its backend. None for other
+    groups."""
+    if hasattr(group, "_served"):
+        return group
+    try:
+        return _ours.get(group)
+    except TypeError:
+        return None
 
 
 def distributed() -> Any:
@@ -29,7 +51,7 @@ def member_of(dist: Any, group: Any) -> tuple[int, int, Any]:
     if rank < 0:
         raise InvalidArgumentError("group: this process is no member of it")
     c10d = dist.distributed_c10d
-    store = getattr(group, "_store", None)  # groups of our own backend have it
+    store = getattr(ours(group), "_store", None)
     if store is None:
         entry = c10d._world.pg_map.get(group)
         store = entry[1] if entry else None
@@ -59,7 +81,7 @@ def backends_of(group: Any) -> dict[str, str]:
 def timeout_of_torch(group: Any, kind: str | None) -> float | None:
     """How long a process group of torch waits, in seconds: what the options of its backend for a kind
     of device say ("cpu", "cuda"), or of any backend; None where none says so."""
-    timeout = getattr(group, "_timeout", None)  # groups of our own backend have it
+    timeout = getattr(ours(group), "_timeout", None)
     devices = getattr(group, "_device_types", ())
     for device in sorted(devices, key=lambda each: each.type != kind):
         if timeout is not None:

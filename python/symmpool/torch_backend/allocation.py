@@ -27,7 +27,7 @@ def window(group: Any, size: int, dtype: torch.dtype, device: Any) -> torch.Tens
     device = torch.device(device)
     if not group.serves(device):
         return None
-    pool = cache.pool_of(group, str(device))
+    pool = cache.pool_of(group.key, str(device))
     if device.type == "cpu":
         return pool.empty(size, dtype)
     # torch's allocator keeps what is freed, so that a program in its stride commits nothing.

@@ -193,7 +193,10 @@ class FallbackBackends:
         self.names = {device: kind.name.lower() for device, kind, _ in found}
         # `None` where gloo is made later.
         self._group = None if self._is_later else _registered(dist.ProcessGroup(store, *self._place), found)
-        _registered(group, found)
+        self._is_of_torch = isinstance(group, dist.ProcessGroup)
+        if self._is_of_torch:
+            _registered(group, found)
+        self._kinds = [device for device, *_ in found]
         forks.renew_in_children(self)
 
     @property
@@ -256,7 +259,7 @@ class FallbackBackends:
             if not error.ranks:
                 raise
             first = "the first call that gloo carries"
-            raise agreement.absent(_alive(self._owner()), error.ranks, seconds, first) from None
+            raise agreement.absent(_alive(self._owner()).key, error.ranks, seconds, first) from None
 
     def forked(self) -> None:
         """In a forked child, where the end of such a backend would wait for threads that its parent has: they
@@ -320,17 +323,27 @@ class FallbackBackends:
         for group in self.channels.groups():
             group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
 
+    def backend_for(self, device: torch.device) -> Any:
+        """The fallback backend for such devices, which need not have been used; None where there is none."""
+        found = dict(zip(self._kinds, self._backends, strict=False))
+        return found.get(device.type)
+
+    def set_timeouts(self, timeout: Any) -> None:
+        """Sets the timeouts of backends that torch does not know of: their group has another class."""
+        for backend in self._backends[: len(self._kinds)]:
+            backend._set_default_timeout(timeout)
+
     def shutdown(self) -> None:
         """As the group's own, for the backends that torch does not know of."""
         self.channels.shutdown(seconds_of(self._timeout) or DEFAULT_TIMEOUT)
-        self._end_gloo("shutdown")
+        self._end_unknown("shutdown")
 
     def abort(self) -> None:
         """As `shutdown`."""
         self.channels.abort()
-        self._end_gloo("abort")
+        self._end_unknown("abort")
 
-    def _end_gloo(self, how: str) -> None:
-        """Gloo that was made later is no backend of the group that torch knows."""
-        if self._is_later and self._group is not None:
-            getattr(self._backends[-1], how)()
+    def _end_unknown(self, how: str) -> None:
+        """Ends what is no backend of the group that torch knows, as is gloo that was made later."""
+        if self._group is not None and (self._is_later or not self._is_of_torch):
+            getattr(self._group, how)()

@@ -28,7 +28,7 @@ from symmpool.communicators import forks
 from symmpool.communicators.work import seconds_or_none
 from symmpool.errors import Error, TimeoutError
 from symmpool.groups.store import FIRST_PAUSE, LONGEST_PAUSE, StoreAdapter
-from symmpool.torch_backend.work import CopyingWork, TorchWork, is_let_go, opaque, unregister
+from symmpool.torch_backend.work import CopyingWork, TorchWork, is_asked, is_let_go, opaque, unregister
 
 __all__ = ["HostMessages"]
 
@@ -220,6 +220,8 @@ class MessageWork(TorchWork):
             self._complete()
 
     def get_future(self) -> torch.futures.Future:
+        if is_asked(self):
+            return torch.futures.Future()
         if self._future is None:
             self._future = torch.futures.Future()
             if self._work.is_done():

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from symmpool.communicators.work import reason_of
 from symmpool.errors import InvalidStateError, TimeoutError
 from symmpool.groups.process_groups import seconds_of
-from symmpool.torch_backend.work import TorchWork, opaque
+from symmpool.torch_backend.work import TorchWork, is_asked, opaque
 
 __all__ = ["NcclChannels"]
 
@@ -72,6 +72,8 @@ class _BatchWork(TorchWork):
         return self._tensors
 
     def get_future(self) -> torch.futures.Future:
+        if is_asked(self):
+            return torch.futures.Future()
         tensors = self._tensors
         return self._work.get_future().then(lambda _: tensors)
 
@@ -113,6 +115,8 @@ class _FirstWork(dist.Work):
         return self._begun.result().result()
 
     def get_future(self) -> torch.futures.Future:
+        if is_asked(self):
+            return torch.futures.Future()
         return self._begun.result().get_future()
 
 

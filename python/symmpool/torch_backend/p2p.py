@@ -26,7 +26,7 @@ from symmpool.collectives import layout
 from symmpool.communicators.stream_work import SideStream
 from symmpool.communicators.work import Prepared, reason_of
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError
-from symmpool.torch_backend.work import CopyingWork, TorchWork, opaque
+from symmpool.torch_backend.work import CopyingWork, TorchWork, is_asked, opaque
 
 __all__ = ["PointToPoint"]
 
@@ -206,6 +206,8 @@ class _SelfWork(dist.Work):
         return [self._tensor]
 
     def get_future(self) -> torch.futures.Future:
+        if is_asked(self):
+            return torch.futures.Future()
         self.wait()
         future: torch.futures.Future = torch.futures.Future(devices=[self._tensor.device])
         future.set_result([self._tensor])

@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from symmpool.errors import UnsupportedError
 from symmpool.torch_backend.process_group import NAME, SymmpoolProcessGroup
 
-__all__ = ["create", "register"]
+__all__ = ["create", "has_python_backends", "register", "version"]
+
+logger = logging.getLogger("symmpool.backend")
+
+# The first version of torch whose backends in Python have hooks, a split and a shrink.
+_PYTHON_BACKENDS = (2, 14)
 
 
-def create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
+def version() -> tuple[int, int]:
+    """torch's version, without what follows its second number."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def has_python_backends() -> bool:
+    """Whether this torch calls backends in Python as `SymmpoolBackend` needs it: what it has is asked, as
+    versions under development have a number before they have all of it."""
+    names = ("new_window", "shrink", "split", "supports_abort_hooks", "gather_single")
+    return (
+        all(hasattr(c10d.Backend, name) for name in names)
+        and hasattr(dist.ProcessGroup, "register_pre_hook")
+        and hasattr(c10d._DistributedBackendOptions, "process_group")
+    )
+
+
+def create(options: Any, backend_options: Any = None) -> Any:
     """What torch.distributed calls for a new group of this backend."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
+    if version() < (2, 7):
         raise UnsupportedError(
             "symmpool: torch.distributed's backend needs torch 2.7 or newer, and this is "
             f"{torch.__version__}, whose DDP and functional collectives wait for ever for a backend written "
             "in Python; symmpool.all_reduce and its like work on groups of gloo and NCCL"
         )
     place = (options.group_rank, options.group_size)
-    return SymmpoolProcessGroup(
-        options.store, *place, options.timeout, backend_options, name=options.group_id
-    )
+    given = (options.store, *place, options.timeout, backend_options)
+    if has_python_backends() and options.process_group is not None:
+        from symmpool.torch_backend.python_backend import SymmpoolBackend
+
+        if options.enable_reconfigure:
+            raise UnsupportedError(
+                "symmpool: enable_reconfigure is not served: ranks of a group are not replaced; leave it "
+                "out, and use shrink_group where ranks are lost"
+            )
+        return SymmpoolBackend(*given, name=options.group_id, group=options.process_group)
+    if version() >= _PYTHON_BACKENDS:
+        logger.warning(
+            "symmpool: torch %s lacks a part of torch 2.14's backends in Python, so its hooks and its flight "
+            "recorder see no calls of the group",
+            torch.__version__,
+        )
+    return SymmpoolProcessGroup(*given, name=options.group_id)
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from symmpool.communicators.work import reason_of
 from symmpool.errors import InvalidArgumentError, TimeoutError
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.served_devices import NAME, number_of
-from symmpool.torch_backend.work import DoneWork, TorchWork, joined, register
+from symmpool.torch_backend.work import TorchWork, joined
 
 __all__ = ["ServedCalls"]
 
@@ -23,8 +23,8 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 class ServedCalls:
-    """What a process group makes its calls by. It has `_served`, `_rank`, `_size` and `_small` of its own,
-    and `_begun` and `_pass`."""
+    """What a group makes its calls by. It has `_served`, `_rank`, `_size` and `key` of its own, with the id
+    of that (`_id`), and `_begun`, `_pass`, `_done` and `_keep`."""
 
     def _run(
         self: Any,
@@ -49,7 +49,7 @@ class ServedCalls:
             return None
         try:
             # As `cache.communicator_for` does; a call less is felt by small calls.
-            entry = looked_up[tensor.get_device()][id(self)]
+            entry = looked_up[tensor.get_device()][self._id]
         except KeyError:
             entry = self._entry(tensor.device, call, None if prepare is not None else arguments)
             if entry is None:
@@ -58,9 +58,7 @@ class ServedCalls:
         function = getattr(entry.comm, call)
         if getattr(opts, "asyncOp", True):
             work = TorchWork(entry.begin(function, arguments, results, prepare))
-            register(work, results)
-            if results and results[0].numel() == 1:
-                self._small.append(work)
+            self._keep(work, results)
             return self._begun(work)
         if entry.pending is None and prepare is None:
             # As `entry.run` does.
@@ -71,7 +69,7 @@ class ServedCalls:
                 raise
         else:
             entry.run(function, arguments, results, False, prepare)
-        return DoneWork(results, tensor.device)
+        return self._done(results, tensor.device)
 
     def _run_one(
         self: Any, operation: str, tensors: list[torch.Tensor], opts: Any, planner: Any, *given: Any
@@ -109,7 +107,7 @@ class ServedCalls:
         if arguments is not None and not self._served.is_known(device) and self.may_serve(device):
             member = (self._rank, self._size)
             make = functools.partial(self._served.entry, self, device)
-            first_call.check(self, number_of(device), member, (call, arguments), make)
+            first_call.check(self.key, number_of(device), member, (call, arguments), make)
         return self._served.entry(self, device)
 
     def _refuse(self: Any, device: torch.device, why: BaseException, calls: int = 1) -> bool:
@@ -117,7 +115,7 @@ class ServedCalls:
         together. Returns False where a fallback backend serves that device."""
         if not self._served.is_known(device) and self.may_serve(device):
             make = functools.partial(self._served.entry, self, device)
-            first_call.report(self, why, make, calls)
+            first_call.report(self.key, why, make, calls)
             return True
         entry = self._served.entry(self, device)
         if entry is None:

@@ -31,7 +31,7 @@ def number_of(device: torch.device) -> int:
 
 
 class ServedDevices:
-    """Whether communicators of ours serve a process group, by device. Methods take the group, which this does
+    """Whether communicators of ours serve a group, by device. Methods take the group of ours, which this does
     not keep: a group that the program lets go of is to go at once, with its store."""
 
     def __init__(self, seconds: float, p2p: Any):
@@ -60,7 +60,7 @@ class ServedDevices:
         if self.is_lost:
             raise forks.error("a process group")
         if self.ended:
-            raise resolution.ended(group)
+            raise resolution.ended(group.key)
 
     def may_serve(self, group: Any, device: torch.device) -> bool:
         """Whether `serves` may be True, as far as is known here. Talks to nobody."""
@@ -78,7 +78,7 @@ class ServedDevices:
         if found is None:
             self.refuse_at_end(group)
             # A thread may still meet the ranks, to report a call that this one has refused.
-            refusals.await_reports(group)
+            refusals.await_reports(group.key)
             found = self.known.get(number)
         if found is None:
             found = _is_named(group, device.type) and self._agree(group, number)
@@ -91,7 +91,7 @@ class ServedDevices:
 
     def entry(self, group: Any, device: torch.device) -> Any:
         """What serves calls on a device; None where ours does not. The first call is collective."""
-        return cache.look_up(None, group, number_of(device)) if self.serves(group, device) else None
+        return cache.look_up(None, group.key, number_of(device)) if self.serves(group, device) else None
 
     def _agree(self, group: Any, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"
@@ -104,12 +104,12 @@ class ServedDevices:
         here = f"backend/{kind}/here"
         if kind == "cpu" and subgroups.make(group, here, self.seconds, first):
             return True
-        announced = agreement.announce(group, here) if kind == "cpu" else None
+        announced = agreement.announce(group.key, here) if kind == "cpu" else None
         if announced is None:
-            agreement.agree(group, here, None, self.seconds, first)
+            agreement.agree(group.key, here, None, self.seconds, first)
         why, left = None, self.seconds + _LATENESS
         try:
-            made = cache.communicator(group, name)
+            made = cache.communicator(group.key, name)
             if kind == "cpu":
                 # All ranks have one: they agree without round trips to the store. One that has failed since
                 # lets go of its pool, which ends the barrier.
@@ -121,7 +121,7 @@ class ServedDevices:
             why, left = str(error), _LATENESS
             if announced is not None:
                 try:
-                    agreement.check_all_came(group, announced, self.seconds, first)
+                    agreement.check_all_came(group.key, announced, self.seconds, first)
                 except TimeoutError:
                     # What this rank makes next meets the ranks that have not been here yet.
                     group.begin_anew()
@@ -131,7 +131,7 @@ class ServedDevices:
         except Error as error:
             why = str(error)
         # A rank that has no communicator is here up to a whole timeout before those that wait for it in vain.
-        refusals = agreement.agree(group, f"backend/{kind}", why, left, first)
+        refusals = agreement.agree(group.key, f"backend/{kind}", why, left, first)
         if refusals and group.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)
         if kind == "cuda" and not refusals:
@@ -141,11 +141,11 @@ class ServedDevices:
     def _choose_channels(self, group: Any, number: int, first: str) -> None:
         """All ranks have a communicator, which carries point-to-point calls from now on, but on channels that
         one of the ranks has begun to use before."""
-        entry = cache.look_up(None, group, number)
+        entry = cache.look_up(None, group.key, number)
         assert entry is not None
 
         def exchange(here: str) -> list[str]:
-            answers = agreement.agree(group, "backend/channels", here or None, self.seconds, first)
+            answers = agreement.agree(group.key, "backend/channels", here or None, self.seconds, first)
             return list(answers.values())
 
         self._p2p.use_communicator(exchange, entry.comm, number, explainer(entry))
@@ -153,4 +153,4 @@ class ServedDevices:
 
 def _is_named(group: Any, kind: str) -> bool:
     """Whether `init_process_group` named ours for such devices: it may name several backends."""
-    return process_groups.backends_of(group).get(kind, NAME) == NAME
+    return process_groups.backends_of(group.key).get(kind, NAME) == NAME

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from symmpool.communicators import subgroups
 from symmpool.errors import TimeoutError
-from symmpool.groups import agreement
+from symmpool.groups import agreement, process_groups
 
 __all__ = ["Within", "is_default", "run_within"]
 
@@ -47,16 +47,16 @@ def run_within(name: str | None) -> tuple[Within | None, str | None]:
     """The place of a group that is made now, which torch names so, and the run of the ranks that it is of.
     None for groups whose ranks meet. All ranks of a group answer alike."""
     default: Any = dist.group.WORLD if dist.is_initialized() else None
-    messages, fallbacks = getattr(default, "_messages", None), getattr(default, "_fallbacks", None)
-    if name is None or messages is None or fallbacks is None or default._served.ended:
+    ours = None if default is None else process_groups.ours(default)
+    if name is None or ours is None or ours._served.ended:
         return None, None
-    if not default._served.is_named(default, torch.device("cpu")) or not messages.may_wait:
+    if not ours._served.is_named(ours, torch.device("cpu")) or not ours._messages.may_wait:
         return None, None
     with _lock:
         counts = _made.setdefault(default, {})
         count = counts[name] = counts.get(name, 0) + 1
     # A name is given again when its group is gone.
-    return Within(weakref.ref(default), f"{name}#{count}"), f"{fallbacks.run}.{count}"
+    return Within(weakref.ref(default), f"{name}#{count}"), f"{ours._fallbacks.run}.{count}"
 
 
 def make(group: Any, what: str, seconds: float, first: str) -> bool:
@@ -71,12 +71,12 @@ def make(group: Any, what: str, seconds: float, first: str) -> bool:
     if default is not None:
 
         def comes_otherwise(ranks: list[int]) -> bool:
-            return agreement.has_announced(group, what, ranks)
+            return agreement.has_announced(group.key, what, ranks)
 
         try:
-            made = subgroups.make(group, default, within.name, seconds, comes_otherwise)
+            made = subgroups.make(group.key, default, within.name, seconds, comes_otherwise)
         except TimeoutError as error:
-            raise agreement.absent(group, error.ranks, seconds, first) from None
+            raise agreement.absent(group.key, error.ranks, seconds, first) from None
     if made is None:
         return False
     try:

@@ -15,22 +15,61 @@ from symmpool.errors import TimeoutError
 from symmpool.torch_backend.futures import for_caller
 
 __all__ = [
+    "DONE",
     "BarrierWork",
     "CopyingWork",
     "DoneWork",
+    "PassedWork",
+    "RegisteredDoneWork",
     "TorchWork",
+    "asked_through",
+    "is_asked",
     "is_let_go",
     "joined",
+    "note_registered",
     "opaque",
     "register",
+    "registers",
     "unregister",
 ]
 
 # Whether torch's `wait_tensor` is to find the Work of collectives of eager code, which may be under way where
 # compiled code begins: `allow_inflight_collective_as_graph_input_ctx`. Older versions have no such thing.
-_registers = getattr(c10d, "_allow_inflight_collective_as_graph_input", lambda: False)
+registers = getattr(c10d, "_allow_inflight_collective_as_graph_input", lambda: False)
 # Work that torch has registered. Torch keeps its C++ half alone.
 _registered: set[Any] = set()
+
+
+class _Asked(threading.local):
+    """Work of ours that was asked for its future in this thread, while that is how it is found."""
+
+    works: list[Any] | None = None
+
+
+_asked = _Asked()
+
+
+def is_asked(work: Any) -> bool:
+    """Whether `asked_through` looks for Work, which needs no future then."""
+    if _asked.works is None:
+        return False
+    _asked.works.append(work)
+    return True
+
+
+def asked_through(work: Any, get_future: Callable[[Any], Any]) -> Any:
+    """The Work of ours that torch's Work stands for; None for another backend's. What torch makes of Work of
+    a backend in Python passes on `wait` and `get_future` alone, of which this is given torch's own."""
+    asked: list[Any] = []
+    _asked.works = asked
+    try:
+        get_future(work)
+    except Exception:
+        # Other backends' Work need not have a future.
+        return None
+    finally:
+        _asked.works = None
+    return asked[0] if asked else None
 
 
 class _Popped(threading.local):
@@ -91,6 +130,8 @@ class TorchWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """torch's future of the results."""
+        if is_asked(self):
+            return torch.futures.Future()
         return for_caller(self._work.get_future(), self._work, getattr(self._work, "_results", []))
 
 
@@ -111,13 +152,19 @@ class BarrierWork(TorchWork):
 
 def register(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
     """Has torch's `wait_tensor` wait for Work, where torch's own backends have it do so for theirs."""
-    if _registers():
+    if registers():
         _registered.add(work)
         for tensor in tensors:
             c10d._register_work(tensor, work)
 
 
-def is_let_go(work: TorchWork) -> bool:
+def note_registered(work: Any) -> None:
+    """As `register`, for Work that torch registers itself: that of a backend which it calls."""
+    if registers():
+        _registered.add(work)
+
+
+def is_let_go(work: Any) -> bool:
     """Whether torch lets go of Work, and is not to wait for it."""
     if _popped.works is None:
         return False
@@ -125,7 +172,7 @@ def is_let_go(work: TorchWork) -> bool:
     return True
 
 
-def unregister(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
+def unregister(work: Any, tensors: Iterable[torch.Tensor]) -> None:
     """Takes back what `register` did, once the Work was waited for. Torch has a way only for all Work of a
     tensor, so that of later calls is registered again."""
     if work not in _registered:
@@ -177,10 +224,23 @@ class DoneWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """torch's future of the results, which is completed."""
+        if is_asked(self):
+            return torch.futures.Future()
         devices: list[Any] | None = [self._device] if self._device.type == "cuda" else None
         future: torch.futures.Future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return for_caller(future, self, self._results)
+
+
+@opaque
+class RegisteredDoneWork(DoneWork):
+    """`DoneWork` that torch has registered. (That of a barrier stays so: its tensor is torch's own.)"""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Returns True at once. Tensors that torch would wait for are waited for no more."""
+        if not is_let_go(self):
+            unregister(self, self._results)
+        return True
 
 
 @opaque
@@ -221,6 +281,8 @@ class CopyingWork(TorchWork):
 
     def get_future(self) -> torch.futures.Future:
         """torch's future of the tensors of the program, for which its callbacks wait."""
+        if is_asked(self):
+            return torch.futures.Future()
 
         def copied(_: Any) -> Any:
             self.wait()
@@ -257,10 +319,35 @@ class JoinedWork(dist.Work):
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> torch.futures.Future:
+        if is_asked(self):
+            return torch.futures.Future()
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda done: [each for one in done.value() for each in one.value()])
 
 
+@opaque
+class PassedWork(TorchWork):
+    """Work of a fallback backend as it is, for torch, which would show a program what passes on little."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Waits as the Work that it stands for, whose own `wait` takes no None."""
+        return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def get_future(self) -> torch.futures.Future:
+        """The future of the Work that it stands for."""
+        return torch.futures.Future() if is_asked(self) else self._work.get_future()
+
+
+#: Stands for Work of a call that was made at once, where nobody asks for Work.
+DONE = DoneWork([], torch.device("cpu"))
+
+
 def joined(works: list[Any]) -> Any:
     """Work of several calls, of one at least."""
-    return works[0] if len(works) == 1 else JoinedWork(works)
+    left = [work for work in works if work is not DONE]
+    if not left:
+        return DONE
+    return left[0] if len(left) == 1 else JoinedWork(left)
