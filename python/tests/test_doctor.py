@@ -44,6 +44,10 @@ GOOD = {
     "torch": {
         "version": "2.11.0",
         "error": None,
+        "served": ["2.7.0", "2.15.0"],
+        "tested": ["2.11.0", "2.15.0"],
+        "problem": None,
+        "python_backends": False,
         "cuda": "13.0",
         "devices": 4,
         "distributed": True,
@@ -177,6 +181,8 @@ def test_the_environment_says_what_communicators_take(monkeypatch):
         ("_REDUCTION", lambda m: m["variables"]["unknown"].append("SYMMPOOL_REDUCTION"), None),
         ("backend", lambda m: m["torch"].update(distributed=False), False),
         ("backend", lambda m: m["torch"].update(nccl=False, gloo=False), None),
+        ("backend", lambda m: m["torch"].update(problem="torch 2.6 is older than 2.7.0"), False),
+        ("backend", lambda m: m["torch"].update(problem="torch 2.16 is newer than 2.15.0"), None),
         ("NCCL", lambda m: m["nccl"].update(version=None, error="no library"), False),
         ("NCCL", lambda m: m["nccl"].update(version=[2, 26, 5]), False),
         ("NCCL", lambda m: m["nccl"].update(version=[2, 30, 7]), True),
@@ -327,3 +333,11 @@ def test_long_lists_of_what_was_tried_are_not_in_the_table():
     assert cli.brief("symmpool: no driver; tried a, b, c") == "no driver"
     assert cli.brief("no NVRTC; tried a, b. Install it") == "no NVRTC. Install it"
     assert cli.brief("plain") == "plain"
+
+
+def test_versions_of_torch_are_named():
+    pytest.importorskip("torch")
+    found = facts.torch_facts()
+    assert found["problem"] is None, "this version of torch is newer or older than what was tested"
+    assert "2.7.0 or newer; 2.11.0, 2.15.0 were tested" in cli.torch_row(found)
+    assert cli.torch_row({"version": None, "error": "no module"}) == "no module"

@@ -61,7 +61,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("of the control group", size(memory["cgroup_bytes"])),
         ("shared memory", memory["memfd_error"] or "memfd works"),
         ("open files", str(memory["open_files"] or "no limit")),
-        ("torch", torch["version"] or torch["error"]),
+        ("torch", torch_row(torch)),
     ]
     for device in facts["cuda"]["devices"]:
         name = f"cuda:{device['ordinal']}"
@@ -114,6 +114,16 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if variables:
         found.append(("environment", ", ".join(f"{name}={text}" for name, text in variables.items())))
     return found
+
+
+def torch_row(torch: dict[str, Any]) -> str:
+    """torch's version, and which versions are served and were tested."""
+    if torch["version"] is None:
+        return torch["error"]
+    oldest, _ = torch["served"]
+    return (
+        f"{torch['version']}; the backend needs {oldest} or newer; {', '.join(torch['tested'])} were tested"
+    )
 
 
 #: Bytes of a device that communicators leave to others.

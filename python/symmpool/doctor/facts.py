@@ -144,10 +144,16 @@ def torch_facts() -> dict[str, Any]:
         import torch
     except Exception as error:  # a broken installation raises anything
         return {"version": None, "error": f"{type(error).__name__}: {error}"}
+    from symmpool.plugins.versions import TORCH
+
     distributed = torch.distributed.is_available()
     return {
         "version": torch.__version__,
         "error": None,
+        "served": [TORCH.oldest, TORCH.newest],
+        "tested": list(TORCH.tested),
+        "problem": TORCH.problem(torch.__version__),
+        "python_backends": distributed and _has_python_backends(),
         "cuda": torch.version.cuda,
         "devices": torch.cuda.device_count() if torch.version.cuda else 0,
         "distributed": distributed,
@@ -156,6 +162,13 @@ def torch_facts() -> dict[str, Any]:
         "fast_exchange": hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
         "allocator": allocator_facts(torch),
     }
+
+
+def _has_python_backends() -> bool:
+    """Whether groups of the backend are torch's own, with its hooks and its flight recorder."""
+    from symmpool.torch_backend import registration
+
+    return registration.has_python_backends()
 
 
 def allocator_facts(torch: Any) -> dict[str, Any]:

@@ -228,10 +228,17 @@ def backend(facts: dict[str, Any]) -> Verdict:
     torch = facts["torch"]
     if torch["version"] is None or not torch["distributed"]:
         return Verdict(what, False, "torch.distributed is not available")
+    problem = torch["problem"]
+    if problem is not None and "older" in problem:
+        return Verdict(what, False, f"{problem}, whose DDP waits for ever for a backend written in Python")
     fallbacks = [name for name in ("nccl", "gloo") if torch[name]]
     if not fallbacks:
         return Verdict(what, None, "no fallback backend (NCCL or gloo) for calls that it does not serve")
-    return Verdict(what, True, f"fallback backends: {', '.join(fallbacks)}")
+    seen = "" if torch["python_backends"] else "; torch's hooks and flight recorder need torch 2.14"
+    why = f"fallback backends: {', '.join(fallbacks)}{seen}"
+    if problem is not None:
+        return Verdict(what, None, f"{problem}, so nothing of it was tested; {why}")
+    return Verdict(what, True, why)
 
 
 def windows(facts: dict[str, Any]) -> Verdict:

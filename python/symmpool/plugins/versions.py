@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 from dataclasses import dataclass
 
-__all__ = ["ENGINES", "EngineVersions", "installed", "parsed"]
+__all__ = ["ENGINES", "TORCH", "EngineVersions", "installed", "parsed"]
 
 Version = tuple[int, int, int]
 
@@ -54,6 +54,10 @@ ENGINES = {
     "flashinfer": EngineVersions("FlashInfer", ("flashinfer-python",), "0.6.0", "0.7.4", ()),
     "deep_ep": EngineVersions("DeepEP", ("deep-ep", "deep_ep", "sgl-deep-ep"), "1.0.0", "1.2.1", ()),
 }
+
+
+#: What the backend of torch.distributed needs, and what was tested.
+TORCH = EngineVersions("torch", ("torch",), "2.7.0", "2.15.0", ("2.11.0", "2.15.0"))
 
 
 def parsed(version: str) -> Version | None:
