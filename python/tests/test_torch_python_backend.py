@@ -97,7 +97,7 @@ def asked_of_work(group, folder):
     other = dist.all_reduce(sparse, async_op=True)
     other.wait()
     found["gloo"] = other.is_completed() and sparse.to_dense().tolist() == [1.0, 1.0]
-    # And Work of a group of gloo's own, which answers as ever.
+    # Work of a group of gloo's own answers as ever.
     there = dist.new_group(backend="gloo")
     theirs = dist.all_reduce(torch.ones(1), group=there, async_op=True)
     theirs.wait()
@@ -138,7 +138,7 @@ def gathered(group, folder):
         call(x, out, dst=1)
         found.append(None if out is None else out[:, 0].tolist())
     counts = backend.backend_counts()["gather_single"]
-    # What the root refuses the others hear of, and the next call is right.
+    # The others hear why the root refuses, and the next call is right.
     here, there = symmpool.InvalidArgumentError, symmpool.DivergedError
     needed = "elements row by row are needed" if me == 1 else "refused"
     with pytest.raises(here if me == 1 else there, match=needed):

@@ -29,8 +29,8 @@ def know_backend(group: Any, backend: Any) -> None:
 
 
 def ours(group: Any) -> Any:
-    """What has the calls of a process group on our backend: the group itself, or its backend. None for other
-    groups."""
+    """Returns the object with a process group's calls on our backend: the group itself, or its backend. None
+    for other groups."""
     if hasattr(group, "_served"):
         return group
     try:

@@ -14,7 +14,7 @@ import torch
 import symmpool
 from symmpool.communicators import cache
 
-__all__ = ["Collectives", "communicator_class"]
+__all__ = ["VllmCollectives", "communicator_class"]
 
 logger = logging.getLogger("vllm.plugins.symmpool")
 
@@ -23,7 +23,7 @@ _THEIRS = "vllm.distributed.device_communicators.cpu_communicator"
 _PREFIX = "symmpool/"
 
 
-class Collectives:
+class VllmCollectives:
     """Collectives that vLLM's communicator calls in place of torch.distributed. Each call is collective and
     returns when it is done; a rank that does not come within the group's timeout is an error that names
     it."""
@@ -71,7 +71,7 @@ def communicator_class() -> type:
             if not serves:
                 return
             self.unique_name = unique_name
-            self.dist_module = Collectives(device_group if device_group is not None else cpu_group)
+            self.dist_module = VllmCollectives(device_group if device_group is not None else cpu_group)
             self.supports_tensor_dict = False
             logger.debug("symmpool serves group %s, rank %s of %s", unique_name, self.rank, self.world_size)
 

@@ -98,7 +98,7 @@ class Collectives(Messages):
             work = self._run(name, opts, outputs[0], plans.reduce_scatter, *given)
         return work if work is not None else self._pass(name, name, outputs, inputs, opts)
 
-    # What functional collectives, DTensor with them, and Megatron's data parallelism call. Most lists are of
+    # Functional collectives, DTensor with them, and Megatron's data parallelism call these. Most lists are of
     # one tensor, which need not be looked at twice.
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -229,7 +229,7 @@ class Collectives(Messages):
         return self._done([], device)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As gloo's, which carries it, and is made by it if need be."""
+        """Waits for all ranks with gloo's monitored barrier, and makes gloo if need be."""
         self._note_fallback("monitored_barrier", None)
         limit = self._timeout if timeout is None else timeout
         self._fallbacks.make_gloo_for_monitored_barrier(limit)

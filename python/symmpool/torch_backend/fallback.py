@@ -31,7 +31,7 @@ __all__ = ["FallbackBackends"]
 # as the kernels that they wait for must run. NCCL gives each of its blocks one.
 _MULTIPROCESSORS = 96
 # More blocks are no faster: this is the most channels that NCCL has.
-_MOST_BLOCKS = 32
+_MAX_BLOCKS = 32
 
 
 def _in_group(kind: type) -> type:
@@ -102,8 +102,8 @@ _Later = _later(_Gloo) if _Gloo is not None else None
 
 @functools.cache
 def _gloo_devices(process: int, interfaces: str | None) -> list[Any]:
-    """What gloo's connections are made by: a thread, a listening socket and what the thread waits for. All
-    groups of a process share it, or each would take four descriptors for it."""
+    """Returns the devices that gloo connects by: a thread, a listening socket and what the thread waits for.
+    All groups of a process share them, or each would take four descriptors."""
     kind = dist.ProcessGroupGloo
     if not interfaces:
         return [kind.create_default_device()]
@@ -114,7 +114,7 @@ def _gloo_options(timeout: Any, threads: int | None = None) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
-    # As torch has it where it makes the devices.
+    # torch computes it so where it makes the devices.
     options._threads = threads or 2 * len(options._devices)
     options._timeout = timeout
     return options
@@ -225,7 +225,7 @@ class FallbackBackends:
                 try:
                     self._group = self._make_gloo(max(limit, datetime.timedelta(milliseconds=1)))
                 except TimeoutError as error:
-                    # Of the class that gloo's is.
+                    # The error has the class of gloo's.
                     raise RuntimeError(
                         f"symmpool: Rank {self._place[0]} timed out in monitoredBarrier after "
                         f"{limit.total_seconds() * 1e3:.0f} ms, in which not all ranks of the group came"
@@ -310,7 +310,7 @@ class FallbackBackends:
     def _bound(self, config: Any) -> None:
         """Limits blocks so that the kernels of all channels fit on a device side by side: each may wait for
         its other rank."""
-        blocks = max(1, min(_MOST_BLOCKS, _MULTIPROCESSORS // (2 * (self._place[1] - 1))))
+        blocks = max(1, min(_MAX_BLOCKS, _MULTIPROCESSORS // (2 * (self._place[1] - 1))))
         # Below 0 where nobody has set it.
         config.max_ctas = min(config.max_ctas, blocks) if config.max_ctas > 0 else blocks
         config.min_ctas = min(config.min_ctas, blocks)
@@ -334,12 +334,12 @@ class FallbackBackends:
             backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """As the group's own, for the backends that torch does not know of."""
+        """Shuts down the backends that torch does not know of."""
         self.channels.shutdown(seconds_of(self._timeout) or DEFAULT_TIMEOUT)
         self._end_unknown("shutdown")
 
     def abort(self) -> None:
-        """As `shutdown`."""
+        """Aborts the backends that torch does not know of."""
         self.channels.abort()
         self._end_unknown("abort")
 

@@ -78,7 +78,7 @@ def _wrap(module: ModuleType, is_ours: Callable[[Any, Any], bool]) -> None:
                 choose(self, True)
                 setattr(self, _CHOSEN, True)
         except (AttributeError, AssertionError) as error:
-            # What `replicate` makes of models has the same class, and refuses to name a group of shards.
+            # Models that `replicate` makes have the same class, and refuse to name a group of shards.
             _log.debug("FSDP's buffers lie in memory of torch's own: %s", error)
         return begun
 

@@ -1,4 +1,4 @@
-"""What a group of the backend has on each rank, whichever of torch's classes stands for it: its fallback
+"""State of a group of the backend on each rank, whichever of torch's classes stands for it: its fallback
 backends, its mailbox, and on which devices its calls are ours."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GroupState(ServedCalls):
     _timeout: Any
     # Work of calls that were begun between the two ends of a batch.
     _batch: list[Any] | None
-    # What the classes of groups have: how a call goes to a fallback backend, and Work of each kind of call.
+    # Methods of the classes of groups: how a call goes to a fallback backend, and Work of each kind of call.
     _pass: Any
     _passed: Any
     _done: Any
@@ -68,7 +68,8 @@ class GroupState(ServedCalls):
 
     @property
     def _rest(self) -> dist.ProcessGroup:
-        """What makes the calls that ours does not. Asked for by calls that all ranks make."""
+        """Returns the group that makes the calls which ours does not. Asked for by calls that all ranks
+        make."""
         return self._fallbacks.group
 
     @property
@@ -111,8 +112,8 @@ class GroupState(ServedCalls):
             teardown.await_server(self._store)
 
     def _abort(self) -> bool:
-        """As `_shut_down`, without waiting for anything: what was begun may fail. Returns whether torch's
-        part is to be ended as well."""
+        """Ends the group without waiting for anything: what was begun may fail. Returns whether torch's part
+        is to be ended as well."""
         if self._served.is_lost:
             return False
         self._end(False)

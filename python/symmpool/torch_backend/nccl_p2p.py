@@ -253,7 +253,7 @@ class _Channel:
             queued.begun.set_exception(error)
 
     def end(self) -> None:
-        """As `fail`, at the end of the group: nobody waits for the other rank any more."""
+        """Fails the queued calls at the end of the group: nobody waits for the other rank any more."""
         self.fail(InvalidStateError("the group has ended"))
         self._ended.set()
 
@@ -330,7 +330,7 @@ class NcclChannels:
         self._end("shutdown")
 
     def abort(self) -> None:
-        """As `shutdown`, without waiting for anything."""
+        """Ends all channels without waiting for anything."""
         self._end("abort")
 
     def _end(self, how: str) -> None:

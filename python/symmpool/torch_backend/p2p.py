@@ -123,7 +123,7 @@ class PointToPoint:
 
 @opaque
 class _SelfChannel:
-    """What a rank sends to itself: sends and receives are paired in the order in which they were begun."""
+    """Messages of a rank to itself: sends and receives are paired in the order in which they were begun."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -113,7 +113,7 @@ class SymmpoolProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         self._shut_down(super().shutdown)
 
     def abort(self) -> None:
-        """As `shutdown`, without waiting for anything: what was begun may fail."""
+        """Ends the group without waiting for anything: what was begun may fail."""
         # Called here, as torch calls this method again unless it is the caller.
         if self._abort():
             super().abort()
@@ -123,11 +123,11 @@ class SymmpoolProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         super()._end(wait)
 
     def split_group(self, *arguments: Any, **options: Any) -> Any:
-        """As that of a group on the fallback backends."""
+        """Splits the group on the fallback backends."""
         return self._rest.split_group(*arguments, **options)
 
     def merge_remote_group(self, *arguments: Any, **options: Any) -> Any:
-        """As `split_group`."""
+        """Merges the group on the fallback backends with a remote one."""
         return self._rest.merge_remote_group(*arguments, **options)
 
 

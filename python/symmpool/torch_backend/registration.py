@@ -38,7 +38,7 @@ def has_python_backends() -> bool:
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """What torch.distributed calls for a new group of this backend."""
+    """Makes a new group of this backend; torch.distributed calls it."""
     if version() < (2, 7):
         raise UnsupportedError(
             "symmpool: torch.distributed's backend needs torch 2.7 or newer, and this is "

@@ -23,8 +23,8 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 class ServedCalls:
-    """What a group makes its calls by. It has `_served`, `_rank`, `_size` and `key` of its own, with the id
-    of that (`_id`), and `_begun`, `_pass`, `_done` and `_keep`."""
+    """Methods by which a group makes its calls. It has `_served`, `_rank`, `_size` and `key` of its own, with
+    the id of that (`_id`), and `_begun`, `_pass`, `_done` and `_keep`."""
 
     def _run(
         self: Any,
@@ -48,7 +48,7 @@ class ServedCalls:
                 raise
             return None
         try:
-            # As `cache.communicator_for` does; a call less is felt by small calls.
+            # This repeats `cache.communicator_for`: a call less is felt by small calls.
             entry = looked_up[tensor.get_device()][self._id]
         except KeyError:
             entry = self._entry(tensor.device, call, None if prepare is not None else arguments)
@@ -61,7 +61,7 @@ class ServedCalls:
             self._keep(work, results)
             return self._begun(work)
         if entry.pending is None and prepare is None:
-            # As `entry.run` does.
+            # This repeats `entry.run`.
             try:
                 function(*arguments)
             except TimeoutError as error:
@@ -102,8 +102,8 @@ class ServedCalls:
         return joined(works + [self._run(operation, opts, tensor, _as_it_is, plan) for plan in made[1:]])
 
     def _entry(self: Any, device: torch.device, call: str, arguments: tuple[Any, ...] | None) -> Any:
-        """What serves a call on a device; None where a fallback backend does. Arguments, where they were not
-        checked yet, are checked before a first call, which meets the other ranks."""
+        """Returns the entry that serves a call on a device; None where a fallback backend does. Arguments,
+        where they were not checked yet, are checked before a first call, which meets the other ranks."""
         if arguments is not None and not self._served.is_known(device) and self.may_serve(device):
             member = (self._rank, self._size)
             make = functools.partial(self._served.entry, self, device)
@@ -147,7 +147,7 @@ class ServedCalls:
             raise why
 
     def _reduces(self: Any, tensor: torch.Tensor) -> bool:
-        """As `_moves`, for an all-reduce. Those of sparse tensors are made by torch's other backends."""
+        """Whether ours makes an all-reduce. Those of sparse tensors are made by torch's other backends."""
         return tensor.layout is torch.strided and self._moves(tensor)
 
 

@@ -24,7 +24,8 @@ _LATENESS = 2.0
 
 
 def number_of(device: torch.device) -> int:
-    """As `symmpool.communicators.devices.number_of`, which takes a device's name."""
+    """Returns the number of a device, like `symmpool.communicators.devices.number_of`, which takes a device's
+    name."""
     if device.type == "cpu":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
@@ -38,7 +39,7 @@ class ServedDevices:
         """`seconds` is the group's timeout; `p2p` takes the communicator on CUDA once there is one."""
         self._p2p = p2p
         self.seconds = seconds
-        # By the device's number; unknown before the first call, and at the end.
+        # Whether calls are ours, by the device's number; unknown before the first call, and at the end.
         self.known: dict[int, bool] = {}
         self.ended = False
         # Whether this is a copy in a forked child.
@@ -90,7 +91,8 @@ class ServedDevices:
         return self.ended or self.is_lost or number_of(device) in self.known
 
     def entry(self, group: Any, device: torch.device) -> Any:
-        """What serves calls on a device; None where ours does not. The first call is collective."""
+        """Returns the entry that serves calls on a device; None where ours does not. The first call is
+        collective."""
         return cache.look_up(None, group.key, number_of(device)) if self.serves(group, device) else None
 
     def _agree(self, group: Any, number: int) -> bool:
@@ -123,7 +125,7 @@ class ServedDevices:
                 try:
                     agreement.check_all_came(group.key, announced, self.seconds, first)
                 except TimeoutError:
-                    # What this rank makes next meets the ranks that have not been here yet.
+                    # This rank meets the ranks that have not been here yet in its next call.
                     group.begin_anew()
                     raise
                 # They may have come when this rank had waited already.

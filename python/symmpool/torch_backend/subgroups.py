@@ -32,7 +32,7 @@ class Within:
     """A group's place in the default one."""
 
     default: weakref.ref[Any]
-    # The same on the group's ranks, and no other group's of the default one.
+    # The name is equal on the group's ranks, and no other group of the default one has it.
     name: str
     # Whether the group's communicator may be made in the default group's memory: until that has failed.
     may_share: bool = True

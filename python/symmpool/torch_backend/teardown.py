@@ -1,4 +1,4 @@
-"""What ranks wait for where a default group ends, so that another can come to its place.
+"""Waits of ranks where a default group ends, so that another can come to its place.
 
 A default group's store is served by rank 0's process and ends with the group there. A rank that left
 before, and began the next group at once, would find the server of the last one, and lose it in the middle

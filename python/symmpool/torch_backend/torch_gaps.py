@@ -1,4 +1,4 @@
-"""What torch does not pass on to backends and Work that are written in Python.
+"""Calls and results that torch does not pass on to backends and Work that are written in Python.
 
 torch wraps the Work that such a backend returns, and passes on `wait` and `get_future` alone: the wrapper of
 a call that is over says that it is not, and a future that fails has the error as its value. `gather_single`

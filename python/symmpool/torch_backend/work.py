@@ -109,7 +109,7 @@ class TorchWork(dist.Work):
             unregister(self, self._work._results)
 
     def synchronize(self) -> None:
-        """The same as `wait()`."""
+        """Waits like `wait()`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -159,7 +159,7 @@ def register(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def note_registered(work: Any) -> None:
-    """As `register`, for Work that torch registers itself: that of a backend which it calls."""
+    """Notes Work that torch registers itself: that of a backend which it calls."""
     if registers():
         _registered.add(work)
 

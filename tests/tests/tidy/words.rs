@@ -27,7 +27,7 @@ const LEFT: [(&str, [usize; 3]); 8] = [
     ("collectives/src/cuda/kernel", [27, 3, 0]),
     ("collectives/src/cuda/layout", [3, 0, 0]),
     ("collectives/src/cuda/ops", [70, 61, 0]),
-    ("python/symmpool/torch_backend", [28, 0, 2]),
+    ("python/symmpool/torch_backend", [4, 0, 0]),
 ];
 
 /// First words of fragments, which hide what they are about.
