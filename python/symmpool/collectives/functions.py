@@ -196,10 +196,10 @@ def all_gather_into_tensor(
 
 
 def all_gather_single(
-    output: Tensor, input: Tensor, group: GroupLike = None, async_op: bool = False
+    output_tensor: Tensor, input_tensor: Tensor, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """Calls `all_gather_into_tensor`, whose name this is in newer versions of torch."""
-    return all_gather_into_tensor(output, input, group, async_op)
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def reduce_scatter_single(
@@ -415,27 +415,27 @@ def gather(
 
 
 def gather_single(
-    output: Tensor | None,
-    input: Tensor,
+    tensor: Tensor,
+    gather_tensor: Tensor | None = None,
     dst: int | None = None,
     group: GroupLike = None,
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Copies rank r's `input` to part r of rank `dst`'s `output`. The others pass None. Otherwise as
+    """Copies rank r's `tensor` to part r of rank `dst`'s `gather_tensor`. The others pass None. Otherwise as
     `gather`."""
-    _end_graph("gather_single", input, group)
+    _end_graph("gather_single", tensor, group)
 
     def plan(rank: int, world: int) -> Any:
         from symmpool.collectives import layout, plans
 
         root = rank_in(group, "gather_single", dst=dst, group_dst=group_dst, default=0)
         _check_rank("gather_single", "dst", root, world)
-        whole = None if output is None else layout.as_torch("output", output)
-        made = plans.gather_single(whole, layout.as_torch("input", input), root, rank, world)
-        return with_results(made, [output])
+        whole = None if gather_tensor is None else layout.as_torch("gather_tensor", gather_tensor)
+        made = plans.gather_single(whole, layout.as_torch("tensor", tensor), root, rank, world)
+        return with_results(made, [gather_tensor])
 
-    return make(input, group, plan, async_op, [] if output is None else [output])
+    return make(tensor, group, plan, async_op, _each(None if gather_tensor is None else [gather_tensor]))
 
 
 def scatter(

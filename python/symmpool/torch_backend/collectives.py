@@ -19,11 +19,11 @@ from symmpool.torch_backend.messages import Messages
 from symmpool.torch_backend.served_devices import NAME, number_of
 from symmpool.torch_backend.work import BarrierWork, CopyingWork, opaque
 
-__all__ = ["Collectives"]
+__all__ = ["GroupCollectives"]
 
 
 @opaque
-class Collectives(Messages):
+class GroupCollectives(Messages):
     """The calls of a group of the backend. The class that has them says how a call ends that was made at once
     (`_done`), and what stands for Work of a fallback backend (`_passed`)."""
 
@@ -105,7 +105,7 @@ class Collectives(Messages):
         """Reduces several tensors in place, each by itself."""
         opts, work = opts if opts is not None else dist.AllreduceCoalescedOptions(), None
         if len(tensors) == 1:
-            return Collectives.allreduce(self, tensors, opts)
+            return GroupCollectives.allreduce(self, tensors, opts)
         op = operation(opts.reduceOp)
         if tensors and op is not None and all(map(self._reduces, tensors)):
             calls = [(plans.all_reduce, tensor, op, self._size) for tensor in tensors]
@@ -117,7 +117,7 @@ class Collectives(Messages):
         """Several gathers as `all_gather_single` makes them."""
         opts, work = opts if opts is not None else AllgatherOptions(), None
         if len(outputs) == len(inputs) == 1:
-            return Collectives.all_gather_single(self, outputs[0], inputs[0], opts)
+            return GroupCollectives.all_gather_single(self, outputs[0], inputs[0], opts)
         if _are_pairs(outputs, inputs) and self._moves(outputs[0]):
             pairs = zip(outputs, inputs, strict=True)
             calls = [(plans.all_gather_into_tensor, *pair, self._size) for pair in pairs]
@@ -131,7 +131,7 @@ class Collectives(Messages):
         """Several reduce-scatters as `reduce_scatter_single` makes them."""
         opts, work = opts if opts is not None else dist.ReduceScatterOptions(), None
         if len(outputs) == len(inputs) == 1:
-            return Collectives.reduce_scatter_single(self, outputs[0], inputs[0], opts)
+            return GroupCollectives.reduce_scatter_single(self, outputs[0], inputs[0], opts)
         op = operation(opts.reduceOp)
         if op is not None and _are_pairs(outputs, inputs) and self._moves(outputs[0]):
             pairs = zip(outputs, inputs, strict=True)

@@ -47,7 +47,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from symmpool.torch_backend.collectives import Collectives
+from symmpool.torch_backend.collectives import GroupCollectives
 from symmpool.torch_backend.served_devices import NAME
 from symmpool.torch_backend.work import DoneWork, opaque, register
 
@@ -57,7 +57,7 @@ __all__ = ["NAME", "SymmpoolProcessGroup"]
 _SMALL_KEPT = 256
 
 
-class SymmpoolProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
+class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are ours where they serve, in torch before 2.14. Newer torch has a
     group of its own class (`symmpool.torch_backend.python_backend`)."""
 

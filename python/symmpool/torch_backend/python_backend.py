@@ -24,8 +24,8 @@ from symmpool.collectives.reductions import REDUCED, operation
 from symmpool.communicators.cache import looked_up
 from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
 from symmpool.groups import process_groups
-from symmpool.torch_backend import membership, negated_views, torch_gaps
-from symmpool.torch_backend.collectives import Collectives
+from symmpool.torch_backend import dispatched_tensors, membership, torch_gaps
+from symmpool.torch_backend.collectives import GroupCollectives
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.served_devices import NAME
 from symmpool.torch_backend.work import (
@@ -68,7 +68,7 @@ def _without_work(call: Callable[..., Any]) -> Any:
     return made
 
 
-class SymmpoolBackend(Collectives, c10d.Backend):
+class SymmpoolBackend(GroupCollectives, c10d.Backend):
     """A backend whose collectives are ours where they serve."""
 
     def __init__(
@@ -85,7 +85,7 @@ class SymmpoolBackend(Collectives, c10d.Backend):
         group at its first call, when torch has one for it."""
         c10d.Backend.__init__(self, rank, size)
         torch_gaps.close()
-        negated_views.take_as_they_are()
+        dispatched_tensors.register()
         # How many collectives torch has begun.
         self._sequence = 0
         self._group: weakref.ref[Any] | None = None
@@ -253,7 +253,7 @@ class SymmpoolBackend(Collectives, c10d.Backend):
         """The backend of a group without some ranks, which are lost. Called by all others."""
         return membership.shrink(self, SymmpoolBackend, list(ranks_to_exclude), shrink_flags)
 
-    # Collectives. What is not here is as `Collectives` has it.
+    # GroupCollectives. What is not here is as `GroupCollectives` has it.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduces a list of one tensor in place."""
@@ -280,26 +280,26 @@ class SymmpoolBackend(Collectives, c10d.Backend):
                         entry.explain(error)
                         raise
                     return None
-        work = Collectives.allreduce(self, tensors, opts)
+        work = GroupCollectives.allreduce(self, tensors, opts)
         return None if work is DONE else work
 
     allreduce_sparse = allreduce
 
-    broadcast = _without_work(Collectives.broadcast)
-    reduce = _without_work(Collectives.reduce)
-    all_gather_single = _without_work(Collectives.all_gather_single)
-    reduce_scatter_single = _without_work(Collectives.reduce_scatter_single)
-    allgather = _without_work(Collectives.allgather)
-    reduce_scatter = _without_work(Collectives.reduce_scatter)
-    allreduce_coalesced = _without_work(Collectives.allreduce_coalesced)
-    all_gather_single_coalesced = _without_work(Collectives.allgather_into_tensor_coalesced)
-    reduce_scatter_single_coalesced = _without_work(Collectives.reduce_scatter_tensor_coalesced)
-    all_to_all_single = _without_work(Collectives.all_to_all_single)
-    alltoall = _without_work(Collectives.alltoall)
-    gather = _without_work(Collectives.gather)
-    gather_single = _without_work(Collectives.gather_single)
-    scatter = _without_work(Collectives.scatter)
-    barrier = _without_work(Collectives.barrier)
+    broadcast = _without_work(GroupCollectives.broadcast)
+    reduce = _without_work(GroupCollectives.reduce)
+    all_gather_single = _without_work(GroupCollectives.all_gather_single)
+    reduce_scatter_single = _without_work(GroupCollectives.reduce_scatter_single)
+    allgather = _without_work(GroupCollectives.allgather)
+    reduce_scatter = _without_work(GroupCollectives.reduce_scatter)
+    allreduce_coalesced = _without_work(GroupCollectives.allreduce_coalesced)
+    all_gather_single_coalesced = _without_work(GroupCollectives.allgather_into_tensor_coalesced)
+    reduce_scatter_single_coalesced = _without_work(GroupCollectives.reduce_scatter_tensor_coalesced)
+    all_to_all_single = _without_work(GroupCollectives.all_to_all_single)
+    alltoall = _without_work(GroupCollectives.alltoall)
+    gather = _without_work(GroupCollectives.gather)
+    gather_single = _without_work(GroupCollectives.gather_single)
+    scatter = _without_work(GroupCollectives.scatter)
+    barrier = _without_work(GroupCollectives.barrier)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several gathers to lists, by the fallback backend."""
@@ -310,8 +310,9 @@ class SymmpoolBackend(Collectives, c10d.Backend):
     ) -> None:
         """As gloo's, which carries it, and is made by it if need be."""
         timeout = getattr(opts, "timeout", opts)
-        known = isinstance(timeout, datetime.timedelta) and timeout > _NO_TIMEOUT
-        Collectives.monitored_barrier(self, timeout if known else None, wait_all_ranks)
+        # Times below zero are no limit of the call's own.
+        known = isinstance(timeout, datetime.timedelta) and timeout >= _NO_TIMEOUT
+        GroupCollectives.monitored_barrier(self, timeout if known else None, wait_all_ranks)
 
     def start_coalescing(self) -> None:
         """Begins a batch of calls."""
