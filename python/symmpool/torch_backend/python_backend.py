@@ -253,7 +253,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         """The backend of a group without some ranks, which are lost. Called by all others."""
         return membership.shrink(self, SymmpoolBackend, list(ranks_to_exclude), shrink_flags)
 
-    # GroupCollectives. What is not here is as `GroupCollectives` has it.
+    # Collectives. What is not here is as `GroupCollectives` has it.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduces a list of one tensor in place."""
