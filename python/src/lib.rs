@@ -171,6 +171,15 @@ mod _symmpool {
         Ok(())
     }
 
+    /// Has each block of this process's kernels on the CUDA device of that number count as a multiprocessor from now on,
+    /// where several communicators share it: for kernels that may need whole ones. Otherwise as `share_sms`, but
+    /// that a communicator which is alone has the whole device. Touches no device.
+    #[pyo3::pyfunction]
+    fn count_sms(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
+        symmpool_collectives::count_sms(device.or_raise(py, "device")?);
+        Ok(())
+    }
+
     /// The device of a pool that names none: the GPU of this process if it has one, else the CPU.
     #[pyo3::pyfunction]
     fn default_device(py: pyo3::Python<'_>) -> pyo3::PyResult<String> {

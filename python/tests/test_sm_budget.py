@@ -58,32 +58,35 @@ def test_options_that_make_no_sense_are_refused():
 
 
 def test_room_is_left_on_devices_that_there_may_be():
-    symmpool.share_sms(0)
-    for nonsense in (-1, 2**32, 0.5, "cuda"):
-        with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="device|integer"):
-            symmpool.share_sms(nonsense)
+    for leave_room in (symmpool.share_sms, sm_budget.count_sms):
+        leave_room(0)
+        for nonsense in (-1, 2**32, 0.5, "cuda"):
+            with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="device|integer"):
+                leave_room(nonsense)
 
 
-def test_several_groups_of_nccl_are_left_room(monkeypatch):
+def test_groups_of_nccl_are_left_room(monkeypatch):
     class Group:
         def __init__(self, backends, size=2):
             self.backends, self.size = backends, lambda: size
 
     def observed(*made):
-        """The devices whose communicators are counted, for these groups."""
-        devices = []
+        """The devices that are shared with these groups, and those on which whole SMs are left to them."""
+        devices, whole = [], []
         dist = SimpleNamespace(distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=made)))
         monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: dist)
         monkeypatch.setattr(sm_budget.process_groups, "backends_of", lambda group: group.backends)
         monkeypatch.setattr(sm_budget, "share_sms", devices.append)
+        monkeypatch.setattr(sm_budget, "count_sms", whole.append)
         for device in (3, -1):
             sm_budget.share_with_other_groups(device)
-        return devices
+        return devices, whole
 
     nccl, ours, gloo = {"cpu": "gloo", "cuda": "nccl"}, {"cuda": "symmpool"}, {"cpu": "gloo", "cuda": "gloo"}
-    assert observed(Group(nccl), Group(nccl)) == [3]
-    assert observed(Group(nccl), Group({"cuda": "nccl"}), Group(ours)) == [3]
-    assert observed(Group(nccl), Group(nccl, size=1)) == []
-    assert observed(Group(nccl), Group(ours), Group(gloo), Group({})) == []
+    assert observed(Group(nccl), Group(nccl)) == ([3], [])
+    assert observed(Group(nccl), Group({"cuda": "nccl"}), Group(ours)) == ([3], [])
+    assert observed(Group(nccl), Group(nccl, size=1)) == ([], [3])
+    assert observed(Group(nccl), Group(ours), Group(gloo), Group({})) == ([], [3])
+    assert observed(Group(ours), Group(gloo)) == ([], [])
     monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: None)
     sm_budget.share_with_other_groups(0)

@@ -336,8 +336,22 @@ enum Before {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Left {
     All,
-    /// Those of one of so many communicators that leave a third of the device.
+    /// The part of one of so many communicators.
     OneOf(u32),
+    /// Two thirds of the SMs: other libraries may need the rest.
+    TwoThirds,
+}
+
+impl Left {
+    /// Most blocks of a kernel on a device of so many SMs.
+    fn blocks(self, sms: u32) -> u32 {
+        match self {
+            Self::All => u32::MAX,
+            // Half an SM each, and a sixteenth of all is left.
+            Self::OneOf(communicators) => ((2 * sms - 2 * sms / 16) / communicators).max(4),
+            Self::TwoThirds => (2 * sms / 3).max(2),
+        }
+    }
 }
 
 /// Orders of calls, and what they leave to a captured call.
@@ -358,7 +372,7 @@ const ORDERS: [(Before, Left); 8] = [
 /// Those that come after all others.
 ///
 /// TODAY: from its first message on a process leaves a third of the SMs to others, for ever.
-const LAST_ORDERS: [(Before, Left); 1] = [(Before::Messages, Left::OneOf(1))];
+const LAST_ORDERS: [(Before, Left); 1] = [(Before::Messages, Left::TwoThirds)];
 
 const KINDS: [StandardCollective; 4] = [
     StandardCollective::AllReduce,
@@ -378,14 +392,20 @@ impl Explains<'_> {
                     let fresh = self.fresh.entry(key).or_insert_with(|| said.now.clone()).clone();
                     let what =
                         format!("{} of {bytes}, {memory}, {before:?}: {said}", collective.name());
-                    self.as_expected(&what, left, &fresh, &said);
+                    self.as_expected((&what, bytes), left, &fresh, &said);
                 }
             }
         }
         Ok(())
     }
 
-    fn as_expected(&mut self, what: &str, left: Left, fresh: &CallPlan, said: &Explanation) {
+    fn as_expected(
+        &mut self,
+        (what, bytes): (&str, usize),
+        left: Left,
+        fresh: &CallPlan,
+        said: &Explanation,
+    ) {
         let same_way = said.now.algorithm == fresh.algorithm && said.now.is_known;
         self.check(|| format!("the algorithm of a fresh call, {fresh:?}; {what}"), same_way);
         match left {
@@ -394,15 +414,18 @@ impl Explains<'_> {
                 self.check(|| format!("as a fresh call, {fresh:?}; {what}"), right);
                 self.check(|| format!("nothing is in its way; {what}"), said.kept_by.is_empty());
             }
-            Left::OneOf(communicators) => {
-                let sms = said.device_sms.expect("a device");
-                let most = (2 * sms / (3 * communicators)).max(2);
-                let few = said.now.blocks().is_some_and(|blocks| blocks <= most);
-                // Small calls are held back no less: their kernels no longer start early.
-                let is_slower = said.now != *fresh && !said.now.starts_early;
-                let is_said = said.kept_by.len() == 1 && said.best == *fresh;
-                self.check(|| format!("{most} blocks; {what}"), few && is_slower);
+            _ => {
+                let most = left.blocks(said.device_sms.expect("a device"));
+                let [few, is_small] = [(&said.now, most), (fresh, most / 2)]
+                    .map(|(plan, most)| plan.blocks().is_some_and(|blocks| blocks <= most));
+                self.check(|| format!("{most} blocks; {what}"), few);
+                let is_as_fresh = said.now == *fresh;
+                let is_said =
+                    said.kept_by.len() == usize::from(!is_as_fresh) && said.best == *fresh;
                 self.check(|| format!("what keeps it is said; {what}"), is_said);
+                // Kernels of small calls have small blocks, and still start early.
+                let is_held_back = !is_as_fresh && bytes == SIZES[0] && is_small;
+                self.check(|| format!("a small call is held back; {what}"), !is_held_back);
             }
         }
     }

@@ -4,8 +4,9 @@ A kernel that waits for a peer keeps its multiprocessors. With calls of several 
 their own, one that takes all of them keeps the others from starting, ours and NCCL's, and ranks that began
 with different ones wait for each other until their time is over. Communicators of one process know of each
 other and divide the device. Of NCCL's kernels they know what `share_sms` says: the backend calls it before
-NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls, so the device
-is shared as soon as there are several such groups.
+NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls. So the device
+is shared as soon as there are several such groups. Where there is one, several communicators of ours leave
+whole multiprocessors, and one alone takes the device.
 
 A call that runs beside the program's own kernels, on a side stream with `async_op` or on a stream of FSDP's,
 takes few SMs: as many as keep the links busy. SYMMPOOL_SM_BUDGET says another number, for all calls.
@@ -17,7 +18,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from symmpool._symmpool import share_sms
+from symmpool._symmpool import count_sms, share_sms
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups
 
@@ -80,8 +81,8 @@ def options(pool: Any) -> dict[str, Any]:
 
 
 def share_with_other_groups(device: int) -> None:
-    """Has communicators share the multiprocessors of the device of that number (-1: the CPU) if several
-    groups of torch have a backend there whose kernels may wait for other ranks while ours do."""
+    """Has communicators share the multiprocessors of the device of that number (-1: the CPU) with the groups of
+    torch that have a backend there whose kernels may wait for other ranks while ours do."""
     dist = process_groups.distributed()
     if device < 0 or dist is None:
         return
@@ -89,6 +90,8 @@ def share_with_other_groups(device: int) -> None:
     theirs = [group for group in made if group.size() > 1 and _has_kernels(group)]
     if len(theirs) > 1:
         share_sms(device)
+    elif theirs:
+        count_sms(device)
 
 
 def _has_kernels(group: Any) -> bool:

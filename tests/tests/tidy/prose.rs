@@ -7,8 +7,7 @@ use crate::{read, root};
 const MAX_MEAN: f64 = 18.0;
 
 /// Documents with longer sentences, and the mean that each has reached. The list may only become shorter.
-const LONGER: [(&str, f64); 2] =
-    [("docs/decisions/group-memory.md", 24.0), ("docs/decisions/sm-shares.md", 18.9)];
+const LONGER: [(&str, f64); 1] = [("docs/decisions/group-memory.md", 24.0)];
 
 /// Paragraphs and items of lists. Code, tables, headings, comments and pictures are left out, and so is what `make tables` writes.
 fn paragraphs(text: &str) -> Vec<String> {

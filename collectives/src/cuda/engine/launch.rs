@@ -52,6 +52,29 @@ impl CudaEngine {
         self.kernels.most_sms()
     }
 
+    /// Whether communicators divide the places of SMs in the call under way.
+    pub(in super::super) fn counts_places(&self) -> bool {
+        self.kernels.budget().counts_places()
+    }
+
+    /// The kernel with the call's budget, for blocks of so many threads, where these are larger than a place, or as many as other
+    /// ranks have. From now on blocks count as SMs.
+    pub(in super::super) fn with_large_blocks(
+        &mut self,
+        kernel: LoadedKernel,
+        stream: Stream,
+    ) -> LoadedKernel {
+        if !self.counts_places() {
+            return kernel;
+        }
+        let is_captured = self.pool.driver().is_capturing(stream);
+        match self.rehearsed_budget(stream, true, || is_captured) {
+            None => self.kernels.count_sms(stream, || is_captured),
+            Some(budget) => self.kernels.set_budget(budget),
+        }
+        kernel.with_budget(self.kernels.budget())
+    }
+
     /// A call without data: the handshake alone.
     pub(crate) fn handshake_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.begin(stream)?;
@@ -115,6 +138,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.switch_to(stream)?;
+        self.comm.early = kernel.lets_two_run(grid).into();
         let params = self.numbered(params);
         // SAFETY: as the caller promised.
         unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, traffic, stream) }?;
@@ -187,6 +211,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.switch_to(stream)?;
+        self.comm.early = kernel.lets_two_run(grid).into();
         if let Some(rehearsal) = &self.rehearsal {
             rehearsal.launch(&kernel, grid);
             return Ok(());

@@ -57,14 +57,22 @@ impl Kernels {
         self.member.others()
     }
 
-    /// Begins a call on that stream. Returns its budget.
-    pub(in crate::cuda) fn begin(
+    /// Begins a call on that stream.
+    pub(in crate::cuda) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) {
+        self.budget = self.member.budget_in_call(stream, is_captured);
+    }
+
+    /// From now on each block of the process's kernels counts as an SM, where communicators share the device. The call under way
+    /// goes on so, on that stream.
+    pub(in crate::cuda) fn count_sms(
         &mut self,
         stream: Stream,
         is_captured: impl FnOnce() -> bool,
-    ) -> SmBudget {
-        self.budget = self.member.budget_in_call(stream, is_captured);
-        self.budget
+    ) {
+        if self.budget.counts_places() {
+            self.member.count_sms();
+            self.begin(stream, is_captured);
+        }
     }
 
     /// The budget of the call under way.
@@ -104,7 +112,7 @@ impl Kernels {
 
     /// The most SMs that kernels of the call under way take.
     pub(in crate::cuda) fn most_sms(&self) -> u32 {
-        self.budget.most_blocks.min(self.sm_count())
+        self.budget.max_sms(self.sm_count())
     }
 
     /// Begins an operation that is no call of all ranks. Returns its budget.
@@ -249,7 +257,7 @@ impl Kernels {
             sharedMemBytes: kernel.shared_bytes,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
-            numAttrs: kernel.budget.starts_early.into(),
+            numAttrs: kernel.lets_two_run((blocks, threads)).into(),
         };
         // SAFETY: the configuration and the arguments, which have the kernel's parameter types
         // (checked by size when it was compiled), live until the call returns; the driver copies

@@ -4,6 +4,13 @@
 //! the kernel of another communicator cannot start, and ranks that began with different ones wait for each
 //! other until the timeout. So the communicators of a process that are on one device divide it. Each rank
 //! decides that for itself: kernels of one call work together whatever their grids are.
+//!
+//! What they divide is places. An SM has [`PLACES`] places, and a block takes as many as its part of an SM's registers, threads
+//! and shared memory comes to ([`LoadedKernel::places_of`](super::loaded_kernel::LoadedKernel::places_of)). Blocks of one place
+//! always fit, wherever the device has put all others: an SM that cannot take one has all its places taken (`places`). So
+//! kernels are launched in blocks of one place. A larger block may find no SM that is free enough, and a device begins no
+//! later kernel before it has begun this one. Where calls have such blocks ([`BudgetMember::count_sms`]), and where kernels of
+//! other libraries may need whole SMs and wait for other ranks ([`share_sms`]), each block counts as an SM.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,6 +32,24 @@ type OnlyStream = Option<u64>;
 /// costs them 688 us. NCCL's takes 1.25 ms and costs them 362 us.
 const SMS_BESIDE_COMPUTE: u32 = 48;
 
+/// The places of an SM. Most kernels have blocks that take half of one.
+pub(in crate::cuda) const PLACES: u32 = 2;
+
+/// One of so many places of a device is left to kernels that have no budget, as waits for signals and handshakes alone.
+const LEFT: u32 = 16;
+
+/// When the stream's next kernel may start while one still waits for peers (programmatic dependent launch). Two kernels
+/// are resident at once then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) enum Early {
+    /// Whatever their sizes are: the communicator has the device to itself.
+    Always,
+    /// Where both together keep to the budget: each takes at most half of it.
+    IfSmall,
+    /// Never: a kernel starts when all before it on the stream has ended.
+    Never,
+}
+
 /// What a communicator's options say of its SM budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BudgetOptions {
@@ -43,6 +68,8 @@ pub(in crate::cuda) struct Lifted {
     pub(in crate::cuda) company: bool,
     /// What options say of the most SMs, and of compute.
     pub(in crate::cuda) options: bool,
+    /// The rule that blocks take one place each: the call has larger ones.
+    pub(in crate::cuda) places: bool,
 }
 
 /// The communicators of this process on a device.
@@ -54,6 +81,8 @@ struct Device {
     communicators: AtomicU32,
     /// Whether kernels of others are to find SMs, though there may be one communicator alone.
     share_sms: AtomicBool,
+    /// Whether calls have kernels with blocks that take more than one place.
+    large_blocks: AtomicBool,
     /// The stream of every communicator, by the communicator's number.
     streams: Mutex<BTreeMap<u64, OnlyStream>>,
 }
@@ -94,17 +123,22 @@ pub fn share_sms(ordinal: u32) {
     device(ordinal).share_sms.store(true, Ordering::Relaxed);
 }
 
+/// From now on, each block of this process's communicators on the CUDA device with that ordinal counts as an SM, where several
+/// of them share it, and together they leave a third of the SMs free. A communicator that is alone has the whole device. For
+/// kernels that may need whole SMs: those of another library that may wait for other ranks, but hardly beside a communicator
+/// that is alone. The first call of a program's own kernel, and of some norms, does so by itself. Otherwise as [`share_sms`].
+pub fn count_sms(ordinal: u32) {
+    device(ordinal).large_blocks.store(true, Ordering::Relaxed);
+}
+
 /// What a communicator's kernels may occupy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct SmBudget {
     /// Most blocks of a kernel.
-    pub(in crate::cuda) most_blocks: u32,
-    /// Whether the stream's next kernel may start while this one still waits for peers (programmatic dependent launch). Two
-    /// kernels are resident at once then.
-    pub(in crate::cuda) early: bool,
-    /// Whether a kernel may start when the one before it on the stream lets it, at the latest when all blocks of that one have
-    /// ended, and before what that one wrote is visible. It takes no more of the device than its own blocks.
-    pub(in crate::cuda) starts_early: bool,
+    pub(in crate::cuda) max_blocks: u32,
+    /// Most places of a kernel's blocks together.
+    pub(in crate::cuda) max_places: u32,
+    pub(in crate::cuda) early: Early,
     /// Whether other communicators' calls may be under way at the same time.
     pub(in crate::cuda) concurrent: bool,
     /// Whether the call runs beside compute, with no more SMs than it needs.
@@ -114,33 +148,68 @@ pub(in crate::cuda) struct SmBudget {
 impl SmBudget {
     /// The whole device.
     pub(in crate::cuda) const ALL: Self = Self {
-        most_blocks: u32::MAX,
-        early: true,
-        starts_early: true,
+        max_blocks: u32::MAX,
+        max_places: u32::MAX,
+        early: Early::Always,
         concurrent: false,
         beside_compute: false,
     };
 
     /// Whether kernels may not take the whole device.
     pub(in crate::cuda) fn is_limited(&self) -> bool {
-        self.most_blocks < u32::MAX
+        self.max_blocks < u32::MAX || self.counts_places()
     }
 
-    /// The budget of one communicator, where `concurrent` of `communicators` may have calls under way at once.
-    /// Together they get two thirds of the processors, so that a kernel of another library, such as NCCL, which
-    /// may need whole processors, can always start. The two thirds are divided by the mean of the two numbers:
+    /// Whether communicators divide the places of SMs, and not whole SMs.
+    pub(in crate::cuda) fn counts_places(&self) -> bool {
+        self.max_places < u32::MAX
+    }
+
+    /// Most SMs of a kernel on a device of so many: those that its blocks fill.
+    pub(in crate::cuda) fn max_sms(&self, sm_count: u32) -> u32 {
+        sm_count.min(self.max_blocks).min(self.max_places.div_ceil(PLACES))
+    }
+
+    /// Whether the communicator has the device to itself.
+    pub(in crate::cuda) fn is_alone(&self) -> bool {
+        self.early == Early::Always
+    }
+
+    /// The budget of one of so many communicators, all of which may have calls under way at once: each has an equal part
+    /// of the places.
+    fn of_places(communicators: u32, sm_count: u32) -> Self {
+        let places = PLACES * sm_count;
+        let max_places = ((places - places / LEFT) / communicators).max(2 * PLACES);
+        Self { max_places, early: Early::IfSmall, concurrent: communicators > 1, ..Self::ALL }
+    }
+
+    /// The budget of one communicator beside kernels of other libraries, where `concurrent` of `communicators` may have
+    /// calls under way at once. Together they get two thirds of the SMs, so that a kernel of another library, such as NCCL,
+    /// which may need whole SMs, can always start. The two thirds are divided by the mean of the two numbers:
     /// when communicators leave a common stream one by one, kernels that run already have the larger budgets of
     /// fewer concurrent ones. Divided by `concurrent` alone, six or more would have more than the device
     /// together; with the mean, they have less than 2/3 of 2 ln 2, which is 0.92 of it.
-    fn among(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
-        let most_blocks = (4 * sm_count / (3 * (concurrent + communicators))).max(2);
-        let concurrent = concurrent > 1;
-        Self { most_blocks, early: false, starts_early: true, concurrent, beside_compute: false }
+    fn of_sms(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
+        let max_blocks = (4 * sm_count / (3 * (concurrent + communicators))).max(2);
+        Self { max_blocks, early: Early::IfSmall, concurrent: concurrent > 1, ..Self::ALL }
     }
 
     /// The budget of kernels that start when all before them on the stream has ended.
     pub(in crate::cuda) fn in_turn(self) -> Self {
-        Self { early: false, starts_early: false, ..self }
+        Self { early: Early::Never, ..self }
+    }
+
+    /// Whether a kernel of so many blocks, of so many places each, may be resident beside the one before it or behind it on
+    /// its stream.
+    pub(in crate::cuda) fn lets_two_run(&self, blocks: u32, places: u32) -> bool {
+        match self.early {
+            Early::Always => true,
+            Early::Never => false,
+            Early::IfSmall => {
+                blocks <= self.max_blocks / 2
+                    && blocks.saturating_mul(places) <= self.max_places / 2
+            }
+        }
     }
 }
 
@@ -187,6 +256,12 @@ impl BudgetMember {
         all.saturating_sub(self.number.is_some().into())
     }
 
+    /// From now on each block of this process's kernels on the device counts as an SM. For calls with kernels whose blocks
+    /// take more than one place.
+    pub(in crate::cuda) fn count_sms(&self) {
+        self.device.large_blocks.store(true, Ordering::Relaxed);
+    }
+
     /// The most SMs of kernels from now on, whatever the options said before.
     pub(in crate::cuda) fn set_most(&mut self, most: Option<u32>) {
         self.options.most = most;
@@ -225,17 +300,23 @@ impl BudgetMember {
         let shared = match self.number {
             _ if lifted.company => SmBudget::ALL,
             None => return self.budget_outside_calls(),
-            Some(number) => self.shared_if_called(number, stream, is_captured),
+            Some(number) => self.shared_if_called(number, stream, is_captured, lifted),
         };
         if lifted.options { shared } else { self.limited(shared, stream, || is_captured) }
     }
 
-    fn shared_if_called(&self, number: u64, stream: Stream, is_captured: bool) -> SmBudget {
+    fn shared_if_called(
+        &self,
+        number: u64,
+        stream: Stream,
+        is_captured: bool,
+        lifted: Lifted,
+    ) -> SmBudget {
         let mut members = self.device.streams().clone();
         let any_stream =
             self.becomes_any_stream(members.len() as u32, stream.raw(), || is_captured);
         members.insert(number, (!any_stream).then_some(stream.raw()));
-        self.part_among(concurrent(&members), members.len() as u32)
+        self.part_among(concurrent(&members), members.len() as u32, lifted.places)
     }
 
     /// A budget as the options limit it further.
@@ -250,10 +331,10 @@ impl BudgetMember {
         let beside_compute =
             chosen.is_none() && self.options.beside_compute && !on_default && !is_captured();
         let most = if beside_compute { Some(SMS_BESIDE_COMPUTE) } else { chosen };
+        let early = if beside_compute { Early::Never } else { Early::IfSmall };
         most.map_or(shared, |most| SmBudget {
-            most_blocks: shared.most_blocks.min(most),
-            early: false,
-            starts_early: !beside_compute,
+            max_blocks: shared.max_blocks.min(most),
+            early,
             beside_compute,
             ..shared
         })
@@ -277,7 +358,7 @@ impl BudgetMember {
                 streams.insert(number, stream);
             });
         }
-        self.part_among(device.concurrent.load(Ordering::Relaxed), communicators)
+        self.part_among(device.concurrent.load(Ordering::Relaxed), communicators, false)
     }
 
     /// Whether calls may come on any stream, from a call on that stream on.
@@ -296,17 +377,19 @@ impl BudgetMember {
     }
 
     /// The budget where so many of the device's communicators may have calls under way at once.
-    fn part_among(&self, concurrent: u32, communicators: u32) -> SmBudget {
-        match (self.options.concurrent, concurrent) {
-            (Some(1), _) => SmBudget::ALL,
-            (Some(configured), _) => SmBudget::among(configured, configured, self.sm_count),
-            (None, 0 | 1) if self.device.share_sms.load(Ordering::Relaxed) => {
-                SmBudget::among(1, 1, self.sm_count)
-            }
-            (None, 0 | 1) => SmBudget::ALL,
-            (None, concurrent) => {
-                SmBudget::among(concurrent, communicators.max(concurrent), self.sm_count)
-            }
+    fn part_among(&self, concurrent: u32, communicators: u32, large_blocks: bool) -> SmBudget {
+        let is_shared = self.device.share_sms.load(Ordering::Relaxed);
+        let (concurrent, communicators) = match self.options.concurrent {
+            Some(1) => return SmBudget::ALL,
+            Some(configured) => (configured, configured),
+            None if concurrent > 1 => (concurrent, communicators.max(concurrent)),
+            None if is_shared => (1, 1),
+            None => return SmBudget::ALL,
+        };
+        if is_shared || large_blocks || self.device.large_blocks.load(Ordering::Relaxed) {
+            SmBudget::of_sms(concurrent, communicators, self.sm_count)
+        } else {
+            SmBudget::of_places(communicators, self.sm_count)
         }
     }
 
@@ -338,194 +421,7 @@ impl Drop for BudgetMember {
 mod model;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
+mod places;
 
-    /// A communicator on a device of 132 processors.
-    fn member(ordinal: u32, world: u32, concurrent: Option<u32>) -> BudgetMember {
-        let options = BudgetOptions { concurrent, ..BudgetOptions::default() };
-        BudgetMember::new(ordinal, 132, world, options)
-    }
-
-    /// The budget of a call on that stream, outside captures.
-    fn budget(member: &mut BudgetMember, stream: u64) -> SmBudget {
-        member.budget_in_call(Stream::numbered(stream), || false)
-    }
-
-    fn blocks(member: &mut BudgetMember, stream: u64) -> u32 {
-        budget(member, stream).most_blocks
-    }
-
-    fn part(most_blocks: u32) -> SmBudget {
-        SmBudget { most_blocks, concurrent: true, ..SmBudget::among(1, 1, 3) }
-    }
-
-    #[test]
-    fn communicators_on_several_streams_divide_the_device() {
-        let new = |configured| member(1000, 2, configured);
-        let mut first = new(None);
-        assert_eq!(budget(&mut first, 7), SmBudget::ALL);
-        let mut second = new(None);
-        assert_eq!(budget(&mut first, 7), part(44), "the second's first call may be on any stream");
-        assert_eq!(budget(&mut second, 7), SmBudget::ALL, "one after the other");
-        let mut third = new(None);
-        assert_eq!(budget(&mut first, 7), part(35));
-        assert_eq!(budget(&mut third, 8), part(35));
-        assert_eq!(budget(&mut second, 9), part(29));
-        assert_eq!(
-            budget(&mut second, 8),
-            part(29),
-            "what has changed its stream may change it again"
-        );
-        drop(third);
-        assert_eq!(budget(&mut first, 7), part(44));
-        drop(second);
-        assert_eq!(budget(&mut first, 8), SmBudget::ALL);
-        assert_eq!(
-            budget(&mut first, 9),
-            SmBudget::ALL,
-            "it may change its stream while it is alone"
-        );
-        let mut fourth = new(None);
-        assert_eq!(budget(&mut fourth, 9), SmBudget::ALL);
-        assert_eq!(budget(&mut first, 9), SmBudget::ALL);
-    }
-
-    #[test]
-    fn communicators_that_leave_a_stream_one_by_one_have_less_than_the_device() {
-        for several in 2..=40 {
-            let ordinal = 1100 + several;
-            let mut all: Vec<BudgetMember> =
-                (0..several).map(|_| member(ordinal, 2, None)).collect();
-            for each in &mut all {
-                budget(each, 0);
-            }
-            assert_eq!(budget(&mut all[0], 0), SmBudget::ALL);
-            let left: u32 =
-                (1..several).map(|nth| blocks(&mut all[nth as usize], u64::from(nth))).sum();
-            let together = left + blocks(&mut all[0], 0);
-            assert!(together < 132, "{several} take {together} blocks");
-        }
-    }
-
-    #[test]
-    fn asking_for_a_budget_changes_nothing() {
-        let [mut first, mut second] = [1005; 2].map(|ordinal| member(ordinal, 2, None));
-        let asked = |member: &BudgetMember, stream, is_captured| {
-            member.budget_if_called(Stream::numbered(stream), is_captured, Lifted::default())
-        };
-        assert_eq!(budget(&mut first, 7), part(44), "the second one made no call yet");
-        for _ in 0..2 {
-            assert_eq!(asked(&second, 7, false), SmBudget::ALL, "one stream");
-            assert_eq!(asked(&second, 8, false), part(44), "two streams");
-            assert_eq!(asked(&second, 7, true), part(44), "in a graph");
-            assert_eq!(asked(&first, 7, false), part(44), "the second one made no call still");
-        }
-        assert_eq!(budget(&mut second, 7), SmBudget::ALL);
-        assert_eq!(asked(&first, 8, false), part(44), "it would change its stream");
-        assert_eq!(budget(&mut first, 7), SmBudget::ALL, "it did not");
-        // What is asked is what a call then gets, whatever the options and the call.
-        for concurrent in [None, Some(1), Some(3)] {
-            for most in [None, Some(20)] {
-                let options = BudgetOptions { concurrent, most, beside_compute: true };
-                let mut third = BudgetMember::new(1005, 132, 2, options);
-                for (stream, is_captured) in [(0, false), (7, false), (7, true), (9, false)] {
-                    let before = asked(&third, stream, is_captured);
-                    let stream = Stream::numbered(stream);
-                    assert_eq!(before, third.budget_in_call(stream, || is_captured));
-                    let all = Lifted { company: true, options: true };
-                    let best = third.budget_if_called(stream, is_captured, all);
-                    assert_eq!(best, SmBudget::ALL);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn calls_in_graphs_may_be_on_any_stream() {
-        let [mut first, mut second] = [1001; 2].map(|ordinal| member(ordinal, 2, None));
-        let stream = Stream::numbered(7);
-        assert_eq!(second.budget_in_call(stream, || true).most_blocks, 44);
-        assert_eq!(first.budget_in_call(stream, || false).most_blocks, 44);
-        assert_eq!(second.budget_in_call(stream, || panic!("is asked once")).most_blocks, 44);
-        let mut per_thread = member(1001, 2, None);
-        assert_eq!(blocks(&mut per_thread, Stream::PER_THREAD.raw()), 29);
-    }
-
-    #[test]
-    fn single_ranks_do_not_count_and_options_hold() {
-        let mut first = member(1002, 2, None);
-        let mut alone = member(1002, 1, None);
-        assert_eq!((budget(&mut first, 1), budget(&mut alone, 9)), (SmBudget::ALL, SmBudget::ALL));
-        assert_eq!(
-            (first.budget_outside_calls(), alone.budget_outside_calls()),
-            (SmBudget::ALL, SmBudget::ALL)
-        );
-        let mut limited = member(1002, 2, Some(4));
-        assert_eq!(budget(&mut limited, 1), part(22));
-        // They wait for nobody, but would be resident while the kernel before them on the stream waits.
-        let late = SmBudget::ALL.in_turn();
-        assert_eq!(
-            [budget(&mut alone, 9), first.budget_outside_calls(), limited.budget_outside_calls()],
-            [late; 3]
-        );
-        let mut all = member(1002, 2, Some(1));
-        assert_eq!(budget(&mut all, 1), SmBudget::ALL);
-    }
-
-    #[test]
-    fn a_third_is_left_to_other_libraries() {
-        let mut first = member(1003, 2, None);
-        share_sms(1003);
-        assert_eq!(budget(&mut first, 1), SmBudget { concurrent: false, ..part(88) });
-        assert!(!first.budget_outside_calls().early);
-        let mut second = member(1003, 2, None);
-        assert_eq!(blocks(&mut second, 2), 44);
-    }
-
-    #[test]
-    fn together_they_leave_a_third_whatever_the_device() {
-        for sm_count in [1, 46, 108, 132, 148] {
-            for count in 1..=16 {
-                let SmBudget { most_blocks, early, concurrent, .. } =
-                    SmBudget::among(count, count, sm_count);
-                assert!(!early && most_blocks >= 2 && concurrent == (count > 1));
-                assert!(most_blocks == 2 || most_blocks * count <= sm_count * 2 / 3);
-            }
-        }
-    }
-
-    #[test]
-    fn calls_beside_compute_take_few_sms() {
-        let new = |most, concurrent| {
-            BudgetMember::new(
-                1004,
-                132,
-                2,
-                BudgetOptions { concurrent, most, beside_compute: true },
-            )
-        };
-        let mut alone = new(None, None);
-        let (concurrent, beside_compute) = (false, true);
-        let few = SmBudget {
-            most_blocks: SMS_BESIDE_COMPUTE,
-            concurrent,
-            beside_compute,
-            ..SmBudget::ALL.in_turn()
-        };
-        assert_eq!(budget(&mut alone, 7), few);
-        assert_eq!([0, 1, 2].map(|stream| budget(&mut alone, stream)), [SmBudget::ALL; 3]);
-        assert_eq!(alone.budget_in_call(Stream::numbered(7), || true), SmBudget::ALL, "captured");
-        drop(alone);
-        // What the options say holds on every stream, and other communicators are still left theirs.
-        let mut chosen = new(Some(50), None);
-        assert_eq!([0, 7].map(|stream| blocks(&mut chosen, stream)), [50; 2]);
-        chosen.set_most(Some(20));
-        assert_eq!(blocks(&mut chosen, 0), 20);
-        chosen.set_most(None);
-        assert_eq!(budget(&mut chosen, 7), few);
-        drop(chosen);
-        let mut shared = new(Some(50), Some(2));
-        assert_eq!(blocks(&mut shared, 7), 44);
-    }
-}
+#[cfg(test)]
+mod tests;

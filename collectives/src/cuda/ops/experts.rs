@@ -8,6 +8,7 @@ use crate::call::experts::{ExpertCall, ExpertShape, Quantization};
 use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{ExpertsMode, KernelMode};
+use crate::cuda::kernel::sm_budget::PLACES;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::{CallParams, Control};
 use crate::jit::Kernel;
@@ -175,7 +176,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let (kernel, threads) = (self.kernel(spec)?, spec.threads);
-        let room = kernel.resident(threads).min(kernel.budget.most_blocks);
+        let room = kernel.max_blocks(threads);
         let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
         let described = Call::new(operation).experts(&call.shape, call.mode).output(call.region);
         let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
@@ -188,6 +189,11 @@ impl CudaEngine {
         Ok(())
     }
 
+    /// Threads of a block, of which two run on an SM where communicators divide the places of SMs.
+    fn threads_of_experts(&self) -> u32 {
+        if self.counts_places() { THREADS / PLACES } else { THREADS }
+    }
+
     /// The kernel of a dispatch. Tokens that it does not quantise are bytes to it.
     fn dispatch_spec(
         &self,
@@ -198,7 +204,7 @@ impl CudaEngine {
     ) -> KernelSpec {
         let only_few = self.has_only_few(Operation::ExpertDispatch, shape, layout);
         let dtype = if quantizes { shape.dtype } else { DType::U8 };
-        let threads = if only_few { FEW_TOKENS_THREADS } else { THREADS };
+        let threads = if only_few { FEW_TOKENS_THREADS } else { self.threads_of_experts() };
         spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_few }, threads)
     }
 
@@ -212,7 +218,7 @@ impl CudaEngine {
     ) -> KernelSpec {
         let only_few = self.has_only_few(Operation::ExpertCombine, shape, layout);
         let has_few = only_few && tokens <= FEW_COMBINED_TOKENS;
-        let threads = if has_few { FEW_TOKENS_THREADS } else { THREADS };
+        let threads = if has_few { FEW_TOKENS_THREADS } else { self.threads_of_experts() };
         spec(&COMBINE, shape.dtype, ExpertsMode { by_expert, quantizes: false, only_few }, threads)
     }
 

@@ -66,6 +66,8 @@ impl CudaEngine {
                 return Err(self.decline(why, stream));
             }
         };
+        // Its grid is the same on all ranks, whatever a rank's budget is.
+        let kernel = self.with_large_blocks(kernel, stream);
         let config = native_grid(&kernel, part.div_ceil(16), native.threads, native.blocks);
         let blocks = config.worker_blocks();
         let params = CallParams {
@@ -165,7 +167,7 @@ fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
 mod tests {
     use super::*;
     use crate::cuda::kernel::loaded_kernel::SIZES;
-    use crate::cuda::kernel::sm_budget::SmBudget;
+    use crate::cuda::kernel::sm_budget::{Early, SmBudget};
 
     #[test]
     fn ranks_with_different_budgets_launch_as_many_blocks() {
@@ -175,15 +177,10 @@ mod tests {
             for vectors in [1, 1000, 1 << 20] {
                 for wanted in [None, Some(1), Some(100), Some(MAX_PEER_BLOCKS)] {
                     let expected = native_grid(&whole, vectors, 256, wanted);
-                    for most_blocks in [2, 3, 44, 1000] {
-                        let early = most_blocks > 100;
-                        let budget = SmBudget {
-                            most_blocks,
-                            early,
-                            starts_early: true,
-                            concurrent: !early,
-                            beside_compute: early,
-                        };
+                    for max_blocks in [2, 3, 44, 1000] {
+                        let early = if max_blocks > 100 { Early::Always } else { Early::IfSmall };
+                        let max_places = 3 * max_blocks;
+                        let budget = SmBudget { max_blocks, max_places, early, ..SmBudget::ALL };
                         let mut limited = whole;
                         limited.budget = budget;
                         assert_eq!(native_grid(&limited, vectors, 256, wanted), expected);

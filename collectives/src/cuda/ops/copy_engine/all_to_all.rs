@@ -124,8 +124,9 @@ impl CudaEngine {
                 ..CallParams::of(&call)
             };
             // These blocks wait for the handshake, whose block must be resident at the same time.
-            let most = kernel.resident(THREADS).saturating_sub(1).max(1);
-            let grid = (BLOCKS.min(kernel.budget.most_blocks).min(most), THREADS);
+            let threads = kernel.max_threads();
+            let most = kernel.resident(threads).saturating_sub(1).max(1);
+            let grid = (BLOCKS.min(kernel.max_blocks(threads)).min(most), threads);
             // SAFETY: parts of what the caller promised, and what no copy writes.
             unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }?;
         } else {
