@@ -81,8 +81,8 @@ def options(pool: Any) -> dict[str, Any]:
 
 
 def share_with_other_groups(device: int) -> None:
-    """Has communicators share the multiprocessors of the device of that number (-1: the CPU) with the groups of
-    torch that have a backend there whose kernels may wait for other ranks while ours do."""
+    """Has communicators share the device of that number (-1: the CPU) with those groups of torch that have a
+    backend there whose kernels may wait for other ranks while ours do."""
     dist = process_groups.distributed()
     if device < 0 or dist is None:
         return
