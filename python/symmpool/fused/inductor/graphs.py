@@ -56,13 +56,15 @@ def fits(whole: Node, part: Node, dim: int) -> bool:
 
 
 def keeps_rows(node: Node) -> bool:
-    """Whether a node is a view of another one in which rows are rows."""
-    if node.target not in VIEWS:
+    """Whether a node is a view of another one in which rows are rows. Slices of all of a tensor are, such as
+    torch 2.15 has behind the gathers of its sharded tensors."""
+    is_slice = node.target == _aten.slice.Tensor
+    if node.target not in VIEWS and not is_slice:
         return False
     value, viewed = node.meta.get("val"), arguments_of(node)[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(viewed, torch.Tensor):
         return False
-    return value.shape[-1:] == viewed.shape[-1:]
+    return value.shape == viewed.shape if is_slice else value.shape[-1:] == viewed.shape[-1:]
 
 
 def remove(graph: Graph, waits: Sequence[Node]) -> int:
