@@ -8,14 +8,18 @@ symmetry promised. The memory of a CUDA graph is its own until the graph is gone
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 from symmpool import _symmpool
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
+from symmpool.memory.torch_stats import TorchStats
 
 if TYPE_CHECKING:
     from symmpool.groups.types import DeviceLike
+
+logger = logging.getLogger("symmpool")
 
 # torch's allocator object, once installed. torch calls it until the process ends.
 _installed: Any = None
@@ -61,10 +65,11 @@ def install() -> None:
     """Puts symmpool under every CUDA allocation of torch in this process, on every device.
 
     Call it once, before torch first uses CUDA; later it raises InvalidStateError. It cannot be
-    undone. torch's own statistics fail then, as they do with every allocator that is not torch's:
-    use `symmpool.memory_stats` and `symmpool.memory_summary`. Running out of memory is a
-    RuntimeError that begins with "CUDA out of memory", not torch.OutOfMemoryError, which only torch's own
-    allocator can raise.
+    undone. torch's own statistics (`torch.cuda.memory_stats` and the like) have the numbers of
+    `symmpool.memory_stats`, and 0 for what is not counted. Running out of memory is a RuntimeError that
+    begins with "CUDA out of memory", not torch.OutOfMemoryError, which only torch's own allocator can raise.
+    Graph trees of torch's compiler (`mode="reduce-overhead"`) need torch's own allocator; the log says so
+    once.
 
     Meant for one device a process, as launchers set it up: a device's memory is not mapped for the
     process's other devices, so copy tensors between them by way of the CPU."""
@@ -78,6 +83,11 @@ def install() -> None:
     if torch.cuda.is_initialized():
         raise InvalidStateError(
             "install: torch has used CUDA already; call symmpool.install() at the program's start"
+        )
+    if torch.cuda._is_in_bad_fork():
+        raise InvalidStateError(
+            "install: this process was forked from one that has used CUDA, so it can use no CUDA; start it "
+            "anew (multiprocessing's start method 'spawn')"
         )
     library = ctypes.CDLL(_symmpool.__file__)
     throw = _throw(torch)
@@ -93,6 +103,11 @@ def install() -> None:
     except RuntimeError as error:
         raise InvalidStateError(f"install: torch refuses another allocator: {error}") from error
     _installed = allocator
+    TorchStats(memory_stats, reset_peak_memory_stats).replace(torch._C)
+    logger.warning(
+        "symmpool.install(): torch.OutOfMemoryError and torch.compile(mode='reduce-overhead') need torch's "
+        "own allocator; leave install() out for them, and take memory by `with pool:`, a torch.cuda.MemPool"
+    )
 
 
 def _device(device: Any) -> int:

@@ -29,7 +29,7 @@ def version() -> tuple[int, int]:
 def has_python_backends() -> bool:
     """Whether this torch calls backends in Python as `SymmpoolBackend` needs it: what it has is asked, as
     versions under development have a number before they have all of it."""
-    names = ("new_window", "shrink", "split", "supports_abort_hooks", "gather_single")
+    names = ("new_window", "shrink", "split", "suspend", "gather_single")
     return (
         all(hasattr(c10d.Backend, name) for name in names)
         and hasattr(dist.ProcessGroup, "register_pre_hook")

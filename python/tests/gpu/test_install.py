@@ -233,3 +233,29 @@ def test_numbers_before_any_use():
     assert not symmpool.is_installed()
     assert symmpool.memory_stats(63)["allocs"] == 0
     assert "device 63" in symmpool.memory_summary(63)
+
+
+def test_torchs_own_statistics_have_these_numbers():
+    observed = installed("""
+        x = torch.ones(4 << 20, device="cuda")
+        cuda, ours = torch.cuda, symmpool.memory_stats()
+        assert cuda.memory_allocated() == ours["allocated"] >= 16 << 20
+        assert cuda.memory_reserved() == ours["reserved"]
+        assert cuda.max_memory_allocated() == ours["peak_allocated"]
+        assert cuda.max_memory_reserved() == ours["peak_reserved"]
+        assert cuda.memory_stats()["allocation.all.current"] == ours["allocs"] - ours["frees"]
+        assert "Allocated memory" in cuda.memory_summary()
+        (segment,) = cuda.memory_snapshot()
+        assert segment["total_size"] == ours["reserved"]
+        del x
+        cuda.reset_peak_memory_stats()
+        assert cuda.max_memory_allocated() == cuda.memory_allocated() == symmpool.memory_stats()["allocated"]
+        cuda.reset_accumulated_memory_stats()
+        assert cuda.memory_stats()["allocation.all.freed"] == 0
+        cuda.empty_cache()
+        free, total = cuda.mem_get_info()
+        assert 0 < free <= total
+        cuda.set_per_process_memory_fraction(0.5)
+        print("as ours", cuda.memory_reserved())
+    """)
+    assert "as ours" in observed
