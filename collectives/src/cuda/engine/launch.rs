@@ -52,19 +52,19 @@ impl CudaEngine {
         self.kernels.most_sms()
     }
 
-    /// Whether communicators divide the places of SMs in the call under way.
-    pub(in super::super) fn counts_places(&self) -> bool {
-        self.kernels.budget().counts_places()
+    /// Whether blocks of the call under way may take more than one place of an SM.
+    pub(in super::super) fn may_have_large_blocks(&self) -> bool {
+        self.kernels.budget().may_be_large
     }
 
-    /// The kernel with the call's budget, for blocks of so many threads, where these are larger than a place, or as many as other
-    /// ranks have. From now on blocks count as SMs.
-    pub(in super::super) fn with_large_blocks(
+    /// The kernel with the budget of a call whose blocks are larger than a place, or as many as on other ranks. From now on blocks
+    /// count as SMs.
+    pub(in super::super) fn with_whole_sms(
         &mut self,
         kernel: LoadedKernel,
         stream: Stream,
     ) -> LoadedKernel {
-        if !self.counts_places() {
+        if !kernel.budget.counts_places() {
             return kernel;
         }
         let is_captured = self.pool.driver().is_capturing(stream);

@@ -138,6 +138,8 @@ pub(in crate::cuda) struct SmBudget {
     pub(in crate::cuda) max_blocks: u32,
     /// Most places of a kernel's blocks together.
     pub(in crate::cuda) max_places: u32,
+    /// Whether blocks may take more than one place.
+    pub(in crate::cuda) may_be_large: bool,
     pub(in crate::cuda) early: Early,
     /// Whether other communicators' calls may be under way at the same time.
     pub(in crate::cuda) concurrent: bool,
@@ -150,6 +152,7 @@ impl SmBudget {
     pub(in crate::cuda) const ALL: Self = Self {
         max_blocks: u32::MAX,
         max_places: u32::MAX,
+        may_be_large: true,
         early: Early::Always,
         concurrent: false,
         beside_compute: false,
@@ -176,11 +179,13 @@ impl SmBudget {
     }
 
     /// The budget of one of so many communicators, all of which may have calls under way at once: each has an equal part
-    /// of the places.
+    /// of the places. Of two communicators one may have larger blocks: the other one's small blocks always fit beside these, and
+    /// its large ones do as well, so a call waits for no more than one other call.
     fn of_places(communicators: u32, sm_count: u32) -> Self {
         let places = PLACES * sm_count;
         let max_places = ((places - places / LEFT) / communicators).max(2 * PLACES);
-        Self { max_places, early: Early::IfSmall, concurrent: communicators > 1, ..Self::ALL }
+        let (early, concurrent) = (Early::IfSmall, communicators > 1);
+        Self { max_places, may_be_large: communicators <= 2, early, concurrent, ..Self::ALL }
     }
 
     /// The budget of one communicator beside kernels of other libraries, where `concurrent` of `communicators` may have

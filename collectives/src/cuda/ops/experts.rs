@@ -189,9 +189,9 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Threads of a block, of which two run on an SM where communicators divide the places of SMs.
+    /// Threads of a block. Where blocks must take one place, two run on an SM.
     fn threads_of_experts(&self) -> u32 {
-        if self.counts_places() { THREADS / PLACES } else { THREADS }
+        if self.may_have_large_blocks() { THREADS } else { THREADS / PLACES }
     }
 
     /// The kernel of a dispatch. Tokens that it does not quantise are bytes to it.

@@ -67,7 +67,7 @@ impl CudaEngine {
             }
         };
         // Its grid is the same on all ranks, whatever a rank's budget is.
-        let kernel = self.with_large_blocks(kernel, stream);
+        let kernel = self.with_whole_sms(kernel, stream);
         let config = native_grid(&kernel, part.div_ceil(16), native.threads, native.blocks);
         let blocks = config.worker_blocks();
         let params = CallParams {

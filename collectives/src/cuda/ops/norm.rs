@@ -40,8 +40,8 @@ impl CudaEngine {
         let file =
             if algorithm == FusedAlgorithm::TwoShot { &NORM_TWO_SHOT } else { &NORM_ONE_SHOT };
         let mut kernel = self.kernel(spec(file, shape, world))?;
-        if kernel.places_of(shape.threads() as u32) > 1 {
-            kernel = self.with_large_blocks(kernel, stream);
+        if kernel.places_of(shape.threads() as u32) > 1 && !self.may_have_large_blocks() {
+            kernel = self.with_whole_sms(kernel, stream);
         }
         let (bytes, output, most_sms) = (shape.bytes(), shape.output.name(), self.most_sms());
         tracing::debug!(bytes, output, algorithm = algorithm.name(), most_sms, "all_reduce_norm");

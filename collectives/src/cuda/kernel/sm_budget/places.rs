@@ -135,9 +135,24 @@ fn blocks_of_one_place_need_no_common_streams() {
     }
 }
 
+/// Of two communicators, one may have larger blocks, and both may.
+#[test]
+fn two_communicators_may_have_larger_blocks() {
+    let of = |comm, places| Kernel { blocks: SMS as u32 / places, ..call(comm, 7 + comm, places) };
+    for (one, other) in [(1, 2), (2, 1), (2, 2)] {
+        let (first, second) = (of(0, one), of(1, other));
+        let behind = Kernel { call: 2, ..first };
+        for rank1 in [vec![first, second, behind], vec![second, first, behind]] {
+            let rank2 = vec![first, behind, second];
+            let ranks = [vec![first, second, behind], rank1, rank2];
+            assert!(!finds_a_circle(&ranks), "{one} and {other} places");
+        }
+    }
+}
+
 /// Hence such blocks count as SMs (`BudgetMember::count_sms`).
 #[test]
-fn larger_blocks_may_find_no_room() {
+fn larger_blocks_of_several_may_find_no_room() {
     assert!(finds_a_circle(&in_three_orders(2)));
 }
 

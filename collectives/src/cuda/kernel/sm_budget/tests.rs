@@ -20,7 +20,8 @@ fn blocks(member: &mut BudgetMember, stream: u64) -> u32 {
 /// The budget of one of so many communicators, of 248 places: a sixteenth of the device's 264 is left to others.
 fn part(communicators: u32) -> SmBudget {
     let max_places = 248 / communicators;
-    SmBudget { max_places, early: Early::IfSmall, concurrent: true, ..SmBudget::ALL }
+    let may_be_large = communicators <= 2;
+    SmBudget { max_places, may_be_large, early: Early::IfSmall, concurrent: true, ..SmBudget::ALL }
 }
 
 /// The budget of so many blocks, where each counts as an SM.
