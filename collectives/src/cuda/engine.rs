@@ -191,10 +191,14 @@ impl CudaEngine {
         self.switch_to(stream)?;
         let driver = self.pool.driver();
         let is_captured = LazyCell::new(|| driver.is_capturing(stream));
-        match self.rehearsed_budget(stream, false, || *is_captured) {
+        let budget = match self.rehearsed_budget(stream, false, || *is_captured) {
             None => self.kernels.begin(stream, || *is_captured),
-            Some(budget) => self.kernels.set_budget(budget),
-        }
+            Some(budget) => {
+                self.kernels.set_budget(budget);
+                budget
+            }
+        };
+        self.comm.early = budget.early.into();
         Ok(())
     }
 
@@ -223,7 +227,7 @@ impl CudaEngine {
     /// Begins an operation that is no call of all ranks. Says whether the kernel that follows it on its
     /// stream may start early.
     pub(super) fn begin_outside_calls(&mut self) -> bool {
-        self.kernels.begin_outside_calls().is_alone()
+        self.kernels.begin_outside_calls().early
     }
 
     /// Closes the communicator after a panic inside a call: no call can follow.

@@ -138,7 +138,6 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.switch_to(stream)?;
-        self.comm.early = kernel.lets_two_run(grid).into();
         let params = self.numbered(params);
         // SAFETY: as the caller promised.
         unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, traffic, stream) }?;
@@ -211,7 +210,6 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.switch_to(stream)?;
-        self.comm.early = kernel.lets_two_run(grid).into();
         if let Some(rehearsal) = &self.rehearsal {
             rehearsal.launch(&kernel, grid);
             return Ok(());

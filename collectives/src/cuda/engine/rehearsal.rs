@@ -45,7 +45,7 @@ impl Rehearsal {
     pub(in crate::cuda) fn launch(&self, kernel: &LoadedKernel, grid: (u32, u32)) {
         let mut seen = self.seen.borrow_mut();
         seen.launches.push(grid);
-        seen.starts_early &= kernel.lets_two_run(grid);
+        seen.starts_early &= kernel.budget.early;
     }
 
     /// Notes a copy.

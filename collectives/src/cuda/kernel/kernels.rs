@@ -57,9 +57,14 @@ impl Kernels {
         self.member.others()
     }
 
-    /// Begins a call on that stream.
-    pub(in crate::cuda) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) {
+    /// Begins a call on that stream. Returns its budget.
+    pub(in crate::cuda) fn begin(
+        &mut self,
+        stream: Stream,
+        is_captured: impl FnOnce() -> bool,
+    ) -> SmBudget {
         self.budget = self.member.budget_in_call(stream, is_captured);
+        self.budget
     }
 
     /// From now on each block of the process's kernels counts as an SM, where communicators share the device. The call under way
@@ -257,7 +262,7 @@ impl Kernels {
             sharedMemBytes: kernel.shared_bytes,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
-            numAttrs: kernel.lets_two_run((blocks, threads)).into(),
+            numAttrs: kernel.budget.starts_early.into(),
         };
         // SAFETY: the configuration and the arguments, which have the kernel's parameter types
         // (checked by size when it was compiled), live until the call returns; the driver copies

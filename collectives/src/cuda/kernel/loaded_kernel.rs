@@ -65,11 +65,6 @@ impl LoadedKernel {
         SIZES.into_iter().rev().find(takes_one).unwrap_or(SIZES[0])
     }
 
-    /// Whether it may be resident beside the kernel before it or behind it on its stream, in that grid.
-    pub(in crate::cuda) fn lets_two_run(&self, (blocks, threads): (u32, u32)) -> bool {
-        self.budget.lets_two_run(blocks, self.places_of(threads))
-    }
-
     /// The kernel with the budget that its communicator has when it is alone on the device.
     pub(in crate::cuda) fn alone(self) -> Self {
         Self { budget: SmBudget::ALL, ..self }
@@ -90,7 +85,7 @@ impl LoadedKernel {
 
     /// The kernel as it takes all SMs, whatever its budget is. Beside other communicators it must not take them before its turn.
     pub(in crate::cuda) fn on_all_sms(self) -> Self {
-        if self.budget.is_alone() { self } else { self.in_turn() }
+        if self.budget.early { self } else { self.in_turn() }
     }
 
     /// The kernel as it is launched where it must not start before all that comes before it has ended.

@@ -38,18 +38,6 @@ pub(in crate::cuda) const PLACES: u32 = 2;
 /// One of so many places of a device is left to kernels that have no budget, as waits for signals and handshakes alone.
 const LEFT: u32 = 16;
 
-/// When the stream's next kernel may start while one still waits for peers (programmatic dependent launch). Two kernels
-/// are resident at once then.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) enum Early {
-    /// Whatever their sizes are: the communicator has the device to itself.
-    Always,
-    /// Where both together keep to the budget: each takes at most half of it.
-    IfSmall,
-    /// Never: a kernel starts when all before it on the stream has ended.
-    Never,
-}
-
 /// What a communicator's options say of its SM budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BudgetOptions {
@@ -140,7 +128,12 @@ pub(in crate::cuda) struct SmBudget {
     pub(in crate::cuda) max_places: u32,
     /// Whether blocks may take more than one place.
     pub(in crate::cuda) may_be_large: bool,
-    pub(in crate::cuda) early: Early,
+    /// Whether the stream's next kernel may start while this one still waits for peers (programmatic dependent launch). That may
+    /// be a program's kernel, which fills the device while it waits itself, so no other communicator may need the device.
+    pub(in crate::cuda) early: bool,
+    /// Whether a kernel may start when the one before it on the stream lets it, at the latest when all blocks of that one have
+    /// ended, and before what that one wrote is visible. It takes no more of the device than its own blocks.
+    pub(in crate::cuda) starts_early: bool,
     /// Whether other communicators' calls may be under way at the same time.
     pub(in crate::cuda) concurrent: bool,
     /// Whether the call runs beside compute, with no more SMs than it needs.
@@ -153,7 +146,8 @@ impl SmBudget {
         max_blocks: u32::MAX,
         max_places: u32::MAX,
         may_be_large: true,
-        early: Early::Always,
+        early: true,
+        starts_early: true,
         concurrent: false,
         beside_compute: false,
     };
@@ -173,19 +167,14 @@ impl SmBudget {
         sm_count.min(self.max_blocks).min(self.max_places.div_ceil(PLACES))
     }
 
-    /// Whether the communicator has the device to itself.
-    pub(in crate::cuda) fn is_alone(&self) -> bool {
-        self.early == Early::Always
-    }
-
     /// The budget of one of so many communicators, all of which may have calls under way at once: each has an equal part
     /// of the places. Of two communicators one may have larger blocks: the other one's small blocks always fit beside these, and
     /// its large ones do as well, so a call waits for no more than one other call.
     fn of_places(communicators: u32, sm_count: u32) -> Self {
         let places = PLACES * sm_count;
         let max_places = ((places - places / LEFT) / communicators).max(2 * PLACES);
-        let (early, concurrent) = (Early::IfSmall, communicators > 1);
-        Self { max_places, may_be_large: communicators <= 2, early, concurrent, ..Self::ALL }
+        let (may_be_large, concurrent) = (communicators <= 2, communicators > 1);
+        Self { max_places, may_be_large, early: false, concurrent, ..Self::ALL }
     }
 
     /// The budget of one communicator beside kernels of other libraries, where `concurrent` of `communicators` may have
@@ -196,25 +185,12 @@ impl SmBudget {
     /// together; with the mean, they have less than 2/3 of 2 ln 2, which is 0.92 of it.
     fn of_sms(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
         let max_blocks = (4 * sm_count / (3 * (concurrent + communicators))).max(2);
-        Self { max_blocks, early: Early::IfSmall, concurrent: concurrent > 1, ..Self::ALL }
+        Self { max_blocks, early: false, concurrent: concurrent > 1, ..Self::ALL }
     }
 
     /// The budget of kernels that start when all before them on the stream has ended.
     pub(in crate::cuda) fn in_turn(self) -> Self {
-        Self { early: Early::Never, ..self }
-    }
-
-    /// Whether a kernel of so many blocks, of so many places each, may be resident beside the one before it or behind it on
-    /// its stream.
-    pub(in crate::cuda) fn lets_two_run(&self, blocks: u32, places: u32) -> bool {
-        match self.early {
-            Early::Always => true,
-            Early::Never => false,
-            Early::IfSmall => {
-                blocks <= self.max_blocks / 2
-                    && blocks.saturating_mul(places) <= self.max_places / 2
-            }
-        }
+        Self { early: false, starts_early: false, ..self }
     }
 }
 
@@ -336,10 +312,10 @@ impl BudgetMember {
         let beside_compute =
             chosen.is_none() && self.options.beside_compute && !on_default && !is_captured();
         let most = if beside_compute { Some(SMS_BESIDE_COMPUTE) } else { chosen };
-        let early = if beside_compute { Early::Never } else { Early::IfSmall };
         most.map_or(shared, |most| SmBudget {
             max_blocks: shared.max_blocks.min(most),
-            early,
+            early: false,
+            starts_early: !beside_compute,
             beside_compute,
             ..shared
         })

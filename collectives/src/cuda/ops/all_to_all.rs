@@ -28,11 +28,6 @@ const HEAD_BYTES: u64 = 2 << 20;
 const MAX_LAUNCHES: u64 = 4;
 /// How many blocks keep all links busy.
 const MAX_BLOCKS: u32 = 132;
-/// Bytes up to which a kernel takes half of its part of a shared device, so that the next one may start early, if that half has
-/// so many blocks. With a quarter of two H200s, 4 MiB take 1.10 times as long as alone in kernels that start early, and with half
-/// of them 1.18 times in others.
-const MAX_EARLY_BYTES: u64 = 4 << 20;
-const MIN_EARLY_BLOCKS: u32 = 60;
 
 /// A number for each rank.
 type PerRank = [u64; MAX_RANKS as usize];
@@ -412,9 +407,6 @@ impl CudaEngine {
             4097..=32_768 => 256,
             _ => bound,
         };
-        let half = loaded.max_blocks(loaded.max_threads()) / 2;
-        let is_worth_half = loaded.budget.counts_places() && half >= MIN_EARLY_BLOCKS;
-        let most = if is_worth_half && bytes <= MAX_EARLY_BYTES { half - 1 } else { most };
         let mut grid = LaunchConfig::new(&loaded, vectors, threads, most);
         // Every pair needs warps of its own where blocks are few, too.
         if grid.worker_blocks() * grid.threads / 32 < self.world() {

@@ -167,7 +167,7 @@ fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
 mod tests {
     use super::*;
     use crate::cuda::kernel::loaded_kernel::SIZES;
-    use crate::cuda::kernel::sm_budget::{Early, SmBudget};
+    use crate::cuda::kernel::sm_budget::SmBudget;
 
     #[test]
     fn ranks_with_different_budgets_launch_as_many_blocks() {
@@ -178,7 +178,7 @@ mod tests {
                 for wanted in [None, Some(1), Some(100), Some(MAX_PEER_BLOCKS)] {
                     let expected = native_grid(&whole, vectors, 256, wanted);
                     for max_blocks in [2, 3, 44, 1000] {
-                        let early = if max_blocks > 100 { Early::Always } else { Early::IfSmall };
+                        let early = max_blocks > 100;
                         let max_places = 3 * max_blocks;
                         let budget = SmBudget { max_blocks, max_places, early, ..SmBudget::ALL };
                         let mut limited = whole;

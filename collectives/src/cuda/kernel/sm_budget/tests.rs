@@ -21,12 +21,12 @@ fn blocks(member: &mut BudgetMember, stream: u64) -> u32 {
 fn part(communicators: u32) -> SmBudget {
     let max_places = 248 / communicators;
     let may_be_large = communicators <= 2;
-    SmBudget { max_places, may_be_large, early: Early::IfSmall, concurrent: true, ..SmBudget::ALL }
+    SmBudget { max_places, may_be_large, early: false, concurrent: true, ..SmBudget::ALL }
 }
 
 /// The budget of so many blocks, where each counts as an SM.
 fn sms(max_blocks: u32) -> SmBudget {
-    SmBudget { max_blocks, early: Early::IfSmall, concurrent: true, ..SmBudget::ALL }
+    SmBudget { max_blocks, early: false, concurrent: true, ..SmBudget::ALL }
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn a_third_is_left_to_other_libraries() {
     let mut first = member(1003, 2, None);
     share_sms(1003);
     assert_eq!(budget(&mut first, 1), SmBudget { concurrent: false, ..sms(88) });
-    assert!(!first.budget_outside_calls().is_alone());
+    assert!(!first.budget_outside_calls().early);
     let mut second = member(1003, 2, None);
     assert_eq!(blocks(&mut second, 2), 44);
 }
@@ -178,29 +178,17 @@ fn together_they_fit_whatever_the_device() {
         for count in 1..=16 {
             let SmBudget { max_blocks, early, concurrent, .. } =
                 SmBudget::of_sms(count, count, sm_count);
-            assert!(early == Early::IfSmall && max_blocks >= 2 && concurrent == (count > 1));
+            assert!(!early && max_blocks >= 2 && concurrent == (count > 1));
             assert!(max_blocks == 2 || max_blocks * count <= sm_count * 2 / 3);
             let SmBudget { max_places, early, concurrent, .. } =
                 SmBudget::of_places(count, sm_count);
-            assert!(early == Early::IfSmall && concurrent == (count > 1));
+            assert!(!early && concurrent == (count > 1));
             // Two blocks that fill an SM each are the smallest grid that any kernel has.
             assert!(max_places >= 2 * PLACES);
             let left = PLACES * sm_count / LEFT;
             assert!(max_places == 2 * PLACES || max_places * count <= PLACES * sm_count - left);
         }
     }
-}
-
-#[test]
-fn two_kernels_run_at_once_where_both_keep_to_the_budget() {
-    assert!(SmBudget::ALL.lets_two_run(1 << 20, PLACES));
-    assert!(!SmBudget::ALL.in_turn().lets_two_run(1, 1));
-    let quarter = part(4);
-    assert_eq!(quarter.max_places, 62);
-    for (blocks, places, both) in [(31, 1, true), (32, 1, false), (15, 2, true), (16, 2, false)] {
-        assert_eq!(quarter.lets_two_run(blocks, places), both, "{blocks} of {places}");
-    }
-    assert!(sms(44).lets_two_run(22, PLACES) && !sms(44).lets_two_run(23, 1));
 }
 
 #[test]

@@ -82,7 +82,7 @@ impl CudaEngine {
                 ..KernelSpec::reduces(&MATMUL_FEW, reduction)
             })?
             .on_all_sms();
-        let in_two = self.world() > 1 && !kernel.budget.is_alone();
+        let in_two = self.world() > 1 && !kernel.budget.early;
         tracing::debug!(rows = product.rows, cluster, in_two, %call, "a product of few rows");
         // Loaded before anything is on the stream: loading may wait for what runs.
         let received = KernelSpec::reduces(&MATMUL_FEW_RECEIVED, reduction);

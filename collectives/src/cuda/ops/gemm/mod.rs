@@ -146,7 +146,7 @@ impl CudaEngine {
                 ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
             })?
             .on_all_sms();
-        let in_two = world > 1 && !kernel.budget.is_alone();
+        let in_two = world > 1 && !kernel.budget.early;
         tracing::debug!(kernel = product.kernel.name, in_two, "a product by tensor cores");
         // Loaded before anything is on streams: loading may wait for what runs.
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
