@@ -15,8 +15,9 @@ from test_torch_distributed import begin
 import symmpool
 from symmpool import backend
 from symmpool.groups.process_groups import ours
+from symmpool.torch_backend import registration
+from symmpool.torch_backend.process_group import SymmpoolProcessGroup
 from symmpool.torch_backend.python_backend import SymmpoolBackend
-from symmpool.torch_backend.registration import has_python_backends
 
 CPU = torch.device("cpu")
 
@@ -40,10 +41,28 @@ def hooked(group, folder):
 
 
 def test_hooks_see_every_call(tmp_path):
-    assert has_python_backends()
+    assert registration.has_python_backends()
     calls = [("ALLREDUCE", False), ("ALLREDUCE", True), ("ALLGATHER_BASE", False), ("BARRIER", False)]
     seen = [(when, *call) for call in calls for when in ("pre", "post")]
     assert values(2, hooked, str(tmp_path)) == [(seen, True)] * 2
+
+
+def between_versions(group, folder):
+    """A torch whose version has a part of what backends in Python need."""
+    registration.has_python_backends = lambda: False
+    me, world = begin(group, folder, "symmpool")
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    # Its own group, whose gloo is made later.
+    some = dist.new_group(range(world))
+    dist.all_reduce(x, group=some)
+    found = x.tolist(), some.rank() == me, some.size() == world, type(some) is SymmpoolProcessGroup
+    dist.destroy_process_group()
+    return found
+
+
+def test_versions_under_development_have_the_older_group(tmp_path):
+    assert values(2, between_versions, str(tmp_path)) == [([4.0] * 2, True, True, True)] * 2
 
 
 def raises_in_a_hook(group, folder):
