@@ -339,5 +339,5 @@ def test_versions_of_torch_are_named():
     pytest.importorskip("torch")
     found = facts.torch_facts()
     assert found["problem"] is None, "this version of torch is newer or older than what was tested"
-    assert "2.7.0 or newer; 2.11.0, 2.15.0 were tested" in cli.torch_row(found)
+    assert "2.7.0 or newer; 2.11.0, 2.13.0, 2.14.0, 2.15.0 were tested" in cli.torch_row(found)
     assert cli.torch_row({"version": None, "error": "no module"}) == "no module"

@@ -7,7 +7,7 @@ from ranks import values
 from test_torch_distributed import begin
 
 from symmpool.engines import CustomAllreduce, flashinfer_comm
-from symmpool.plugins.vllm_cpu import Collectives
+from symmpool.plugins.vllm_cpu import VllmCollectives
 
 PATTERN = flashinfer_comm.AllReduceFusionPattern
 HIDDEN = 256
@@ -26,7 +26,7 @@ def calls(me, world, dtype):
     group = dist.group.WORLD
     # With no limit of size, as where vLLM's VLLM_BATCH_INVARIANT is set.
     custom = CustomAllreduce(group, torch.device("cpu"), max_size=1 << 40)
-    collectives = Collectives(group)
+    collectives = VllmCollectives(group)
     workspace = flashinfer_comm.create_allreduce_fusion_workspace("trtllm", world, me, dtype=dtype)
     weight = torch.linspace(0.5, 2, HIDDEN).to(dtype)
 

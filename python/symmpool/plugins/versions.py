@@ -57,7 +57,7 @@ ENGINES = {
 
 
 #: What the backend of torch.distributed needs, and what was tested.
-TORCH = EngineVersions("torch", ("torch",), "2.7.0", "2.15.0", ("2.11.0", "2.15.0"))
+TORCH = EngineVersions("torch", ("torch",), "2.7.0", "2.15.0", ("2.11.0", "2.13.0", "2.14.0", "2.15.0"))
 
 
 def parsed(version: str) -> Version | None:

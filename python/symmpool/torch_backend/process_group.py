@@ -148,4 +148,17 @@ if hasattr(dist.ProcessGroup, "allgather_coalesced"):
     )
 
 
+def _rank_of(self: SymmpoolProcessGroup) -> int:
+    return self._rank
+
+
+def _size_of(self: SymmpoolProcessGroup) -> int:
+    return self._size
+
+
+# Groups that have this ask their default backend, which may stand for gloo that is made later.
+if hasattr(dist.ProcessGroup, "supports_reconfigure"):
+    SymmpoolProcessGroup.getRank = _rank_of  # type: ignore[attr-defined]
+    SymmpoolProcessGroup.getSize = _size_of  # type: ignore[attr-defined]
+
 opaque(SymmpoolProcessGroup)

@@ -68,6 +68,22 @@ def _without_work(call: Callable[..., Any]) -> Any:
     return made
 
 
+def _made(entry: Any, call: Callable[..., Any], *arguments: Any) -> None:
+    """Makes a call of a communicator, as `_run` does."""
+    try:
+        call(*arguments)
+    except TimeoutError as error:
+        entry.explain(error)
+        raise
+
+
+def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor lies row by row on the device of another one."""
+    if tensor.get_device() != other.get_device() or not tensor.is_contiguous():
+        return False
+    return not (tensor.is_neg() or tensor.is_conj())
+
+
 class SymmpoolBackend(GroupCollectives, c10d.Backend):
     """A backend whose collectives are ours where they serve."""
 
@@ -255,13 +271,25 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
 
     # Collectives. What is not here is as `GroupCollectives` has it.
 
+    def _ready(self, tensor: torch.Tensor, opts: Any) -> Any:
+        """Finds what makes a call that needs nothing but the communicator's: the shortest way of the most
+        frequent calls, as torch's own part takes as long as this. None for other calls."""
+        if opts is None or opts.asyncOp or not tensor.is_contiguous():
+            return None
+        number = tensor.get_device()
+        entry = looked_up.get(number, _NONE).get(self._id)
+        if entry is None or entry.pending is not None or not self._served.known.get(number):
+            return None
+        if tensor.is_neg() or tensor.is_conj() or _profiler_enabled() or registers():
+            return None
+        return entry
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduces a list of one tensor in place."""
         self._sequence += 1
-        # The most frequent call first, where it needs nothing but the communicator's: torch's own part takes
-        # as long as this. Such a tensor is of a plain layout.
         tensor = tensors[0] if len(tensors) == 1 and opts is not None and not opts.asyncOp else None
         if tensor is not None and tensor.dtype in REDUCED and tensor.is_contiguous():
+            # The questions of `_ready`, without calls of functions.
             number = tensor.get_device()
             entry = looked_up.get(number, _NONE).get(self._id)
             if (
@@ -283,11 +311,30 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         work = GroupCollectives.allreduce(self, tensors, opts)
         return None if work is DONE else work
 
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """Sends the root's tensor to all ranks."""
+        self._sequence += 1
+        if len(tensors) == 1:
+            entry = self._ready(tensors[0], opts)
+            if entry is not None:
+                note("broadcast", NAME)
+                return _made(entry, entry.comm.broadcast, tensors[0], opts.rootRank)
+        work = GroupCollectives.broadcast(self, tensors, opts)
+        return None if work is DONE else work
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        """Gathers all ranks' `input` in `output`, which has as many times its elements as there are ranks."""
+        self._sequence += 1
+        entry = self._ready(output, opts) if _is_alike(input, output) else None
+        if entry is not None:
+            note("all_gather_into_tensor", NAME)
+            return _made(entry, entry.comm.all_gather_into_tensor, output, input)
+        work = GroupCollectives.all_gather_single(self, output, input, opts)
+        return None if work is DONE else work
+
     allreduce_sparse = allreduce
 
-    broadcast = _without_work(GroupCollectives.broadcast)
     reduce = _without_work(GroupCollectives.reduce)
-    all_gather_single = _without_work(GroupCollectives.all_gather_single)
     reduce_scatter_single = _without_work(GroupCollectives.reduce_scatter_single)
     allgather = _without_work(GroupCollectives.allgather)
     reduce_scatter = _without_work(GroupCollectives.reduce_scatter)
