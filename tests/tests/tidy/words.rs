@@ -24,7 +24,7 @@ const LEFT: [(&str, [usize; 3]); 8] = [
     ("collectives/src/cuda", [6, 11, 0]),
     ("collectives/src/cuda/driver", [0, 4, 0]),
     ("collectives/src/cuda/engine", [34, 12, 0]),
-    ("collectives/src/cuda/kernel", [27, 3, 0]),
+    ("collectives/src/cuda/kernel", [0, 3, 0]),
     ("collectives/src/cuda/layout", [3, 0, 0]),
     ("collectives/src/cuda/ops", [70, 61, 0]),
     ("python/symmpool/torch_backend", [4, 0, 0]),

@@ -3,7 +3,7 @@
 use super::spec::KernelSpec;
 use crate::jit::sources::BARRIER;
 
-/// What such a kernel is compiled for.
+/// Key of such a kernel: all that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) struct GeneratedKernel {
     pub(in crate::cuda) world: u32,
@@ -18,7 +18,7 @@ pub(in crate::cuda) struct GeneratedKernel {
 
 impl GeneratedKernel {
     pub(in crate::cuda) fn spec(&self) -> KernelSpec {
-        // Of the kernel that is named here nothing is used.
+        // Nothing of the kernel that is named here is used.
         KernelSpec { dtype: self.dtype, op: self.op, ..KernelSpec::new(&BARRIER, self.threads) }
     }
 }

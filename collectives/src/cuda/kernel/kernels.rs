@@ -149,7 +149,7 @@ impl Kernels {
         Some(loaded.with_budget(self.budget))
     }
 
-    /// The same of a kernel whose source is no file of ours.
+    /// [`Self::find`] for a kernel whose source is no file of ours.
     pub(in crate::cuda) fn find_generated(&self, key: &GeneratedKernel) -> Option<LoadedKernel> {
         let known = self.known_made.get(key).copied();
         let loaded = known.or_else(|| self.modules.find_generated(key))?;
@@ -215,7 +215,7 @@ impl Kernels {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch`]; `work` has the layout of the kernel's third parameter, if it has one.
+    /// Callers promise what [`Kernels::launch`] says, and that `work` has the layout of the kernel's third parameter, if it has one.
     pub(in crate::cuda) unsafe fn launch_with_work<W>(
         &self,
         kernel: LoadedKernel,

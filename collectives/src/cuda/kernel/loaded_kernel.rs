@@ -18,7 +18,7 @@ pub(in crate::cuda) struct LoadedKernel {
     pub(in crate::cuda) sm_count: u32,
     /// Bytes of shared memory of a block, besides those that the kernel has by itself.
     pub(in crate::cuda) shared_bytes: u32,
-    /// What its communicator may occupy.
+    /// Budget of its communicator in the call.
     pub(in crate::cuda) budget: SmBudget,
 }
 

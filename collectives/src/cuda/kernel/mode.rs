@@ -1,4 +1,4 @@
-//! What a kernel is compiled to do, where its file can do several things: values of macros that the file names.
+//! Modes of kernels whose files can do several things: values of macros that the files name.
 
 use crate::call::matmul::CLUSTER;
 use crate::{DType, NormOutput};
@@ -49,7 +49,7 @@ impl MatmulMode {
 /// How a product of few rows is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) struct FewRowsMode {
-    /// As of [`MatmulMode`].
+    /// Layout of the right factor, as in [`MatmulMode`].
     pub(in crate::cuda) right_by_rows: bool,
     /// Blocks of a cluster, each of which has a part of the inner dimension: 2, 4 or 8.
     pub(in crate::cuda) cluster: u32,
@@ -57,7 +57,7 @@ pub(in crate::cuda) struct FewRowsMode {
     pub(in crate::cuda) tokens: u32,
 }
 
-/// What dispatches and combines of a buffer do.
+/// Mode of the dispatches and combines of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) struct ExpertsMode {
     /// Whether rows lie by expert.
@@ -68,7 +68,7 @@ pub(in crate::cuda) struct ExpertsMode {
     pub(in crate::cuda) only_few: bool,
 }
 
-/// What a fused all-reduce makes of the sum, and how threads divide rows.
+/// Output that a fused all-reduce makes of the sum, and the division of rows among threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) struct NormMode {
     pub(in crate::cuda) output: NormOutput,
@@ -92,7 +92,7 @@ impl AllToAllMode {
     pub(in crate::cuda) const DEVICE_COUNTS: Self = Self { direct: true, device_counts: true };
 }
 
-/// What is made of two shots: of the first one, of the second one, or of both.
+/// Collective that is made of two shots: of the first one, of the second one, or of both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) enum TwoShotCollective {
     AllReduce,
@@ -107,7 +107,7 @@ impl TwoShotCollective {
     }
 }
 
-/// What a one-sided kernel does.
+/// Operation of a one-sided kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) enum OneSidedMode {
     Copy,

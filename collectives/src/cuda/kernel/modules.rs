@@ -166,7 +166,7 @@ impl Modules {
         lock(&self.loaded).get(&(world, spec)).map(|(kernel, _)| *kernel)
     }
 
-    /// The same of a kernel whose source is no file of ours.
+    /// [`Self::find`] for a kernel whose source is no file of ours.
     pub(in crate::cuda) fn find_generated(&self, key: &GeneratedKernel) -> Option<LoadedKernel> {
         lock(&self.made).get(key).map(|(kernel, _)| *kernel)
     }

@@ -52,7 +52,7 @@ impl NativeKernel {
         Ok(image.bytes.len())
     }
 
-    /// What it is compiled for among so many ranks.
+    /// Variant that is compiled for so many ranks.
     pub(in crate::cuda) fn key(&self, world: u32, dtype: DType, op: ReduceOp) -> GeneratedKernel {
         GeneratedKernel {
             world,
@@ -64,7 +64,7 @@ impl NativeKernel {
         }
     }
 
-    /// What the compiler gets.
+    /// Source and macros for the compiler.
     pub(in crate::cuda) fn made(&self) -> GeneratedSource {
         GeneratedSource {
             name: self.name.clone(),

@@ -38,7 +38,7 @@ pub(in crate::cuda) const PLACES: u32 = 2;
 /// One of so many places of a device is left to kernels that have no budget, as waits for signals and handshakes alone.
 const LEFT: u32 = 16;
 
-/// What a communicator's options say of its SM budget.
+/// Options of a communicator about its SM budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BudgetOptions {
     /// How many communicators may have calls under way at once.
@@ -49,12 +49,12 @@ pub(crate) struct BudgetOptions {
     pub(crate) beside_compute: bool,
 }
 
-/// What a question about a budget leaves out.
+/// Limits that a question about a budget leaves out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::cuda) struct Lifted {
     /// Other communicators, and other libraries' kernels.
     pub(in crate::cuda) company: bool,
-    /// What options say of the most SMs, and of compute.
+    /// Options about the most SMs, and about compute.
     pub(in crate::cuda) options: bool,
     /// The rule that blocks take one place each: the call has larger ones.
     pub(in crate::cuda) places: bool,
@@ -119,7 +119,7 @@ pub fn count_sms(ordinal: u32) {
     device(ordinal).large_blocks.store(true, Ordering::Relaxed);
 }
 
-/// What a communicator's kernels may occupy.
+/// Part of a device that a communicator's kernels may occupy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct SmBudget {
     /// Most blocks of a kernel.
@@ -270,7 +270,7 @@ impl BudgetMember {
         self.limited(shared, stream, || *is_captured)
     }
 
-    /// What [`Self::budget_in_call`] would give a call on that stream now, without what was lifted. Asking changes nothing,
+    /// Budget that [`Self::budget_in_call`] would give a call on that stream now, without what was lifted. Asking changes nothing,
     /// also for other communicators.
     pub(in crate::cuda) fn budget_if_called(
         &self,
@@ -321,7 +321,7 @@ impl BudgetMember {
         })
     }
 
-    /// What the communicators of the device leave to this one.
+    /// Part of the device that its communicators leave to this one.
     fn shared_budget(
         &mut self,
         number: u64,

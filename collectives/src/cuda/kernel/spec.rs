@@ -1,4 +1,4 @@
-//! What a kernel is compiled for.
+//! Specifications of kernels: all that they are compiled for.
 
 use super::mode::{AllToAllMode, KernelMode, OneSidedMode, TwoShotCollective};
 use crate::call::p2p::Direction;
@@ -21,7 +21,7 @@ pub(in crate::cuda) const STAGE_THREADS: u32 = 256;
 
 /// Threads of a block of the kernel that runs a handshake alone.
 pub(in crate::cuda) const BARRIER_THREADS: u32 = 128;
-/// And of the one that measures its waits: a warp for each rank.
+/// Threads of a block of the kernel that measures its waits: a warp for each rank.
 const MEASURED_BARRIER_THREADS: u32 = 256;
 /// Threads of a block of the kernels of point-to-point messages. Each handles four vectors at once, which is enough to keep
 /// the link busy with sixteen blocks.
@@ -32,7 +32,7 @@ pub(in crate::cuda) const FEW_THREADS: u32 = 32;
 /// Two-shot calls of more bytes get twice as many resident blocks, where registers suffice.
 pub(in crate::cuda) const MANY_BYTES: u64 = 4 << 20;
 
-/// What a kernel is compiled for.
+/// Specification of a kernel: all that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) struct KernelSpec {
     pub(in crate::cuda) kernel: &'static str,

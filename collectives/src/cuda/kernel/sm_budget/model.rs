@@ -36,7 +36,7 @@ struct Kernel {
 enum Make {
     /// All of them before the first call.
     First,
-    /// The same, and each has had a call on the first stream before, which has ended.
+    /// [`Make::First`], and each has had a call on the first stream before, which has ended.
     Called,
     /// The first one before all calls, and each other one before its own first call; whether that waits for the device.
     Late { waits: bool },
@@ -57,7 +57,7 @@ fn is_late(make: Make) -> bool {
     matches!(make, Make::Late { .. })
 }
 
-/// What the kernels of a rank are, in the order in which its host launches them.
+/// Kernels of a rank, in the order in which its host launches them.
 fn kernels(
     ordinal: u32,
     communicators: usize,

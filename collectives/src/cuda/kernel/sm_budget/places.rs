@@ -135,7 +135,7 @@ fn blocks_of_one_place_need_no_common_streams() {
     }
 }
 
-/// Of two communicators, one may have larger blocks, and both may.
+/// Larger blocks are safe for two communicators, in one of them and in both.
 #[test]
 fn two_communicators_may_have_larger_blocks() {
     let of = |comm, places| Kernel { blocks: SMS as u32 / places, ..call(comm, 7 + comm, places) };

@@ -100,7 +100,7 @@ fn asking_for_a_budget_changes_nothing() {
     assert_eq!(budget(&mut second, 7), SmBudget::ALL);
     assert_eq!(asked(&first, 8, false), part(2), "it would change its stream");
     assert_eq!(budget(&mut first, 7), SmBudget::ALL, "it did not");
-    // What is asked is what a call then gets, whatever the options and the call.
+    // A call gets the budget that was asked for, whatever the options and the call.
     for concurrent in [None, Some(1), Some(3)] {
         for most in [None, Some(20)] {
             let options = BudgetOptions { concurrent, most, beside_compute: true };
@@ -208,7 +208,7 @@ fn calls_beside_compute_take_few_sms() {
     assert_eq!([0, 1, 2].map(|stream| budget(&mut alone, stream)), [SmBudget::ALL; 3]);
     assert_eq!(alone.budget_in_call(Stream::numbered(7), || true), SmBudget::ALL, "captured");
     drop(alone);
-    // What the options say holds on every stream, and other communicators are still left theirs.
+    // Options hold on every stream, and other communicators are still left theirs.
     let mut chosen = new(Some(50), None);
     assert_eq!([0, 7].map(|stream| blocks(&mut chosen, stream)), [50; 2]);
     chosen.set_most(Some(20));
