@@ -79,11 +79,13 @@ impl Graph {
             || call!("cuStreamBeginCapture_v2"(stream.raw() as Handle => Handle, mode => c_int)),
         )?;
         let worked = work();
-        driver(pool).with_context(|| {
+        let ended = driver(pool).with_context(|| {
             call!("cuStreamEndCapture"(
                 stream.raw() as Handle => Handle, &raw mut graph => *mut Handle))
-        })?;
+        });
+        // A call that fails ends the capture in an error that says less.
         worked?;
+        ended?;
         driver(pool).with_context(|| {
             call!("cuGraphInstantiateWithFlags"(
                 &raw mut ready => *mut Handle, graph => Handle, flags => u64))?;
