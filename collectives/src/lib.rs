@@ -44,7 +44,7 @@ pub use communicator::{
     CallPlan, Callee, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
     GroupOffer, ReceivedParts, Request, Selector, Splits,
 };
-pub use cuda::{count_sms, end_watching, share_sms};
+pub use cuda::{end_watching, share_sms, share_sms_of_several};
 pub use host::{Arrivals, GroupKey, HostEngine, HostEngineOptions, Mailbox, PendingMessage};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub use types::communicator_memory::CommunicatorMemory;

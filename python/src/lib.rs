@@ -171,12 +171,11 @@ mod _symmpool {
         Ok(())
     }
 
-    /// Has each block of this process's kernels on the CUDA device of that number count as a multiprocessor from now on,
-    /// where several communicators share it: for kernels that may need whole ones. Otherwise as `share_sms`, but
-    /// that a communicator which is alone has the whole device. Touches no device.
+    /// Has this process's communicators on the CUDA device of that number leave a third of its multiprocessors to
+    /// others from now on, if there are several of them. Otherwise as `share_sms`. Touches no device.
     #[pyo3::pyfunction]
-    fn count_sms(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
-        symmpool_collectives::count_sms(device.or_raise(py, "device")?);
+    fn share_sms_of_several(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
+        symmpool_collectives::share_sms_of_several(device.or_raise(py, "device")?);
         Ok(())
     }
 

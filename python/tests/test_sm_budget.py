@@ -58,7 +58,7 @@ def test_options_that_make_no_sense_are_refused():
 
 
 def test_room_is_left_on_devices_that_there_may_be():
-    for leave_room in (symmpool.share_sms, sm_budget.count_sms):
+    for leave_room in (symmpool.share_sms, sm_budget.share_sms_of_several):
         leave_room(0)
         for nonsense in (-1, 2**32, 0.5, "cuda"):
             with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="device|integer"):
@@ -77,7 +77,7 @@ def test_groups_of_nccl_are_left_room(monkeypatch):
         monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: dist)
         monkeypatch.setattr(sm_budget.process_groups, "backends_of", lambda group: group.backends)
         monkeypatch.setattr(sm_budget, "share_sms", devices.append)
-        monkeypatch.setattr(sm_budget, "count_sms", whole.append)
+        monkeypatch.setattr(sm_budget, "share_sms_of_several", whole.append)
         for device in (3, -1):
             sm_budget.share_with_other_groups(device)
         return devices, whole

@@ -336,9 +336,9 @@ enum Before {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Left {
     All,
-    /// The part of one of so many communicators.
+    /// The equal part of one of so many communicators.
     OneOf(u32),
-    /// Two thirds of the SMs: other libraries may need the rest.
+    /// Two thirds: other libraries may need the rest.
     TwoThirds,
 }
 
@@ -347,8 +347,7 @@ impl Left {
     fn blocks(self, sms: u32) -> u32 {
         match self {
             Self::All => u32::MAX,
-            // Half an SM each, and a sixteenth of all is left.
-            Self::OneOf(communicators) => ((2 * sms - 2 * sms / 16) / communicators).max(4),
+            Self::OneOf(communicators) => ((sms - sms / 16) / communicators).max(2),
             Self::TwoThirds => (2 * sms / 3).max(2),
         }
     }
@@ -411,7 +410,7 @@ impl Explains<'_> {
             _ => {
                 let most = left.blocks(said.device_sms.expect("a device"));
                 let few = said.now.blocks().is_some_and(|blocks| blocks <= most);
-                // Small calls are held back no less: their kernels no longer let the next one start early.
+                // Small calls are held back no less: their kernels no longer start early.
                 let is_slower = said.now != *fresh && !said.now.starts_early;
                 let is_said = said.kept_by.len() == 1 && said.best == *fresh;
                 self.check(|| format!("{most} blocks; {what}"), few && is_slower);

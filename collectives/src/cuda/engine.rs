@@ -191,7 +191,7 @@ impl CudaEngine {
         self.switch_to(stream)?;
         let driver = self.pool.driver();
         let is_captured = LazyCell::new(|| driver.is_capturing(stream));
-        let budget = match self.rehearsed_budget(stream, false, || *is_captured) {
+        let budget = match self.rehearsed_budget(stream, || *is_captured) {
             None => self.kernels.begin(stream, || *is_captured),
             Some(budget) => {
                 self.kernels.set_budget(budget);

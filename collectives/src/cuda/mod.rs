@@ -23,7 +23,7 @@ mod select;
 pub(crate) use self::engine::failure::Failure as CudaFailure;
 pub use self::engine::memory_operations::end_watching;
 pub(crate) use self::kernel::sm_budget::BudgetOptions;
-pub use self::kernel::sm_budget::{count_sms, share_sms};
+pub use self::kernel::sm_budget::{share_sms, share_sms_of_several};
 pub(crate) use self::layout::footprint::{
     Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
     communicator_bytes, growing_bytes, requested_total,

@@ -5,8 +5,8 @@ their own, one that takes all of them keeps the others from starting, ours and N
 with different ones wait for each other until their time is over. Communicators of one process know of each
 other and divide the device. Of NCCL's kernels they know what `share_sms` says: the backend calls it before
 NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls. So the device
-is shared as soon as there are several such groups. Where there is one, several communicators of ours leave
-whole multiprocessors, and one alone takes the device.
+is shared as soon as there are several such groups. Where there is one, several communicators of ours share
+it with that group, and one alone takes the device.
 
 A call that runs beside the program's own kernels, on a side stream with `async_op` or on a stream of FSDP's,
 takes few SMs: as many as keep the links busy. SYMMPOOL_SM_BUDGET says another number, for all calls.
@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from symmpool._symmpool import count_sms, share_sms
+from symmpool._symmpool import share_sms, share_sms_of_several
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups
 
@@ -91,7 +91,7 @@ def share_with_other_groups(device: int) -> None:
     if len(theirs) > 1:
         share_sms(device)
     elif theirs:
-        count_sms(device)
+        share_sms_of_several(device)
 
 
 def _has_kernels(group: Any) -> bool:

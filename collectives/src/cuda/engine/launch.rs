@@ -52,29 +52,6 @@ impl CudaEngine {
         self.kernels.most_sms()
     }
 
-    /// Whether blocks of the call under way may take more than one place of an SM.
-    pub(in super::super) fn may_have_large_blocks(&self) -> bool {
-        self.kernels.budget().may_be_large
-    }
-
-    /// The kernel with the budget of a call whose blocks are larger than a place, or as many as on other ranks. From now on blocks
-    /// count as SMs.
-    pub(in super::super) fn with_whole_sms(
-        &mut self,
-        kernel: LoadedKernel,
-        stream: Stream,
-    ) -> LoadedKernel {
-        if !kernel.budget.counts_places() {
-            return kernel;
-        }
-        let is_captured = self.pool.driver().is_capturing(stream);
-        match self.rehearsed_budget(stream, true, || is_captured) {
-            None => self.kernels.count_sms(stream, || is_captured),
-            Some(budget) => self.kernels.set_budget(budget),
-        }
-        kernel.with_budget(self.kernels.budget())
-    }
-
     /// A call without data: the handshake alone.
     pub(crate) fn handshake_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.begin(stream)?;

@@ -73,15 +73,14 @@ impl CudaEngine {
         }
     }
 
-    /// The budget of a call on that stream, with blocks of one place or larger ones, while it is rehearsed.
+    /// The budget of a call on that stream, while it is rehearsed.
     pub(in crate::cuda) fn rehearsed_budget(
         &self,
         stream: Stream,
-        large_blocks: bool,
         is_captured: impl FnOnce() -> bool,
     ) -> Option<SmBudget> {
         let Lifts { company, options, .. } = self.rehearsal.as_ref()?.lifts;
-        let lifted = Lifted { company, options, places: large_blocks };
+        let lifted = Lifted { company, options };
         Some(self.kernels().budget_if_called(stream, is_captured(), lifted))
     }
 }

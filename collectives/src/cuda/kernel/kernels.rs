@@ -67,19 +67,6 @@ impl Kernels {
         self.budget
     }
 
-    /// From now on each block of the process's kernels counts as an SM, where communicators share the device. The call under way
-    /// goes on so, on that stream.
-    pub(in crate::cuda) fn count_sms(
-        &mut self,
-        stream: Stream,
-        is_captured: impl FnOnce() -> bool,
-    ) {
-        if self.budget.counts_places() {
-            self.member.count_sms();
-            self.begin(stream, is_captured);
-        }
-    }
-
     /// The budget of the call under way.
     pub(in crate::cuda) fn budget(&self) -> SmBudget {
         self.budget
@@ -100,6 +87,11 @@ impl Kernels {
         self.member.budget_if_called(stream, is_captured, lifted)
     }
 
+    /// Notes a kernel that has as many blocks on all ranks, whatever the budget is.
+    pub(in crate::cuda) fn note_free_blocks(&self) {
+        self.member.has_free_blocks();
+    }
+
     /// Later calls take no more SMs than that.
     pub(in crate::cuda) fn set_sm_budget(&mut self, most: Option<u32>) {
         self.member.set_most(most);
@@ -117,7 +109,7 @@ impl Kernels {
 
     /// The most SMs that kernels of the call under way take.
     pub(in crate::cuda) fn most_sms(&self) -> u32 {
-        self.budget.max_sms(self.sm_count())
+        self.budget.most_blocks.min(self.sm_count())
     }
 
     /// Begins an operation that is no call of all ranks. Returns its budget.

@@ -19,20 +19,17 @@ impl LaunchConfig {
         threads: u32,
         most: u32,
     ) -> Self {
-        let max_threads = kernel.max_threads();
-        let mut threads = threads.min(max_threads);
-        let room = |threads| u64::from(kernel.max_blocks(threads));
-        if kernel.budget.is_limited() && vectors.div_ceil(u64::from(threads)) >= room(threads) {
-            threads = max_threads;
-        }
+        let most_blocks = u64::from(kernel.budget.most_blocks);
+        let few = vectors.div_ceil(u64::from(threads)) >= most_blocks;
+        let mut threads = if few { kernel.threads } else { threads };
         let blocks = loop {
-            let room = room(threads) - 1;
+            let room = u64::from(kernel.resident(threads)).min(most_blocks).max(2) - 1;
             let wanted = vectors.div_ceil(u64::from(threads)).max(1).min(u64::from(most));
-            if wanted <= room || threads >= max_threads {
+            if wanted <= room || threads >= kernel.threads {
                 break wanted.min(room) as u32;
             }
             // So many blocks are not resident at once; fewer and larger ones have as many threads.
-            threads = (2 * threads).min(max_threads);
+            threads = (2 * threads).min(kernel.threads);
         };
         let items = vectors.div_ceil(u64::from(threads)).min(u64::from(u32::MAX)) as u32;
         Self { blocks: evenly(kernel, items, blocks) + 1, threads }
@@ -46,11 +43,10 @@ impl LaunchConfig {
         Self { blocks: self.blocks + u32::from(full && wants), ..self }
     }
 
-    /// With no more blocks than the SM budget of the kernel's communicator, and no larger ones.
+    /// With no more blocks than the SM budget of the kernel's communicator.
     pub(in crate::cuda) fn within_budget(self, kernel: &LoadedKernel) -> Self {
-        let threads = self.threads.min(kernel.max_threads());
-        let most = self.blocks.min(kernel.max_blocks(threads)).max(2) - 1;
-        Self { blocks: evenly(kernel, self.worker_blocks(), most) + 1, threads }
+        let most = self.blocks.min(kernel.budget.most_blocks).max(2) - 1;
+        Self { blocks: evenly(kernel, self.worker_blocks(), most) + 1, ..self }
     }
 
     /// The blocks without the leader block.
@@ -104,8 +100,8 @@ mod tests {
     #[test]
     fn blocks_under_a_budget_have_equal_work() {
         let alone = kernel(132, 2048, 32);
-        for max_blocks in 2..=140 {
-            let budget = SmBudget { max_blocks, ..SmBudget::ALL };
+        for most_blocks in 2..=140 {
+            let budget = SmBudget { most_blocks, ..SmBudget::ALL };
             let limited = alone.with_budget(budget);
             for wanted in [1, 2, 63, 64, 100, 128, 256, 1000] {
                 let [one, all] =
@@ -115,10 +111,10 @@ mod tests {
                 for grid in [one, peers] {
                     let (items, workers) = (wanted as u32, grid.worker_blocks());
                     let rounds = items.div_ceil(workers);
-                    assert!(grid.blocks <= max_blocks.max(2), "{grid:?} of {max_blocks}");
+                    assert!(grid.blocks <= most_blocks.max(2), "{grid:?} of {most_blocks}");
                     assert_eq!(
                         rounds,
-                        items.div_ceil((max_blocks - 1).min(items)),
+                        items.div_ceil((most_blocks - 1).min(items)),
                         "{grid:?} for {wanted}"
                     );
                     // One worker less would need a round more.
@@ -128,34 +124,6 @@ mod tests {
                     );
                 }
                 assert!(all.worker_blocks() == wanted.min(256) as u32, "{all:?} alone");
-            }
-        }
-    }
-
-    #[test]
-    fn blocks_take_one_place_each_where_places_are_counted() {
-        // Kernels of which an SM holds one, two and four blocks of 512 threads.
-        for held in [512, 1024, 2048] {
-            for max_places in [4, 31, 62, 124, 248] {
-                let budget = SmBudget { max_places, early: false, ..SmBudget::ALL };
-                let loaded = kernel(132, held, 32).with_budget(budget);
-                for vectors in [1, 1000, 30_000, 1 << 20, 1 << 30] {
-                    for least in SIZES {
-                        let new = LaunchConfig::new(&loaded, vectors, least, 264);
-                        let peers = LaunchConfig { blocks: 133, threads: least };
-                        for grid in [new, peers.within_budget(&loaded)] {
-                            assert_eq!(loaded.places_of(grid.threads), 1, "{grid:?}");
-                            assert!(grid.blocks <= max_places.max(2), "{grid:?} of {max_places}");
-                        }
-                        // The work of a large call is divided among as many threads as fit.
-                        let most = loaded.max_threads() * (max_places - 1);
-                        let at_once = new.worker_blocks() * new.threads;
-                        let wanted = vectors.min(u64::from(most) / 2) as u32;
-                        assert!(at_once >= wanted, "{new:?} for {vectors} in {max_places}");
-                    }
-                }
-                let two = 2 * loaded.max_threads();
-                assert!(two > 512 || loaded.places_of(two) == 2, "{two} threads would do");
             }
         }
     }

@@ -1,6 +1,6 @@
 //! A kernel that is loaded on a device, with what its communicator may occupy.
 
-use super::sm_budget::{PLACES, SmBudget};
+use super::sm_budget::SmBudget;
 use crate::cuda::driver::api::Handle;
 
 /// The numbers of threads that blocks may have.
@@ -33,7 +33,7 @@ impl LoadedKernel {
     }
 
     /// The kernel with the budget of a call.
-    pub(in crate::cuda) fn with_budget(self, budget: SmBudget) -> Self {
+    pub(super) fn with_budget(self, budget: SmBudget) -> Self {
         Self { budget, ..self }
     }
 
@@ -44,27 +44,6 @@ impl LoadedKernel {
         self.resident[at].max(1)
     }
 
-    /// How many of an SM's places a block of so many threads takes.
-    pub(in crate::cuda) fn places_of(&self, threads: u32) -> u32 {
-        PLACES.div_ceil((self.resident(threads) / self.sm_count.max(1)).max(1))
-    }
-
-    /// How many blocks of so many threads the kernel may have: no more than are resident at once, and than its budget has room
-    /// for; at least two.
-    pub(in crate::cuda) fn max_blocks(&self, threads: u32) -> u32 {
-        let in_places = self.budget.max_places / self.places_of(threads);
-        self.resident(threads).min(self.budget.max_blocks).min(in_places).max(2)
-    }
-
-    /// Most threads of a block: where places are counted, those of the largest block that takes one.
-    pub(in crate::cuda) fn max_threads(&self) -> u32 {
-        if !self.budget.counts_places() {
-            return self.threads;
-        }
-        let takes_one = |size: &u32| *size <= self.threads && self.places_of(*size) == 1;
-        SIZES.into_iter().rev().find(takes_one).unwrap_or(SIZES[0])
-    }
-
     /// The kernel with the budget that its communicator has when it is alone on the device.
     pub(in crate::cuda) fn alone(self) -> Self {
         Self { budget: SmBudget::ALL, ..self }
@@ -72,9 +51,10 @@ impl LoadedKernel {
 
     /// The kernel with no more blocks than that, if the call runs beside compute.
     pub(in crate::cuda) fn beside_compute(self, most: u32) -> Self {
-        let max_blocks = self.budget.max_blocks;
-        let max_blocks = if self.budget.beside_compute { max_blocks.min(most) } else { max_blocks };
-        Self { budget: SmBudget { max_blocks, ..self.budget }, ..self }
+        let most_blocks = self.budget.most_blocks;
+        let most_blocks =
+            if self.budget.beside_compute { most_blocks.min(most) } else { most_blocks };
+        Self { budget: SmBudget { most_blocks, ..self.budget }, ..self }
     }
 
     /// The kernel as it may be launched if it waits for no other rank: it gives SMs back soon, and sooner

@@ -312,13 +312,13 @@ impl Modules {
             )));
         }
         CudaDriver::check(code, || format!("finding {entry:?} in its module"))?;
-        // An idle SM divides its memory into cache and shared memory as the next kernel prefers, and runs no block of a kernel
-        // with another preference until it is idle again. So all our kernels have the same preference: kernels that wait must
-        // not keep away those that they wait for. Half of the memory is enough for two blocks of any kernel (`PLACES`).
-        let (which, half) =
-            (sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 50);
+        // An idle processor divides its memory into cache and shared memory as the next kernel prefers, and
+        // runs no block of a kernel with another preference until it is idle again. So all our kernels have the
+        // same preference: kernels that wait must not keep away those that they wait for.
+        let (which, all_cache) =
+            (sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 0);
         // SAFETY: the function is of a loaded module; the attribute is a number.
-        let code = unsafe { (self.api.function_set)(function, which as c_int, half) };
+        let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
         CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
         if shared > 0 {
             let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

@@ -4,13 +4,6 @@
 //! the kernel of another communicator cannot start, and ranks that began with different ones wait for each
 //! other until the timeout. So the communicators of a process that are on one device divide it. Each rank
 //! decides that for itself: kernels of one call work together whatever their grids are.
-//!
-//! What they divide is places. An SM has [`PLACES`] places, and a block takes as many as its part of an SM's registers, threads
-//! and shared memory comes to ([`LoadedKernel::places_of`](super::loaded_kernel::LoadedKernel::places_of)). Blocks of one place
-//! always fit, wherever the device has put all others: an SM that cannot take one has all its places taken (`places`). So
-//! kernels are launched in blocks of one place. A larger block may find no SM that is free enough, and a device begins no
-//! later kernel before it has begun this one. Where calls have such blocks ([`BudgetMember::count_sms`]), and where kernels of
-//! other libraries may need whole SMs and wait for other ranks ([`share_sms`]), each block counts as an SM.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,10 +25,7 @@ type OnlyStream = Option<u64>;
 /// costs them 688 us. NCCL's takes 1.25 ms and costs them 362 us.
 const SMS_BESIDE_COMPUTE: u32 = 48;
 
-/// The places of an SM. Most kernels have blocks that take half of one.
-pub(in crate::cuda) const PLACES: u32 = 2;
-
-/// One of so many places of a device is left to kernels that have no budget, as waits for signals and handshakes alone.
+/// One of so many SMs of a device is left to kernels that have no budget.
 const LEFT: u32 = 16;
 
 /// Options of a communicator about its SM budget.
@@ -56,8 +46,6 @@ pub(in crate::cuda) struct Lifted {
     pub(in crate::cuda) company: bool,
     /// Options about the most SMs, and about compute.
     pub(in crate::cuda) options: bool,
-    /// The rule that blocks take one place each: the call has larger ones.
-    pub(in crate::cuda) places: bool,
 }
 
 /// The communicators of this process on a device.
@@ -69,8 +57,8 @@ struct Device {
     communicators: AtomicU32,
     /// Whether kernels of others are to find SMs, though there may be one communicator alone.
     share_sms: AtomicBool,
-    /// Whether calls have kernels with blocks that take more than one place.
-    large_blocks: AtomicBool,
+    /// Whether the same holds where there are several communicators.
+    several_share_sms: AtomicBool,
     /// The stream of every communicator, by the communicator's number.
     streams: Mutex<BTreeMap<u64, OnlyStream>>,
 }
@@ -111,25 +99,20 @@ pub fn share_sms(ordinal: u32) {
     device(ordinal).share_sms.store(true, Ordering::Relaxed);
 }
 
-/// From now on, each block of this process's communicators on the CUDA device with that ordinal counts as an SM, where several
-/// of them share it, and together they leave a third of the SMs free. A communicator that is alone has the whole device. For
-/// kernels that may need whole SMs: those of another library that may wait for other ranks, but hardly beside a communicator
-/// that is alone. The first call of a program's own kernel, and of some norms, does so by itself. Otherwise as [`share_sms`].
-pub fn count_sms(ordinal: u32) {
-    device(ordinal).large_blocks.store(true, Ordering::Relaxed);
+/// From now on, this process's communicators on the CUDA device with that ordinal leave a third of its SMs free, if there are
+/// several of them. One that is alone takes the device. For kernels of other libraries that hardly wait for other ranks while a
+/// communicator works that is alone. Otherwise as [`share_sms`].
+pub fn share_sms_of_several(ordinal: u32) {
+    device(ordinal).several_share_sms.store(true, Ordering::Relaxed);
 }
 
 /// Part of a device that a communicator's kernels may occupy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct SmBudget {
     /// Most blocks of a kernel.
-    pub(in crate::cuda) max_blocks: u32,
-    /// Most places of a kernel's blocks together.
-    pub(in crate::cuda) max_places: u32,
-    /// Whether blocks may take more than one place.
-    pub(in crate::cuda) may_be_large: bool,
-    /// Whether the stream's next kernel may start while this one still waits for peers (programmatic dependent launch). That may
-    /// be a program's kernel, which fills the device while it waits itself, so no other communicator may need the device.
+    pub(in crate::cuda) most_blocks: u32,
+    /// Whether the stream's next kernel may start while this one still waits for peers (programmatic dependent launch). Two
+    /// kernels are resident at once then.
     pub(in crate::cuda) early: bool,
     /// Whether a kernel may start when the one before it on the stream lets it, at the latest when all blocks of that one have
     /// ended, and before what that one wrote is visible. It takes no more of the device than its own blocks.
@@ -143,9 +126,7 @@ pub(in crate::cuda) struct SmBudget {
 impl SmBudget {
     /// The whole device.
     pub(in crate::cuda) const ALL: Self = Self {
-        max_blocks: u32::MAX,
-        max_places: u32::MAX,
-        may_be_large: true,
+        most_blocks: u32::MAX,
         early: true,
         starts_early: true,
         concurrent: false,
@@ -154,38 +135,28 @@ impl SmBudget {
 
     /// Whether kernels may not take the whole device.
     pub(in crate::cuda) fn is_limited(&self) -> bool {
-        self.max_blocks < u32::MAX || self.counts_places()
+        self.most_blocks < u32::MAX
     }
 
-    /// Whether communicators divide the places of SMs, and not whole SMs.
-    pub(in crate::cuda) fn counts_places(&self) -> bool {
-        self.max_places < u32::MAX
+    /// The budget of one of so many communicators, all of which may have calls under way at once: an equal part of the SMs, but
+    /// for a sixteenth. That is for kernels without a budget, as waits for signals. While all others wait, the part of one is
+    /// free for kernels of the program, which may stand in front of a call of this one.
+    fn equal_part(communicators: u32, sm_count: u32) -> Self {
+        let most_blocks = ((sm_count - sm_count / LEFT) / communicators).max(2);
+        let concurrent = communicators > 1;
+        Self { most_blocks, early: false, starts_early: true, concurrent, beside_compute: false }
     }
 
-    /// Most SMs of a kernel on a device of so many: those that its blocks fill.
-    pub(in crate::cuda) fn max_sms(&self, sm_count: u32) -> u32 {
-        sm_count.min(self.max_blocks).min(self.max_places.div_ceil(PLACES))
-    }
-
-    /// The budget of one of so many communicators, all of which may have calls under way at once: each has an equal part
-    /// of the places. Of two communicators one may have larger blocks: the other one's small blocks always fit beside these, and
-    /// its large ones do as well, so a call waits for no more than one other call.
-    fn of_places(communicators: u32, sm_count: u32) -> Self {
-        let places = PLACES * sm_count;
-        let max_places = ((places - places / LEFT) / communicators).max(2 * PLACES);
-        let (may_be_large, concurrent) = (communicators <= 2, communicators > 1);
-        Self { max_places, may_be_large, early: false, concurrent, ..Self::ALL }
-    }
-
-    /// The budget of one communicator beside kernels of other libraries, where `concurrent` of `communicators` may have
-    /// calls under way at once. Together they get two thirds of the SMs, so that a kernel of another library, such as NCCL,
-    /// which may need whole SMs, can always start. The two thirds are divided by the mean of the two numbers:
+    /// The budget of one communicator beside kernels of other libraries, where `concurrent` of `communicators` may have calls
+    /// under way at once. Together they get two thirds of the processors, so that a kernel of another library, such as NCCL, which
+    /// may need whole processors, can always start. The two thirds are divided by the mean of the two numbers:
     /// when communicators leave a common stream one by one, kernels that run already have the larger budgets of
     /// fewer concurrent ones. Divided by `concurrent` alone, six or more would have more than the device
     /// together; with the mean, they have less than 2/3 of 2 ln 2, which is 0.92 of it.
-    fn of_sms(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
-        let max_blocks = (4 * sm_count / (3 * (concurrent + communicators))).max(2);
-        Self { max_blocks, early: false, concurrent: concurrent > 1, ..Self::ALL }
+    fn among(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
+        let most_blocks = (4 * sm_count / (3 * (concurrent + communicators))).max(2);
+        let concurrent = concurrent > 1;
+        Self { most_blocks, early: false, starts_early: true, concurrent, beside_compute: false }
     }
 
     /// The budget of kernels that start when all before them on the stream has ended.
@@ -237,10 +208,10 @@ impl BudgetMember {
         all.saturating_sub(self.number.is_some().into())
     }
 
-    /// From now on each block of this process's kernels on the device counts as an SM. For calls with kernels whose blocks
-    /// take more than one place.
-    pub(in crate::cuda) fn count_sms(&self) {
-        self.device.large_blocks.store(true, Ordering::Relaxed);
+    /// From now on this process's communicators on the device leave a third of it to others, if there are several: for calls whose
+    /// kernels have as many blocks on all ranks, whatever a rank's budget is.
+    pub(in crate::cuda) fn has_free_blocks(&self) {
+        self.device.several_share_sms.store(true, Ordering::Relaxed);
     }
 
     /// The most SMs of kernels from now on, whatever the options said before.
@@ -281,23 +252,17 @@ impl BudgetMember {
         let shared = match self.number {
             _ if lifted.company => SmBudget::ALL,
             None => return self.budget_outside_calls(),
-            Some(number) => self.shared_if_called(number, stream, is_captured, lifted),
+            Some(number) => self.shared_if_called(number, stream, is_captured),
         };
         if lifted.options { shared } else { self.limited(shared, stream, || is_captured) }
     }
 
-    fn shared_if_called(
-        &self,
-        number: u64,
-        stream: Stream,
-        is_captured: bool,
-        lifted: Lifted,
-    ) -> SmBudget {
+    fn shared_if_called(&self, number: u64, stream: Stream, is_captured: bool) -> SmBudget {
         let mut members = self.device.streams().clone();
         let any_stream =
             self.becomes_any_stream(members.len() as u32, stream.raw(), || is_captured);
         members.insert(number, (!any_stream).then_some(stream.raw()));
-        self.part_among(concurrent(&members), members.len() as u32, lifted.places)
+        self.part_among(concurrent(&members), members.len() as u32)
     }
 
     /// A budget as the options limit it further.
@@ -313,7 +278,7 @@ impl BudgetMember {
             chosen.is_none() && self.options.beside_compute && !on_default && !is_captured();
         let most = if beside_compute { Some(SMS_BESIDE_COMPUTE) } else { chosen };
         most.map_or(shared, |most| SmBudget {
-            max_blocks: shared.max_blocks.min(most),
+            most_blocks: shared.most_blocks.min(most),
             early: false,
             starts_early: !beside_compute,
             beside_compute,
@@ -339,7 +304,7 @@ impl BudgetMember {
                 streams.insert(number, stream);
             });
         }
-        self.part_among(device.concurrent.load(Ordering::Relaxed), communicators, false)
+        self.part_among(device.concurrent.load(Ordering::Relaxed), communicators)
     }
 
     /// Whether calls may come on any stream, from a call on that stream on.
@@ -358,19 +323,19 @@ impl BudgetMember {
     }
 
     /// The budget where so many of the device's communicators may have calls under way at once.
-    fn part_among(&self, concurrent: u32, communicators: u32, large_blocks: bool) -> SmBudget {
-        let is_shared = self.device.share_sms.load(Ordering::Relaxed);
+    fn part_among(&self, concurrent: u32, communicators: u32) -> SmBudget {
+        let shares = self.device.share_sms.load(Ordering::Relaxed);
         let (concurrent, communicators) = match self.options.concurrent {
             Some(1) => return SmBudget::ALL,
             Some(configured) => (configured, configured),
             None if concurrent > 1 => (concurrent, communicators.max(concurrent)),
-            None if is_shared => (1, 1),
+            None if shares => (1, 1),
             None => return SmBudget::ALL,
         };
-        if is_shared || large_blocks || self.device.large_blocks.load(Ordering::Relaxed) {
-            SmBudget::of_sms(concurrent, communicators, self.sm_count)
+        if shares || self.device.several_share_sms.load(Ordering::Relaxed) {
+            SmBudget::among(concurrent, communicators, self.sm_count)
         } else {
-            SmBudget::of_places(communicators, self.sm_count)
+            SmBudget::equal_part(communicators, self.sm_count)
         }
     }
 
@@ -402,7 +367,218 @@ impl Drop for BudgetMember {
 mod model;
 
 #[cfg(test)]
-mod places;
+mod tests {
+    use super::*;
 
-#[cfg(test)]
-mod tests;
+    /// A communicator on a device of 132 processors.
+    fn member(ordinal: u32, world: u32, concurrent: Option<u32>) -> BudgetMember {
+        let options = BudgetOptions { concurrent, ..BudgetOptions::default() };
+        BudgetMember::new(ordinal, 132, world, options)
+    }
+
+    /// The budget of a call on that stream, outside captures.
+    fn budget(member: &mut BudgetMember, stream: u64) -> SmBudget {
+        member.budget_in_call(Stream::numbered(stream), || false)
+    }
+
+    fn blocks(member: &mut BudgetMember, stream: u64) -> u32 {
+        budget(member, stream).most_blocks
+    }
+
+    fn part(most_blocks: u32) -> SmBudget {
+        SmBudget { most_blocks, concurrent: true, ..SmBudget::among(1, 1, 3) }
+    }
+
+    #[test]
+    fn communicators_on_several_streams_divide_the_device() {
+        let new = |configured| member(1000, 2, configured);
+        let mut first = new(None);
+        assert_eq!(budget(&mut first, 7), SmBudget::ALL);
+        let mut second = new(None);
+        assert_eq!(budget(&mut first, 7), part(62), "the second's first call may be on any stream");
+        assert_eq!(budget(&mut second, 7), SmBudget::ALL, "one after the other");
+        let mut third = new(None);
+        assert_eq!(budget(&mut first, 7), part(41));
+        assert_eq!(budget(&mut third, 8), part(41));
+        assert_eq!(budget(&mut second, 9), part(41));
+        assert_eq!(
+            budget(&mut second, 8),
+            part(41),
+            "what has changed its stream may change it again"
+        );
+        drop(third);
+        assert_eq!(budget(&mut first, 7), part(62));
+        drop(second);
+        assert_eq!(budget(&mut first, 8), SmBudget::ALL);
+        assert_eq!(
+            budget(&mut first, 9),
+            SmBudget::ALL,
+            "it may change its stream while it is alone"
+        );
+        let mut fourth = new(None);
+        assert_eq!(budget(&mut fourth, 9), SmBudget::ALL);
+        assert_eq!(budget(&mut first, 9), SmBudget::ALL);
+    }
+
+    #[test]
+    fn communicators_that_leave_a_stream_one_by_one_have_less_than_the_device() {
+        for (several, shares) in (2..=40).flat_map(|several| [(several, false), (several, true)]) {
+            let ordinal = 1100 + 2 * several + u32::from(shares);
+            if shares {
+                share_sms_of_several(ordinal);
+            }
+            let mut all: Vec<BudgetMember> =
+                (0..several).map(|_| member(ordinal, 2, None)).collect();
+            for each in &mut all {
+                budget(each, 0);
+            }
+            assert_eq!(budget(&mut all[0], 0), SmBudget::ALL);
+            let left: u32 =
+                (1..several).map(|nth| blocks(&mut all[nth as usize], u64::from(nth))).sum();
+            let together = left + blocks(&mut all[0], 0);
+            assert!(together <= 124, "{several} take {together} blocks, shared: {shares}");
+        }
+    }
+
+    #[test]
+    fn asking_for_a_budget_changes_nothing() {
+        let [mut first, mut second] = [1005; 2].map(|ordinal| member(ordinal, 2, None));
+        let asked = |member: &BudgetMember, stream, is_captured| {
+            member.budget_if_called(Stream::numbered(stream), is_captured, Lifted::default())
+        };
+        assert_eq!(budget(&mut first, 7), part(62), "the second one made no call yet");
+        for _ in 0..2 {
+            assert_eq!(asked(&second, 7, false), SmBudget::ALL, "one stream");
+            assert_eq!(asked(&second, 8, false), part(62), "two streams");
+            assert_eq!(asked(&second, 7, true), part(62), "in a graph");
+            assert_eq!(asked(&first, 7, false), part(62), "the second one made no call still");
+        }
+        assert_eq!(budget(&mut second, 7), SmBudget::ALL);
+        assert_eq!(asked(&first, 8, false), part(62), "it would change its stream");
+        assert_eq!(budget(&mut first, 7), SmBudget::ALL, "it did not");
+        // A call gets the budget that was asked for, whatever the options and the call.
+        for concurrent in [None, Some(1), Some(3)] {
+            for most in [None, Some(20)] {
+                let options = BudgetOptions { concurrent, most, beside_compute: true };
+                let mut third = BudgetMember::new(1005, 132, 2, options);
+                for (stream, is_captured) in [(0, false), (7, false), (7, true), (9, false)] {
+                    let before = asked(&third, stream, is_captured);
+                    let stream = Stream::numbered(stream);
+                    assert_eq!(before, third.budget_in_call(stream, || is_captured));
+                    let all = Lifted { company: true, options: true };
+                    let best = third.budget_if_called(stream, is_captured, all);
+                    assert_eq!(best, SmBudget::ALL);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn calls_in_graphs_may_be_on_any_stream() {
+        let [mut first, mut second] = [1001; 2].map(|ordinal| member(ordinal, 2, None));
+        let stream = Stream::numbered(7);
+        assert_eq!(second.budget_in_call(stream, || true).most_blocks, 62);
+        assert_eq!(first.budget_in_call(stream, || false).most_blocks, 62);
+        assert_eq!(second.budget_in_call(stream, || panic!("is asked once")).most_blocks, 62);
+        let mut per_thread = member(1001, 2, None);
+        assert_eq!(blocks(&mut per_thread, Stream::PER_THREAD.raw()), 41);
+    }
+
+    #[test]
+    fn single_ranks_do_not_count_and_options_hold() {
+        let mut first = member(1002, 2, None);
+        let mut alone = member(1002, 1, None);
+        assert_eq!((budget(&mut first, 1), budget(&mut alone, 9)), (SmBudget::ALL, SmBudget::ALL));
+        assert_eq!(
+            (first.budget_outside_calls(), alone.budget_outside_calls()),
+            (SmBudget::ALL, SmBudget::ALL)
+        );
+        let mut limited = member(1002, 2, Some(4));
+        assert_eq!(budget(&mut limited, 1), part(31));
+        // They wait for nobody, but would be resident while the kernel before them on the stream waits.
+        let late = SmBudget::ALL.in_turn();
+        assert_eq!(
+            [budget(&mut alone, 9), first.budget_outside_calls(), limited.budget_outside_calls()],
+            [late; 3]
+        );
+        let mut all = member(1002, 2, Some(1));
+        assert_eq!(budget(&mut all, 1), SmBudget::ALL);
+    }
+
+    #[test]
+    fn a_third_is_left_to_other_libraries() {
+        let mut first = member(1003, 2, None);
+        share_sms(1003);
+        assert_eq!(budget(&mut first, 1), SmBudget { concurrent: false, ..part(88) });
+        assert!(!first.budget_outside_calls().early);
+        let mut second = member(1003, 2, None);
+        assert_eq!(blocks(&mut second, 2), 44);
+    }
+
+    #[test]
+    fn several_leave_a_third_where_they_are_told_to() {
+        let mut first = member(1006, 2, None);
+        share_sms_of_several(1006);
+        assert_eq!(budget(&mut first, 1), SmBudget::ALL, "alone");
+        let mut second = member(1006, 2, None);
+        assert_eq!([budget(&mut first, 1), budget(&mut second, 2)], [part(44); 2]);
+        // A kernel that has as many blocks on all ranks says so by itself.
+        let [mut one, mut other] = [1007; 2].map(|ordinal| member(ordinal, 2, None));
+        assert_eq!(budget(&mut one, 1), part(62));
+        one.has_free_blocks();
+        assert_eq!([budget(&mut one, 1), budget(&mut other, 2)], [part(44); 2]);
+    }
+
+    #[test]
+    fn together_they_fit_whatever_the_device() {
+        for sm_count in [1, 46, 108, 132, 148] {
+            for count in 1..=16 {
+                let two_thirds = SmBudget::among(count, count, sm_count);
+                let equal = SmBudget::equal_part(count, sm_count);
+                for (budget, most) in
+                    [(two_thirds, sm_count * 2 / 3), (equal, sm_count - sm_count / LEFT)]
+                {
+                    let SmBudget { most_blocks, early, concurrent, .. } = budget;
+                    assert!(!early && most_blocks >= 2 && concurrent == (count > 1));
+                    // Two blocks are the smallest grid.
+                    let is_least = most_blocks == 2 && 2 * count > most - most % count;
+                    assert!(is_least || most_blocks * count <= most, "{count} on {sm_count}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn calls_beside_compute_take_few_sms() {
+        let new = |most, concurrent| {
+            BudgetMember::new(
+                1004,
+                132,
+                2,
+                BudgetOptions { concurrent, most, beside_compute: true },
+            )
+        };
+        let mut alone = new(None, None);
+        let (concurrent, beside_compute) = (false, true);
+        let few = SmBudget {
+            most_blocks: SMS_BESIDE_COMPUTE,
+            concurrent,
+            beside_compute,
+            ..SmBudget::ALL.in_turn()
+        };
+        assert_eq!(budget(&mut alone, 7), few);
+        assert_eq!([0, 1, 2].map(|stream| budget(&mut alone, stream)), [SmBudget::ALL; 3]);
+        assert_eq!(alone.budget_in_call(Stream::numbered(7), || true), SmBudget::ALL, "captured");
+        drop(alone);
+        // Options hold on every stream, and other communicators are still left theirs.
+        let mut chosen = new(Some(50), None);
+        assert_eq!([0, 7].map(|stream| blocks(&mut chosen, stream)), [50; 2]);
+        chosen.set_most(Some(20));
+        assert_eq!(blocks(&mut chosen, 0), 20);
+        chosen.set_most(None);
+        assert_eq!(budget(&mut chosen, 7), few);
+        drop(chosen);
+        let mut shared = new(Some(50), Some(3));
+        assert_eq!(blocks(&mut shared, 7), 41);
+    }
+}

@@ -8,7 +8,6 @@ use crate::call::experts::{ExpertCall, ExpertShape, Quantization};
 use crate::call::{Call, Operation};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{ExpertsMode, KernelMode};
-use crate::cuda::kernel::sm_budget::PLACES;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::{CallParams, Control};
 use crate::jit::Kernel;
@@ -176,7 +175,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let (kernel, threads) = (self.kernel(spec)?, spec.threads);
-        let room = kernel.max_blocks(threads);
+        let room = kernel.resident(threads).min(kernel.budget.most_blocks);
         let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
         let described = Call::new(operation).experts(&call.shape, call.mode).output(call.region);
         let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
@@ -189,11 +188,6 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Threads of a block. Where blocks must take one place, two run on an SM.
-    fn threads_of_experts(&self) -> u32 {
-        if self.may_have_large_blocks() { THREADS } else { THREADS / PLACES }
-    }
-
     /// The kernel of a dispatch. Tokens that it does not quantise are bytes to it.
     fn dispatch_spec(
         &self,
@@ -204,7 +198,7 @@ impl CudaEngine {
     ) -> KernelSpec {
         let only_few = self.has_only_few(Operation::ExpertDispatch, shape, layout);
         let dtype = if quantizes { shape.dtype } else { DType::U8 };
-        let threads = if only_few { FEW_TOKENS_THREADS } else { self.threads_of_experts() };
+        let threads = if only_few { FEW_TOKENS_THREADS } else { THREADS };
         spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_few }, threads)
     }
 
@@ -218,7 +212,7 @@ impl CudaEngine {
     ) -> KernelSpec {
         let only_few = self.has_only_few(Operation::ExpertCombine, shape, layout);
         let has_few = only_few && tokens <= FEW_COMBINED_TOKENS;
-        let threads = if has_few { FEW_TOKENS_THREADS } else { self.threads_of_experts() };
+        let threads = if has_few { FEW_TOKENS_THREADS } else { THREADS };
         spec(&COMBINE, shape.dtype, ExpertsMode { by_expert, quantizes: false, only_few }, threads)
     }
 

@@ -66,8 +66,9 @@ impl CudaEngine {
                 return Err(self.decline(why, stream));
             }
         };
-        // Its grid is the same on all ranks, whatever a rank's budget is.
-        let kernel = self.with_whole_sms(kernel, stream);
+        if !self.is_rehearsing() {
+            self.kernels().note_free_blocks();
+        }
         let config = native_grid(&kernel, part.div_ceil(16), native.threads, native.blocks);
         let blocks = config.worker_blocks();
         let params = CallParams {
@@ -177,10 +178,15 @@ mod tests {
             for vectors in [1, 1000, 1 << 20] {
                 for wanted in [None, Some(1), Some(100), Some(MAX_PEER_BLOCKS)] {
                     let expected = native_grid(&whole, vectors, 256, wanted);
-                    for max_blocks in [2, 3, 44, 1000] {
-                        let early = max_blocks > 100;
-                        let max_places = 3 * max_blocks;
-                        let budget = SmBudget { max_blocks, max_places, early, ..SmBudget::ALL };
+                    for most_blocks in [2, 3, 44, 1000] {
+                        let early = most_blocks > 100;
+                        let budget = SmBudget {
+                            most_blocks,
+                            early,
+                            starts_early: true,
+                            concurrent: !early,
+                            beside_compute: early,
+                        };
                         let mut limited = whole;
                         limited.budget = budget;
                         assert_eq!(native_grid(&limited, vectors, 256, wanted), expected);

@@ -39,10 +39,7 @@ impl CudaEngine {
         }
         let file =
             if algorithm == FusedAlgorithm::TwoShot { &NORM_TWO_SHOT } else { &NORM_ONE_SHOT };
-        let mut kernel = self.kernel(spec(file, shape, world))?;
-        if kernel.places_of(shape.threads() as u32) > 1 && !self.may_have_large_blocks() {
-            kernel = self.with_whole_sms(kernel, stream);
-        }
+        let kernel = self.kernel(spec(file, shape, world))?;
         let (bytes, output, most_sms) = (shape.bytes(), shape.output.name(), self.most_sms());
         tracing::debug!(bytes, output, algorithm = algorithm.name(), most_sms, "all_reduce_norm");
         let mut from = 0;
@@ -126,7 +123,7 @@ fn spec(file: &'static Kernel<'static>, shape: &NormShape, world: u32) -> Kernel
 
 /// A block for each row, and the leader block, as far as all of them run at once and within the SM budget.
 fn grid(kernel: &LoadedKernel, threads: u32, rows: usize) -> (u32, u32) {
-    let most = kernel.max_blocks(threads) - 1;
+    let most = kernel.resident(threads).min(kernel.budget.most_blocks).max(2) - 1;
     (rows.min(most as usize) as u32 + 1, threads)
 }
 

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use symmpool_allocator::Stream;
 
-use super::{BudgetMember, BudgetOptions, PLACES};
+use super::{BudgetMember, BudgetOptions};
 
 const SMS: u32 = 132;
 
@@ -88,7 +88,7 @@ fn kernels(
         let leaves = last[*comm].replace((*stream, budget.concurrent));
         let leaves = leaves.filter(|(last, shares)| last != stream && !shares && follows_stream);
         let leaves = leaves.map(|(last, _)| last);
-        let (nth, needs) = (counts[*comm] - 1, budget.max_places.min(PLACES * SMS));
+        let (nth, needs) = (counts[*comm] - 1, budget.most_blocks.min(SMS));
         Kernel { comm: *comm, stream: *stream, nth, needs, behind_all, leaves }
     };
     calls.iter().map(kernel).collect()
@@ -124,7 +124,7 @@ fn steps(ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
             next[rank].0 += 1;
             found.push(next);
         }
-        let free = PLACES * SMS - held.iter().flatten().sum::<u32>();
+        let free = SMS - held.iter().flatten().sum::<u32>();
         for (nth, kernel) in kernels[..*launched].iter().enumerate() {
             let Some(has) = held[nth] else { continue };
             let is_behind = |other: usize| {
@@ -275,13 +275,13 @@ fn whole_devices_in_opposite_orders_are_a_circle() {
         comm,
         stream: comm as u64,
         nth: 0,
-        needs: PLACES * SMS,
+        needs: SMS,
         behind_all: false,
         leaves: None,
     };
     let ranks = [vec![whole(0), whole(1)], vec![whole(1), whole(0)]];
     assert!(finds_a_circle(&ranks).is_some());
-    let part = |comm| Kernel { needs: PLACES * SMS / 3, ..whole(comm) };
+    let part = |comm| Kernel { needs: 44, ..whole(comm) };
     assert!(finds_a_circle(&[vec![part(0), part(1)], vec![part(1), part(0)]]).is_none());
     assert!(finds_a_circle(&[vec![whole(0), part(1)], vec![part(1), whole(0)]]).is_some());
 }

@@ -124,9 +124,10 @@ impl CudaEngine {
                 ..CallParams::of(&call)
             };
             // These blocks wait for the handshake, whose block must be resident at the same time.
-            let threads = kernel.max_threads();
-            let most = kernel.resident(threads).saturating_sub(1).max(1);
-            let grid = (BLOCKS.min(kernel.max_blocks(threads)).min(most), threads);
+            let most = kernel.resident(THREADS).saturating_sub(1).max(1);
+            // The budget holds for both kernels together.
+            let most = most.min(kernel.budget.most_blocks.saturating_sub(1).max(1));
+            let grid = (BLOCKS.min(most), THREADS);
             // SAFETY: parts of what the caller promised, and what no copy writes.
             unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }?;
         } else {

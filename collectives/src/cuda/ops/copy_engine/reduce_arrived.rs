@@ -8,6 +8,7 @@ use symmpool_allocator::Result;
 
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
+use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::CallParams;
 use crate::cuda::ops::reduction_call::Work;
 
@@ -70,8 +71,7 @@ impl CudaEngine {
             Copied::InOutput => (2, 0),
         };
         let params = CallParams { input, output, bytes, stride, root, ..work.params() };
-        let threads = kernel.max_threads();
-        let grid = (kernel.max_blocks(threads), threads);
+        let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
         // SAFETY: a range of what the caller of `two_shot_copy` promised, from which nothing is copied until
         // the kernel has run.
         unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, work.stream) }

@@ -8,13 +8,11 @@ use super::{BLOCK_BYTES, THREADS};
 use crate::call::Call;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{FewRowsMode, KernelMode};
-use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::kernel::spec::{KernelSpec, THREADS as REDUCE_THREADS};
 use crate::cuda::layout::params::{CallParams, MatmulFewWork};
 use crate::jit::sources::{MATMUL_FEW, MATMUL_FEW_RECEIVED};
 use crate::{MatmulAllReduce, ReduceOp};
 
-/// Threads of a block that adds up rows. Two of these blocks run on an SM.
-const REDUCE_THREADS: u32 = 256;
 /// Columns of a tile.
 const TILE_COLUMNS: usize = 128;
 /// Blocks of a cluster at most, which a device of compute capability 9.0 is sure to have room for.
@@ -86,7 +84,7 @@ impl CudaEngine {
         tracing::debug!(rows = product.rows, cluster, in_two, %call, "a product of few rows");
         // Loaded before anything is on the stream: loading may wait for what runs.
         let received = KernelSpec::reduces(&MATMUL_FEW_RECEIVED, reduction);
-        let received = KernelSpec { lamport: true, threads: REDUCE_THREADS, ..received };
+        let received = KernelSpec { lamport: true, ..received };
         let received = if in_two { Some(self.kernel(received)?) } else { None };
         let bytes = (product.rows * product.columns * product.dtype.size()) as u64;
         let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
@@ -95,7 +93,7 @@ impl CudaEngine {
         // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
         unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
         let Some(kernel) = received else { return Ok(()) };
-        let most = kernel.max_blocks(REDUCE_THREADS);
+        let most = kernel.resident(REDUCE_THREADS).min(kernel.budget.most_blocks);
         let grid = ((bytes / 16) as u32).div_ceil(REDUCE_THREADS).clamp(1, most);
         let grid = (grid, REDUCE_THREADS);
         // SAFETY: as above; the kernel has no third parameter, and the driver reads none.
