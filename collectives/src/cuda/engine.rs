@@ -66,7 +66,7 @@ pub(crate) struct CudaOptions {
     pub(crate) timeout: Duration,
     /// The sizes of the parts of its memory.
     pub(crate) footprint: Footprint,
-    /// Those of its area for large calls, if its memory grows before the first of them.
+    /// The sizes of the parts of its area for large calls, if its memory grows before the first of them.
     pub(crate) grown: Option<Footprint>,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
@@ -92,7 +92,7 @@ pub(crate) struct CudaEngine {
     /// The layout of the area that the call under way uses.
     pub(super) control: Control,
     areas: Areas,
-    /// What was measured on devices of this kind.
+    /// Table of what was measured on devices of this kind.
     pub(super) measured: MeasuredTable,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
     pub(super) direct: bool,
@@ -108,15 +108,15 @@ pub(crate) struct CudaEngine {
     /// The timeout of kernels that are launched from now on.
     pub(crate) timeout: Arc<Timeout>,
     order: StreamOrder,
-    /// What streams within a call wait for.
+    /// Events that streams within a call wait for.
     events: CallEvents,
     /// A stream of the engine's own, for copies that run at the same time as a call's kernels.
     pub(super) copy_stream: Stream,
-    /// Another one, for the companion kernel of such copies, and for copies within this rank.
+    /// A stream for the companion kernel of such copies, and for copies within this rank.
     pub(super) companion_stream: Stream,
-    /// Another one, for signals that follow copies, so that the next copies do not wait for them.
+    /// A stream for signals that follow copies, so that the next copies do not wait for them.
     pub(super) signal_stream: Stream,
-    /// Another one, for copies of results while inputs are copied, and for waits on which copies depend.
+    /// A stream for copies of results while inputs are copied, and for waits on which copies depend.
     pub(super) result_stream: Stream,
     /// Whether a stream can wait for a peer by a memory operation, and be sure that the wait can be ended.
     pub(super) streams_may_wait: bool,
@@ -167,7 +167,7 @@ impl CudaEngine {
         self.failure.get()
     }
 
-    /// The same for threads that do not wait until a call has ended.
+    /// Returns what answers [`Self::failure`] to threads that do not wait until a call has ended.
     pub(crate) fn failure_handle(&self) -> Arc<Failure> {
         Arc::clone(&self.failure)
     }
@@ -202,7 +202,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// What it holds of memory, `total` bytes in all.
+    /// Returns how its `total` bytes of memory divide.
     pub(crate) fn memory(&self, total: u64) -> CommunicatorMemory {
         let mut parts = CommunicatorMemory {
             staging: self.p2p.staging(self.world()),
@@ -261,7 +261,7 @@ impl CudaEngine {
         cuda(self.pool.driver())?.with_context(|| api.is_idle(stream))
     }
 
-    /// The same of a stream that is not captured, by a thread that may capture another one.
+    /// Whether a stream that is not captured has done what was put on it. The calling thread may capture another one.
     pub(crate) fn is_done(&self, stream: Stream) -> Result<bool> {
         let api = self.api;
         cuda(self.pool.driver())?.with_context_unordered(|| api.is_idle(stream))
@@ -277,7 +277,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// What calls reported to the host although they went on. Each notice is returned once.
+    /// Returns as an error what calls reported to the host although they went on. Each notice is returned once.
     pub(super) fn take_notice(&mut self) -> Result<()> {
         match self.failure.take_notice() {
             Some(error) => Err(error),
@@ -304,7 +304,8 @@ impl CudaEngine {
         let grid = (1, spec.threads);
         let kernel = self.kernel(spec)?;
         let params = CallParams::of(&Call::new(Operation::Barrier));
-        // SAFETY: the caller's promise; the address is the kernel's third parameter.
+        // SAFETY: the caller promised that `waits` is aligned, readable and writable for a number for each rank until
+        // the stream is past the call; the address is the kernel's third parameter.
         unsafe { self.launch_with_work(kernel, grid, &params, &waits, stream) }
     }
 

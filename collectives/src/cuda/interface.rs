@@ -112,7 +112,7 @@ impl Engine for CudaEngine {
             StandardCollective::Broadcast => Self::broadcast,
             StandardCollective::AllToAll => Self::all_to_all,
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the places in `call` are there for its lengths until the stream is past it.
         self.call(*stream, |cuda| unsafe { run(cuda, call, *stream) })
     }
 
@@ -122,7 +122,8 @@ impl Engine for CudaEngine {
         arguments: &Arguments,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the places in `arguments` are there for the plan's parts until the stream is
+        // past the call.
         self.call(*stream, |cuda| unsafe { cuda.run_plan(plan, arguments, *stream) })
     }
 
@@ -132,7 +133,8 @@ impl Engine for CudaEngine {
         arguments: &Arguments,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the places in `arguments` are there for all parts until the stream is past
+        // the call. The program that brings the kernel answers for what else it accesses.
         self.call(*stream, |cuda| unsafe { cuda.run_native(kernel, arguments, *stream) })
     }
 
@@ -143,7 +145,8 @@ impl Engine for CudaEngine {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the places are there for the sums of `splits` until the stream is past the
+        // call.
         self.call(*stream, |cuda| unsafe { cuda.all_to_all_v(places, splits, dtype, *stream) })
     }
 
@@ -154,7 +157,8 @@ impl Engine for CudaEngine {
         splits: &SplitsAt,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the places are there for the lengths in `rows`, and the splits for a count
+        // for each rank, until the stream is past the call.
         self.call(*stream, |cuda| unsafe { cuda.all_to_all_splits(places, rows, splits, *stream) })
     }
 
@@ -165,13 +169,14 @@ impl Engine for CudaEngine {
         _: Place,
         stream: &Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the buffers are there for the rows of `shape` until the stream is past the
+        // call.
         self.call(*stream, |cuda| unsafe { cuda.all_reduce_norm(shape, buffers, *stream) })
     }
 
     unsafe fn dispatch(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()> {
         CudaEngine::ready(self)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that what `call` points to is there for its lengths until the stream is past it.
         self.call(*stream, |cuda| unsafe { cuda.dispatch(call, *stream) })
     }
 
@@ -181,13 +186,14 @@ impl Engine for CudaEngine {
         stream: &Stream,
     ) -> Result<ReceivedSizes> {
         CudaEngine::ready(self)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that what `call` points to is there for its lengths until the stream is past it.
         unsafe { CudaEngine::dispatch_exact(self, call, *stream) }
     }
 
     unsafe fn combine(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()> {
         CudaEngine::ready(self)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that what `call` points to is there for its lengths until the stream is past it,
+        // and that a dispatch made its handle.
         self.call(*stream, |cuda| unsafe { cuda.combine(call, *stream) })
     }
 
@@ -196,7 +202,8 @@ impl Engine for CudaEngine {
     }
 
     unsafe fn measured_barrier(&mut self, waits: *mut i64, stream: &Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `waits` is aligned and there for a number for each rank until the stream is
+        // past the call.
         self.call(*stream, |cuda| unsafe { cuda.measured_barrier(waits as u64, *stream) })
     }
 

@@ -42,7 +42,7 @@ __all__ = ["SymmpoolBackend"]
 _profiler_enabled = torch.autograd._profiler_enabled
 # Most reductions are sums, which this tells in a third of the time that `operation` takes.
 _SUM = dist.ReduceOp.SUM
-# What is looked up in where there is nothing.
+# The dictionary of a device that has nothing to look up.
 _NONE: dict[int, Any] = {}
 _NO_TIMEOUT = datetime.timedelta(0)
 
@@ -154,7 +154,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         """torch's options of the backend, among which is the timeout."""
         return self._options
 
-    # What torch asks of backends about themselves.
+    # Answers to what torch asks backends about themselves.
 
     @property
     def supports_splitting(self) -> bool:
@@ -243,7 +243,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
             self._shut_down(lambda: None)
 
     def abort(self) -> None:
-        """As `shutdown`, without waiting for anything: what was begun may fail. Hooks are called before."""
+        """Ends the group without waiting for anything: what was begun may fail. Calls hooks before."""
         for hook in list(self._abort_hooks.values()):
             hook()
         self._abort()
@@ -355,7 +355,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
     def monitored_barrier(  # type: ignore[override]
         self, opts: Any, wait_all_ranks: bool = False
     ) -> None:
-        """As gloo's, which carries it, and is made by it if need be."""
+        """Waits for all ranks with gloo's monitored barrier, and makes gloo if need be."""
         timeout = getattr(opts, "timeout", opts)
         # Times below zero are no limit of the call's own.
         known = isinstance(timeout, datetime.timedelta) and timeout >= _NO_TIMEOUT

@@ -94,8 +94,8 @@ impl Api {
         Ok(handle)
     }
 
-    /// So many bytes of pinned host memory, zeros, which the device writes and reads at the same address. The device's
-    /// context must be current. [`Self::free_pinned`] gives them back.
+    /// Makes so many bytes of pinned host memory, zeros, which the device writes and reads at the same address. The
+    /// device's context must be current. [`Self::free_pinned`] gives them back.
     pub(in crate::cuda) fn pinned(&self, bytes: usize) -> Result<NonNull<c_void>> {
         // Visible to every context of the process; mapped into the device's addresses.
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE;
@@ -117,7 +117,7 @@ impl Api {
     ///
     /// `begin` is of [`Self::pinned`], and nothing uses it from now on: neither the host nor work on the device.
     pub(in crate::cuda) unsafe fn free_pinned(&self, begin: NonNull<c_void>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that the memory is of `pinned`, and that nothing uses it from now on.
         let code = unsafe { (self.host_free)(begin.as_ptr()) };
         if let Err(error) = CudaDriver::check(code, || "freeing pinned memory".to_owned()) {
             tracing::debug!(%error, "at the end of a communicator");
@@ -137,7 +137,9 @@ impl Api {
         words: u64,
         stream: Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise; the stream is live.
+        // SAFETY: the caller promised that so many words are mapped at the address, and that nothing else uses them
+        // until the stream is past this. The stream is live, which whoever made the `Stream` from a raw handle vouched
+        // for.
         let code = unsafe { (self.fill)(address, word, words as usize, stream.raw() as Handle) };
         CudaDriver::check(code, || format!("filling {words} words at {address:#x}"))
     }
@@ -151,7 +153,7 @@ impl Api {
 
     /// Whether the stream has done what was put on it. Its device's context must be current.
     pub(in crate::cuda) fn is_idle(&self, stream: Stream) -> Result<bool> {
-        // SAFETY: as in `synchronize`.
+        // SAFETY: the stream is live, which whoever made the `Stream` from a raw handle vouched for.
         let code = unsafe { (self.stream_query)(stream.raw() as Handle) };
         if code == sys::CUresult::CUDA_ERROR_NOT_READY as c_uint {
             return Ok(false);

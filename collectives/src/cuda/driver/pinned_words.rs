@@ -17,11 +17,11 @@ pub(in crate::cuda) struct Words {
 
 // SAFETY: the memory has atomics only, and lives until `free`.
 unsafe impl Send for Words {}
-// SAFETY: the same.
+// SAFETY: threads share nothing but atomics, and the memory lives until `free`.
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// So many words, which are zero. The device's context must be current.
+    /// Makes so many words, which are zero. The device's context must be current.
     pub(in crate::cuda) fn new(api: &Api, count: usize) -> Result<Self> {
         Ok(Self { begin: api.pinned(4 * count)?.cast(), count })
     }
@@ -42,7 +42,7 @@ impl Words {
     ///
     /// Nothing uses the words from now on: neither `self` nor work on the device. The device's context is current.
     pub(in crate::cuda) unsafe fn free(&self, api: &Api) {
-        // SAFETY: made by `new`, and given up here: the caller's promise.
+        // SAFETY: `new` made the words by `pinned`, and the caller promised that nothing uses them from now on.
         unsafe { api.free_pinned(self.begin.cast()) };
     }
 }

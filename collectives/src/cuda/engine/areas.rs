@@ -19,15 +19,15 @@ use super::CudaEngine;
 use crate::cuda::driver::api::{Handle, cuda};
 use crate::cuda::layout::params::{AreaFlags, Control, Footprint, LOCAL_AREAS};
 
-/// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
+/// Pattern that Lamport inboxes are filled with at first, and that data never has: `EMPTY` in `protocol/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
-/// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
+/// Pattern that escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
 const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
-/// Between the places of an area's flags and their lengths. A call of a graph that was launched before may run meanwhile, and must
-/// not read a length without its place; it reads both within nanoseconds.
+/// Time between the places of an area's flags and their lengths. A call of a graph that was launched before may run
+/// meanwhile, and must not read a length without its place; it reads both within nanoseconds.
 const BETWEEN_FLAGS: Duration = Duration::from_millis(5);
-/// Between two looks whether the device has done something.
+/// Time between two looks whether the device has done something.
 const POLL: Duration = Duration::from_micros(50);
 
 /// Where data of a call lies on its way.
@@ -45,7 +45,7 @@ pub(super) struct Areas {
     pub(super) large: Option<Control>,
     /// Until the memory has grown; `None` if it never does.
     growth: Option<Growth>,
-    /// That of all calls of experts, as a dispatch and its combine have the same.
+    /// Area of all calls of experts, as a dispatch and its combine have the same.
     of_experts: Option<Area>,
     /// A number that the communicator has on all ranks, and no other one of the pool.
     number: u64,
@@ -56,7 +56,7 @@ pub(super) struct Areas {
     said_failed: bool,
 }
 
-/// What an engine's memory may grow to, and when that is tried again.
+/// Growth that an engine's memory may still have, and when it is tried again.
 #[derive(Debug)]
 struct Growth {
     /// The parts of the area for large calls.
@@ -82,7 +82,7 @@ impl Areas {
         }
     }
 
-    /// The same as if the memory had grown: an area for large calls then lies somewhere.
+    /// Returns [`Self::layout`] as if the memory had grown: an area for large calls then lies somewhere.
     fn as_if_grown(&self, area: Area) -> (Area, Control) {
         match (area, self.large, self.grown(self.small.ll)) {
             (Area::Large, None, Some(large)) => (Area::Large, large),
@@ -197,13 +197,13 @@ impl CudaEngine {
         !std::mem::replace(&mut self.areas.said_failed, true)
     }
 
-    /// What tells this growth from others of the pool where ranks wait for each other.
+    /// Returns what tells this growth from others of the pool where ranks wait for each other.
     pub(crate) fn growth_topic(&self) -> Topic {
         let failures = self.areas.growth.as_ref().map_or(0, |growth| growth.failures);
         (self.areas.number, failures.into())
     }
 
-    /// What tells this engine from others of the pool in a question to all ranks.
+    /// Returns what tells this engine from others of the pool in a question to all ranks.
     pub(crate) fn subject(&self) -> u64 {
         self.comm.control
     }
@@ -270,7 +270,8 @@ impl CudaEngine {
                 // SAFETY: words that only this rank's kernels read. Where some may run, they find an area without a length
                 // until its places are there.
                 unsafe { api.fill(at, word as u32, 1, stream) }?;
-                // SAFETY: the same.
+                // SAFETY: the other half of a word that only this rank's kernels read. Where some may run, they find an
+                // area without a length until its places are there.
                 unsafe { api.fill(at + 4, (word >> 32) as u32, 1, stream) }
             })
         })
@@ -307,8 +308,8 @@ impl CudaEngine {
     }
 }
 
-/// What kernels expect in the parts for data before the first call there: where each range begins, the word that it is
-/// filled with, and its bytes. Plans' kernels read of their scratch only what was written in the same call.
+/// Returns what kernels expect in the parts for data before the first call there: where each range begins, the word
+/// that it is filled with, and its bytes. Plans' kernels read of their scratch only what was written in the same call.
 pub(super) fn initial_data(control: &Control) -> [(u64, u32, u64); 4] {
     [
         (control.ll, 0, control.escaped - control.ll),
@@ -333,7 +334,7 @@ mod tests {
     use crate::cuda::select::table::MeasuredTable;
     use crate::{AllReduceAlgorithm, DType};
 
-    /// What a call of so many bytes is launched with: the algorithm, and how many bytes of it a launch takes at most.
+    /// Returns what a call of so many bytes is launched with: the algorithm, and whether one launch takes all of them.
     fn served(
         shape: &AllReduceShape,
         control: &Control,

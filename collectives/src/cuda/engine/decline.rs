@@ -34,7 +34,7 @@ use crate::cuda::layout::params::{
 /// How often the host looks whether a stream is idle.
 const POLL: Duration = Duration::from_micros(100);
 
-/// What a rank declines.
+/// Call or message that a rank declines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in super::super) enum Declined {
     /// A call of all ranks.
@@ -50,7 +50,7 @@ pub(super) struct Progress {
     handshakes: u32,
     /// Whether the other ranks were notified that this one does not make the call.
     reported: bool,
-    /// What was declined during a capture, and how often. It is reported before the next call or message.
+    /// Calls and messages that were declined during a capture, and how often. They are reported before the next one.
     late: BTreeMap<Declined, u64>,
     /// Whether the call under way, or that of an open fused product, has marked where earlier calls end.
     is_marked: bool,
@@ -207,7 +207,8 @@ impl CudaEngine {
         }
     }
 
-    /// The same where the host knows better than the device, which may have recorded meanwhile that another rank departed.
+    /// Closes like [`Self::close`] where the host knows better than the device, which may have recorded meanwhile that
+    /// another rank departed.
     pub(crate) fn close_because(&mut self, why: &Error) {
         self.failure.close(why);
         self.depart_or_later();
@@ -264,7 +265,7 @@ impl CudaEngine {
     ///
     /// # Errors
     ///
-    /// Those of the driver. Then the other ranks are not notified, and nothing is left for later.
+    /// The errors of the driver. Then the other ranks are not notified, and nothing is left for later.
     fn report(&mut self, what: Declined, stream: Stream) -> Result<()> {
         if self.end_capture(stream) {
         } else if self.declined_on(what, stream).is_ok() {
@@ -330,7 +331,7 @@ impl CudaEngine {
     ///
     /// # Errors
     ///
-    /// Those of a call; `is_invalid_state` while the capture goes on.
+    /// The errors of a call; `is_invalid_state` while the capture goes on.
     #[cold]
     pub(super) fn report_late(&mut self, stream: Stream) -> Result<()> {
         if let Err(closed) = self.ready() {
@@ -365,7 +366,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// The same at the end of the communicator, as far as it can be done.
+    /// Reports at the end of the communicator what was declined during a capture, as far as it can be done.
     pub(super) fn report_at_the_end(&mut self) {
         if self.has_late_reports()
             && let Ok(own) = self.stream_of_reports()

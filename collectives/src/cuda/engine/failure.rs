@@ -15,13 +15,13 @@ use crate::cuda::layout::fault::{HostView, Record};
 /// Says whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send + Sync>;
 
-/// What the device has recorded in pinned host memory, what the host has found, and what calls fail with.
+/// Failures that the device has recorded in pinned host memory or the host has found, and the error that calls return.
 pub(crate) struct Failure {
     /// Kernels alone write it; the first of them to fail does so.
     record: NonNull<Record>,
     /// Whether the record's memory was given back.
     is_freed: AtomicBool,
-    /// What the thread that ends streams' waits has found.
+    /// Record of what the thread that ends streams' waits has found.
     found: OnceLock<Record>,
     /// Why all calls fail.
     why: OnceLock<Error>,
@@ -40,11 +40,13 @@ pub(crate) struct Failure {
 
 // SAFETY: the record is read as if another thread wrote it, and freed once, by the engine, when nothing else has this value.
 unsafe impl Send for Failure {}
-// SAFETY: the same.
+// SAFETY: threads read the record as if another thread wrote it, and change only atomics and cells that are written
+// once.
 unsafe impl Sync for Failure {}
 
 impl Failure {
-    /// For the communicator whose control block is at `offset` of every slot. The device's context must be current.
+    /// Makes the state of the communicator whose control block is at `offset` of every slot. The device's context must be
+    /// current.
     pub(in crate::cuda) fn new(api: &Api, pool: &Pool, offset: u64, alive: Alive) -> Result<Self> {
         let record = api.pinned(size_of::<Record>())?.cast();
         let name = format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
@@ -96,7 +98,8 @@ impl Failure {
         }
         // SAFETY: the record is mapped until it is freed; only the word's address is taken.
         let word = unsafe { addr_of!((*self.record.as_ptr()).complete) };
-        // SAFETY: as above; the device may write the word meanwhile, which a volatile read allows.
+        // SAFETY: the record is mapped until it is freed. The device may write the word meanwhile, which a volatile
+        // read allows.
         let complete = unsafe { word.read_volatile() };
         complete != 0
     }
@@ -136,13 +139,14 @@ impl Failure {
         let _ = self.found.set(found);
     }
 
-    /// What calls reported without failing since the last time this was asked. While kernels of the communicator
-    /// run, what is read may be mixed from two calls.
+    /// Returns what calls reported without failing since the last time this was asked. While kernels of the
+    /// communicator run, what is read may be mixed from two calls.
     pub(in crate::cuda) fn take_notice(&self) -> Option<Error> {
         fence(Ordering::Acquire);
         // SAFETY: the record is mapped until it is freed, by whoever calls this; only the part's address is taken.
         let part = unsafe { addr_of!((*self.record.as_ptr()).notice) };
-        // SAFETY: as above; a volatile read allows for the device's writes.
+        // SAFETY: the record is mapped until it is freed, by whoever calls this. A volatile read allows for the
+        // device's writes.
         let notice = unsafe { part.read_volatile() };
         let calls = notice.calls.wrapping_sub(self.returned.swap(notice.calls, Ordering::Relaxed));
         (calls > 0).then(|| notice.error(self.rank, calls).context(&self.communicator))
@@ -161,7 +165,8 @@ impl Failure {
     /// Frees the record. No kernel that uses it may run, and the context must be current.
     pub(in crate::cuda) fn free(&self, api: &Api) {
         if !self.is_freed.swap(true, Ordering::AcqRel) {
-            // SAFETY: made by `new`, and given up here: the caller's promise.
+            // SAFETY: `new` made the record by `pinned`, and it is freed once. The caller made sure that no kernel runs
+            // that uses it.
             unsafe { api.free_pinned(self.record.cast()) };
         }
     }

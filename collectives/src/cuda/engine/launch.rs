@@ -105,7 +105,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch`](crate::cuda::kernel::kernels::Kernels::launch).
+    /// You must keep the promises of [`Kernels::launch`](crate::cuda::kernel::kernels::Kernels::launch).
     pub(in super::super) unsafe fn launch(
         &mut self,
         kernel: LoadedKernel,
@@ -116,7 +116,8 @@ impl CudaEngine {
     ) -> Result<()> {
         self.switch_to(stream)?;
         let params = self.numbered(params);
-        // SAFETY: as the caller promised.
+        // SAFETY: the caller promised that what `params` points to stays mapped until the kernel has run, that nothing
+        // else touches it, and that kernels of all-to-alls get their traffic. Numbering a call changes no address.
         unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, traffic, stream) }?;
         if self.is_rehearsing() {
             return Ok(());
@@ -129,7 +130,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch`](crate::cuda::kernel::kernels::Kernels::launch).
+    /// You must keep the promises of [`Kernels::launch`](crate::cuda::kernel::kernels::Kernels::launch).
     pub(in super::super) unsafe fn launch_unordered(
         &self,
         kernel: LoadedKernel,
@@ -144,7 +145,8 @@ impl CudaEngine {
             return Ok(());
         }
         cuda(self.pool.driver())?.with_context(|| {
-            // SAFETY: as the caller promised.
+            // SAFETY: the caller promised that what `comm` and `params` point to stays mapped until the kernel has run,
+            // that nothing else touches it, and that kernels of all-to-alls get their traffic.
             unsafe { self.kernels.launch(kernel, grid, stream, comm, params, traffic) }
         })
     }
@@ -154,7 +156,8 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch_with_work`](crate::cuda::kernel::kernels::Kernels::launch_with_work).
+    /// You must keep the promises of
+    /// [`Kernels::launch_with_work`](crate::cuda::kernel::kernels::Kernels::launch_with_work).
     pub(in super::super) unsafe fn launch_with_work<W>(
         &mut self,
         kernel: LoadedKernel,
@@ -164,7 +167,9 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let params = self.numbered(params);
-        // SAFETY: as the caller promised.
+        // SAFETY: the caller promised that what `params` and `work` point to stays mapped until the kernel has run,
+        // that nothing else touches it, and that `work` has the layout of the third parameter. Numbering a call changes
+        // no address.
         unsafe { self.launch_rest(kernel, grid, &params, work, stream) }?;
         if self.is_rehearsing() {
             return Ok(());
@@ -177,7 +182,8 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch_with_work`](crate::cuda::kernel::kernels::Kernels::launch_with_work).
+    /// You must keep the promises of
+    /// [`Kernels::launch_with_work`](crate::cuda::kernel::kernels::Kernels::launch_with_work).
     pub(in super::super) unsafe fn launch_rest<W>(
         &mut self,
         kernel: LoadedKernel,
@@ -193,7 +199,8 @@ impl CudaEngine {
         }
         let both = (&self.comm, params);
         cuda(self.pool.driver())?.with_context(|| {
-            // SAFETY: as the caller promised.
+            // SAFETY: the caller promised that what `params` and `work` point to stays mapped until the kernel has run,
+            // that nothing else touches it, and that `work` has the layout of the third parameter.
             unsafe { self.kernels.launch_with_work(kernel, grid, stream, both, work) }
         })?;
         self.after_call(kernel, stream)
@@ -239,7 +246,8 @@ impl CudaEngine {
         }
         let api = self.api;
         cuda(self.pool.driver())?.with_context(|| {
-            // SAFETY: the caller's promise; the stream is live.
+            // SAFETY: the caller promised that so many bytes are readable at `from` and writable at `to` until the
+            // stream has done the copy; the stream is live, as whoever made it of a raw handle promised.
             let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as Handle) };
             CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))
         })

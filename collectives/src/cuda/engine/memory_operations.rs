@@ -68,7 +68,7 @@ enum Step {
 impl Step {
     fn params(self) -> sys::CUstreamBatchMemOpParams {
         use sys::CUstreamBatchMemOpType_enum as Kind;
-        // What no member has is zero, also the space between members: each is written alone.
+        // Bytes that no member has are zero, also the space between members: each is written alone.
         let mut params = sys::CUstreamBatchMemOpParams { pad: [0; 6] };
         match self {
             Self::Write(address, value) => {
@@ -99,7 +99,7 @@ fn put(api: &Api, steps: &[Step], stream: Stream) -> Result<()> {
     CudaDriver::check(code, || format!("putting {} memory operations on a stream", all.len()))
 }
 
-/// What the thread and the engine share.
+/// State that the thread and the engine share.
 struct Shared {
     pool: Pool,
     api: &'static Api,
@@ -114,7 +114,7 @@ struct Shared {
     /// How long each wait may take, in nanoseconds; `u64::MAX` where there was none yet.
     timeouts: Vec<AtomicU64>,
     failure: Arc<Failure>,
-    /// For what the thread writes.
+    /// Stream of what the thread writes.
     stream: Stream,
     ends: Mutex<bool>,
     changed: Condvar,
@@ -126,12 +126,12 @@ pub(in crate::cuda) struct MemoryOperations {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a wait is for: its peer, channel and flag.
+/// Returns the number of the wait for this flag of a peer's channel.
 fn nth(peer: u32, channel: u32, flag: Flag) -> usize {
     ((peer * MEMORY_CHANNELS + channel) * 2 + u32::from(flag == Flag::Untaken)) as usize
 }
 
-/// What the wait of that number is for.
+/// Returns the peer, the channel and the flag that the wait of that number is for.
 fn wait_of(nth: usize) -> (u32, u32, Flag) {
     let pair = nth as u32 / 2;
     let flag = if nth.is_multiple_of(2) { Flag::Arrived } else { Flag::Untaken };
@@ -139,7 +139,7 @@ fn wait_of(nth: usize) -> (u32, u32, Flag) {
 }
 
 impl MemoryOperations {
-    /// For a control block at `control`. The device's context must be current.
+    /// Makes the memory operations of a control block at `control`. The device's context must be current.
     pub(in crate::cuda) fn new(
         api: &'static Api,
         pool: &Pool,
@@ -254,12 +254,12 @@ impl MemoryOperations {
     pub(in crate::cuda) fn free(&self) {
         let shared = &self.shared;
         let stream = shared.stream.raw() as Handle;
-        // SAFETY: made by `new`, and given up here: the caller's promise.
+        // SAFETY: `new` made the stream, and nothing uses it any more, of which the caller made sure.
         let code = unsafe { (shared.api.stream_destroy)(stream) };
         if let Err(error) = CudaDriver::check(code, || "giving back memory operations".into()) {
             tracing::debug!(%error, "at the end of a communicator");
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller has ended the thread, and nothing runs on the device that uses the words.
         unsafe { shared.words.free(shared.api) };
     }
 }

@@ -38,7 +38,7 @@ impl Sizes {
         (self.words.address(0), self.number)
     }
 
-    /// What the call of this number has written, if it has.
+    /// Returns what the call of this number has written, if it has.
     pub(in crate::cuda) fn written(
         &self,
         number: u32,
@@ -63,7 +63,8 @@ impl Sizes {
     /// No kernel runs that was given it, and the device's context is current.
     #[allow(unsafe_code)] // passes on the caller's promise
     pub(in crate::cuda) unsafe fn free(self, api: &Api) {
-        // SAFETY: the caller's promise; `self` ends here.
+        // SAFETY: the caller promised that no kernel runs that was given the words; `self`, through which the host
+        // reads them, ends here.
         unsafe { self.words.free(api) };
     }
 }

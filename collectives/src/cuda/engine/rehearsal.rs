@@ -17,14 +17,14 @@ use crate::cuda::layout::params::{Comm, Control};
 /// A rehearsal under way.
 pub(in crate::cuda) struct Rehearsal {
     pub(super) lifts: Lifts,
-    /// What is noted by doors that have the engine by a shared reference.
+    /// Notes of doors that have the engine by a shared reference.
     pub(super) seen: RefCell<Rehearsed>,
     /// Whether it goes on as if the memory had grown.
     pub(in crate::cuda) has_grown: bool,
     pub(super) kept: Kept,
 }
 
-/// What calls leave in an engine.
+/// State of an engine that a rehearsal changes, as it was before.
 pub(in crate::cuda) struct Kept {
     pub(super) control: Control,
     pub(super) comm: Comm,

@@ -164,7 +164,7 @@ fn streams_may_wait(pool: &Pool) -> Result<bool> {
     Ok(has_queues && devices?.len() == pool.world() as usize)
 }
 
-/// What was measured on the ranks' devices.
+/// Returns what was measured on devices like those of the ranks.
 fn measured_table(pool: &Pool) -> Result<MeasuredTable> {
     let name = |rank| Ok(pool.device(rank)?.name.as_str());
     let devices: Result<Vec<&str>> = (0..pool.world()).map(name).collect();

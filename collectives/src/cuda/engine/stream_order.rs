@@ -28,7 +28,7 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use crate::cuda::driver::api::{Api, Handle};
 
-/// What the order needs of a device.
+/// Operations that the order needs of a device.
 pub(in crate::cuda) trait Events {
     /// Makes an event.
     fn event(&self) -> Result<Handle>;
@@ -461,7 +461,7 @@ fn record(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &
 /// Makes a stream wait for what such an event was recorded behind.
 fn wait(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &str) -> Result<()> {
     let handle = driver.stream_handle(stream)?;
-    // SAFETY: as in `record`.
+    // SAFETY: the caller owns the event; the stream is live, as whoever made it of a raw handle promised.
     let code = unsafe { (api.stream_wait)(handle, event, 0) };
     CudaDriver::check(code, || what.to_owned())
 }

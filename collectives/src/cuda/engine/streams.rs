@@ -8,7 +8,7 @@ use crate::cuda::driver::api::{Api, cuda};
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::layout::params::ChannelEnd;
 
-/// What the order of calls needs of the device.
+/// Returns what the order of calls needs of the device.
 fn events<'a>(api: &'a Api, pool: &'a Pool) -> Result<CudaEvents<'a>> {
     Ok(CudaEvents { api, driver: cuda(pool.driver())? })
 }
@@ -43,7 +43,7 @@ impl CudaEngine {
         events(self.api, &self.pool).is_ok_and(|events| self.order.is_captured(&events))
     }
 
-    /// The same of the last operation on this end of a channel.
+    /// Whether the last operation on this end of a channel is on a stream that is captured.
     pub(super) fn channel_is_captured(&self, end: ChannelEnd) -> bool {
         let Some(order) = self.channels.get(&end) else { return false };
         events(self.api, &self.pool).is_ok_and(|events| order.is_captured(&events))

@@ -199,7 +199,9 @@ impl Kernels {
         });
         let mut arguments: [*mut c_void; 3] =
             [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast(), traffic];
-        // SAFETY: the caller's promises; the caller passes traffic to kernels that have it.
+        // SAFETY: the arguments point to the first two parameters, which all kernels have, and to the traffic, which
+        // the caller promised to give to kernels that have it. What these point to stays mapped, as the caller
+        // promised, until the kernel has run.
         unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }
 
@@ -221,7 +223,9 @@ impl Kernels {
             (&raw const *call).cast_mut().cast(),
             (&raw const *work).cast_mut().cast(),
         ];
-        // SAFETY: the caller's promises.
+        // SAFETY: the arguments point to the first two parameters, which all kernels have, and to `work`, which the
+        // caller promised to have the layout of the third. What these point to stays mapped, as the caller promised,
+        // until the kernel has run.
         unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }
 

@@ -40,7 +40,7 @@ pub(in crate::cuda) struct Modules {
     arch: Arch,
     sm_count: u32,
     loaded: Mutex<BTreeMap<Key, (LoadedKernel, Handle)>>,
-    /// Those whose sources are no files of ours.
+    /// Kernels whose sources are no files of ours.
     made: Mutex<BTreeMap<GeneratedKernel, (LoadedKernel, Handle)>>,
     /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
     loading: Mutex<()>,
@@ -322,7 +322,7 @@ impl Modules {
         CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
         if shared > 0 {
             let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: as above.
+            // SAFETY: the function is of a loaded module; the attribute is a number.
             let code =
                 unsafe { (self.api.function_set)(function, which as c_int, shared as c_int) };
             CudaDriver::check(code, || format!("asking for {shared} bytes of shared memory"))?;

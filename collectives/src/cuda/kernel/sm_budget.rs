@@ -208,8 +208,8 @@ impl BudgetMember {
         all.saturating_sub(self.number.is_some().into())
     }
 
-    /// From now on this process's communicators on the device leave a third of it to others, if there are several: for calls whose
-    /// kernels have as many blocks on all ranks, whatever a rank's budget is.
+    /// Makes this process's communicators on the device leave a third of it to others from now on, if there are several. That
+    /// is for calls whose kernels have as many blocks on all ranks, whatever a rank's budget is.
     pub(in crate::cuda) fn has_free_blocks(&self) {
         self.device.several_share_sms.store(true, Ordering::Relaxed);
     }

@@ -47,7 +47,7 @@ pub(in crate::cuda) struct KernelSpec {
 }
 
 impl KernelSpec {
-    /// For a kernel that moves bytes, or no data at all.
+    /// Specifies a kernel that moves bytes, or no data at all.
     pub(in crate::cuda) fn new(kernel: &'static Kernel<'static>, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
         Self {

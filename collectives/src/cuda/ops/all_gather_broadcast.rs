@@ -44,7 +44,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`]; `output` has `world` parts.
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for an output of `world` parts.
     pub(crate) unsafe fn all_gather(&mut self, call: &StandardCall, stream: Stream) -> Result<()> {
         let by = self.exchange_of(call, stream)?;
         self.begin(stream)?;
@@ -58,17 +58,21 @@ impl CudaEngine {
         let call = call.describe().algorithm(by.id);
         if self.uses_ll(by, part) {
             let work = Work { stride: part, ..moved(call, (from, to), part, dtype, stream) };
-            // SAFETY: the caller's promises, which are passed on.
+            // SAFETY: the caller promised that `input` is readable for a part and `output` writable for all parts,
+            // until the stream has done the call; `work` has their addresses and the bytes of a part.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::AllGather) };
         }
         if self.copies_parts(by, output, part) || self.gathers_by_copies(by, part) {
             let call = call.output(output).algorithm(COPY);
             let parts = EqualParts { from, to, part, input_stride: 0 };
             if output.is_window() {
-                // SAFETY: likewise.
+                // SAFETY: the caller promised that `input` is readable for a part and `output` writable for all parts,
+                // until the stream has done the call. The output is a window, and ranks compare its offset, which
+                // `call` has.
                 return unsafe { self.copy_parts(call, parts, stream) };
             }
-            // SAFETY: likewise.
+            // SAFETY: the caller promised that `input` is readable for a part and `output` writable for all parts,
+            // until the stream has done the call; `parts` has their addresses.
             return unsafe { self.gather_in_pieces(call, parts, stream) };
         }
         let parts = Parts::gathered(
@@ -77,7 +81,8 @@ impl CudaEngine {
             dtype.size() as u64,
         );
         let step = Step { call, by, places: (input, output), size: dtype.size() as u64, stream };
-        // SAFETY: likewise.
+        // SAFETY: the caller promised that `input` is readable for a part and `output` writable for all parts, until
+        // the stream has done the call; `step` has both, and `parts` their lengths.
         unsafe { self.exchange_in_pieces(&step, &parts, count as u64) }
     }
 
@@ -85,7 +90,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], of the output as input and output.
     pub(crate) unsafe fn broadcast(&mut self, call: &StandardCall, stream: Stream) -> Result<()> {
         let by = self.exchange_of(call, stream)?;
         self.begin(stream)?;
@@ -102,7 +107,8 @@ impl CudaEngine {
         if self.uses_ll(by, bytes) {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
-            // SAFETY: the caller's promises, which are passed on.
+            // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
+            // stream has done the call; it is both input and output of `work`.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::Broadcast) };
         }
         let in_stages = match by.stages {
@@ -113,14 +119,16 @@ impl CudaEngine {
         if in_stages {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
-            // SAFETY: the caller's promises, which are passed on.
+            // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
+            // stream has done the call; it is both input and output of `work`.
             return unsafe { self.broadcast_in_stages(&work, place) };
         }
         let (size, count) = (dtype.size() as u64, count as u64);
         let step = |places| Step { call, by, places, size, stream };
         if world <= 2 || bytes < TWO_STEP_BYTES {
             let parts = Parts::from_root((rank, root), &vec![count; world as usize], &[]);
-            // SAFETY: likewise.
+            // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
+            // stream has done the call; the root sends them, and the others receive them.
             return unsafe { self.exchange_in_pieces(&step((place, place)), &parts, count) };
         }
         let shares = shares(count, size, world);
@@ -130,9 +138,11 @@ impl CudaEngine {
         let gathered = Parts::gathered(rank, &shares, size);
         let longest = shares.iter().copied().max().unwrap_or(0);
         self.load_exchanges()?;
-        // SAFETY: likewise; shares do not overlap.
+        // SAFETY: the caller promised that the output is readable and writable for `count` elements until the stream
+        // has done the call. The root sends shares of them, and others receive their own; shares do not overlap.
         unsafe { self.exchange_in_pieces(&step((place, own)), &parts, longest) }?;
-        // SAFETY: likewise.
+        // SAFETY: the caller promised that the output is readable and writable for `count` elements until the stream
+        // has done the call. A rank sends its share, and receives the others where they lie.
         unsafe { self.exchange_in_pieces(&step((own, place)), &gathered, longest) }
     }
 
@@ -140,7 +150,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output in `arguments`.
     pub(in crate::cuda) unsafe fn copy_alone(
         &mut self,
         call: Call,
@@ -150,7 +160,8 @@ impl CudaEngine {
         let Arguments { input, output, count, dtype, .. } = *arguments;
         let (size, by) = (dtype.size() as u64, self.usual_exchange);
         let step = Step { call, by, places: (input, output), size, stream };
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
+        // stream has done the call; the only part has as many.
         unsafe { self.exchange(&step, &Parts::gathered(0, &[count as u64], size)) }
     }
 
@@ -158,7 +169,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     unsafe fn broadcast_in_stages(&mut self, work: &Work, place: Place) -> Result<()> {
         self.note_algorithm("stages", None);
         let loaded = self.kernel(KernelSpec::broadcast_stages())?;
@@ -167,7 +178,8 @@ impl CudaEngine {
         let most = room.clamp(1, MAX_STAGE_BLOCKS) as u32;
         let config = LaunchConfig::new(&loaded.alone(), share, STAGE_THREADS, most);
         let offset = if let Place::Window(offset) = place { offset } else { UNKNOWN };
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
+        // The stride is no length for this kernel: it is the window's offset, or `UNKNOWN`.
         unsafe { self.launch_peer_blocks(loaded, config, &Work { stride: offset, ..*work }) }
     }
 
@@ -185,13 +197,13 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     unsafe fn send_in_ll(&mut self, work: &Work, collective: TwoShotCollective) -> Result<()> {
         if work.bytes == 0 {
             return self.handshake_only(work.call, work.stream);
         }
         self.note_algorithm("ll", None);
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.two_shot(work, collective, false) }
     }
 }

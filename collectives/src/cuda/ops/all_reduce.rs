@@ -72,7 +72,8 @@ impl CudaEngine {
         let work =
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
         if self.world() == 1 {
-            // SAFETY: the caller's promises, which are passed on.
+            // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
+            // stream has done the call; `arguments` has both.
             return unsafe { self.copy_alone(call, &arguments, stream) };
         }
         let (dtype, why) = (dtype.name(), why.name());
@@ -91,13 +92,14 @@ impl CudaEngine {
             Launch::TwoShotCopy => Self::two_shot_copy,
             Launch::TwoShotStages => Self::two_shot_stages,
         };
-        // SAFETY: as above.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
+        // stream has done the call; `work` has their addresses and their length.
         unsafe { launch(self, entry, &work, output.is_window()) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn one_shot(
         &mut self,
         entry: &AllReduce,
@@ -105,13 +107,13 @@ impl CudaEngine {
         _: bool,
     ) -> Result<()> {
         // Small blocks start and end sooner.
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.launch_threads(entry, work, work.bytes.div_ceil(16), 32) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn one_shot_ll128(
         &mut self,
         entry: &AllReduce,
@@ -120,7 +122,7 @@ impl CudaEngine {
     ) -> Result<()> {
         // Eight threads handle a line.
         let threads = work.bytes.div_ceil(LL128_PAYLOAD) * 8;
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.launch_threads(entry, work, threads, 64) }
     }
 
@@ -128,7 +130,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     unsafe fn launch_threads(
         &mut self,
         entry: &AllReduce,
@@ -138,13 +140,14 @@ impl CudaEngine {
     ) -> Result<()> {
         let loaded = self.kernel_of(entry, work)?;
         let config = LaunchConfig::new(&loaded, threads, size, u32::MAX);
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call;
+        // the parameters have their addresses.
         unsafe { self.launch_in(loaded, config, &work.params(), work.stream) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn one_shot_pull(
         &mut self,
         entry: &AllReduce,
@@ -154,13 +157,13 @@ impl CudaEngine {
         let loaded = self.kernel_of(entry, work)?;
         let vectors = work.bytes.div_ceil(16);
         let config = LaunchConfig::new(&loaded.alone(), vectors, 256, MAX_PEER_BLOCKS);
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.launch_peer_blocks(loaded, config, work) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_pull(
         &mut self,
         entry: &AllReduce,
@@ -170,39 +173,39 @@ impl CudaEngine {
         let loaded = self.kernel_of(entry, work)?;
         let share = work.bytes.div_ceil(16).div_ceil(u64::from(self.world()));
         let config = LaunchConfig::new(&loaded.alone(), share, THREADS, 256);
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.launch_peer_blocks(loaded, config, work) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_lamport(
         &mut self,
         _: &AllReduce,
         work: &Work,
         _: bool,
     ) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.two_shot(work, TwoShotCollective::AllReduce, true) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_ll(
         &mut self,
         _: &AllReduce,
         work: &Work,
         _: bool,
     ) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.two_shot(work, TwoShotCollective::AllReduce, false) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_stages(
         &mut self,
         _: &AllReduce,
@@ -210,7 +213,7 @@ impl CudaEngine {
         output_window: bool,
     ) -> Result<()> {
         let results = if output_window { Results::Direct } else { Results::ThroughScratch };
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.stages(work, TwoShotCollective::AllReduce, results) }
     }
 
@@ -222,7 +225,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot(
         &mut self,
         work: &Work,
@@ -252,7 +255,8 @@ impl CudaEngine {
         for piece in work.pieces(most, 16 * shares) {
             let each = piece.bytes.div_ceil(16).div_ceil(shares);
             let config = LaunchConfig::new(&loaded, each, threads, 264);
-            // SAFETY: a piece of what the caller promised.
+            // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the
+            // call; a piece lies within them.
             unsafe { self.launch_in(loaded, config, &piece.params(), piece.stream) }?;
         }
         Ok(())
@@ -262,7 +266,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output in `params`.
     unsafe fn launch_in(
         &mut self,
         kernel: LoadedKernel,
@@ -270,7 +274,9 @@ impl CudaEngine {
         params: &CallParams,
         stream: Stream,
     ) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output in `params` are there until the stream has done the
+        // call, and that nothing else touches them. All-to-alls, whose kernels are given traffic, are not launched by
+        // this.
         unsafe { self.launch(kernel, (config.blocks, config.threads), params, None, stream) }
     }
 
@@ -281,7 +287,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn launch_peer_blocks(
         &mut self,
         kernel: LoadedKernel,
@@ -290,11 +296,12 @@ impl CudaEngine {
     ) -> Result<()> {
         let work = Work { call: work.call.peer_blocks(whole.worker_blocks()), ..*work };
         let params = CallParams { peer_blocks: whole.worker_blocks(), ..work.params() };
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call;
+        // the parameters have their addresses.
         unsafe { self.launch_in(kernel, whole.within_budget(&kernel), &params, work.stream) }
     }
 
-    /// What the algorithm of an all-reduce here is chosen by.
+    /// Returns what the algorithm of an all-reduce here is chosen by.
     pub(in crate::cuda) fn all_reduce_shape(
         &self,
         bytes: u64,
@@ -330,7 +337,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn stages(
         &mut self,
         work: &Work,
@@ -348,7 +355,8 @@ impl CudaEngine {
         let most = self.control.stage_blocks(self.world(), through_scratch);
         let config = LaunchConfig::new(&loaded.alone(), wanted, THREADS, most);
         let work = Work { root: through_scratch.into(), ..*work };
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call;
+        // they are the same in this copy of it.
         unsafe { self.launch_peer_blocks(loaded, config, &work) }
     }
 
@@ -357,7 +365,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_push(
         &mut self,
         entry: &AllReduce,
@@ -370,7 +378,8 @@ impl CudaEngine {
         for piece in work.pieces(most, 128 * shares) {
             let wanted = piece.bytes.div_ceil(16).div_ceil(shares);
             let config = LaunchConfig::new(&loaded.alone(), wanted, THREADS, MAX_PUSH_BLOCKS);
-            // SAFETY: a piece of what the caller promised.
+            // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the
+            // call; a piece lies within them.
             unsafe {
                 self.launch_peer_blocks(loaded, config.with_leader_place(&loaded, wanted), &piece)
             }?;

@@ -32,8 +32,8 @@ const MAX_BLOCKS: u32 = 132;
 /// A number for each rank.
 type PerRank = [u64; MAX_RANKS as usize];
 
-/// What a rank sends to and receives from each rank, if the host knows it: elements, and where they begin in its
-/// input and output, in bytes. Ranks exchange counts alone, so parts follow each other in outputs.
+/// Elements that a rank sends to and receives from each rank, if the host knows them, and the bytes at which they begin
+/// in its input and output. Ranks exchange counts alone, so parts follow each other in outputs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::cuda) struct Parts {
     send: PerRank,
@@ -56,7 +56,8 @@ impl Parts {
         Self { send_begin: PerRank::default(), ..Parts::contiguous(send, receive, size) }
     }
 
-    /// From the root `counts[r]` elements to each other rank `r`, which begin at byte `begins[r]` of its input.
+    /// Parts of a root, which sends `counts[r]` elements to each other rank `r`, which begin at byte `begins[r]` of its
+    /// input.
     pub(in crate::cuda) fn from_root(
         (rank, root): (u32, u32),
         counts: &[u64],
@@ -91,7 +92,7 @@ impl Parts {
     }
 }
 
-/// What the parts of one exchange have in common. A call makes one exchange or several.
+/// Arguments that the parts of one exchange have in common. A call makes one exchange or several.
 #[derive(Clone, Copy)]
 pub(in crate::cuda) struct Step {
     pub(in crate::cuda) call: Call,
@@ -124,17 +125,19 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_to_all_v`].
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for `count` elements to and from each rank.
     pub(crate) unsafe fn all_to_all(&mut self, call: &StandardCall, stream: Stream) -> Result<()> {
         let by = self.exchange_of(call, stream)?;
         let Arguments { input, output, count, dtype, .. } = call.arguments;
         if self.copies_parts(by, output, call.arguments.bytes_of(1)) {
-            // SAFETY: the caller's promises.
+            // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements to and
+            // from each rank, until the stream has done the call. `copies_parts` found that the output is a window.
             return unsafe { self.all_to_all_copy(call, stream) };
         }
         let counts = [count; MAX_RANKS as usize];
         let counts = &counts[..self.world() as usize];
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements to and from
+        // each rank, until the stream has done the call.
         unsafe { self.exchange_splits(by, (input, output), (counts, counts), dtype, stream) }
     }
 
@@ -152,13 +155,14 @@ impl CudaEngine {
         dtype: DType,
         stream: Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that `input` is readable for what is sent, and `output` writable for what is
+        // received, until the stream has done the call; `splits` has their counts.
         unsafe { self.exchange_splits(self.usual_exchange, places, splits, dtype, stream) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_to_all_v`].
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`].
     unsafe fn exchange_splits(
         &mut self,
         by: &'static Exchange,
@@ -200,7 +204,8 @@ impl CudaEngine {
             stream,
         )?;
         let step = Step { call: describe(by, dtype, 1), by, places, size, stream };
-        // SAFETY: the caller's promises; no sum is longer.
+        // SAFETY: the caller promised that `input` is readable for the sum of `send`, and `output` writable for that of
+        // `receive`, until the stream has done the call; contiguous parts reach no further.
         unsafe { self.exchange(&step, &Parts::contiguous(sent, received, size)) }
     }
 
@@ -208,7 +213,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_to_all_v`], for the parts of input and output.
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for the parts of input and output.
     pub(in crate::cuda) unsafe fn exchange(&mut self, step: &Step, parts: &Parts) -> Result<()> {
         let (rank, size) = (self.rank() as usize, step.size);
         let (inbox_bytes, head) = self.inbox_limits(step.by);
@@ -249,16 +254,18 @@ impl CudaEngine {
         } else {
             (AllToAllMode::DIRECT, length.max(capacity) * size)
         };
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that the parts of input and output are there until the stream has done the call;
+        // `traffic` has where they begin, and their counts.
         unsafe { self.launch_exchange(step, work, &traffic) }
     }
 
-    /// As [`exchange`](Self::exchange), for parts of at most `longest` elements on all ranks alike, which may go through
-    /// inboxes in several launches. An all-to-all must take one launch: only its rank knows how long its parts are.
+    /// Exchanges parts of at most `longest` elements, on all ranks alike, like [`exchange`](Self::exchange), but
+    /// possibly through inboxes in several launches. An all-to-all must take one launch: only its rank knows how long
+    /// its parts are.
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::exchange`].
+    /// You must keep the promises of [`CudaEngine::exchange`].
     pub(in crate::cuda) unsafe fn exchange_in_pieces(
         &mut self,
         step: &Step,
@@ -272,11 +279,13 @@ impl CudaEngine {
         let several = step.by.inboxes == Use::WhereFaster;
         let few = bytes <= slot || self.world() < 2;
         if !several || few || bytes > wanted.min(MAX_LAUNCHES * slot) {
-            // SAFETY: the caller's promises.
+            // SAFETY: the caller promised that the parts of input and output are there until the stream has done the
+            // call.
             return unsafe { self.exchange(step, parts) };
         }
         for (from, count) in pieces(longest, slot / size, size) {
-            // SAFETY: parts of what the caller promised.
+            // SAFETY: the caller promised that the parts of input and output are there until the stream has done the
+            // call; pieces lie within them.
             unsafe { self.exchange(step, &parts.piece(from, count, size)) }?;
         }
         Ok(())
@@ -293,8 +302,8 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_to_all_v`], of input and output for the lengths in `rows`, and of the
-    /// splits for a count a rank; they do not overlap.
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for input and output of the lengths in `rows`, and
+    /// for splits of a count for each rank. None of these overlap.
     pub(crate) unsafe fn all_to_all_splits(
         &mut self,
         (input, output): (Place, Place),
@@ -361,8 +370,9 @@ impl CudaEngine {
         let work = (AllToAllMode::DEVICE_COUNTS, input_bytes);
         let (call, places) = (describe(by, dtype, row), (input, output));
         let step = Step { call, by, places, size: size.unwrap_or(1).into(), stream };
-        // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
-        // than its length, whatever the counts, and writes no more than the capacity.
+        // SAFETY: the caller promised that input and output are there for the lengths in `rows`, and the splits for a
+        // count for each rank, until the stream has done the call. The kernel reads no more of the input than its
+        // length, whatever the counts, and writes no more than the capacity.
         unsafe { self.launch_exchange(&step, work, &traffic) }
     }
 
@@ -387,7 +397,8 @@ impl CudaEngine {
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_to_all_v`].
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for the places of `step` and the lengths in
+    /// `traffic`.
     unsafe fn launch_exchange(
         &mut self,
         step: &Step,
@@ -422,7 +433,9 @@ impl CudaEngine {
         let (blocks, threads, requested) = (grid.blocks, grid.threads, by.name());
         tracing::debug!(bytes, direct, splits, requested, blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the places of `step` are there for the lengths in `traffic` until the stream
+        // has done the call, and that nothing else touches them. The kernel is one of all-to-alls, and gets its
+        // traffic.
         unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
     }
 }

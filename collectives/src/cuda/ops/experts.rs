@@ -40,7 +40,7 @@ impl CudaEngine {
         self.load_kernels_of(shape).map_err(|why| self.decline_outside_calls(why))
     }
 
-    /// The same, and declines nothing.
+    /// Loads like [`Self::load_experts`], and declines nothing.
     pub(crate) fn load_kernels_of(&mut self, shape: &ExpertShape) -> Result<()> {
         // Low-latency calls may measure their waits, in graphs too, where no kernel is loaded.
         let mut specs = vec![KernelSpec::measured_barrier()];
@@ -56,7 +56,7 @@ impl CudaEngine {
         specs.dedup();
         self.prepare_kernels(&specs)?;
         self.make_sizes()?;
-        // What the ranks tell each other of their rows travels through the LL inbox.
+        // Counts of rows, which the ranks tell each other, travel through the LL inbox.
         let (vectors, room) = (self.count_vectors(shape), self.layouts()[0].ll_vectors());
         if vectors > room {
             return Err(Error::unsupported(format!(
@@ -97,29 +97,30 @@ impl CudaEngine {
     ///
     /// # Errors
     ///
-    /// Those of every call.
+    /// The errors of every call.
     ///
     /// # Safety
     ///
-    /// As [`ExpertBuffer::dispatch_at`](crate::ExpertBuffer::dispatch_at).
+    /// You must keep the promises of [`ExpertBuffer::dispatch_at`](crate::ExpertBuffer::dispatch_at).
     pub(crate) unsafe fn dispatch(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
         self.begin(stream)?;
         let quantizes = call.work.quantize != Quantization::None as u32;
         let by_expert = call.mode.by_expert;
         let spec = self.dispatch_spec(&call.shape, by_expert, quantizes, &self.control);
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that what `call` points to is readable, or writable, for its lengths until the
+        // stream has done the call.
         unsafe { self.launch_call(Operation::ExpertDispatch, spec, call, stream) }
     }
 
-    /// The same, and waits until it is known how many rows arrive.
+    /// Dispatches like [`Self::dispatch`], and waits until it is known how many rows arrive.
     ///
     /// # Errors
     ///
-    /// Those of every call, and `is_invalid_state` while the stream is captured.
+    /// The errors of every call, and `is_invalid_state` while the stream is captured.
     ///
     /// # Safety
     ///
-    /// As [`Self::dispatch`].
+    /// You must keep the promises of [`Self::dispatch`].
     pub(crate) unsafe fn dispatch_exact(
         &mut self,
         call: &ExpertCall,
@@ -139,7 +140,8 @@ impl CudaEngine {
             let (to, number) = sizes.next_call();
             let mut call = *call;
             (call.work.sizes, call.work.sizes_number) = (to, number);
-            // SAFETY: the caller's promises; sizes are given back behind all kernels.
+            // SAFETY: the caller promised that what `call` points to is readable, or writable, for its lengths until
+            // the stream has done the call. The words for sizes are given back behind all kernels.
             unsafe { engine.dispatch(&call, stream) }?;
             Ok(number)
         })?;
@@ -151,22 +153,23 @@ impl CudaEngine {
     ///
     /// # Errors
     ///
-    /// Those of every call.
+    /// The errors of every call.
     ///
     /// # Safety
     ///
-    /// As [`ExpertBuffer::combine_at`](crate::ExpertBuffer::combine_at).
+    /// You must keep the promises of [`ExpertBuffer::combine_at`](crate::ExpertBuffer::combine_at).
     pub(crate) unsafe fn combine(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
         self.begin(stream)?;
         let by_expert = call.mode.by_expert;
         let spec = self.combine_spec(&call.shape, by_expert, call.work.tokens, &self.control);
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that what `call` points to is readable, or writable, for its lengths until the
+        // stream has done the call, and that a dispatch of this buffer made its handle.
         unsafe { self.launch_call(Operation::ExpertCombine, spec, call, stream) }
     }
 
     /// # Safety
     ///
-    /// As [`Self::dispatch`].
+    /// You must keep the promises of [`Self::dispatch`], or those of [`Self::combine`] where that is the operation.
     unsafe fn launch_call(
         &mut self,
         operation: Operation,
@@ -182,7 +185,8 @@ impl CudaEngine {
         let mut work = call.work;
         work.peer_blocks = PEER_BLOCKS;
         work.inbox_tokens = self.inbox_tokens(operation, &call.shape, &self.control);
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller promised that what `call` points to is there until the stream has done the call, and that
+        // nothing else touches it; kernels of both operations take its work as their third parameter.
         unsafe { self.launch_with_work(kernel, (blocks, threads), &params, &work, stream) }?;
         self.keep_area_of_experts();
         Ok(())

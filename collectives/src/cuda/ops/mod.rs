@@ -1,4 +1,4 @@
-//! What each collective and operation does on a device.
+//! Collectives and operations on a device.
 //!
 //! | file | holds |
 //! | --- | --- |

@@ -26,8 +26,8 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`], for the elements of all parts. The kernel accesses nothing but them and what the
-    /// device API gives it.
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the elements of all parts. The kernel accesses
+    /// nothing but them and what the device API gives it.
     pub(crate) unsafe fn run_native(
         &mut self,
         native: &NativeKernel,
@@ -56,7 +56,7 @@ impl CudaEngine {
         let key = native.key(self.world(), dtype, op);
         let kernel = match self.generated_kernel(key, || native.made()) {
             Ok(kernel) => kernel,
-            // What the compiler says of a program's source is about an argument.
+            // Errors of the compiler in a program's source are about an argument.
             Err(why) => {
                 let why = if why.is_unsupported() || why.is_invalid_argument() {
                     why
@@ -81,7 +81,8 @@ impl CudaEngine {
             peer_blocks: blocks,
         };
         let (grid, unused) = ((config.blocks, config.threads), PlanWork::default());
-        // SAFETY: the caller's promises. A kernel has two parameters, and the driver reads no more.
+        // SAFETY: the caller promised that all parts are there until the stream has done the call, that nothing else
+        // touches them, and that the kernel accesses nothing else. It has two parameters, and the driver reads no more.
         unsafe { self.launch_with_work(kernel, grid, &params, &unused, stream) }
     }
 
@@ -157,7 +158,7 @@ fn native_grid(
     LaunchConfig::new(&kernel.alone(), vectors, threads, most)
 }
 
-/// What ranks compare.
+/// Describes a call, for ranks to compare.
 fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
     let operation = Operation::of(native.collective);
     let reached = [native.input_window, native.output_window];

@@ -57,7 +57,8 @@ impl CudaEngine {
                 _ => tokens,
             };
             let grid = grid(&kernel, shape.threads() as u32, rows);
-            // SAFETY: a range of the rows that the caller promised.
+            // SAFETY: the caller promised that the buffers are there for the rows of `shape` until the stream has done
+            // the call; the range lies within them, and the kernel takes such work.
             unsafe { self.launch_with_work(kernel, grid, &params, &work, stream) }?;
             from += tokens;
         }
@@ -96,8 +97,8 @@ impl CudaEngine {
     }
 }
 
-/// What `auto` takes for so many rows, where one launch has room for so many by one shot, and by two. Rows may be so long that
-/// only one shot has room for any.
+/// Chooses an algorithm for `auto` and so many rows, where one launch has room for so many by one shot, and by two.
+/// Rows may be so long that only one shot has room for any.
 fn chosen(rows: u64, world: u64, (one_shot, two_shot): (u64, u64)) -> FusedAlgorithm {
     let fits = rows <= one_shot && one_shot_is_faster(rows, world);
     if fits || two_shot == 0 { FusedAlgorithm::OneShot } else { FusedAlgorithm::TwoShot }
@@ -166,7 +167,7 @@ mod tests {
         let (one, two) = (FusedAlgorithm::OneShot, FusedAlgorithm::TwoShot);
         for (rows, world, room, wanted) in [
             (1, 2, (1, 0), one),
-            // In several launches.
+            // Several launches take these rows.
             (5, 2, (1, 0), one),
             (1000, 8, (3, 0), one),
             (1000, 8, (10, 8), two),

@@ -52,7 +52,9 @@ impl CudaEngine {
         let action =
             if signals.is_some() { OneSidedMode::CopyAndSignal } else { OneSidedMode::Copy };
         let comm = self.comm;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes` bytes until the stream is
+        // past this, and that they do not overlap. The channel's words are in the control block, which the communicator
+        // keeps.
         unsafe { self.launch_one_sided((action, blocks), &comm, &params, signals, stream) }
     }
 
@@ -65,7 +67,8 @@ impl CudaEngine {
     ) -> Result<()> {
         let (params, comm) = (without_data(peer, channel, 0), self.with_channels(set));
         let end = ChannelEnd { set, sends: true, peer, number: channel };
-        // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
+        // SAFETY: nothing is pointed to but the control block, which the communicator keeps, and the set, which whoever
+        // made it promised to keep until the last operation on it is over.
         unsafe {
             self.launch_one_sided((OneSidedMode::Signal, 1), &comm, &params, Some(end), stream)
         }
@@ -82,11 +85,12 @@ impl CudaEngine {
         let params = without_data(peer, channel, nanoseconds);
         let comm = Comm { timeout: nanoseconds, ..self.with_channels(set) };
         let end = ChannelEnd { set, sends: false, peer, number: channel };
-        // SAFETY: as in `signal`.
+        // SAFETY: nothing is pointed to but the control block, which the communicator keeps, and the set, which whoever
+        // made it promised to keep until the last operation on it is over.
         unsafe { self.launch_one_sided((OneSidedMode::Wait, 1), &comm, &params, Some(end), stream) }
     }
 
-    /// What a kernel is given to find the channels of a set, which lies at the same offset on all ranks.
+    /// Returns what a kernel is given to find the channels of a set, which lies at the same offset on all ranks.
     fn with_channels(&self, set: u64) -> Comm {
         let mut comm = self.comm;
         if set != 0 {
@@ -101,7 +105,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::copy`].
+    /// You must keep the promises of [`Self::copy`].
     pub(crate) unsafe fn put_by_copy_engine(
         &mut self,
         (from, to): (u64, u64),
@@ -111,7 +115,8 @@ impl CudaEngine {
         self.ready()?;
         self.check_stream(stream)?;
         self.begin_outside_calls();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes` bytes until the stream is
+        // past this, that they do not overlap, and that nobody else writes the one or touches the other.
         unsafe { self.copy_outside_calls(to, from, bytes, stream) }
     }
 
@@ -161,7 +166,7 @@ impl CudaEngine {
 
     /// # Safety
     ///
-    /// As `Kernels::launch`.
+    /// You must keep the promises of `Kernels::launch`, for what `comm` and `params` point to.
     unsafe fn launch_one_sided(
         &mut self,
         (mode, blocks): (OneSidedMode, u32),
@@ -183,7 +188,8 @@ impl CudaEngine {
             self.before_wait(stream)?;
         }
         let grid = (blocks, spec.threads);
-        // SAFETY: as the caller promised.
+        // SAFETY: the caller promised that what `comm` and `params` point to stays mapped until the kernel has run, and
+        // that nothing else touches it. One-sided kernels have no traffic.
         unsafe { self.launch_unordered(kernel, grid, &comm, params, None, stream) }?;
         end.map_or(Ok(()), |end| self.after_operation(end, stream))
     }

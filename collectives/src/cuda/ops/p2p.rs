@@ -31,7 +31,8 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.message((direction, peer), stream, |engine| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promised that the memory at `address` is readable, or, to receive, writable, for the
+            // payload's bytes until the stream is past the operation.
             unsafe { engine.put_message((direction, address), payload, peer, stream) }
         })
     }
@@ -40,7 +41,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`Self::send_or_recv`].
+    /// You must keep the promises of [`Self::send_or_recv`].
     unsafe fn put_message(
         &mut self,
         (direction, address): (Direction, u64),
@@ -74,7 +75,8 @@ impl CudaEngine {
         self.switch_channel_to(end, stream)?;
         // A collective on another stream waits for the last collective here, and not for this operation.
         self.before_wait(stream)?;
-        // SAFETY: as the caller promised; nothing else is pointed to but control blocks.
+        // SAFETY: the caller promised that the memory at `address` is there for the payload's bytes until the stream is
+        // past the operation; nothing else is pointed to but control blocks, which the communicator keeps.
         unsafe {
             self.launch_unordered(
                 kernel,

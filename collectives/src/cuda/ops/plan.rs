@@ -90,11 +90,11 @@ impl CudaEngine {
     ///
     /// # Errors
     ///
-    /// As `HostEngine::run_plan`; `is_unsupported` also for programs that are too long for a kernel.
+    /// The errors of `HostEngine::run_plan`; `is_unsupported` also for programs that are too long for a kernel.
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`], for the elements of the plan's parts.
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the elements of the plan's parts.
     pub(crate) unsafe fn run_plan(
         &mut self,
         checked: &CheckedPlan,
@@ -140,8 +140,9 @@ impl CudaEngine {
                 let work = PlanWork { each: longest as u32, ..work };
                 let params = CallParams { peer_blocks: blocks, ..params };
                 let grid = (config.blocks, config.threads);
-                // SAFETY: the caller's promises; the plan's proof says that what the kernel accesses is within the
-                // buffers of the ranks' parts.
+                // SAFETY: the caller promised that the plan's parts are there until the stream has done the call; the
+                // plan's proof says that what the kernel accesses is within the buffers of the ranks' parts. Its kernel
+                // takes such work.
                 unsafe { self.launch_with_work(kernel, grid, &params, &work, stream) }?;
             }
             return Ok(());
@@ -166,7 +167,9 @@ impl CudaEngine {
             peer_blocks: blocks,
             ..params
         };
-        // SAFETY: as above.
+        // SAFETY: the caller promised that the plan's parts are there until the stream has done the call; the plan's
+        // proof says that what the kernel accesses is within the buffers of the ranks' parts. Its kernel takes such
+        // work.
         unsafe {
             self.launch_with_work(kernel, (config.blocks, config.threads), &params, &work, stream)
         }

@@ -6,7 +6,7 @@ use crate::cuda::kernel::spec::THREADS;
 use crate::plan::{CheckedPlan, cuda};
 use crate::{DType, ReduceOp};
 
-/// What the kernel of a rank of the plan is known by. Of plans that only move data there is one for all types.
+/// Returns the key of the kernel of a rank of the plan. Plans that only move data have one for all types.
 pub(in crate::cuda) fn key(
     checked: &CheckedPlan,
     world: u32,

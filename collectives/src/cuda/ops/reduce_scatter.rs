@@ -26,8 +26,8 @@ const LOADED_BYTES: RangeInclusive<u64> = 16 << 20..=96 << 20;
 /// Copy engines carry parts of so many bytes, or of more than scratch has room for if that is as much. On two H200s 32 MiB
 /// take 123 us so and in stages 125, 64 MiB 214 and 222, 128 MiB 392 and 441.
 const MIN_COPIED_BYTES: u64 = 48 << 20;
-/// The same beside compute, where they go in pieces. A step of matrix products of two H200s beside 32 MiB takes 0.97 of what
-/// it takes beside NCCL's, and 1.05 beside stages.
+/// Bytes of parts from which on copy engines carry them in pieces beside compute. A step of matrix products of two
+/// H200s beside 32 MiB takes 0.97 of what it takes beside NCCL's, and 1.05 beside stages.
 const MIN_PIECES_BYTES: u64 = 32 << 20;
 /// Reduce-scatters of parts of no more bytes go through inboxes if they take few launches. On four H200s parts of 8 MiB take 84
 /// us so and 92 in stages, and parts of 16 MiB 167 and 174.
@@ -40,7 +40,7 @@ fn scatter_through_inboxes(world: u32) -> u64 {
     if world <= 4 { SCATTER_BYTES } else { MANY_BYTES.max(SCATTER_BYTES / peers) }
 }
 
-/// What the algorithm of a reduce-scatter is chosen by. It is the same on every rank.
+/// Facts by which the algorithm of a reduce-scatter is chosen. They are the same on every rank.
 #[derive(Clone, Copy, Debug)]
 struct ScatterShape {
     part: u64,
@@ -99,7 +99,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`]; `input` has `world` parts.
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for an input of `world` parts.
     pub(crate) unsafe fn reduce_scatter(
         &mut self,
         call: &StandardCall,
@@ -125,7 +125,8 @@ impl CudaEngine {
             return self.handshake_only(call, stream);
         }
         if self.world() == 1 {
-            // SAFETY: the caller's promises, which are passed on.
+            // SAFETY: the caller promised that `input` is readable for all parts and `output` writable for one, until
+            // the stream has done the call; a single rank has one part.
             return unsafe { self.copy_alone(call, &arguments, stream) };
         }
         let chosen = match algorithm {
@@ -146,7 +147,8 @@ impl CudaEngine {
             Launch::Copies => Self::scatter_by_copies,
             Launch::Direct => Self::scatter_directly,
         };
-        // SAFETY: likewise.
+        // SAFETY: the caller promised that `input` is readable for all parts and `output` writable for one, until the
+        // stream has done the call; `work` has their addresses and the bytes of a part.
         unsafe { launch(self, &work) }
     }
 
@@ -158,25 +160,25 @@ impl CudaEngine {
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_in_stages(&mut self, work: &Work) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.stages(work, TwoShotCollective::ReduceScatter, Results::Direct) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_lamport(&mut self, work: &Work) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, true) }
     }
 
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_ll(&mut self, work: &Work) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, false) }
     }
 
@@ -184,14 +186,14 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_directly(&mut self, work: &Work) -> Result<()> {
         let spec =
             KernelSpec::two_shot_pull((work.dtype, work.op), TwoShotCollective::ReduceScatter);
         let loaded = self.kernel(spec)?;
         let vectors = work.bytes.div_ceil(16);
         let config = LaunchConfig::new(&loaded.alone(), vectors, THREADS, MAX_PEER_BLOCKS);
-        // SAFETY: passed on.
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.launch_peer_blocks(loaded, config, work) }
     }
 }

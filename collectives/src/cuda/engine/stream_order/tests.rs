@@ -10,7 +10,7 @@ use symmpool_allocator::{Result, Stream};
 use super::{Events, Handle, Place, StreamOrder};
 
 type Work = BTreeSet<u32>;
-/// What a stream comes behind, by its handle and the thread that it is of.
+/// Key of a stream: its handle and the thread that it is of.
 type Key = (u64, u64);
 
 #[derive(Debug, Default)]
@@ -103,9 +103,9 @@ struct Program {
     /// The streams that are captured together, if any are.
     capture: Option<(u64, BTreeSet<u64>)>,
     captures: u64,
-    /// What the captured streams came behind before.
+    /// Work that the captured streams came behind before.
     outside: Vec<(Key, Work)>,
-    /// What the next call outside graphs comes behind, and the next one of the capture.
+    /// Work that the next call outside graphs comes behind, and the next one of the capture.
     eager: Work,
     in_graph: Work,
     /// Waits for peers behind the last call's end on its stream, outside graphs and in the capture: calls on other streams
@@ -302,7 +302,7 @@ fn only_a_capture_holds_a_report_back() {
     model.state().captures.insert(key(stream(16)), 1);
     assert!(order.is_captured(&model));
     model.state().captures.clear();
-    // What another thread alone could record ends with no capture.
+    // A call that another thread alone could record an event behind holds no report back: that ends with no capture.
     order.switch_to(&model, Stream::PER_THREAD).unwrap();
     model.state().captures.insert(key(Stream::PER_THREAD), 2);
     assert!(order.is_captured(&model));

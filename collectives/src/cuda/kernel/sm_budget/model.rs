@@ -94,7 +94,8 @@ fn kernels(
     calls.iter().map(kernel).collect()
 }
 
-/// For each rank: how many kernels its host has launched, and for each of them how many SMs it has; `None` once it has ended.
+/// State of each rank: how many kernels its host has launched, and for each of them how many SMs it has; `None` once it
+/// has ended.
 type State = Vec<(usize, Vec<Option<u32>>)>;
 
 /// A state in which nothing can go on, though not all is done.

@@ -38,7 +38,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_gather`].
+    /// You must keep the promises of [`CudaEngine::all_gather`], for the input and output in `parts`.
     pub(in crate::cuda) unsafe fn gather_in_pieces(
         &mut self,
         call: Call,

@@ -41,7 +41,7 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_copy(
         &mut self,
         _: &AllReduce,
@@ -49,7 +49,8 @@ impl CudaEngine {
         output_window: bool,
     ) -> Result<()> {
         if self.goes_in_pieces() || !output_window {
-            // SAFETY: passed on.
+            // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the
+            // call.
             unsafe { self.two_shot_copy_in_pieces(work) }
         } else {
             self.two_shot_copy_in_rounds(work)

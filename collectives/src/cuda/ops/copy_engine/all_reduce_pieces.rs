@@ -42,7 +42,7 @@ fn taken(nth: usize) -> usize {
 impl CudaEngine {
     /// # Safety
     ///
-    /// As [`CudaEngine::all_reduce`].
+    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_copy_in_pieces(&mut self, work: &Work) -> Result<()> {
         let call = self.plan_reduction(work, SLOTS_OF_BOTH, LONGEST)?;
         let others = [self.companion_stream, self.result_stream];

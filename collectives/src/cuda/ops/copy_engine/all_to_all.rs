@@ -23,12 +23,12 @@ use crate::cuda::layout::params::CallParams;
 use crate::cuda::select::exchange::{Exchange, Use};
 use crate::jit::sources::COPY_COMPANION;
 
-/// Copy engines are faster than kernels' stores where a rank sends at least so many bytes to one peer,
+/// Bytes that a rank must send to its only peer for copy engines to be faster than kernels' stores.
 const MIN_SENT_BYTES: u64 = 48 << 20;
-/// and so many more for each further peer, as links are idle between two copies: on four H200s, where copies take 153.3
-/// us for 48 MiB, and stores 150.6, they are even at about 61 MiB.
+/// Bytes that each further peer adds to that, as links are idle between two copies: on four H200s, where copies take
+/// 153.3 us for 48 MiB, and stores 150.6, they are even at about 61 MiB.
 const MIN_SENT_BYTES_MORE: u64 = 7 << 20;
-/// in parts of at least so many.
+/// Bytes that each part must have besides.
 const MIN_PART_BYTES: u64 = 16 << 20;
 /// Bytes of all parts together that the companion kernel sends while the copy engine starts. With 2 MiB, 32 MiB
 /// take 4 us more on two H200s; with 8 MiB, 128 MiB take nearly 1 us more.
@@ -68,7 +68,8 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_to_all_v`].
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for `count` elements to and from each rank. `output`
+    /// is a window.
     pub(in crate::cuda) unsafe fn all_to_all_copy(
         &mut self,
         call: &StandardCall,
@@ -81,7 +82,8 @@ impl CudaEngine {
         let call = call.describe().output(output).algorithm(COPY);
         let (from, to) = (self.address(input), self.address(output));
         self.check_disjoint("all_to_all", (from, whole), (to, whole), stream)?;
-        // SAFETY: the caller's promises, which are passed on.
+        // SAFETY: the caller promised that `input` is readable and the window `output` writable for a part for each
+        // rank, until the stream has done the call. Ranks compare the window's offset, which `call` has.
         unsafe { self.copy_parts(call, EqualParts { from, to, part, input_stride: part }, stream) }
     }
 
@@ -89,7 +91,8 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::all_to_all_v`], for these parts; the output is a window, at one offset on all ranks.
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for these parts. The output is a window, at one
+    /// offset on all ranks.
     pub(in crate::cuda) unsafe fn copy_parts(
         &mut self,
         call: Call,
@@ -139,7 +142,7 @@ impl CudaEngine {
         if companion_runs {
             self.fork(companion, stream)?;
         }
-        // What a rank copied to its peers has arrived when it takes part in this handshake.
+        // Copies of this rank to its peers have arrived when it takes part in this handshake.
         self.handshake_after_copies(call, stream)
     }
 

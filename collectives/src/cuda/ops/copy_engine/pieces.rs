@@ -40,7 +40,7 @@ pub(in crate::cuda) fn pieces(share: u64, room: u64, longest: u64) -> Vec<Range<
     equal_pieces(share, share.div_ceil(PIECES).clamp(SHORTEST, longest).min(room))
 }
 
-/// As few pieces of about equal length as have no more than `most` bytes each.
+/// Divides a share into as few pieces of about equal length as have no more than `most` bytes each.
 pub(in crate::cuda) fn equal_pieces(share: u64, most: u64) -> Vec<Range<u64>> {
     let each = share.div_ceil(share.div_ceil(most)).next_multiple_of(128);
     (0..share.div_ceil(each)).map(|nth| nth * each..share.min((nth + 1) * each)).collect()
@@ -160,7 +160,7 @@ impl CudaEngine {
         (pieces > SLOTS).then_some(self.result_stream)
     }
 
-    /// What a reduction in pieces needs, with so many slots for each peer.
+    /// Returns what a reduction in pieces needs, with so many slots for each peer.
     pub(in crate::cuda) fn plan_reduction(
         &mut self,
         work: &Work,

@@ -1,4 +1,4 @@
-//! What copy engines have carried of a reduction, and the kernel that reduces it.
+//! Data of peers that copy engines have carried for a reduction, and the kernel that reduces it.
 
 #![allow(unsafe_code)] // launches with addresses, about which callers promise
 
@@ -17,9 +17,9 @@ use crate::cuda::ops::reduction_call::Work;
 pub(in crate::cuda) enum Copied {
     /// In scratch, so many bytes after the beginning of each peer's part, when all ranks have come to the kernel's barrier.
     AwaitsBarrier(u64),
-    /// The same, and the stream has waited for it.
+    /// In scratch, so many bytes after the beginning of each peer's part, and the stream has waited for it.
     InScratch(u64),
-    /// That of the only peer, which this rank has copied to its output.
+    /// In the output, to which this rank has copied the data of its only peer.
     InOutput,
 }
 
@@ -72,8 +72,8 @@ impl CudaEngine {
         };
         let params = CallParams { input, output, bytes, stride, root, ..work.params() };
         let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
-        // SAFETY: a range of what the caller of `two_shot_copy` promised, from which nothing is copied until
-        // the kernel has run.
+        // SAFETY: the caller of the collective promised that the input and output of `work` are there until the stream
+        // has done the call; the range lies within them. Nothing is copied from it until the kernel has run.
         unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, work.stream) }
     }
 }

@@ -77,7 +77,7 @@ fn halved(mut left: Range<u64>) -> Vec<Range<u64>> {
 impl CudaEngine {
     /// # Safety
     ///
-    /// As [`CudaEngine::reduce_scatter`].
+    /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_by_copies(&mut self, work: &Work) -> Result<()> {
         if self.goes_in_pieces() {
             let from_windows = work.call.has_input_window() && !work.call.is_in_place();
@@ -122,7 +122,7 @@ impl CudaEngine {
             self.reduce_copied(reduce, work, range, Copied::AwaitsBarrier(offset))?;
             self.record(nth % SLOTS_IN_TURN, kernels)?;
         }
-        // What is in this rank's scratch was reduced when it takes part in this handshake.
+        // Data in this rank's scratch was reduced when it takes part in this handshake.
         self.handshake_after_copies(call, kernels)
     }
 

@@ -90,13 +90,15 @@ impl CudaEngine {
         let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
         let grid = work.tiles.min((sm_count / cluster).max(1)) * cluster;
         let work = MatmulFewWork { receives: u32::from(!in_two), ..work };
-        // SAFETY: the caller's promise; the maps have the sizes that the product was checked for.
+        // SAFETY: the caller promised that the matrices are there until the stream has done the call, and that nothing
+        // else touches them; the maps have the sizes that the product was checked for.
         unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
         let Some(kernel) = received else { return Ok(()) };
         let most = kernel.resident(REDUCE_THREADS).min(kernel.budget.most_blocks);
         let grid = ((bytes / 16) as u32).div_ceil(REDUCE_THREADS).clamp(1, most);
         let grid = (grid, REDUCE_THREADS);
-        // SAFETY: as above; the kernel has no third parameter, and the driver reads none.
+        // SAFETY: the caller promised that the result is writable until the stream has done the call; the kernel writes
+        // as many bytes of it as the product was checked for. It has no third parameter, and the driver reads none.
         unsafe { self.launch_rest(kernel, grid, &params, &(), stream) }
     }
 

@@ -39,7 +39,9 @@ impl CudaEngine {
             scratch: gather.scratch,
         };
         let send = |engine: &mut Self, copies| engine.send_rows(gather, copies);
-        // SAFETY: the caller's promise; maps and slots have the sizes that the products were checked for.
+        // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
+        // touches them, and that `slots` and `control` are windows at one place; maps and slots have the sizes that the
+        // products were checked for.
         unsafe { self.multiply(&product, work, stream, send) }
     }
 

@@ -41,7 +41,7 @@ use crate::{DType, ReduceOp, Rows};
 
 /// Threads of a block.
 const THREADS: u32 = 384;
-/// And of the one that waits.
+/// Threads of the block that waits.
 const WAIT_THREADS: u32 = 32;
 /// Bytes of a row of a tile in shared memory.
 const BLOCK_BYTES: usize = 128;
@@ -72,7 +72,7 @@ impl Control {
     }
 }
 
-/// What decides which kernel makes a product, and how it is launched.
+/// Facts that decide which kernel makes a product, and how it is launched.
 struct Product<'a> {
     kernel: &'static Kernel<'static>,
     dtype: DType,
@@ -161,7 +161,7 @@ impl CudaEngine {
         let work = MatmulWork { partials: product.scratch.0, split, ..work };
         let copies = self.copy_stream;
         if world > 1 {
-            // What peers wrote or read in an earlier call is over when this one begins, also for the copies.
+            // Reads and writes of peers in an earlier call are over when this one begins, also for the copies.
             self.fork(stream, copies)?;
             // The kernel waits for the copies.
             self.switch_to(stream)?;
@@ -169,7 +169,8 @@ impl CudaEngine {
         }
         let first = MatmulWork { first_part: 0, end_part: first_parts, ..work };
         let rest = MatmulWork { first_part: first_parts, end_part: world, ..work };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promised that `work` is what the kernel takes, and that its memory is valid until the
+        // stream has done the call; `first` has the same memory, and some of the parts.
         unsafe { self.launch_with_work(kernel, grid, &params, &first, stream) }?;
         if world == 1 {
             return Ok(());
@@ -177,9 +178,11 @@ impl CudaEngine {
         send(self, copies)?;
         if let Some(wait) = wait {
             let one = (1, WAIT_THREADS);
-            // SAFETY: as above.
+            // SAFETY: the caller promised that the memory of `work` is valid until the stream has done the call; `rest`
+            // has the same memory, and the kernel that waits takes such work, too.
             unsafe { self.launch_rest(wait, one, &params, &rest, stream) }?;
-            // SAFETY: as above.
+            // SAFETY: the caller promised that `work` is what the kernel takes, and that its memory is valid until the
+            // stream has done the call; `rest` has the same memory, and the other parts.
             unsafe { self.launch_rest(kernel, grid, &params, &rest, stream) }?;
         }
         self.fork(copies, stream)?;

@@ -39,7 +39,9 @@ impl CudaEngine {
             scratch: scatter.scratch,
         };
         let send = |engine: &mut Self, copies| engine.send_products(scatter, copies);
-        // SAFETY: the caller's promise; maps and parts have the sizes that the product was checked for.
+        // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
+        // touches them, and that `parts` and `control` are windows at one place; maps and parts have the sizes that the
+        // product was checked for.
         unsafe { self.multiply(&product, work, stream, send) }
     }
 
