@@ -38,15 +38,20 @@ def place_name(place):
     return f"{place[1]} x {place[0].upper()}"
 
 
-def all_reduce_ratios(place):
-    """All-reduces beside NCCL and torch, by size; none where torch was not measured."""
-    _, report = recorded("allreduce", (place,))
+def ratios_of(name, place, cell_of, ours="ours", peers=None):
+    """Ratios of a report's entries, by what `cell_of` calls each of them; none where it was not recorded."""
+    _, report = recorded(name, (place,))
     entries = report["results"] if report else []
-    return {entry["bytes"]: ratio_of(entry["figures"], "ours", peers_of(report)) for entry in entries}
+    return {cell_of(each): ratio_of(each["figures"], ours, peers or peers_of(report)) for each in entries}
+
+
+def all_reduce_ratios(place):
+    """All-reduces compared with NCCL and torch, by size; none where torch was not measured."""
+    return ratios_of("allreduce", place, lambda entry: entry["bytes"])
 
 
 def collective_ratios(place, operation, ours="ours"):
-    """A collective in windows beside NCCL's best, or on torch's memory beside NCCL's on it, by size."""
+    """A collective compared with NCCL's best in windows, or with NCCL's on torch's memory, by size."""
     _, report = recorded("collectives", (place,))
     if report is None:
         return {}
@@ -81,22 +86,16 @@ def readme():
 
 
 def gpu_benchmarks():
-    """(what, beside whom, where, page, {cell: ratio}) of all that has peers on GPUs."""
+    """(what, compared with whom, where, page, {cell: ratio}) of all that has peers on GPUs."""
     for place in PLACES:
         where = place_name(place)
-        if found := all_reduce_ratios(place):
-            named = {f"all-reduce, {size(count)}": each for count, each in found.items()}
-            yield "all-reduces in windows", "NCCL, torch", where, "all-reduce", named
-        _, report = recorded("alltoallv", (place,))
-        if report:
-            named = {
-                f"{entry['matrix']} all-to-all, {size(entry['bytes'])}": ratio_of(
-                    entry["figures"], "ours", peers_of(report)
-                )
-                for entry in report["results"]
-            }
-            yield "all-to-alls, any counts", "NCCL, torch", where, "all-to-all", named
-        for ours, memory, beside in (
+        named = {f"all-reduce, {size(count)}": each for count, each in all_reduce_ratios(place).items()}
+        yield "all-reduces in windows", "NCCL, torch", where, "all-reduce", named
+        named = ratios_of(
+            "alltoallv", place, lambda entry: f"{entry['matrix']} all-to-all, {size(entry['bytes'])}"
+        )
+        yield "all-to-alls, any counts", "NCCL, torch", where, "all-to-all", named
+        for ours, memory, theirs in (
             ("ours", "in windows", "NCCL, its windows"),
             ("ours ordinary", "on torch's memory", "NCCL"),
         ):
@@ -105,17 +104,14 @@ def gpu_benchmarks():
                 for operation, name in OPERATIONS.items()
                 for count, each in collective_ratios(place, operation, ours).items()
             }
-            if named:
-                yield f"collectives {memory}", beside, where, "collectives", named
-        _, report = recorded("overlap_backend", (place,))
-        if report:
-            named = {
-                f"{OPERATIONS.get(entry['operation'], entry['operation'])}, {size(entry['bytes'])}": ratio_of(
-                    entry["figures"], "ours", ["NCCL"]
-                )
-                for entry in report["results"]
-            }
-            yield "steps of products beside a collective", "NCCL", where, "beside-compute", named
+            yield f"collectives {memory}", theirs, where, "collectives", named
+        named = ratios_of(
+            "overlap_backend",
+            place,
+            lambda entry: f"{OPERATIONS.get(entry['operation'], entry['operation'])}, {size(entry['bytes'])}",
+            peers=["NCCL"],
+        )
+        yield "steps of products beside a collective", "NCCL", where, "beside-compute", named
         _, report = recorded("training", (place,))
         if report:
             named = {
@@ -129,32 +125,24 @@ def gpu_benchmarks():
 def model_benchmarks(place):
     """Yields benchmarks of the parts of models: experts, fused calls, and calls in the orders of programs."""
     where = place_name(place)
-    _, report = recorded("experts", (place,))
-    if report:
-        named = {
-            f"{EXPERT_CASES.get(entry['case'], entry['case'])}, {entry['routing']}, "
-            f"{entry['tokens']} tokens": ratio_of(entry["figures"], "ours", peers_of(report))
-            for entry in report["results"]
-        }
-        yield "experts", "NCCL, routing known", where, "experts", named
-    _, report = recorded("norms", (place,))
-    if report:
-        named = {
-            f"{entry['tokens']} rows of {entry['hidden']}": ratio_of(
-                entry["figures"], "ours", peers_of(report)
-            )
-            for entry in report["results"]
-        }
-        yield "all-reduce, residual and norm", "NCCL and torch", where, "fused", named
-    _, report = recorded("matmuls", (place,))
-    if report:
-        named = {
-            f"{entry['kind']}, {entry['rows']} x {entry['inner']} x {entry['columns']}": ratio_of(
-                entry["figures"], "ours fused", ["NCCL unfused", "torch fused"]
-            )
-            for entry in report["results"]
-        }
-        yield "matrix products with communication", "NCCL, torch's fused", where, "fused", named
+    named = ratios_of(
+        "experts",
+        place,
+        lambda entry: (
+            f"{EXPERT_CASES.get(entry['case'], entry['case'])}, {entry['routing']}, {entry['tokens']} tokens"
+        ),
+    )
+    yield "experts", "NCCL, routing known", where, "experts", named
+    named = ratios_of("norms", place, lambda entry: f"{entry['tokens']} rows of {entry['hidden']}")
+    yield "all-reduce, residual and norm", "NCCL and torch", where, "fused", named
+    named = ratios_of(
+        "matmuls",
+        place,
+        lambda entry: f"{entry['kind']}, {entry['rows']} x {entry['inner']} x {entry['columns']}",
+        "ours fused",
+        ["NCCL unfused", "torch fused"],
+    )
+    yield "matrix products with communication", "NCCL, torch's fused", where, "fused", named
     _, report = recorded("tensor_parallel_fused", (place,))
     if report:
         named = {}
@@ -207,21 +195,21 @@ def host_benchmarks():
 
 def benchmarks():
     """All benchmarks that have peers, without the cells in which somebody has no time."""
-    for what, beside, where, page, named in (*gpu_benchmarks(), *host_benchmarks()):
+    for what, theirs, where, page, named in (*gpu_benchmarks(), *host_benchmarks()):
         # Tables show rounded figures; these count alike.
         measured = {cell: round(each, 2) for cell, each in named.items() if each is not None}
         if measured:
-            yield what, beside, where, page, measured
+            yield what, theirs, where, page, measured
 
 
 def summary():
     """How often we are ahead, equal and behind, a row for each benchmark."""
     rows = []
-    for what, beside, where, page, measured in benchmarks():
+    for what, theirs, where, page, measured in benchmarks():
         ratios = sorted(measured.values())
         ahead = sum(each > 1 + EQUAL for each in ratios)
         behind = sum(each < 1 - EQUAL for each in ratios)
-        row = [f"[{what}](performance/{page}.md)", where, beside, ahead, len(ratios) - ahead - behind, behind]
+        row = [f"[{what}](performance/{page}.md)", where, theirs, ahead, len(ratios) - ahead - behind, behind]
         middle = ratios[len(ratios) // 2]
         rows.append([*row, f"{exact(ratios[0])}, {exact(middle)}, {exact(ratios[-1])}"])
     head = ["what", "where", "compared with", "ahead", "equal", "behind", "least, middle and largest ratio"]

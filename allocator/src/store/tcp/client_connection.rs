@@ -58,15 +58,7 @@ impl ClientConnection {
                 (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
                     (instance, nonce, secret_needed)
                 }
-                (ToClient::Later { why }, _) => return Err(ConnectionFault::Later(why)),
-                (ToClient::Failed(kind), _) => {
-                    return Err(ConnectionFault::Refused(Error::from_kind(kind)));
-                }
-                _ => {
-                    return Err(ConnectionFault::Refused(Error::refused(
-                        "the peer is no symmpool store",
-                    )));
-                }
+                (answer, _) => return Err(no_welcome(answer)),
             };
         match (secret, secret_needed) {
             (None, true) => {
@@ -91,15 +83,7 @@ impl ClientConnection {
         connection.send(&wire::encode(&ToServer::Hello(hello), 0), limit)?;
         let proof = match connection.receive(Caps::HANDSHAKE, limit)? {
             (ToClient::Welcome { proof }, _) => proof,
-            (ToClient::Later { why }, _) => return Err(ConnectionFault::Later(why)),
-            (ToClient::Failed(kind), _) => {
-                return Err(ConnectionFault::Refused(Error::from_kind(kind)));
-            }
-            _ => {
-                return Err(ConnectionFault::Refused(Error::refused(
-                    "the peer is no symmpool store",
-                )));
-            }
+            (answer, _) => return Err(no_welcome(answer)),
         };
         let proven = match (secret, proof) {
             (None, _) => true,
@@ -283,5 +267,14 @@ fn retry(error: &std::io::Error) -> Result<(), ConnectionFault> {
     match error.kind() {
         ErrorKind::Interrupted | ErrorKind::WouldBlock | ErrorKind::TimedOut => Ok(()),
         _ => Err(ConnectionFault::Gone(error.to_string())),
+    }
+}
+
+/// Fault of a connection whose handshake gets another answer than it needs.
+fn no_welcome(answer: ToClient) -> ConnectionFault {
+    match answer {
+        ToClient::Later { why } => ConnectionFault::Later(why),
+        ToClient::Failed(kind) => ConnectionFault::Refused(Error::from_kind(kind)),
+        _ => ConnectionFault::Refused(Error::refused("the peer is no symmpool store")),
     }
 }

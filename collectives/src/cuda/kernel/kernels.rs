@@ -87,9 +87,9 @@ impl Kernels {
         self.member.budget_if_called(stream, is_captured, lifted)
     }
 
-    /// Notes a kernel that has as many blocks on all ranks, whatever the budget is.
-    pub(in crate::cuda) fn note_free_blocks(&self) {
-        self.member.has_free_blocks();
+    /// Calls [`BudgetMember::share_sms_of_several`], for a kernel that has as many blocks on all ranks.
+    pub(in crate::cuda) fn share_sms_of_several(&self) {
+        self.member.share_sms_of_several();
     }
 
     /// Later calls take no more SMs than that.

@@ -67,7 +67,7 @@ impl CudaEngine {
             }
         };
         if !self.is_rehearsing() {
-            self.kernels().note_free_blocks();
+            self.kernels().share_sms_of_several();
         }
         let config = native_grid(&kernel, part.div_ceil(16), native.threads, native.blocks);
         let blocks = config.worker_blocks();

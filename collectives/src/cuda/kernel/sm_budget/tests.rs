@@ -1,0 +1,201 @@
+//! Budgets that communicators get.
+
+use super::*;
+
+/// A communicator on a device of 132 processors.
+fn member(ordinal: u32, world: u32, concurrent: Option<u32>) -> BudgetMember {
+    let options = BudgetOptions { concurrent, ..BudgetOptions::default() };
+    BudgetMember::new(ordinal, 132, world, options)
+}
+
+/// The budget of a call on that stream, outside captures.
+fn budget(member: &mut BudgetMember, stream: u64) -> SmBudget {
+    member.budget_in_call(Stream::numbered(stream), || false)
+}
+
+fn blocks(member: &mut BudgetMember, stream: u64) -> u32 {
+    budget(member, stream).most_blocks
+}
+
+fn part(most_blocks: u32) -> SmBudget {
+    SmBudget { most_blocks, concurrent: true, ..SmBudget::among(1, 1, 3) }
+}
+
+#[test]
+fn communicators_on_several_streams_divide_the_device() {
+    let new = |configured| member(1000, 2, configured);
+    let mut first = new(None);
+    assert_eq!(budget(&mut first, 7), SmBudget::ALL);
+    let mut second = new(None);
+    assert_eq!(budget(&mut first, 7), part(62), "the second's first call may be on any stream");
+    assert_eq!(budget(&mut second, 7), SmBudget::ALL, "one after the other");
+    let mut third = new(None);
+    assert_eq!(budget(&mut first, 7), part(41));
+    assert_eq!(budget(&mut third, 8), part(41));
+    assert_eq!(budget(&mut second, 9), part(41));
+    assert_eq!(budget(&mut second, 8), part(41), "what has changed its stream may change it again");
+    drop(third);
+    assert_eq!(budget(&mut first, 7), part(62));
+    drop(second);
+    assert_eq!(budget(&mut first, 8), SmBudget::ALL);
+    assert_eq!(budget(&mut first, 9), SmBudget::ALL, "it may change its stream while it is alone");
+    let mut fourth = new(None);
+    assert_eq!(budget(&mut fourth, 9), SmBudget::ALL);
+    assert_eq!(budget(&mut first, 9), SmBudget::ALL);
+}
+
+#[test]
+fn communicators_that_leave_a_stream_one_by_one_have_less_than_the_device() {
+    for (several, shares) in (2..=40).flat_map(|several| [(several, false), (several, true)]) {
+        let ordinal = 1100 + 2 * several + u32::from(shares);
+        if shares {
+            share_sms_of_several(ordinal);
+        }
+        let mut all: Vec<BudgetMember> = (0..several).map(|_| member(ordinal, 2, None)).collect();
+        for each in &mut all {
+            budget(each, 0);
+        }
+        assert_eq!(budget(&mut all[0], 0), SmBudget::ALL);
+        let left: u32 =
+            (1..several).map(|nth| blocks(&mut all[nth as usize], u64::from(nth))).sum();
+        let together = left + blocks(&mut all[0], 0);
+        assert!(together <= 124, "{several} take {together} blocks, shared: {shares}");
+    }
+}
+
+#[test]
+fn asking_for_a_budget_changes_nothing() {
+    let [mut first, mut second] = [1005; 2].map(|ordinal| member(ordinal, 2, None));
+    let asked = |member: &BudgetMember, stream, is_captured| {
+        member.budget_if_called(Stream::numbered(stream), is_captured, Lifted::default())
+    };
+    assert_eq!(budget(&mut first, 7), part(62), "the second one made no call yet");
+    for _ in 0..2 {
+        assert_eq!(asked(&second, 7, false), SmBudget::ALL, "one stream");
+        assert_eq!(asked(&second, 8, false), part(62), "two streams");
+        assert_eq!(asked(&second, 7, true), part(62), "in a graph");
+        assert_eq!(asked(&first, 7, false), part(62), "the second one made no call still");
+    }
+    assert_eq!(budget(&mut second, 7), SmBudget::ALL);
+    assert_eq!(asked(&first, 8, false), part(62), "it would change its stream");
+    assert_eq!(budget(&mut first, 7), SmBudget::ALL, "it did not");
+    // A call gets the budget that was asked for, whatever the options and the call.
+    for concurrent in [None, Some(1), Some(3)] {
+        for most in [None, Some(20)] {
+            let options = BudgetOptions { concurrent, most, beside_compute: true };
+            let mut third = BudgetMember::new(1005, 132, 2, options);
+            for (stream, is_captured) in [(0, false), (7, false), (7, true), (9, false)] {
+                let before = asked(&third, stream, is_captured);
+                let stream = Stream::numbered(stream);
+                assert_eq!(before, third.budget_in_call(stream, || is_captured));
+                let all = Lifted { company: true, options: true };
+                let best = third.budget_if_called(stream, is_captured, all);
+                assert_eq!(best, SmBudget::ALL);
+            }
+        }
+    }
+}
+
+#[test]
+fn calls_in_graphs_may_be_on_any_stream() {
+    let [mut first, mut second] = [1001; 2].map(|ordinal| member(ordinal, 2, None));
+    let stream = Stream::numbered(7);
+    assert_eq!(second.budget_in_call(stream, || true).most_blocks, 62);
+    assert_eq!(first.budget_in_call(stream, || false).most_blocks, 62);
+    assert_eq!(second.budget_in_call(stream, || panic!("is asked once")).most_blocks, 62);
+    let mut per_thread = member(1001, 2, None);
+    assert_eq!(blocks(&mut per_thread, Stream::PER_THREAD.raw()), 41);
+}
+
+#[test]
+fn single_ranks_do_not_count_and_options_hold() {
+    let mut first = member(1002, 2, None);
+    let mut alone = member(1002, 1, None);
+    assert_eq!((budget(&mut first, 1), budget(&mut alone, 9)), (SmBudget::ALL, SmBudget::ALL));
+    assert_eq!(
+        (first.budget_outside_calls(), alone.budget_outside_calls()),
+        (SmBudget::ALL, SmBudget::ALL)
+    );
+    let mut limited = member(1002, 2, Some(4));
+    assert_eq!(budget(&mut limited, 1), part(31));
+    // They wait for nobody, but would be resident while the kernel before them on the stream waits.
+    let late = SmBudget::ALL.in_turn();
+    assert_eq!(
+        [budget(&mut alone, 9), first.budget_outside_calls(), limited.budget_outside_calls()],
+        [late; 3]
+    );
+    let mut all = member(1002, 2, Some(1));
+    assert_eq!(budget(&mut all, 1), SmBudget::ALL);
+}
+
+#[test]
+fn a_third_is_left_to_other_libraries() {
+    let mut first = member(1003, 2, None);
+    share_sms(1003);
+    assert_eq!(budget(&mut first, 1), SmBudget { concurrent: false, ..part(88) });
+    assert!(!first.budget_outside_calls().early);
+    let mut second = member(1003, 2, None);
+    assert_eq!(blocks(&mut second, 2), 44);
+}
+
+#[test]
+fn several_leave_a_third_where_they_are_told_to() {
+    let mut first = member(1006, 2, None);
+    share_sms_of_several(1006);
+    assert_eq!(budget(&mut first, 1), SmBudget::ALL, "alone");
+    let mut second = member(1006, 2, None);
+    assert_eq!([budget(&mut first, 1), budget(&mut second, 2)], [part(44); 2]);
+    // A kernel that has as many blocks on all ranks says so by itself.
+    let [mut one, mut other] = [1007; 2].map(|ordinal| member(ordinal, 2, None));
+    assert_eq!(budget(&mut one, 1), part(62));
+    one.share_sms_of_several();
+    assert_eq!([budget(&mut one, 1), budget(&mut other, 2)], [part(44); 2]);
+}
+
+#[test]
+fn together_they_fit_whatever_the_device() {
+    for sm_count in [1, 46, 108, 132, 148] {
+        for count in 1..=16 {
+            let two_thirds = SmBudget::among(count, count, sm_count);
+            let equal = SmBudget::equal_part(count, sm_count);
+            for (budget, most) in
+                [(two_thirds, sm_count * 2 / 3), (equal, sm_count - sm_count / LEFT)]
+            {
+                let SmBudget { most_blocks, early, concurrent, .. } = budget;
+                assert!(!early && most_blocks >= 2 && concurrent == (count > 1));
+                // Two blocks are the smallest grid.
+                let is_least = most_blocks == 2 && 2 * count > most - most % count;
+                assert!(is_least || most_blocks * count <= most, "{count} on {sm_count}");
+            }
+        }
+    }
+}
+
+#[test]
+fn calls_beside_compute_take_few_sms() {
+    let new = |most, concurrent| {
+        BudgetMember::new(1004, 132, 2, BudgetOptions { concurrent, most, beside_compute: true })
+    };
+    let mut alone = new(None, None);
+    let (concurrent, beside_compute) = (false, true);
+    let few = SmBudget {
+        most_blocks: SMS_BESIDE_COMPUTE,
+        concurrent,
+        beside_compute,
+        ..SmBudget::ALL.in_turn()
+    };
+    assert_eq!(budget(&mut alone, 7), few);
+    assert_eq!([0, 1, 2].map(|stream| budget(&mut alone, stream)), [SmBudget::ALL; 3]);
+    assert_eq!(alone.budget_in_call(Stream::numbered(7), || true), SmBudget::ALL, "captured");
+    drop(alone);
+    // Options hold on every stream, and other communicators are still left theirs.
+    let mut chosen = new(Some(50), None);
+    assert_eq!([0, 7].map(|stream| blocks(&mut chosen, stream)), [50; 2]);
+    chosen.set_most(Some(20));
+    assert_eq!(blocks(&mut chosen, 0), 20);
+    chosen.set_most(None);
+    assert_eq!(budget(&mut chosen, 7), few);
+    drop(chosen);
+    let mut shared = new(Some(50), Some(3));
+    assert_eq!(blocks(&mut shared, 7), 41);
+}
