@@ -412,11 +412,30 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
         }
     });
 }
+// Pinned memory has pages of its own, so that work of a device that comes too late ends the process.
+static std::mutex pinned_lock;
+static std::map<void*, size_t>& pinned = *new std::map<void*, size_t>();
 int cuMemHostAlloc(void** to, size_t bytes, unsigned) {
-    *to = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    return *to == nullptr ? OUT_OF_MEMORY : OK;
+    *to = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*to == MAP_FAILED) {
+        return *to = nullptr, OUT_OF_MEMORY;
+    }
+    const std::lock_guard<std::mutex> held(pinned_lock);
+    pinned[*to] = bytes;
+    return OK;
 }
-int cuMemFreeHost(void* memory) { return free(memory), OK; }
+int cuMemFreeHost(void* memory) {
+    const std::lock_guard<std::mutex> held(pinned_lock);
+    const auto found = pinned.find(memory);
+    if (found == pinned.end()) {
+        return INVALID;
+    }
+    // Its addresses are never used again.
+    mprotect(memory, found->second, PROT_NONE);
+    madvise(memory, found->second, MADV_DONTNEED);
+    pinned.erase(found);
+    return OK;
+}
 
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = new_stream((flags & 1) == 0), OK; }
 // The members of CUstreamBatchMemOpParams that are read.
@@ -440,6 +459,7 @@ int cuStreamBatchMemOp_v2(void* handle, unsigned count, const MemoryOperation* g
     }
     return on(handle, [&](Stream* stream) {
         put(stream, [all] {
+            be_late_by_chance();
             for (const MemoryOperation& each : all) {
                 auto* word = reinterpret_cast<std::atomic<unsigned>*>(each.address);
                 const unsigned value = static_cast<unsigned>(each.value);

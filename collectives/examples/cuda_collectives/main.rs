@@ -331,6 +331,9 @@ fn launch(options: &Options, devices: u32, more: &[&str]) -> bool {
         let status = child.wait().expect("its state");
         let is_right =
             if killed == Some(rank) { killed::was_killed(status) } else { status.success() };
+        if status.code().is_none() && killed != Some(rank) && !late.contains(&rank) {
+            eprintln!("rank {rank}: its process ended by {status}");
+        }
         right &= is_right && !late.contains(&rank);
     }
     right

@@ -350,16 +350,19 @@ impl Drop for CudaEngine {
             [self.copy_stream, self.companion_stream, self.signal_stream, self.result_stream];
         let streams = streams.into_iter().chain(self.progress.stream());
         let deadline = self.pool.group().deadline();
-        let synchronized = self.pool.driver().synchronize_by(deadline);
+        let synchronize = || self.pool.driver().synchronize_by(deadline);
+        // The thread that ends streams' waits must not end before them, and writes until it does: into pinned memory and
+        // into the control block.
+        let synchronized = synchronize()
+            .and_then(|()| if self.memory_operations.end() { synchronize() } else { Ok(()) });
         if let Err(error) = synchronized {
-            // Kernels may still run, so what they use is leaked: also the control block, and the thread that ends streams'
-            // waits.
+            // Kernels may still run, so what they use is leaked: also the control block, and, if streams may wait, the
+            // thread that ends their waits.
             self.failure.leak();
             self.kernels.keep();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
             return;
         }
-        self.memory_operations.end();
         let cleaned = driver.with_context_unordered(|| {
             orders.for_each(|order| order.end(api));
             self.events.end(api);

@@ -238,19 +238,20 @@ impl MemoryOperations {
         Ok(())
     }
 
-    /// Ends the thread. To be called when nothing waits on the device any more.
-    pub(in crate::cuda) fn end(&mut self) {
+    /// Ends the thread, if there is one, and says so: its last writes may still be on the way to the device then. You
+    /// must call it when nothing waits on the device any more.
+    pub(in crate::cuda) fn end(&mut self) -> bool {
         *self.shared.ends.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
+        let Some(thread) = self.thread.take() else { return false };
+        if thread.join().is_err() {
             tracing::warn!("the thread that ends waits has panicked");
         }
+        true
     }
 
-    /// Gives back the stream and the pinned memory. The thread has ended, nothing runs on the device that uses them, and
-    /// the device's context is current.
+    /// Gives back the stream and the pinned memory. The thread has ended, the device has done what the thread put on
+    /// the stream, and the device's context is current.
     pub(in crate::cuda) fn free(&self) {
         let shared = &self.shared;
         let stream = shared.stream.raw() as Handle;
