@@ -79,7 +79,7 @@ class Symmpool:
     name = "symmpool"
 
     def __init__(self, options, device):
-        self.buffer = experts.Buffer(
+        self.buffer = experts.ExpertBuffer(
             hidden=options.hidden,
             experts=options.experts,
             top_k=options.top_k,

@@ -1,4 +1,4 @@
-//! The class `ExpertBuffer`, on which `symmpool.experts.Buffer` stands.
+//! The class `ExpertBufferCore`, on which `symmpool.experts.ExpertBuffer` stands.
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
@@ -21,13 +21,13 @@ use crate::number::Number;
 use crate::reading::{Refusal, Tensor};
 use crate::{site, stream};
 
-type Buffer = symmpool_collectives::ExpertBuffer<Arc<symmpool_collectives::Communicator>>;
+type ExpertBuffer = symmpool_collectives::ExpertBuffer<Arc<symmpool_collectives::Communicator>>;
 
-/// The memory and the calls behind `symmpool.experts.Buffer`, which documents them. Handles, and all that calls write
-/// to, are tensors of the caller's.
+/// The memory and the calls behind `symmpool.experts.ExpertBuffer`, which documents them. Handles, and all that calls
+/// write to, are tensors of the caller's.
 #[pyclass(frozen, weakref, module = "symmpool")]
-pub(crate) struct ExpertBuffer {
-    buffer: ForkGuarded<Buffer>,
+pub(crate) struct ExpertBufferCore {
+    buffer: ForkGuarded<ExpertBuffer>,
     calls: Arc<Calls>,
     memory: Arc<Memory>,
 }
@@ -40,7 +40,7 @@ struct Matrix {
     columns: usize,
 }
 
-impl ExpertBuffer {
+impl ExpertBufferCore {
     /// Reads a matrix whose rows have `columns` elements, if that is given.
     fn matrix(
         &self,
@@ -199,9 +199,9 @@ fn quantization(name: Option<&str>) -> Result<Quantization, Refusal> {
 }
 
 #[pymethods]
-impl ExpertBuffer {
-    /// A buffer on a communicator, by a collective call, which waits for all ranks: they make it together, or none does.
-    /// It commits the pool; none is made while a graph is captured.
+impl ExpertBufferCore {
+    /// A buffer on a communicator, by a collective call, which waits for all ranks: they make it together, or none
+    /// does. It commits the pool; none is made while a graph is captured.
     #[new]
     #[pyo3(signature = (
         comm, *, hidden, experts, top_k, max_tokens, dtype, capacity = None, num_sms = None, any_layout = false
@@ -225,9 +225,9 @@ impl ExpertBuffer {
         let (shape, num_sms) = shape_of(py, made_for, num_sms)?;
         let stream = stream::resolve(py, calls.device, None)?;
         let make = || {
-            // SAFETY: this object keeps the block, and its memory is used by nobody else before the device has done what
-            // calls gave it.
-            unsafe { Buffer::together(calls.core(), shape, num_sms, any_layout, &stream) }
+            // SAFETY: this object keeps the block, and its memory is used by nobody else before the device has done
+            // what calls gave it.
+            unsafe { ExpertBuffer::together(calls.core(), shape, num_sms, any_layout, &stream) }
         };
         let (block, buffer) = site::detach(py, make).or_raise(py)?;
         let memory = Memory::for_calls(block, calls.comm.pool(), calls.device, stream);
@@ -252,8 +252,8 @@ impl ExpertBuffer {
         let calls = &comm.get().calls;
         let made_for = (hidden, experts, top_k, max_tokens, dtype, capacity);
         let (shape, num_sms) = shape_of(py, made_for, num_sms)?;
-        Buffer::region_bytes(shape, calls.rank, calls.world).or_raise(py)?;
-        Buffer::check_sms(calls.rank, num_sms).or_raise(py)
+        ExpertBuffer::region_bytes(shape, calls.rank, calls.world).or_raise(py)?;
+        ExpertBuffer::check_sms(calls.rank, num_sms).or_raise(py)
     }
 
     /// The int32 elements of a handle, and where each part of it begins among them.
@@ -344,7 +344,7 @@ impl ExpertBuffer {
         if world == 0 {
             return Err(invalid(py, "world: there is one rank or more".to_owned()));
         }
-        Buffer::region_bytes(shape, 0, world).or_raise(py)
+        ExpertBuffer::region_bytes(shape, 0, world).or_raise(py)
     }
 
     /// Has kernels of later calls take at most so many SMs, or what is best.
@@ -442,13 +442,13 @@ impl ExpertBuffer {
             if !exact {
                 // SAFETY: the tensors have these shapes, contiguous, on the pool's device, and the caller's frame keeps
                 // them alive for the length of the call. How long work on a stream needs them, and that the handle is
-                // one of this buffer, `symmpool.experts.Buffer` sees to.
+                // one of this buffer, `symmpool.experts.ExpertBuffer` sees to.
                 return unsafe { self.buffer.dispatch_at(handle, &dispatch, &stream) }
                     .map(|()| None);
             }
             // SAFETY: the tensors have these shapes, contiguous, on the pool's device, and the caller's frame keeps
-            // them alive for the length of the call; `symmpool.experts.Buffer` sees to it that the handle is one of
-            // this buffer.
+            // them alive for the length of the call; `symmpool.experts.ExpertBuffer` sees to it that the handle is one
+            // of this buffer.
             let sizes = unsafe { self.buffer.dispatch_exact_at(handle, &dispatch, &stream) }?;
             let by_expert = !matches!(dispatch.layout, ExpertLayout::ByRank);
             let rows = if by_expert { sizes.rows_by_expert } else { sizes.rows };
@@ -512,7 +512,7 @@ impl ExpertBuffer {
         calls.run(py, || {
             let Ready(handle, combine) = { ready };
             // SAFETY: the tensors have these shapes, contiguous, on the pool's device, and the caller's frame keeps
-            // them alive for the length of the call; `symmpool.experts.Buffer` sees to it that a dispatch of this
+            // them alive for the length of the call; `symmpool.experts.ExpertBuffer` sees to it that a dispatch of this
             // buffer wrote the handle.
             unsafe { self.buffer.combine_at(handle, &combine, &stream) }
         })

@@ -99,7 +99,7 @@ mod _symmpool {
     #[pymodule_export]
     use crate::communicator::Communicator;
     #[pymodule_export]
-    use crate::experts::ExpertBuffer;
+    use crate::experts::ExpertBufferCore;
     #[pymodule_export]
     use crate::fused::all_reduce_norm;
     #[pymodule_export]

@@ -22,7 +22,7 @@ def same(a, b):
 
 
 def make(pool, routing, hidden, top_k, most, **options):
-    return experts.Buffer(
+    return experts.ExpertBuffer(
         pool, hidden=hidden, experts=routing.experts, top_k=top_k, max_tokens=most, **options
     )
 
@@ -109,7 +109,9 @@ def test_random_routings(world, seeds):
 
 def statistics_and_memory(group):
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=64, experts=4, top_k=2, max_tokens=8, capacity=12, count_load=True)
+    buffer = experts.ExpertBuffer(
+        pool, hidden=64, experts=4, top_k=2, max_tokens=8, capacity=12, count_load=True
+    )
     ids = torch.tensor([[0, 1], [0, 2], [3, -1]])
     x = torch.ones(3, 64, dtype=BFLOAT16)
     _, handle = buffer.dispatch(x, ids)
@@ -121,7 +123,7 @@ def statistics_and_memory(group):
     assert buffer.load().tolist() == [0, 0]
     assert memory["received_rows"] == 12 * 128 and memory["total"] > sum([memory["received_rows"]])
     assert memory["handle"] == handle.memory.nbytes
-    plain = experts.Buffer(pool, hidden=64, experts=4, top_k=2, max_tokens=8)
+    plain = experts.ExpertBuffer(pool, hidden=64, experts=4, top_k=2, max_tokens=8)
     with pytest.raises(symmpool.InvalidArgumentError, match="count_load"):
         plain.load()
     # Other orders of calls, with handles of several buffers at once.
@@ -138,8 +140,8 @@ def test_load_and_memory():
 def wrong_arguments(group):
     pool = symmpool.Pool(group, "cpu")
     me = pool.rank
-    buffer = experts.Buffer(pool, hidden=128, experts=4, top_k=2, max_tokens=4)
-    other = experts.Buffer(pool, hidden=128, experts=4, top_k=2, max_tokens=4)
+    buffer = experts.ExpertBuffer(pool, hidden=128, experts=4, top_k=2, max_tokens=4)
+    other = experts.ExpertBuffer(pool, hidden=128, experts=4, top_k=2, max_tokens=4)
     x, ids = torch.ones(2, 128, dtype=BFLOAT16), torch.tensor([[0, 2], [3, 1]])
     good = {"x": x, "topk_ids": ids}
     _, handle = buffer.dispatch(x, ids)
@@ -200,7 +202,7 @@ def wrong_arguments(group):
     bad = torch.tensor([[0, 2], [3, 4]]) if me == 1 else ids
     with pytest.raises(symmpool.InvalidArgumentError, match="token 1 of rank 1 names expert 4"):
         buffer.dispatch(x, bad)
-    small = experts.Buffer(pool, hidden=128, experts=4, top_k=2, max_tokens=4, capacity=3)
+    small = experts.ExpertBuffer(pool, hidden=128, experts=4, top_k=2, max_tokens=4, capacity=3)
     with pytest.raises(symmpool.OverflowError, match="rank 0 was sent 4 rows"):
         small.dispatch(x, ids)
     with pytest.raises(symmpool.OverflowError, match="rank 0 was sent 4 rows, and its output"):
@@ -208,7 +210,7 @@ def wrong_arguments(group):
     received, handle = buffer.dispatch(x, ids, exact=True)
     assert torch.equal(buffer.combine(received.x, handle), x * 2)
     with pytest.raises(symmpool.InvalidArgumentError, match="experts=5"):
-        experts.Buffer(pool, hidden=128, experts=5, top_k=2, max_tokens=4)
+        experts.ExpertBuffer(pool, hidden=128, experts=5, top_k=2, max_tokens=4)
 
 
 def test_wrong_arguments_are_named_and_an_error_on_the_others():
@@ -351,7 +353,7 @@ def test_operators():
 
 def without_a_rank(group, phase):
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=64, experts=2, top_k=1, max_tokens=4)
+    buffer = experts.ExpertBuffer(pool, hidden=64, experts=2, top_k=1, max_tokens=4)
     x, ids = torch.ones(2, 64, dtype=BFLOAT16), torch.tensor([[0], [1]])
     if phase == "combine":
         received, handle = buffer.dispatch(x, ids, exact=True)

@@ -73,7 +73,7 @@ class Calls:
     def __init__(self, group):
         self.pool = symmpool.Pool(group, "cpu")
         self.me = self.pool.rank
-        self.buffer = experts.Buffer(
+        self.buffer = experts.ExpertBuffer(
             self.pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=4, count_load=True
         )
         x = torch.ones(4, HIDDEN, dtype=BFLOAT16)
@@ -106,7 +106,7 @@ class Calls:
         made = {"hidden": 64, "experts": EXPERTS, "top_k": TOP_K, "max_tokens": 4, "dtype": BFLOAT16}
         made.update(device="cpu", num_sms=None, capacity=None, count_load=False)
         self.all = {
-            "Buffer": (lambda **given: experts.Buffer(self.pool, **given), made),
+            "Buffer": (lambda **given: experts.ExpertBuffer(self.pool, **given), made),
             "dispatch": (buffer.dispatch, dispatch),
             "dispatch by expert": (buffer.dispatch, expert_dispatch),
             "dispatch with a gradient": (buffer.dispatch, {**dispatch, "x": grad}),
@@ -332,11 +332,11 @@ def made_together(group):
     for wrong in ({"hidden": 5}, {"count_load": 7}, {"device": "cuda:x"}, {"max_tokens": 0}):
         if pool.rank == 1:
             with pytest.raises((symmpool.InvalidArgumentError, TypeError)):
-                experts.Buffer(pool, **{**options, **wrong})
+                experts.ExpertBuffer(pool, **{**options, **wrong})
         else:
             with pytest.raises(symmpool.DivergedError):
-                experts.Buffer(pool, **options)
-    buffer = experts.Buffer(pool, **options)
+                experts.ExpertBuffer(pool, **options)
+    buffer = experts.ExpertBuffer(pool, **options)
     x = torch.full((1, 64), float(pool.rank), dtype=BFLOAT16)
     received, _ = buffer.dispatch(x, torch.tensor([[0, 2]]), exact=True)
     assert received.x[:, 0].tolist() == [0.0, 1.0]
@@ -458,7 +458,7 @@ def test_what_talks_to_nobody_is_refused_on_one_rank_alone():
 def two_threads(group):
     """Two threads of each rank take turns on one buffer, whose rows they copy."""
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=4)
+    buffer = experts.ExpertBuffer(pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=4)
     ids, turn, wrong = torch.tensor([[0, 2]]), threading.Condition(), []
     next_ = [0]
 

@@ -75,7 +75,7 @@ def microbatches(group, layout, needs_grad, exact, of_layers):
     pool = symmpool.Pool(group, "cpu")
     me, local = pool.rank, EXPERTS // WORLD
     mixture = mixture_by_rank if layout == "rank" else mixture_by_expert
-    buffer = experts.Buffer(
+    buffer = experts.ExpertBuffer(
         pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32
     )
     given = [each.clone().requires_grad_() for each in parameters()]
@@ -116,7 +116,7 @@ def test_parameters_of_microbatches_and_layers_that_share_a_buffer(layout, needs
 
 def views_and_copies(group):
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=128, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS)
+    buffer = experts.ExpertBuffer(pool, hidden=128, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS)
     x, ids = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0, 2], [3, 1], [1, -1]])
     memory = {name: part.untyped_storage().data_ptr() for name, part in buffer._memory.items()}
 
@@ -168,7 +168,7 @@ def test_what_is_received_is_a_view_or_a_copy():
 def through_operators(group, backend):
     pool = symmpool.Pool(group, "cpu")
     me = pool.rank
-    buffer = experts.Buffer(
+    buffer = experts.ExpertBuffer(
         pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32
     )
     run_dispatch, run_combine = torch.ops.symmpool.experts_dispatch, torch.ops.symmpool.experts_combine
@@ -216,7 +216,7 @@ def written_in_between(group):
     """A tensor that the backward pass needs is written to, on one rank."""
     pool = symmpool.Pool(group, "cpu")
     me = pool.rank
-    buffer = experts.Buffer(
+    buffer = experts.ExpertBuffer(
         pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32
     )
     found = []
@@ -259,7 +259,7 @@ def test_what_autograd_refuses_on_a_rank_is_an_error_on_every_rank():
 def narrow_weights(group, dtype, layout, form):
     """Returns the gradients of weights of a narrow type, and of the same numbers in float32."""
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(
+    buffer = experts.ExpertBuffer(
         pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, dtype=torch.float32
     )
     x, ids, weights = tokens_of(1, False)[pool.rank]
@@ -323,7 +323,7 @@ def test_gradients_flow_through_the_operators(backend):
 def autocast(group):
     """Autocast changes the types of what experts make, not what calls do."""
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS)
+    buffer = experts.ExpertBuffer(pool, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS)
     x, ids, weights = tokens_of(1, False)[pool.rank]
     x = x.to(torch.bfloat16).requires_grad_()
     matrix = parameters()[0][0].clone().requires_grad_()

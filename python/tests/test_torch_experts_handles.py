@@ -15,7 +15,7 @@ HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 4, 2, 5
 def made(group, **options):
     pool = symmpool.Pool(group, "cpu")
     options = {"hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K, "max_tokens": TOKENS, **options}
-    return pool, experts.Buffer(pool, **options)
+    return pool, experts.ExpertBuffer(pool, **options)
 
 
 def positions(handle):
@@ -192,7 +192,9 @@ def dropped_again_and_again(group):
     reserved, late = [], []
     x, ids = torch.ones(TOKENS, 512, dtype=BFLOAT16), IDS
     for nth in range(200):
-        buffer = experts.Buffer(pool, hidden=512, experts=EXPERTS, top_k=TOP_K, max_tokens=64, dtype=BFLOAT16)
+        buffer = experts.ExpertBuffer(
+            pool, hidden=512, experts=EXPERTS, top_k=TOP_K, max_tokens=64, dtype=BFLOAT16
+        )
         if nth % 50 == 49:
             received, handle = buffer.dispatch(x, ids, exact=True)
             assert torch.equal(buffer.combine(received.x, handle)[0], 2 * x[0])

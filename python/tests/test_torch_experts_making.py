@@ -22,13 +22,13 @@ def check(buffer, me):
 
 def threads_make(group):
     pool = symmpool.Pool(group, "cpu")
-    experts.Buffer(pool, **OPTIONS)
+    experts.ExpertBuffer(pool, **OPTIONS)
     errors, kept = [], [[], []]
 
     def work(mine):
         try:
             for nth in range(15):
-                buffer = experts.Buffer(pool, **OPTIONS)
+                buffer = experts.ExpertBuffer(pool, **OPTIONS)
                 if nth % 3 == 0:
                     kept[mine].append(buffer)
         except Exception as error:
@@ -41,7 +41,7 @@ def threads_make(group):
         thread.join()
     assert not errors, errors[0]
     kept.clear()
-    check(experts.Buffer(pool, **OPTIONS), pool.rank)
+    check(experts.ExpertBuffer(pool, **OPTIONS), pool.rank)
 
 
 def test_threads_make_equal_buffers_of_one_group():
@@ -51,8 +51,8 @@ def test_threads_make_equal_buffers_of_one_group():
 def lone(group):
     pool = symmpool.Pool(group, "cpu")
     me = pool.rank
-    kept = experts.Buffer(pool, **OPTIONS)
-    dropped = experts.Buffer(pool, **OPTIONS)
+    kept = experts.ExpertBuffer(pool, **OPTIONS)
+    dropped = experts.ExpertBuffer(pool, **OPTIONS)
     del dropped
     x = torch.tensor([7])
     for call in (
@@ -61,7 +61,7 @@ def lone(group):
         lambda: kept.dispatch(torch.ones(1, 64), torch.tensor([[0]])),
     ):
         with pytest.raises(symmpool.DivergedError, match="making of a buffer for experts of f32, hidden 64"):
-            experts.Buffer(pool, **OPTIONS) if me == 0 else call()
+            experts.ExpertBuffer(pool, **OPTIONS) if me == 0 else call()
         assert x.tolist() == [7]
         check(kept, me)
 
@@ -73,7 +73,7 @@ def test_a_rank_that_makes_a_buffer_alone_pairs_with_no_other_call():
 def other_options(group):
     pool = symmpool.Pool(group, "cpu")
     me = pool.rank
-    kept = experts.Buffer(pool, **OPTIONS)
+    kept = experts.ExpertBuffer(pool, **OPTIONS)
     for name, both, words in (
         ("max_tokens", (4, 5), "max_tokens"),
         ("hidden", (64, 128), "hidden"),
@@ -85,9 +85,9 @@ def other_options(group):
     ):
         before = pool.stats()
         with pytest.raises(symmpool.DivergedError, match="making of a buffer for experts") as caught:
-            experts.Buffer(pool, **{**OPTIONS, name: both[me]})
+            experts.ExpertBuffer(pool, **{**OPTIONS, name: both[me]})
         assert words in str(caught.value) and pool.stats()["allocated"] == before["allocated"], name
-        kept = experts.Buffer(pool, **OPTIONS)
+        kept = experts.ExpertBuffer(pool, **OPTIONS)
         check(kept, me)
 
 
@@ -101,8 +101,8 @@ def without_room(group):
     too_large = {**OPTIONS, "hidden": 1 << 20, "max_tokens": 1 << 20}
     for _ in range(2):
         with pytest.raises(MemoryError):
-            experts.Buffer(pool, **too_large)
-        check(experts.Buffer(pool, **OPTIONS), pool.rank)
+            experts.ExpertBuffer(pool, **too_large)
+        check(experts.ExpertBuffer(pool, **OPTIONS), pool.rank)
 
 
 def test_no_room_for_a_buffer_is_an_error_that_ranks_go_on_after():

@@ -83,7 +83,7 @@ def forked(group, folder, backend):
     x, weight, residual = torch.ones(2, 64), torch.ones(64), torch.ones(2, 64)
     ids = torch.zeros(2, 1, dtype=torch.int64)
     options = {"hidden": 64, "experts": 2, "top_k": 1, "max_tokens": 4, "dtype": torch.float32}
-    buffer = experts.Buffer(**options)
+    buffer = experts.ExpertBuffer(**options)
     received, handle = buffer.dispatch(x, ids)
     dist.all_reduce(x)
     symmpool.all_reduce(x)
@@ -129,7 +129,7 @@ def forked(group, folder, backend):
         "backend wait": lambda: begun.wait(),
         "dispatch": lambda: buffer.dispatch(x, ids),
         "combine": lambda: buffer.combine(received.x, handle),
-        "buffer": lambda: experts.Buffer(**options),
+        "buffer": lambda: experts.ExpertBuffer(**options),
         "dispatch with a gradient": lambda: buffer.dispatch(x.clone().requires_grad_(), ids),
         "experts' operator": lambda: torch.ops.symmpool.experts_dispatch(
             x, ids, None, buffer.name, "rank", 1, None

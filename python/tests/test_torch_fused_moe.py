@@ -60,7 +60,7 @@ def experts_of(kernel, rows, scales, counts, ids, buffer, hidden):
 def layers(group, batched, exact, how):
     me, world, hidden, most = group.rank, group.world, 1024, 32
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=hidden, experts=4 * world, top_k=4, max_tokens=most)
+    buffer = experts.ExpertBuffer(pool, hidden=hidden, experts=4 * world, top_k=4, max_tokens=most)
     batch = [0]
     kernel = fused_moe.PrepareAndFinalize(
         buffer, batched=batched, exact=exact, quantize=per_tensor, batch=lambda: batch[0]
@@ -120,7 +120,7 @@ def test_layers(batched, exact, how):
 def weights_on_input_and_errors(group):
     me, world, hidden = group.rank, group.world, 256
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=hidden, experts=4 * world, top_k=1, max_tokens=32)
+    buffer = experts.ExpertBuffer(pool, hidden=hidden, experts=4 * world, top_k=1, max_tokens=32)
     for batched in (False, True):
         kernel = fused_moe.PrepareAndFinalize(buffer, batched=batched)
         routing = reference.routing_of(1, world, hidden, top_k=1)
@@ -149,7 +149,7 @@ def weights_on_input_and_errors(group):
             fused_moe.PrepareAndFinalize(buffer, batched=batched).finalize(out, made, weights, ids, False)
         with pytest.raises(symmpool.UnsupportedError, match="pass quantize="):
             kernel.prepare(x, weights, ids, 4 * world, None, False, config(torch.int8))
-    with pytest.raises(TypeError, match="a symmpool.experts.Buffer"):
+    with pytest.raises(TypeError, match="a symmpool.experts.ExpertBuffer"):
         fused_moe.PrepareAndFinalize(7)
 
 
@@ -187,7 +187,7 @@ def with_vllms_classes(group, modular):
     made = fused_moe.for_vllm()
     assert issubclass(made, Base) and fused_moe.for_vllm() is made
     pool = symmpool.Pool(group, "cpu")
-    buffer = experts.Buffer(pool, hidden=256, experts=4, top_k=2, max_tokens=8)
+    buffer = experts.ExpertBuffer(pool, hidden=256, experts=4, top_k=2, max_tokens=8)
     kernel = made(buffer, batched=True)
     assert kernel.activation_format is Format.BatchedExperts and not kernel.supports_deferred_moe_finalize()
     x, ids = torch.ones(3, 256, dtype=BFLOAT16), torch.tensor([[0, 1], [2, 3], [-1, 0]])

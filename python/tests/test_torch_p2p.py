@@ -21,7 +21,7 @@ from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
 from symmpool.groups.store import own_connection
 from symmpool.torch_backend import fallback, p2p
 from symmpool.torch_backend.nccl_p2p import NcclChannels
-from symmpool.torch_backend.work import DoneWork
+from symmpool.torch_backend.work import DoneTorchWork
 
 CPU = torch.device("cpu")
 
@@ -283,7 +283,7 @@ class Batches:
 
     def _end_coalescing(self, device):
         self.open = False
-        return DoneWork([], device)
+        return DoneTorchWork([], device)
 
     def send(self, tensors, *_):
         assert self.open

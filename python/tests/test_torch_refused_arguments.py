@@ -16,7 +16,7 @@ def pool():
 @pytest.mark.parametrize("wrong", [5, 1.5, [], {}, set()])
 def test_what_is_no_group_is_named_by_every_door(pool, wrong):
     for door in (
-        lambda: experts.Buffer(wrong, hidden=128, experts=2, top_k=1, max_tokens=4),
+        lambda: experts.ExpertBuffer(wrong, hidden=128, experts=2, top_k=1, max_tokens=4),
         lambda: symmpool.all_reduce(torch.ones(3), group=wrong),
         lambda: symmpool.communicator(wrong),
         lambda: symmpool.Pool(wrong, "cpu"),
@@ -26,7 +26,7 @@ def test_what_is_no_group_is_named_by_every_door(pool, wrong):
 
 
 def test_scales_that_no_call_would_write_are_refused(pool):
-    buffer = experts.Buffer(pool, hidden=128, experts=2, top_k=1, max_tokens=4)
+    buffer = experts.ExpertBuffer(pool, hidden=128, experts=2, top_k=1, max_tokens=4)
     x, ids = torch.ones(4, 128, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int64)
     for wrong, kind in ((torch.empty(8, 1), symmpool.InvalidArgumentError), (5, TypeError)):
         with pytest.raises(kind, match="out_scales"):

@@ -33,7 +33,9 @@ RIGHT = [21.0, 41.0, 61.0]
 
 
 def buffer():
-    return experts.Buffer(hidden=64, experts=2, top_k=1, max_tokens=8, dtype=torch.float32, device="cpu")
+    return experts.ExpertBuffer(
+        hidden=64, experts=2, top_k=1, max_tokens=8, dtype=torch.float32, device="cpu"
+    )
 
 
 def interrupted(group, folder):

@@ -294,7 +294,7 @@ def products(me, world, pool):
 
 def of_experts(me, world, pool):
     hidden, tokens = 128, 8
-    buffer = experts.Buffer(pool, hidden=hidden, experts=4, top_k=2, max_tokens=16, dtype=torch.float32)
+    buffer = experts.ExpertBuffer(pool, hidden=hidden, experts=4, top_k=2, max_tokens=16, dtype=torch.float32)
     torch.manual_seed(me)
     x = torch.randn(tokens, hidden)
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)])

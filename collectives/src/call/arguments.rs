@@ -1,7 +1,7 @@
 //! A call as one value: what goes from a communicator's door to the engine.
 
 use crate::algorithm::{AlgorithmId, CallShape, StandardCollective};
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
@@ -39,7 +39,7 @@ impl StandardCall {
     #[inline]
     pub(crate) fn describe(&self) -> Call {
         let Arguments { count, dtype, op, root, .. } = self.arguments;
-        let call = Call::new(Operation::of(self.collective)).elements(dtype, count);
+        let call = Call::new(OpType::of(self.collective)).elements(dtype, count);
         match self.collective {
             StandardCollective::Broadcast => call.root(root),
             collective if collective.reduces() => call.reduce(op),

@@ -30,7 +30,7 @@ mod text;
 pub(crate) use self::arguments::{Arguments, StandardCall};
 use self::experts::{ExpertMode, ExpertShape};
 pub(crate) use self::mismatch::{mismatch, mismatch_of_first_large, mismatch_of_two, rank_list};
-pub(crate) use self::operation::Operation;
+pub(crate) use self::operation::OpType;
 use crate::algorithm::AlgorithmId;
 use crate::signal::DESCRIPTION_WORDS;
 use crate::types::place::Place;
@@ -77,7 +77,7 @@ pub(crate) struct Call {
 
 impl Call {
     #[inline]
-    pub(crate) fn new(operation: Operation) -> Self {
+    pub(crate) fn new(operation: OpType) -> Self {
         Self { words: [operation as u64, 0, 0, 0] }
     }
 
@@ -100,7 +100,7 @@ impl Call {
         let NormFields { hidden, epsilon, weight_bias, output, .. } = fields;
         let flags = [fields.residual, fields.bias, fields.powers_of_two].map(u32::from);
         let root = u32::from(output) | flags[0] << 8 | flags[1] << 9 | flags[2] << 10;
-        let call = Self::new(Operation::AllReduceNorm).elements(dtype, count).root(root);
+        let call = Self::new(OpType::AllReduceNorm).elements(dtype, count).root(root);
         let mut call = call.algorithm_code(fields.algorithm);
         call.words[2] = u64::from(hidden) | u64::from(weight_bias.to_bits()) << 32;
         call.words[3] = u64::from(epsilon.to_bits());
@@ -246,7 +246,7 @@ impl Call {
     pub(crate) fn expert_buffer(shape: &ExpertShape, num_sms: u32, any_layout: bool) -> Self {
         // A buffer of any layout takes handles whose rows lie by expert.
         let mode = ExpertMode::of_bits(u32::from(any_layout));
-        let mut call = Self::new(Operation::ExpertBuffer).experts(shape, mode);
+        let mut call = Self::new(OpType::ExpertBuffer).experts(shape, mode);
         call.words[3] = u64::from(num_sms);
         call
     }
@@ -302,27 +302,27 @@ impl Call {
         Self { words }
     }
 
-    pub(crate) fn operation(&self) -> Option<Operation> {
-        Operation::from_code(self.words[0] as u8)
+    pub(crate) fn operation(&self) -> Option<OpType> {
+        OpType::from_code(self.words[0] as u8)
     }
 
     /// The description without what the rows of the traffic matrix say as well. So an all-to-all of equal parts has
     /// the description of one whose parts have any size.
     pub(crate) fn without_parts(mut self) -> Self {
-        if self.operation() == Some(Operation::AllToAll) {
-            self.words[0] = self.words[0] & !0xff | Operation::AllToAllV as u64;
+        if self.operation() == Some(OpType::AllToAll) {
+            self.words[0] = self.words[0] & !0xff | OpType::AllToAllV as u64;
             self.words[1] = 0;
         }
         self
     }
 
     fn is_all_to_all(&self) -> bool {
-        matches!(self.operation(), Some(Operation::AllToAll | Operation::AllToAllV))
+        matches!(self.operation(), Some(OpType::AllToAll | OpType::AllToAllV))
     }
 
     /// Whether the operation runs like an all-to-all, so that outputs may lie at different offsets.
     fn is_exchange(&self) -> bool {
-        let more = matches!(self.operation(), Some(Operation::AllGather | Operation::Broadcast));
+        let more = matches!(self.operation(), Some(OpType::AllGather | OpType::Broadcast));
         more || self.is_all_to_all()
     }
 
@@ -352,12 +352,12 @@ mod tests {
     /// Rule S6.
     #[test]
     fn every_field_changes_the_digest_and_reads_back() {
-        let base = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let base = Call::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let others = [
-            Call::new(Operation::ReduceScatter).elements(DType::F32, 8).reduce(ReduceOp::Sum),
-            Call::new(Operation::AllReduce).elements(DType::I32, 8).reduce(ReduceOp::Sum),
-            Call::new(Operation::AllReduce).elements(DType::F32, 9).reduce(ReduceOp::Sum),
-            Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Max),
+            Call::new(OpType::ReduceScatter).elements(DType::F32, 8).reduce(ReduceOp::Sum),
+            Call::new(OpType::AllReduce).elements(DType::I32, 8).reduce(ReduceOp::Sum),
+            Call::new(OpType::AllReduce).elements(DType::F32, 9).reduce(ReduceOp::Sum),
+            Call::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Max),
             base.algorithm_code(1),
             base.root(1),
             base.input(Place::Window(0)),
@@ -393,7 +393,7 @@ mod tests {
             capacity: None,
         };
         let mode = ExpertMode { more: 3, scale_bytes: 4, scale_dtype: 5, ..Default::default() };
-        let experts = Call::new(Operation::ExpertDispatch).experts(&shape, mode).piece(1);
+        let experts = Call::new(OpType::ExpertDispatch).experts(&shape, mode).piece(1);
         assert_eq!(experts.expert_mode(), mode, "a piece's number leaves the mode as it is");
         assert_eq!(Call::from_words(*base.words()), base);
         assert_eq!(

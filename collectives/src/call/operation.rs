@@ -5,7 +5,7 @@ use crate::algorithm::StandardCollective;
 /// An operation. The numbers are part of call descriptions and fault records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Operation {
+pub(crate) enum OpType {
     /// A call whose arguments its own rank refused. It takes part in the handshake only to notify the others.
     Declined = 1,
     Barrier = 2,
@@ -31,7 +31,7 @@ pub(crate) enum Operation {
     ExpertBuffer = 16,
 }
 
-impl Operation {
+impl OpType {
     const ALL: [Self; 16] = [
         Self::Declined,
         Self::Barrier,

@@ -3,7 +3,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Arguments, Call, Operation};
+use super::{Arguments, Call, OpType};
 use crate::plan::{CheckedPlan, Collective, Plan};
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
@@ -105,7 +105,7 @@ impl Arguments {
     /// the input and the output; where they do not, buffers may lie anywhere.
     pub(crate) fn described(
         &self,
-        operation: Operation,
+        operation: OpType,
         reduces: bool,
         reached: [bool; 2],
         hash: u64,
@@ -169,13 +169,13 @@ impl Arguments {
     }
 }
 
-fn operation(plan: &Plan) -> Operation {
+fn operation(plan: &Plan) -> OpType {
     match plan.collective {
-        Collective::AllReduce => Operation::AllReduce,
-        Collective::AllGather => Operation::AllGather,
-        Collective::ReduceScatter => Operation::ReduceScatter,
-        Collective::Broadcast => Operation::Broadcast,
-        Collective::AllToAll => Operation::AllToAll,
-        Collective::Custom { .. } => Operation::Custom,
+        Collective::AllReduce => OpType::AllReduce,
+        Collective::AllGather => OpType::AllGather,
+        Collective::ReduceScatter => OpType::ReduceScatter,
+        Collective::Broadcast => OpType::Broadcast,
+        Collective::AllToAll => OpType::AllToAll,
+        Collective::Custom { .. } => OpType::Custom,
     }
 }

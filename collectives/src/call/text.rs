@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Call, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, Operation};
+use super::{Call, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, OpType};
 use crate::algorithm::{AUTO, AlgorithmId, known};
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
 
@@ -18,7 +18,7 @@ impl Call {
         if capacity > 0 {
             write!(f, ", capacity {capacity}")?;
         }
-        if self.operation() == Some(Operation::ExpertBuffer) {
+        if self.operation() == Some(OpType::ExpertBuffer) {
             if output > 0 {
                 write!(f, ", num_sms {output}")?;
             }
@@ -57,18 +57,18 @@ impl fmt::Display for Call {
         if grows {
             f.write_str("the first large call, before which the communicator takes memory: ")?;
         }
-        if operation == Operation::FusedMatmul {
+        if operation == OpType::FusedMatmul {
             return self.fmt_matmul(f);
         }
         let known = self.registered_hash().and_then(known);
         match &known {
-            Some(known) if operation == Operation::Custom => f.write_str(&known.collective)?,
+            Some(known) if operation == OpType::Custom => f.write_str(&known.collective)?,
             _ => f.write_str(operation.name())?,
         }
-        if matches!(operation, Operation::Declined | Operation::Barrier) {
+        if matches!(operation, OpType::Declined | OpType::Barrier) {
             return Ok(());
         }
-        if operation == Operation::AllReduceNorm {
+        if operation == OpType::AllReduceNorm {
             let (dtype, fields) = (DType::from_code((head >> 8) as u8), self.norm_fields());
             let rows = self.words[1].checked_div(fields.hidden.into()).unwrap_or(0);
             let made = NormOutput::from_code(fields.output).map_or("?", NormOutput::name);
@@ -98,15 +98,15 @@ impl fmt::Display for Call {
         }
         let is_of_experts = matches!(
             operation,
-            Operation::ExpertDispatch | Operation::ExpertCombine | Operation::ExpertBuffer
+            OpType::ExpertDispatch | OpType::ExpertCombine | OpType::ExpertBuffer
         );
         if let Some(op) = ReduceOp::from_code((head >> 16) as u8) {
             write!(f, " {}", op.name())?;
         }
         if let Some(dtype) = DType::from_code((head >> 8) as u8) {
-            if operation == Operation::AllToAllV && count == 0 {
+            if operation == OpType::AllToAllV && count == 0 {
                 write!(f, " of {}", dtype.name())?;
-            } else if operation == Operation::AllToAllV {
+            } else if operation == OpType::AllToAllV {
                 write!(f, " of rows of {count} {}", dtype.name())?;
             } else if is_of_experts {
                 write!(f, " of {}", dtype.name())?;
@@ -117,7 +117,7 @@ impl fmt::Display for Call {
         if is_of_experts {
             return self.fmt_experts(f);
         }
-        if operation == Operation::Broadcast {
+        if operation == OpType::Broadcast {
             write!(f, " from rank {}", head >> 40)?;
         }
         if grows {
@@ -130,7 +130,7 @@ impl fmt::Display for Call {
         };
         if head & IN_PLACE != 0 {
             write!(f, " in place at {}", place(from_window || to_window, input.max(output)))?;
-        } else if operation == Operation::ReduceScatter {
+        } else if operation == OpType::ReduceScatter {
             // Outputs are not described, as they may differ.
             write!(f, " from {}", place(from_window, input))?;
         } else if !self.is_exchange() {
@@ -177,6 +177,6 @@ mod tests {
         let text = Call::expert_buffer(&shape, 4, true).to_string();
         assert_eq!(text, format!("{made}, num_sms 4, for weights"));
         let more = Call::expert_buffer(&ExpertShape { max_tokens: 6, ..shape }, 0, false);
-        assert!(more != plain && plain.operation() == Some(Operation::ExpertBuffer));
+        assert!(more != plain && plain.operation() == Some(OpType::ExpertBuffer));
     }
 }

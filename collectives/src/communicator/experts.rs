@@ -14,7 +14,7 @@ use super::{Communicator, Inner};
 use crate::call::experts::{
     ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP,
 };
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::{
     CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization, ReceivedSizes,
 };
@@ -312,7 +312,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             },
         };
         let mut inner = self.comm.begin(stream)?;
-        let call = self.call(&mut inner, (Operation::ExpertDispatch, mode), work, stream)?;
+        let call = self.call(&mut inner, (OpType::ExpertDispatch, mode), work, stream)?;
         Ok((inner, call))
     }
 
@@ -350,7 +350,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let (by_expert, weights) = (combine.by_expert, !combine.weights.is_null());
         let mode = ExpertMode { by_expert, weights, more: combine.more, ..ExpertMode::default() };
         let mut inner = self.comm.begin(stream)?;
-        let call = self.call(&mut inner, (Operation::ExpertCombine, mode), work, stream)?;
+        let call = self.call(&mut inner, (OpType::ExpertCombine, mode), work, stream)?;
         // SAFETY: the caller promised that `combine` names memory of its lengths, and that a dispatch of this buffer
         // made the handle; the rest lies in the buffer's own memory, which is as long as `ExpertsWork` takes it to
         // be.
@@ -368,7 +368,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     fn call(
         &self,
         inner: &mut Inner,
-        (operation, mode): (Operation, ExpertMode),
+        (operation, mode): (OpType, ExpertMode),
         work: ExpertsWork,
         stream: &Stream,
     ) -> Result<ExpertCall> {

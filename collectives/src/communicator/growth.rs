@@ -22,7 +22,7 @@ use super::choice::Chosen;
 use super::engine::AnyEngine;
 use super::{Communicator, Inner};
 use crate::algorithm::Source;
-use crate::call::{Arguments, Call, Operation, StandardCall, mismatch_of_first_large};
+use crate::call::{Arguments, Call, OpType, StandardCall, mismatch_of_first_large};
 use crate::cuda::{Area, CudaEngine, fits_lamport};
 use crate::{DType, StandardCollective};
 
@@ -102,7 +102,7 @@ impl Communicator {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        self.grow(inner, Call::new(Operation::AllToAllV).elements(dtype, 0), stream)
+        self.grow(inner, Call::new(OpType::AllToAllV).elements(dtype, 0), stream)
     }
 
     /// Grows before any call in which every rank sends so many bytes to each, if they do not fit into an inbox.

@@ -14,8 +14,8 @@ use super::refusal::{ControlMemory, Shared};
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::{RequestedName, STAGED, StandardCollective};
 use crate::cuda::{
-    CudaEngine, CudaOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory, as_text,
-    requested_total,
+    CudaEngine, CudaEngineOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory,
+    as_text, requested_total,
 };
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
@@ -141,7 +141,7 @@ impl Communicator {
         // If `requested` or `footprint` is an error, no engine is made with these options.
         let footprint =
             requested.as_ref().map_err(Clone::clone).and_then(|_| footprint(pool, options));
-        let options = CudaOptions {
+        let options = CudaEngineOptions {
             requested: requested.clone().unwrap_or_default(),
             timeout: options.timeout,
             footprint: footprint.as_ref().map_or(Footprint::NONE, |(footprint, _)| *footprint),

@@ -51,7 +51,7 @@ use super::layout::params::Footprint;
 use super::layout::params::{CallParams, ChannelEnd, Comm, Control};
 use super::select::exchange::Exchange;
 use super::select::table::MeasuredTable;
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::cuda::driver::api::cuda;
 use crate::types::timeout::Timeout;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, CommunicatorMemory, Place};
@@ -61,7 +61,7 @@ use decline::Progress;
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
 #[derive(Clone, Debug)]
-pub(crate) struct CudaOptions {
+pub(crate) struct CudaEngineOptions {
     /// Longest wait for a peer, on the device (rule S5).
     pub(crate) timeout: Duration,
     /// The sizes of the parts of its memory.
@@ -288,7 +288,7 @@ impl CudaEngine {
     /// Every rank has called it before what follows on the stream runs; what ranks wrote before is
     /// visible then.
     pub(crate) fn barrier(&mut self, stream: Stream) -> Result<()> {
-        self.handshake_only(Call::new(Operation::Barrier), stream)
+        self.handshake_only(Call::new(OpType::Barrier), stream)
     }
 
     /// [`Self::barrier`] that adds to `waits`, an `i64` for each rank, for how many clock cycles of an SM this rank
@@ -303,7 +303,7 @@ impl CudaEngine {
         let spec = KernelSpec::measured_barrier();
         let grid = (1, spec.threads);
         let kernel = self.kernel(spec)?;
-        let params = CallParams::of(&Call::new(Operation::Barrier));
+        let params = CallParams::of(&Call::new(OpType::Barrier));
         // SAFETY: the caller promised that `waits` is aligned, readable and writable for a number for each rank until
         // the stream is past the call; the address is the kernel's third parameter.
         unsafe { self.launch_with_work(kernel, grid, &params, &waits, stream) }

@@ -30,4 +30,4 @@ pub(crate) use self::layout::footprint::{
 };
 pub(crate) use self::layout::params::Footprint;
 pub(crate) use self::select::constraints::fits_lamport;
-pub(crate) use engine::{Area, CudaEngine, CudaOptions, ReadyKernels};
+pub(crate) use engine::{Area, CudaEngine, CudaEngineOptions, ReadyKernels};

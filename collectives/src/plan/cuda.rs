@@ -7,7 +7,7 @@
 
 use std::fmt::Write;
 
-use super::schedule::{Flag, Level, Schedule, ScratchSlot};
+use super::schedule::{Level, PeerFlag, Schedule, ScratchSlot};
 use super::{Buffer, Cell, CheckedPlan, Collective, Item, Protocol};
 
 /// The entry point of every kernel of a plan.
@@ -366,7 +366,7 @@ impl Writer<'_> {
 }
 
 /// How many flags there are, and their peers and numbers, as `nth_flag` takes them.
-fn packed(flags: &[Flag]) -> (usize, String) {
+fn packed(flags: &[PeerFlag]) -> (usize, String) {
     let mut words: Vec<u64> = flags
         .chunks(4)
         .map(|four| {

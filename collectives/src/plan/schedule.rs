@@ -13,14 +13,14 @@ use super::step::{Item, PlanStep};
 use super::{Buffer, Cell, Instruction, Operation, Plan, Protocol};
 
 /// A peer and the number of the flag that one of the two raises on the other.
-pub(crate) type Flag = (u32, u32);
+pub(crate) type PeerFlag = (u32, u32);
 
 /// Work of a rank at one level.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Level {
-    pub(crate) waits: Vec<Flag>,
+    pub(crate) waits: Vec<PeerFlag>,
     pub(crate) items: Vec<Item>,
-    pub(crate) signals: Vec<Flag>,
+    pub(crate) signals: Vec<PeerFlag>,
 }
 
 /// Where a chunk of scratch lies on a device.

@@ -67,7 +67,7 @@ class Ours(Contender):
         shape = {"hidden": options.hidden, "experts": options.experts, "top_k": options.top_k}
         # A program has a buffer for decoding too: with few tokens at most, kernels are smaller.
         self.buffers = [
-            experts.Buffer(pools.get(ranks), **shape, max_tokens=each, num_sms=options.num_sms)
+            experts.ExpertBuffer(pools.get(ranks), **shape, max_tokens=each, num_sms=options.num_sms)
             for each in sorted({min(most, DECODED), most})
         ]
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from symmpool import Communicator
-from symmpool._symmpool import ExpertBuffer
+from symmpool._symmpool import ExpertBufferCore
 from symmpool.bench import peers
 
 #: Bytes of a small call: decoding's.
@@ -295,7 +295,7 @@ def ours(ranks: peers.Ranks, pool: Any, dtype: Any, memory: str) -> Library:
         tokens, sums = (each[: count * HIDDEN].view(count, HIDDEN) for each in (x, out))
         everyone = LOCAL_EXPERTS * ranks.world
         shape = {"hidden": HIDDEN, "experts": everyone, "top_k": TOP_K, "max_tokens": count}
-        buffer = ExpertBuffer(comm, **shape, dtype=dtype)
+        buffer = ExpertBufferCore(comm, **shape, dtype=dtype)
         handle = torch.empty(buffer.handle_parts()["elements"], dtype=torch.int32, device=ranks.device)
         ids = torch.arange(count * TOP_K, device=ranks.device).view(count, TOP_K) % everyone
         rows = buffer.capacity(False, 1)

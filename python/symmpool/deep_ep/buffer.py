@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from symmpool._symmpool import ExpertBuffer, Pool
+from symmpool._symmpool import ExpertBufferCore, Pool
 from symmpool.deep_ep import checks, low_latency, normal
 from symmpool.deep_ep.config import Config
 from symmpool.deep_ep.cores import Cores, refuse
@@ -97,7 +97,7 @@ class Buffer:
     ) -> int:
         """The bytes of symmetric memory that low-latency calls of this shape hold on a rank, with 8 experts a
         token. Nobody has to pass them on."""
-        return ExpertBuffer.bytes_for(
+        return ExpertBufferCore.bytes_for(
             world=num_ranks,
             hidden=hidden,
             experts=num_experts,

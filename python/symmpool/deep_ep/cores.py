@@ -38,11 +38,11 @@ class Cores:
 
     def __init__(self, group: Any, rank: int, world: int, device: torch.device):
         self.group, self.rank, self.world, self.device = group, rank, world, device
-        self._buffers: dict[tuple[Any, ...], experts.Buffer] = {}
+        self._buffers: dict[tuple[Any, ...], experts.ExpertBuffer] = {}
         # Entry of the communicator for the exchanges, once there was one.
         self._meeting: Any = None
         #: The buffer of the last call in each mode.
-        self.last: dict[str, experts.Buffer] = {}
+        self.last: dict[str, experts.ExpertBuffer] = {}
 
     def memory(self) -> dict[str, int]:
         """The bytes of symmetric memory on this rank, by what it was made for, and their sum."""
@@ -130,7 +130,7 @@ class Cores:
 
     def normal(
         self, door: Door, key: tuple[Any, ...], found: list[dict[str, int]], top_k: int
-    ) -> experts.Buffer:
+    ) -> experts.ExpertBuffer:
         """The buffer of normal mode for tokens of a shape, `(hidden, experts, dtype)`, and for as many as any
         rank has."""
         name = ("normal", *key)
@@ -145,7 +145,7 @@ class Cores:
         self.last["normal"] = buffer
         return buffer
 
-    def find_worst(self, key: tuple[Any, ...], worst: int, top_k: int) -> experts.Buffer | None:
+    def find_worst(self, key: tuple[Any, ...], worst: int, top_k: int) -> experts.ExpertBuffer | None:
         """The buffer for calls with `num_worst_tokens`, if there is one. What it is found by is the same on
         every rank."""
         shared = self._buffers.get(("normal", *key))
@@ -159,21 +159,21 @@ class Cores:
 
     def worst(
         self, door: Door, key: tuple[Any, ...], found: list[dict[str, int]], worst: int, top_k: int
-    ) -> experts.Buffer:
+    ) -> experts.ExpertBuffer:
         """Makes such a buffer: it receives `worst` tokens and no more."""
         most = max(-(-worst // self.world), *(each["tokens"] for each in found), 1)
         name = ("normal", *key, worst, top_k)
         self.last["normal"] = self._make(door, name, most, top_k, min(worst, most * self.world))
         return self.last["normal"]
 
-    def find_low_latency(self, key: tuple[int, int, int, int]) -> experts.Buffer | None:
+    def find_low_latency(self, key: tuple[int, int, int, int]) -> experts.ExpertBuffer | None:
         """The buffer of low-latency mode for `(hidden, experts, top_k, tokens)`, if there is one."""
         found = self._buffers.get(_low_latency_name(key))
         if found is not None:
             self.last["low_latency"] = found
         return found
 
-    def low_latency(self, door: Door, key: tuple[int, int, int, int]) -> experts.Buffer:
+    def low_latency(self, door: Door, key: tuple[int, int, int, int]) -> experts.ExpertBuffer:
         """Makes such a buffer."""
         _, _, top_k, most = key
         self.last["low_latency"] = self._make(door, _low_latency_name(key), most, top_k)
@@ -181,12 +181,12 @@ class Cores:
 
     def _make(
         self, door: Door, name: tuple[Any, ...], tokens: int, top_k: int, capacity: int | None = None
-    ) -> experts.Buffer:
+    ) -> experts.ExpertBuffer:
         _, hidden, count, dtype, *_ = name
         made_for = {
             "hidden": hidden, "experts": count, "top_k": top_k, "max_tokens": tokens, "capacity": capacity
         }  # fmt: skip
-        buffer = experts.Buffer.__new__(experts.Buffer)
+        buffer = experts.ExpertBuffer.__new__(experts.ExpertBuffer)
         buffer._make(door, self._entry(), made_for, dtype)
         # The former one goes when nothing uses it any more: handles keep theirs.
         self._buffers[name] = buffer

@@ -1,10 +1,10 @@
 """`PrepareAndFinalize`: what vLLM's modular mixture-of-experts kernels ask of a way to send tokens, on this
-package's `experts.Buffer`.
+package's `experts.ExpertBuffer`.
 
     from symmpool import experts
     from symmpool.engines import fused_moe
 
-    buffer = experts.Buffer(group, hidden=7168, experts=256, top_k=8, max_tokens=4096)
+    buffer = experts.ExpertBuffer(group, hidden=7168, experts=256, top_k=8, max_tokens=4096)
     kernel = FusedMoEModularKernel(fused_moe.for_vllm()(buffer), fused_experts)
 
 `for_vllm()` makes a class that is also vLLM's own `FusedMoEPrepareAndFinalizeModular` (or, in versions
@@ -23,7 +23,7 @@ import torch
 
 from symmpool._symmpool import Pool
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
-from symmpool.experts import Buffer
+from symmpool.experts import ExpertBuffer
 from symmpool.experts.checks import Dispatch, checked_combine, readable, shown, switch, tensor
 from symmpool.experts.door import Door
 from symmpool.experts.packed import combine_packed, dispatch_packed
@@ -72,15 +72,15 @@ class PrepareAndFinalize:
 
     def __init__(
         self,
-        buffer: Buffer,
+        buffer: ExpertBuffer,
         *,
         batched: bool = False,
         exact: bool = True,
         quantize: Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor | None]] | None = None,
         batch: Callable[[], int] = lambda: 0,
     ):
-        if not isinstance(buffer, Buffer):
-            raise TypeError(f"buffer: a symmpool.experts.Buffer is needed, not {type(buffer)}")
+        if not isinstance(buffer, ExpertBuffer):
+            raise TypeError(f"buffer: a symmpool.experts.ExpertBuffer is needed, not {type(buffer)}")
         self.buffer, self.batched, self.exact = buffer, batched, exact
         self._quantize, self._batch = quantize, batch
         self._handles: dict[int, Any] = {}

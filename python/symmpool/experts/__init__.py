@@ -3,14 +3,14 @@ back and is summed (combine).
 
     from symmpool import experts
 
-    buffer = experts.Buffer(hidden=7168, experts=256, top_k=8, max_tokens=4096)
+    buffer = experts.ExpertBuffer(hidden=7168, experts=256, top_k=8, max_tokens=4096)
     received, handle = buffer.dispatch(x, topk_ids, topk_weights)
     y = buffer.combine(run_experts(received), handle)
 
-Expert `e` is on rank `e // (experts // world)`. `Buffer` has the calls; docs/experts.md begins from the first
-one."""
+Expert `e` is on rank `e // (experts // world)`. `ExpertBuffer` has the calls; docs/experts.md begins from the
+first one."""
 
-from symmpool.experts.buffer import Buffer, combine, dispatch
+from symmpool.experts.buffer import ExpertBuffer, combine, dispatch
 from symmpool.experts.received import Handle, Received
 
-__all__ = ["Buffer", "Handle", "Received", "combine", "dispatch"]
+__all__ = ["ExpertBuffer", "Handle", "Received", "combine", "dispatch"]

@@ -1,4 +1,4 @@
-"""`Buffer`: dispatch to experts, and combine."""
+"""`ExpertBuffer`: dispatch to experts, and combine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symmpool._symmpool import ExpertBuffer, Pool
+from symmpool._symmpool import ExpertBufferCore, Pool
 from symmpool.communicators import cache, devices, torch_state
 from symmpool.communicators.tensors import say_written
 from symmpool.errors import InvalidArgumentError, InvalidStateError
@@ -24,10 +24,10 @@ from symmpool.groups.names import resolved
 if TYPE_CHECKING:
     from symmpool.groups.types import DeviceLike, GroupLike
 
-__all__ = ["Buffer", "combine", "dispatch"]
+__all__ = ["ExpertBuffer", "combine", "dispatch"]
 
 
-class Buffer:
+class ExpertBuffer:
     """Sends tokens to the ranks of their experts, and sums up what comes back.
 
     `group` is a process group of torch, a `symmpool.Group` or a `symmpool.Pool`; without one, the default
@@ -94,7 +94,7 @@ class Buffer:
         count_load: bool = False,
     ) -> None:
         """Makes the buffer on a communicator. The door is open behind it."""
-        ExpertBuffer.check(entry.comm, dtype=dtype, num_sms=num_sms, **made_for)
+        ExpertBufferCore.check(entry.comm, dtype=dtype, num_sms=num_sms, **made_for)
         self._core = made_by_all(entry, door, dtype=dtype, num_sms=num_sms, **made_for)
         self._entry, self._made_for, self._num_sms = entry, made_for, num_sms
         # Held from before a call until what it has left in the buffer's memory was read.
@@ -255,7 +255,7 @@ class Buffer:
 
     def __repr__(self) -> str:
         made_for = ", ".join(f"{name}={value}" for name, value in self._made_for.items() if value is not None)
-        return f"symmpool.experts.Buffer({made_for}, dtype={self.dtype}, device={str(self.device)!r})"
+        return f"symmpool.experts.ExpertBuffer({made_for}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def _row_bytes(self) -> list[tuple[str, int]]:
         """The parts of received rows, and the most bytes of a row."""
@@ -449,23 +449,23 @@ class Buffer:
         return self._weights_buffer
 
 
-def made_by_all(entry: Any, door: Door, **options: Any) -> ExpertBuffer:
+def made_by_all(entry: Any, door: Door, **options: Any) -> ExpertBufferCore:
     """Makes a buffer's memory and kernels, in one call of the communicator: all ranks allocate, with the same
     options, or none does. Memory of buffers that all ranks have dropped is used again."""
     if entry.device >= 0 and torch.cuda.is_current_stream_capturing():
         raise InvalidStateError(
             "a buffer for experts is made while a graph is captured; make the call before"
         )
-    entry.run(door.closing(functools.partial(ExpertBuffer, entry.comm, **options), False), (), [], False)
+    entry.run(door.closing(functools.partial(ExpertBufferCore, entry.comm, **options), False), (), [], False)
     return door.result
 
 
-def dispatch(buffer: Buffer, *arguments: Any, **options: Any) -> Any:
+def dispatch(buffer: ExpertBuffer, *arguments: Any, **options: Any) -> Any:
     """`buffer.dispatch`."""
     return buffer.dispatch(*arguments, **options)
 
 
-def combine(buffer: Buffer, *arguments: Any, **options: Any) -> Any:
+def combine(buffer: ExpertBuffer, *arguments: Any, **options: Any) -> Any:
     """`buffer.combine`."""
     return buffer.combine(*arguments, **options)
 

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `experts.Buffer`, before anything is allocated or sent. The extension checks
-types, shapes and strides of the tensors that it reads, in the call."""
+"""Checks of the arguments of `experts.ExpertBuffer`, before anything is allocated or sent. The extension
+checks types, shapes and strides of the tensors that it reads, in the call."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Every rank goes backward through the same calls, in the same order: what comes o
 loss on every rank, with rows or without. Received rows are copies here, whose unused rows are zeros, so that
 no gradient of parameters depends on what lay there.
 
-`Buffer` and the operators go backward through the same two functions, `dispatched` and `combined`. Each makes
-up to three calls, and its door stands open until the last of them."""
+`ExpertBuffer` and the operators go backward through the same two functions, `dispatched` and `combined`. Each
+makes up to three calls, and its door stands open until the last of them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def combined(
     return rows, weights_gradient
 
 
-# --- `Buffer.dispatch` and `Buffer.combine` where a gradient flows
+# --- `ExpertBuffer.dispatch` and `ExpertBuffer.combine` where a gradient flows
 
 
 class _Dispatch(torch.autograd.Function):
@@ -158,7 +158,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 def dispatch(door: Door, buffer: Any, given: Dispatch, copy: Any) -> Any:
-    """`Buffer.dispatch` where a gradient flows."""
+    """`ExpertBuffer.dispatch` where a gradient flows."""
     if given.quantize is not None or given.scales is not None:
         raise InvalidArgumentError(
             "quantize, scales: no gradient flows through quantised tokens; pass x.detach()"
@@ -213,7 +213,7 @@ class _Combine(torch.autograd.Function):
 def combine(
     door: Door, buffer: Any, expert_output: Any, handle: Any, weights: Any, out: Any, hook: bool
 ) -> Any:
-    """`Buffer.combine` where a gradient flows."""
+    """`ExpertBuffer.combine` where a gradient flows."""
     if hook or out is not None:
         raise InvalidArgumentError(
             "out, hook: no gradient flows through such calls; pass expert_output.detach()"

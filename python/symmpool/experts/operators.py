@@ -4,10 +4,10 @@
         -> (rows, scales, topk_ids, topk_weights, handle)
     experts_combine(expert_output, handle, weights, tokens, buffer, layout, alignment) -> Tensor
 
-`buffer` is `Buffer.name`. They give new tensors of all rows there may be, and a handle as a tensor: int32, of
-which the first three elements are the tokens received, this rank's tokens, and rows by expert. What a layout
-does not have is empty. Rows by rank that are not in use are zeros; with `zero_unused`, or where autograd is
-on, those by expert are too.
+`buffer` is `ExpertBuffer.name`. They give new tensors of all rows there may be, and a handle as a tensor:
+int32, of which the first three elements are the tokens received, this rank's tokens, and rows by expert. What
+a layout does not have is empty. Rows by rank that are not in use are zeros; with `zero_unused`, or where
+autograd is on, those by expert are too.
 
 Gradients flow through both, to tokens and to weights. By expert the weights that a dispatch is given have
 none, as the handle is all that leads to combine: give weights that require grad to `experts_combine`. What no

@@ -17,11 +17,11 @@ __all__ = ["combine_packed", "dispatch_packed"]
 def dispatch_packed(
     door: Door, buffer: Any, x: torch.Tensor, topk_ids: torch.Tensor, rows: int, quantize: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, Handle]:
-    """Sends tokens of a `Buffer` as its `dispatch` does. Returns `(x, scales, handle)`: the rows of each
-    expert begin its part, by source rank and there in the order of tokens; `handle.expert_counts` says how
-    many there are. Scales are `[local experts, rows, n]`, column-major in the last two dimensions; exponents
-    (`"fp8_ue8m0"`) are four in an int32, where that comes out even. Runs on the current stream, and no
-    gradient flows through it.
+    """Sends tokens of an `ExpertBuffer` as its `dispatch` does. Returns `(x, scales, handle)`: the rows of
+    each expert begin its part, by source rank and there in the order of tokens; `handle.expert_counts` says
+    how many there are. Scales are `[local experts, rows, n]`, column-major in the last two dimensions;
+    exponents (`"fp8_ue8m0"`) are four in an int32, where that comes out even. Runs on the current stream, and
+    no gradient flows through it.
 
     Raises OverflowError where an expert was sent more than `rows` rows."""
     local, hidden = buffer.local_experts, buffer.hidden

@@ -21,9 +21,10 @@ def scales_of(hidden: int, quantize: str) -> tuple[int, torch.dtype]:
 
 
 class Handle:
-    """How the tokens of a dispatch were routed. `Buffer.combine` sends their rows back with it, and a later
-    `Buffer.dispatch(x, handle=handle)` sends other rows the same way. Any number of them may be kept; each
-    belongs to the buffer that made it. All tensors are views of its memory, on the buffer's device."""
+    """How the tokens of a dispatch were routed. `ExpertBuffer.combine` sends their rows back with it, and a
+    later `ExpertBuffer.dispatch(x, handle=handle)` sends other rows the same way. Any number of them may be
+    kept; each belongs to the buffer that made it. All tensors are views of its memory, on the buffer's
+    device."""
 
     __slots__ = ("buffer", "memory", "tokens", "layout", "alignment", "rows", "weights", "counts", "_parts")
 

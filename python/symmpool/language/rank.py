@@ -60,7 +60,7 @@ class Chunks:
         return place
 
 
-class Buffer:
+class ChunkBuffer:
     """A rank's input, output or scratch: `buffer[i]` is a chunk of it, and `buffer[i:j]` are several."""
 
     __slots__ = ("_begin", "_name", "_owner", "_size", "_tracer")
@@ -97,7 +97,7 @@ class Buffer:
         raise self._tracer.error("out_of_range", why)
 
 
-class Scratch(Buffer):
+class Scratch(ChunkBuffer):
     """Scratch chunks that `Rank.scratch` has given. A peer's are at `peer.at(scratch)`."""
 
     __slots__ = ()
@@ -117,12 +117,12 @@ class NamedRank:
         return self._rank
 
     @property
-    def input(self) -> Buffer:
+    def input(self) -> ChunkBuffer:
         """Buffer that the rank's caller passed in."""
         return self._tracer.buffer(self.rank, "input")
 
     @property
-    def output(self) -> Buffer:
+    def output(self) -> ChunkBuffer:
         """Buffer that the rank's caller gets."""
         return self._tracer.buffer(self.rank, "output")
 
@@ -262,9 +262,9 @@ class Tracer:
         self.group: int | None = None
         self.operations: list[dict[str, Any]] = []
 
-    def buffer(self, owner: int, name: BufferName) -> Buffer:
+    def buffer(self, owner: int, name: BufferName) -> ChunkBuffer:
         """A rank's whole buffer."""
-        return Buffer(self, owner, name, 0, self.chunks[name][owner])
+        return ChunkBuffer(self, owner, name, 0, self.chunks[name][owner])
 
     def add(self, op: str, **operands: Any) -> None:
         """Adds an operation at the program's line. Raises PlanError where there are too many."""

@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 from symmpool.torch_backend.collectives import GroupCollectives
 from symmpool.torch_backend.served_devices import NAME
-from symmpool.torch_backend.work import DoneWork, opaque, register
+from symmpool.torch_backend.work import DoneTorchWork, opaque, register
 
 __all__ = ["NAME", "SymmpoolProcessGroup"]
 
@@ -84,7 +84,7 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
         return self
 
     def _done(self, results: list[Any], device: Any) -> Any:
-        return DoneWork(results, device)
+        return DoneTorchWork(results, device)
 
     def _passed(self, work: Any, results: Any) -> Any:
         return work

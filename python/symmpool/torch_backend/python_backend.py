@@ -31,7 +31,7 @@ from symmpool.torch_backend.served_devices import NAME
 from symmpool.torch_backend.work import (
     DONE,
     PassedWork,
-    RegisteredDoneWork,
+    RegisteredTorchWork,
     note_registered,
     opaque,
     registers,
@@ -135,7 +135,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         if not registers():
             return DONE
         # torch registers what is returned, and reads it where it waits.
-        work = RegisteredDoneWork(results, device)
+        work = RegisteredTorchWork(results, device)
         note_registered(work)
         return work
 

@@ -18,9 +18,9 @@ __all__ = [
     "DONE",
     "BarrierWork",
     "CopyingWork",
-    "DoneWork",
+    "DoneTorchWork",
     "PassedWork",
-    "RegisteredDoneWork",
+    "RegisteredTorchWork",
     "TorchWork",
     "asked_through",
     "is_asked",
@@ -192,7 +192,7 @@ def unregister(work: Any, tensors: Iterable[torch.Tensor]) -> None:
 
 
 @opaque
-class DoneWork(dist.Work):
+class DoneTorchWork(dist.Work):
     """Work that was done, or put on the current stream, before the call returned."""
 
     def __init__(self, results: list[Any], device: torch.device):
@@ -233,8 +233,8 @@ class DoneWork(dist.Work):
 
 
 @opaque
-class RegisteredDoneWork(DoneWork):
-    """`DoneWork` that torch has registered. (That of a barrier stays so: its tensor is torch's own.)"""
+class RegisteredTorchWork(DoneTorchWork):
+    """`DoneTorchWork` that torch has registered. (That of a barrier stays so: its tensor is torch's own.)"""
 
     def wait(self, timeout: Any = None) -> bool:
         """Returns True at once. Tensors that torch would wait for are waited for no more."""
@@ -342,7 +342,7 @@ class PassedWork(TorchWork):
 
 
 #: Stands for Work of a call that was made at once, where nobody asks for Work.
-DONE = DoneWork([], torch.device("cpu"))
+DONE = DoneTorchWork([], torch.device("cpu"))
 
 
 def joined(works: list[Any]) -> Any:

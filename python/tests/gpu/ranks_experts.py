@@ -55,7 +55,7 @@ class Trial:
         self.layout, self.alignment = LAYOUTS[seed % 3]
         self.quantize = QUANTIZE[seed % 5] if hidden % 128 == 0 else None
         self.num_sms = SMS[seed // 3 % len(SMS)]
-        self.buffer = experts.Buffer(
+        self.buffer = experts.ExpertBuffer(
             pool,
             hidden=hidden,
             experts=self.routing.experts,

@@ -230,7 +230,7 @@ class Checks:
     def experts(self):
         """Copies of received rows that gradients flow through."""
         tokens, hidden, count = 64, 256, 4 * self.world
-        buffer = experts.Buffer(self.pool, hidden=hidden, experts=count, top_k=4, max_tokens=tokens)
+        buffer = experts.ExpertBuffer(self.pool, hidden=hidden, experts=count, top_k=4, max_tokens=tokens)
         ids = torch.stack([torch.randperm(count, device=self.device)[:4] for _ in range(tokens)])
         inputs = [self.random((tokens, hidden), seed, torch.bfloat16).requires_grad_() for seed in (1, 2)]
 
@@ -269,7 +269,7 @@ class Checks:
     def hooks(self, main):
         """A tensor of the pool that a dispatch beside the current stream still reads."""
         tokens, hidden, count = 64, 512, 4 * self.world
-        buffer = experts.Buffer(self.pool, hidden=hidden, experts=count, top_k=4, max_tokens=tokens)
+        buffer = experts.ExpertBuffer(self.pool, hidden=hidden, experts=count, top_k=4, max_tokens=tokens)
         ids = torch.stack([torch.randperm(count, device=self.device)[:4] for _ in range(tokens)])
         x = self.random((tokens, hidden), 1, torch.bfloat16)
         wanted, handle = buffer.dispatch(x, ids, exact=True)

@@ -11,12 +11,12 @@ pub(crate) use self::scatter::TILE_BYTES;
 pub use self::scatter::{MatmulScatter, MatmulTerm};
 use crate::MatmulShape;
 
-use super::{Call, Operation};
+use super::{Call, OpType};
 use crate::DType;
 
 impl MatmulShape {
     pub(crate) fn describe(&self) -> Call {
-        Call::new(Operation::FusedMatmul).matmul(self)
+        Call::new(OpType::FusedMatmul).matmul(self)
     }
 }
 

@@ -23,7 +23,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::CudaEngine;
 use super::areas::Area;
 use crate::call::p2p::Direction;
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::cuda::driver::api::cuda;
 use crate::cuda::layout::fault::halfway_reason;
 use crate::cuda::layout::p2p_layout::end_of_messages;
@@ -317,7 +317,7 @@ impl CudaEngine {
                 // Ranks may decline a call alike, whether or not they know yet how large it is.
                 let area = self.area();
                 self.use_area(Area::Small);
-                let declined = self.handshake_only(Call::new(Operation::Declined), stream);
+                let declined = self.handshake_only(Call::new(OpType::Declined), stream);
                 // It may stand in front of a call that is to come.
                 self.use_area(area);
                 declined

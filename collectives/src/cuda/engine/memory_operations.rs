@@ -28,7 +28,7 @@ use super::failure::Failure;
 use crate::cuda::driver::api::{Api, Handle, cuda};
 use crate::cuda::driver::pinned_words::Words;
 use crate::cuda::layout::fault::Record;
-use crate::cuda::layout::memory_channels::{Flag, MEMORY_CHANNELS, MemoryFlags};
+use crate::cuda::layout::memory_channels::{MEMORY_CHANNELS, MemoryFlag, MemoryFlags};
 use crate::cuda::layout::params::{Control, DEPARTURE, FAILED_ON_HOST, LOCAL_FAILED};
 
 /// How often the thread looks at waits.
@@ -40,7 +40,7 @@ const DRAINS_FOR: Duration = Duration::from_secs(1);
 /// Words of a departure.
 const DEPARTURE_WORDS: usize = DEPARTURE as usize / 4;
 /// Most operations of a batch, below the driver's bound of 256.
-const MOST_STEPS: usize = 128;
+const MAX_OPS: usize = 128;
 
 /// The words of a stream that waits: it writes `WAITS` before and `IDLE` after; the thread that looks makes `SEEN` of it,
 /// so that it tells one wait from the next.
@@ -60,12 +60,12 @@ pub fn end_watching() {
 
 /// One operation of a batch.
 #[derive(Clone, Copy, Debug)]
-enum Step {
+enum MemoryOp {
     Write(u64, u32),
     WaitEqual(u64, u32),
 }
 
-impl Step {
+impl MemoryOp {
     fn params(self) -> sys::CUstreamBatchMemOpParams {
         use sys::CUstreamBatchMemOpType_enum as Kind;
         // Bytes that no member has are zero, also the space between members: each is written alone.
@@ -89,8 +89,8 @@ impl Step {
 }
 
 /// Puts memory operations on a stream. The device's context must be current.
-fn put(api: &Api, steps: &[Step], stream: Stream) -> Result<()> {
-    let mut all: Vec<_> = steps.iter().map(|step| step.params()).collect();
+fn put(api: &Api, ops: &[MemoryOp], stream: Stream) -> Result<()> {
+    let mut all: Vec<_> = ops.iter().map(|op| op.params()).collect();
     // SAFETY: the array is as long; its addresses are words of control blocks or of pinned memory, which the
     // communicator keeps until the device is done; the stream is live.
     let code = unsafe {
@@ -127,14 +127,14 @@ pub(in crate::cuda) struct MemoryOperations {
 }
 
 /// Returns the number of the wait for this flag of a peer's channel.
-fn nth(peer: u32, channel: u32, flag: Flag) -> usize {
-    ((peer * MEMORY_CHANNELS + channel) * 2 + u32::from(flag == Flag::Untaken)) as usize
+fn nth(peer: u32, channel: u32, flag: MemoryFlag) -> usize {
+    ((peer * MEMORY_CHANNELS + channel) * 2 + u32::from(flag == MemoryFlag::Untaken)) as usize
 }
 
 /// Returns the peer, the channel and the flag that the wait of that number is for.
-fn wait_of(nth: usize) -> (u32, u32, Flag) {
+fn wait_of(nth: usize) -> (u32, u32, MemoryFlag) {
     let pair = nth as u32 / 2;
-    let flag = if nth.is_multiple_of(2) { Flag::Arrived } else { Flag::Untaken };
+    let flag = if nth.is_multiple_of(2) { MemoryFlag::Arrived } else { MemoryFlag::Untaken };
     (pair / MEMORY_CHANNELS, pair % MEMORY_CHANNELS, flag)
 }
 
@@ -174,15 +174,15 @@ impl MemoryOperations {
     ) -> Result<()> {
         self.watch()?;
         let shared = &*self.shared;
-        let arrived = shared.own(peer, channel, Flag::Arrived);
+        let arrived = shared.own(peer, channel, MemoryFlag::Arrived);
         shared.put_wait(
-            (peer, channel, Flag::Arrived),
-            &[Step::WaitEqual(arrived, 1), Step::Write(arrived, 0)],
+            (peer, channel, MemoryFlag::Arrived),
+            &[MemoryOp::WaitEqual(arrived, 1), MemoryOp::Write(arrived, 0)],
             timeout,
             stream,
         )?;
         if acknowledge {
-            shared.put(&[shared.write_at((peer, channel, Flag::Untaken), 0)], stream)?;
+            shared.put(&[shared.write_at((peer, channel, MemoryFlag::Untaken), 0)], stream)?;
         }
         Ok(())
     }
@@ -201,11 +201,11 @@ impl MemoryOperations {
         }
         let shared = &*self.shared;
         if acknowledged {
-            let untaken = shared.own(peer, channel, Flag::Untaken);
-            let steps = [Step::WaitEqual(untaken, 0), Step::Write(untaken, 1)];
-            shared.put_wait((peer, channel, Flag::Untaken), &steps, timeout, stream)?;
+            let untaken = shared.own(peer, channel, MemoryFlag::Untaken);
+            let ops = [MemoryOp::WaitEqual(untaken, 0), MemoryOp::Write(untaken, 1)];
+            shared.put_wait((peer, channel, MemoryFlag::Untaken), &ops, timeout, stream)?;
         }
-        shared.put(&[shared.write_at((peer, channel, Flag::Arrived), 1)], stream)
+        shared.put(&[shared.write_at((peer, channel, MemoryFlag::Arrived), 1)], stream)
     }
 
     /// Makes the stream write 1 to a word of this rank's, and then wait until another has a value, and set it back to 0. Only
@@ -217,11 +217,11 @@ impl MemoryOperations {
         awaited: Option<(u64, u32)>,
         stream: Stream,
     ) -> Result<()> {
-        let write = written.map(|word| Step::Write(word, 1));
-        let wait =
-            awaited.map(|(word, value)| [Step::WaitEqual(word, value), Step::Write(word, 0)]);
-        let steps: Vec<Step> = write.into_iter().chain(wait.into_iter().flatten()).collect();
-        self.shared.put(&steps, stream)
+        let write = written.map(|word| MemoryOp::Write(word, 1));
+        let wait = awaited
+            .map(|(word, value)| [MemoryOp::WaitEqual(word, value), MemoryOp::Write(word, 0)]);
+        let ops: Vec<MemoryOp> = write.into_iter().chain(wait.into_iter().flatten()).collect();
+        self.shared.put(&ops, stream)
     }
 
     /// Starts the thread that ends waits, when there is a first one.
@@ -267,33 +267,33 @@ impl MemoryOperations {
 
 impl Shared {
     /// This rank's address of its own flag.
-    fn own(&self, peer: u32, channel: u32, flag: Flag) -> u64 {
+    fn own(&self, peer: u32, channel: u32, flag: MemoryFlag) -> u64 {
         self.control + self.flags.at(peer, channel, flag)
     }
 
     /// A write to the flag that a peer has for this rank.
-    fn write_at(&self, (peer, channel, flag): (u32, u32, Flag), value: u32) -> Step {
+    fn write_at(&self, (peer, channel, flag): (u32, u32, MemoryFlag), value: u32) -> MemoryOp {
         let layout = self.pool.layout();
         let control = self.control - layout.address(layout.rank, 0);
         let at = control + self.flags.at(layout.rank, channel, flag);
-        Step::Write(layout.address(peer, at), value)
+        MemoryOp::Write(layout.address(peer, at), value)
     }
 
-    fn put(&self, steps: &[Step], stream: Stream) -> Result<()> {
-        cuda(self.pool.driver())?.with_context(|| put(self.api, steps, stream))
+    fn put(&self, ops: &[MemoryOp], stream: Stream) -> Result<()> {
+        cuda(self.pool.driver())?.with_context(|| put(self.api, ops, stream))
     }
 
     fn put_wait(
         &self,
-        (peer, channel, flag): (u32, u32, Flag),
-        steps: &[Step; 2],
+        (peer, channel, flag): (u32, u32, MemoryFlag),
+        ops: &[MemoryOp; 2],
         timeout: u64,
         stream: Stream,
     ) -> Result<()> {
         let nth = nth(peer, channel, flag);
         self.timeouts[nth].store(timeout.min(u64::MAX - 1), Ordering::Relaxed);
         let word = self.words.address(nth);
-        let all = [Step::Write(word, WAITS), steps[0], steps[1], Step::Write(word, IDLE)];
+        let all = [MemoryOp::Write(word, WAITS), ops[0], ops[1], MemoryOp::Write(word, IDLE)];
         self.put(&all, stream)
     }
 
@@ -345,7 +345,7 @@ impl Shared {
             let timeout = Duration::from_nanos(self.timeouts[nth].load(Ordering::Relaxed));
             if begin.elapsed() > timeout && !self.failure.is_recorded() {
                 let (peer, channel, flag) = wait_of(nth);
-                let untaken = flag == Flag::Untaken;
+                let untaken = flag == MemoryFlag::Untaken;
                 self.failure.find(Record::missing((peer, channel), untaken, timeout));
             }
         }
@@ -408,14 +408,14 @@ impl Shared {
         let used = used.filter(|(_, timeout)| timeout.load(Ordering::Relaxed) != u64::MAX);
         let writes = used.map(|(nth, _)| {
             let (peer, channel, flag) = wait_of(nth);
-            Step::Write(self.own(peer, channel, flag), u32::from(flag == Flag::Arrived))
+            MemoryOp::Write(self.own(peer, channel, flag), u32::from(flag == MemoryFlag::Arrived))
         });
-        let failed = Step::Write(self.control + LOCAL_FAILED, FAILED_ON_HOST);
-        let done = Step::Write(self.words.address(last), *batch);
-        let steps: Vec<Step> = std::iter::once(failed).chain(writes).chain([done]).collect();
+        let failed = MemoryOp::Write(self.control + LOCAL_FAILED, FAILED_ON_HOST);
+        let done = MemoryOp::Write(self.words.address(last), *batch);
+        let ops: Vec<MemoryOp> = std::iter::once(failed).chain(writes).chain([done]).collect();
         let driver = cuda(self.pool.driver())?;
         driver.with_context_unordered(|| {
-            steps.chunks(MOST_STEPS).try_for_each(|some| put(self.api, some, self.stream))
+            ops.chunks(MAX_OPS).try_for_each(|some| put(self.api, some, self.stream))
         })
     }
 }
@@ -433,7 +433,8 @@ mod tests {
         for peer in 0..8 {
             for channel in 0..MEMORY_CHANNELS {
                 seen.extend(
-                    [Flag::Arrived, Flag::Untaken].map(|flag| flags.at(peer, channel, flag)),
+                    [MemoryFlag::Arrived, MemoryFlag::Untaken]
+                        .map(|flag| flags.at(peer, channel, flag)),
                 );
             }
         }
@@ -446,14 +447,14 @@ mod tests {
 
     #[test]
     fn operations_are_laid_out_as_the_driver_reads_them() {
-        for (step, words) in [
-            (Step::Write(0x1234_5678_9abc, 7), [2_u64, 0x1234_5678_9abc, 7, 0]),
-            (Step::WaitEqual(0x10, 1), [1, 0x10, 1, 1]),
+        for (op, words) in [
+            (MemoryOp::Write(0x1234_5678_9abc, 7), [2_u64, 0x1234_5678_9abc, 7, 0]),
+            (MemoryOp::WaitEqual(0x10, 1), [1, 0x10, 1, 1]),
         ] {
-            let params = step.params();
+            let params = op.params();
             // SAFETY: every bit pattern of the union is one of these numbers.
             let found = unsafe { params.pad };
-            assert_eq!(found, [words[0], words[1], words[2], words[3], 0, 0], "{step:?}");
+            assert_eq!(found, [words[0], words[1], words[2], words[3], 0, 0], "{op:?}");
         }
         assert_eq!(
             offset_of!(sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st, flags),

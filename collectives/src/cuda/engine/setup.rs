@@ -14,7 +14,7 @@ use super::decline::Progress;
 use super::failure::{Alive, Failure};
 use super::memory_operations::MemoryOperations;
 use super::stream_order::{CallEvents, StreamOrder};
-use super::{CudaEngine, CudaOptions, ReadyKernels};
+use super::{CudaEngine, CudaEngineOptions, ReadyKernels};
 use crate::DType;
 use crate::algorithm::AlgorithmId;
 use crate::cuda::driver::api::{Api, cuda};
@@ -36,7 +36,7 @@ const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options. Options that are the
     /// communicator's own were checked before.
-    pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
+    pub(crate) fn control_bytes(world: u32, options: &CudaEngineOptions) -> Result<u64> {
         let control = Control::new(world, options.footprint)?;
         Ok(P2pLayout::new(world, control.data_end(), options.footprint.staging).end(world))
     }
@@ -47,7 +47,7 @@ impl CudaEngine {
     pub(crate) fn prepare(
         pool: &Pool,
         block: &Block<u8>,
-        options: &CudaOptions,
+        options: &CudaEngineOptions,
     ) -> Result<ReadyKernels> {
         let driver = cuda(pool.driver())?;
         let control = Control::new(pool.world(), options.footprint)?;
@@ -90,7 +90,7 @@ impl CudaEngine {
     pub(crate) fn new(
         pool: &Pool,
         control_offset: u64,
-        options: &CudaOptions,
+        options: &CudaEngineOptions,
         ReadyKernels(modules): ReadyKernels,
         alive: Alive,
         number: u64,

@@ -351,7 +351,7 @@ impl Record {
 pub(in crate::cuda) mod tests {
     use super::*;
     use crate::DType;
-    use crate::call::Operation;
+    use crate::call::OpType;
 
     /// A record of a wait for rank 2 that took too long, or of nothing yet.
     pub(in crate::cuda) fn record(complete: bool) -> Record {
@@ -364,7 +364,7 @@ pub(in crate::cuda) mod tests {
     }
 
     fn record_of(kind: u32, phase: u32) -> Record {
-        let (ours, theirs) = (Call::new(Operation::Barrier), Call::new(Operation::AllReduce));
+        let (ours, theirs) = (Call::new(OpType::Barrier), Call::new(OpType::AllReduce));
         Record {
             complete: 1,
             kind,

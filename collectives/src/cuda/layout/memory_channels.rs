@@ -17,7 +17,7 @@ pub(crate) const MEMORY_CHANNELS: u32 = PIECE_CHANNELS + CHANNELS_OF_PIECES;
 
 /// Which of the two flags that a rank has for a peer and a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::cuda) enum Flag {
+pub(in crate::cuda) enum MemoryFlag {
     /// 1 while a signal of the peer was not taken yet.
     Arrived,
     /// 1 while the peer has not taken this rank's last signal.
@@ -42,8 +42,8 @@ impl MemoryFlags {
     }
 
     /// The flag that a rank has for `peer`.
-    pub(in crate::cuda) fn at(self, peer: u32, channel: u32, flag: Flag) -> u64 {
+    pub(in crate::cuda) fn at(self, peer: u32, channel: u32, flag: MemoryFlag) -> u64 {
         let pair = u64::from(peer) * u64::from(MEMORY_CHANNELS) + u64::from(channel);
-        self.begin + 8 * pair + 4 * u64::from(flag == Flag::Untaken)
+        self.begin + 8 * pair + 4 * u64::from(flag == MemoryFlag::Untaken)
     }
 }

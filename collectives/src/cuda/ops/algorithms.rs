@@ -9,7 +9,7 @@ use crate::cuda::layout::params::Control;
 use crate::cuda::select::all_reduce::ALL_REDUCE;
 use crate::cuda::select::exchange::{EXCHANGE, Exchange};
 use crate::cuda::select::not_here;
-use crate::cuda::select::reduce_scatter::{REDUCE_SCATTER, Scatter};
+use crate::cuda::select::reduce_scatter::{REDUCE_SCATTER, ReduceScatter};
 
 impl CudaEngine {
     /// The numbers of a collective's algorithms.
@@ -44,7 +44,7 @@ impl CudaEngine {
         match collective {
             StandardCollective::AllReduce => self.check_all_reduce(id, shape, layout),
             StandardCollective::ReduceScatter => {
-                Scatter::named(id, shape.dtype, shape.input_window).map(drop)
+                ReduceScatter::named(id, shape.dtype, shape.input_window).map(drop)
             }
             _ if Self::algorithms(collective).contains(&id) => Ok(()),
             _ => Err(not_here(collective, id, Self::algorithms(collective))),

@@ -10,7 +10,7 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::all_to_all::{Parts, Step};
+use super::all_to_all::{ExchangeArgs, Parts};
 use super::copy_engine::all_to_all::EqualParts;
 use super::reduction_call::Work;
 use crate::algorithm::COPY;
@@ -80,10 +80,11 @@ impl CudaEngine {
             &vec![count as u64; self.world() as usize],
             dtype.size() as u64,
         );
-        let step = Step { call, by, places: (input, output), size: dtype.size() as u64, stream };
+        let args =
+            ExchangeArgs { call, by, places: (input, output), size: dtype.size() as u64, stream };
         // SAFETY: the caller promised that `input` is readable for a part and `output` writable for all parts, until
-        // the stream has done the call; `step` has both, and `parts` their lengths.
-        unsafe { self.exchange_in_pieces(&step, &parts, count as u64) }
+        // the stream has done the call; `args` has both, and `parts` their lengths.
+        unsafe { self.exchange_in_pieces(&args, &parts, count as u64) }
     }
 
     /// Copies `count` elements of the root's output into every other rank's.
@@ -124,12 +125,12 @@ impl CudaEngine {
             return unsafe { self.broadcast_in_stages(&work, place) };
         }
         let (size, count) = (dtype.size() as u64, count as u64);
-        let step = |places| Step { call, by, places, size, stream };
+        let args = |places| ExchangeArgs { call, by, places, size, stream };
         if world <= 2 || bytes < TWO_STEP_BYTES {
             let parts = Parts::from_root((rank, root), &vec![count; world as usize], &[]);
             // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
             // stream has done the call; the root sends them, and the others receive them.
-            return unsafe { self.exchange_in_pieces(&step((place, place)), &parts, count) };
+            return unsafe { self.exchange_in_pieces(&args((place, place)), &parts, count) };
         }
         let shares = shares(count, size, world);
         let begins: Vec<u64> = begins(&shares).map(|before| before * size).collect();
@@ -140,10 +141,10 @@ impl CudaEngine {
         self.load_exchanges()?;
         // SAFETY: the caller promised that the output is readable and writable for `count` elements until the stream
         // has done the call. The root sends shares of them, and others receive their own; shares do not overlap.
-        unsafe { self.exchange_in_pieces(&step((place, own)), &parts, longest) }?;
+        unsafe { self.exchange_in_pieces(&args((place, own)), &parts, longest) }?;
         // SAFETY: the caller promised that the output is readable and writable for `count` elements until the stream
         // has done the call. A rank sends its share, and receives the others where they lie.
-        unsafe { self.exchange_in_pieces(&step((own, place)), &gathered, longest) }
+        unsafe { self.exchange_in_pieces(&args((own, place)), &gathered, longest) }
     }
 
     /// A reduction of a single rank, which is a copy.
@@ -159,10 +160,10 @@ impl CudaEngine {
     ) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *arguments;
         let (size, by) = (dtype.size() as u64, self.usual_exchange);
-        let step = Step { call, by, places: (input, output), size, stream };
+        let args = ExchangeArgs { call, by, places: (input, output), size, stream };
         // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
         // stream has done the call; the only part has as many.
-        unsafe { self.exchange(&step, &Parts::gathered(0, &[count as u64], size)) }
+        unsafe { self.exchange(&args, &Parts::gathered(0, &[count as u64], size)) }
     }
 
     /// The root sends a share to every peer, which passes it on while the next stage arrives.

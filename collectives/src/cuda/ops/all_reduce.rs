@@ -14,7 +14,7 @@ use crate::cuda::kernel::mode::TwoShotCollective;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::{CallParams, Control, LL128_PAYLOAD, MAX_PEER_BLOCKS};
 use crate::cuda::ops::reduction_call::Work;
-use crate::cuda::select::all_reduce::{AllReduce, Launch};
+use crate::cuda::select::all_reduce::{AllReduce, AllReduceLaunch};
 use crate::cuda::select::constraints::AllReduceShape;
 
 /// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
@@ -82,15 +82,15 @@ impl CudaEngine {
         self.note_algorithm(algorithm, Some(why));
         let launch: unsafe fn(&mut Self, &AllReduce, &Work, bool) -> Result<()> = match entry.launch
         {
-            Launch::OneShot => Self::one_shot,
-            Launch::OneShotLl128 => Self::one_shot_ll128,
-            Launch::OneShotPull => Self::one_shot_pull,
-            Launch::TwoShotLamport => Self::two_shot_lamport,
-            Launch::TwoShotPush => Self::two_shot_push,
-            Launch::TwoShotLl => Self::two_shot_ll,
-            Launch::TwoShotPull => Self::two_shot_pull,
-            Launch::TwoShotCopy => Self::two_shot_copy,
-            Launch::TwoShotStages => Self::two_shot_stages,
+            AllReduceLaunch::OneShot => Self::one_shot,
+            AllReduceLaunch::OneShotLl128 => Self::one_shot_ll128,
+            AllReduceLaunch::OneShotPull => Self::one_shot_pull,
+            AllReduceLaunch::TwoShotLamport => Self::two_shot_lamport,
+            AllReduceLaunch::TwoShotPush => Self::two_shot_push,
+            AllReduceLaunch::TwoShotLl => Self::two_shot_ll,
+            AllReduceLaunch::TwoShotPull => Self::two_shot_pull,
+            AllReduceLaunch::TwoShotCopy => Self::two_shot_copy,
+            AllReduceLaunch::TwoShotStages => Self::two_shot_stages,
         };
         // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
         // stream has done the call; `work` has their addresses and their length.

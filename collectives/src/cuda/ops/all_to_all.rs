@@ -8,7 +8,7 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::call::{Arguments, Call, Operation, StandardCall};
+use crate::call::{Arguments, Call, OpType, StandardCall};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::AllToAllMode;
@@ -94,7 +94,7 @@ impl Parts {
 
 /// Arguments that the parts of one exchange have in common. A call makes one exchange or several.
 #[derive(Clone, Copy)]
-pub(in crate::cuda) struct Step {
+pub(in crate::cuda) struct ExchangeArgs {
     pub(in crate::cuda) call: Call,
     pub(in crate::cuda) by: &'static Exchange,
     /// Input and output.
@@ -203,10 +203,10 @@ impl CudaEngine {
             (self.address(output), capacity),
             stream,
         )?;
-        let step = Step { call: describe(by, dtype, 1), by, places, size, stream };
+        let args = ExchangeArgs { call: describe(by, dtype, 1), by, places, size, stream };
         // SAFETY: the caller promised that `input` is readable for the sum of `send`, and `output` writable for that of
         // `receive`, until the stream has done the call; contiguous parts reach no further.
-        unsafe { self.exchange(&step, &Parts::contiguous(sent, received, size)) }
+        unsafe { self.exchange(&args, &Parts::contiguous(sent, received, size)) }
     }
 
     /// Sends and receives parts that are known here.
@@ -214,9 +214,13 @@ impl CudaEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`CudaEngine::all_to_all_v`], for the parts of input and output.
-    pub(in crate::cuda) unsafe fn exchange(&mut self, step: &Step, parts: &Parts) -> Result<()> {
-        let (rank, size) = (self.rank() as usize, step.size);
-        let (inbox_bytes, head) = self.inbox_limits(step.by);
+    pub(in crate::cuda) unsafe fn exchange(
+        &mut self,
+        args: &ExchangeArgs,
+        parts: &Parts,
+    ) -> Result<()> {
+        let (rank, size) = (self.rank() as usize, args.size);
+        let (inbox_bytes, head) = self.inbox_limits(args.by);
         let others =
             |counts: PerRank| counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank);
         let longest =
@@ -238,12 +242,12 @@ impl CudaEngine {
             offsets: 0,
             length,
             capacity,
-            window: window(step.places.1),
+            window: window(args.places.1),
             inbox_bytes,
             head,
             size: size as u32,
             wide: 0,
-            ring: step.by.ring.into(),
+            ring: args.by.ring.into(),
         };
         let work = if longest <= inbox_bytes {
             let own = parts.send[rank] * size;
@@ -256,7 +260,7 @@ impl CudaEngine {
         };
         // SAFETY: the caller promised that the parts of input and output are there until the stream has done the call;
         // `traffic` has where they begin, and their counts.
-        unsafe { self.launch_exchange(step, work, &traffic) }
+        unsafe { self.launch_exchange(args, work, &traffic) }
     }
 
     /// Exchanges parts of at most `longest` elements, on all ranks alike, like [`exchange`](Self::exchange), but
@@ -268,25 +272,25 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::exchange`].
     pub(in crate::cuda) unsafe fn exchange_in_pieces(
         &mut self,
-        step: &Step,
+        args: &ExchangeArgs,
         parts: &Parts,
         longest: u64,
     ) -> Result<()> {
-        let size = step.size;
+        let size = args.size;
         let slot = self.control.escaped_slot(self.world());
         let wanted = self.largest_inbox_part();
         let bytes = longest * size;
-        let several = step.by.inboxes == Use::WhereFaster;
+        let several = args.by.inboxes == Use::WhereFaster;
         let few = bytes <= slot || self.world() < 2;
         if !several || few || bytes > wanted.min(MAX_LAUNCHES * slot) {
             // SAFETY: the caller promised that the parts of input and output are there until the stream has done the
             // call.
-            return unsafe { self.exchange(step, parts) };
+            return unsafe { self.exchange(args, parts) };
         }
         for (from, count) in pieces(longest, slot / size, size) {
             // SAFETY: the caller promised that the parts of input and output are there until the stream has done the
             // call; pieces lie within them.
-            unsafe { self.exchange(step, &parts.piece(from, count, size)) }?;
+            unsafe { self.exchange(args, &parts.piece(from, count, size)) }?;
         }
         Ok(())
     }
@@ -369,11 +373,11 @@ impl CudaEngine {
         };
         let work = (AllToAllMode::DEVICE_COUNTS, input_bytes);
         let (call, places) = (describe(by, dtype, row), (input, output));
-        let step = Step { call, by, places, size: size.unwrap_or(1).into(), stream };
+        let args = ExchangeArgs { call, by, places, size: size.unwrap_or(1).into(), stream };
         // SAFETY: the caller promised that input and output are there for the lengths in `rows`, and the splits for a
         // count for each rank, until the stream has done the call. The kernel reads no more of the input than its
         // length, whatever the counts, and writes no more than the capacity.
-        unsafe { self.launch_exchange(&step, work, &traffic) }
+        unsafe { self.launch_exchange(&args, work, &traffic) }
     }
 
     /// The most bytes of a part that goes through inboxes whole, and how many bytes of longer parts go through
@@ -397,15 +401,15 @@ impl CudaEngine {
 
     /// # Safety
     ///
-    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for the places of `step` and the lengths in
+    /// You must keep the promises of [`CudaEngine::all_to_all_v`], for the places of `args` and the lengths in
     /// `traffic`.
     unsafe fn launch_exchange(
         &mut self,
-        step: &Step,
+        args: &ExchangeArgs,
         (mode, bytes): (AllToAllMode, u64),
         traffic: &Traffic,
     ) -> Result<()> {
-        let Step { call, by, places: (input, output), stream, .. } = *step;
+        let ExchangeArgs { call, by, places: (input, output), stream, .. } = *args;
         let most = if self.world() <= 4 { MAX_BLOCKS } else { 2 * MAX_BLOCKS };
         self.note_algorithm(by.way(mode.direct), None);
         let loaded = self.kernel(KernelSpec::all_to_all(self.world(), mode))?;
@@ -433,7 +437,7 @@ impl CudaEngine {
         let (blocks, threads, requested) = (grid.blocks, grid.threads, by.name());
         tracing::debug!(bytes, direct, splits, requested, blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
-        // SAFETY: the caller promised that the places of `step` are there for the lengths in `traffic` until the stream
+        // SAFETY: the caller promised that the places of `args` are there for the lengths in `traffic` until the stream
         // has done the call, and that nothing else touches them. The kernel is one of all-to-alls, and gets its
         // traffic.
         unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
@@ -442,7 +446,7 @@ impl CudaEngine {
 
 /// Description of an exchange. It has neither places nor counts: those are in the rows of the traffic matrix.
 fn describe(by: &Exchange, dtype: DType, row: usize) -> Call {
-    Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(by.id)
+    Call::new(OpType::AllToAllV).elements(dtype, row).algorithm(by.id)
 }
 
 /// The byte at which each part begins, for parts of so many elements that lie one behind the other.

@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::call::experts::{ExpertCall, ExpertShape, Quantization};
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{ExpertsMode, KernelMode};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
@@ -77,11 +77,11 @@ impl CudaEngine {
 
     /// How many tokens a rank may have whose rows travel through inboxes, which must have room for them: `InboxRows` and
     /// `InboxDetails` in `experts/inbox.cuh`. It is the same on every rank, and no less in a combine than in a dispatch.
-    fn inbox_tokens(&self, operation: Operation, shape: &ExpertShape, layout: &Control) -> u32 {
+    fn inbox_tokens(&self, operation: OpType, shape: &ExpertShape, layout: &Control) -> u32 {
         let row = (shape.row_bytes() as u64 / 16).next_multiple_of(16);
         let rows = layout.escaped_slot(self.world()) / 16 / row;
         let top_k = u64::from(shape.top_k);
-        let (before, details, most) = if operation == Operation::ExpertDispatch {
+        let (before, details, most) = if operation == OpType::ExpertDispatch {
             // A row's ids, then its scales, four groups of them in a vector.
             let details = top_k + (shape.groups() as u64).div_ceil(4);
             (self.count_vectors(shape), details, MAX_DISPATCH_INBOX_TOKENS)
@@ -109,7 +109,7 @@ impl CudaEngine {
         let spec = self.dispatch_spec(&call.shape, by_expert, quantizes, &self.control);
         // SAFETY: the caller promised that what `call` points to is readable, or writable, for its lengths until the
         // stream has done the call.
-        unsafe { self.launch_call(Operation::ExpertDispatch, spec, call, stream) }
+        unsafe { self.launch_call(OpType::ExpertDispatch, spec, call, stream) }
     }
 
     /// Dispatches like [`Self::dispatch`], and waits until it is known how many rows arrive.
@@ -164,7 +164,7 @@ impl CudaEngine {
         let spec = self.combine_spec(&call.shape, by_expert, call.work.tokens, &self.control);
         // SAFETY: the caller promised that what `call` points to is readable, or writable, for its lengths until the
         // stream has done the call, and that a dispatch of this buffer made its handle.
-        unsafe { self.launch_call(Operation::ExpertCombine, spec, call, stream) }
+        unsafe { self.launch_call(OpType::ExpertCombine, spec, call, stream) }
     }
 
     /// # Safety
@@ -172,7 +172,7 @@ impl CudaEngine {
     /// You must keep the promises of [`Self::dispatch`], or those of [`Self::combine`] where that is the operation.
     unsafe fn launch_call(
         &mut self,
-        operation: Operation,
+        operation: OpType,
         spec: KernelSpec,
         call: &ExpertCall,
         stream: Stream,
@@ -200,7 +200,7 @@ impl CudaEngine {
         quantizes: bool,
         layout: &Control,
     ) -> KernelSpec {
-        let only_few = self.has_only_few(Operation::ExpertDispatch, shape, layout);
+        let only_few = self.has_only_few(OpType::ExpertDispatch, shape, layout);
         let dtype = if quantizes { shape.dtype } else { DType::U8 };
         let threads = if only_few { FEW_TOKENS_THREADS } else { THREADS };
         spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_few }, threads)
@@ -214,14 +214,14 @@ impl CudaEngine {
         tokens: u32,
         layout: &Control,
     ) -> KernelSpec {
-        let only_few = self.has_only_few(Operation::ExpertCombine, shape, layout);
+        let only_few = self.has_only_few(OpType::ExpertCombine, shape, layout);
         let has_few = only_few && tokens <= FEW_COMBINED_TOKENS;
         let threads = if has_few { FEW_TOKENS_THREADS } else { THREADS };
         spec(&COMBINE, shape.dtype, ExpertsMode { by_expert, quantizes: false, only_few }, threads)
     }
 
     /// Whether all rows of a buffer travel through inboxes.
-    fn has_only_few(&self, operation: Operation, shape: &ExpertShape, layout: &Control) -> bool {
+    fn has_only_few(&self, operation: OpType, shape: &ExpertShape, layout: &Control) -> bool {
         shape.max_tokens <= self.inbox_tokens(operation, shape, layout) as usize
     }
 }

@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::algorithm::{NativeKernel, StandardCollective};
-use crate::call::{Arguments, Call, Operation};
+use crate::call::{Arguments, Call, OpType};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
@@ -160,7 +160,7 @@ fn native_grid(
 
 /// Describes a call, for ranks to compare.
 fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
-    let operation = Operation::of(native.collective);
+    let operation = OpType::of(native.collective);
     let reached = [native.input_window, native.output_window];
     arguments.described(operation, native.collective.reduces(), reached, native.hash())
 }

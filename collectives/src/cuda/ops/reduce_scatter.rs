@@ -17,7 +17,7 @@ use crate::cuda::kernel::mode::TwoShotCollective;
 use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES, THREADS};
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
 use crate::cuda::select::constraints::fits_lamport;
-use crate::cuda::select::reduce_scatter::{Launch, Scatter};
+use crate::cuda::select::reduce_scatter::{ReduceScatter, ReduceScatterLaunch};
 
 /// Reduce-scatters of parts of so many bytes go by loads from inputs that are windows. On two H200s 16 MiB take 59 us so and
 /// 61 through inboxes, 32 MiB 109 and 121, 64 MiB 209 and by copy engines 214, and 128 MiB 409 and 392. Four H200s gain
@@ -133,7 +133,7 @@ impl CudaEngine {
             AUTO => self.scatter_shape(part, dtype, input.is_window()).choose(),
             named => named,
         };
-        let entry = match Scatter::named(chosen, dtype, input.is_window()) {
+        let entry = match ReduceScatter::named(chosen, dtype, input.is_window()) {
             Ok(entry) => entry,
             Err(error) => return Err(self.decline(error, stream)),
         };
@@ -141,11 +141,11 @@ impl CudaEngine {
         tracing::debug!(part, %call, algorithm = entry.name(), most_sms, "reduce_scatter");
         self.note_algorithm(entry.name(), None);
         let launch: unsafe fn(&mut Self, &Work) -> Result<()> = match entry.launch {
-            Launch::Lamport => Self::scatter_lamport,
-            Launch::Ll => Self::scatter_ll,
-            Launch::Stages => Self::scatter_in_stages,
-            Launch::Copies => Self::scatter_by_copies,
-            Launch::Direct => Self::scatter_directly,
+            ReduceScatterLaunch::Lamport => Self::scatter_lamport,
+            ReduceScatterLaunch::Ll => Self::scatter_ll,
+            ReduceScatterLaunch::Stages => Self::scatter_in_stages,
+            ReduceScatterLaunch::Copies => Self::scatter_by_copies,
+            ReduceScatterLaunch::Direct => Self::scatter_directly,
         };
         // SAFETY: the caller promised that `input` is readable for all parts and `output` writable for one, until the
         // stream has done the call; `work` has their addresses and the bytes of a part.

@@ -22,7 +22,7 @@ const INBOX_LAUNCHES: u64 = 4;
 
 /// How all-reduces are launched: `ops/all_reduce.rs` has a function for each.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::cuda) enum Launch {
+pub(in crate::cuda) enum AllReduceLaunch {
     OneShot,
     OneShotLl128,
     OneShotPull,
@@ -52,7 +52,7 @@ pub(in crate::cuda) struct AllReduce {
     /// Its kernel on so many ranks, for launches of at most so many bytes.
     pub(in crate::cuda) kernel: fn(u32, Reduction, u64) -> KernelSpec,
     /// How it is launched.
-    pub(in crate::cuda) launch: Launch,
+    pub(in crate::cuda) launch: AllReduceLaunch,
 }
 
 /// All-reduces, in the order in which names that stand for several try them.
@@ -66,7 +66,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         pays_off: always,
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec { lamport: true, ..KernelSpec::reduces(&ONE_SHOT, of) },
-        launch: Launch::OneShot,
+        launch: AllReduceLaunch::OneShot,
     },
     AllReduce {
         name: Name::OneShotLl128,
@@ -79,7 +79,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         pays_off: always,
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT_LL128, of),
-        launch: Launch::OneShotLl128,
+        launch: AllReduceLaunch::OneShotLl128,
     },
     AllReduce {
         name: Name::OneShotLl,
@@ -88,7 +88,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         pays_off: always,
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT, of),
-        launch: Launch::OneShot,
+        launch: AllReduceLaunch::OneShot,
     },
     AllReduce {
         name: Name::OneShotPull,
@@ -97,7 +97,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         pays_off: always,
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT_PULL, of),
-        launch: Launch::OneShotPull,
+        launch: AllReduceLaunch::OneShotPull,
     },
     AllReduce {
         name: Name::TwoShotLamport,
@@ -108,7 +108,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         kernel: |world, of, bytes| {
             KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, true, bytes)
         },
-        launch: Launch::TwoShotLamport,
+        launch: AllReduceLaunch::TwoShotLamport,
     },
     AllReduce {
         name: Name::TwoShotPush,
@@ -117,7 +117,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         pays_off: |shape, control| at_once(shape, control) >= shape.bytes.min(PUSH_LAUNCH_BYTES),
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_PUSH, of),
-        launch: Launch::TwoShotPush,
+        launch: AllReduceLaunch::TwoShotPush,
     },
     AllReduce {
         name: Name::TwoShotLl,
@@ -128,7 +128,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         kernel: |world, of, bytes| {
             KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, false, bytes)
         },
-        launch: Launch::TwoShotLl,
+        launch: AllReduceLaunch::TwoShotLl,
     },
     AllReduce {
         name: Name::TwoShotPull,
@@ -137,7 +137,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         pays_off: always,
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::two_shot_pull(of, TwoShotCollective::AllReduce),
-        launch: Launch::TwoShotPull,
+        launch: AllReduceLaunch::TwoShotPull,
     },
     AllReduce {
         // In pieces, as into ordinary memory, it pays off for calls during compute only.
@@ -152,7 +152,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         },
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_COPY, of),
-        launch: Launch::TwoShotCopy,
+        launch: AllReduceLaunch::TwoShotCopy,
     },
     AllReduce {
         name: Name::TwoShotStages,
@@ -161,7 +161,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
         pays_off: always,
         most_bytes: |_, _| u64::MAX,
         kernel: |_, of, _| KernelSpec::two_shot_stages(of, TwoShotCollective::AllReduce),
-        launch: Launch::TwoShotStages,
+        launch: AllReduceLaunch::TwoShotStages,
     },
 ];
 

@@ -9,7 +9,7 @@ use crate::algorithm::{AlgorithmId, COPY, DIRECT, LAMPORT, LL, STAGES, StandardC
 
 /// How reduce-scatters are launched: `ops/reduce_scatter.rs` has a function for each.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::cuda) enum Launch {
+pub(in crate::cuda) enum ReduceScatterLaunch {
     Lamport,
     Ll,
     Stages,
@@ -18,34 +18,34 @@ pub(in crate::cuda) enum Launch {
 }
 
 /// A reduce-scatter algorithm.
-pub(in crate::cuda) struct Scatter {
+pub(in crate::cuda) struct ReduceScatter {
     pub(in crate::cuda) id: AlgorithmId,
     /// Whether it can serve calls of a type, from a window or not; and what it needs.
     fits: fn(DType, bool) -> bool,
     needs: &'static str,
     /// How it is launched.
-    pub(in crate::cuda) launch: Launch,
+    pub(in crate::cuda) launch: ReduceScatterLaunch,
 }
 
-pub(in crate::cuda) static REDUCE_SCATTER: [Scatter; 5] = [
-    Scatter {
+pub(in crate::cuda) static REDUCE_SCATTER: [ReduceScatter; 5] = [
+    ReduceScatter {
         id: LAMPORT,
         fits: |dtype, _| fits_lamport(dtype),
         needs: "it carries floats of up to 32 bits",
-        launch: Launch::Lamport,
+        launch: ReduceScatterLaunch::Lamport,
     },
-    Scatter { id: LL, fits: |_, _| true, needs: "", launch: Launch::Ll },
-    Scatter { id: STAGES, fits: |_, _| true, needs: "", launch: Launch::Stages },
-    Scatter { id: COPY, fits: |_, _| true, needs: "", launch: Launch::Copies },
-    Scatter {
+    ReduceScatter { id: LL, fits: |_, _| true, needs: "", launch: ReduceScatterLaunch::Ll },
+    ReduceScatter { id: STAGES, fits: |_, _| true, needs: "", launch: ReduceScatterLaunch::Stages },
+    ReduceScatter { id: COPY, fits: |_, _| true, needs: "", launch: ReduceScatterLaunch::Copies },
+    ReduceScatter {
         id: DIRECT,
         fits: |_, window| window,
         needs: "ranks read each other's inputs, which must be windows",
-        launch: Launch::Direct,
+        launch: ReduceScatterLaunch::Direct,
     },
 ];
 
-impl Scatter {
+impl ReduceScatter {
     pub(in crate::cuda) fn name(&self) -> &'static str {
         self.id.label(StandardCollective::ReduceScatter)
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::signal::is_handshake;
 
 /// Calls that this rank refused, beginning with the first one that not all other ranks have reached yet.
@@ -78,7 +78,7 @@ impl HostEngine {
     }
 
     fn publish_refusal(&mut self, why: Error, more: u64) {
-        self.publish_call(&Call::new(Operation::Declined));
+        self.publish_call(&Call::new(OpType::Declined));
         self.refused = Some(Refused { why, more });
     }
 
@@ -103,7 +103,7 @@ impl HostEngine {
             return closed;
         }
         if self.refused.is_none() {
-            self.publish_call(&Call::new(Operation::Declined));
+            self.publish_call(&Call::new(OpType::Declined));
         }
         self.failed.get_or_init(|| {
             let rank = self.layout.rank;

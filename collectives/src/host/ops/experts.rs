@@ -13,7 +13,7 @@ use symmpool_allocator::{Error, Result};
 
 use self::memory::{Region, RoutingHandle};
 use crate::call::experts::{ExpertCall, ExpertsWork, HandleParts};
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::host::HostEngine;
 use crate::host::kernels::{ExpertRows, copy};
 use crate::host::layout::expert_routing::{BadId, Routing};
@@ -72,7 +72,7 @@ impl HostEngine {
             unsafe { scratch.routing.read(work, world) };
             self.publish_counts(&scratch.routing, work.tokens);
         }
-        let description = Call::new(Operation::ExpertDispatch);
+        let description = Call::new(OpType::ExpertDispatch);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
         let routed = if work.known == 0 {
             handle.head.set(RoutingHandle::LAYOUT, HandleParts::layout_word(call.mode.by_expert));

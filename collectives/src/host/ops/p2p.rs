@@ -20,7 +20,7 @@ use symmpool_allocator::{Error, Result};
 
 pub(in crate::host) use self::messages::PeerMessages;
 use self::messages::{Position, Turns};
-use crate::call::operation::Operation;
+use crate::call::operation::OpType;
 use crate::call::p2p::{Direction, Payload};
 use crate::host::kernels::copy;
 use crate::host::layout::control::{PACKETS, peers};
@@ -208,7 +208,7 @@ impl HostOneSided {
         let is_unsent = || is_first && record.unsent.load(Ordering::Acquire) >= message;
         let is_news = || is_first && self.is_refused_before(peer);
         let accept = |sent: u64| sent >= number || is_unsent() || is_news();
-        self.await_count(slot, (Operation::Recv, peer, number), accept)?;
+        self.await_count(slot, (OpType::Recv, peer, number), accept)?;
         // Everything that the peer did before it sent, or declined, is visible: so its earlier refusal comes first.
         let is_unsent = is_unsent();
         // A message is declined behind all packets that were sent before, so the count is read last.
@@ -234,7 +234,7 @@ impl HostOneSided {
         let is_news = || is_first && self.is_refused_before(peer);
         let is_room = |taken: u64| taken + PACKETS >= number;
         let accept = |taken| is_room(taken) || self.is_untaken(peer, message) || is_news();
-        let taken = self.await_count(slot, (Operation::Send, peer, number), accept)?;
+        let taken = self.await_count(slot, (OpType::Send, peer, number), accept)?;
         Ok(if self.is_untaken(peer, message) {
             Arrival::Refused
         } else if is_news() || !is_room(taken) {
@@ -249,7 +249,7 @@ impl HostOneSided {
     fn await_count(
         &self,
         slot: &SignalSlot<Native>,
-        (operation, peer, number): (Operation, u32, u64),
+        (operation, peer, number): (OpType, u32, u64),
         accept: impl Fn(u64) -> bool,
     ) -> Result<u64> {
         let mut watchdog = None;

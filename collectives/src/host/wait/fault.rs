@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use symmpool_allocator::Error;
 
-use crate::call::operation::Operation;
+use crate::call::operation::OpType;
 
 /// Cause that ended a wait without its signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,9 +105,9 @@ pub(in crate::host) struct WaitFailure {
 
 impl fmt::Display for WaitFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let operation = Operation::from_code(self.operation);
-        let name = operation.map_or("an unknown operation", Operation::name);
-        if matches!(operation, Some(Operation::Send | Operation::Recv)) {
+        let operation = OpType::from_code(self.operation);
+        let name = operation.map_or("an unknown operation", OpType::name);
+        if matches!(operation, Some(OpType::Send | OpType::Recv)) {
             // The number counts chunks of messages, which mean nothing to a user.
             return f.write_str(name);
         }

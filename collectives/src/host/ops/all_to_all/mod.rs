@@ -28,7 +28,7 @@ use crate::algorithm::{
 use crate::host::layout::load_balance::LoadBalance;
 
 use super::pieces::Pieces;
-use crate::call::{Arguments, Call, Operation, StandardCall};
+use crate::call::{Arguments, Call, OpType, StandardCall};
 use crate::host::HostEngine;
 use crate::host::layout::place::{Data, InPlace};
 use crate::types::place::Place;
@@ -115,7 +115,7 @@ impl HostEngine {
         };
         let data = self.or_decline(data)?;
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
-        let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
+        let call = Call::new(OpType::AllToAllV).elements(dtype, 0);
         let work = AllToAllCall::new(self, AUTO, data, TrafficMatrix::Rows, size);
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.

@@ -7,7 +7,7 @@ use symmpool_allocator::Result;
 use super::memory::{Region, RoutingHandle, given_weights};
 use super::{ExpertScratch, HostEngine};
 use crate::call::experts::ExpertCall;
-use crate::call::{Call, Operation};
+use crate::call::{Call, OpType};
 use crate::host::kernels::{ExpertRows, copy};
 use crate::host::layout::numbers::Numbers;
 
@@ -46,7 +46,7 @@ impl HostEngine {
         // SAFETY: the handle is one of this buffer, which has these parts.
         let handle = unsafe { RoutingHandle::new(work, world) };
         self.begin_with(&handle, work, Some((call.mode.by_expert, work.input_rows)))?;
-        let description = Call::new(Operation::ExpertCombine);
+        let description = Call::new(OpType::ExpertCombine);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
         let received = handle.received(work.capacity);
         let mut weights = handle.weights;
