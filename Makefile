@@ -8,9 +8,9 @@ NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
 NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_TEST := cargo test --workspace --all-features
-# The example programs, of what `$(CARGO_TEST)` builds: that builds none of those that have tests of their own.
-CARGO_EXAMPLES := cargo build --workspace --all-features --examples
-PROGRAMS := $(TARGET)/debug/examples
+# The programs of the tests, and the examples.
+CARGO_PROGRAMS := cargo build --workspace --all-features --bins --examples
+PROGRAMS := $(TARGET)/debug
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
 # The test that compiles every variant of every kernel that changed, which takes up to some minutes.
 VARIANTS := every_variant_compiles_spills_nothing_and_fits
@@ -107,9 +107,9 @@ $(WITH_PACKAGES)/ready: Makefile | torch
 
 ## What needs GPUs, on those of this machine: make test-gpu RANKS=2
 test-gpu: extension torch
-	cargo build --release -p symmpool-collectives --example cuda_collectives
-	$(TARGET)/release/examples/cuda_collectives check --quick --ranks $(RANKS)
-	$(TARGET)/release/examples/cuda_collectives soak --ranks $(RANKS)
+	cargo build --release -p symmpool-tests --bin cuda_collectives
+	$(TARGET)/release/cuda_collectives check --quick --ranks $(RANKS)
+	$(TARGET)/release/cuda_collectives soak --ranks $(RANKS)
 	$(VENV)/bin/python -m pytest -q python/tests/gpu
 
 ## What would be published: the crates, each built from its package, and the Python package. It needs both registries.
@@ -155,7 +155,7 @@ build: build-rust test-extension
 # Tests and the programs that they start are built once: with one set of features, in one profile.
 build-rust: $(EMULATOR)/libnvrtc.so.13
 	$(CARGO_TEST) --no-run
-	$(CARGO_EXAMPLES)
+	$(CARGO_PROGRAMS)
 
 # Tests that need a device say "skipped: ..." where there is none; --nocapture lets it be seen.
 test-rust test-variants: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)
@@ -189,7 +189,7 @@ test-emulated: emulated-algorithms emulated-settings emulated-faults
 
 emulated-begun: $(EMULATOR)/libnvrtc.so.13
 	$(call begin,emulated)
-	$(CARGO_EXAMPLES)
+	$(CARGO_PROGRAMS)
 
 emulated-algorithms: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
@@ -267,7 +267,7 @@ torch: $(VENV)/ready
 		|| $(VENV)/bin/python -m pip install -q --disable-pip-version-check "$(TORCH)" \
 		|| echo "$(TORCH) could not be installed"
 
-ENGINE := Cargo.toml Cargo.lock Makefile allocator collectives tests/emulator
+ENGINE := Cargo.toml Cargo.lock Makefile allocator collectives tests/emulator tests/gpu
 $(PASSED)/emulated: $(call files,$(ENGINE))
 	@+$(MAKE) --no-print-directory test-emulated
 $(PASSED)/variants: $(call files,$(ENGINE))

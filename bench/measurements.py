@@ -3,12 +3,12 @@
 import socket
 from dataclasses import dataclass
 
-#: The package that a program is an example of.
+#: The arguments with which cargo builds a program.
 PROGRAMS = {
-    "bench_commit": "symmpool-allocator",
-    "cuda_check": "symmpool-allocator",
-    "cuda_collectives": "symmpool-collectives",
-    "on_a_stream": "symmpool-collectives",
+    "bench_commit": ["-p", "symmpool-allocator", "--example", "bench_commit"],
+    "cuda_check": ["-p", "symmpool-tests", "--bin", "cuda_check"],
+    "cuda_collectives": ["-p", "symmpool-tests", "--bin", "cuda_collectives"],
+    "on_a_stream": ["-p", "symmpool-collectives", "--example", "on_a_stream"],
 }
 #: Collectives of programs and of kernels in documents, and ours of the same shape.
 PLANS = ",".join([
@@ -55,8 +55,13 @@ class Words:
     def bench(self, *arguments):
         return self.launch("-m", "symmpool", "bench", *arguments)
 
+    def built(self, name):
+        """The path of a program. Where cargo has built it, examples are in a folder of their own."""
+        example = self.programs / "examples" / name
+        return str(example if example.exists() else self.programs / name)
+
     def program(self, name, *arguments):
-        return [str(self.programs / name), *arguments]
+        return [self.built(name), *arguments]
 
     def collectives(self, mode, *arguments):
         return self.program("cuda_collectives", mode, "--ranks", str(self.ranks), *arguments)
@@ -74,7 +79,7 @@ class Measurement:
     #: "json": it writes a report. "results": the same, but without the facts of the machine. "log": the
     #: last lines that it prints are kept.
     kind: str = "json"
-    #: The example that cargo builds for it; empty for a Python program.
+    #: The program of `PROGRAMS` that it needs; empty for a Python program.
     program: str = ""
     #: It needs at least so many ranks; `alone` means that it always runs as one.
     least: int = 2
@@ -182,7 +187,7 @@ def measurements():
            lambda w: w.checks("programs", "--count", "100000", "--seconds",
                               w.pick("40", "5")), "log"),
         it("on_a_stream", "a stream of a Rust program's own, eager and in a graph", 5, 60,
-           lambda w: w.launch("--no-python", str(w.programs / "on_a_stream")), "log", "on_a_stream"),
+           lambda w: w.launch("--no-python", w.built("on_a_stream")), "log", "on_a_stream"),
         it("torch", "everything with torch's signatures, compared with NCCL", 60, 240,
            lambda w: w.checks("torch"), "log"),
         it("engines", "what serving engines call of the adapters", 20, 100,

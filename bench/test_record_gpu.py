@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -230,6 +231,28 @@ def test_commands_exist_in_the_repository():
             if word.endswith(".py"):
                 assert (record_gpu.ROOT / word).exists(), word
         assert not it.program or record_gpu.PROGRAMS[it.program]
+
+
+def test_cargo_builds_every_program():
+    command = ["cargo", "metadata", "--no-deps", "--offline", "--format-version", "1"]
+    done = subprocess.run(command, cwd=record_gpu.ROOT, capture_output=True, text=True, check=True)
+    packages = json.loads(done.stdout)["packages"]
+    found = [
+        ["-p", package["name"], f"--{target['kind'][0]}", target["name"]]
+        for package in packages
+        for target in package["targets"]
+    ]
+    for name, arguments in record_gpu.PROGRAMS.items():
+        assert arguments in found and arguments[-1] == name, name
+
+
+def test_programs_are_found_where_cargo_puts_them(tmp_path):
+    words = record_gpu.Words(record_gpu.parse(["--ranks", "2"])[0], tmp_path, tmp_path)
+    assert words.built("on_a_stream") == str(tmp_path / "on_a_stream")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/on_a_stream").touch()
+    assert words.built("on_a_stream") == str(tmp_path / "examples/on_a_stream")
+    assert words.program("cuda_check", "--pool") == [str(tmp_path / "cuda_check"), "--pool"]
 
 
 def script(name):

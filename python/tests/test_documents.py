@@ -156,10 +156,16 @@ def words_of(line):
     return [words for words in found if words]
 
 
+MADE_PROGRAMS = ("first",)
 MADE = ("first.py", "my_two_shot.json", "my_algorithms.py", "program.py")
 TARGETS = set(re.findall(r"^([a-z-]+(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 TARGETS = {name for names in TARGETS for name in names.split()}
 PACKAGES = {path.parent.name: path.parent for path in ROOT.glob("*/Cargo.toml")}
+
+
+def binaries(folder):
+    """The names of a package's programs."""
+    return re.findall(r'^\[\[bin\]\]\nname = "(\w+)"$', (folder / "Cargo.toml").read_text(), re.MULTILINE)
 
 
 def option(words, name):
@@ -172,6 +178,8 @@ def check_cargo(words):
     folder = PACKAGES[package.removeprefix("symmpool-")] if package else None
     if name := option(words, "--example"):
         assert any((folder / "examples" / at).exists() for at in (f"{name}.rs", f"{name}/main.rs")), words
+    if name := option(words, "--bin"):
+        assert name in binaries(folder), words
     if name := option(words, "--test"):
         assert any((folder / "tests" / at).exists() for at in (f"{name}.rs", f"{name}/main.rs")), words
 
@@ -224,9 +232,11 @@ def check_command(words):
         elif TORCH:
             check_module(rest[3:])
     elif program.startswith(("target/", "./target/")):
-        name = program.rsplit("/", 1)[-1]
-        examples = [path.stem if path.suffix else path.name for path in ROOT.glob("*/examples/*")]
-        assert name in examples, words
+        *_, place, name = program.split("/")
+        built = [path.stem if path.suffix else path.name for path in ROOT.glob("*/examples/*")]
+        if place != "examples":
+            built = [name for folder in PACKAGES.values() for name in binaries(folder)]
+        assert name in built or name in MADE_PROGRAMS, words
     elif program == "vllm":
         # `python/tests/engines` runs it.
         assert rest[:2] == ["serve", "MODEL"], words
@@ -250,6 +260,9 @@ def test_commands_name_what_is_there(place, line):
     [
         "make tset",
         "cargo run -p symmpool-collectives --example no_such",
+        "cargo run -p symmpool-tests --bin no_such",
+        "target/release/no_such",
+        "target/release/examples/cuda_check",
         "python -m pytest python/tests/test_no_such.py",
         "pip install ./no_such",
         "bench/no_such",

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use symmpool_collectives::AllReduceAlgorithm;
 
-const FAMILIES: &str = "collectives/examples/cuda_collectives/families.rs";
+const FAMILIES: &str = "tests/gpu/cuda_collectives/families.rs";
 /// A kernel for tests of the compiler.
 const FOR_TESTS: &str = "reduce_local/reduce_local.cu";
 
@@ -89,7 +89,7 @@ fn races_are_looked_for_where_blocks_share_memory() {
 #[test]
 fn every_check_is_a_family_and_the_document_has_them_all() {
     let listed: BTreeSet<String> = families().into_iter().map(|(name, ..)| name).collect();
-    let check = read("collectives/examples/cuda_collectives/check.rs");
+    let check = read("tests/gpu/cuda_collectives/check.rs");
     let parts = check.lines().filter(|line| line.contains("When::Always, "));
     let parts = parts.map(|line| line.split('"').nth(1).expect("a name").to_owned());
     // All-reduces of the host have no kernels, and those that choose between two have none of their own.

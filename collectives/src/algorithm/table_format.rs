@@ -1,5 +1,5 @@
 //! The format of tables of algorithms: which one was fastest, on a kind of device. The files in `collectives/tables` have
-//! it, and those that `python -m symmpool tune` writes. The example `cuda_collectives`, which writes such files, includes
+//! it, and those that `python -m symmpool tune` writes. The program `cuda_collectives`, which writes such files, includes
 //! this source file too.
 
 use serde::{Deserialize, Serialize};

@@ -124,7 +124,6 @@ fn unsafe_code_is_where_the_architecture_says() {
             || name.starts_with("collectives/")
             || name.starts_with("ffi/src/")
             || name.starts_with("python/src/")
-            || name.starts_with("allocator/examples/")
             || name.contains("tests")
     };
     for path in sources() {

@@ -51,7 +51,7 @@ mod p2p_between;
 mod p2p_faults;
 mod plans;
 mod random_calls;
-#[path = "../../tests/random_plans/mod.rs"]
+#[path = "../../../collectives/tests/random_plans/mod.rs"]
 mod random_plans;
 mod reduce_scatter;
 mod repeats;

@@ -1,7 +1,6 @@
 //! Runs the program that checks collectives on the devices of this machine: results against the CPU's, bit by bit (S7),
 //! graphs (S2, S8), and ranks that make different calls or none (S5, S6).
 
-use std::path::PathBuf;
 use std::process::Command;
 
 use symmpool_allocator::driver::CudaDriver;
@@ -18,26 +17,20 @@ fn ranks() -> Option<u32> {
     }
 }
 
-fn program() -> PathBuf {
-    let test = std::env::current_exe().expect("this test");
-    let folder = test.parent().and_then(|deps| deps.parent()).expect("the build's folder");
-    folder.join("examples/cuda_collectives")
-}
-
 fn run(mode: &str, more: &[&str]) {
     let Some(ranks) = ranks() else { return };
-    let output = Command::new(program())
+    let output = Command::new(env!("CARGO_BIN_EXE_cuda_collectives"))
         .args([mode, "--ranks", &ranks.to_string()])
         .args(more)
         .output()
-        .expect("the program, which is built with the tests");
+        .expect("the program");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     assert!(text.contains("everything was right"), "{text}");
 }
 
 /// Rules S2 and S8, among others: calls are captured into graphs, which are replayed between calls that are not
-/// captured (see `examples/cuda_collectives/check.rs`).
+/// captured (see `gpu/cuda_collectives/check.rs`).
 #[test]
 fn every_bit_is_as_the_cpu_computes_it() {
     run("check", &[]);

@@ -1,15 +1,15 @@
 //! Checks of collectives that programs bring along: plans, compiled for devices.
 
-#[path = "../../tests/host/plans/builder.rs"]
+#[path = "../../../collectives/tests/host/plans/builder.rs"]
 mod builder;
 pub(crate) mod faults;
 mod model;
-#[path = "../../tests/host/plans/more_programs.rs"]
+#[path = "../../../collectives/tests/host/plans/more_programs.rs"]
 mod more_programs;
 mod odd;
-#[path = "../../tests/host/plans/odd_programs.rs"]
+#[path = "../../../collectives/tests/host/plans/odd_programs.rs"]
 mod odd_programs;
-#[path = "../../tests/host/plans/programs.rs"]
+#[path = "../../../collectives/tests/host/plans/programs.rs"]
 mod programs;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};

@@ -11,7 +11,7 @@ use crate::bench::{Bench, LONG_GRAPHS, Times, show};
 use crate::cuda::driver;
 use crate::{ORDINARY, Options};
 
-#[path = "../../src/algorithm/table_format.rs"]
+#[path = "../../../collectives/src/algorithm/table_format.rs"]
 mod table_format;
 
 use table_format::{Row, TABLES_VERSION, Table, all_reduce};
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn tables_grow_by_groups_and_are_written_as_they_were_read() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tables/h200.json");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../collectives/tables/h200.json");
         let held = fs::read_to_string(&path).unwrap();
         let mut table = read(&path, "NVIDIA H200").unwrap();
         assert_eq!(text(&table), held);
