@@ -2,6 +2,7 @@
 
 mod env;
 mod gather;
+mod hosts;
 mod launch;
 #[cfg(test)]
 mod tests;
@@ -13,6 +14,8 @@ use std::time::Duration;
 
 use crate::store::{self, MemoryStore, Store, TcpServer};
 use crate::{Deadline, Error, Result};
+
+pub use hosts::Hosts;
 
 /// How long a group's collectives wait by default.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -65,11 +68,23 @@ struct Namespace {
     name: String,
     collectives: AtomicU64,
     children: AtomicU64,
+    root: Arc<Root>,
+}
+
+/// Properties that a group shares with its children.
+struct Root {
+    name: String,
+    hosts: hosts::KnownHosts,
 }
 
 impl Namespace {
     fn new(name: String) -> Arc<Self> {
-        Arc::new(Self { name, collectives: AtomicU64::new(0), children: AtomicU64::new(0) })
+        let root = Root { name: name.clone(), hosts: hosts::KnownHosts::default() };
+        Self::below(name, Arc::new(root))
+    }
+
+    fn below(name: String, root: Arc<Root>) -> Arc<Self> {
+        Arc::new(Self { name, collectives: AtomicU64::new(0), children: AtomicU64::new(0), root })
     }
 }
 
@@ -176,7 +191,10 @@ impl Group {
         let number = self.namespace.children.fetch_add(1, Ordering::Relaxed);
         Self {
             member: self.member.clone(),
-            namespace: Namespace::new(format!("{}/{what}.{number}", self.name())),
+            namespace: Namespace::below(
+                format!("{}/{what}.{number}", self.name()),
+                self.namespace.root.clone(),
+            ),
             timeout: self.timeout,
             interrupt: self.interrupt.clone(),
         }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use symmpool_allocator::store::FileStore;
 use symmpool_allocator::{Deadline, Error};
 
@@ -133,8 +134,11 @@ impl Group {
     ) -> PyResult<Self> {
         let (rank, world) = (rank.or_raise(py, "rank")?, world.or_raise(py, "world")?);
         let timeout = timeout.seconds(py, "timeout")?;
-        let adapter =
-            py.import("symmpool.groups.store")?.getattr("StoreAdapter")?.call1((store,))?;
+        let adapter = py.import("symmpool.groups.store")?.getattr("StoreAdapter")?.call1((
+            store,
+            py.None(),
+            name,
+        ))?;
         let store = Arc::new(PythonStore::new(adapter.unbind()));
         let group = symmpool_allocator::Group::new(rank, world, store).or_raise(py)?;
         Ok(Self::of(group.with_name(name).with_timeout(timeout)))
@@ -162,6 +166,22 @@ impl Group {
     #[getter]
     fn local_rank(&self) -> Option<u32> {
         self.group.local_rank()
+    }
+
+    /// Which ranks share a host: the ranks of each host, hosts in the order of their lowest ranks.
+    ///
+    /// You must call this on every rank. It costs one step through the store, once: the group remembers the result. A
+    /// host is where processes can hand each other memory by file descriptors: one kernel, one network namespace and one
+    /// user. Where SYMMPOOL_HOST_ID is set, a process pretends to be on a host of that name.
+    ///
+    /// Raises InvalidArgumentError where SYMMPOOL_HOST_ID makes no sense, InvalidStateError where it changed in a
+    /// running process, and TimeoutError with the ranks that do not call this.
+    fn hosts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        self.group.check("a group").or_raise(py)?;
+        let group = &*self.group;
+        let hosts = py.detach(|| group.hosts(group.deadline())).or_raise(py)?;
+        let ranks = hosts.iter().map(|ranks| PyTuple::new(py, ranks));
+        PyTuple::new(py, ranks.collect::<PyResult<Vec<_>>>()?)
     }
 
     /// How long its collective calls wait for other ranks, in seconds.

@@ -63,6 +63,22 @@ impl Group {
         store.all_gather_until(key, rank, world, value, deadline, stop)
     }
 
+    /// Gathers as the group that this one descends from. That and all its descendants share the count of these gathers,
+    /// which is `number`: the caller keeps it.
+    pub(super) fn gather_of_root(
+        &self,
+        what: &str,
+        number: u64,
+        value: &[u8],
+        deadline: Deadline,
+    ) -> Result<Gathered> {
+        // No other gather's key begins so: names of children have a number.
+        let key = format!("{}/{what}/all/{number}", self.namespace.root.name);
+        self.gather_at(&key, |store, key, rank, world| {
+            self.gather_unless_interrupted(store, (key, rank, world), value, deadline)
+        })
+    }
+
     /// Makes the group's next gather by `gather`, which is passed the store, the key, the rank and the world.
     fn gather(
         &self,
@@ -70,9 +86,16 @@ impl Group {
         gather: impl FnOnce(&dyn Store, &str, u32, u32) -> Result<Gathered>,
     ) -> Result<Gathered> {
         let number = self.namespace.collectives.fetch_add(1, Ordering::Relaxed);
-        let key = format!("{}/{what}/{number}", self.name());
+        self.gather_at(&format!("{}/{what}/{number}", self.name()), gather)
+    }
+
+    fn gather_at(
+        &self,
+        key: &str,
+        gather: impl FnOnce(&dyn Store, &str, u32, u32) -> Result<Gathered>,
+    ) -> Result<Gathered> {
         let Member { rank, world, .. } = *self.member;
-        let gathered = gather(&*self.member.store, &key, rank, world);
+        let gathered = gather(&*self.member.store, key, rank, world);
         let gathered = gathered.map_err(|error| {
             error.context(format!("group {:?}, rank {rank} of {world}", self.name()))
         })?;

@@ -9,7 +9,7 @@ use crate::driver::Transport;
 use crate::ranks::list;
 use crate::rendezvous::message::{PROTOCOL_VERSION, version_of};
 use crate::store::Gathered;
-use crate::{Error, Result};
+use crate::{Error, Hosts, Result};
 
 /// Refuses ranks whose symmpool speaks another version, before anything else is read.
 pub(super) fn versions(gathered: &Gathered) -> Result<()> {
@@ -130,14 +130,10 @@ fn hosts(hellos: &[&Hello]) -> Result<()> {
     else {
         return Ok(());
     };
-    let hosts = group_by(ranked(hellos).map(|(rank, hello)| {
-        let host = &hello.host;
-        (rank, (&host.boot_id, host.net_namespace, host.uid, &host.hostname))
-    }));
+    let hosts = Hosts::from_identities(&hellos.iter().map(|hello| &hello.host).collect::<Vec<_>>());
     Err(Error::unsupported(format!(
         "memory of this kind is shared through file descriptors, which cannot travel between \
-         ranks 0 and {rank}: {reason}. Ranks by machine: {}",
-        describe(&hosts, |(_, net, _, name)| format!("{name} (net:[{net}])"))
+         ranks 0 and {rank}: {reason}. Ranks by host: {hosts}"
     ))
     .naming([0, rank]))
 }
@@ -302,9 +298,23 @@ mod tests {
         let error = four(machines).unwrap_err();
         assert!(error.is_unsupported());
         let text = error.to_string();
-        assert!(text.contains("ranks 0 and 2") && text.contains("ranks 2, 3: node1"), "{text}");
+        assert!(
+            text.contains("ranks 0 and 2") && text.contains("host node1: ranks 2, 3"),
+            "{text}"
+        );
         let error = four(|rank, hello| hello.host.net_namespace += rank as u64).unwrap_err();
         assert!(error.is_unsupported() && error.to_string().contains("network namespaces"));
+        let pretending = |rank: usize, hello: &mut Hello| {
+            hello.host.host_id = (rank % 2 == 1).then(|| "b".into());
+        };
+        let error = four(pretending).unwrap_err();
+        assert!(error.is_unsupported() && error.ranks() == [0, 1], "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("SYMMPOOL_HOST_ID not set on one, SYMMPOOL_HOST_ID=b on the other"),
+            "{text}"
+        );
+        assert!(text.contains("ranks 0, 2; host b (SYMMPOOL_HOST_ID): ranks 1, 3"), "{text}");
         // Bytes do travel.
         four(|rank, hello| {
             machines(rank, hello);

@@ -1,4 +1,4 @@
-//! Which process a rank is, on which machine, and whether handles can travel to it.
+//! Which process a rank is, on which host, and whether handles can travel to it.
 
 use std::cell::RefCell;
 use std::fs;
@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::host_id::{self, HOST_ID};
 use crate::{Error, Result};
 
 /// A process and the machine and namespaces it runs in.
@@ -19,6 +20,8 @@ pub(crate) struct HostIdentity {
     pub(crate) boot_id: String,
     /// The name of the machine or container.
     pub(crate) hostname: String,
+    /// Id of the host that the process pretends to be on (`SYMMPOOL_HOST_ID`).
+    pub(crate) host_id: Option<String>,
     /// Inode of the pid namespace.
     pub(crate) pid_namespace: u64,
     /// Inode of the mount namespace.
@@ -33,13 +36,28 @@ pub(crate) struct HostIdentity {
     pub(crate) start_time: u64,
 }
 
+/// Key that is equal for the processes of one host, and for them alone.
+///
+/// A host is where file descriptors can travel from each process to each other one: one kernel, one network
+/// namespace (abstract Unix sockets belong to it) and one user (whom sockets check). Containers of one machine may
+/// therefore be several hosts. A pretended host is always a part of a real one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct HostKey {
+    boot_id: String,
+    net_namespace: u64,
+    uid: u32,
+    host_id: Option<String>,
+}
+
 impl HostIdentity {
-    /// The identity of this process.
+    /// The identity of this process. An [`Error::is_invalid_argument`] if `SYMMPOOL_HOST_ID` makes no sense, and an
+    /// [`Error::is_invalid_state`] if it changed since this process first read it.
     pub(crate) fn current() -> Result<Self> {
         let Birth { boot_id, start_time, .. } = Birth::of_this_process()?;
         Ok(Self {
             boot_id,
             hostname: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            host_id: host_id::of_this_process()?,
             pid_namespace: namespace("/proc/self/ns/pid"),
             mount_namespace: namespace("/proc/self/ns/mnt"),
             net_namespace: namespace("/proc/self/ns/net"),
@@ -49,9 +67,27 @@ impl HostIdentity {
         })
     }
 
-    /// Whether both processes run under one kernel.
+    /// Whether both processes run under one kernel, and none pretends otherwise.
     pub(crate) fn same_host(&self, other: &Self) -> bool {
-        self.boot_id == other.boot_id
+        self.boot_id == other.boot_id && self.host_id == other.host_id
+    }
+
+    /// Key that groups processes to hosts. Two have equal keys where there is no [`obstacle`](Self::obstacle) between them.
+    pub(crate) fn host_key(&self) -> HostKey {
+        HostKey {
+            boot_id: self.boot_id.clone(),
+            net_namespace: self.net_namespace,
+            uid: self.uid,
+            host_id: self.host_id.clone(),
+        }
+    }
+
+    /// Name of the host for messages, behind the word "host": `node7`, or `a (SYMMPOOL_HOST_ID)`.
+    pub(crate) fn host_name(&self) -> String {
+        match &self.host_id {
+            Some(id) => format!("{id} ({HOST_ID})"),
+            None => self.hostname.clone(),
+        }
     }
 
     /// Whether both are the very same process.
@@ -66,10 +102,25 @@ impl HostIdentity {
     /// Why file descriptors cannot be sent between the two over an abstract Unix socket; `None` if they can.
     /// Different pid or mount namespaces are no obstacle: neither sockets nor descriptors belong to them.
     pub(crate) fn obstacle(&self, other: &Self) -> Option<String> {
-        if !self.same_host(other) {
+        if self.boot_id != other.boot_id {
             return Some(format!(
                 "they run on different machines ({} with boot id {}, {} with boot id {})",
-                self.hostname, self.boot_id, other.hostname, other.boot_id
+                self.host_name(),
+                self.boot_id,
+                other.host_name(),
+                other.boot_id
+            ));
+        }
+        if self.host_id != other.host_id {
+            let shown = |identity: &Self| match &identity.host_id {
+                Some(id) => format!("{HOST_ID}={id}"),
+                None => format!("{HOST_ID} not set"),
+            };
+            return Some(format!(
+                "they pretend to run on different hosts ({} on one, {} on the other); to run them on one host, \
+                 give both the same {HOST_ID}, or unset it for both",
+                shown(self),
+                shown(other)
             ));
         }
         if self.net_namespace != other.net_namespace {
@@ -165,6 +216,59 @@ mod tests {
         assert!(me.obstacle(&user).unwrap().contains("different users"));
         let pid = HostIdentity { pid_namespace: 1, mount_namespace: 1, ..me.clone() };
         assert_eq!(me.obstacle(&pid), None);
+    }
+
+    #[test]
+    fn pretended_hosts_are_told_apart_with_both_ids() {
+        let node = HostIdentity { host_id: None, ..HostIdentity::current().unwrap() };
+        let on = |id: &str| HostIdentity { host_id: Some(id.into()), ..node.clone() };
+        let text = on("a").obstacle(&on("b")).unwrap();
+        assert!(
+            text.contains("SYMMPOOL_HOST_ID=a on one, SYMMPOOL_HOST_ID=b on the other"),
+            "{text}"
+        );
+        assert!(text.contains("give both the same SYMMPOOL_HOST_ID, or unset it"), "{text}");
+        let text = node.obstacle(&on("b")).unwrap();
+        assert!(text.contains("SYMMPOOL_HOST_ID not set on one, SYMMPOOL_HOST_ID=b on"), "{text}");
+        assert!(on("a").same_host(&on("a")) && on("a").obstacle(&on("a")).is_none());
+        assert!(!on("a").same_host(&on("b")) && !on("a").same_host(&node));
+        assert_eq!(
+            (on("a").host_name(), node.host_name()),
+            ("a (SYMMPOOL_HOST_ID)".into(), node.hostname.clone())
+        );
+        // One id on two machines does not make them one.
+        let elsewhere = HostIdentity { boot_id: "other".into(), ..on("a") };
+        assert!(
+            on("a")
+                .obstacle(&elsewhere)
+                .unwrap()
+                .contains("different machines (a (SYMMPOOL_HOST_ID) with boot")
+        );
+    }
+
+    #[test]
+    fn keys_are_equal_where_nothing_is_in_the_way() {
+        let me = HostIdentity { host_id: None, ..HostIdentity::current().unwrap() };
+        let mut all = Vec::new();
+        for bits in 0..32_u32 {
+            let other = |bit: u32| bits >> bit & 1 != 0;
+            all.push(HostIdentity {
+                boot_id: if other(0) { "other".into() } else { me.boot_id.clone() },
+                net_namespace: me.net_namespace + u64::from(other(1)),
+                uid: me.uid + u32::from(other(2)),
+                host_id: other(3).then(|| "a".into()),
+                // The rest does not tell hosts apart.
+                pid: me.pid + u32::from(other(4)),
+                hostname: format!("name{}", bits >> 4),
+                pid_namespace: me.pid_namespace + u64::from(other(4)),
+                ..me.clone()
+            });
+        }
+        for (one, other) in all.iter().flat_map(|one| all.iter().map(move |other| (one, other))) {
+            let is_one = one.host_key() == other.host_key();
+            assert_eq!(is_one, one.obstacle(other).is_none(), "{one:?} {other:?}");
+            assert_eq!(is_one, other.obstacle(one).is_none(), "{one:?} {other:?}");
+        }
     }
 
     #[test]

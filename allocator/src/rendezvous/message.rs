@@ -10,7 +10,7 @@ use crate::store::{Gathered, MAX_VALUE};
 use crate::{Error, Result};
 
 /// The version of all messages together, raised with any change to one of them.
-pub(crate) const PROTOCOL_VERSION: u16 = 5;
+pub(crate) const PROTOCOL_VERSION: u16 = 6;
 
 /// The longest payload of a message, in bytes.
 pub(crate) const MAX_PAYLOAD: usize = MAX_VALUE - HEADER;

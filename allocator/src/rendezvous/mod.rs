@@ -2,7 +2,9 @@
 //!
 //! | part | owns |
 //! | --- | --- |
-//! | [`identity`] | which process on which machine a rank is |
+//! | [`identity`] | which process on which host a rank is |
+//! | [`host_id`] | the host that a process pretends to be on |
+//! | [`hosts`] | which ranks of a group share a host |
 //! | [`message`] | the frame and checks of every message between ranks |
 //! | [`status`] | one error out of the failures of several ranks |
 //! | [`handshake`](mod@handshake) | the two rounds through the store by which a pool's ranks meet |
@@ -18,6 +20,8 @@ pub(crate) mod agreement;
 mod checks;
 pub(crate) mod handshake;
 mod hello;
+mod host_id;
+mod hosts;
 pub(crate) mod identity;
 pub(crate) mod message;
 pub(crate) mod pairs;

@@ -1,6 +1,6 @@
 """A store of torch.distributed, or one with its methods, as the allocator's rendezvous uses it.
 
-Keys lie under `symmpool/RUN/`, where RUN counts the groups that a rank has made on the store, so
+Keys lie under `symmpool/RUN/`, where RUN counts the groups of a name that a rank has made on the store, so
 that what an earlier one left is not taken for a part of a later one. (Two ranks that use one number
 have different runs, so they never meet: each finds that the other ranks are missing.) A gather costs two
 round trips with a TCPStore, as setting waits for no answer: the number of waiting ranks changes nothing.
@@ -43,8 +43,10 @@ class RunOfStore:
 class StoreAdapter:
     """A store with the methods that the binding calls. Values are bytes, times are seconds."""
 
-    def __init__(self, store: Any, runs: dict[int, int | str] | None = None):
-        """With `runs`, several objects take part in the same ones."""
+    def __init__(self, store: Any, runs: dict[int, int | str] | None = None, name: str | None = None):
+        """With `runs`, several objects take part in the same ones. `name` is that of the group that gathers
+        here; without one, runs are counted by their first key."""
+        self._name = name
         # Which run of a rank this is; a rank of a group takes part under one number.
         self._runs = {} if runs is None else runs
         self._knows_run = isinstance(store, RunOfStore)
@@ -77,6 +79,10 @@ class StoreAdapter:
         if self._prefix is None:
             self._prefix = _prefix_of(self._store)
         return f"{self._prefix}symmpool/{key}"
+
+    def _run_key(self, key: str, rank: int) -> str:
+        """Key that counts this rank's runs, which begin with a gather of `key`."""
+        return self._key(f"{key if self._name is None else self._name}/run/{rank}")
 
     def set(self, key: str, value: bytes, seconds: float) -> None:
         """Writes a value. torch's store has a timeout of its own, so `seconds` is not used."""
@@ -124,7 +130,7 @@ class StoreAdapter:
         """Publishes this rank's part of a gather, and returns what keys of all parts begin with."""
         run = self._runs.get(rank)
         if run is None:
-            run = self._runs[rank] = self._call(store.add, self._key(f"{key}/run/{rank}"), 1)
+            run = self._runs[rank] = self._call(store.add, self._run_key(key, rank), 1)
         prefix = self._key(f"{run}/{key}")
         self._call(store.set, f"{prefix}/{rank}", world.to_bytes(HEADER, "little") + value)
         return prefix
@@ -158,7 +164,7 @@ class StoreAdapter:
                 self._call(store.delete_key, own)
             if not self._met and not self._knows_run:
                 # Nobody met in this run: a new try, also of another object, begins it again.
-                self._call(store.add, self._key(f"{key}/run/{rank}"), -1)
+                self._call(store.add, self._run_key(key, rank), -1)
                 del self._runs[rank]
             error = TimeoutError(f"rank {rank} of {world} waited in the store")
             error.ranks = tuple(never or others)
