@@ -8,7 +8,7 @@ NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
 NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_TEST := cargo test --workspace --all-features
-# The programs of the tests, and the examples.
+# The programs of tests and benchmarks, and the examples.
 CARGO_PROGRAMS := cargo build --workspace --all-features --bins --examples
 PROGRAMS := $(TARGET)/debug
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
@@ -51,7 +51,7 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
-	cargo run --release -p symmpool-collectives --example demo
+	cargo run --release -p symmpool-bench --bin demo
 
 ## Every test there is. What needs no other's results is made at once, then run at once: much of it waits.
 test: ready
@@ -272,7 +272,7 @@ $(PASSED)/emulated: $(call files,$(ENGINE))
 	@+$(MAKE) --no-print-directory test-emulated
 $(PASSED)/variants: $(call files,$(ENGINE))
 	@+$(MAKE) --no-print-directory test-variants
-$(PASSED)/rust: $(call files,$(ENGINE) ffi python/src tests)
+$(PASSED)/rust: $(call files,$(ENGINE) bench/programs ffi python/src tests)
 	@+$(MAKE) --no-print-directory test-rust
 $(PASSED)/python: $(call files,$(ENGINE) ffi python bench docs examples README.md)
 	@+$(MAKE) --no-print-directory test-python

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 #: The arguments with which cargo builds a program.
 PROGRAMS = {
-    "bench_commit": ["-p", "symmpool-allocator", "--example", "bench_commit"],
+    "bench_commit": ["-p", "symmpool-bench", "--bin", "bench_commit"],
     "cuda_check": ["-p", "symmpool-tests", "--bin", "cuda_check"],
     "cuda_collectives": ["-p", "symmpool-tests", "--bin", "cuda_collectives"],
     "on_a_stream": ["-p", "symmpool-collectives", "--example", "on_a_stream"],

@@ -2,7 +2,7 @@
 
     seeds.py REPLAY EVENTS RANKS SEEDS OUT
 
-REPLAY is the built replay example. Every replay runs RANKS simulated ranks, whose base addresses
+REPLAY is the built program `replay`. Every replay runs RANKS simulated ranks, whose base addresses
 depend on the seed and the rank; the lane's digest stands for all placements.
 """
 

@@ -10,7 +10,7 @@ the store alone takes. Everybody takes turns, another first in each round, and l
 before the next one's turn, so all have equally many windows besides the new one. Milliseconds of the
 slowest rank, the median of all rounds and the least; a first round, in which what is made once is made, does
 not count. The phases of a commit are measured by
-`cargo run --release -p symmpool-allocator --example bench_commit`.
+`cargo run --release -p symmpool-bench --bin bench_commit`.
 """
 
 import argparse

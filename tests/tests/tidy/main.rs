@@ -20,7 +20,9 @@ fn root() -> PathBuf {
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders: Vec<PathBuf> =
-        ["allocator", "collectives", "ffi", "python", "tests"].map(|name| root().join(name)).into();
+        ["allocator", "bench", "collectives", "ffi", "python", "tests"]
+            .map(|name| root().join(name))
+            .into();
     while let Some(folder) = folders.pop() {
         let Ok(entries) = fs::read_dir(&folder) else { continue };
         for path in entries.flatten().map(|entry| entry.path()) {
@@ -121,6 +123,7 @@ fn unsafe_code_is_where_the_architecture_says() {
             || name == "allocator/src/pool/nested.rs"
             || name == "allocator/src/testing/processes.rs"
             || name == "allocator/src/topology/nvml.rs"
+            || name.starts_with("bench/programs/demo/")
             || name.starts_with("collectives/")
             || name.starts_with("ffi/src/")
             || name.starts_with("python/src/")

@@ -1,4 +1,4 @@
-//! Code that the example programs share: processes that are ranks, and data that every rank can compute.
+//! Code that these programs share: processes that are ranks, and data that every rank can compute.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;

@@ -4,7 +4,7 @@
 //! and over a symmpool pool. The former silently adds up the wrong tensors. Then all-reduce and all-to-all are timed
 //! and checked, and memory is drawn.
 //!
-//! `cargo run --release -p symmpool-collectives --example demo`
+//! `cargo run --release -p symmpool-bench --bin demo`
 
 mod address_ordered;
 mod clutter;

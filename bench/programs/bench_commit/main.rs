@@ -2,9 +2,9 @@
 //! connect over TCP on loopback, or with thousands of simulated ranks in one process.
 //!
 //! ```text
-//! cargo run --release -p symmpool-allocator --example bench_commit -- --json commit.json
-//! cargo run --release -p symmpool-allocator --example bench_commit -- --driver cuda
-//! cargo run --release -p symmpool-allocator --example bench_commit -- --sim-ranks 4096
+//! cargo run --release -p symmpool-bench --bin bench_commit -- --json commit.json
+//! cargo run --release -p symmpool-bench --bin bench_commit -- --driver cuda
+//! cargo run --release -p symmpool-bench --bin bench_commit -- --sim-ranks 4096
 //! ```
 //!
 //! Exit codes: 0 if everything was measured; 1 if something failed, or the number of round trips is not

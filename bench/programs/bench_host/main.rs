@@ -7,7 +7,7 @@
 //! without, and the better time counts. `--bind` binds the ranks of all contenders to cores, if there are enough.
 //! Every element of the results is checked.
 //!
-//! `cargo run --release -p symmpool-collectives --example bench_host -- --quick`
+//! `cargo run --release -p symmpool-bench --bin bench_host -- --quick`
 
 mod case;
 #[path = "../common/mod.rs"]

@@ -2,7 +2,7 @@
 //! alike.
 //!
 //! ```text
-//! cargo run --release -p symmpool-collectives --example replay -- --trace T.csv.gz --ranks 8
+//! cargo run --release -p symmpool-bench --bin replay -- --trace T.csv.gz --ranks 8
 //! ```
 //!
 //! `symmpool_allocator::trace` does the work; this program has arguments, progress and output.
