@@ -45,7 +45,7 @@ TORCH ?= $(TYPED_TORCH)
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-variants test-long-emulated test-packages test-gpu check-published test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-variants test-long-emulated test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
 .PHONY: test-engines engines-wheel
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
@@ -120,6 +120,10 @@ check-published: $(VENV)/ready
 	$(TARGET)/published/bin/python -m pip install -q --disable-pip-version-check "twine>=6,<7"
 	$(VENV)/bin/maturin sdist -m python/Cargo.toml --out $(TARGET)/published/dist
 	$(TARGET)/published/bin/twine check --strict $(TARGET)/published/dist/*
+
+## Licences, sources and known weaknesses of what Cargo.lock names. It needs cargo-deny, and fetches RustSec's database.
+deny:
+	cargo deny --all-features check $(CHECKS)
 
 # What is built and checked before tests. Rust needs nothing of what pip fetches, which takes minutes, so both are done at
 # once.
@@ -307,6 +311,11 @@ bench:
 ## The same on this machine's GPUs: make bench-gpu RANKS=4
 bench-gpu: extension torch
 	$(VENV)/bin/python bench/record_gpu --ranks $(RANKS)
+
+## The host's side of a call and the calls of lanes, measured by criterion.
+bench-host:
+	cargo bench -p symmpool-allocator --bench lane
+	cargo bench -p symmpool-collectives --bench host_call
 
 tables:
 	$(PYTHON) bench/tables.py
