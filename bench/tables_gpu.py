@@ -405,7 +405,7 @@ def tensor_parallel():
         for entry in report["results"]
     ]  # fmt: skip
     head = ["with", "mode", "tokens a second", "last loss", "loss difference"]
-    return "`examples/tensor_parallel.py`", place, report, head, rows
+    return "`bench/programs/tensor_parallel.py`", place, report, head, rows
 
 
 #: Goals: at least so many times the tokens a second of symmpool without fused calls.
@@ -437,7 +437,7 @@ def tensor_parallel_fused(places):
     head = ["program", "tokens a step", "mode", *columns, "fused / symmpool", "bar", "loss difference"]
     given = report["options"]
     layers = f"{given['layers']} layers of Llama 3 8B's shape" if given["hidden"] == 4096 else "small layers"
-    title = f"`examples/tensor_parallel_fused.py`, {layers}, tokens a second"
+    title = f"`bench/programs/tensor_parallel_fused.py`, {layers}, tokens a second"
     return title, place, report, head, rows
 
 
@@ -467,7 +467,7 @@ def wrong_sums():
         for entry in report["random_programs"]
     ]  # fmt: skip
     head = ["memory of NCCL's windows", "sizes", "random programs", "of them wrong", "wrong sums"]
-    return "`examples/wrong_sums.py`", place, report, head, rows
+    return "`bench/programs/wrong_sums.py`", place, report, head, rows
 
 
 def in_short(places):

@@ -278,7 +278,8 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| nccl_windows: not measured | - | - | - |",
         "| one segment of 64 MiB | 1.50 | 2 | 0.10 |",
         "| NCCL | eager | 1,234 | 1.000000 | 0 |",
-        "`examples/tensor_parallel_fused.py`, 4 layers of Llama 3 8B's shape, tokens a second; 2 x H200",
+        "`bench/programs/tensor_parallel_fused.py`, 4 layers of Llama 3 8B's shape, "
+        "tokens a second; 2 x H200",
         "| decode | 8 | compiled graph | 9,000 | 10,000 | 11,500 | 1.15 | 1.1 | 0 |",
         "| training | 8,192 | eager | 9,000 | - | - | - | 1.08 | 0 |",
         "| `symmpool.install()` | 1.050 | 20.00 | 0.995 |",

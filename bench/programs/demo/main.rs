@@ -59,7 +59,7 @@ fn main() -> ExitCode {
     if let Ok(devices @ 2..) = CudaDriver::device_count() {
         say!(
             "There are {devices} CUDA devices, but this demo runs in host memory; see \
-             examples/wrong_sums.py for GPUs."
+             bench/programs/wrong_sums.py for GPUs."
         );
     }
     let results = match collect(&options) {

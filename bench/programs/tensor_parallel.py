@@ -1,7 +1,7 @@
 """A transformer whose layers are split over the ranks, trained with NCCL and with symmpool.
 
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py [--json FILE]
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py --device cpu
+    torchrun --nproc-per-node 4 bench/programs/tensor_parallel.py [--json FILE]
+    torchrun --nproc-per-node 2 bench/programs/tensor_parallel.py --device cpu
 
 Each rank has some attention heads and a part of the hidden units of every layer, so a layer's output is the
 sum of all ranks' parts. That takes one all-reduce after attention and one after the hidden units in the
@@ -243,7 +243,7 @@ def main():
     parser.add_argument("--json")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        sys.exit("this runs under torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
+        sys.exit("this runs under torchrun: torchrun --nproc-per-node 2 bench/programs/tensor_parallel.py")
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no GPU here; --device cpu needs none")
     for name, values in defaults.items():
@@ -300,7 +300,7 @@ def main():
             names = ("with", "mode", "tokens_a_second", "first_loss", "last_loss", "apart")
             table = [dict(zip(names, row, strict=True)) for row in rows]
             arguments = map(session.without_folders, sys.argv[1:])
-            command = ["python", "examples/tensor_parallel.py", *arguments]
+            command = ["python", "bench/programs/tensor_parallel.py", *arguments]
             on_cuda = device.type == "cuda"
             given = {key: value for key, value in vars(options).items() if key != "json"}
             report = session.facts(torch, "tensor_parallel", command, world, on_cuda)

@@ -1,6 +1,6 @@
 """Wrong sums without an error, and right sums: NCCL's symmetric windows under torch's allocator.
 
-    torchrun --nproc-per-node 4 examples/wrong_sums.py [--rounds 4] [--programs 1000] [--json FILE]
+    torchrun --nproc-per-node 4 bench/programs/wrong_sums.py [--rounds 4] [--programs 1000] [--json FILE]
 
 This is the program of pytorch#178138. Tensors are made in a torch.cuda.MemPool whose segments are registered
 with NCCL as symmetric windows, then filled, and summed by `torch.distributed.all_reduce`. It runs twice:
@@ -241,7 +241,7 @@ def main():
             right = right and (allocator is naive or found["wrong_sums"] == 0)
     if rank == 0 and options.json:
         arguments = map(session.without_folders, sys.argv[1:])
-        command = ["python", "examples/wrong_sums.py", *arguments]
+        command = ["python", "bench/programs/wrong_sums.py", *arguments]
         report = session.facts(torch, "wrong_sums", command, world) | {
             "sums_a_round": 10 * world,
             "wrong_sums_by_round": {each.name: counts for each, counts in results.items()},

@@ -1,7 +1,7 @@
 """A Llama whose layers are split over the ranks: with NCCL, with symmpool, and with symmpool's fused calls.
 
-    torchrun --nproc-per-node 2 examples/tensor_parallel_fused.py [--json FILE]
-    torchrun --nproc-per-node 2 examples/tensor_parallel_fused.py --device cpu
+    torchrun --nproc-per-node 2 bench/programs/tensor_parallel_fused.py [--json FILE]
+    torchrun --nproc-per-node 2 bench/programs/tensor_parallel_fused.py --device cpu
 
 There are three programs. `decode` makes one token for each of some sequences: an all-reduce ends attention,
 and another one the hidden units; `fused.all_reduce_rms_norm` makes one call of it, the residual and the norm
@@ -264,7 +264,8 @@ def parsed():
 def connect(options):
     """The device of this rank, which is connected with the others."""
     if "RANK" not in os.environ:
-        sys.exit("this runs under torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel_fused.py")
+        words = "torchrun --nproc-per-node 2 bench/programs/tensor_parallel_fused.py"
+        sys.exit(f"this runs under torchrun: {words}")
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no GPU here; --device cpu needs none")
     device = torch.device("cpu")
@@ -313,7 +314,7 @@ def main():
             print(f"{what}: {why}")
         print(f"losses {'agree' if agree else 'DO NOT AGREE'} (allowed: {allowed:g} relatively)")
         if options.json:
-            command = ["python", "examples/tensor_parallel_fused.py"]
+            command = ["python", "bench/programs/tensor_parallel_fused.py"]
             command += map(session.without_folders, sys.argv[1:])
             report = session.facts(torch, "tensor_parallel_fused", command, dist.get_world_size(), on_cuda)
             report["options"] = {key: value for key, value in vars(options).items() if key != "json"}
