@@ -207,6 +207,7 @@ emulated-algorithms: emulated-begun
 emulated-settings: emulated-begun
 	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture
 	$(EMULATED) $(PROGRAMS)/cuda_check --ranks 3
+	$(EMULATED) $(CARGO_TEST) --test examples
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms first_calls
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --concurrent 2,1,5 \
 		--algorithms one_shot_pull,two_shot_pull,two_shot_push,two_shot_stages,plans

@@ -188,6 +188,9 @@ def measurements():
                               w.pick("40", "5")), "log"),
         it("on_a_stream", "a stream of a Rust program's own, eager and in a graph", 5, 60,
            lambda w: w.launch("--no-python", w.built("on_a_stream")), "log", "on_a_stream"),
+        *(it(f"example_{name}", "an example that teaches", 10, 90,
+             lambda w, name=name: w.launch(f"examples/{name}.py"), "log")
+          for name in ("data_parallel", "moe", "triton_all_reduce")),
         it("torch", "everything with torch's signatures, compared with NCCL", 60, 240,
            lambda w: w.checks("torch"), "log"),
         it("engines", "what serving engines call of the adapters", 20, 100,

@@ -4,6 +4,7 @@ use symmpool_allocator::{Deadline, Driver, Group, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, ReduceOp};
 
 fn main() -> Result<()> {
+    clap::Command::new("first").about("Sums up every rank's number plus one").get_matches();
     let group = Group::from_env(Deadline::seconds(60))?; // RANK, WORLD_SIZE, MASTER_ADDR, ...; 60 s to connect
     let rank = group.rank();
     let pool = Pool::builder(group).driver(Driver::host()?).build()?;

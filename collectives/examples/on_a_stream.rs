@@ -1,11 +1,4 @@
-//! All-reduces on a stream that the program makes itself with cudarc, eagerly and in a graph. One process for each
-//! GPU:
-//!
-//! ```text
-//! cargo build --release -p symmpool-collectives --example on_a_stream
-//! export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
-//! RANK=0 ./target/release/examples/on_a_stream & RANK=1 ./target/release/examples/on_a_stream
-//! ```
+//! All-reduces on a stream that the program makes itself with cudarc, eagerly and in a graph.
 
 use std::env;
 use std::error::Error;
@@ -16,7 +9,16 @@ use symmpool_collectives::{Communicator, ReduceOp};
 
 const COUNT: usize = 1 << 20;
 
+/// The text of `--help`.
+const ABOUT: &str = "\
+All-reduces on a stream that the program makes itself with cudarc, eagerly and in a graph. One process for each GPU:
+
+    cargo build --release -p symmpool-collectives --example on_a_stream
+    export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
+    RANK=0 ./target/release/examples/on_a_stream & RANK=1 ./target/release/examples/on_a_stream";
+
 fn main() -> Result<(), Box<dyn Error>> {
+    clap::Command::new("on_a_stream").about(ABOUT).get_matches();
     let device = env::var("LOCAL_RANK").or_else(|_| env::var("RANK")).unwrap_or("0".to_owned());
     let device: u32 = device.parse()?;
     let driver = match Driver::cuda(device) {

@@ -20,6 +20,7 @@ DOCUMENTS = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/**/*.md",
+    "examples/README.md",
     "docs/pictures/*",
 )
 CRATES = ("symmpool_allocator", "symmpool_collectives")

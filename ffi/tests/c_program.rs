@@ -3,12 +3,13 @@
 
 mod common;
 
+use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// Compiles a program of this folder against the library, with the compiler that the environment variable or, without
-/// it, `usual` names. `None` if there is no such compiler.
+/// Compiles a program against the library, with the compiler that the environment variable or, without it, `usual`
+/// names. The program's path begins in this folder. `None` if there is no such compiler.
 fn compile(
     source: &str,
     (variable, usual): (&str, &str),
@@ -86,6 +87,46 @@ fn a_c_program_sends_tokens_to_experts() {
             was_right(rank, output);
         }
     }
+}
+
+#[test]
+fn the_example_adds_up_and_describes_itself() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let example = "../../examples/first.c";
+    let program = compile(example, ("CC", "cc"), &["-std=c11"], folder.path());
+    let program = program.expect("a C compiler");
+    let port = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    let port = port.expect("a free port").port().to_string();
+    let start = |rank: usize| {
+        run(&program)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", "2")
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", &port)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program")
+    };
+    for (rank, process) in [start(0), start(1)].into_iter().enumerate() {
+        let output = process.wait_with_output().expect("its end");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(said, format!("rank {rank} of 2: 3\n"), "{output:?}");
+    }
+    let help = run(&program).arg("--help").output().expect("the program");
+    let source =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(example));
+    let source = source.expect("the example");
+    let first = source.lines().next().and_then(|line| line.strip_prefix("// ")).expect("a comment");
+    assert!(String::from_utf8_lossy(&help.stdout).starts_with(first), "{help:?}");
+    assert!(help.status.success(), "{help:?}");
+    // A launcher's variables are missing, and so are options.
+    let alone =
+        run(&program).env_remove("RANK").env("WORLD_SIZE", "2").output().expect("the program");
+    assert_eq!(alone.status.code(), Some(1), "{alone:?}");
+    assert!(String::from_utf8_lossy(&alone.stderr).contains("RANK"), "{alone:?}");
+    let unknown = run(&program).arg("--no-such-option").output().expect("the program");
+    assert_eq!(unknown.status.code(), Some(2), "{unknown:?}");
 }
 
 #[test]

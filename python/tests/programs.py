@@ -24,6 +24,15 @@ def helps(group, path):
     return shown
 
 
+def refusal(group, path, arguments):
+    """How a program ends with arguments that make no sense: its exit status and its words."""
+    sys.argv = [path.name, *arguments]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    return end.value.code, said.getvalue()
+
+
 def ends(group, path):
     """With what words a program ends where nobody launched it, and where a launcher did without a GPU."""
     sys.path.insert(0, str(path.parent))

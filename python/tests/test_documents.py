@@ -110,7 +110,9 @@ def test_kernels_are_where_the_compiler_looks():
 
 
 def test_rust_programs_are_examples_that_are_built():
-    examples = [path.read_text() for path in ROOT.glob("*/examples/*.rs")]
+    """But for what makes an example describe itself."""
+    texts = [path.read_text() for path in ROOT.glob("*/examples/*.rs")]
+    examples = ["\n".join(line for line in text.splitlines() if "clap::" not in line) for text in texts]
     found = of_kind("rust")
     assert found
     for block in found:

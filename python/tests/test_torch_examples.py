@@ -1,16 +1,19 @@
 """Examples that need a GPU to run compile without one; those that do not are run."""
 
 import ast
+import contextlib
 import importlib.util
-import json
+import io
 import os
+import re
+import runpy
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch  # noqa: F401, whose import the ranks share
-from programs import ends, helps
+from programs import ends, helps, refusal
 from ranks import values
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,9 +38,11 @@ def test_the_triton_example_compiles(monkeypatch, tmp_path):
     assert "atom.global.release.sys.cas" in text and "atom.global.acquire.sys.cas" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_triton_example_without_a_launcher_or_a_gpu_says_what_it_needs():
-    [(alone, launched)] = values(1, ends, EXAMPLES / "triton_all_reduce.py", limit=120)
+@pytest.mark.parametrize("name", ["data_parallel", "moe", "triton_all_reduce"])
+def test_an_example_without_a_launcher_or_a_gpu_says_what_it_needs(name):
+    if name == "triton_all_reduce" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    [(alone, launched)] = values(1, ends, EXAMPLES / f"{name}.py", limit=120)
     assert "torchrun" in alone and "GPU" in launched
 
 
@@ -51,21 +56,44 @@ def test_every_example_describes_itself(name):
     assert unknown == 2 and "--no-such-option" in refused, refused
 
 
-def moe(group, port, report):
-    sys.path.insert(0, str(EXAMPLES))
+def run(group, name, arguments, port):
+    """Runs an example on a rank. Returns what it printed."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(group.rank), "WORLD_SIZE": str(group.world)}
-    small = "--device cpu --hidden 64 --heads 4 --layers 2 --experts 8 --top-k 2 --words 64"
-    sys.argv = ["moe.py", *f"{small} --batch 2 --length 16 --steps 4 --json {report}".split()]
-    import moe as example
+    sys.argv = [f"{name}.py", "--device", "cpu", *arguments]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert end.value.code == 0, said.getvalue()
+    return said.getvalue()
 
-    return example.main()
 
-
-def test_a_mixture_of_experts_learns_the_same_in_every_way(tmp_path):
+def said(world, name, *arguments):
+    """Returns what rank 0 of an example prints. The others must print nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert values(2, moe, port, str(tmp_path / "report"), limit=180) == [0, 0]
-    report = json.loads((tmp_path / "report").read_text())
-    assert set(report) == {"symmpool", "all-to-all", "all-gather"}
-    assert all(len(set(each["losses"])) == 5 and each["decoded"] > 0 for each in report.values())
+    first, *others = values(world, run, name, arguments, port, limit=180)
+    assert others == [""] * (world - 1)
+    return first
+
+
+def losses(text):
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", text)]
+
+
+def test_a_model_learns_on_all_ranks_and_its_weights_stay_equal():
+    text = said(2, "data_parallel", "--steps", "30")
+    before, after = losses(text)
+    assert after < before / 4 and text.endswith("all ranks have equal weights\n")
+
+
+def test_a_mixture_of_experts_learns_the_same_on_any_number_of_ranks():
+    alone, together = (losses(said(world, "moe", "--steps", "4")) for world in (1, 2))
+    assert len(alone) == 4 and alone[-1] < alone[0]
+    assert together == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "option"), [("data_parallel", "--steps"), ("moe", "--steps")])
+def test_an_option_that_makes_no_sense_is_named(name, option):
+    [[code, words]] = values(1, refusal, EXAMPLES / f"{name}.py", [option, "0"])
+    assert code == 2 and f"{option} 0" in words

@@ -2,6 +2,7 @@
 
 mod arrows;
 mod documents;
+mod examples;
 mod imports;
 mod prose;
 mod python_imports;
@@ -19,10 +20,9 @@ fn root() -> PathBuf {
 /// All source files of the project.
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
-    let mut folders: Vec<PathBuf> =
-        ["allocator", "bench", "collectives", "ffi", "python", "tests"]
-            .map(|name| root().join(name))
-            .into();
+    let mut folders: Vec<PathBuf> = ["allocator", "bench", "collectives", "ffi", "python", "tests"]
+        .map(|name| root().join(name))
+        .into();
     while let Some(folder) = folders.pop() {
         let Ok(entries) = fs::read_dir(&folder) else { continue };
         for path in entries.flatten().map(|entry| entry.path()) {
