@@ -111,7 +111,7 @@ struct BulkQueue {
 static thread_local BulkQueue bulk_loads, bulk_stores;
 
 // It holds how many loads have arrived.
-inline void make_arrival(unsigned long long* arrival) {
+inline void make_mbarrier(unsigned long long* arrival) {
     if (bulk_loads.first != bulk_loads.next || bulk_stores.first != bulk_stores.next) {
         __builtin_trap();  // a block before has ended with copies under way
     }
@@ -130,7 +130,7 @@ inline void bulk_load(void* shared, const void* from, unsigned bytes, unsigned l
     bulk_loads.push({to, static_cast<const char*>(from), bytes, arrival, false, {}});
 }
 
-inline void await_arrival(unsigned long long* arrival, unsigned nth) {
+inline void await_mbarrier(unsigned long long* arrival, unsigned nth) {
     while (*arrival == 0 || ((*arrival - 1) & 1) != (nth & 1)) {
         if (bulk_loads.first == bulk_loads.next) {
             __builtin_trap();

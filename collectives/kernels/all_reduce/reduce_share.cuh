@@ -51,7 +51,8 @@ __device__ __forceinline__ void reduce_share(const Comm& comm, const Source& inp
     }
 }
 
-// The same where peers' inputs lie one behind the other in their parts of the scratch, `offset` bytes after the beginning.
+// Reduces a share of peers' inputs that lie one behind the other in their parts of the scratch, `offset` bytes after the
+// beginning.
 template <bool BOTH>
 __device__ __forceinline__ void reduce_share(const Comm& comm, const Source& input, const Target& own,
                                              const Target& next, Range range, u64 offset = 0) {

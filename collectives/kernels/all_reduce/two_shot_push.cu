@@ -97,8 +97,8 @@ struct Push {
             announcing(++step, [&](Range range) { scatter(distance, range); });
             keep_step(session, peer_blocks, step);
         }
-        // What goes to the last peer is sent in halves, so that the first can be reduced while the flags of the second
-        // travel. The threads that raise flags wait for all their stores, and other warps go on meanwhile.
+        // The last peer's share is sent in halves, so that the first can be reduced while the flags of the second travel.
+        // The threads that raise flags wait for all their stores, and other warps go on meanwhile.
 #pragma unroll 1
         for (u32 half = 0; half < 2; ++half) {
             each(8 * half, 8 * half + 8, [&](Range range) { scatter(WORLD - 1, range); });

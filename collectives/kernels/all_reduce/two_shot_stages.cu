@@ -51,7 +51,7 @@ struct Stages {
         count = static_cast<u32>((whole + each - 1) / each);
     }
 
-    // What a stage has of an index.
+    // Vectors of an index that belong to a stage.
     __device__ __forceinline__ Range range(u32 index, u32 stage) const {
         const Range all = split[index];
         const u64 from = all.from + static_cast<u64>(stage) * each, to = from + each;

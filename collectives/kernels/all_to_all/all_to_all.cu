@@ -125,12 +125,12 @@ __device__ __forceinline__ void await_direct_flags(const Exchange& exchange) {
     }
 }
 
-// As `expire_old_flags`, for this kernel, which also uses rows of the traffic matrix and escape marks.
+// Expires old flags of this kernel, which also uses rows of the traffic matrix and escape marks.
 __device__ __noinline__ void expire_unused(const Session& session, const Call& call,
                                            const Traffic& traffic, TrafficMatrix& matrix, Transfers& transfers) {
     const Exchange exchange{session, call, traffic, matrix, transfers};
     const Comm& comm = session.comm;
-    u64 blocks = DIRECT ? MOST_STAGES : 0;
+    u64 blocks = DIRECT ? MAX_STAGES : 0;
     for (u32 peer = 0; peer < WORLD; ++peer) {
         if (peer == comm.rank) {
             continue;
@@ -174,10 +174,10 @@ __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
         return;
     }
     // Both are rare, so one vote serves both.
-    if (__syncthreads_or(matrix.disagrees() || matrix.has_notice())) {
+    if (__syncthreads_or(matrix.disagrees() || matrix.has_async_error())) {
         const bool agreed = matrix.agreed();
         if (threadIdx.x == 0) {
-            agreed ? notice(session, matrix) : report_counts(session, matrix);
+            agreed ? write_first_async_error(session, matrix) : report_counts(session, matrix);
         }
         if (!agreed) {
             return;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
                 if (to != nullptr && traffic.wide) {
                     static_cast<u64*>(to)[threadIdx.x] = value;
                 } else if (to != nullptr) {
-                    // More than any output holds, so there is a notice of the overflow.
+                    // More than any output holds, so the overflow is reported.
                     static_cast<u32*>(to)[threadIdx.x] =
                         value < MAX_NARROW_OFFSET ? static_cast<u32>(value) : MAX_NARROW_OFFSET;
                 }

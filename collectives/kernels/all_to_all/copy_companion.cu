@@ -1,4 +1,4 @@
-//! What SMs do while a copy engine carries an all-to-all of equal parts, or an all-gather. Defines: WORLD, THREADS.
+//! The SMs' work while a copy engine carries an all-to-all of equal parts, or an all-gather. Defines: WORLD, THREADS.
 //!
 //! After the handshake a copy engine needs some microseconds to begin. Meanwhile this companion kernel sends the
 //! beginning of every part by stores, and then copies the rank's own part. `input` is where the rank's parts are, and

@@ -1,4 +1,4 @@
-//! What an all-to-all exchanges, as a block sees it: which way the data of a pair travels, and where it lies.
+//! Transfers of an all-to-all, as a block sees them: which way the data of a pair travels, and where it lies.
 //! Defines: WORLD, DIRECT, DEVICE_COUNTS.
 
 #pragma once
@@ -17,8 +17,8 @@ constexpr bool NEEDS_ROWS = DIRECT || DEVICE_COUNTS;
 // is moved.
 constexpr u32 ITEMS_AT_ONCE = !NEEDS_ROWS ? 3 : __CUDA_ARCH__ < 1000 ? 2 : 1;
 
-// What goes directly to each peer, by distance; the first is this rank's own part. They are in shared memory, as no
-// thread has registers for them.
+// Direct transfers to each peer, by distance; the first is this rank's own part. They are in shared memory, as no thread
+// has registers for them.
 using Transfers = Transfer[WORLD];
 
 // How many bytes of a part go through the receiver's inbox: all of a short one; of a longer one the beginning, which is
@@ -43,7 +43,7 @@ __device__ __forceinline__ WorkAssignment assign_work(const Comm& comm, const Tr
         });
 }
 
-// The same by counts that the host knows.
+// Assigns work by counts that the host knows.
 template <bool SENDS>
 __device__ __forceinline__ WorkAssignment assign_work(const Comm& comm, const Traffic& traffic, u32 direct_blocks) {
     const u64* counts = SENDS ? traffic.send : traffic.receive;
@@ -55,7 +55,7 @@ __device__ __forceinline__ WorkAssignment assign_work(const Comm& comm, const Tr
     return assignment;
 }
 
-// What a warp sends, by counts on the device.
+// Assigns sends to a warp, by counts on the device.
 __device__ __forceinline__ WorkAssignment assign_work(const Comm& comm, const Traffic& traffic,
                                                       const Splits& splits, u32 direct_blocks) {
     WorkAssignment assignment =
@@ -153,7 +153,7 @@ struct Exchange {
         const u64 most = bytes(matrix.fitting(from, to));
         return most > traffic.head ? most - traffic.head : 0;
     }
-    // What goes directly into a peer's output; empty if its data goes another way.
+    // Transfer directly into a peer's output; empty if its data goes another way.
     __device__ __forceinline__ Transfer push(u32 to) const {
         const Comm& comm = session.comm;
         char* begin = comm.base + to * comm.stride + matrix.words[to][PLACE_WORD] +
@@ -162,7 +162,7 @@ struct Exchange {
                         direct(rank(), to) ? behind_inbox(rank(), to) : 0};
     }
 
-    // What a warp receives through inboxes; with `own`, this rank's own part is among it.
+    // Assigns a warp what it receives through inboxes; with `own`, this rank's own part is among it.
     __device__ __forceinline__ WorkAssignment incoming(u32 direct_blocks, bool own) const {
         if (!DEVICE_COUNTS) {
             return assign_work<false>(session.comm, traffic, direct_blocks);

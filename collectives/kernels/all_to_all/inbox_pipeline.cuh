@@ -59,7 +59,7 @@ __device__ __forceinline__ void send_items(const EscapedSlot& slot, u32 epoch, c
     }
 }
 
-// What a warp sends through inboxes, and how many rounds of it are done.
+// Data that a warp sends through inboxes, and how many rounds of it are done.
 struct Outgoing {
     const Exchange& exchange;
     const WorkAssignment& assignment;
@@ -109,7 +109,7 @@ __device__ __forceinline__ bool receive_items(const Exchange& exchange, const Wo
     return true;
 }
 
-// The same for this rank's own part.
+// Copies the warp's items of a round of this rank's own part.
 __device__ __forceinline__ void copy_own_items(const Exchange& exchange, const WorkAssignment& assignment, u32 round) {
     const Source own(exchange.input(assignment.peer), assignment.bytes);
     const Target target(exchange.call.output + assignment.place, assignment.fits);

@@ -8,16 +8,16 @@ namespace symmpool {
 
 // The data of a pair is cut into stages, at most so many, as if for so many blocks. On every rank, any number of blocks
 // runs the stages in order.
-constexpr u32 MOST_STAGES = 128;
+constexpr u32 MAX_STAGES = 128;
 // There are fewer stages where scratch has no room for so many bytes of each in a round. Not measured yet.
-constexpr u64 LEAST_CHUNK = 32 << 10;
+constexpr u64 MIN_STAGE_SCRATCH = 32 << 10;
 // Bytes that a stage moves in a round: a quarter of what it has, so that the sender stores while the receiver
 // copies. On two H200s, an all-gather of 256 MiB takes 481 us with 256 KiB and 495 us with half of that; a broadcast
 // of 64 MiB takes 200 us with 128 KiB and 221 us with twice that.
 constexpr u64 MIN_CHUNK = 128 << 10;
 constexpr u64 MAX_CHUNK = 256 << 10;
 
-// What a stage moves of the data of one pair.
+// Bytes of one pair's data that a stage moves.
 struct PipelineStage {
     u64 from;
     u64 to;
@@ -44,8 +44,8 @@ struct PipelineStage {
     }
     // How many stages there are, the same on all ranks.
     static __device__ __forceinline__ u32 count(const Comm& comm) {
-        const u64 stages = 16 * half(comm) / LEAST_CHUNK;
-        return stages < 1 ? 1 : stages < MOST_STAGES ? static_cast<u32>(stages) : MOST_STAGES;
+        const u64 stages = 16 * half(comm) / MIN_STAGE_SCRATCH;
+        return stages < 1 ? 1 : stages < MAX_STAGES ? static_cast<u32>(stages) : MAX_STAGES;
     }
     __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
     __device__ __forceinline__ u64 length(u32 round) const {

@@ -26,7 +26,7 @@ static_assert(GRID_WORD + 1 == TRAFFIC_ROW_WORDS, "the control block has space f
 // Stands for what a rank expects whose splits are invalid. It sends nothing.
 constexpr u64 INVALID_SPLITS = UNKNOWN - 1;
 
-// Kinds of notices.
+// Kinds of asynchronous errors.
 constexpr u32 OVERFLOW = 1;
 constexpr u32 SPLITS = 2;
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ char* traffic_word_slot(const Session& session, u32 o
     return traffic_row_slot(session.comm, session.epoch, owner, from) + 16 * word;
 }
 
-// What this rank sends to and expects from each rank; each thread of a warp has the counts of one rank.
+// Elements that this rank sends to and expects from each rank; each thread of a warp has the counts of one rank.
 struct Splits {
     static_assert(WORLD <= MAX_RANKS && MAX_RANKS < 32, "a thread each, and one more");
     u64 count = 0;
@@ -57,7 +57,7 @@ struct Splits {
             splits.count = static_cast<u64>(narrow);
         }
         if (DEVICE) {
-            // As unsigned numbers, negative ones are larger than any length. Sums of so few cannot overflow.
+            // Negative numbers are larger than any length here, as they are read as unsigned. Sums of so few cannot overflow.
             const bool much = splits.count > traffic.length;
             const u64 sum = up_to_here(much ? 0 : splits.count);
             const bool bad = __any_sync(~0u, much || sum > traffic.length);
@@ -213,9 +213,9 @@ struct TrafficMatrix {
         return bad;
     }
 
-    // Whether there is a notice about the rank at which this thread looks. Also where this rank's counts are known to the
-    // host: those of another rank may not be.
-    __device__ __forceinline__ bool has_notice() const {
+    // Whether the rank at which this thread looks has an error after which the call goes on. It is asked even where the host
+    // knows this rank's counts: it may not know those of another rank.
+    __device__ __forceinline__ bool has_async_error() const {
         const u32 rank = threadIdx.x;
         return rank < WORLD &&
                (total(rank) > words[rank][CAPACITY_WORD] || words[rank][EXPECTED_WORDS] == INVALID_SPLITS);
@@ -246,13 +246,13 @@ __device__ __noinline__ void report_counts(const Session& session, const Traffic
     *static_cast<volatile u32*>(&fault->complete) = 1;
 }
 
-// Writes the notice about the first rank for which there is one, the same on every rank. Called by one thread.
-__device__ __noinline__ void notice(const Session& session, const TrafficMatrix& matrix) {
+// Writes the error of the first rank that has one, the same on every rank. Called by one thread.
+__device__ __noinline__ void write_first_async_error(const Session& session, const TrafficMatrix& matrix) {
     for (u32 rank = 0; rank < WORLD; ++rank) {
         const u64 needed = matrix.total(rank), room = matrix.words[rank][CAPACITY_WORD];
         const bool invalid = matrix.words[rank][EXPECTED_WORDS] == INVALID_SPLITS;
         if (needed > room || invalid) {
-            write_notice(session, invalid ? SPLITS : OVERFLOW, rank, needed, room);
+            write_async_error(session, invalid ? SPLITS : OVERFLOW, rank, needed, room);
             return;
         }
     }

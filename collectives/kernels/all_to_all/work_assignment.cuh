@@ -39,7 +39,7 @@ struct WorkAssignment {
     u32 peer;    // WORLD if the warp has nothing to do
     u32 nth;     // the warp's number among those that serve this peer
     u32 warps;   // how many serve it
-    u32 bytes;   // of data, to or from this peer
+    u32 bytes;   // bytes of data, to or from this peer
     Divisor rounds;  // how many there are, for all warps alike
 
     WorkAssignment() = default;

@@ -31,7 +31,7 @@ struct Broadcast {
     const Session& session;
     const Comm& comm;
     const Call& call;
-    char* const* outputs;  // of every rank, as this one reaches it; nullptr where data passes through scratch
+    char* const* outputs;  // addresses in every rank, as this one reaches them; nullptr where data passes through scratch
     const PeerBlocks peer_blocks;
     const u64 share;  // vectors of a share, whole lines
     const Split split;
@@ -73,7 +73,7 @@ struct Broadcast {
         return split.begin(index) + static_cast<u64>(stage) * each;
     }
 
-    // What a stage has of an index and a share that ends after `vectors`.
+    // Vectors of an index that belong to a stage, in a share that ends after `vectors`.
     __device__ __forceinline__ Range range(u32 index, u32 stage, u64 vectors) const {
         const u64 all = split.begin(index + 1), end = all < vectors ? all : vectors;
         const u64 from = begin(index, stage), to = from + each;

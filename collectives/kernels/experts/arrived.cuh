@@ -1,5 +1,5 @@
-//! What a dispatch does with the rows that have arrived.
-//! Defines: as `experts/dispatch.cu`, which includes it.
+//! A dispatch's work on the rows that have arrived.
+//! Defines: the macros of `experts/dispatch.cu`, which includes it.
 
 #pragma once
 
@@ -19,8 +19,8 @@ struct ArrivedRows {
 __device__ __forceinline__ ArrivedRows keep_arrived(const ExpertsWork& work, PeerBlocks own, u32 source) {
     const Chunks chunks(shared.counts.tokens[source], work.peer_blocks);
     const u32 first = own.first * chunks.steps, end = own.end * chunks.steps;
-    int* kept = work.chunks + source * (MOST_CHUNKS + 1);
-    const int* begins = work.known ? kept : work.chunk_begins + source * (MOST_CHUNKS + 1);
+    int* kept = work.chunks + source * (MAX_CHUNKS + 1);
+    const int* begins = work.known ? kept : work.chunk_begins + source * (MAX_CHUNKS + 1);
     const u32 begin = shared.sources[source];
     const u64 room = begin < work.capacity ? work.capacity - begin : 0;
     const u32 last = static_cast<u32>(begins[end]), to = last < room ? last : static_cast<u32>(room);

@@ -14,10 +14,10 @@ constexpr u32 BULK_PIECES = 10;
 constexpr u32 BULK_LOADS = 5;
 constexpr u32 BULK_STORES = BULK_PIECES - BULK_LOADS;
 
-// What one thread of a block copies; in shared memory.
+// Copies that one thread of a block makes; in shared memory.
 struct BulkPieces {
     alignas(128) char bytes[BULK_PIECES][BULK_BYTES];
-    u64 arrivals[BULK_PIECES];
+    u64 mbarriers[BULK_PIECES];
     char* to[BULK_PIECES];
     u32 lengths[BULK_PIECES];
 };
@@ -37,7 +37,7 @@ public:
     __device__ __forceinline__ BulkSender(const Session& session, PeerBlocks peer_blocks, u32 kind, BulkPieces& pieces)
         : session_(session), peer_blocks_(peer_blocks), pieces_(pieces), kind_(kind) {
         for (u32 at = 0; at < BULK_PIECES; ++at) {
-            make_arrival(&pieces.arrivals[at]);
+            make_mbarrier(&pieces.mbarriers[at]);
         }
     }
 
@@ -53,7 +53,7 @@ public:
             const u32 bytes = length - done < BULK_BYTES ? static_cast<u32>(length - done) : BULK_BYTES;
             pieces_.to[load_at_] = to + done;
             pieces_.lengths[load_at_] = bytes;
-            bulk_load(pieces_.bytes[load_at_], from + done, bytes, &pieces_.arrivals[load_at_]);
+            bulk_load(pieces_.bytes[load_at_], from + done, bytes, &pieces_.mbarriers[load_at_]);
             load_at_ = load_at_ + 1 == BULK_PIECES ? 0 : load_at_ + 1;
             ++loaded_;
         }
@@ -78,7 +78,7 @@ public:
 
 private:
     __device__ __forceinline__ void store_next() {
-        await_arrival(&pieces_.arrivals[store_at_], phase_);
+        await_mbarrier(&pieces_.mbarriers[store_at_], phase_);
         bulk_store(pieces_.to[store_at_], pieces_.bytes[store_at_], pieces_.lengths[store_at_]);
         phase_ += store_at_ + 1 == BULK_PIECES;
         store_at_ = store_at_ + 1 == BULK_PIECES ? 0 : store_at_ + 1;

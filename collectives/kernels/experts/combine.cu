@@ -78,7 +78,7 @@ __device__ __forceinline__ void for_rows_of_step(const Comm& comm, const Experts
         char* slot = work.combined + (WORLD - distance - 1) * (work.max_tokens * work.row_bytes);
 #pragma unroll 1
         for (u32 index = own.first; index < own.end && step < steps_of(chunks); ++index) {
-            const int* begins = work.chunks + source * (MOST_CHUNKS + 1);
+            const int* begins = work.chunks + source * (MAX_CHUNKS + 1);
             const u32 first = static_cast<u32>(begins[chunk_of(chunks, index, step)]);
             const u32 last = static_cast<u32>(begins[chunk_of(chunks, index, step + 1)]);
             const u32 end = last < room ? last : room;

@@ -14,10 +14,10 @@ constexpr u32 COMBINE_VECTORS = WORLD <= 4 ? 2 : 1;
 
 __shared__ InboxList returning;  // rows that go back to ranks with few tokens
 #if BY_EXPERT
-__shared__ float few_weights[TILE * MOST_TOP_K];  // of a tile's rows
+__shared__ float few_weights[TILE * MAX_TOP_K];  // for a tile's rows
 #endif
 
-// What the handle says of the rows that each rank sent here; in shared memory.
+// The rows that each rank sent here, by the handle; in shared memory.
 struct Sources {
     u32 begin[WORLD + 1];  // where they begin, and the end of all
     u32 tokens[WORLD];     // that the rank has

@@ -95,8 +95,8 @@ __device__ __forceinline__ void count_ranks(const Routing& routing, u32 end, u32
     }
 }
 
-// What a rank tells each rank, itself included, in vectors of 16 bytes: how many tokens it has, the first id that is no
-// expert; its rows for each rank; its rows for each expert of the receiver.
+// Counts that a rank sends each rank, itself included, in vectors of 16 bytes: how many tokens it has, the first id that
+// is no expert; its rows for each rank; its rows for each expert of the receiver.
 struct CountVectors {
     static constexpr u32 RANKS = 1;                        // where the rows for each rank begin
     static constexpr u32 EXPERTS = RANKS + (WORLD + 3) / 4;  // where those for experts begin
@@ -169,8 +169,8 @@ struct Counts {
 
 // How the rows of experts lie; in shared memory.
 struct ExpertRows {
-    u32 offsets[MOST_EXPERTS / WORLD + 1];         // the first row of each expert, and the end
-    u32 before[WORLD * (MOST_EXPERTS / WORLD)];  // rows of earlier ranks, for each rank and expert
+    u32 offsets[MAX_EXPERTS / WORLD + 1];         // the first row of each expert, and the end
+    u32 before[WORLD * (MAX_EXPERTS / WORLD)];  // rows of earlier ranks, for each rank and expert
     u32 most;                                    // the most rows that an expert has; if each has a part of its own
 
     // Called by all threads of a block, which wait for a barrier then: false, in some threads, if a rank does not come.

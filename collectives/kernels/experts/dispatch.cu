@@ -130,25 +130,25 @@ __device__ __forceinline__ void notify_host(const Session& session, const Routin
     for (u32 other = 0; other < WORLD; ++other) {
         const u64 all = shared.counts.begin(WORLD, other);
         if (shared.counts.bad_item[other] != 0) {
-            write_notice(session, NO_EXPERT, other, shared.counts.bad_item[other] - 1, shared.counts.bad_id[other]);
+            write_async_error(session, NO_EXPERT, other, shared.counts.bad_item[other] - 1, shared.counts.bad_id[other]);
             return;
         }
         if (all > work.capacity) {
-            write_notice(session, ROWS_OVERFLOW, other, all, work.capacity);
+            write_async_error(session, ROWS_OVERFLOW, other, all, work.capacity);
             return;
         }
     }
     if (BY_EXPERT && work.expert_rows != 0) {
         if (expert_rows.most > work.expert_rows) {
-            write_notice(session, EXPERT_OVERFLOW, rank, expert_rows.most, work.expert_rows);
+            write_async_error(session, EXPERT_OVERFLOW, rank, expert_rows.most, work.expert_rows);
         }
     } else if (BY_EXPERT && by_expert > work.output_capacity) {
-        write_notice(session, EXPERTS_OVERFLOW, rank, by_expert, work.output_capacity);
+        write_async_error(session, EXPERTS_OVERFLOW, rank, by_expert, work.output_capacity);
     }
 }
 
 // Tells a host that waits for it how many rows there are: `Sizes` in `cuda/engine/recv_counts.rs`. Rows may still be
-// on their way. Called by all threads of the leader block, after `notify_host`, as the host looks for notices then.
+// on their way. Called by all threads of the leader block, after `notify_host`, as the host looks for asynchronous errors then.
 __device__ __noinline__ void send_sizes(const ExpertsWork& work, u32 local) {
     volatile u32* sizes = work.sizes;
     for (u32 i = threadIdx.x; i < local; i += THREADS) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
             send_sizes(work, routing.local);
         }
     } else if (BY_EXPERT && threadIdx.x == 0 && static_cast<u32>(work.head[2]) > work.output_capacity) {
-        write_notice(session, EXPERTS_OVERFLOW, session.comm.rank, static_cast<u32>(work.head[2]), work.output_capacity);
+        write_async_error(session, EXPERTS_OVERFLOW, session.comm.rank, static_cast<u32>(work.head[2]), work.output_capacity);
     }
     if (must_expire_flags(session)) {
         expire_unused(session, work);

@@ -15,7 +15,7 @@ constexpr u32 DISPATCH_VECTORS = QUANTIZES ? 1 : 2;
 #if BY_EXPERT
 // For each row of a tile and id of it: of this rank's own rows first its place among those of the expert that come from
 // this rank; then its place among all rows of experts, or -1.
-__shared__ int expert_places[TILE * MOST_TOP_K];
+__shared__ int expert_places[TILE * MAX_TOP_K];
 #endif
 
 __shared__ InboxList arriving;  // rows that arrive from ranks with few tokens
@@ -257,7 +257,7 @@ __device__ __forceinline__ int known_place(const ExpertsWork& work, u32 place, u
 
 // --- this rank's tokens
 
-// What belongs to an id of a token, as `keep_detail` takes it, for a rank.
+// Details of an id of a token for a rank, as `keep_detail` takes them.
 __device__ __forceinline__ uint4 detail_of(const Routing& routing, u32 token, u32 item, u32 rank, u32 before) {
     const ExpertsWork& work = routing.work;
     const u32 expert = routing.expert(item), owner = expert == NOWHERE ? NOWHERE : expert / routing.local;
@@ -469,7 +469,7 @@ __device__ __noinline__ void expire_unused(const Session& session, const Experts
     const SentRows sent = few.sent();
     for (u32 source = 0; source < WORLD; ++source) {
         if (work.known) {
-            // Of the counts there is the first vector.
+            // The first vector of the counts is in use.
             expire_bytes(session, sent.slot(session, session.comm.rank, source) + 32, 32ull * (sent.stride - 1));
         }
         const u32 rows = few.arriving(source);

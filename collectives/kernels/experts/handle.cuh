@@ -34,7 +34,7 @@ __device__ __forceinline__ void found_wrong(u32 part, int found) {
 }
 
 __device__ __forceinline__ void notify_of_handle(const Session& session, u32 part, u32 found) {
-    write_notice(session, WRONG_HANDLE, session.comm.rank, part, found);
+    write_async_error(session, WRONG_HANDLE, session.comm.rank, part, found);
 }
 
 // Looks at all indices in a handle, and tells the host of one that is out of bounds. `rows` is how many rows there are, by

@@ -47,7 +47,7 @@ __device__ __forceinline__ void send_handshake_of(const Session& session, const 
 
 // Where rows lie in a sender's slot of the inbox.
 struct InboxRows {
-    u32 vectors;  // of a row
+    u32 vectors;  // length of a row
     u32 stride;   // vectors from row to row: lines with an escape mark belong to one row, and marks expire in pairs
 
     __device__ __forceinline__ explicit InboxRows(u64 row_bytes)
@@ -66,11 +66,11 @@ struct InboxRows {
     }
 };
 
-// What travels with each row, in vectors of the LL inbox.
+// Details that travel with each row, in vectors of the LL inbox.
 struct InboxDetails {
     u64 begin;  // bytes of the inbox before those of the first row
     u32 each;   // vectors of a row
-    u32 rows;   // of each source
+    u32 rows;   // rows of each source
 
     __device__ __forceinline__ u64 bytes() const { return 32ull * WORLD * rows * each; }
 
@@ -102,7 +102,7 @@ struct Share {
     u32 part = 0;
     u32 parts = 1;
 
-    // Of `rows` rows of so many pieces, each of which is for a warp. Block `first` begins with the first row.
+    // Shares `rows` rows of so many pieces, each of which is for a warp. Block `first` begins with the first row.
     __device__ __forceinline__ Share(u32 rows, u32 pieces, u32 first) {
         const u32 blocks = worker_blocks();
         const u32 block = worker_block() < first ? worker_block() + blocks - first : worker_block() - first;

@@ -1,5 +1,5 @@
-//! What a rank returns for the rows that it received, to the ranks of their tokens or to itself.
-//! Defines: as `experts/combine.cu`, which includes it.
+//! Results that a rank returns for the rows that it received, to the ranks of their tokens or to itself.
+//! Defines: the macros of `experts/combine.cu`, which includes it.
 
 #pragma once
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_sums(const ExpertsWork& work, u64 token, c
 }
 
 #if BY_EXPERT
-static_assert(MOST_TOP_K <= 32, "each thread of a warp has an id of a row");
+static_assert(MAX_TOP_K <= 32, "each thread of a warp has an id of a row");
 
 // Loads what this rank returns for a piece of a received row: the sum of what experts made of the row, each times its
 // weight, in the order of the row's ids. Called by whole warps.

@@ -8,7 +8,7 @@
 
 namespace symmpool {
 
-// What the threads of a block share.
+// State that the threads of a block share.
 struct Shared {
     Counts counts;
     u32 next[WORLD];                // rows of this rank, for each rank, before the tile
@@ -21,7 +21,7 @@ struct Shared {
 };
 
 // Rows of each expert: of tokens before this block's own in worker blocks, of all tokens in the leader block.
-__shared__ u32 experts_before[MOST_EXPERTS];
+__shared__ u32 experts_before[MAX_EXPERTS];
 __shared__ Shared shared;
 __shared__ ExpertRows expert_rows;
 __shared__ u32 first_bad;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void send_chunk_begins(const Comm& comm, const Expert
         }
         const u32 within = begin - tile;
         const u32 row = within < tokens ? shared.before[within][to] : shared.before[TILE][to];
-        *comm.at_peer(work.chunk_begins + comm.rank * (MOST_CHUNKS + 1) + chunk, to) = static_cast<int>(row);
+        *comm.at_peer(work.chunk_begins + comm.rank * (MAX_CHUNKS + 1) + chunk, to) = static_cast<int>(row);
     }
 }
 
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store_row_vector(const Comm& comm, const Experts
 }
 
 #if QUANTIZES
-constexpr u32 TOKEN_VECTORS = 16 / LANES<DTYPE>;  // of the tokens, for one of the rows
+constexpr u32 TOKEN_VECTORS = 16 / LANES<DTYPE>;  // vectors of the tokens, for one of the rows
 constexpr u32 POWER_OF_TWO = 2, UE8M0 = 3;        // ways to quantise
 
 // Sixteen channels become a vector of 8-bit floats; eight threads in a row have the 128 channels of a scale. Called by
@@ -243,7 +243,7 @@ __device__ __forceinline__ uint4 quantize(const uint4 (&channels)[TOKEN_VECTORS]
     for (u32 step = 1; step < 8; step *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     }
-    // As `ExpertRows::quantize` in `host/kernels/expert_rows.rs` does it.
+    // `ExpertRows::quantize` in `host/kernels/expert_rows.rs` does the same.
     scale = __fdiv_rn(fmaxf(largest, 1e-4f), 448.0f);
     if (how >= POWER_OF_TWO) {
         const u32 bits = __float_as_uint(scale);

@@ -1,9 +1,9 @@
-//! What dispatch to experts and combine have in common: their arguments, and how tokens are cut into chunks.
+//! Arguments of dispatches to experts and of combines, and how both cut tokens into chunks.
 //!
 //! The tokens of each rank are cut into chunks, an equal number for every peer block. In a dispatch the block of an index
 //! sends the tokens of its chunks, and the blocks of the same index on other ranks receive them. In a combine, warps that
 //! sum up wait for a step of an index only, whose chunks are sent by warps that wait for no sums.
-//! Defines: THREADS, as each kernel that includes it.
+//! Defines: THREADS, which each kernel that includes it has.
 
 #pragma once
 
@@ -13,14 +13,14 @@
 
 namespace symmpool {
 
-// As in `call/experts/layout.rs`: memory has room for so many.
-constexpr u32 MOST_CHUNKS = 2048;
+// Bound of chunks; `call/experts/layout.rs` has it too, and makes room for so many.
+constexpr u32 MAX_CHUNKS = 2048;
 // Most chunks of a peer block: so many times it signals in a call. Fewer tokens are not worth a signal.
-constexpr u32 MOST_STEPS = 8;
+constexpr u32 MAX_STEPS = 8;
 constexpr u32 CHUNK_TOKENS = 4;
-// As in `call/experts/mod.rs`.
-constexpr u32 MOST_EXPERTS = 1024;
-constexpr u32 MOST_TOP_K = 32;
+// Bounds that `call/experts/mod.rs` has too.
+constexpr u32 MAX_EXPERTS = 1024;
+constexpr u32 MAX_TOP_K = 32;
 
 constexpr u32 NOWHERE = ~0u;
 // Tokens whose places a block keeps in shared memory at once.
@@ -36,8 +36,8 @@ struct Chunks {
 
     __device__ __forceinline__ Chunks(u32 all, u32 peer_blocks) : tokens(all) {
         const u32 worth = all / (peer_blocks * CHUNK_TOKENS);
-        const u32 fitting = MOST_CHUNKS / peer_blocks;
-        const u32 most = fitting < MOST_STEPS ? fitting : MOST_STEPS;
+        const u32 fitting = MAX_CHUNKS / peer_blocks;
+        const u32 most = fitting < MAX_STEPS ? fitting : MAX_STEPS;
         steps = worth < most ? worth : most;
         steps = steps == 0 ? 1 : steps;
         count = peer_blocks * steps;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, u32 part, u32 
     }
 }
 
-// The same, by some warps of a block alone. Called by all threads of these.
+// Calls `visit(piece)` for the pieces of `rows` rows, which some warps of a block divide. Called by all threads of these.
 template <u32 COUNT, typename Visit>
 __device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, Warps warps, Visit visit) {
     const u32 each = Piece<COUNT>::count(vectors);
@@ -125,7 +125,7 @@ constexpr u32 SIZES_ROWS = 1;       // rows received
 constexpr u32 SIZES_BY_EXPERT = 2;  // rows by expert, padding included
 constexpr u32 SIZES_COUNTS = 4;     // rows of each expert
 
-// Kinds of notices, behind those of `all_to_all/traffic.cuh`.
+// Kinds of asynchronous errors, behind those of `all_to_all/traffic.cuh`.
 constexpr u32 NO_EXPERT = 3;        // an id is no expert
 constexpr u32 ROWS_OVERFLOW = 4;    // a rank has no room for all its rows
 constexpr u32 EXPERTS_OVERFLOW = 5; // an output has no room for all rows by expert

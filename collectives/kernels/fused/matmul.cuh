@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_tile_factors(Blocks blocks, const SharedMem
 
 // --- two groups of four warps multiply
 
-// What a group makes of its half of a tile.
+// Product that a group makes of its half of a tile.
 class TileProduct {
     const MatmulWork& work_;
     Stage stage_;
@@ -254,8 +254,8 @@ __device__ __forceinline__ void enter(const Session& session, const Call& call, 
     if (!session.failed) {
         // Peers set these flags when they have this rank's handshake. Those of a call long ago would be taken for this one's
         // where epochs repeat.
-        for (u32 flag = lane; flag < WORLD * MOST_CHUNKS; flag += 32) {
-            work.control->arrived[flag / MOST_CHUNKS][flag % MOST_CHUNKS] = 0;
+        for (u32 flag = lane; flag < WORLD * MAX_CHUNKS; flag += 32) {
+            work.control->arrived[flag / MAX_CHUNKS][flag % MAX_CHUNKS] = 0;
         }
         __syncwarp();
         send_handshake<true>(session, call, lane, 32);

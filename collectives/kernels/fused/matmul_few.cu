@@ -181,7 +181,7 @@ __device__ __forceinline__ void meet() {
     cluster_barrier();
 }
 
-// What other warps do meanwhile: a barrier of the cluster is one of all its threads.
+// Takes part in the cluster's barriers, for warps that do nothing else there: such a barrier is one of all its threads.
 __device__ __forceinline__ void let_meet() {
     __syncwarp();
     cluster_barrier();
@@ -220,7 +220,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
             }
             let_meet();
         }
-        // What takes time comes behind all barriers of the cluster.
+        // Work that takes time comes behind all barriers of the cluster.
         if (enters) {
             compare_handshakes(session, call, threadIdx.x % 32, 32);
         } else if (warp >= FIRST_RESETTING_WARP && !session.failed) {

@@ -12,7 +12,7 @@
 
 using namespace symmpool;
 
-static_assert(WORLD * MOST_CHUNKS <= 64, "chunks that have arrived are bits of a word");
+static_assert(WORLD * MAX_CHUNKS <= 64, "chunks that have arrived are bits of a word");
 
 // Part 0 is this rank's own, and part 1 that of the rank before it.
 __device__ __forceinline__ u32 rank_of(const Comm& comm, u32 part) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load(const Session& session, const MatmulWork& w
     while (tiles.next(tile)) {
         const u32 row = tile.row * TILE_ROWS, chunk = tile.row / work.chunk_tiles;
         const u32 rank = rank_of(session.comm, tile.part);
-        const u64 bit = 1ull << (tile.part * MOST_CHUNKS + chunk);
+        const u64 bit = 1ull << (tile.part * MAX_CHUNKS + chunk);
         // Behind a part's last rows there may be tiles of the cluster's other blocks.
         if (tile.part != 0 && (arrived & bit) == 0 && row < work.rows) {
             await_chunk(session, work, rank, chunk);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void copy_rows(const Session& session, const MatmulWo
             for (u64 at = begin + share * BUFFER_BYTES; at < end; at += shares * BUFFER_BYTES, ++nth) {
                 const u32 bytes = end - at < BUFFER_BYTES ? static_cast<u32>(end - at) : BUFFER_BYTES;
                 const u32 buffer = nth % BUFFERS;
-                // What the buffer held before has left it: it was stored before what the other one holds.
+                // The buffer's former bytes have left it: they were stored before those that the other one holds.
                 await_bulk_reads<BUFFERS - 1>();
                 arrive_expecting(shared.is_filled(buffer), bytes);
                 load_bytes(shared.buffer(buffer), from + at, bytes, shared.is_filled(buffer));

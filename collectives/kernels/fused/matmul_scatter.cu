@@ -103,7 +103,7 @@ __device__ __forceinline__ void move_pieces(const Session& session, const Matmul
 // --- two groups of four warps multiply
 
 class Group : TileProduct {
-    // As in `move_pieces`, and how often pieces were loaded.
+    // How often each piece has become free in all tiles before this one, and how often pieces were loaded.
     u32 freed_ = 0, loaded_ = 0;
 
     // Adds what other ranks have sent for this tile.

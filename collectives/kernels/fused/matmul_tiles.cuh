@@ -19,7 +19,7 @@ constexpr u32 LEFT_BYTES = TILE_ROWS * BLOCK_BYTES, RIGHT_BYTES = TILE_COLUMNS *
 // A group's half of a tile leaves in pieces of 64 rows and columns. Pieces for other ranks are in the order of threads: each
 // thread has four vectors, 128 of which lie one after the other.
 constexpr u32 PIECES = 4, PIECE_BYTES = 64 * 64 * 2, PIECE_COLUMNS = 64;
-// What travels of a tile.
+// Bytes of a tile that travel.
 constexpr u32 TILE_BYTES = GROUPS * PIECES * PIECE_BYTES;
 // Rows of tiles that are made together, so that their blocks of the right matrix are in the cache.
 constexpr u32 ROWS_TOGETHER = 8;
@@ -49,7 +49,7 @@ struct Tile {
 class Tiles {
     const MatmulWork& work_;
     u32 block_, nth_;
-    // What a helper has made after its whole tiles; for others, whether they have made their last tile.
+    // Parts of tiles that a helper has made after its whole tiles; for others, whether they have made their last tile.
     u32 rest_ = 0;
 
     // How often a cluster makes tiles in a part, if it makes all of them.

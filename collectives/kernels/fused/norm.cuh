@@ -20,7 +20,7 @@
 
 namespace symmpool {
 
-// What is made of the sum with the residual.
+// Outputs that are made of the sum with the residual.
 enum class Output { SUM_ONLY, NORM, FP8_STATIC, FP8_TOKEN, FP8_GROUP };
 constexpr Output MADE = Output::OUTPUT;
 constexpr bool QUANTIZES = MADE != Output::SUM_ONLY && MADE != Output::NORM;
@@ -35,8 +35,8 @@ constexpr u32 ROW_WARPS = THREADS / 32;
 
 // The largest number of the 8-bit type, and the least scales, which are those of vLLM's kernels.
 constexpr float LARGEST = 448.0f;
-constexpr float LEAST_TOKEN_SCALE = 1.0f / (448.0f * 512.0f);
-constexpr float LEAST_GROUP_MAXIMUM = 1e-10f;
+constexpr float MIN_TOKEN_SCALE = 1.0f / (448.0f * 512.0f);
+constexpr float MIN_GROUP_MAXIMUM = 1e-10f;
 
 static_assert(LANES<DTYPE> == PART_LANES, "a type of 16 or 32 bits");
 
@@ -114,8 +114,8 @@ struct Units {
     __device__ __forceinline__ u32 index(u32 step, u32 nth) const {
         return (step * UNITS + nth) * THREADS + threadIdx.x;
     }
-    // The same, and the row's last unit in place of units that it does not have: to read this once more costs less than to
-    // find out that there is nothing to read, which keeps loads from being under way together.
+    // Index of a unit, or of the row's last one in place of units that it does not have: to read this once more costs less
+    // than to find out that there is nothing to read, which keeps loads from being under way together.
     __device__ __forceinline__ u32 some_index(u32 step, u32 nth) const {
         const u32 unit = index(step, nth);
         return unit < count ? unit : count - 1;
@@ -211,7 +211,7 @@ public:
                     most = greater(most, largest(HELD ? row[nth] : normed(unit, weight, factor)));
                 });
                 combine(most, true, greater);
-                scale_ = greater(__fdiv_rn(most, LARGEST), LEAST_TOKEN_SCALE);
+                scale_ = greater(__fdiv_rn(most, LARGEST), MIN_TOKEN_SCALE);
                 scale_ = work.powers_of_two ? up_to_power_of_two(scale_) : scale_;
                 if (threadIdx.x == 0) {
                     work.scales[token * work.scale_row] = scale_;
@@ -300,7 +300,7 @@ private:
         }
     }
 
-    // What a unit of weights multiplies by.
+    // Factors of a unit: its weights and their bias.
     __device__ __forceinline__ Wide factors(const Unit& weights) const {
         Wide wide = widen(weights);
 #pragma unroll
@@ -333,7 +333,7 @@ private:
             for (u32 apart = 1; apart < GROUP_UNITS; apart *= 2) {
                 most = greater(most, __shfl_xor_sync(~0u, most, apart));
             }
-            scale = __fdiv_rn(greater(most, LEAST_GROUP_MAXIMUM), LARGEST);
+            scale = __fdiv_rn(greater(most, MIN_GROUP_MAXIMUM), LARGEST);
             scale = work.powers_of_two ? up_to_power_of_two(scale) : scale;
             if (has && index % GROUP_UNITS == 0) {
                 work.scales[token * work.scale_row + index / GROUP_UNITS * work.scale_group] = scale;
@@ -367,7 +367,7 @@ private:
     Wide factors_[UNITS];
     float (&of_warps_)[2][ROW_WARPS];
     float scale_;
-    float reciprocal_;  // of the number of elements of a row
+    float reciprocal_;  // one divided by the elements of a row
     u32 turn_;
 };
 

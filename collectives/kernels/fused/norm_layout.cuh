@@ -16,7 +16,7 @@ struct NormWork {
     const char* bias;
     // The sum with bias and residual.
     char* residual_out;
-    // Of quantised outputs, the norm before it is quantised; or null.
+    // The norm before it is quantised, where outputs are quantised; or null.
     char* norm_out;
     // With `FP8_STATIC` one scale, which is read; else those that are written.
     float* scales;

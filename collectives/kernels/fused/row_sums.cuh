@@ -94,7 +94,7 @@ __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& i
         }
         return true;
     }
-    // As many vectors are waited for at once as registers suffice for.
+    // A thread waits for as many vectors at once as it has registers for.
     constexpr bool RANK_BY_RANK = WORLD > 8 || (!HELD && PARTS > 1);
     constexpr u32 AT_ONCE = !RANK_BY_RANK && UNITS * PARTS * WORLD <= 8 ? UNITS * PARTS : 1;
 #pragma unroll
@@ -108,8 +108,8 @@ __device__ __forceinline__ bool sum_units(const Session& session, const Inbox& i
             }
             continue;
         }
-        // Of all ranks but this one, in the order of ranks: no load depends on which rank this is, so all are under way
-        // together.
+        // Vectors of all ranks but this one, in the order of ranks. No load depends on which rank this is, so all are under
+        // way together.
         constexpr u32 OTHERS = WORLD > 1 ? WORLD - 1 : 1;
         uint4 others[AT_ONCE][OTHERS];
         Watch watch;

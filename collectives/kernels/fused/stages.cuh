@@ -1,5 +1,5 @@
-//! What all kernels of products of matrices have in common: how they go along the inner dimension, blocks of which are loaded
-//! into stages of shared memory, which take turns; and clusters. Defines: CLUSTER, where blocks form some.
+//! Stages of shared memory, into which all GEMM kernels load blocks along the inner dimension, in turn; and clusters.
+//! Defines: CLUSTER, where blocks form clusters.
 
 #pragma once
 

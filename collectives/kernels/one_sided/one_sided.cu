@@ -77,7 +77,7 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
             return;
         }
         const bool departed = load_acquire(&departure(comm, comm.rank, peer)->when) != 0;
-        // What the peer had signalled before is there.
+        // Signals that the peer had sent before it departed are there.
         if (departed && load_acquire(received) >= number) {
             break;
         }

@@ -32,10 +32,10 @@ enum class Operation { SEND, RECEIVE };
 // Most chunks of a lane that are under way.
 constexpr u32 SLOTS = 4;
 // Most lanes of a message. The kernels for all peers and both directions together take a third of a device.
-constexpr u32 MOST_LANES = 16;
+constexpr u32 MAX_LANES = 16;
 constexpr u32 SHARED_LANES = 24;
 constexpr u32 PEERS = WORLD > 1 ? WORLD - 1 : 1;
-constexpr u32 ALL_LANES = SHARED_LANES / PEERS < MOST_LANES ? SHARED_LANES / PEERS : MOST_LANES;
+constexpr u32 ALL_LANES = SHARED_LANES / PEERS < MAX_LANES ? SHARED_LANES / PEERS : MAX_LANES;
 
 // In the record of a failure: the phases of waits (`cuda/layout/fault.rs`).
 constexpr u32 SENDING = CHANNEL + CHANNELS;
@@ -171,7 +171,7 @@ __device__ __noinline__ void refuse(const Lane& lane, u64 sent) {
 __device__ __forceinline__ bool await_slot(const Lane& lane, u64 number, u64& taken) {
     const u64* word = lane.taken_by(lane.comm.rank, lane.peer, lane.lane);
     u64 since = 0;
-    // What was seen last is usually enough; a look takes as long as the first bytes of a chunk.
+    // The count that was seen last is usually enough; a look takes as long as the first bytes of a chunk.
     for (u32 looks = 1; taken + SLOTS < number; ++looks) {
         taken = load_acquire(word);
         if (taken + SLOTS < number && is_time_for_clock(looks)) {

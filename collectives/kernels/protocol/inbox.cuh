@@ -57,7 +57,7 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
                 vectors[rank] = own;
                 continue;
             }
-            // As a function of its own this takes more registers.
+            // In a function of its own this takes more registers.
             const u64 slot = COMPACT ? comm.distance_to(rank) - 1 : rank;
             const bool there = inbox.receive(comm, at + slot * each, vectors[rank]);
             missing = there || rank == comm.rank ? missing : rank;
@@ -76,7 +76,7 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
     return true;
 }
 
-// The same, of those peers only of which `sends(rank)` is true. This rank's own place holds anything.
+// Waits for one vector of each peer for which `sends(rank)` is true, as `await_all`. This rank's own place holds anything.
 template <typename Sends>
 __device__ __forceinline__ bool await_some(const Session& session, const Inbox& inbox, u64 at,
                                            u64 each, uint4 (&vectors)[WORLD], Sends sends) {

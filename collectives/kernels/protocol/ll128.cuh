@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_piece(char* at, u32 count, uint4 vector) {
     }
 }
 
-// What a thread stores into a line.
+// The vector that a thread stores into a line: its data, and the flags in the last thread's.
 __device__ __forceinline__ uint4 with_flags(uint4 piece, u32 thread, u32 epoch) {
     if (thread == LINE_THREADS - 1) {
         piece.z = epoch, piece.w = epoch;

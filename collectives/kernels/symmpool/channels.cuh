@@ -200,8 +200,8 @@ template <typename Visit> __device__ __forceinline__ void for_each_vector(u64 ve
     }
 }
 
-// The same with a thread's next vector sent before this one is received, so that the link has work while threads wait:
-// calls `send(at)`, and `receive(at)` until it returns false.
+// Divides vectors among all blocks, and sends a thread's next vector before this one is received, so that the link has
+// work while threads wait: calls `send(at)`, and `receive(at)` until it returns false.
 template <typename Send, typename Receive>
 __device__ __forceinline__ void for_each_vector(u64 vectors, Send send, Receive receive) {
     const u32 before = threadIdx.x % 32;
@@ -224,7 +224,8 @@ __device__ __forceinline__ void for_each_vector(u64 vectors, Send send, Receive 
 // Vectors of 16 bytes, of any bits, that show without flags that they have arrived (Lamport): the inbox holds a pattern
 // where nothing has arrived, and who receives a vector puts it back. So each vector that is sent is received in the same
 // call; what is left would be taken for a vector of a later one. Whole warps send and receive together, 32 vectors in a
-// row of which the first is a multiple of 32. The inbox of a rank has `vectors` of each rank; a call passes WORLD times as many to `Collective`.
+// row of which the first is a multiple of 32. The inbox of a rank has `vectors` of each rank; a call passes WORLD times as
+// many to `Collective`.
 class LamportChannel {
 public:
     // How many vectors of each rank an inbox has room for.
@@ -235,12 +236,12 @@ public:
     __device__ __forceinline__ LamportChannel(Collective& collective, u32 peer, u64 vectors)
         : collective_(&collective), peer_(peer), vectors_(vectors),
           fits_(vectors <= room(collective.comm) && peer != collective.comm.rank),
-          there_(collective.session(), peer, collective.comm.rank),
-          here_(collective.session(), collective.comm.rank, peer) {}
+          remote_(collective.session(), peer, collective.comm.rank),
+          local_(collective.session(), collective.comm.rank, peer) {}
 
     // Sends a vector of each thread, once a call. Those past the end, or that there is no room for, are not sent.
     __device__ __forceinline__ void send(u64 at, uint4 vector) const {
-        there_.send(collective_->session().epoch, static_cast<u32>(at), vector, fits_ && at < vectors_);
+        remote_.send(collective_->session().epoch, static_cast<u32>(at), vector, fits_ && at < vectors_);
     }
 
     // Waits for this thread's vector of the peer; those past the end are not waited for. All threads of a warp get the same
@@ -248,19 +249,19 @@ public:
     __device__ __forceinline__ bool receive(u64 at, uint4& vector) const {
         const Session& session = collective_->session();
         if (!fits_) {
-            return collective_->good(await_nothing(session, peer_, at < vectors_));
+            return collective_->good(await_timeout(session, peer_, at < vectors_));
         }
         const u32 places[1] = {static_cast<u32>(at)};
         const bool awaited[1] = {at < vectors_};
         uint4 found[1] = {make_uint4(0, 0, 0, 0)};
-        const bool there = here_.receive(session, peer_, places, awaited, found);
+        const bool there = local_.receive(session, peer_, places, awaited, found);
         vector = found[0];
         return collective_->good(there);
     }
 
 private:
-    // Waits for what there is no room for, until time is over; true if no thread of the warp waits.
-    static __device__ __noinline__ bool await_nothing(const Session& session, u32 peer, bool awaited) {
+    // Waits until the timeout for a vector that there is no room for; true if no thread of the warp waits.
+    static __device__ __noinline__ bool await_timeout(const Session& session, u32 peer, bool awaited) {
         Watch watch;
         while (__any_sync(~0u, awaited)) {
             if (__any_sync(~0u, watch.expired(session, peer, DATA))) {
@@ -274,8 +275,8 @@ private:
     u32 peer_;
     u64 vectors_;
     bool fits_;
-    EscapedSlot there_;  // in the peer's inbox, for what this rank sends
-    EscapedSlot here_;   // in this rank's inbox, for what the peer sends
+    EscapedSlot remote_;  // in the peer's inbox, for what this rank sends
+    EscapedSlot local_;   // in this rank's inbox, for what the peer sends
 };
 
 // The channels to all peers by their distance, from 1: that of `comm.after(1)` first. They are made before a loop, so that

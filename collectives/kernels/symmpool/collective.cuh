@@ -30,7 +30,7 @@ enum class End {
     ALONE,     // at once: peers reach nothing but this rank's inbox and scratch
 };
 
-// What a block does of all the data: bytes from `from` to before `to`, whole lines of 128 bytes but at the end.
+// A block's share of all the data: bytes from `from` to before `to`, whole lines of 128 bytes but at the end.
 struct Share {
     u64 from;
     u64 to;
@@ -47,7 +47,7 @@ public:
     __device__ __forceinline__ Collective(const DeviceComm& device_comm, const DeviceCall& device_call,
                                           u64 ll_vectors = 0, End leave = End::TOGETHER, u64 ll128_lines = 0,
                                           u64 lamport_vectors = 0)
-        : comm(device_comm), call(device_call), session_(begun(device_comm)), end_(leave),
+        : comm(device_comm), call(device_call), session_(begin(device_comm)), end_(leave),
           works_(!session_.failed && !is_leader_block()), failed_(false) {
         if (session_.failed) {
             return;
@@ -84,7 +84,7 @@ public:
     __device__ __forceinline__ u32 block() const { return worker_block(); }
     __device__ __forceinline__ u32 blocks() const { return worker_blocks(); }
 
-    // What this block does of so many bytes.
+    // This block's share of so many bytes.
     __device__ __forceinline__ Share share(u64 bytes) const {
         const Split split((bytes + 15) / 16, blocks());
         const u64 from = 16 * split.begin(block()), to = 16 * split.begin(block() + 1);
@@ -137,7 +137,7 @@ public:
     }
     __device__ __forceinline__ u64 scratch_bytes() const { return comm.plan_scratch_bytes / 2; }
 
-    // Of what all threads of a block, or one thread, waited for.
+    // Notes whether what all threads of a block, or one thread, waited for has arrived, and returns it.
     __device__ __forceinline__ bool good(bool arrived) {
         failed_ = failed_ || !arrived;
         return arrived;
@@ -151,7 +151,8 @@ private:
     // The kind of flags that say that a block has come to the end. Channels have the others.
     static constexpr u32 END_KIND = FLAG_KINDS - 1;
 
-    static __device__ __forceinline__ const Comm& begun(const DeviceComm& device_comm) {
+    // Begins the kernel before the communicator's state is read, which the stream's earlier calls write.
+    static __device__ __forceinline__ const Comm& begin(const DeviceComm& device_comm) {
         begin_kernel(device_comm.early);
         return device_comm;
     }

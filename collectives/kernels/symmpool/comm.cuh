@@ -1,6 +1,6 @@
 //! A rank's view of its communicator: the control block, and how a call begins, waits and fails.
 //!
-//! Every rank has a control block at the same offset of its slot of the heap. It begins with `Local`,
+//! Every rank has a control block at the same offset of its slot of the heap. It begins with `LocalState`,
 //! which only its own rank accesses; peers write into the handshake slots, flags and inboxes behind it.
 //! The number of the call, its epoch, is kept there in device memory, so that the replays of a CUDA graph
 //! have epochs of their own (rule S2). The host defines what it shares with kernels, and `comm_layout.cuh` is made of that.
@@ -36,12 +36,12 @@ constexpr u64 CHANNELS_BYTES = 4 * 8ull * WORLD * CHANNELS;
 // communicator's memory has grown. A graph keeps the area that its calls were captured with.
 constexpr u32 AREAS = 2;
 
-static_assert(sizeof(Local::areas) == AREAS * sizeof(AreaFlags), "the host writes there");
+static_assert(sizeof(LocalState::areas) == AREAS * sizeof(AreaFlags), "the host writes there");
 
 struct Comm : CommFields {
     __device__ __forceinline__ char* of(u32 peer) const { return base + peer * stride + control; }
     __device__ __forceinline__ char* own() const { return of(rank); }
-    __device__ __forceinline__ Local* local() const { return reinterpret_cast<Local*>(own()); }
+    __device__ __forceinline__ LocalState* local() const { return reinterpret_cast<LocalState*>(own()); }
     // Vectors of a rank's scratch that belong to one peer. The host launches no call that needs more.
     __device__ __forceinline__ u64 scratch_vectors() const {
         return scratch_bytes / 16 / (WORLD > 1 ? WORLD - 1 : 1) / 8 * 8;
@@ -81,7 +81,7 @@ struct Session {
 
     __device__ __forceinline__ explicit Session(const Comm& c) : comm(c) {
         uint4 state = load_relaxed(c.local());
-        epoch = following(state.x);
+        epoch = next_epoch(state.x);
         failed = state.y;
         const u32 lamport = c.area == 0 ? state.z : state.w;
         lamport_turn = lamport & 3;
@@ -90,7 +90,7 @@ struct Session {
 
     // The epoch after another. It is never 0, which fresh memory holds; 2 follows the largest, so that
     // parities alternate.
-    static __device__ __forceinline__ u32 following(u32 epoch) {
+    static __device__ __forceinline__ u32 next_epoch(u32 epoch) {
         return epoch == 0xffffffffu ? 2 : epoch + 1;
     }
 
@@ -103,7 +103,7 @@ struct Session {
         if (threadIdx.x != blockDim.x - 1) {
             return;
         }
-        Local* local = comm.local();
+        LocalState* local = comm.local();
         if (atomicAdd(&local->blocks_arrived, 1) == gridDim.x - 1) {
             local->blocks_arrived = 0;
             local->lamport[comm.area] = lamport_turn | lamport_used << 2;
@@ -131,7 +131,7 @@ __device__ __forceinline__ Departure* departure(const Comm& comm, u32 owner, u32
     return reinterpret_cast<Departure*>(comm.of(owner) + traffic_rows(comm) + TRAFFIC_ROWS_BYTES) + from;
 }
 
-// Whether a peer that has failed outside of calls may be missed in the call of an epoch. It has done all calls before the
+// Whether a peer that has failed outside of calls may be absent from the call of an epoch. It has done all calls before the
 // last one that it had begun.
 __device__ __noinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch) {
     const u64 when = load_acquire(&departure(comm, comm.rank, peer)->when);
@@ -139,16 +139,17 @@ __device__ __noinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch)
     return when != 0 && (last == 0 || static_cast<int>(epoch - last) >= 0);
 }
 
-// A rank that gives up on a call withdraws its handshake and its row of the traffic matrix from all peers: its
-// memory may be used for something else from then on, so a peer that comes late must not find them. A peer that
-// has found them already goes on until it misses something. The second half of each LL word then holds the rank
-// that was waited for, or the ranks of a message that was refused, or the rank that failed halfway, and this flag, which no
-// call uses: its parity is that of the other slots, and it is not 0, which fresh memory holds. There is no more than that
-// because the callers have few registers to spare.
+// A rank that gives up on a call withdraws its handshake and its row of the traffic matrix from all peers. Its memory may
+// be used for something else from then on, so a peer that comes late must not find them. A peer that has found them
+// already goes on until it misses something.
+//
+// The second half of each LL word then holds a reason and a flag. The reason is the rank that was waited for, the ranks of
+// a message that was refused, or the rank that failed halfway; callers have no registers for more. No call uses the flag:
+// its parity is that of the other slots, and it is not 0, which fresh memory holds.
 constexpr u32 REFUSED_MESSAGE = 1u << 31;  // its sender is the lowest byte, and its receiver the next one
 constexpr u32 MESSAGE_FOLLOWS = 1u << 30;  // in departures and records, what the message was is said in the next words
 constexpr u32 HALFWAY = 1u << 29;          // the rank failed on the host, behind a call's handshake
-// `failed` of `Local` then, which the host writes there too (`CudaEngine::depart`).
+// `failed` of `LocalState` then, which the host writes there too (`CudaEngine::depart`).
 constexpr u32 FAILED_ON_HOST = 3;
 __device__ __forceinline__ u32 withdrawal(u32 epoch) { return ~epoch | 2; }
 
@@ -156,7 +157,8 @@ __device__ __forceinline__ bool withdrawn(const char* ll_word, u32 epoch) {
     return *reinterpret_cast<const volatile u32*>(ll_word + 12) == withdrawal(epoch);
 }
 
-// With which reason a rank withdraws its handshake whose record of a failure is written, perhaps except for `complete`.
+// The reason with which a rank withdraws its handshake. The record of its failure is written, perhaps except for
+// `complete`.
 __device__ __forceinline__ u32 recorded_reason(const Comm& comm) {
     const volatile Fault* fault = comm.fault;
     const u32 kind = fault->kind;
@@ -220,9 +222,9 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     *static_cast<volatile u32*>(&fault->complete) = 1;
 }
 
-// Tells the host something about a call that goes on. Called by one thread.
-__device__ __noinline__ void write_notice(const Session& session, u32 kind, u32 rank, u64 needed, u64 room) {
-    volatile Notice* at = &session.comm.fault->notice;
+// Reports an error of a call that goes on to the host. Called by one thread.
+__device__ __noinline__ void write_async_error(const Session& session, u32 kind, u32 rank, u64 needed, u64 room) {
+    volatile AsyncError* at = &session.comm.fault->async_error;
     at->kind = kind;
     at->epoch = session.epoch;
     at->rank = rank;
@@ -232,8 +234,8 @@ __device__ __noinline__ void write_notice(const Session& session, u32 kind, u32 
     at->calls = at->calls + 1;
 }
 
-// Called where the call of an epoch finds that this rank has failed, when the record is complete or the host knows why. What
-// failed outside of calls has not withdrawn this call's handshake.
+// Leaves a call that finds that this rank has failed, when the record is complete or the host knows why. A failure outside
+// of calls has not withdrawn this call's handshake.
 __device__ __noinline__ void leave_failed_call(const Comm& comm, u32 epoch) {
     const bool on_host = *static_cast<volatile u32*>(&comm.local()->failed) == FAILED_ON_HOST;
     if (on_host || static_cast<volatile Fault*>(comm.fault)->phase >= CHANNEL) {
@@ -241,8 +243,8 @@ __device__ __noinline__ void leave_failed_call(const Comm& comm, u32 epoch) {
     }
 }
 
-// Called now and then by a wait of a call. Returns since when it waits, or GIVE_UP. The lowest bit says that the peer has
-// departed: what it had sent before is found by the next look, and missed after that.
+// Called now and then by a wait of a call. Returns the time at which the wait began, or GIVE_UP. The lowest bit says that
+// the peer has departed: what it had sent before is found by the next look, and missed after that.
 constexpr u64 GIVE_UP = ~0ull;
 __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since, u32 peer,
                                           u32 phase) {

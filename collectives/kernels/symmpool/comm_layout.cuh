@@ -7,9 +7,9 @@
 
 namespace symmpool {
 
-// Something that the host is to know although the call went on: that of the last call that had one.
-struct Notice {
-    // How many calls have written a notice.
+// An error that the host reads although the call went on: that of the last call that had one.
+struct AsyncError {
+    // How many calls have written such an error.
     u64 calls;
     u32 kind;
     u32 epoch;
@@ -20,10 +20,10 @@ struct Notice {
     // Elements that its output holds.
     u64 room;
 };
-static_assert(sizeof(Notice) == 40, "the host has another layout");
+static_assert(sizeof(AsyncError) == 40, "the host has another layout");
 
 // The record in pinned host memory in which the host reads what went wrong (rule S5). It is written at most once, except
-// for the notice.
+// for the asynchronous error.
 struct Fault {
     u32 complete;
     u32 kind;
@@ -35,12 +35,12 @@ struct Fault {
     u64 ours[4];
     // For `MISMATCH`, the peer's call description; for `GAVE_UP`, what its handshake is withdrawn with.
     u64 theirs[4];
-    Notice notice;
+    AsyncError async_error;
 };
 static_assert(sizeof(Fault) == 128, "the host has another layout");
 
-// What a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further call. `when`
-// comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
+// Message that a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further
+// call. `when` comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
 struct Departure {
     // 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
     u64 when;
@@ -66,24 +66,24 @@ static_assert(sizeof(AreaFlags) == 48, "the host has another layout");
 
 // The beginning of a control block, which only its own rank accesses. The first 16 bytes are read by one load, by every
 // block of every call.
-struct Local {
+struct LocalState {
     // The epoch of the last call.
     u32 epoch;
     // Not 0 if a wait expired or ranks differed: later calls do nothing.
     u32 failed;
-    // Of each area: which third of its Lamport inbox the next call there uses, in the lowest two bits, and how many vectors
-    // the call before there used of its third.
+    // State of each area's Lamport inbox: the third that the next call there uses, in the lowest two bits, and how many
+    // vectors the call before there used of its third.
     u32 lamport[2];
     // Blocks of the running call that have read the four words above.
     u32 blocks_arrived;
-    // This one and the next two belong to `symmpool/companion.cuh`.
+    // Blocks of the companion kernel that have waited. This word and the next two belong to `symmpool/companion.cuh`.
     u32 companion_blocks;
     u64 handshakes_reported;
     u64 handshakes_consumed;
     // Flags that calls in the other area expire. The host writes both when the memory grows, and else none.
     AreaFlags areas[2];
 };
-static_assert(sizeof(Local) == 136, "the host has another layout");
+static_assert(sizeof(LocalState) == 136, "the host has another layout");
 
 // The communicator, as a kernel is given it.
 struct CommFields {

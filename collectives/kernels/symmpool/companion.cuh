@@ -21,7 +21,7 @@ __device__ __forceinline__ void notify_companion(const Comm& comm) {
 __device__ __forceinline__ bool await_notification(const Comm& comm) {
     bool failed = false;
     if (threadIdx.x == 0) {
-        const Local* local = comm.local();
+        const LocalState* local = comm.local();
         u64 since = 0;
         for (u32 looks = 1;
              load_acquire(&local->handshakes_reported) == local->handshakes_consumed && !failed; ++looks) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool await_notification(const Comm& comm) {
                 since = since == 0 ? now : since;
                 // Twice the timeout: the handshake, whose record of a failure says more, expires first.
                 if ((now - since) / 2 >= comm.timeout) {
-                    report(comm, Session::following(local->epoch), TIMEOUT, comm.rank, COMPANION, nullptr);
+                    report(comm, Session::next_epoch(local->epoch), TIMEOUT, comm.rank, COMPANION, nullptr);
                     failed = true;
                 }
             }
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool await_notification(const Comm& comm) {
 
 // Called by all threads of every block after its wait. The last block makes the next wait one for the next call.
 __device__ __forceinline__ void consume_notification(const Comm& comm) {
-    Local* local = comm.local();
+    LocalState* local = comm.local();
     if (threadIdx.x == 0 && atomicAdd(&local->companion_blocks, 1) == gridDim.x - 1) {
         local->companion_blocks = 0;
         local->handshakes_consumed += 1;

@@ -87,7 +87,8 @@ struct Copy {
               [](char* at, char byte) { *at = byte; });
     }
 
-    // The same where `store_vector` and `store_byte` store what belongs at an address of the destination.
+    // Visits the units from `first` to before `last`: `store_vector` and `store_byte` store what belongs at an address of
+    // the destination. Called by all threads of one block.
     template <typename StoreVector, typename StoreByte>
     __device__ __forceinline__ void visit(u64 first, u64 last, StoreVector store_vector, StoreByte store_byte) const {
         const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
@@ -135,7 +136,7 @@ __device__ __forceinline__ void copy_pieces(const Transfer& transfer, u32 first,
     copy.run(split.begin(first), split.begin(last));
 }
 
-// Makes one piece of it.
+// Makes one piece of a transfer that is cut into `pieces`.
 __device__ __forceinline__ void copy_piece(const Transfer& transfer, u32 piece, u32 pieces) {
     copy_pieces(transfer, piece, piece + 1, pieces);
 }

@@ -124,7 +124,7 @@ __device__ __forceinline__ bool must_expire_flags(const Session& session) {
 
 __device__ __forceinline__ void expire_bytes(const Session& session, char* begin, u64 bytes) {
     const u32 old = session.epoch - 2;
-    // What a call uses may end in the middle of a vector, of which the first flag is live then and the second is not.
+    // The bytes that a call uses may end in the middle of a vector: its first flag is live then, and its second is not.
     const u64 half = reinterpret_cast<u64>(begin) % 16;
     if (half != 0 && bytes != 0 && threadIdx.x == 0) {
         *reinterpret_cast<u64*>(begin) = static_cast<u64>(old) << 32;
@@ -152,7 +152,7 @@ __device__ __noinline__ void expire_old_flags(const Session& session, UsedBytes 
     expire_region(session, other.escape_marks, other.escape_mark_bytes, 0);
 }
 
-// For calls that write no escape marks (`protocol/lamport_escaped.cuh`).
+// Expires escape marks, in calls that write none (`protocol/lamport_escaped.cuh`).
 __device__ __noinline__ void expire_escape_marks(const Session& session) {
     expire_region(session, session.comm.escape_marks, session.comm.escaped_bytes / 16, 0);
 }
@@ -184,11 +184,10 @@ __device__ __forceinline__ void run_leader_block(const Session& session, const C
     }
 }
 
-// Waits until every peer has entered this call with an equal description. A worker block must not write into a
-// peer's output before, as its address is where this rank takes it to be, and as long, only if the peer called
-// the same. With ACQUIRE, what the peers' streams did before is visible then. Called by all threads of the
-// block, which get the same answer: false if a peer is missing, has given up or called something else, which the
-// leader block reports.
+// Waits until every peer has entered this call with an equal description. A worker block must not write into a peer's
+// output before: only if the peer made the same call is the output where this rank takes it to be, and as long. With
+// ACQUIRE, what the peers' streams did before is visible then. Called by all threads of the block, which get the same
+// answer: false if a peer is missing, has given up or called something else, which the leader block reports.
 template <bool ACQUIRE>
 __device__ __forceinline__ bool await_handshakes(const Session& session, const Call& call) {
     bool bad = false;

@@ -42,7 +42,7 @@ struct Range {
 // which by default are a line of 128 bytes, and differ by at most one grain.
 struct Split {
     u64 count;
-    u64 grains;  // of the shorter pieces
+    u64 grains;  // length of the shorter pieces
     u32 longer;  // how many pieces, the first ones, have one grain more
     u32 grain;
 

@@ -30,10 +30,10 @@ struct PeerBlocks {
     u32 first;
     u32 end;
 
-    // Of `count` indices, those of this block.
+    // Those of `count` indices that are this block's.
     __device__ __forceinline__ explicit PeerBlocks(u32 count) : PeerBlocks(count, worker_block(), worker_blocks()) {}
 
-    // The same, where `blocks` of the worker blocks divide the indices, and this is number `block` of them.
+    // Those of `count` indices that are block `block`'s, where `blocks` of the worker blocks divide them.
     __device__ __forceinline__ PeerBlocks(u32 count, u32 block, u32 blocks) : first(block), end(first + 1) {
         if (count != blocks) {
             first = count * block / blocks;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks p
     }
 }
 
-// The same by one thread, after what it has stored itself and a fence of its own: one for all flags.
+// Raises flags on all peers by one thread, after what it has stored itself and a fence of its own: one for all flags.
 __device__ __forceinline__ void raise_flags_after_fence(const Session& session, PeerBlocks peer_blocks, u32 kind,
                                                         u32 count) {
 #pragma unroll 1
@@ -96,7 +96,7 @@ __device__ __forceinline__ bool thread_await_flag(const Session& session, u32 ki
     return true;
 }
 
-// The same, called by all threads of a block, which get the same answer.
+// Waits for a flag as `thread_await_flag`. Called by all threads of a block, which get the same answer.
 __device__ __forceinline__ bool block_await_flag(const Session& session, u32 kind, u32 peer, u32 index,
                                                  u32 count, u32 phase) {
     bool bad = threadIdx.x == 0 && !thread_await_flag(session, kind, peer, index, count, phase);
@@ -146,7 +146,7 @@ __device__ __forceinline__ void announce_step(const Session& session, PeerBlocks
 
 // Waits, for a while, until all peers have announced a step. Called by all threads of the block.
 __device__ __forceinline__ void keep_step(const Session& session, PeerBlocks peer_blocks, u32 step) {
-    constexpr u32 MAX_LOOKS = 64;  // of about 0.7 us each
+    constexpr u32 MAX_LOOKS = 64;  // each takes about 0.7 us
 #pragma unroll 1
     for (u32 pair = threadIdx.x; pair < peer_blocks.pairs(); pair += blockDim.x) {
         const u32 peer = pair % WORLD, index = peer_blocks.first + pair / WORLD, rank = session.comm.rank;

@@ -1,4 +1,4 @@
-//! What kernels of plans are made of: `plan/cuda.rs` writes one for each rank's program of a plan.
+//! Parts of which kernels of plans are made: `plan/cuda.rs` writes a kernel for each rank's program of a plan.
 //! Defines: WORLD, DTYPE, OP, THREADS.
 //!
 //! Peer blocks divide every chunk into slices of equal place, and each runs the whole program on its slices: operations
@@ -28,8 +28,8 @@ namespace symmpool {
 
 // --- waits
 
-// The rank to name when a wait for `peer` is over: one that has not even made the call, for which that peer may wait
-// itself.
+// The rank to name when a wait for `peer` has timed out: a rank that has not even made the call, as the peer may wait for
+// that one itself; or the peer.
 __device__ __noinline__ u32 missing_rank(const Session& session, u32 peer) {
     for (u32 rank = 0; rank < WORLD; ++rank) {
         if (rank != session.comm.rank && !ll_arrived(load_relaxed(handshake_word(session, rank, 0)), session.epoch)) {
@@ -81,7 +81,7 @@ __device__ __noinline__ void copy_slice(const char* from, char* to, u64 bytes) {
         copy_rest(from, to, bytes);
         return;
     }
-    // Here threads have other vectors than elsewhere.
+    // Threads have other vectors here than in other operations, so barriers order them.
     __syncthreads();
     const Copy copy(Transfer{from, to, bytes});
     copy.run_inline(0, copy.units());
@@ -180,7 +180,7 @@ struct Sources {
     const char* at[N];
 };
 
-// Reduces what is not aligned, and the last bytes, from vector `whole` on.
+// Reduces slices that are not aligned, and the last bytes of others, from vector `whole` on.
 template <int D, int O, bool ALSO, u32 N>
 __device__ __noinline__ void reduce_rest(Sources<N> from, u64 whole, u64 bytes, int divisor, char* to, char* also) {
 #pragma unroll 1
@@ -226,7 +226,7 @@ __device__ __forceinline__ void reduce_slices(const Sources<N>& from, u64 bytes,
         for (int i = 0; i < HELD; ++i) {
             results[i] = reduce_vectors<D, O, N>(all[i], divisor);
         }
-        // First to the peer, which takes longer.
+        // The peer's stores come first, as they take longer.
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             const u64 at = first + i * blockDim.x;
@@ -247,8 +247,8 @@ __device__ __forceinline__ void reduce_slices(const Sources<N>& from, u64 bytes,
     }
 }
 
-// The same as a function, for programs that reduce often: a kernel that is longer than the instruction cache begins
-// slowly.
+// Calls `reduce_slices` out of line, for programs that reduce often: a kernel that is longer than the instruction cache
+// begins slowly.
 template <int D, int O, bool ALSO, u32 N>
 __device__ __noinline__ void reduce_slices_out_of_line(Sources<N> from, u64 bytes, int divisor, char* to, char* also) {
     reduce_slices<D, O, ALSO>(from, bytes, divisor, to, also);
@@ -256,7 +256,7 @@ __device__ __noinline__ void reduce_slices_out_of_line(Sources<N> from, u64 byte
 
 // --- the LL protocol
 
-// A vector's place in an LL inbox, of which it takes two words.
+// Sends a vector to its place in an LL inbox, where it takes two words.
 __device__ __forceinline__ void send_ll(char* inbox, u64 at, u32 epoch, uint4 vector) {
     char* to = inbox + 32 * at;
     store_relaxed(to, make_uint4(vector.x, epoch, vector.y, epoch));
@@ -313,15 +313,15 @@ struct Slice {
     u64 place;  // bytes from the beginning of scratch to the slice of its first chunk, in this stage's slot
 };
 
-// FLAGS are what a rank raises on one peer at most, and one more that says which slots are free. SLOTS are chunks of
-// scratch; LL_SLOTS those in the LL inbox.
+// One call of a program. FLAGS is the number of flags that a rank raises on one peer at most, and one more that says which
+// slots are free. SLOTS is the number of chunks of scratch, and LL_SLOTS that of chunks in the LL inbox.
 template <u32 FLAGS, u32 SLOTS, u32 LL_SLOTS>
 struct PlanRun {
     const Session& session;
     const Comm& comm;
     const Call& call;
     const PlanWork& work;
-    const u32 count;  // of peer blocks; in the LL protocol, of worker blocks
+    const u32 count;  // peer blocks; in the LL protocol, worker blocks
     const PeerBlocks blocks;
     const Split split;
 
@@ -468,7 +468,7 @@ private:
                  value = load_acquire(own)) {
                 bad = watch.expired(session, peer);
             }
-            // Its memory may be used for something else from then on.
+            // The peer's memory may be used for something else once it has given up.
             if (left && !bad) {
                 report(comm, session.epoch, GAVE_UP, peer, DATA, nullptr);
                 bad = true;

@@ -22,8 +22,8 @@ __device__ __forceinline__ uint4 load_relaxed(const void* from) {
     return value;
 }
 
-// What the writer did before a fence before its store is visible after this load. It takes less time than a
-// relaxed load and a fence, which would wait for this thread's own stores.
+// Loads a vector; stores that its writer made before a fence before it are visible behind this load. That takes less time
+// than a relaxed load and a fence, which would wait for this thread's own stores.
 __device__ __forceinline__ uint4 load_acquire_vector(const void* from) {
     uint4 value;
     asm volatile("ld.acquire.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -63,10 +63,10 @@ __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: 
 
 // --- time, and the kernels of a stream
 
-// The device's clock, which all its SMs share.
 // Whether a wait that has looked so many times in vain looks at the clock too, which takes longer than a look.
 __device__ __forceinline__ bool is_time_for_clock(unsigned looks) { return (looks & 255) == 0; }
 
+// The device's clock, which all its SMs share.
 __device__ __forceinline__ unsigned long long nanoseconds() {
     unsigned long long now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -109,8 +109,8 @@ __device__ __forceinline__ bool barrier_of_warps(unsigned barrier, unsigned thre
 
 // --- bulk copies, on devices from compute capability 9.0 on
 //
-// A unit of the SM copies between global and shared memory, asked by one thread: threads and their registers are free for
-// other work. Addresses and lengths are multiples of 16.
+// A unit of the SM (the TMA) copies between global and shared memory, as one thread asks it to: threads and their registers
+// are free for other work. Addresses and lengths are multiples of 16.
 
 #if __CUDA_ARCH__ >= 900
 constexpr bool HAS_BULK_COPIES = true;
@@ -119,31 +119,31 @@ __device__ __forceinline__ unsigned shared_address(const void* at) {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));
 }
 
-// Makes an arrival in shared memory, which tells when what was loaded is there.
-__device__ __forceinline__ void make_arrival(unsigned long long* arrival) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(arrival)) : "memory");
+// Makes an mbarrier in shared memory, which shows when loads have ended.
+__device__ __forceinline__ void make_mbarrier(unsigned long long* mbarrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(mbarrier)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // Begins to load so many bytes into shared memory.
-__device__ __forceinline__ void bulk_load(void* shared, const void* from, unsigned bytes, unsigned long long* arrival) {
+__device__ __forceinline__ void bulk_load(void* shared, const void* from, unsigned bytes, unsigned long long* mbarrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(shared_address(arrival)), "r"(bytes) : "memory");
+                 :: "r"(shared_address(mbarrier)), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(shared)), "l"(__cvta_generic_to_global(from)), "r"(bytes),
-                    "r"(shared_address(arrival))
+                    "r"(shared_address(mbarrier))
                  : "memory");
 }
 
-// Waits until the load of this number, of those with this arrival, is there: 0 for the first.
-__device__ __forceinline__ void await_arrival(unsigned long long* arrival, unsigned nth) {
+// Waits until the `nth` load with this mbarrier has ended: 0 is the first.
+__device__ __forceinline__ void await_mbarrier(unsigned long long* mbarrier, unsigned nth) {
     asm volatile("{\n"
                  ".reg .pred there;\n"
                  "WAIT:\n"
                  "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
                  "@!there bra WAIT;\n"
                  "}"
-                 :: "r"(shared_address(arrival)), "r"(nth & 1) : "memory");
+                 :: "r"(shared_address(mbarrier)), "r"(nth & 1) : "memory");
 }
 
 // Begins to store so many bytes of shared memory, this device's or a peer's.
@@ -165,9 +165,9 @@ template <unsigned LEFT> __device__ __forceinline__ void await_bulk_stores() {
 #else
 constexpr bool HAS_BULK_COPIES = false;
 
-__device__ __forceinline__ void make_arrival(unsigned long long*) {}
+__device__ __forceinline__ void make_mbarrier(unsigned long long*) {}
 __device__ __forceinline__ void bulk_load(void*, const void*, unsigned, unsigned long long*) {}
-__device__ __forceinline__ void await_arrival(unsigned long long*, unsigned) {}
+__device__ __forceinline__ void await_mbarrier(unsigned long long*, unsigned) {}
 __device__ __forceinline__ void bulk_store(void*, const void*, unsigned) {}
 template <unsigned LEFT> __device__ __forceinline__ void await_bulk_reads() {}
 template <unsigned LEFT> __device__ __forceinline__ void await_bulk_stores() {}

@@ -37,7 +37,7 @@ constexpr unsigned MULTIPLIES_E4M3 = 2;
 // 8 * j + 2 * (l % 4) and the next.
 constexpr unsigned SUMS = 128;
 
-// The same of a product of fewer columns, 8, 16, 32 or 64.
+// Sums that a thread has of a product of fewer columns: 8, 16, 32 or 64.
 template <unsigned COLUMNS> constexpr unsigned SUMS_OF = COLUMNS / 2;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -111,7 +111,7 @@ __device__ __forceinline__ void await_phase(SharedAt barrier, unsigned parity) {
                  :: "r"(barrier), "r"(parity & 1) : "memory");
 }
 
-// --- copies by a unit of the SM, asked by one thread
+// --- copies by a unit of the SM (the TMA), which one thread asks for
 
 // Begins to load a tile; what is outside of the matrix, or of the part, becomes zeros.
 __device__ __forceinline__ void load_tile(SharedAt to, const TensorMap& map, TileAt at, SharedAt barrier) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_tile(SharedAt to, const TensorMap& map, Til
                  :: "r"(to), "l"(&map), "r"(barrier), "r"(at.column), "r"(at.row), "r"(at.part) : "memory");
 }
 
-// The same into this place of each block of a cluster of two, and to their barriers.
+// Begins to load a tile into this place of each block of a cluster of two, and reports to their barriers.
 __device__ __forceinline__ void load_tile_for_both(SharedAt to, const TensorMap& map, TileAt at, SharedAt barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4, %5}], [%2], %6;"
@@ -148,10 +148,10 @@ __device__ __forceinline__ void store_bytes(void* to, SharedAt from, unsigned by
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Lets copies that begin later see what this thread has stored to shared memory.
+// Lets copies that begin later see what this thread has stored to shared memory: a fence of the async proxy.
 __device__ __forceinline__ void fence_for_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Lets loads that begin later see what this thread has seen in global memory.
+// Lets bulk loads that begin later see what this thread has seen in global memory: a fence of the async proxy.
 __device__ __forceinline__ void fence_for_loads() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // --- shared memory, by threads
@@ -193,7 +193,7 @@ __device__ __forceinline__ void store_blocks(SharedAt row, uint4 value) {
 
 // --- products, by the four warps of a group of 128 threads
 
-// Before products whose sums threads have touched since the last ones.
+// Comes before products whose sums threads have touched since the last ones.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Makes the products since the last call a batch.
@@ -204,10 +204,10 @@ template <unsigned LEFT> __device__ __forceinline__ void await_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
 }
 
-// A factor in shared memory: rows of the inner dimension, one for each row or column of the product, or, if it is
-// transposed, rows for the inner dimension, in tiles of 64 columns and rows that are 8192 bytes apart. The bits are those of
-// the PTX manual's matrix descriptor: the address, two strides, and the swizzle of 128 bytes.
-__device__ __forceinline__ unsigned long long factor(SharedAt at, bool transposed) {
+// The matrix descriptor of a factor in shared memory. It has rows of the inner dimension, one for each row or column of the
+// product. If it is transposed, it has rows for the inner dimension, in tiles of 64 columns and rows that are 8192 bytes
+// apart. The bits are those of the PTX manual: the address, two strides, and the swizzle of 128 bytes.
+__device__ __forceinline__ unsigned long long matrix_descriptor(SharedAt at, bool transposed) {
     const unsigned long long leading = transposed ? 8192 : 16, stride = 1024;
     return (at & 0x3ffff) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1ull << 62;
 }
@@ -239,7 +239,7 @@ __device__ __forceinline__ void await_sums(float (&sums)[SUMS]) {
 // Begins to multiply 64 rows of 32 bytes by 256 columns of as many, and adds the products to the sums.
 template <unsigned TYPE, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt left_at, SharedAt right_at) {
-    const unsigned long long left = factor(left_at, false), right = factor(right_at, TRANSPOSED);
+    const unsigned long long left = matrix_descriptor(left_at, false), right = matrix_descriptor(right_at, TRANSPOSED);
     if constexpr (TYPE == MULTIPLIES_E4M3) {
         SYMMPOOL_MULTIPLY("k32.f32.e4m3.e4m3", "");
     } else if constexpr (TYPE == MULTIPLIES_F16 && TRANSPOSED) {
@@ -277,7 +277,7 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt left_at, 
 // the left factor may be transposed.
 template <unsigned TYPE, bool TRANSPOSED, unsigned COLUMNS>
 __device__ __forceinline__ void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], SharedAt left_at, SharedAt right_at) {
-    const unsigned long long left = factor(left_at, TRANSPOSED), right = factor(right_at, false);
+    const unsigned long long left = matrix_descriptor(left_at, TRANSPOSED), right = matrix_descriptor(right_at, false);
     if constexpr (COLUMNS == 8) {
         SYMMPOOL_MULTIPLY_TYPES("8", SYMMPOOL_4, "%4, %5", SYMMPOOL_FOUR(0))
     } else if constexpr (COLUMNS == 16) {
@@ -289,7 +289,7 @@ __device__ __forceinline__ void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], Sh
     }
 }
 
-// As `await_sums`.
+// Waits for the sums of `multiply_few`, as `await_sums` does for whole products.
 template <unsigned COLUMNS> __device__ __forceinline__ void await_few_sums(float (&sums)[SUMS_OF<COLUMNS>]) {
     if constexpr (COLUMNS == 8) {
         asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_FOUR(0) :: "memory");

@@ -247,7 +247,7 @@ impl CudaEngine {
             self.report_late(stream)?;
         }
         self.ready()?;
-        self.take_notice()
+        self.take_async_error()
     }
 
     /// Whether what is put on the stream becomes part of a graph.
@@ -277,9 +277,9 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Returns as an error what calls reported to the host although they went on. Each notice is returned once.
-    pub(super) fn take_notice(&mut self) -> Result<()> {
-        match self.failure.take_notice() {
+    /// Returns as an error what calls reported to the host although they went on. Each error is returned once.
+    pub(super) fn take_async_error(&mut self) -> Result<()> {
+        match self.failure.take_async_error() {
             Some(error) => Err(error),
             None => Ok(()),
         }

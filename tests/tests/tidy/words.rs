@@ -4,15 +4,9 @@ use std::path::{Path, PathBuf};
 
 use crate::{name, read, root};
 
-/// Folders in which there are no findings. Each file belongs to the longest folder here or in [`LEFT`] that it lies in, so a
-/// finished folder may have an unfinished one inside. A folder comes here from [`LEFT`], and never goes back.
-const FINISHED: [&str; 7] =
+/// Folders whose comments and names are looked at.
+const FOLDERS: [&str; 7] =
     ["allocator", "bench", "collectives", "examples", "ffi", "python", "tests"];
-
-/// Folders that are not finished, with the most findings that each may have: of short comments, of SAFETY comments and of
-/// names. Headers of kernels are made of structs in `layout`, whose comments wait for the kernels'.
-const LEFT: [(&str, [usize; 3]); 2] =
-    [("collectives/kernels", [82, 0, 0]), ("collectives/src/cuda/layout", [3, 0, 0])];
 
 /// First words of fragments, which hide what they are about.
 const FRAGMENTS: [&str; 7] = ["Of", "By", "As", "What", "And", "Or", "The same"];
@@ -143,9 +137,8 @@ fn no_proofs(text: &str) -> Findings {
         .collect()
 }
 
-/// Names of constants that say "most" and "least" where the field says "max" and "min". Those that a kernel has by the same
-/// name are the kernel's.
-fn former_names(text: &str, kernels: &str) -> Findings {
+/// Names of constants that say "most" and "least" where the field says "max" and "min".
+fn former_names(text: &str) -> Findings {
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let is_former = |word: &str| {
         let bare = word.trim_start_matches('_');
@@ -156,72 +149,38 @@ fn former_names(text: &str, kernels: &str) -> Findings {
     let mut found = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         let code = line.split("//").next().unwrap_or_default();
-        for word in code.split(|c| !is_part(c)).filter(|word| is_former(word)) {
-            if !kernels.split(|c| !is_part(c)).any(|each| each == word) {
-                found.push(format!("{number}: {word}"));
-            }
-        }
-    }
-    found
-}
-
-/// The findings of each folder, of each kind.
-fn findings() -> Vec<(&'static str, [Findings; 3])> {
-    let mut all = Vec::new();
-    for folder in ["allocator", "bench", "collectives", "examples", "ffi", "python", "tests"] {
-        files(&root().join(folder), &mut all);
-    }
-    assert!(all.len() > 500, "too few files found: {}", all.len());
-    all.sort();
-    let kernels: String = all
-        .iter()
-        .filter(|path| name(path).starts_with("collectives/kernels/"))
-        .map(|path| read(path))
-        .collect();
-    let folders = FINISHED.iter().copied().chain(LEFT.iter().map(|(folder, _)| *folder));
-    let mut found: Vec<(&str, [Findings; 3])> =
-        folders.map(|folder| (folder, Default::default())).collect();
-    for path in &all {
-        let (file, text) = (name(path), read(path));
-        let is_in = |folder: &str| {
-            file.strip_prefix(folder).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
-        };
-        let folder = found
-            .iter_mut()
-            .filter(|(folder, _)| is_in(folder))
-            .max_by_key(|(folder, _)| folder.len())
-            .unwrap_or_else(|| panic!("{file} is in no folder that is finished or not"));
-        let is_hash =
-            path.extension().is_some_and(|end| end == "py" || end == "pyi" || end == "sh");
-        let each = [fragments(&text, is_hash), no_proofs(&text), former_names(&text, &kernels)];
-        for (all, more) in folder.1.iter_mut().zip(each) {
-            all.extend(more.into_iter().map(|finding| format!("{file}:{finding}")));
-        }
+        let words = code.split(|c| !is_part(c)).filter(|word| is_former(word));
+        found.extend(words.map(|word| format!("{number}: {word}")));
     }
     found
 }
 
 #[test]
 fn comments_begin_with_their_noun_and_proofs_are_proofs() {
+    let mut all = Vec::new();
+    for folder in FOLDERS {
+        files(&root().join(folder), &mut all);
+    }
+    assert!(all.len() > 500, "too few files found: {}", all.len());
+    all.sort();
+    let mut found: [Findings; 3] = Default::default();
+    for path in &all {
+        let (file, text) = (name(path), read(path));
+        let is_hash =
+            path.extension().is_some_and(|end| end == "py" || end == "pyi" || end == "sh");
+        let each = [fragments(&text, is_hash), no_proofs(&text), former_names(&text)];
+        for (all, more) in found.iter_mut().zip(each) {
+            all.extend(more.into_iter().map(|finding| format!("{file}:{finding}")));
+        }
+    }
     let what = [
         "comments that do not begin with their noun, or with a function's verb",
         "proofs that do not say what holds, and who upholds it",
         "constants to be called MAX_ or MIN_",
     ];
-    let mut worse = Vec::new();
-    for (folder, kinds) in findings() {
-        let most = LEFT.iter().find(|(left, _)| *left == folder).map_or([0; 3], |(_, most)| *most);
-        for ((found, most), what) in kinds.iter().zip(most).zip(what) {
-            let count = found.len();
-            if count > most {
-                worse.push((
-                    format!("{folder}: {count} {what}, where {most} were left"),
-                    found.clone(),
-                ));
-            }
-        }
+    for (found, what) in found.iter().zip(what) {
+        assert!(found.is_empty(), "{what}: {found:#?}");
     }
-    assert!(worse.is_empty(), "{worse:#?}");
 }
 
 #[test]
@@ -235,7 +194,6 @@ fn fragments_and_empty_proofs_are_found() {
         "// @: as above.\n// @: the caller's promise.\n// @: the block lives.\n// @: refused.\n";
     assert_eq!(no_proofs(&proofs.replace('@', "SAFETY")).len(), 3);
     let [most, least] = FORMER;
-    let names = format!("const {most}_A: u8 = {most}_B; const AT_{most}: u8 = 1; {least}");
-    let kernel = format!("constexpr u32 {most}_B = 1;");
-    assert_eq!(former_names(&names, &kernel), [format!("1: {most}_A"), format!("1: {least}")]);
+    let names = format!("const {most}_A: u8 = B; const AT_{most}: u8 = 1; {least} // {most}");
+    assert_eq!(former_names(&names), [format!("1: {most}_A"), format!("1: {least}")]);
 }

@@ -4,8 +4,8 @@ use super::ExpertShape;
 use crate::types::bump_layout::BumpLayout;
 use crate::types::kernel_struct::kernel_structs;
 
-/// Most chunks into which kernels cut a rank's tokens: `MOST_CHUNKS` in `experts/work.cuh`.
-const MOST_CHUNKS: u32 = 2048;
+/// Most chunks into which kernels cut a rank's tokens: `MAX_CHUNKS` in `experts/work.cuh`.
+const MAX_CHUNKS: u32 = 2048;
 
 /// Where things lie in the symmetric memory of a buffer, which peers write: offsets in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +39,7 @@ impl RegionParts {
         let weights = parts.take(capacity * top_k, 4);
         let tokens = parts.take(capacity, 4);
         let places = parts.take(capacity * top_k, 4);
-        let chunks = parts.take(ranks * u64::from(MOST_CHUNKS + 1), 4);
+        let chunks = parts.take(ranks * u64::from(MAX_CHUNKS + 1), 4);
         let combine_weights = parts.take(capacity * top_k, 4);
         let combined = parts.take((ranks - 1) * shape.max_tokens as u64, row);
         let bytes = parts.0;
@@ -108,7 +108,7 @@ impl HandleParts {
         let expert_counts = take(local);
         let expert_offsets = take(local + 1);
         let positions = take(shape.max_tokens as u64 * ranks);
-        let chunks = take(ranks * u64::from(MOST_CHUNKS + 1));
+        let chunks = take(ranks * u64::from(MAX_CHUNKS + 1));
         let places = take(capacity * top_k);
         let weights = take(capacity * top_k);
         let tokens = take(capacity);

@@ -21,9 +21,9 @@ pub(crate) use self::layout::{ExpertsWork, RegionParts};
 use crate::{DType, Place};
 
 /// Most experts of all ranks together: kernels count tokens of each in shared memory.
-pub(crate) const MOST_EXPERTS: u32 = 1024;
+pub(crate) const MAX_EXPERTS: u32 = 1024;
 /// Most experts of a token.
-pub(crate) const MOST_TOP_K: u32 = 32;
+pub(crate) const MAX_TOP_K: u32 = 32;
 /// Most tokens of a rank in a call.
 const MAX_TOKENS: usize = 1 << 20;
 /// Consecutive channels that have a scale together in quantised rows.
@@ -297,13 +297,13 @@ impl ExpertShape {
                 "hidden={hidden}: a row has a multiple of 16 bytes, and at most {most_hidden} elements"
             ));
         }
-        if experts == 0 || experts > MOST_EXPERTS || !experts.is_multiple_of(world) {
+        if experts == 0 || experts > MAX_EXPERTS || !experts.is_multiple_of(world) {
             return refuse(format!(
-                "experts={experts}: there are 1 to {MOST_EXPERTS} of them, equally many on each of {world} ranks"
+                "experts={experts}: there are 1 to {MAX_EXPERTS} of them, equally many on each of {world} ranks"
             ));
         }
-        if top_k == 0 || top_k > MOST_TOP_K {
-            return refuse(format!("top_k={top_k}: a token has 1 to {MOST_TOP_K} experts"));
+        if top_k == 0 || top_k > MAX_TOP_K {
+            return refuse(format!("top_k={top_k}: a token has 1 to {MAX_TOP_K} experts"));
         }
         if max_tokens == 0 || max_tokens > MAX_TOKENS {
             return refuse(format!("max_tokens={max_tokens}: a rank has 1 to {MAX_TOKENS} tokens"));

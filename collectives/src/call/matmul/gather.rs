@@ -3,7 +3,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
     are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
@@ -67,7 +67,7 @@ impl MatmulGather<'_> {
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Right matrices of a call at most.
-    pub const MAX_PRODUCTS: usize = MOST_PRODUCTS;
+    pub const MAX_PRODUCTS: usize = MAX_PRODUCTS;
     /// Rows of a tile: in each of several batches, the number of a rank's rows is a multiple of it.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
@@ -100,7 +100,7 @@ impl MatmulGather<'_> {
     /// Rows of tiles of a chunk, an even number.
     pub(crate) fn chunk_tiles(&self) -> usize {
         let wanted = (self.part_bytes() + CHUNK_BYTES / 2) / CHUNK_BYTES;
-        self.tile_rows().div_ceil(wanted.clamp(1, MOST_CHUNKS)).next_multiple_of(CLUSTER)
+        self.tile_rows().div_ceil(wanted.clamp(1, MAX_CHUNKS)).next_multiple_of(CLUSTER)
     }
 
     /// Chunks of a rank's rows.
@@ -220,7 +220,7 @@ mod tests {
         let rights = [RIGHT];
         for (rows, inner) in [(1, 8), (300, 40), (1024, 4096), (8192, 8192), (70_000, 100)] {
             let product = MatmulGather { rows, inner, ..product(&rights) };
-            assert!((1..=MOST_CHUNKS).contains(&product.chunks()), "{rows} x {inner}");
+            assert!((1..=MAX_CHUNKS).contains(&product.chunks()), "{rows} x {inner}");
             let mut end = 0;
             for nth in 0..product.chunks() {
                 let (from, to) = product.chunk(nth);

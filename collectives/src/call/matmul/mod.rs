@@ -27,18 +27,18 @@ const TILE: (usize, usize) = (128, 256);
 const BATCH_ROWS: usize = TILE.0;
 /// Blocks that make tiles together.
 pub(crate) const CLUSTER: usize = 2;
-/// Chunks of a part at most: `MOST_CHUNKS` in `fused/matmul_work.cuh`.
-pub(crate) const MOST_CHUNKS: usize = 8;
-/// Products of a call at most: `MOST_PRODUCTS` in `fused/matmul_work.cuh`.
-pub(crate) const MOST_PRODUCTS: usize = 4;
+/// Chunks of a part at most: `MAX_CHUNKS` in `fused/matmul_work.cuh`.
+pub(crate) const MAX_CHUNKS: usize = 8;
+/// Products of a call at most: `MAX_PRODUCTS` in `fused/matmul_work.cuh`.
+pub(crate) const MAX_PRODUCTS: usize = 4;
 /// Bytes of the memory that calls keep their flags in.
 const CONTROL_BYTES: usize = 4096;
 /// Bytes of the sums of a tile.
 pub(crate) const SUMS_BYTES: usize = 4 * TILE.0 * TILE.1;
-/// Tiles whose sums blocks may leave in memory for others, `MOST_PARTIAL_TILES` in `fused/matmul_work.cuh`: one for each SM of a
+/// Tiles whose sums blocks may leave in memory for others, `MAX_PARTIAL_TILES` in `fused/matmul_work.cuh`: one for each SM of a
 /// device of compute capability 9.0, which has 132 of them, with some to spare.
-pub(crate) const MOST_PARTIAL_TILES: usize = 144;
-const SCRATCH_BYTES: usize = MOST_PARTIAL_TILES * SUMS_BYTES;
+pub(crate) const MAX_PARTIAL_TILES: usize = 144;
+const SCRATCH_BYTES: usize = MAX_PARTIAL_TILES * SUMS_BYTES;
 /// Matrices, and their rows, begin at multiples of so many bytes.
 const ALIGNMENT: usize = 16;
 /// The driver counts rows and columns in 32 bits, and the kernel tiles.

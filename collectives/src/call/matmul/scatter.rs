@@ -3,7 +3,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MOST_CHUNKS, MOST_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
     are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
@@ -72,7 +72,7 @@ impl MatmulScatter<'_> {
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Products of a call at most.
-    pub const MAX_TERMS: usize = MOST_PRODUCTS;
+    pub const MAX_TERMS: usize = MAX_PRODUCTS;
     /// Rows of a tile: in each of several batches, the number of a part's rows is a multiple of it.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
@@ -98,7 +98,7 @@ impl MatmulScatter<'_> {
         // With several peers links are busy nearly all the time, and every copy leaves them idle for some microseconds.
         let bytes = if world > 2 { 2 * CHUNK_BYTES } else { CHUNK_BYTES };
         let wanted = (self.part_bytes() + bytes / 2) / bytes;
-        all.div_ceil(wanted.clamp(1, MOST_CHUNKS)).next_multiple_of(CLUSTER)
+        all.div_ceil(wanted.clamp(1, MAX_CHUNKS)).next_multiple_of(CLUSTER)
     }
 
     /// Chunks of a part.
@@ -227,7 +227,7 @@ mod tests {
             let each = product.chunk_tiles(2);
             assert!(each.is_multiple_of(CLUSTER) && all.is_multiple_of(CLUSTER));
             assert!(
-                (1..=MOST_CHUNKS).contains(&all.div_ceil(each)),
+                (1..=MAX_CHUNKS).contains(&all.div_ceil(each)),
                 "{rows} x {columns}: {each} of {all}"
             );
             assert_eq!(MatmulScatter::parts_bytes(rows, columns, 4), 6 * product.part_bytes());

@@ -25,7 +25,7 @@ pub(crate) struct Failure {
     found: OnceLock<Record>,
     /// Why all calls fail.
     why: OnceLock<Error>,
-    /// How many notices were returned.
+    /// How many asynchronous errors were returned.
     returned: AtomicU64,
     /// The timeout that the latest kernels were launched with, in nanoseconds; it may have been changed since.
     timeout: AtomicU64,
@@ -141,15 +141,17 @@ impl Failure {
 
     /// Returns what calls reported without failing since the last time this was asked. While kernels of the
     /// communicator run, what is read may be mixed from two calls.
-    pub(in crate::cuda) fn take_notice(&self) -> Option<Error> {
+    pub(in crate::cuda) fn take_async_error(&self) -> Option<Error> {
         fence(Ordering::Acquire);
         // SAFETY: the record is mapped until it is freed, by whoever calls this; only the part's address is taken.
-        let part = unsafe { addr_of!((*self.record.as_ptr()).notice) };
+        let part = unsafe { addr_of!((*self.record.as_ptr()).async_error) };
         // SAFETY: the record is mapped until it is freed, by whoever calls this. A volatile read allows for the
         // device's writes.
-        let notice = unsafe { part.read_volatile() };
-        let calls = notice.calls.wrapping_sub(self.returned.swap(notice.calls, Ordering::Relaxed));
-        (calls > 0).then(|| notice.error(self.rank, calls).context(&self.communicator))
+        let async_error = unsafe { part.read_volatile() };
+        let calls = async_error
+            .calls
+            .wrapping_sub(self.returned.swap(async_error.calls, Ordering::Relaxed));
+        (calls > 0).then(|| async_error.error(self.rank, calls).context(&self.communicator))
     }
 
     /// Says that the device may still use the communicator's memory, which is not given back then.
@@ -175,7 +177,7 @@ impl Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::layout::fault::tests::{notice, record};
+    use crate::cuda::layout::fault::tests::{async_error, record};
 
     fn failure(record: &mut Record) -> Failure {
         let name = "pool \"a\", communicator".to_owned();
@@ -187,14 +189,14 @@ mod tests {
     #[test]
     fn errors_found_later_name_their_communicator() {
         let mut found = record(true);
-        found.notice = notice();
+        found.async_error = async_error();
         let failure = failure(&mut found);
         assert!(failure.is_recorded());
         let late = failure.get().expect("a timeout").clone();
-        let notice = failure.take_notice().expect("one");
+        let async_error = failure.take_async_error().expect("one");
         assert!(late.is_timeout() && late.ranks() == [2], "{late}");
-        assert!(notice.is_overflow() && failure.take_notice().is_none(), "{notice}");
-        for error in [late, notice] {
+        assert!(async_error.is_overflow() && failure.take_async_error().is_none(), "{async_error}");
+        for error in [late, async_error] {
             assert!(
                 error.to_string().starts_with("symmpool: pool \"a\", communicator: "),
                 "{error}"

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use symmpool_allocator::Result;
 
 use crate::ReceivedSizes;
-use crate::call::experts::MOST_EXPERTS;
+use crate::call::experts::MAX_EXPERTS;
 use crate::cuda::driver::api::Api;
 use crate::cuda::driver::pinned_words::Words;
 
@@ -29,7 +29,7 @@ pub(in crate::cuda) struct Sizes {
 impl Sizes {
     /// The device's context must be current.
     pub(in crate::cuda) fn new(api: &Api) -> Result<Self> {
-        Ok(Self { words: Words::new(api, COUNTS + MOST_EXPERTS as usize)?, number: 0 })
+        Ok(Self { words: Words::new(api, COUNTS + MAX_EXPERTS as usize)?, number: 0 })
     }
 
     /// Where the next call writes sizes, and the number with which it says that it has.

@@ -11,10 +11,10 @@ use crate::signal::channel::CHANNELS;
 use crate::types::kernel_struct::kernel_structs;
 
 kernel_structs! {
-    /// Something that the host is to know although the call went on: that of the last call that had one.
+    /// An error that the host reads although the call went on: that of the last call that had one.
     #[derive(Clone, Copy, Default)]
-    pub(in crate::cuda) struct Notice as "Notice" {
-        /// How many calls have written a notice.
+    pub(in crate::cuda) struct AsyncError as "AsyncError" {
+        /// How many calls have written such an error.
         pub(in crate::cuda) calls: u64,
         kind: u32,
         epoch: u32,
@@ -27,7 +27,7 @@ kernel_structs! {
     }
 
     /// The record in pinned host memory in which the host reads what went wrong (rule S5). It is written at most once, except
-    /// for the notice.
+    /// for the asynchronous error.
     #[derive(Default)]
     pub(in crate::cuda) struct Record as "Fault" {
         pub(in crate::cuda) complete: u32,
@@ -40,7 +40,7 @@ kernel_structs! {
         ours: [u64; 4],
         /// For `MISMATCH`, the peer's call description; for `GAVE_UP`, what its handshake is withdrawn with.
         theirs: [u64; 4],
-        pub(in crate::cuda) notice: Notice,
+        pub(in crate::cuda) async_error: AsyncError,
     }
 }
 
@@ -62,8 +62,8 @@ const PARTS_OF_HANDLES: [&str; 7] = [
     "list of the places of received rows",
 ];
 
-impl Notice {
-    /// The notice as an error of `rank`, after `calls` calls with notices.
+impl AsyncError {
+    /// The error that `rank` returns, after `calls` calls with such errors.
     pub(in crate::cuda) fn error(&self, rank: u32, calls: u64) -> Error {
         let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
         let more = match calls {
@@ -92,8 +92,8 @@ impl Notice {
     }
 }
 
-impl Notice {
-    /// The notice of a dispatch to experts.
+impl AsyncError {
+    /// The error of a dispatch to experts.
     fn error_of_experts(&self, rank: u32, more: &str) -> Error {
         let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
         let call =
@@ -358,9 +358,9 @@ pub(in crate::cuda) mod tests {
         Record { complete: complete.into(), ..record_of(TIMEOUT, 0) }
     }
 
-    /// The notice of one call.
-    pub(in crate::cuda) fn notice() -> Notice {
-        Notice { kind: OVERFLOW, calls: 1, ..Notice::default() }
+    /// The asynchronous error of one call.
+    pub(in crate::cuda) fn async_error() -> AsyncError {
+        AsyncError { kind: OVERFLOW, calls: 1, ..AsyncError::default() }
     }
 
     fn record_of(kind: u32, phase: u32) -> Record {
@@ -373,24 +373,25 @@ pub(in crate::cuda) mod tests {
             phase,
             ours: *ours.words(),
             theirs: *theirs.words(),
-            notice: Notice::default(),
+            async_error: AsyncError::default(),
         }
     }
 
     #[test]
-    fn notices_name_the_rank_and_what_did_not_fit() {
-        let notice = Notice { kind: OVERFLOW, rank: 3, needed: 12, room: 10, ..Notice::default() };
-        let error = notice.error(0, 1);
+    fn async_errors_name_the_rank_and_what_did_not_fit() {
+        let async_error =
+            AsyncError { kind: OVERFLOW, rank: 3, needed: 12, room: 10, ..AsyncError::default() };
+        let error = async_error.error(0, 1);
         assert!(error.is_overflow() && error.ranks() == [3], "{error}");
         let text = error.to_string();
         assert!(text.contains("rank 3 was sent 12 elements, and its output holds 10"), "{text}");
         assert!(!text.contains("such calls"), "{text}");
-        let no_expert = Notice { kind: NO_EXPERT, needed: 5, room: 0xffff_fff9, ..notice };
+        let no_expert = AsyncError { kind: NO_EXPERT, needed: 5, room: 0xffff_fff9, ..async_error };
         let error = no_expert.error(0, 1);
         assert!(error.is_invalid_argument() && error.ranks() == [3], "{error}");
         assert!(error.to_string().contains("token 5 of rank 3 has the id -7"), "{error}");
         for kind in [ROWS_OVERFLOW, EXPERTS_OVERFLOW, EXPERT_OVERFLOW] {
-            let error = Notice { kind, ..notice }.error(3, 2);
+            let error = AsyncError { kind, ..async_error }.error(3, 2);
             assert!(error.is_overflow() && error.ranks() == [3], "{error}");
             assert!(
                 error.to_string().contains("12") && error.to_string().contains("10"),
@@ -405,11 +406,11 @@ pub(in crate::cuda) mod tests {
             (7, 3, "which sends it 3 rows"),
             (9, 3, "3 in its handle"),
         ] {
-            let error = Notice { kind: WRONG_HANDLE, needed, room, ..notice }.error(0, 1);
+            let error = AsyncError { kind: WRONG_HANDLE, needed, room, ..async_error }.error(0, 1);
             assert!(error.is_invalid_argument() && error.ranks() == [3], "{error}");
             assert!(error.to_string().contains(said), "{error}");
         }
-        let nonsense = Notice { kind: 2, ..notice }.error(0, 5);
+        let nonsense = AsyncError { kind: 2, ..async_error }.error(0, 5);
         assert!(nonsense.is_invalid_argument() && nonsense.ranks() == [3], "{nonsense}");
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
     }

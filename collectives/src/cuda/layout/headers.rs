@@ -5,9 +5,9 @@ use std::path::Path;
 
 use symmpool_allocator::Result;
 
-use super::fault::{Notice, Record};
+use super::fault::{AsyncError, Record};
 use super::params::{
-    AreaFlags, CallParams, Comm, Departure, Local, MatmulFewWork, MatmulProduct, MatmulWork,
+    AreaFlags, CallParams, Comm, Departure, LocalState, MatmulFewWork, MatmulProduct, MatmulWork,
     NormWork, PlanWork, Split, Traffic,
 };
 use crate::call::experts::ExpertsWork;
@@ -44,11 +44,11 @@ fn headers() -> Vec<Header> {
             "symmpool/comm_layout.cuh",
             "cuda/layout/params.rs` and `cuda/layout/fault.rs",
             vec![
-                layout::<Notice>(),
+                layout::<AsyncError>(),
                 layout::<Record>(),
                 layout::<Departure>(),
                 layout::<AreaFlags>(),
-                layout::<Local>(),
+                layout::<LocalState>(),
                 layout::<Comm>(),
                 layout::<CallParams>(),
             ],

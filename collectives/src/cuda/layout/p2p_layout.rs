@@ -12,9 +12,9 @@ use crate::signal::channel::CHANNELS;
 /// Most chunks of a lane that are under way: `SLOTS` in `p2p/p2p.cu`.
 const SLOTS: u64 = 4;
 
-/// Most lanes of a message, and of the messages of all peers: `MOST_LANES` and `SHARED_LANES` in `p2p/p2p.cu`. Kernels
+/// Most lanes of a message, and of the messages of all peers: `MAX_LANES` and `SHARED_LANES` in `p2p/p2p.cu`. Kernels
 /// of both directions then have 48 blocks, about a third of a large device.
-const MOST_LANES: u64 = 16;
+const MAX_LANES: u64 = 16;
 
 const SHARED_LANES: u64 = 24;
 
@@ -61,7 +61,7 @@ impl P2pLayout {
     pub(in crate::cuda) fn new(world: u32, begin: u64, staging: u64) -> Self {
         let ranks = u64::from(world);
         let peers = ranks.max(2) - 1;
-        let lanes = (SHARED_LANES / peers).min(MOST_LANES);
+        let lanes = (SHARED_LANES / peers).min(MAX_LANES);
         // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each lane. Behind them, the
         // number of processors of the device.
         let words_bytes = ranks * (lanes * (16 * SLOTS + 3 * 8));
@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn kernels_have_the_same_numbers() {
         for (name, number) in
-            [("SLOTS", SLOTS), ("MOST_LANES", MOST_LANES), ("SHARED_LANES", SHARED_LANES)]
+            [("SLOTS", SLOTS), ("MAX_LANES", MAX_LANES), ("SHARED_LANES", SHARED_LANES)]
         {
             let line = format!("constexpr u32 {name} = {number};");
             assert!(P2P.source.contains(&line), "{line}");

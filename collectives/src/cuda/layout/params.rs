@@ -4,7 +4,7 @@
 use std::mem::offset_of;
 
 use crate::call::Call;
-use crate::call::matmul::MOST_PRODUCTS;
+use crate::call::matmul::MAX_PRODUCTS;
 use crate::types::kernel_struct::kernel_structs;
 
 /// Most peer blocks: the control block has flags for so many. Twice as many as an H200 runs at 512 threads.
@@ -17,12 +17,12 @@ pub(in crate::cuda) const LL128_PAYLOAD: u64 = 120;
 pub(in crate::cuda) const ITEM: u64 = 512;
 /// Areas of memory for data: `AREAS` in `symmpool/comm.cuh`.
 const AREAS: usize = 2;
-/// Bytes of [`Local`], rounded up to whole cache lines.
-pub(in crate::cuda) const LOCAL: u64 = size_of::<Local>().next_multiple_of(128) as u64;
-/// Where `failed` of [`Local`] lies in a control block.
-pub(in crate::cuda) const LOCAL_FAILED: u64 = offset_of!(Local, failed) as u64;
-/// Where `areas` of [`Local`] lies in a control block.
-pub(in crate::cuda) const LOCAL_AREAS: u64 = offset_of!(Local, areas) as u64;
+/// Bytes of [`LocalState`], rounded up to whole cache lines.
+pub(in crate::cuda) const LOCAL: u64 = size_of::<LocalState>().next_multiple_of(128) as u64;
+/// Where `failed` of [`LocalState`] lies in a control block.
+pub(in crate::cuda) const LOCAL_FAILED: u64 = offset_of!(LocalState, failed) as u64;
+/// Where `areas` of [`LocalState`] lies in a control block.
+pub(in crate::cuda) const LOCAL_AREAS: u64 = offset_of!(LocalState, areas) as u64;
 /// Value of `failed` where the host knows why: `FAILED_ON_HOST` in `symmpool/comm.cuh`.
 pub(in crate::cuda) const FAILED_ON_HOST: u32 = 3;
 
@@ -35,8 +35,8 @@ pub(in crate::cuda) const DEPARTURE_REASON: u64 = offset_of!(Departure, reason) 
 pub(in crate::cuda) const UNKNOWN: u64 = u64::MAX;
 
 kernel_structs! {
-    /// What a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further call. `when`
-    /// comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
+    /// Message that a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further
+    /// call. `when` comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
     pub(super) struct Departure as "Departure" {
         /// 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
         when: u64,
@@ -61,17 +61,17 @@ kernel_structs! {
 
     /// The beginning of a control block, which only its own rank accesses. The first 16 bytes are read by one load, by every
     /// block of every call.
-    pub(super) struct Local as "Local" {
+    pub(super) struct LocalState as "LocalState" {
         /// The epoch of the last call.
         epoch: u32,
         /// Not 0 if a wait expired or ranks differed: later calls do nothing.
         failed: u32,
-        /// Of each area: which third of its Lamport inbox the next call there uses, in the lowest two bits, and how many vectors
-        /// the call before there used of its third.
+        /// State of each area's Lamport inbox: the third that the next call there uses, in the lowest two bits, and how many
+        /// vectors the call before there used of its third.
         lamport: [u32; AREAS],
         /// Blocks of the running call that have read the four words above.
         blocks_arrived: u32,
-        /// This one and the next two belong to `symmpool/companion.cuh`.
+        /// Blocks of the companion kernel that have waited. This word and the next two belong to `symmpool/companion.cuh`.
         companion_blocks: u32,
         handshakes_reported: u64,
         handshakes_consumed: u64,
@@ -172,7 +172,7 @@ kernel_structs! {
         pub(in crate::cuda) bias: u64 as "const char*",
         /// The sum with bias and residual.
         pub(in crate::cuda) residual_out: u64 as "char*",
-        /// Of quantised outputs, the norm before it is quantised; or null.
+        /// The norm before it is quantised, where outputs are quantised; or null.
         pub(in crate::cuda) norm_out: u64 as "char*",
         /// With `FP8_STATIC` one scale, which is read; else those that are written.
         pub(in crate::cuda) scales: u64 as "float*",
@@ -227,7 +227,7 @@ kernel_structs! {
     pub(in crate::cuda) struct MatmulWork as "MatmulWork" {
         /// This rank's part of the left matrix, where it is sent to the others.
         pub(in crate::cuda) own: TensorMap,
-        pub(in crate::cuda) products: [MatmulProduct; MOST_PRODUCTS],
+        pub(in crate::cuda) products: [MatmulProduct; MAX_PRODUCTS],
         /// A factor of the sums, as `right_scale`.
         pub(in crate::cuda) left_scale: u64 as "const float*",
         /// Parts that other ranks get and that they send: products for the ranks after this one, the next one's first, and of

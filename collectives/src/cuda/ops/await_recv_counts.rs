@@ -41,7 +41,7 @@ impl CudaEngine {
             if let Some(sizes) = written(self) {
                 // Counts come from ranks that call something else too. The device has said so by now.
                 self.ready()?;
-                self.take_notice()?;
+                self.take_async_error()?;
                 return Ok(sizes);
             }
             looks = looks.wrapping_add(1);

@@ -8,8 +8,8 @@ use crate::types::float8::f32_to_e4m3;
 use crate::{DType, NormOutput, NormShape};
 
 const LARGEST: f32 = 448.0;
-const LEAST_TOKEN_SCALE: f32 = 1.0 / (448.0 * 512.0);
-const LEAST_GROUP_MAXIMUM: f32 = 1e-10;
+const MIN_TOKEN_SCALE: f32 = 1.0 / (448.0 * 512.0);
+const MIN_GROUP_MAXIMUM: f32 = 1e-10;
 
 /// The rows that one row is made of.
 pub(crate) struct RowIn<'a> {
@@ -88,11 +88,11 @@ pub(crate) fn norm_row(shape: &NormShape, row: &RowIn<'_>) -> RowOut {
             (Vec::new(), norm.iter().map(|x| f32_to_e4m3(x * factor)).collect())
         }
         NormOutput::Fp8PerToken => {
-            let scale = up(greater(largest(&norm) / LARGEST, LEAST_TOKEN_SCALE));
+            let scale = up(greater(largest(&norm) / LARGEST, MIN_TOKEN_SCALE));
             (vec![scale], norm.iter().map(|x| f32_to_e4m3(x / scale)).collect())
         }
         NormOutput::Fp8PerGroup => {
-            let of_group = |group| up(greater(largest(group), LEAST_GROUP_MAXIMUM) / LARGEST);
+            let of_group = |group| up(greater(largest(group), MIN_GROUP_MAXIMUM) / LARGEST);
             let scales: Vec<f32> = norm.chunks(GROUP).map(of_group).collect();
             let both = norm.chunks(GROUP).zip(&scales);
             let bytes =
@@ -229,6 +229,6 @@ mod tests {
             &shape(hidden, dtype, NormOutput::Fp8PerToken),
             &RowIn { sum: &zeros, ..row(0.0) },
         );
-        assert_eq!((made.scales[0], made.quantized), (LEAST_TOKEN_SCALE, vec![0; hidden]));
+        assert_eq!((made.scales[0], made.quantized), (MIN_TOKEN_SCALE, vec![0; hidden]));
     }
 }

@@ -8,7 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::{BLOCK_BYTES, Control, Product};
 use crate::call::Call;
-use crate::call::matmul::MOST_PRODUCTS;
+use crate::call::matmul::MAX_PRODUCTS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
 use crate::cuda::layout::params::{MatmulProduct, MatmulWork, Split};
@@ -57,7 +57,7 @@ impl CudaEngine {
             self.left_map(dtype, (slots, None), (world as usize, rows, inner))?
         };
         let inner_blocks = (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32;
-        let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
+        let mut products = [MatmulProduct::NONE; MAX_PRODUCTS];
         for (nth, (product, each)) in products.iter_mut().zip(gather.rights).enumerate() {
             let right = (each.right, gather.right_by_rows);
             *product = MatmulProduct {

@@ -29,7 +29,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::call::Call;
-use crate::call::matmul::{CLUSTER, MOST_CHUNKS, MOST_PARTIAL_TILES, SUMS_BYTES};
+use crate::call::matmul::{CLUSTER, MAX_CHUNKS, MAX_PARTIAL_TILES, SUMS_BYTES};
 use crate::cuda::driver::api::cuda;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{KernelMode, MatmulMode};
@@ -54,12 +54,12 @@ struct Control {
 
 impl Control {
     fn sent(&self, rank: u32, chunk: usize) -> u64 {
-        let arrived = 8 * self.world * MOST_CHUNKS as u64;
+        let arrived = 8 * self.world * MAX_CHUNKS as u64;
         self.begin + 8 + arrived + 8 * Self::of(rank, chunk)
     }
 
     fn finished(&self, rank: u32, chunk: usize) -> u64 {
-        let partial = 8 * 2 * MOST_PARTIAL_TILES as u64;
+        let partial = 8 * 2 * MAX_PARTIAL_TILES as u64;
         self.sent(self.world as u32, 0) + partial + 4 * Self::of(rank, chunk)
     }
 
@@ -68,7 +68,7 @@ impl Control {
     }
 
     fn of(rank: u32, chunk: usize) -> u64 {
-        u64::from(rank) * MOST_CHUNKS as u64 + chunk as u64
+        u64::from(rank) * MAX_CHUNKS as u64 + chunk as u64
     }
 }
 
@@ -90,7 +90,7 @@ impl Product<'_> {
         let tiles = tiles / CLUSTER as u32;
         let split = Split::of(tiles, blocks / CLUSTER as u32, work.inner_blocks);
         let partial = split.partial_tiles() as usize * CLUSTER;
-        if partial > MOST_PARTIAL_TILES || partial * SUMS_BYTES > self.scratch.1 {
+        if partial > MAX_PARTIAL_TILES || partial * SUMS_BYTES > self.scratch.1 {
             return Split::none(tiles);
         }
         split

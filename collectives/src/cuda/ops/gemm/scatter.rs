@@ -9,7 +9,7 @@ use symmpool_allocator::{Result, Stream};
 use super::{BLOCK_BYTES, Control, Product};
 use crate::MatmulScatter;
 use crate::call::Call;
-use crate::call::matmul::{MOST_PRODUCTS, TILE_BYTES};
+use crate::call::matmul::{MAX_PRODUCTS, TILE_BYTES};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
 use crate::cuda::layout::params::{MatmulProduct, MatmulWork, Split, TensorMap};
@@ -49,7 +49,7 @@ impl CudaEngine {
         let MatmulScatter { dtype, rows, columns, batches, .. } = *scatter;
         let (world, part) = (self.world(), scatter.part_bytes() as u64);
         let (tile_rows, tile_columns) = scatter.tiles();
-        let mut products = [MatmulProduct::NONE; MOST_PRODUCTS];
+        let mut products = [MatmulProduct::NONE; MAX_PRODUCTS];
         let mut inner_blocks = 0;
         for (product, term) in products.iter_mut().zip(scatter.terms) {
             let inner = term.inner;
