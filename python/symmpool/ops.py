@@ -44,6 +44,7 @@ from symmpool.groups import process_groups, resolution
 from symmpool.groups.names import group_of, name_of, rank_in, resolved
 
 if TYPE_CHECKING:
+    from symmpool.collectives.types import SplitSizes
     from symmpool.groups.types import GroupLike
 
 __all__ = [
@@ -438,8 +439,8 @@ def reduce_scatter_tensor(
 
 def all_to_all_single(
     x: torch.Tensor,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
+    output_split_sizes: SplitSizes = None,
+    input_split_sizes: SplitSizes = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
     """Returns the rows that every rank sends to this one; rows are sent in equal parts, or by split sizes

@@ -33,11 +33,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import symmpool
 from symmpool.bench.arguments import comma_separated, count_list, positive, size_list
 from symmpool.errors import DivergedError, Error, InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 SIZES = [1 << power for power in range(10, 25, 2)]
@@ -157,7 +160,7 @@ def algorithms_of(path: str, world: int) -> list[symmpool.Algorithm]:
 class Tuner:
     """One rank: its memory, and the algorithms with what they are called in the table."""
 
-    def __init__(self, group: Any, options: argparse.Namespace):
+    def __init__(self, group: GroupLike, options: argparse.Namespace):
         self.options = options
         device = "cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         self.cuda = options.device == "cuda"
@@ -411,7 +414,7 @@ def fastest(
 GROUP = ("collective", "world", "lamport", "windows")
 
 
-def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
+def group_of(row: dict[str, Any]) -> tuple[object, ...]:
     """Returns the fields that rows of a table for the same calls have in common."""
     return (row.get("collective", "all_reduce"), *(row.get(name) for name in GROUP[1:]))
 

@@ -33,6 +33,8 @@ from symmpool.groups.names import group_of, rank_in, rank_of_default
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch.distributed
+
     from symmpool.collectives.types import Tensor
     from symmpool.groups.types import GroupLike
 
@@ -95,7 +97,7 @@ class P2POp:
 
     def __init__(
         self,
-        op: Callable[..., Any],
+        op: Callable[..., Work | torch.distributed.Work | None],
         tensor: Tensor,
         peer: int | None = None,
         group: GroupLike = None,
@@ -156,11 +158,11 @@ class _MessageWork(Work):
     def join(self) -> None:
         self._work.join()
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[Tensor]:
         self.wait()
         return self._results[:1]
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self._work.get_future().then(lambda future: future.value()[:1])
 
     def _source_rank(self) -> int:

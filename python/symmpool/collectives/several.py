@@ -40,7 +40,7 @@ def all_reduce_coalesced(
     return make(next(iter(listed), None), group, plan, async_op, listed)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
+def all_gather_object(object_list: list[Any], obj: object, group: GroupLike = None) -> None:
     """Puts every rank's object into `object_list`, in the order of ranks. Objects travel as pickles, in host
     memory; so receive them of ranks only that you trust, as with torch's. It needs torch."""
     import torch

@@ -6,7 +6,7 @@ operator that is refused on every rank when it runs. `symmpool.ops` registers th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from symmpool.collectives.reduce_op import ReduceOp
 from symmpool.communicators.work import DoneWork
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups.names import name_of
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = [
     "are_sizes",
@@ -33,14 +36,14 @@ __all__ = [
 _NO_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER if torch.distributed.is_available() else object()
 
 
-def text_of(group: Any) -> str:
+def text_of(group: GroupLike) -> str:
     """Returns the name of a group, like `name_of`, also of a name, in words that the compiler reads."""
     if isinstance(group, str):
         return group
     if group is _NO_MEMBER:
         raise InvalidArgumentError("group: this process is no member of it, and has no name for it")
     if group is not None and torch.compiler.is_dynamo_compiling():
-        return group.group_name
+        return group.group_name  # type: ignore[union-attr]
     return name_of(group)
 
 

@@ -22,12 +22,15 @@ import functools
 import threading
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import CallWakeup
 from symmpool.communicators import forks
 from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import InvalidStateError, TimeoutError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["HostWork", "Worker"]
 
@@ -172,7 +175,7 @@ class HostWork(Work):
         self._queue.help(self._done)
         self._done.wait()
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """torch's future of the results, which callbacks can be added to. Raises nothing."""
         with self._lock:
             if self._future is not None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Pool
 from symmpool.communicators import forks
 from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is, seconds_or_none
 from symmpool.errors import TimeoutError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["SideStream", "StreamWork"]
 
@@ -70,7 +73,7 @@ class StreamWork(Work):
         """Has the current stream wait for the call."""
         self._mark.wait()
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """torch's future of the results: who uses its value comes behind the call on the device."""
         if self._future is None:
             # A future records an event of the current stream when it is completed: here the side stream's,

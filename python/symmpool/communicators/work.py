@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.errors import Error, InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmpool.collectives.types import Tensor
 
 __all__ = ["DoneWork", "Prepared", "Work", "reason_of"]
 
@@ -84,12 +89,12 @@ class Work:
         """Waits like `wait`."""
         self.wait()
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[Tensor]:
         """The tensors that hold results, once the call is done."""
         self.wait()
         return self._results
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A torch.futures.Future of the tensors that hold results."""
         raise NotImplementedError
 
@@ -122,7 +127,7 @@ class DoneWork(Work):
     def join(self) -> None:
         """Returns at once."""
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """torch's future of the results, which is completed."""
         if self._future is None:
             import torch

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -21,6 +21,14 @@ from symmpool.experts.checks import switch
 from symmpool.groups import resolution
 from symmpool.groups.names import resolved
 
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from symmpool.groups.types import GroupLike
+
+    #: Tokens, or quantised ones and their scales.
+    Tokens: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 __all__ = ["Buffer"]
 
 
@@ -37,7 +45,7 @@ class Buffer:
 
     def __init__(
         self,
-        group: Any,
+        group: GroupLike,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
@@ -46,7 +54,7 @@ class Buffer:
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
-        comm: Any = None,
+        comm: object = None,
     ):
         if group is None:
             what = (
@@ -121,7 +129,11 @@ class Buffer:
         return self._parts()[1].stream
 
     def get_local_buffer_tensor(
-        self, dtype: torch.dtype, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
+        self,
+        dtype: torch.dtype,
+        size: Sequence[int] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """The memory in which rows of the last call arrive, as a tensor: of low-latency mode with
         `use_rdma_buffer`, else of normal mode. The next call overwrites it. Empty before the first call."""
@@ -135,12 +147,12 @@ class Buffer:
         found = found[offset:]
         if size is None:
             return found
-        size = torch.Size(size)
-        if size.numel() > len(found):
+        shape = torch.Size(size)
+        if shape.numel() > len(found):
             raise refuse(
-                f"size: {tuple(size)}, and {len(found)} elements of {dtype} are there from {offset} on"
+                f"size: {tuple(shape)}, and {len(found)} elements of {dtype} are there from {offset} on"
             )
-        return found[: size.numel()].view(size)
+        return found[: shape.numel()].view(shape)
 
     def memory(self) -> dict[str, int]:
         """The bytes that this rank holds: "normal" and "low_latency" symmetric memory, "combine_buffers" of
@@ -197,7 +209,7 @@ class Buffer:
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        handle: tuple[Any, ...] | None = None,
+        handle: tuple[object, ...] | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
@@ -210,7 +222,9 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int] | None, Any, EventOverlap]:
+    ) -> tuple[
+        Tokens, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap
+    ]:
         """Sends tokens, `x` `[tokens, hidden]` or `(x, scales)` of float8_e4m3fn, to the ranks of their
         experts `topk_idx`; without these, to the ranks of `is_token_in_rank`. Returns `(recv_x,
         recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event)`: new tensors, a row
@@ -232,7 +246,7 @@ class Buffer:
                 call = normal.again(door, found_handle, tokens, scales, topk_idx, topk_weights, sms)
                 inputs.append(found_handle.kept.memory)
                 found, event = stream.run(call, inputs, previous_event, async_finish)
-                received = found[0] if scales is None else tuple(found)
+                received = found[0] if scales is None else (found[0], found[1])
                 return received, None, None, None, None, overlap(event, found)
             routing = {
                 "num_tokens_per_rank": num_tokens_per_rank,
@@ -252,7 +266,7 @@ class Buffer:
     def combine(
         self,
         x: torch.Tensor,
-        handle: tuple[Any, ...],
+        handle: tuple[object, ...],
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
         config: Config | None = None,
@@ -296,7 +310,7 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, torch.Tensor, Any, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """Sends tokens, bfloat16 `[tokens, hidden]`, to their experts. Returns `(recv_x, recv_count, handle,
         event, hook)`: `recv_x` is `[local experts, ranks * num_max_dispatch_tokens_per_rank, hidden]`, and
         for each expert the first `recv_count` rows are in use, by source rank. With `use_fp8` it is `(x,
@@ -337,7 +351,7 @@ class Buffer:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        handle: tuple[Any, ...],
+        handle: tuple[object, ...],
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -369,7 +383,7 @@ class Buffer:
         event = None if return_recv_hook else event
         return found[0], overlap(event, (*inputs, *found)), hook
 
-    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> torch.Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: tuple[object, ...]) -> torch.Tensor:
         """A tensor, bfloat16 `[local experts, ranks * num_max_dispatch_tokens_per_rank, hidden]`, that the
         next combine with `zero_copy` reads. There are two of each shape, by turns."""
         self._parts()

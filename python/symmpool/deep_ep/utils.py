@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["EventHandle", "EventOverlap", "check_nvlink_connections"]
 
@@ -30,7 +33,7 @@ class EventOverlap:
     waits for the event at the end. `event` is None where the call is not asynchronous: then there is nothing
     to wait for. `extra_tensors` are kept as long as this is."""
 
-    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[Any] | None = None):
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor] | None = None):
         self.event = event
         self.extra_tensors = extra_tensors
 
@@ -46,5 +49,5 @@ class EventOverlap:
         self.current_stream_wait()
 
 
-def check_nvlink_connections(group: Any) -> None:
+def check_nvlink_connections(group: GroupLike) -> None:
     """Does nothing: the pool that the first call makes finds out by itself how devices are linked."""

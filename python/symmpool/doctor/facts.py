@@ -12,7 +12,10 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from symmpool.memory.held import HeldMemory
 
 #: A pool's default stride: the address space of one rank, in bytes.
 STRIDE = 1 << 40
@@ -54,7 +57,7 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
     }
 
 
-def held_facts() -> list[dict[str, Any]]:
+def held_facts() -> list[HeldMemory]:
     """Returns the memory that the communicators of this process hold. Some hold, where a program asks."""
     from symmpool.errors import Error
     from symmpool.memory.held import communicator_memory

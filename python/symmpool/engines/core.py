@@ -7,11 +7,18 @@ import importlib
 import os
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import symmpool
 from symmpool.errors import InvalidStateError, UnsupportedError
 from symmpool.groups import process_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from symmpool.engines.types import EngineCommunicator, GraphPool
 
 
 class RawCommunicator:
@@ -46,11 +53,11 @@ class EnginePool:
             self.pool.register_nccl(RawCommunicator(self.address))
             self._registered = True
 
-    def mem_pool(self) -> Any:
+    def mem_pool(self) -> torch.cuda.MemPool:
         """The torch.cuda.MemPool of the pool."""
         return self.pool._scope().mempool
 
-    def holds(self, tensor: Any) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of torch lies in the pool's memory."""
         return self.pool.owns(tensor.untyped_storage().data_ptr())
 
@@ -79,9 +86,9 @@ class EngineScope:
     During a capture torch allocates in the graph's own pool, which is suspended inside the scope. The pool
     commits after the capture: at the next scope outside of one, or by `symmpool.commit_postponed()`."""
 
-    def __init__(self, state: EnginePool, graph_pool: Any):
+    def __init__(self, state: EnginePool, graph_pool: Callable[[], GraphPool | None]):
         self._state, self._graph_pool = state, graph_pool
-        self._paused: tuple[int, Any] | None = None
+        self._paused: tuple[int, GraphPool] | None = None
 
     def __enter__(self) -> EngineScope:
         import torch
@@ -139,7 +146,7 @@ def address_of(communicator: Any) -> int:
     return int(value or 0)
 
 
-def identity_of(communicator: Any) -> tuple[int, bytes]:
+def identity_of(communicator: EngineCommunicator) -> tuple[int, bytes]:
     """The identity of an engine's communicator. An address alone can be reused after one was destroyed."""
     unique = getattr(getattr(communicator, "unique_id", None), "internal", b"")
     return address_of(communicator.comm), bytes(unique)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from symmpool._symmpool import Communicator, Pool
 from symmpool.engines import core
 from symmpool.errors import Error
 from symmpool.groups import agreement, resolution
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmpool.engines.types import EngineDevice
+    from symmpool.groups.types import GroupLike
 
 logger = logging.getLogger("symmpool.engines")
 
@@ -34,8 +40,8 @@ class CustomAllreduce:
 
     def __init__(
         self,
-        group: Any,
-        device: Any,
+        group: GroupLike,
+        device: EngineDevice,
         max_size: int = 8 << 20,
         max_all_gather_size: int = 2 << 20,
         max_mnnvl_all_gather_size: int | None = None,
@@ -91,7 +97,7 @@ class CustomAllreduce:
         finally:
             self._IS_CAPTURING = False
 
-    def should_custom_ar(self, inp: Any) -> bool:
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
         """Whether an input is served. This depends on its type and size, which are the same on every rank.
         There is no limit of size if sums must not depend on the sizes of inputs."""
         size = inp.numel() * inp.element_size()
@@ -103,11 +109,13 @@ class CustomAllreduce:
             and inp.is_contiguous()
         )
 
-    def should_use(self, inp: Any) -> bool:
+    def should_use(self, inp: torch.Tensor) -> bool:
         """Whether an input is served, as `should_custom_ar` says."""
         return self.should_custom_ar(inp)
 
-    def all_reduce(self, inp: Any, *, out: Any = None, registered: bool = False) -> Any:
+    def all_reduce(
+        self, inp: torch.Tensor, *, out: torch.Tensor | None = None, registered: bool = False
+    ) -> torch.Tensor:
         """The sum of every rank's `inp`, in `out` or a new tensor, on the current stream."""
         if self._comm is None:
             raise RuntimeError("symmpool's all-reduce is disabled, or closed")
@@ -116,15 +124,15 @@ class CustomAllreduce:
         self._comm.all_reduce(inp, "sum", out)
         return out
 
-    def custom_all_reduce(self, input: Any) -> Any:
+    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
         """The sum, or None if the input is not served."""
         return self.all_reduce(input) if self.should_custom_ar(input) else None
 
-    def should_custom_all_gather(self, inp: Any) -> bool:
+    def should_custom_all_gather(self, inp: torch.Tensor) -> bool:
         """Whether an all-gather of an input is served."""
         return self._fits(inp, self.max_all_gather_size)
 
-    def custom_all_gather(self, inp: Any) -> Any:
+    def custom_all_gather(self, inp: torch.Tensor) -> torch.Tensor | None:
         """Every rank's `inp`, concatenated along the first dimension, or None if the input is not served."""
         if not self.should_custom_all_gather(inp):
             return None
@@ -133,7 +141,7 @@ class CustomAllreduce:
         self._comm.all_gather_into_tensor(out, inp)
         return out
 
-    def should_custom_reduce_scatter(self, inp: Any) -> bool:
+    def should_custom_reduce_scatter(self, inp: torch.Tensor) -> bool:
         """Whether a reduce-scatter of an input is served."""
         return (
             self._fits(inp, self.max_reduce_scatter_size)
@@ -141,11 +149,11 @@ class CustomAllreduce:
             and inp.shape[0] % self.world_size == 0
         )
 
-    def should_mnnvl_multimem_reduce_scatter(self, inp: Any) -> bool:
+    def should_mnnvl_multimem_reduce_scatter(self, inp: torch.Tensor) -> bool:
         """Always false: multicast is not used."""
         return False
 
-    def custom_reduce_scatter(self, inp: Any) -> Any:
+    def custom_reduce_scatter(self, inp: torch.Tensor) -> torch.Tensor | None:
         """This rank's part, along the first dimension, of the sum of every rank's `inp`, or None if the input
         is not served."""
         if not self.should_custom_reduce_scatter(inp):
@@ -155,7 +163,7 @@ class CustomAllreduce:
         self._comm.reduce_scatter_tensor(out, inp, "sum")
         return out
 
-    def _fits(self, inp: Any, limit: int) -> bool:
+    def _fits(self, inp: torch.Tensor, limit: int) -> bool:
         return (
             not self.disabled
             and inp.dim() > 0

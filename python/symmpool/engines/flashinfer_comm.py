@@ -12,7 +12,7 @@ promise.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from symmpool.communicators import cache
 from symmpool.engines import core
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 from symmpool.groups import process_groups
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = [
     "AllReduceFusionPattern",
@@ -80,7 +83,7 @@ class AllReduceFusionWorkspace:
     of tokens."""
 
     def __init__(
-        self, group: Any, world_size: int, rank: int, backend: str, dtype: torch.dtype | None = None
+        self, group: GroupLike, world_size: int, rank: int, backend: str, dtype: torch.dtype | None = None
     ):
         self.group = group
         self.world_size, self.rank = world_size, rank
@@ -111,7 +114,7 @@ class AllReduceFusionWorkspace:
         num_tokens: int,
         hidden_dim: int,
         dtype: torch.dtype,
-        use_oneshot: Any = None,
+        use_oneshot: bool | None = None,
     ) -> bool:
         """Whether calls of such rows are served: of float32, float16 or bfloat16, a multiple of 8 of them."""
         fits = tp_size == self.world_size and hidden_dim % 8 == 0 and 8 <= hidden_dim <= 65536
@@ -122,7 +125,7 @@ class AllReduceFusionWorkspace:
         then, and those that write a checkpoint report it."""
         raise UnsupportedError(self._stays("checkpoint_prepare"))
 
-    def checkpoint_restore(self, comm_backend: Any = None) -> None:
+    def checkpoint_restore(self, comm_backend: object = None) -> None:
         """Refuses like `checkpoint_prepare`."""
         raise UnsupportedError(self._stays("checkpoint_restore"))
 
@@ -145,10 +148,10 @@ def create_allreduce_fusion_workspace(
     hidden_dim: int | None = None,
     dtype: torch.dtype | None = None,
     gpus_per_node: int | None = None,
-    comm_backend: Any = None,
+    comm_backend: object = None,
     force_oneshot_support: bool = False,
-    group: Any = None,
-    **others: Any,
+    group: torch.distributed.ProcessGroup | None = None,
+    **others: object,
 ) -> AllReduceFusionWorkspace:
     """Makes the communicator of a group ready, so that calls can be captured from the first on.
     Collective. The group is `group`, or that of `comm_backend`, or the default group; its backend may be
@@ -176,7 +179,7 @@ def create_allreduce_fusion_workspace(
     return AllReduceFusionWorkspace(found, size, own, name, dtype)
 
 
-def _group_of(comm_backend: Any) -> Any:
+def _group_of(comm_backend: object) -> torch.distributed.ProcessGroup | None:
     """The process group of an object with which engines have FlashInfer talk to other ranks."""
     dist = process_groups.distributed()
     if comm_backend is None or dist is None:
@@ -209,7 +212,7 @@ def allreduce_fusion(
     use_oneshot: bool | None = None,
     fp32_acc: bool = False,
     weight_bias: float = 0.0,
-    **others: Any,
+    **others: object,
 ) -> torch.Tensor:
     """Adds up all ranks' `input`, of shape (tokens, hidden), and makes of it what `pattern` says (see
     `AllReduceFusionPattern`); gives the sum, the norm or its 8-bit floats. Where a pattern makes both, it

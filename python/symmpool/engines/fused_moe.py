@@ -17,7 +17,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,18 @@ from symmpool.experts import ExpertBuffer
 from symmpool.experts.checks import Dispatch, checked_combine, readable, shown, switch, tensor
 from symmpool.experts.door import Door
 from symmpool.experts.packed import combine_packed, dispatch_packed
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from symmpool.engines.types import QuantConfig
+
+    #: Quantises received rows, as experts take them: rows, and their scales or None.
+    Quantize: TypeAlias = Callable[[torch.Tensor, QuantConfig], tuple[torch.Tensor, torch.Tensor | None]]
+    #: Results of `prepare`: rows, scales, counts (of vLLM's class where that is there), ids and weights.
+    Prepared: TypeAlias = tuple[
+        torch.Tensor, torch.Tensor | None, "ExpertTokensMetadata", torch.Tensor | None, torch.Tensor | None
+    ]
 
 __all__ = ["ActivationFormat", "ExpertTokensMetadata", "PrepareAndFinalize", "for_vllm"]
 
@@ -76,7 +88,7 @@ class PrepareAndFinalize:
         *,
         batched: bool = False,
         exact: bool = True,
-        quantize: Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor | None]] | None = None,
+        quantize: Quantize | None = None,
         batch: Callable[[], int] = lambda: 0,
     ):
         if not isinstance(buffer, ExpertBuffer):
@@ -89,7 +101,7 @@ class PrepareAndFinalize:
     # --- what kernels ask about it
 
     @property
-    def activation_format(self) -> Any:
+    def activation_format(self) -> enum.Enum:
         """vLLM's `FusedMoEActivationFormat`, or this module's."""
         formats = getattr(self._types, "FusedMoEActivationFormat", ActivationFormat)
         return formats.BatchedExperts if self.batched else formats.Standard
@@ -114,7 +126,7 @@ class PrepareAndFinalize:
         """True."""
         return True
 
-    def post_init_setup(self, fused_experts: Any) -> None:
+    def post_init_setup(self, fused_experts: object) -> None:
         """Does nothing."""
 
     # --- sending
@@ -127,9 +139,9 @@ class PrepareAndFinalize:
         num_experts: int,
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
-        quant_config: Any,
+        quant_config: QuantConfig,
         defer_input_quant: bool = False,
-    ) -> tuple[Any, Any, Any, Any, Any]:
+    ) -> Prepared:
         """Sends `a1`, `[tokens, hidden]`. Returns `(rows, scales or None, counts, ids or None, weights or
         None)`. Ids are numbers of all experts; those of other ranks are one of another rank's."""
         with Door(self.buffer._entry.preparing) as door:
@@ -154,9 +166,9 @@ class PrepareAndFinalize:
         num_experts: int,
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
-        quant_config: Any,
+        quant_config: QuantConfig,
         defer_input_quant: bool = False,
-    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+    ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
         """Prepares like `prepare`, beside the current stream: `(hook, receiver)`. `hook()` makes the current
         stream wait, and `receiver()` then returns what `prepare` does."""
         with Door(self.buffer._entry.preparing) as door:
@@ -175,7 +187,7 @@ class PrepareAndFinalize:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any = None,
+        weight_and_reduce_impl: object = None,
     ) -> None:
         """Writes the sums of this rank's tokens to `output`. Experts have left weights and the sum over a
         token's experts to `weight_and_reduce_impl`; where that only passes them on, they are done here."""
@@ -197,7 +209,7 @@ class PrepareAndFinalize:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any = None,
+        weight_and_reduce_impl: object = None,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Finalizes like `finalize`, beside the current stream: `(hook, receiver)`."""
         with Door(self.buffer._entry.preparing) as door:
@@ -275,7 +287,7 @@ class PrepareAndFinalize:
             buffer.extend_order()
             return rows, scales, handle, shown, row_weights
 
-    def _given(self, sent: tuple[Any, ...], quant_config: Any, defer: bool) -> tuple[Any, Any, Any, Any, Any]:
+    def _given(self, sent: tuple[Any, ...], quant_config: QuantConfig, defer: bool) -> Prepared:
         rows, scales, handle, ids, weights = sent
         known = (
             None if handle.counts is None else torch.tensor(handle.counts, dtype=torch.int32, device="cpu")
@@ -297,7 +309,9 @@ class PrepareAndFinalize:
                     scales = scales.view(*shape[:-1], -1)
         return rows, scales, counts, ids, weights
 
-    def _quantized(self, rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _quantized(
+        self, rows: torch.Tensor, quant_config: QuantConfig
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._quantize is not None:
             return self._quantize(rows, quant_config)
         try:

@@ -13,12 +13,19 @@ import importlib
 import logging
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.engines import CustomAllreduce, core
 from symmpool.engines.core import EnginePool, EngineScope
 from symmpool.engines.custom_allreduce_v2 import derived, is_derived
 from symmpool.errors import InvalidStateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from symmpool.engines.types import EngineCommunicator, GraphPool, GroupCoordinator
 
 __all__ = [
     "SymmetricMemoryContext",
@@ -52,8 +59,8 @@ _PREFLIGHT = "_preflight_check_workspace_memory"
 _pools: dict[tuple[str, tuple[int, bytes]], EnginePool] = {}
 # Pools for `allocate_symmetric_buffer`, by the identity of the communicator.
 _buffers: dict[tuple[int, bytes], EnginePool] = {}
-_graph_pool_id: list[Any] = [None]
-_active: list[Any] = [None]
+_graph_pool_id: list[GraphPool | None] = [None]
+_active: list[SymmetricMemoryContext | None] = [None]
 # Groups whose ranks are being waited for. A watchdog thread reads this.
 _waiting: list[str] = []
 _warned: set[Any] = set()
@@ -122,17 +129,17 @@ def is_symmetric_memory_enabled() -> bool:
         return False
 
 
-def is_tensor_in_symmetric_mempool(tensor: Any) -> bool:
+def is_tensor_in_symmetric_mempool(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in one of the pools."""
     return any(each.holds(tensor) for each in (*_pools.values(), *_buffers.values()))
 
 
-def set_graph_pool_id(graph_pool_id: Any) -> None:
+def set_graph_pool_id(graph_pool_id: GraphPool | None) -> None:
     """Sets the memory pool of the graph that is about to be captured."""
     _graph_pool_id[0] = graph_pool_id
 
 
-def get_nccl_mem_pool(group_name: str | None = None) -> Any:
+def get_nccl_mem_pool(group_name: str | None = None) -> torch.cuda.MemPool | None:
     """The torch.cuda.MemPool of the group of that name, or of the first group; None before its first
     context."""
     for (name, _), state in _pools.items():
@@ -141,7 +148,7 @@ def get_nccl_mem_pool(group_name: str | None = None) -> Any:
     return None
 
 
-def _state(group: Any) -> EnginePool:
+def _state(group: GroupCoordinator) -> EnginePool:
     name = group.unique_name
     if group.pynccl_comm is None:
         raise InvalidStateError(f"symmetric memory needs pynccl in group {name!r}")
@@ -171,7 +178,7 @@ class SymmetricMemoryContext:
     """A context manager, in which torch allocates in the group's symmetric memory. The first one of a group
     is collective. It can be used again."""
 
-    def __init__(self, group_coordinator: Any):
+    def __init__(self, group_coordinator: GroupCoordinator):
         self.group_coordinator = group_coordinator
         self.group_name = group_coordinator.unique_name
         self._scope: EngineScope | None = None
@@ -192,7 +199,7 @@ class SymmetricMemoryContext:
                 scope.__exit__(kind, value, traceback)
 
 
-def _innermost_first(context: Any) -> list[Any]:
+def _innermost_first(context: SymmetricMemoryContext | None) -> list[SymmetricMemoryContext]:
     found = []
     while context is not None:
         found.append(context)
@@ -200,31 +207,35 @@ def _innermost_first(context: Any) -> list[Any]:
     return found
 
 
-def disable_symmetric_memory_context() -> Any:
+def disable_symmetric_memory_context() -> SymmetricMemoryContext | None:
     """Suspends symmetric allocations, and returns the active context, or None. One rank may do this alone,
     because nothing is committed before the context ends."""
     saved, _active[0] = _active[0], None
     for each in _innermost_first(saved):
-        each._scope.pause()
+        if each._scope is not None:
+            each._scope.pause()
     return saved
 
 
-def restore_symmetric_memory_context(saved_context: Any) -> None:
+def restore_symmetric_memory_context(saved_context: SymmetricMemoryContext | None) -> None:
     """Resumes the context that `disable_symmetric_memory_context` returned."""
     for each in reversed(_innermost_first(saved_context)):
-        each._scope.resume()
+        if each._scope is not None:
+            each._scope.resume()
     if saved_context is not None:
         _active[0] = saved_context
 
 
-def use_symmetric_memory(group_coordinator: Any, disabled: bool = False) -> Any:
+def use_symmetric_memory(
+    group_coordinator: GroupCoordinator, disabled: bool = False
+) -> AbstractContextManager[SymmetricMemoryContext | None]:
     """The context for a group, or one that does nothing."""
     if disabled or group_coordinator.world_size == 1 or not is_symmetric_memory_enabled():
         return contextlib.nullcontext()
     return SymmetricMemoryContext(group_coordinator)
 
 
-def allocate_symmetric_buffer(comm: Any, nbytes: int) -> tuple[Any, bool]:
+def allocate_symmetric_buffer(comm: EngineCommunicator, nbytes: int) -> tuple[torch.Tensor, bool]:
     """A zeroed tensor of bytes in symmetric memory of a communicator's ranks, and whether it is in a window
     of NCCL. Collective. Its memory is freed when every rank has released all views of it."""
     import torch
@@ -250,7 +261,9 @@ def _variable(name: str) -> Any:
     return getattr(envs, name).get()
 
 
-def debug_check_symmetric_mempool(group_coordinator: Any, tensors: dict, op_name: str) -> None:
+def debug_check_symmetric_mempool(
+    group_coordinator: GroupCoordinator, tensors: dict[str, torch.Tensor], op_name: str
+) -> None:
     """With SGLANG_DEBUG_SYMM_MEM, warns on the first rank about tensors outside of symmetric memory, once for
     every place in the program."""
     if not is_symmetric_memory_enabled() or not _variable("SGLANG_DEBUG_SYMM_MEM"):
@@ -273,7 +286,7 @@ def debug_check_symmetric_mempool(group_coordinator: Any, tensors: dict, op_name
 
 
 def prealloc_symmetric_memory_pool(
-    *, is_draft_worker: bool, enable_symm_mem: bool, device: str, forward_stream: Any
+    *, is_draft_worker: bool, enable_symm_mem: bool, device: str, forward_stream: torch.Stream | None
 ) -> None:
     """Grows the tensor-parallel group's pool to SGLANG_SYMM_MEM_PREALLOC_GB_SIZE, so that it need not grow
     later. Collective."""

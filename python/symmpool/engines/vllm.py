@@ -13,10 +13,15 @@ import importlib
 import importlib.util
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.engines import CustomAllreduce, core
 from symmpool.engines.core import EnginePool, EngineScope
+
+if TYPE_CHECKING:
+    import torch
+
+    from symmpool.engines.types import EngineCommunicator, GraphPool
 
 __all__ = [
     "compile_nccl_allocator",
@@ -37,7 +42,7 @@ ALL_REDUCE = "vllm.distributed.device_communicators.custom_all_reduce"
 
 # Pools by the identity of the communicator.
 _pools: dict[tuple[int, bytes], EnginePool] = {}
-_graph_pool_id: list[Any] = [None]
+_graph_pool_id: list[GraphPool | None] = [None]
 
 
 def install() -> None:
@@ -79,12 +84,12 @@ def is_symmetric_memory_enabled() -> bool:
     return core.is_enabled("vllm.envs", "VLLM_USE_NCCL_SYMM_MEM")
 
 
-def is_symmetric_memory_tensor(tensor: Any) -> bool:
+def is_symmetric_memory_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in one of the pools."""
     return is_symmetric_memory_enabled() and any(each.holds(tensor) for each in _pools.values())
 
 
-def set_graph_pool_id(graph_pool_id: Any) -> None:
+def set_graph_pool_id(graph_pool_id: GraphPool | None) -> None:
     """Sets the memory pool of the graph that is about to be captured."""
     _graph_pool_id[0] = graph_pool_id
 
@@ -93,14 +98,14 @@ def compile_nccl_allocator() -> None:
     """Nothing has to be compiled."""
 
 
-def get_nccl_mem_pool() -> Any:
+def get_nccl_mem_pool() -> torch.cuda.MemPool | None:
     """The torch.cuda.MemPool of the first communicator's pool; None before its first context."""
     for state in _pools.values():
         return state.mem_pool()
     return None
 
 
-def _state(communicator: Any) -> EnginePool:
+def _state(communicator: EngineCommunicator) -> EnginePool:
     which = core.identity_of(communicator)
     if which not in _pools:
         device = str(communicator.device)
@@ -112,7 +117,7 @@ class nccl_symm_mem_context:
     """A context manager, in which torch allocates in symmetric memory. The first one of a communicator is
     collective."""
 
-    def __init__(self, pynccl_comm: Any, disabled: bool = False):
+    def __init__(self, pynccl_comm: EngineCommunicator | None, disabled: bool = False):
         self.disabled = bool(
             disabled
             or not is_symmetric_memory_enabled()
@@ -124,7 +129,7 @@ class nccl_symm_mem_context:
         self._scope: EngineScope | None = None
 
     def __enter__(self) -> nccl_symm_mem_context:
-        if not self.disabled:
+        if not self.disabled and self.pynccl_comm is not None:
             self._scope = EngineScope(_state(self.pynccl_comm), lambda: _graph_pool_id[0])
             self._scope.__enter__()
         return self

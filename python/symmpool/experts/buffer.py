@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -125,6 +125,44 @@ class ExpertBuffer:
         if count_load:
             self._load = torch.zeros(self.local_experts, dtype=torch.int64, device=self.device)
 
+    @overload
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        layout: str = "rank",
+        alignment: int = 1,
+        exact: bool = False,
+        hook: Literal[False] = False,
+        handle: Handle | None = None,
+        out: torch.Tensor | None = None,
+        out_scales: torch.Tensor | None = None,
+        copy: bool | None = None,
+    ) -> tuple[Received, Handle]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        quantize: str | None = None,
+        layout: str = "rank",
+        alignment: int = 1,
+        exact: bool = False,
+        hook: Literal[True],
+        handle: Handle | None = None,
+        out: torch.Tensor | None = None,
+        out_scales: torch.Tensor | None = None,
+        copy: bool | None = None,
+    ) -> tuple[Received, Handle, Callable[[], None]]: ...
+
     @torch_state.opaque
     def dispatch(
         self,
@@ -142,7 +180,7 @@ class ExpertBuffer:
         out: torch.Tensor | None = None,
         out_scales: torch.Tensor | None = None,
         copy: bool | None = None,
-    ) -> Any:
+    ) -> tuple[Received, Handle] | tuple[Received, Handle, Callable[[], None]]:
         """Sends the tokens `x`, `[tokens, hidden]`, to the ranks of their experts `topk_ids`, `[tokens,
         top_k]`, int32 or int64, where -1 stands for none. Returns `(received, handle)`; with `hook=True`
         `(received, handle, wait)`: the call runs on a stream of the buffer's, and `wait()` makes the
@@ -189,6 +227,28 @@ class ExpertBuffer:
             received, found, wait = self._dispatch(door, given)
         return (received, found, wait) if given.hook else (received, found)
 
+    @overload
+    def combine(
+        self,
+        expert_output: torch.Tensor,
+        handle: Handle,
+        *,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        hook: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        expert_output: torch.Tensor,
+        handle: Handle,
+        *,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        hook: Literal[True],
+    ) -> tuple[torch.Tensor, Callable[[], None]]: ...
+
     @torch_state.opaque
     def combine(
         self,
@@ -198,7 +258,7 @@ class ExpertBuffer:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         hook: bool = False,
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, Callable[[], None]]:
         """Sends the rows of `expert_output`, which lie as `received.x` did, back to the ranks of their
         tokens, and sums up the rows of each token in float32, in the order of ranks. Returns the sums,
         `[tokens, hidden]`, in `out` if it is given; with `hook=True` `(sums, wait)`, as `dispatch`. A token
@@ -460,14 +520,9 @@ def made_by_all(entry: Any, door: Door, **options: Any) -> ExpertBufferCore:
     return door.result
 
 
-def dispatch(buffer: ExpertBuffer, *arguments: Any, **options: Any) -> Any:
-    """`buffer.dispatch`."""
-    return buffer.dispatch(*arguments, **options)
-
-
-def combine(buffer: ExpertBuffer, *arguments: Any, **options: Any) -> Any:
-    """`buffer.combine`."""
-    return buffer.combine(*arguments, **options)
+#: `dispatch(buffer, ...)` is `buffer.dispatch(...)`, and `combine` likewise.
+dispatch = ExpertBuffer.dispatch
+combine = ExpertBuffer.combine
 
 
 def _nothing() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from symmpool.experts.buffer import ExpertBuffer
 
 __all__ = ["SCALES", "Handle", "Received", "copied", "received_rows", "scales_of"]
 
@@ -30,7 +33,7 @@ class Handle:
 
     def __init__(
         self,
-        buffer: Any,
+        buffer: ExpertBuffer,
         tokens: int,
         layout: str,
         alignment: int,

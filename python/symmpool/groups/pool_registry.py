@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from symmpool._symmpool import Group
+from symmpool._symmpool import Group, Pool
 from symmpool.groups import resolution
 from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of, timeout_of_torch
 
@@ -92,7 +92,7 @@ def pools_of(key: Any) -> list[Any]:
         return alive
 
 
-def all_pools() -> list[Any]:
+def all_pools() -> list[Pool]:
     """The pools on every group that are alive."""
     return [pool for key in _keys() for pool in pools_of(key)]
 

@@ -166,14 +166,14 @@ class SymmetricMemory:
     allocation, which the handles of its tensors share; there a channel holds one signal, and here they are
     counted.) Keep a handle until streams are past its signals on all ranks."""
 
-    def __init__(self, pool: Pool, tensor: Any, signal_pad_size: int):
+    def __init__(self, pool: Pool, tensor: torch.Tensor, signal_pad_size: int):
         import torch
 
         self._torch, self._pool, self._tensor = torch, pool, tensor
         storage = tensor.untyped_storage()
-        self._base, self._bytes = storage.data_ptr(), storage.nbytes()
+        self._base, self._bytes = storage.data_ptr(), int(storage.nbytes())
         # An empty tensor has no address.
-        self._offset = tensor.storage_offset() * tensor.itemsize
+        self._offset = int(tensor.storage_offset()) * tensor.itemsize
         taken, dtype = tensor.numel() * tensor.itemsize, str(tensor.dtype).encode()
 
         def say(block: Block) -> tuple[Any, ...]:

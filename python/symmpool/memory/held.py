@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TypedDict
 
 from symmpool.groups import pool_registry
 from symmpool.groups.names import name_of
@@ -14,14 +14,27 @@ __all__ = ["communicator_memory", "warn_of_shortages"]
 _warned: set[str] = set()
 
 
-def communicator_memory() -> list[dict[str, Any]]:
+class HeldMemory(TypedDict):
+    """Memory of one communicator: for which group, on which device, and bytes."""
+
+    group: str
+    device: str
+    total: int
+    control: int
+    inboxes: int
+    scratch: int
+    staging: int
+    wanted: int
+
+
+def communicator_memory() -> list[HeldMemory]:
     """Returns the memory that each communicator of this process holds for as long as it lives, on this rank.
     A dict for each: `group`, the name of the process group that it serves (of another kind of group, one like
     "symmpool:0"), `device`, and bytes: `control`, `inboxes`, `scratch`, `staging`, and their sum, `total`.
     They are device memory, or host memory on the CPU. `wanted` is not held: bytes that it would have taken
     for large calls, had each device had room. Those of module-level calls and of the backend are among them.
     Talks to nobody. InvalidStateError in a forked child."""
-    found = []
+    found: list[HeldMemory] = []
     for pool in pool_registry.all_pools():
         key = pool_registry.key_holding(pool)
         group = name_of(pool if key is None else key)

@@ -43,13 +43,16 @@ that of its buffers (`symmpool.torch_backend.fsdp`).
 from __future__ import annotations
 
 import collections
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from symmpool.torch_backend.collectives import GroupCollectives
 from symmpool.torch_backend.served_devices import NAME
 from symmpool.torch_backend.work import DoneTorchWork, opaque, register
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 __all__ = ["NAME", "SymmpoolProcessGroup"]
 
@@ -62,7 +65,13 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
     group of its own class (`symmpool.torch_backend.python_backend`)."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: Any, options: Any = None, name: str | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        options: object = None,
+        name: str | None = None,
     ):
         """`name` is torch's for the group, where it has one."""
         try:
@@ -79,7 +88,7 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
         self.begin_anew()
 
     @property
-    def key(self) -> Any:
+    def key(self) -> SymmpoolProcessGroup:
         """The group itself."""
         return self
 
@@ -94,7 +103,7 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
         if results and results[0].numel() == 1:
             self._small.append(work)
 
-    def set_timeout(self, timeout: Any) -> None:
+    def set_timeout(self, timeout: timedelta) -> None:
         """Called by newer torch's `set_timeout`, which sets the fallback backends' timeouts by itself."""
         dist.ProcessGroup.set_timeout(self, timeout)
         self.timeout_is(timeout)
@@ -103,7 +112,7 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
         """ "symmpool"."""
         return NAME
 
-    def get_group_store(self) -> Any:
+    def get_group_store(self) -> dist.Store:
         """The store that the group met in."""
         return self._store
 
@@ -122,11 +131,11 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
         self._small.clear()
         super()._end(wait)
 
-    def split_group(self, *arguments: Any, **options: Any) -> Any:
+    def split_group(self, *arguments: Any, **options: Any) -> dist.ProcessGroup | None:
         """Splits the group on the fallback backends."""
         return self._rest.split_group(*arguments, **options)
 
-    def merge_remote_group(self, *arguments: Any, **options: Any) -> Any:
+    def merge_remote_group(self, *arguments: Any, **options: Any) -> dist.ProcessGroup:
         """Merges the group on the fallback backends with a remote one."""
         return self._rest.merge_remote_group(*arguments, **options)
 

@@ -37,7 +37,7 @@ def has_python_backends() -> bool:
     )
 
 
-def create(options: Any, backend_options: Any = None) -> Any:
+def create(options: Any, backend_options: object = None) -> dist.ProcessGroup | c10d.Backend:
     """Makes a new group of this backend; torch.distributed calls it."""
     if version() < (2, 7):
         raise UnsupportedError(
