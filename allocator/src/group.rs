@@ -4,6 +4,7 @@ mod env;
 mod gather;
 mod hosts;
 mod launch;
+mod launchers;
 #[cfg(test)]
 mod tests;
 
@@ -15,6 +16,7 @@ use std::time::Duration;
 use crate::store::{self, MemoryStore, Store, TcpServer};
 use crate::{Deadline, Error, Result};
 
+pub use env::Launch;
 pub use hosts::Hosts;
 
 /// How long a group's collectives wait by default.

@@ -39,7 +39,7 @@ pub use deadline::Deadline;
 pub use driver::{Driver, Stream};
 pub use error::{Error, Result};
 pub use fork::ProcessId;
-pub use group::{Group, Hosts};
+pub use group::{Group, Hosts, Launch};
 pub use heap::HeapLayout;
 pub use pool::{
     Block, CONTROL_LANE, CommitReport, JointBlock, Lane, Pool, PoolBuilder, PoolStats,

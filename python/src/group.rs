@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 use symmpool_allocator::store::FileStore;
-use symmpool_allocator::{Deadline, Error};
+use symmpool_allocator::{Deadline, Error, Launch};
 
 use crate::errors::{OrRaise, invalid, is_interrupted};
 use crate::fork_guarded::ForkGuarded;
@@ -80,10 +80,13 @@ impl Group {
         Ok(Self::of(group.with_timeout(timeout)))
     }
 
-    /// The group that torchrun, or another launcher that sets its variables, describes:
-    /// RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; SYMMPOOL_PORT and SYMMPOOL_SECRET
-    /// where they are set. Rank 0 serves the store on MASTER_PORT, or on the port after it when
-    /// torchrun's own store holds that one.
+    /// The group that a launcher describes in the environment: torchrun, mpirun, Slurm's srun, Ray Train or
+    /// Kubernetes. docs/hosts.md lists the variables of each. Rank 0 serves the store on MASTER_ADDR and MASTER_PORT,
+    /// on the port after it when torchrun's own store holds that one, or where the launcher says; SYMMPOOL_PORT,
+    /// SYMMPOOL_SECRET and SYMMPOOL_STORE are read where they are set.
+    ///
+    /// Raises InvalidArgumentError for a variable that is missing or makes no sense, and for launchers that
+    /// contradict each other.
     #[staticmethod]
     #[pyo3(
         signature = (*, timeout = Number::of(300.0)),
@@ -200,6 +203,26 @@ impl Group {
     fn __repr__(&self) -> String {
         format!("symmpool.Group(rank={}, world={})", self.rank(), self.world())
     }
+}
+
+/// Returns what a launcher says of this process in the environment, as a dict of `launcher`, `rank`, `world`,
+/// `local_rank` and `meeting`; None where there is none. Raises InvalidArgumentError as `Group.from_env` does.
+#[pyfunction]
+pub(crate) fn launch(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
+    let Some(launch) = Launch::from_env().or_raise(py)? else { return Ok(None) };
+    let found = PyDict::new(py);
+    found.set_item("launcher", launch.launcher())?;
+    found.set_item("rank", launch.rank())?;
+    found.set_item("world", launch.world())?;
+    found.set_item("local_rank", launch.local_rank())?;
+    found.set_item("meeting", launch.meeting())?;
+    Ok(Some(found))
+}
+
+/// Names of the variables by which launchers are recognised.
+#[pyfunction]
+pub(crate) fn launcher_variables() -> Vec<&'static str> {
+    Launch::variables()
 }
 
 /// The group that an argument means: one of ours, a process group of torch, a store with a rank and

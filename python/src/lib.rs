@@ -103,7 +103,7 @@ mod _symmpool {
     #[pymodule_export]
     use crate::fused::all_reduce_norm;
     #[pymodule_export]
-    use crate::group::Group;
+    use crate::group::{Group, launch, launcher_variables};
     #[pymodule_export]
     use crate::machine::machine;
     #[pymodule_export]

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import symmpool
+from symmpool import _symmpool
 from symmpool.bench.arguments import comma_separated, count_list, positive, size_list
 from symmpool.errors import DivergedError, Error, InvalidArgumentError, UnsupportedError
 
@@ -99,9 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs `python -m symmpool tune`. Returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given)
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    options.device = options.device or ("cuda" if launched else "cpu")
     try:
+        launched = _symmpool.launch() is not None
+        options.device = options.device or ("cuda" if launched else "cpu")
         if launched:
             return Tuner(symmpool.Group.from_env(), options).run()
         if "SYMMPOOL_TUNE" in os.environ:

@@ -87,6 +87,7 @@ GOOD = {
         }
     },
     "launcher": {"executable": "/usr/bin/python3", "RANK": "0"},
+    "launch": dict.fromkeys(("launcher", "rank", "world", "local_rank", "meeting", "error")),
     "variables": {"wrong": {}, "unknown": []},
 }
 
@@ -248,6 +249,8 @@ def test_wrong_variables_are_reported_as_a_table_and_as_json():
         "SYMMPOOL_NVRTC": "/no/such/library",
         "SYMMPOOL_CACHE_DIR": __file__,
         "SYMMPOOL_PORT": "0",
+        "SYMMPOOL_HOST_ID": "node 7",
+        "SYMMPOOL_STORE": "/scratch",
         "SYMMPOOL_CONCURRENT": "17",
         "SYMMPOOL_SM_BUDGET": "1",
         "SYMMPOOL_READY": "bf16,f32:xor",
@@ -274,6 +277,8 @@ def test_wrong_variables_are_reported_as_a_table_and_as_json():
         "SYMMPOOL_NVRTC": __file__,
         "SYMMPOOL_CACHE_DIR": "",
         "SYMMPOOL_PORT": " 7000",
+        "SYMMPOOL_HOST_ID": "node-7.example.org",
+        "SYMMPOOL_LAUNCHER": "env",
         "SYMMPOOL_CONCURRENT": "2",
         "SYMMPOOL_SM_BUDGET": "16",
         "SYMMPOOL_READY": "bf16, i64:max",
@@ -287,6 +292,33 @@ def test_wrong_variables_are_reported_as_a_table_and_as_json():
     assert "variable" not in run("--no-torch", **right).stdout
     (found,) = json.loads(run("--no-torch", "--json", **{**right, "RANK": "3"}).stdout)["verdicts"][-1:]
     assert found["what"] == "variable RANK" and "from 0 to 2" in found["why"]
+
+
+def test_the_launcher_is_recognised():
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "node[07-10]",
+        "MASTER_PORT": "29500",
+    }
+    what = "the group that the launcher describes (Group.from_env)"
+
+    def said(**variables):
+        whole = json.loads(run("--no-torch", "--json", **variables).stdout)
+        return [each for each in whole["verdicts"] if each["what"] == what], whole["facts"]["launch"]
+
+    (found,), launch = said(**slurm)
+    assert found["works"] is True
+    assert found["why"] == "Slurm's srun: rank 5 of 16, 1 on its machine; ranks meet at node07:29500"
+    assert launch["launcher"] == "Slurm's srun" and launch["error"] is None
+    assert "SLURM_PROCID=5" in run("--no-torch", **slurm).stdout
+    (found,), launch = said(**slurm, RANK="0", WORLD_SIZE="1")
+    assert found["works"] is False
+    assert "RANK=0, WORLD_SIZE=1" in found["why"] and "SLURM_PROCID=5" in found["why"], found
+    (found,), _ = said(SLURM_NTASKS="16")
+    assert found["works"] is False and "SLURM_PROCID is not set" in found["why"], found
+    assert said()[0] == []
 
 
 def test_variables_that_the_documents_tell_of_are_known():

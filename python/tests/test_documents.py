@@ -159,7 +159,7 @@ def words_of(line):
 
 
 MADE_PROGRAMS = ("first",)
-MADE = ("first.py", "my_two_shot.json", "my_algorithms.py", "program.py")
+MADE = ("first.py", "hosts.py", "my_two_shot.json", "my_algorithms.py", "program.py")
 TARGETS = set(re.findall(r"^([a-z-]+(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 TARGETS = {name for names in TARGETS for name in names.split()}
 PACKAGES = {path.parent.name: path.parent for path in ROOT.glob("*/Cargo.toml")}
@@ -218,6 +218,11 @@ def check_command(words):
         check_cargo(words)
     elif program == "pip":
         assert rest[0] == "install" and all((ROOT / word).exists() for word in rest if "/" in word), words
+    elif program in ("srun", "mpirun", "mpiexec"):
+        # `python/tests/packages` runs those of MPI.
+        assert rest[-2] == "python" and rest[-1] in MADE, words
+    elif program == "python" and rest[0] in MADE:
+        return
     elif program in ("python", ".venv/bin/python"):
         assert rest[0] == "-m"
         if rest[1] == "pytest":
@@ -228,11 +233,13 @@ def check_command(words):
         elif TORCH:
             check_module(rest[1:])
     elif program == "torchrun":
-        assert rest[0] == "--nproc-per-node" and rest[1].isdigit()
-        if rest[2] != "-m":
-            assert rest[2] in MADE or (ROOT / rest[2]).exists(), words
+        assert option(rest, "--nproc-per-node").isdigit(), words
+        while rest[0].startswith("--"):
+            rest = rest[2:]
+        if rest[0] != "-m":
+            assert rest[0] in MADE or (ROOT / rest[0]).exists(), words
         elif TORCH:
-            check_module(rest[3:])
+            check_module(rest[1:])
     elif program.startswith(("target/", "./target/")):
         *_, place, name = program.split("/")
         built = [path.stem if path.suffix else path.name for path in ROOT.glob("*/examples/*")]

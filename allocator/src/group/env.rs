@@ -1,71 +1,131 @@
-//! Groups as launchers describe them: torchrun's environment variables.
+//! Groups as launchers describe them in the environment.
 
 use std::fmt;
-use std::str::FromStr;
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::Interrupt;
+use super::launchers::{
+    LAUNCHERS, Launcher, Leader, Lookup, OneMachine, Recognised, first_machine, optional,
+    recognise, wrong,
+};
 use crate::store::tcp::{Secret, TcpOptions};
-use crate::store::{TcpServer, TcpStore};
-use crate::{Deadline, Error, Group, Result};
+use crate::store::{FileStore, Store, TcpServer, TcpStore};
+use crate::{Deadline, Error, Result, short};
 
-/// Description of this process's group in the environment; [`super::Group::from_env`] explains the variables.
+/// Variable with a folder in which the ranks meet, in place of a TCP store: `file:///DIRECTORY`.
+const FOLDER: &str = "SYMMPOOL_STORE";
+
+/// Ports that are made of a job's number.
+const JOB_PORTS: std::ops::Range<u64> = 10_000..30_000;
+
+/// This process's place in a group, as a launcher describes it in the environment;
+/// [`Group::from_env`](crate::Group::from_env) explains the variables.
 #[derive(Clone, PartialEq, Eq)]
-pub(crate) struct EnvConfig {
-    /// This process's rank.
-    pub(crate) rank: u32,
-    /// The number of ranks.
-    pub(crate) world: u32,
-    /// The rank among those on this machine.
-    pub(crate) local_rank: Option<u32>,
-    /// Name or address of the machine that rank 0 runs on.
-    pub(crate) address: String,
-    /// The port there.
-    pub(crate) port: u16,
+pub struct Launch {
+    /// Name of the launcher.
+    pub(super) launcher: &'static str,
+    pub(super) rank: u32,
+    pub(super) world: u32,
+    pub(super) local_rank: Option<u32>,
+    pub(super) meeting: Meeting,
     /// Secret of the group, which participants have to know. `Debug` does not show it.
-    pub(crate) secret: Option<String>,
+    pub(super) secret: Option<String>,
 }
 
-impl EnvConfig {
-    /// Reads the environment of this process.
-    pub(crate) fn from_env() -> Result<Self> {
-        Self::from_lookup(|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
+/// Where the ranks meet.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Meeting {
+    /// Name or address of the machine that rank 0 runs on, and a port there.
+    Tcp(String, u16),
+    Folder(String),
+}
+
+impl fmt::Display for Meeting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address, port) => write!(f, "{address}:{port}"),
+            Self::Folder(folder) => write!(f, "file://{folder}"),
+        }
+    }
+}
+
+impl Launch {
+    /// Reads the environment of this process. `None` where no launcher's variables are set. Does not communicate.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` names the variable that is missing or makes no sense, or two launchers that contradict each
+    /// other.
+    pub fn from_env() -> Result<Option<Self>> {
+        Self::from_lookup(&|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
+    }
+
+    /// Names of the variables by which launchers are recognised.
+    pub fn variables() -> Vec<&'static str> {
+        let names = |launcher: &'static Launcher| {
+            [Some(launcher.rank), Some(launcher.world), launcher.local_rank].into_iter().flatten()
+        };
+        let mut all: Vec<&str> = LAUNCHERS.iter().flat_map(names).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// Name of the launcher, or of its variables.
+    pub fn launcher(&self) -> &'static str {
+        self.launcher
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> u32 {
+        self.world
+    }
+
+    /// The rank among those on this machine, if the launcher says it.
+    pub fn local_rank(&self) -> Option<u32> {
+        self.local_rank
+    }
+
+    /// Where the ranks meet: `HOST:PORT`, or `file:///DIRECTORY`.
+    pub fn meeting(&self) -> String {
+        self.meeting.to_string()
     }
 
     /// Reads variables through `lookup`.
-    ///
-    /// The port is `SYMMPOOL_PORT`; without it `MASTER_PORT`, or the one after it when
-    /// `TORCHELASTIC_USE_AGENT_STORE=True` says that torchrun's own store holds that one. Each
-    /// variable that is missing or makes no sense is an [`Error::is_invalid_argument`] that names
-    /// it and its value.
-    pub(crate) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let world: u32 = required(&lookup, "WORLD_SIZE", "a number of ranks")?;
-        let rank: u32 = required(&lookup, "RANK", "a rank")?;
-        if world == 0 || world > Group::MAX_WORLD {
-            return Err(wrong("WORLD_SIZE", &world, &format!("1 to {}", Group::MAX_WORLD)));
-        }
-        if rank >= world {
-            return Err(wrong("RANK", &rank, &format!("a rank below WORLD_SIZE={world}")));
-        }
-        let local_rank = optional(&lookup, "LOCAL_RANK", "a rank")?;
-        let address: String = required(&lookup, "MASTER_ADDR", "the machine of rank 0")?;
-        let port = match optional::<u16>(&lookup, "SYMMPOOL_PORT", PORT)? {
-            Some(0) => return Err(wrong("SYMMPOOL_PORT", &0, PORT)),
-            Some(port) => port,
-            None => Self::master_port(&lookup)?,
+    pub(super) fn from_lookup(lookup: Lookup<'_>) -> Result<Option<Self>> {
+        let Some(found) = recognise(lookup)? else { return Ok(None) };
+        let local = found.all().filter_map(|launcher| launcher.local_rank);
+        let local = local.map(|name| optional(lookup, name, "a rank"));
+        let local_rank = local.collect::<Result<Vec<_>>>()?.into_iter().flatten().next();
+        let meeting = match lookup(FOLDER).filter(|folder| !folder.is_empty()) {
+            Some(folder) => Meeting::Folder(directory(&folder)?),
+            None => Meeting::Tcp(address(&found, lookup)?, port(&found, lookup)?),
         };
         let secret = lookup("SYMMPOOL_SECRET").filter(|secret| !secret.is_empty());
-        Ok(Self { rank, world, local_rank, address, port, secret })
+        let (rank, world, launcher) = (found.rank, found.world, found.name(lookup));
+        Ok(Some(Self { launcher, rank, world, local_rank, meeting, secret }))
     }
 
-    /// Connects to the store, which rank 0 serves.
+    /// Connects to the store, which rank 0 serves unless it is a folder.
     pub(super) fn meet(
         &self,
         deadline: Deadline,
         interrupt: Option<&Interrupt>,
-    ) -> Result<(TcpStore, Option<TcpServer>)> {
+    ) -> Result<(Arc<dyn Store>, Option<TcpServer>)> {
+        let (address, port) = match &self.meeting {
+            Meeting::Folder(folder) => return Ok((Arc::new(FileStore::open(folder)?), None)),
+            Meeting::Tcp(address, port) => (address.as_str(), *port),
+        };
         let secret = self.secret.as_ref().map(Secret::new).transpose()?;
         let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
-        let at = (self.address.as_str(), self.port);
+        let at = (address, port);
         let server = if self.rank == 0 {
             let server = TcpServer::bind_for_one_group(at, options.clone(), deadline);
             let server = server.map_err(|error| {
@@ -92,142 +152,129 @@ impl EnvConfig {
             }
             None => TcpStore::connect_as_until(at, options, self.rank, deadline, stop),
         };
-        Ok((store?, server))
-    }
-
-    fn master_port(lookup: &impl Fn(&str) -> Option<String>) -> Result<u16> {
-        let master: u16 = required(lookup, "MASTER_PORT", PORT)?;
-        let taken = lookup("TORCHELASTIC_USE_AGENT_STORE")
-            .is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
-        let port = if taken { master.checked_add(1) } else { Some(master) };
-        port.filter(|&port| port != 0).ok_or_else(|| {
-            wrong("MASTER_PORT", &master, "a port with another after it, or SYMMPOOL_PORT")
-        })
+        Ok((Arc::new(store?), server))
     }
 }
 
+/// The error of a process that no launcher has described.
+pub(super) fn not_launched() -> Error {
+    let lookup = |name: &str| std::env::var_os(name);
+    let advice = if lookup("PET_NNODES").is_some() || lookup("PET_NPROC_PER_NODE").is_some() {
+        "; PET_* variables are for torchrun: start the program by it, without arguments"
+    } else {
+        ""
+    };
+    Error::invalid_argument(format!(
+        "environment variables RANK and WORLD_SIZE are not set, and no other launcher's are: start the program by \
+         torchrun, srun or mpirun, or name rank, world and address yourself{advice}"
+    ))
+}
+
+/// The directory that a value of [`FOLDER`] names.
+fn directory(value: &str) -> Result<String> {
+    let directory = value.strip_prefix("file://").filter(|directory| directory.starts_with('/'));
+    directory.map(str::to_owned).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "environment variable {FOLDER}={:?}: expected file:///DIRECTORY, a folder that all ranks see and this job \
+             alone uses",
+            short(value)
+        ))
+    })
+}
+
+/// Where rank 0 is: `MASTER_ADDR`, or what a launcher says.
+fn address(found: &Recognised, lookup: Lookup<'_>) -> Result<String> {
+    const MASTER_ADDR: &str = "MASTER_ADDR";
+    const EXPECTED: &str = "the machine of rank 0";
+    if let Some(address) = optional(lookup, MASTER_ADDR, EXPECTED)? {
+        return Ok(address);
+    }
+    for launcher in found.all() {
+        let is_one = match launcher.one_machine {
+            OneMachine::Unknown => false,
+            OneMachine::Ranks(name) => {
+                optional(lookup, name, "a number of ranks")? == Some(found.world)
+            }
+            OneMachine::Machines(name) => {
+                optional(lookup, name, "a number of machines")? == Some(1_u32)
+            }
+        };
+        if is_one {
+            return Ok("127.0.0.1".into());
+        }
+        for leader in launcher.leader {
+            match leader {
+                Leader::Address(name) => {
+                    if let Some(address) = optional(lookup, name, EXPECTED)? {
+                        return Ok(address);
+                    }
+                }
+                Leader::FirstOf(name) => {
+                    if let Some(list) = lookup(name) {
+                        let first = first_machine(&list);
+                        return first.ok_or_else(|| {
+                            wrong(name, &format!("{:?}", short(&list)), "a list of machines")
+                        });
+                    }
+                }
+            }
+        }
+    }
+    Err(Error::invalid_argument(format!(
+        "environment variable {MASTER_ADDR} is not set, and {} does not say where rank 0 is: set {MASTER_ADDR} to \
+         {EXPECTED}, or {FOLDER}=file:///DIRECTORY to a folder that all ranks see and this job alone uses, on all ranks \
+         (mpirun passes a variable on by -x NAME or -genv NAME VALUE)",
+        found.name(lookup)
+    )))
+}
+
+/// The store's port: `SYMMPOOL_PORT`; without it `MASTER_PORT`, or the one after it when
+/// `TORCHELASTIC_USE_AGENT_STORE=True` says that torchrun's own store holds that one; else one that is made of the job.
+fn port(found: &Recognised, lookup: Lookup<'_>) -> Result<u16> {
+    const PORT: &str = "a port from 1 to 65535";
+    match optional::<u16>(lookup, "SYMMPOOL_PORT", PORT)? {
+        Some(0) => return Err(wrong("SYMMPOOL_PORT", &0, PORT)),
+        Some(port) => return Ok(port),
+        None => {}
+    }
+    if let Some(master) = optional::<u16>(lookup, "MASTER_PORT", PORT)? {
+        let taken = lookup("TORCHELASTIC_USE_AGENT_STORE")
+            .is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
+        let port = if taken { master.checked_add(1) } else { Some(master) };
+        return port.filter(|&port| port != 0 && master != 0).ok_or_else(|| {
+            wrong("MASTER_PORT", &master, "a port with another after it, or SYMMPOOL_PORT")
+        });
+    }
+    let of_job = |names: &[&str]| {
+        let first = lookup(names.first()?)?;
+        let rest = names[1..].iter().map(|name| lookup(name).unwrap_or_default());
+        let job = rest.fold(first, |job, part| format!("{job}/{}", part.trim()));
+        let port = JOB_PORTS.start + xxh3_64(job.as_bytes()) % (JOB_PORTS.end - JOB_PORTS.start);
+        Some(port as u16)
+    };
+    let known = found.all().find_map(|launcher| of_job(launcher.job).or(launcher.port));
+    known.ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "environment variable MASTER_PORT is not set, and {} does not name its job: set it to a free port of rank \
+             0's machine, on all ranks",
+            found.name(lookup)
+        ))
+    })
+}
+
 /// The secret itself stays out of logs.
-impl fmt::Debug for EnvConfig {
+impl fmt::Debug for Launch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EnvConfig")
+        f.debug_struct("Launch")
+            .field("launcher", &self.launcher)
             .field("rank", &self.rank)
             .field("world", &self.world)
             .field("local_rank", &self.local_rank)
-            .field("address", &self.address)
-            .field("port", &self.port)
+            .field("meeting", &self.meeting)
             .field("secret", &self.secret.as_ref().map(|_| "(set)"))
             .finish()
     }
 }
 
-const PORT: &str = "a port from 1 to 65535";
-
-fn wrong(name: &str, value: &dyn fmt::Display, expected: &str) -> Error {
-    Error::invalid_argument(format!(
-        "environment variable {name}={value}: expected {expected}; torchrun and similar launchers \
-         set it"
-    ))
-}
-
-fn optional<T: FromStr>(
-    lookup: &impl Fn(&str) -> Option<String>,
-    name: &str,
-    expected: &str,
-) -> Result<Option<T>> {
-    let Some(value) = lookup(name) else { return Ok(None) };
-    let trimmed = value.trim();
-    match trimmed.parse() {
-        Ok(parsed) if !trimmed.is_empty() => Ok(Some(parsed)),
-        _ => Err(wrong(name, &format!("{value:?}"), expected)),
-    }
-}
-
-fn required<T: FromStr>(
-    lookup: &impl Fn(&str) -> Option<String>,
-    name: &str,
-    expected: &str,
-) -> Result<T> {
-    optional(lookup, name, expected)?.ok_or_else(|| wrong(name, &" (not set)", expected))
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const TORCHRUN: [(&str, &str); 5] = [
-        ("RANK", "3"),
-        ("WORLD_SIZE", "8"),
-        ("LOCAL_RANK", "1"),
-        ("MASTER_ADDR", "node0"),
-        ("MASTER_PORT", "29500"),
-    ];
-
-    /// torchrun's variables, some of them changed (`None`: removed).
-    fn with(changes: &[(&str, Option<&str>)]) -> Result<EnvConfig> {
-        EnvConfig::from_lookup(|name| match changes.iter().find(|(changed, _)| *changed == name) {
-            Some((_, value)) => value.map(str::to_owned),
-            None => TORCHRUN.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()),
-        })
-    }
-
-    #[test]
-    fn torchruns_variables_are_understood() {
-        let expected = EnvConfig {
-            rank: 3,
-            world: 8,
-            local_rank: Some(1),
-            address: "node0".into(),
-            port: 29500,
-            secret: None,
-        };
-        assert_eq!(with(&[]).unwrap(), expected);
-        assert_eq!(with(&[("LOCAL_RANK", None)]).unwrap().local_rank, None);
-    }
-
-    #[test]
-    fn the_port_avoids_torchruns_own_store() {
-        let agent = ("TORCHELASTIC_USE_AGENT_STORE", Some("True"));
-        assert_eq!(with(&[agent]).unwrap().port, 29501);
-        let off = ("TORCHELASTIC_USE_AGENT_STORE", Some("False"));
-        assert_eq!(with(&[off]).unwrap().port, 29500);
-        assert_eq!(with(&[agent, ("SYMMPOOL_PORT", Some("7000"))]).unwrap().port, 7000);
-        let no_master = with(&[("SYMMPOOL_PORT", Some("7000")), ("MASTER_PORT", None)]);
-        assert_eq!(no_master.unwrap().port, 7000);
-        let last = with(&[agent, ("MASTER_PORT", Some("65535"))]).unwrap_err();
-        assert!(last.to_string().contains("MASTER_PORT=65535"), "{last}");
-    }
-
-    #[test]
-    fn every_wrong_variable_is_named_with_its_value() {
-        for (name, value) in [
-            ("RANK", "minus one"),
-            ("RANK", "8"),
-            ("RANK", ""),
-            ("WORLD_SIZE", "0"),
-            ("WORLD_SIZE", "99999999"),
-            ("LOCAL_RANK", "-1"),
-            ("MASTER_ADDR", " "),
-            ("MASTER_PORT", "0"),
-            ("MASTER_PORT", "70000"),
-            ("SYMMPOOL_PORT", "0"),
-            ("SYMMPOOL_PORT", "http"),
-        ] {
-            let error = with(&[(name, Some(value))]).unwrap_err();
-            assert!(error.is_invalid_argument());
-            let text = error.to_string();
-            assert!(text.contains(name) && text.contains(value), "{name}={value:?}: {text}");
-        }
-        for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
-            let text = with(&[(name, None)]).unwrap_err().to_string();
-            assert!(text.contains(name) && text.contains("not set"), "{text}");
-        }
-    }
-
-    #[test]
-    fn secrets_are_not_shown() {
-        let config = with(&[("SYMMPOOL_SECRET", Some("hunter2"))]).unwrap();
-        assert_eq!(config.secret.as_deref(), Some("hunter2"));
-        assert!(!format!("{config:?}").contains("hunter2"));
-        assert_eq!(with(&[("SYMMPOOL_SECRET", Some(""))]).unwrap().secret, None);
-    }
-}
+mod tests;

@@ -1,6 +1,6 @@
 //! Groups and their gathers.
 
-use super::env::EnvConfig;
+use super::env::{Launch, Meeting};
 use super::*;
 use crate::testing::on_ranks;
 
@@ -90,15 +90,15 @@ fn groups_from_a_launcher_meet_over_tcp() {
     std::thread::scope(|scope| {
         for rank in 0..3 {
             scope.spawn(move || {
-                let config = EnvConfig {
+                let launch = Launch {
+                    launcher: "a test",
                     rank,
                     world: 3,
                     local_rank: Some(rank),
-                    address: "127.0.0.1".into(),
-                    port,
+                    meeting: Meeting::Tcp("127.0.0.1".into(), port),
                     secret: Some("a secret of this test".into()),
                 };
-                let group = Group::from_config(&config, Deadline::seconds(60), None).unwrap();
+                let group = Group::from_launch(&launch, Deadline::seconds(60), None).unwrap();
                 assert_eq!(group.local_rank(), Some(rank));
                 let child = group.child("pool");
                 drop(group);
@@ -137,15 +137,15 @@ fn ranks_meet_at_an_address() {
 
 #[test]
 fn a_store_for_the_network_needs_a_secret() {
-    let config = EnvConfig {
+    let launch = Launch {
+        launcher: "a test",
         rank: 0,
         world: 2,
         local_rank: None,
-        address: "0.0.0.0".into(),
-        port: 1,
+        meeting: Meeting::Tcp("0.0.0.0".into(), 1),
         secret: None,
     };
-    let error = Group::from_config(&config, Deadline::seconds(5), None).unwrap_err();
+    let error = Group::from_launch(&launch, Deadline::seconds(5), None).unwrap_err();
     assert!(error.is_invalid_argument(), "{error}");
     assert!(error.to_string().contains("SYMMPOOL_SECRET"), "{error}");
 }

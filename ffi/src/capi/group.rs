@@ -15,8 +15,8 @@ pub type symmpool_group = u64;
 
 pub(super) static GROUPS: Handles<Group> = Handles::new("group");
 
-/// The group that a launcher describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-/// MASTER_PORT (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long collective
+/// The group that a launcher describes in the environment: torchrun, mpirun, srun or Kubernetes, by the variables in
+/// docs/hosts.md (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long collective
 /// operations of the group wait for other ranks, in seconds. Errors: INVALID_ARGUMENT for variables that
 /// are missing or wrong, TIMEOUT, REFUSED if ranks have different secrets.
 ///

@@ -53,6 +53,7 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
         "triton": triton_facts(),
         "engines": engine_facts(),
         "launcher": launcher_facts(),
+        "launch": launch_facts(),
         "variables": variable_facts(),
     }
 
@@ -270,9 +271,12 @@ def cache_facts(folder: str | None) -> dict[str, Any]:
     return {"place": folder, "error": None}
 
 
-#: Variables of launchers, and those of symmpool that are no secret.
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+#: Variables that say where rank 0 is, and those of symmpool that are no secret.
+LEADER = ("MASTER_ADDR", "MASTER_PORT")
 SHOWN = (
+    "SYMMPOOL_HOST_ID",
+    "SYMMPOOL_LAUNCHER",
+    "SYMMPOOL_STORE",
     "SYMMPOOL_PORT",
     "SYMMPOOL_NVRTC",
     "SYMMPOOL_CACHE_DIR",
@@ -303,9 +307,24 @@ def _is_memory(value: str) -> bool:
 
 def launcher_facts() -> dict[str, Any]:
     """Variables that a launcher has set for this process."""
-    found = {name: os.environ[name] for name in (*LAUNCHER, *SHOWN) if name in os.environ}
+    from symmpool import _symmpool
+
+    names = (*_symmpool.launcher_variables(), *LEADER, *SHOWN)
+    found = {name: os.environ[name] for name in names if name in os.environ}
     found["executable"] = sys.executable
     return found
+
+
+def launch_facts() -> dict[str, Any]:
+    """Returns the group that a launcher describes, or what is wrong with it. All is None without one."""
+    from symmpool import _symmpool
+    from symmpool.errors import Error
+
+    nothing = dict.fromkeys(("launcher", "rank", "world", "local_rank", "meeting", "error"))
+    try:
+        return {**nothing, **(_symmpool.launch() or {})}
+    except Error as error:
+        return {**nothing, "error": str(error).removeprefix("symmpool: ")}
 
 
 def variable_facts() -> dict[str, Any]:
@@ -327,6 +346,8 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
+        "SYMMPOOL_HOST_ID": (_is_host_id, "1 to 255 printable characters without blanks"),
+        "SYMMPOOL_STORE": (lambda value: not value or value.startswith("file:///"), "file:///DIRECTORY"),
         "SYMMPOOL_CONCURRENT": (lambda value: not value or sm_budget.is_count(value), "1 to 16"),
         "SYMMPOOL_SM_BUDGET": (lambda value: not value or sm_budget.is_budget(value), "2 or more"),
         "SYMMPOOL_DEVICE_MEMORY": (_is_memory, "bytes such as 64M, or two such as 96M,16M"),
@@ -352,6 +373,10 @@ def variable_facts() -> dict[str, Any]:
     known = (*SHOWN, "SYMMPOOL_SECRET")
     ours = [name for name in sorted(os.environ) if name.startswith("SYMMPOOL_")]
     return {"wrong": wrong, "unknown": [name for name in ours if name not in known]}
+
+
+def _is_host_id(value: str) -> bool:
+    return 0 < len(value) <= 255 and value.isprintable() and not any(map(str.isspace, value))
 
 
 def _are_files(value: str) -> bool:

@@ -32,7 +32,7 @@ def judge(facts: dict[str, Any]) -> list[Verdict]:
     found = [host(facts), *limits(facts)]
     found += [devices(facts), links(facts), across(facts), kernels(facts)]
     found += [tensors(facts), scopes(facts), install(facts), backend(facts), windows(facts)]
-    found += [triton(facts), *engines(facts), *variables(facts)]
+    found += [triton(facts), *engines(facts), *launch(facts), *variables(facts)]
     return found
 
 
@@ -220,6 +220,18 @@ def variables(facts: dict[str, Any]) -> list[Verdict]:
     found = [Verdict(f"variable {name}", False, why) for name, why in variables["wrong"].items()]
     why = "there is no such variable; is another one meant?"
     return found + [Verdict(f"variable {name}", None, why) for name in variables["unknown"]]
+
+
+def launch(facts: dict[str, Any]) -> list[Verdict]:
+    """The verdict on the group that a launcher describes; none where there is no launcher."""
+    what, found = "the group that the launcher describes (Group.from_env)", facts["launch"]
+    if found["error"] is not None:
+        return [Verdict(what, False, found["error"])]
+    if found["launcher"] is None:
+        return []
+    local = "" if found["local_rank"] is None else f", {found['local_rank']} on its machine"
+    who = f"rank {found['rank']} of {found['world']}{local}"
+    return [Verdict(what, True, f"{found['launcher']}: {who}; ranks meet at {found['meeting']}")]
 
 
 def backend(facts: dict[str, Any]) -> Verdict:
