@@ -179,7 +179,7 @@ def test_half_of_a_launcher_and_nonsense_are_named(launched, monkeypatch, launch
     for name in (rank, world):
         monkeypatch.delenv(name)
         if (launcher, name) == (indexed_job, rank):
-            # What is left is half of another launcher.
+            # The rest is half of another launcher.
             name = "RANK"
         assert f"{name} is not set" in refusal()
         launched(whole)

@@ -82,6 +82,26 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
     return {rank: said.decode("utf-8", "replace") for rank, said in enumerate(answers) if said}
 
 
+def reasons(found: dict[int, str]) -> str:
+    """Reasons that `agree` has returned, each once: `ranks 0-7: no memory; rank 8: no device`."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, why in found.items():
+        by_reason.setdefault(why.removeprefix("symmpool: "), []).append(rank)
+    return "; ".join(f"{named(ranks)}: {why}" for why, ranks in by_reason.items())
+
+
+def named(ranks: list[int] | tuple[int, ...]) -> str:
+    """Ranks in ascending order in words: `rank 3`, or `ranks 0, 2-5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
 def absent(group: Any, ranks: tuple[int, ...], seconds: float, to: str) -> TimeoutError:
     """The error of this rank, which has waited in vain for some ranks that do not come `to` something."""
     rank, world, _ = member_of(distributed(), group)

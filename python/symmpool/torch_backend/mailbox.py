@@ -124,7 +124,8 @@ class HostMessages:
             return False
         obstacle = self._mailbox.connect(addresses)
         if obstacle is not None and self._rank == 0:
-            logger.warning("gloo carries the messages of a group: %s", obstacle)
+            why = "as two of its ranks share no memory"
+            logger.warning("gloo carries messages of a group of %d ranks, %s: %s", self._size, why, obstacle)
         return obstacle is None
 
     def _await_addresses(self) -> list[bytes]:

@@ -135,7 +135,8 @@ class ServedDevices:
         # A rank that has no communicator is here up to a whole timeout before those that wait for it in vain.
         refusals = agreement.agree(group.key, f"backend/{kind}", why, left, first)
         if refusals and group.rank() == 0:
-            logger.warning("symmpool serves no collective on %s: %s", name, refusals)
+            served, why = process_groups.description_of(group.key), agreement.reasons(refusals)
+            logger.warning("another backend serves collectives of %s on %s: %s", served, name, why)
         if kind == "cuda" and not refusals:
             self._choose_channels(group, number, first)
         return not refusals
