@@ -53,5 +53,5 @@ def test_every_module_of_the_package_has_a_page_or_is_an_inner_one():
     shown = {module.split(".")[1] for module in build.MODULES if "." in module}
     assert public == shown | set(build.INNER) and not shown & set(build.INNER)
     engines = {path.stem for path in (package / "engines").glob("*.py") if path.stem != "__init__"}
-    inner = {"core", "custom_allreduce_v2"}
+    inner = {"core", "custom_allreduce_v2", "types"}
     assert {f"symmpool.engines.{name}" for name in engines - inner} <= set(build.MODULES)
