@@ -7,11 +7,13 @@
 //! | `driver` | the functions of the CUDA driver library that this module calls, and words of pinned memory |
 //! | `layout` | what kernels are given, laid out as in `symmpool/comm.cuh`; the control block, records of failures |
 //! | `kernel` | what kernels are compiled for, their loading and launch, and how much of a device they may occupy |
+//! | `all_reduce` | the algorithms of all-reduces |
 //! | `select` | the tables of built-in algorithms, and which of them serves a call |
 //! | `engine` | one rank's side of a communicator: its state, and what every call does |
 //! | `ops` | the collectives and the other operations: which kernels and copies they launch |
 //! | `interface` | all of it as an `Engine` |
 
+mod all_reduce;
 mod driver;
 mod engine;
 mod interface;
@@ -20,6 +22,7 @@ mod layout;
 mod ops;
 mod select;
 
+pub(crate) use self::all_reduce::constraints::fits_lamport;
 pub(crate) use self::engine::failure::Failure as CudaFailure;
 pub use self::engine::memory_operations::end_watching;
 pub(crate) use self::kernel::sm_budget::BudgetOptions;
@@ -29,5 +32,4 @@ pub(crate) use self::layout::footprint::{
     communicator_bytes, growing_bytes, requested_total,
 };
 pub(crate) use self::layout::params::Footprint;
-pub(crate) use self::select::constraints::fits_lamport;
 pub(crate) use engine::{Area, CudaEngine, CudaEngineOptions, ReadyKernels};

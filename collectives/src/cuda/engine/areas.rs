@@ -328,9 +328,9 @@ fn exceeds_inbox(control: &Control, world: u32, bytes: u64, lamport: bool) -> bo
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
     use crate::cuda::layout::footprint::Requested;
     use crate::cuda::ops::all_gather_broadcast::LL_BYTES;
-    use crate::cuda::select::constraints::{AllReduceShape, fits_lamport};
     use crate::cuda::select::table::MeasuredTable;
     use crate::{AllReduceAlgorithm, DType};
 

@@ -4,9 +4,9 @@ use symmpool_allocator::{Result, Stream};
 
 use crate::algorithm::{AUTO, AlgorithmId, CallShape, StandardCollective};
 use crate::call::StandardCall;
+use crate::cuda::all_reduce::ALL_REDUCE;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::layout::params::Control;
-use crate::cuda::select::all_reduce::ALL_REDUCE;
 use crate::cuda::select::exchange::{EXCHANGE, Exchange};
 use crate::cuda::select::not_here;
 use crate::cuda::select::reduce_scatter::{REDUCE_SCATTER, ReduceScatter};

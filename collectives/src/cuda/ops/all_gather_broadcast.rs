@@ -12,9 +12,10 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::all_to_all::{ExchangeArgs, Parts};
 use super::copy_engine::all_to_all::EqualParts;
-use super::reduction_call::Work;
 use crate::algorithm::COPY;
 use crate::call::{Arguments, Call, StandardCall};
+use crate::cuda::all_reduce::reduction_call::Work;
+use crate::cuda::all_reduce::row::KernelLauncher;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
@@ -205,7 +206,7 @@ impl CudaEngine {
         }
         self.note_algorithm("ll", None);
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { self.two_shot(work, collective, false) }
+        unsafe { self.one_of_two_shots(work, collective, false) }
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `all_reduce`, `reduce_scatter` | all-reduce and reduce-scatter: which kernels they launch |
+//! | `all_reduce` | all-reduce: checks of a call, and launches for its algorithms |
+//! | `reduce_scatter` | reduce-scatter: which kernels it launches |
 //! | `all_gather_broadcast` | all-gathers and broadcasts: in the LL protocol, or as all-to-alls |
 //! | `all_to_all` | all-to-alls: what their kernel is given |
 //! | `copy_engine` | collectives whose data copy engines carry |
@@ -12,7 +13,6 @@
 //! | `one_sided` | copies and signals between two ranks |
 //! | `p2p` | send and recv between two ranks |
 //! | `plan`, `plan_kernel`, `native` | run collectives that programs bring along: plans, by kernels made for them, and kernels |
-//! | `reduction_call` | a call of a reduction whose arguments were checked |
 //! | `algorithms` | which algorithms an engine has for a call |
 //! | `await_recv_counts` | the wait for how many rows a dispatch to experts receives |
 //! | `arguments` | checks of what calls are given |
@@ -33,4 +33,3 @@ pub(in crate::cuda) mod p2p;
 pub(in crate::cuda) mod plan;
 pub(in crate::cuda) mod plan_kernel;
 pub(in crate::cuda) mod reduce_scatter;
-pub(in crate::cuda) mod reduction_call;

@@ -6,17 +6,19 @@ use std::ops::RangeInclusive;
 
 use symmpool_allocator::{Result, Stream};
 
-use super::all_reduce::Results;
-use super::reduction_call::Work;
 use crate::DType;
 use crate::algorithm::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, STAGES};
 use crate::call::{Arguments, StandardCall};
+use crate::cuda::all_reduce::constraints::fits_lamport;
+use crate::cuda::all_reduce::reduction_call::Work;
+use crate::cuda::all_reduce::row::KernelLauncher;
+use crate::cuda::all_reduce::two_shot::in_inboxes;
+use crate::cuda::all_reduce::two_shot_stages::{Results, in_stages};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
 use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES, THREADS};
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
-use crate::cuda::select::constraints::fits_lamport;
 use crate::cuda::select::reduce_scatter::{ReduceScatter, ReduceScatterLaunch};
 
 /// Reduce-scatters of parts of so many bytes go by loads from inputs that are windows. On two H200s 16 MiB take 59 us so and
@@ -163,7 +165,7 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_in_stages(&mut self, work: &Work) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { self.stages(work, TwoShotCollective::ReduceScatter, Results::Direct) }
+        unsafe { in_stages(self, work, TwoShotCollective::ReduceScatter, Results::Direct) }
     }
 
     /// # Safety
@@ -171,7 +173,7 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_lamport(&mut self, work: &Work) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, true) }
+        unsafe { self.one_of_two_shots(work, TwoShotCollective::ReduceScatter, true) }
     }
 
     /// # Safety
@@ -179,7 +181,23 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn scatter_ll(&mut self, work: &Work) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, false) }
+        unsafe { self.one_of_two_shots(work, TwoShotCollective::ReduceScatter, false) }
+    }
+
+    /// Runs a collective that is one of the two shots, through inboxes, which have room for a part of each rank.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
+    pub(in crate::cuda) unsafe fn one_of_two_shots(
+        &mut self,
+        work: &Work,
+        collective: TwoShotCollective,
+        lamport: bool,
+    ) -> Result<()> {
+        let room = (1, self.scatter_launch(lamport));
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
+        unsafe { in_inboxes(self, work, collective, lamport, room) }
     }
 
     /// Every rank reduces its part, which it loads from all ranks' inputs.

@@ -2,14 +2,11 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `constraints` | what decides which all-reduce can serve a call |
-//! | `all_reduce`, `reduce_scatter`, `exchange` | the tables of built-in algorithms: what fits each, and how it is launched |
+//! | `reduce_scatter`, `exchange` | the tables of built-in algorithms: what fits each, and how it is launched |
 //! | `table` | what was measured on known devices |
 //! | `rule` | which algorithm serves an all-reduce |
 //! | `ready_kernels` | which kernels are ready before a communicator's first call |
 
-pub(in crate::cuda) mod all_reduce;
-pub(in crate::cuda) mod constraints;
 pub(in crate::cuda) mod exchange;
 pub(in crate::cuda) mod ready_kernels;
 pub(in crate::cuda) mod reduce_scatter;

@@ -2,10 +2,10 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::all_reduce::AllReduce;
+use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
+use crate::cuda::all_reduce::row::AllReduce;
 use crate::cuda::kernel::mode::{AllToAllMode, OneSidedMode, TwoShotCollective};
 use crate::cuda::layout::params::Control;
-use crate::cuda::select::constraints::{AllReduceShape, fits_lamport};
 use crate::cuda::select::table::MeasuredTable;
 use crate::jit::sources::{COPY_COMPANION, TWO_SHOT_COPY};
 use crate::{AllReduceAlgorithm, DType, ReduceOp};

@@ -2,10 +2,10 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::constraints::fits_lamport;
 use super::not_here;
 use crate::DType;
 use crate::algorithm::{AlgorithmId, COPY, DIRECT, LAMPORT, LL, STAGES, StandardCollective};
+use crate::cuda::all_reduce::constraints::fits_lamport;
 
 /// How reduce-scatters are launched: `ops/reduce_scatter.rs` has a function for each.
 #[derive(Clone, Copy, Debug)]

@@ -3,10 +3,11 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::all_reduce::{ALL_REDUCE, AllReduce};
-use super::constraints::{AllReduceShape, fits_lamport};
 use super::table::MeasuredTable;
 use crate::AllReduceAlgorithm as Algorithm;
+use crate::cuda::all_reduce::ALL_REDUCE;
+use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
+use crate::cuda::all_reduce::row::AllReduce;
 use crate::cuda::layout::params::Control;
 use crate::cuda::layout::piece_slots::{SLOTS_OF_BOTH, pays_off};
 

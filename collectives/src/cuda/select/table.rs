@@ -2,10 +2,10 @@
 
 use std::sync::OnceLock;
 
-use super::all_reduce::AllReduce;
-use super::constraints::{AllReduceShape, fits_lamport};
 use crate::AllReduceAlgorithm as Algorithm;
 use crate::algorithm::table_format::{Row, Table};
+use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
+use crate::cuda::all_reduce::row::AllReduce;
 
 /// All files of `collectives/tables`.
 const FILES: &[&str] =

@@ -20,10 +20,9 @@ use symmpool_allocator::Result;
 
 use super::pieces::equal_pieces;
 use super::reduce_arrived::{ByteRange, Copied, within};
+use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::ops::reduction_call::Work;
-use crate::cuda::select::all_reduce::AllReduce;
 use crate::jit::sources::TWO_SHOT_COPY;
 
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`
@@ -44,7 +43,6 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_copy(
         &mut self,
-        _: &AllReduce,
         work: &Work,
         output_window: bool,
     ) -> Result<()> {

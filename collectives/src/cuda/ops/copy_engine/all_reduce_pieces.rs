@@ -19,10 +19,10 @@ use symmpool_allocator::Result;
 
 use super::pieces::{Reduction, emptied, slot};
 use super::reduce_arrived::within;
+use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::layout::memory_channels::SLOTS;
 use crate::cuda::layout::piece_slots::SLOTS_OF_BOTH;
-use crate::cuda::ops::reduction_call::Work;
 
 /// How many pieces are sent between a piece and its results, in the order in which streams are given them.
 const LAG: usize = SLOTS - 2;

@@ -16,13 +16,13 @@ use symmpool_allocator::{Result, Stream};
 
 use super::reduce_arrived::Copied;
 use crate::call::Call;
+use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::engine::memory_operations::MemoryOperations;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::{PIECE_CHANNELS, SLOTS};
 use crate::cuda::layout::piece_slots::{SHORTEST, pays_off, room};
-use crate::cuda::ops::reduction_call::Work;
 use crate::jit::sources::TWO_SHOT_COPY;
 
 /// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less

@@ -6,11 +6,11 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
+use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::CallParams;
-use crate::cuda::ops::reduction_call::Work;
 
 /// Where the data of peers is that a kernel reduces, and what it waits for: `Copied` in `all_reduce/two_shot_copy.cu`.
 #[derive(Clone, Copy, Debug)]

@@ -26,10 +26,10 @@ use symmpool_allocator::Result;
 use super::pieces::{emptied, equal_pieces};
 use super::reduce_arrived::Copied;
 use crate::algorithm::COPY;
+use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::SLOTS;
-use crate::cuda::ops::reduction_call::Work;
 use crate::jit::sources::TWO_SHOT_COPY;
 
 /// Pieces are halved down to so many bytes: reducing as many takes about as long as starting another

@@ -3,6 +3,7 @@
 use symmpool_allocator::topology::Topology;
 
 use crate::DType;
+use crate::cuda::layout::params::Control;
 
 /// Calls of fewer bytes gain nothing from copy engines, and some of their shares may be empty.
 pub(in crate::cuda) const MIN_COPY_BYTES: u64 = 1 << 20;
@@ -47,6 +48,16 @@ impl AllReduceShape {
     pub(in crate::cuda) fn one_shot_vectors(&self) -> u64 {
         u64::from(self.world) * self.vectors()
     }
+}
+
+/// A bound of algorithms that have none.
+pub(super) fn always(_: &AllReduceShape, _: &Control) -> bool {
+    true
+}
+
+/// Bytes of a call that scratch holds at once.
+pub(super) fn at_once(shape: &AllReduceShape, control: &Control) -> u64 {
+    control.scratch_room(shape.world) * u64::from(shape.world)
 }
 
 /// Whether all pairs of ranks have devices linked by NVLink, or one device.

@@ -1,0 +1,123 @@
+//! The all-reduces of devices: a file for each, with its row of [`ALL_REDUCE`], and what they share.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `one_shot`, `one_shot_ll128`, `one_shot_pull` | every rank reduces everything |
+//! | `two_shot`, `two_shot_pull`, `two_shot_push`, `two_shot_copy`, `two_shot_stages` | every rank reduces a share |
+//! | `constraints` | what decides which all-reduce can serve a call |
+//! | `reduction_call` | a call of a reduction whose arguments were checked |
+//! | `row` | a row of the table, and what its launch is given |
+//!
+//! A row says which calls its algorithm can serve, for which it is fast, which kernel it has and how that is launched.
+
+pub(in crate::cuda) mod constraints;
+mod one_shot;
+mod one_shot_ll128;
+mod one_shot_pull;
+pub(in crate::cuda) mod reduction_call;
+pub(in crate::cuda) mod row;
+pub(in crate::cuda) mod two_shot;
+mod two_shot_copy;
+mod two_shot_pull;
+mod two_shot_push;
+pub(in crate::cuda) mod two_shot_stages;
+
+use self::constraints::AllReduceShape;
+use self::row::AllReduce;
+use crate::AllReduceAlgorithm as Name;
+use crate::cuda::layout::params::Control;
+
+/// All-reduces, in the order in which names that stand for several try them.
+pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
+    one_shot::LAMPORT,
+    one_shot_ll128::ROW,
+    one_shot::LL,
+    one_shot_pull::ROW,
+    two_shot::LAMPORT,
+    two_shot_push::ROW,
+    two_shot::LL,
+    two_shot_pull::ROW,
+    two_shot_copy::ROW,
+    two_shot_stages::ROW,
+];
+
+impl AllReduce {
+    /// The algorithm of this name; `None` if the name leaves something open, or is of host memory.
+    pub(in crate::cuda) fn named(name: Name) -> Option<&'static Self> {
+        ALL_REDUCE.iter().find(|entry| entry.name == name)
+    }
+}
+
+impl AllReduceShape {
+    /// Whether an algorithm is about as fast with the memory there is as it was when it was measured.
+    pub(in crate::cuda) fn pays_off(&self, algorithm: Name, control: &Control) -> bool {
+        AllReduce::named(algorithm).is_some_and(|entry| (entry.pays_off)(self, control))
+    }
+
+    /// The algorithm for what inboxes are too small for.
+    pub(in crate::cuda) fn through_scratch(&self, control: &Control) -> Name {
+        let push = Name::TwoShotPush;
+        let pushes = self.can_serve(push, control) && self.pays_off(push, control);
+        if pushes { push } else { Name::TwoShotStages }
+    }
+
+    pub(in crate::cuda) fn can_serve(&self, algorithm: Name, control: &Control) -> bool {
+        AllReduce::named(algorithm).is_some_and(|entry| (entry.fits)(self, control))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::constraints::MIN_COPY_BYTES;
+    use super::*;
+    use crate::cuda::layout::params::Footprint;
+    use crate::{AllReduceAlgorithm as Algorithm, DType};
+
+    fn shape(bytes: u64, world: u32) -> AllReduceShape {
+        AllReduceShape::between_windows(bytes, DType::F32, world)
+    }
+
+    #[test]
+    fn one_shot_is_for_what_the_inboxes_have_room_for_from_all_ranks() {
+        // Half of LL is data, and 120 of 128 bytes of LL128. Each row has the most bytes that fit.
+        let control =
+            |world| Control::new(world, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
+        for (algorithm, world, most) in [
+            (Algorithm::OneShotLl, 2, 2 << 20),
+            (Algorithm::OneShotLl, 8, 512 << 10),
+            (Algorithm::OneShotLl128, 2, 120 << 15),
+            (Algorithm::OneShotLl128, 8, 120 << 13),
+            (Algorithm::OneShotLamport, 2, 2 << 20),
+            (Algorithm::OneShotLamport, 8, 512 << 10),
+            (Algorithm::OneShotPull, 2, 1 << 20),
+            (Algorithm::OneShotPull, 8, 1 << 20),
+        ] {
+            let fits = |bytes| shape(bytes, world).can_serve(algorithm, &control(world));
+            assert!(fits(0) && fits(most), "{algorithm:?} of {world} ranks");
+            assert!(!fits(most + 1), "{algorithm:?} of {world} ranks");
+        }
+    }
+
+    #[test]
+    fn lines_are_for_ranks_that_are_linked_directly() {
+        let control = Control::new(4, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
+        let linked = shape(64 << 10, 4);
+        assert!(linked.can_serve(Algorithm::OneShotLl128, &control));
+        let over_a_bus = AllReduceShape { direct: false, ..linked };
+        assert!(!over_a_bus.can_serve(Algorithm::OneShotLl128, &control));
+        for other in [Algorithm::OneShotLl, Algorithm::OneShotLamport] {
+            assert!(over_a_bus.can_serve(other, &control), "their flags travel with each word");
+        }
+    }
+
+    #[test]
+    fn copy_engines_are_for_long_calls() {
+        let control = Control::new(2, Footprint::ample(1 << 20, 1 << 20)).expect("valid");
+        let fits = |shape: AllReduceShape| shape.can_serve(Algorithm::TwoShotCopy, &control);
+        let least = shape(MIN_COPY_BYTES, 2);
+        assert!(fits(least));
+        assert!(!fits(AllReduceShape { bytes: MIN_COPY_BYTES - 1, ..least }));
+        assert!(fits(AllReduceShape { output_window: false, ..least }));
+        assert!(!fits(AllReduceShape { world: 1, ..least }));
+    }
+}

@@ -1,0 +1,44 @@
+//! All-reduces in one shot through inboxes: every rank reduces everything.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::Result;
+
+use super::constraints::{always, fits_lamport};
+use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::jit::sources::ONE_SHOT;
+
+/// Row of the Lamport protocol.
+pub(super) const LAMPORT: AllReduce = AllReduce {
+    name: Name::OneShotLamport,
+    one_of: Some(Name::OneShot),
+    fits: |shape, control| {
+        fits_lamport(shape.dtype) && shape.one_shot_vectors() <= control.lamport_vectors()
+    },
+    pays_off: always,
+    most_bytes: |_, _| u64::MAX,
+    kernel: |_, of, _| KernelSpec { lamport: true, ..KernelSpec::reduces(&ONE_SHOT, of) },
+    launch,
+};
+
+/// Row of the LL protocol.
+pub(super) const LL: AllReduce = AllReduce {
+    name: Name::OneShotLl,
+    one_of: Some(Name::OneShot),
+    fits: |shape, control| shape.one_shot_vectors() <= control.ll_vectors(),
+    pays_off: always,
+    most_bytes: |_, _| u64::MAX,
+    kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT, of),
+    launch,
+};
+
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
+    // Small blocks start and end sooner.
+    // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
+    unsafe { call.in_threads(engine, call.work.bytes.div_ceil(16), 32) }
+}

@@ -1,0 +1,36 @@
+//! The all-reduce in one shot in the LL128 protocol.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::Result;
+
+use super::constraints::always;
+use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::layout::params::LL128_PAYLOAD;
+use crate::jit::sources::ONE_SHOT_LL128;
+
+pub(super) const ROW: AllReduce = AllReduce {
+    name: Name::OneShotLl128,
+    one_of: Some(Name::OneShot),
+    // A line of 128 bytes has one flag, so it must arrive whole; buses other than NVLink may tear it.
+    fits: |shape, control| {
+        let lines = u64::from(shape.world) * shape.bytes.div_ceil(LL128_PAYLOAD);
+        shape.direct && lines <= control.ll128_lines()
+    },
+    pays_off: always,
+    most_bytes: |_, _| u64::MAX,
+    kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT_LL128, of),
+    launch,
+};
+
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
+    // Eight threads handle a line.
+    let threads = call.work.bytes.div_ceil(LL128_PAYLOAD) * 8;
+    // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
+    unsafe { call.in_threads(engine, threads, 64) }
+}

@@ -1,0 +1,117 @@
+//! All-reduces in two shots through inboxes: every rank reduces a share and gives the result to the others.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::Result;
+
+use super::constraints::{AllReduceShape, fits_lamport};
+use super::reduction_call::Work;
+use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::mode::TwoShotCollective;
+use crate::cuda::kernel::spec::{KernelSpec, THREADS};
+use crate::cuda::layout::params::Control;
+
+/// Launches through inboxes of at least so many bytes lose little, too: 16 MiB in two launches of 8 MiB take 52 us
+/// instead of 50.
+const INBOX_LAUNCH_BYTES: u64 = 8 << 20;
+/// Shorter launches through inboxes are as fast as any other way where a call takes no more than so many: 4 MiB in
+/// four launches of 1 MiB take 22 us there, as long as by loads from peers, which only windows have.
+const INBOX_LAUNCHES: u64 = 4;
+
+/// Row of the Lamport protocol.
+pub(super) const LAMPORT: AllReduce = AllReduce {
+    name: Name::TwoShotLamport,
+    one_of: Some(Name::TwoShot),
+    fits: |shape, _| fits_lamport(shape.dtype),
+    pays_off: |shape, control| pays_off_in_inboxes(shape, control, true),
+    most_bytes: |shape, control| inbox_launch(shape, control, true),
+    kernel: |world, of, bytes| {
+        KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, true, bytes)
+    },
+    launch: launch_lamport,
+};
+
+/// Row of the LL protocol.
+pub(super) const LL: AllReduce = AllReduce {
+    name: Name::TwoShotLl,
+    one_of: Some(Name::TwoShot),
+    fits: |_, _| true,
+    pays_off: |shape, control| pays_off_in_inboxes(shape, control, false),
+    most_bytes: |shape, control| inbox_launch(shape, control, false),
+    kernel: |world, of, bytes| {
+        KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, false, bytes)
+    },
+    launch: launch_ll,
+};
+
+fn pays_off_in_inboxes(shape: &AllReduceShape, control: &Control, lamport: bool) -> bool {
+    let at_once = inbox_launch(shape, control, lamport);
+    at_once >= INBOX_LAUNCH_BYTES || shape.bytes <= INBOX_LAUNCHES * at_once
+}
+
+/// Most bytes of a launch of two shots through inboxes.
+fn inbox_launch(shape: &AllReduceShape, control: &Control, lamport: bool) -> u64 {
+    KernelSpec::two_shot_launch(control, shape.world, shape.dtype, lamport, shape.bytes)
+}
+
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch_lamport(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
+    // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
+    unsafe { launch(engine, call.work, true) }
+}
+
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch_ll(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
+    // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
+    unsafe { launch(engine, call.work, false) }
+}
+
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, work: &Work, lamport: bool) -> Result<()> {
+    let (control, world) = (engine.control(), engine.world());
+    let most = KernelSpec::two_shot_launch(control, world, work.dtype, lamport, work.bytes);
+    // Inboxes need room for the inputs and the results of all shares.
+    let room = (u64::from(world), most);
+    // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
+    unsafe { in_inboxes(engine, work, TwoShotCollective::AllReduce, lamport, room) }
+}
+
+/// Runs a collective of two shots, or of one of them, through inboxes, in as many launches as their size requires. Each takes
+/// at most `most` bytes, of so many shares.
+///
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+pub(in crate::cuda) unsafe fn in_inboxes(
+    engine: &mut dyn KernelLauncher,
+    work: &Work,
+    collective: TwoShotCollective,
+    lamport: bool,
+    (shares, most): (u64, u64),
+) -> Result<()> {
+    let threads = match most.min(work.bytes) {
+        0..=524_288 => 64,
+        524_289..=1_048_576 => 256,
+        _ => THREADS,
+    };
+    let (reduction, bytes) = ((work.dtype, work.op), most.min(work.bytes));
+    let spec = KernelSpec::two_shot(engine.world(), reduction, collective, lamport, bytes);
+    let loaded = engine.kernel(spec)?;
+    let threads = threads.min(loaded.threads);
+    for piece in work.pieces(most, 16 * shares) {
+        let each = piece.bytes.div_ceil(16).div_ceil(shares);
+        let config = LaunchConfig::new(&loaded, each, threads, 264);
+        // SAFETY: the caller promised that the input and output of the call are there until the stream has done it; a piece
+        // lies within them.
+        unsafe { engine.launch_blocks(loaded, config, &piece) }?;
+    }
+    Ok(())
+}

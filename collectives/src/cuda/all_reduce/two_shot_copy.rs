@@ -1,0 +1,39 @@
+//! The all-reduce in two shots by copy engines, with kernels that reduce between copies (`ops/copy_engine`).
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::Result;
+
+use super::constraints::{MIN_COPY_BYTES, at_once};
+use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::spec::KernelSpec;
+use crate::jit::sources::TWO_SHOT_COPY;
+
+/// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
+/// be worth their start-up time in every round. From `cuda_collectives bench` on 4 H200s.
+const COPY_ROUND_BYTES: u64 = 256 << 20;
+
+pub(super) const ROW: AllReduce = AllReduce {
+    // In pieces, as into ordinary memory, it pays off for calls during compute only.
+    name: Name::TwoShotCopy,
+    one_of: None,
+    fits: |shape, _| {
+        let served = shape.output_window || shape.streams_may_wait;
+        shape.world > 1 && shape.bytes >= MIN_COPY_BYTES && served
+    },
+    pays_off: |shape, control| {
+        shape.output_window && at_once(shape, control) >= shape.bytes.min(COPY_ROUND_BYTES)
+    },
+    most_bytes: |_, _| u64::MAX,
+    kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_COPY, of),
+    launch,
+};
+
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
+    // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
+    unsafe { engine.launch_copies(call.work, call.output_window) }
+}

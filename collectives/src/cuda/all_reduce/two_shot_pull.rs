@@ -1,0 +1,33 @@
+//! The all-reduce in two shots between windows, by loads from inputs.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::Result;
+
+use super::constraints::always;
+use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::mode::TwoShotCollective;
+use crate::cuda::kernel::spec::{KernelSpec, THREADS};
+
+pub(super) const ROW: AllReduce = AllReduce {
+    name: Name::TwoShotPull,
+    one_of: None,
+    fits: |shape, _| shape.input_window && shape.output_window,
+    pays_off: always,
+    most_bytes: |_, _| u64::MAX,
+    kernel: |_, of, _| KernelSpec::two_shot_pull(of, TwoShotCollective::AllReduce),
+    launch,
+};
+
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
+    let loaded = call.kernel(engine)?;
+    let share = call.work.bytes.div_ceil(16).div_ceil(u64::from(engine.world()));
+    let config = LaunchConfig::new(&loaded.alone(), share, THREADS, 256);
+    // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
+    unsafe { engine.launch_peer_blocks(loaded, config, call.work) }
+}

@@ -1,0 +1,50 @@
+//! The all-reduce in two shots by stores, through scratch and into outputs that are windows.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::Result;
+
+use super::constraints::at_once;
+use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::spec::{KernelSpec, THREADS};
+use crate::jit::sources::TWO_SHOT_PUSH;
+
+/// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
+/// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
+const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
+/// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
+/// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
+const MAX_PUSH_BLOCKS: u32 = 128;
+
+pub(super) const ROW: AllReduce = AllReduce {
+    name: Name::TwoShotPush,
+    one_of: Some(Name::TwoShot),
+    fits: |shape, _| shape.output_window,
+    pays_off: |shape, control| at_once(shape, control) >= shape.bytes.min(PUSH_LAUNCH_BYTES),
+    most_bytes: |_, _| u64::MAX,
+    kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_PUSH, of),
+    launch,
+};
+
+/// Pushes inputs through scratch and results into outputs that are windows, in as many launches as the scratch's
+/// size requires. Each begins when the peer blocks of all ranks are in step.
+///
+/// # Safety
+///
+/// You must keep the promises of [`AllReduceCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
+    let shares = u64::from(engine.world());
+    let loaded = call.kernel(engine)?;
+    let most = engine.control().scratch_room(engine.world()) * shares;
+    for piece in call.work.pieces(most, 128 * shares) {
+        let wanted = piece.bytes.div_ceil(16).div_ceil(shares);
+        let config = LaunchConfig::new(&loaded.alone(), wanted, THREADS, MAX_PUSH_BLOCKS)
+            .with_leader_place(&loaded, wanted);
+        // SAFETY: the caller promised that the input and output of the call are there until the stream has done it; a piece
+        // lies within them.
+        unsafe { engine.launch_peer_blocks(loaded, config, &piece) }?;
+    }
+    Ok(())
+}
