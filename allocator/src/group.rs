@@ -60,6 +60,8 @@ struct Member {
     world: u32,
     local_rank: Option<u32>,
     store: Arc<dyn Store>,
+    /// Text on why ranks may not come to the store.
+    doubt: Option<String>,
     /// The store's server, if this participant hosts it: it serves as long as a group of this participant
     /// lives.
     _server: Option<TcpServer>,
@@ -98,7 +100,7 @@ impl Group {
     ///
     /// Fails with [`Error::is_invalid_argument`] unless `rank < world <= `[`Group::MAX_WORLD`].
     pub fn new(rank: u32, world: u32, store: Arc<dyn Store>) -> Result<Self> {
-        Self::of(Member { rank, world, local_rank: None, store, _server: None })
+        Self::of(Member { rank, world, local_rank: None, store, doubt: None, _server: None })
     }
 
     /// `world` participants in one process, in rank order, that meet in memory: give each thread

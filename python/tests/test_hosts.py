@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import ranks
 from test_stores import Store, on_threads
@@ -109,6 +110,41 @@ def test_a_pool_over_hosts_is_refused_with_both_ids():
         assert kind is symmpool.UnsupportedError and named == (0, 1)
         assert f"{HOST_ID}=a on one, {HOST_ID}=b on the other" in text, text
         assert f"host a ({HOST_ID}): ranks 0, 2; host b ({HOST_ID}): rank 1" in text, text
+
+
+def sum_on_one_host(group):
+    x = np.full(8, group.rank + 1.0, np.float32)
+    symmpool.Communicator(symmpool.Pool(group, "cpu")).all_reduce(x)
+    return float(x[0]), group.hosts()
+
+
+def test_ranks_with_one_id_share_memory():
+    found = ranks.values(3, sum_on_one_host, environment={HOST_ID: "node-7.example.org"})
+    assert found == [(6.0, ((0, 1, 2),))] * 3
+
+
+def forked_with_another_id(group):
+    set_id("parent")
+    assert group.hosts() == ((0,),)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            set_id("child")
+            (own,) = symmpool.Group.in_process(1)
+            assert own.hosts() == ((0,),)
+            # The parent's group is refused, whatever it remembers.
+            assert error_of(group.hosts)[0] is symmpool.InvalidStateError
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    (again,) = symmpool.Group.in_process(1)
+    return os.waitstatus_to_exitcode(status), again.hosts()
+
+
+def test_a_forked_child_may_pretend_something_else():
+    assert ranks.values(1, forked_with_another_id) == [(0, ((0,),))]
 
 
 def test_groups_on_one_store_may_begin_with_different_calls():

@@ -1,6 +1,7 @@
 //! Groups as launchers describe them in the environment.
 
 use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_64;
@@ -30,6 +31,8 @@ pub struct Launch {
     pub(super) world: u32,
     pub(super) local_rank: Option<u32>,
     pub(super) meeting: Meeting,
+    /// Whether the launcher says that all ranks are on one machine.
+    pub(super) one_machine: bool,
     /// Secret of the group, which participants have to know. `Debug` does not show it.
     pub(super) secret: Option<String>,
 }
@@ -110,7 +113,20 @@ impl Launch {
         };
         let secret = lookup("SYMMPOOL_SECRET").filter(|secret| !secret.is_empty());
         let (rank, world, launcher) = (found.rank, found.world, found.name(lookup));
-        Ok(Some(Self { launcher, rank, world, local_rank, meeting, secret }))
+        let one_machine = is_one_machine(&found, lookup)?;
+        Ok(Some(Self { launcher, rank, world, local_rank, meeting, one_machine, secret }))
+    }
+
+    /// Text on why ranks may not come to a store that listens at `served`: its name is one that only this machine has for
+    /// itself. A launch that names the address itself means it.
+    pub(super) fn doubt(&self, served: Option<SocketAddr>) -> Option<String> {
+        let Meeting::Tcp(name, _) = &self.meeting else { return None };
+        let is_meant = self.one_machine || name == "localhost" || name.parse::<IpAddr>().is_ok();
+        let at = served.filter(|at| at.ip().is_loopback() && !is_meant)?.ip();
+        Some(format!(
+            "the store is at {name}, which is {at} on rank 0's machine and reaches no other one: if there are others, set \
+             MASTER_ADDR to an address that they reach"
+        ))
     }
 
     /// Connects to the store, which rank 0 serves unless it is a folder.
@@ -136,8 +152,8 @@ impl Launch {
                     return error.naming([0]).context(what);
                 }
                 error.context(
-                    "serving the store on MASTER_ADDR (set SYMMPOOL_SECRET, the same on all \
-                     ranks, where that is not a loopback address)",
+                    "serving the store on MASTER_ADDR, which must be an address of rank 0's own machine (set \
+                     SYMMPOOL_SECRET, the same on all ranks, where that is not a loopback address)",
                 )
             })?;
             Some(server)
@@ -182,13 +198,8 @@ fn directory(value: &str) -> Result<String> {
     })
 }
 
-/// Where rank 0 is: `MASTER_ADDR`, or what a launcher says.
-fn address(found: &Recognised, lookup: Lookup<'_>) -> Result<String> {
-    const MASTER_ADDR: &str = "MASTER_ADDR";
-    const EXPECTED: &str = "the machine of rank 0";
-    if let Some(address) = optional(lookup, MASTER_ADDR, EXPECTED)? {
-        return Ok(address);
-    }
+/// Whether a launcher says that all ranks are on one machine.
+fn is_one_machine(found: &Recognised, lookup: Lookup<'_>) -> Result<bool> {
     for launcher in found.all() {
         let is_one = match launcher.one_machine {
             OneMachine::Unknown => false,
@@ -200,8 +211,23 @@ fn address(found: &Recognised, lookup: Lookup<'_>) -> Result<String> {
             }
         };
         if is_one {
-            return Ok("127.0.0.1".into());
+            return Ok(true);
         }
+    }
+    Ok(false)
+}
+
+/// Where rank 0 is: `MASTER_ADDR`, or what a launcher says.
+fn address(found: &Recognised, lookup: Lookup<'_>) -> Result<String> {
+    const MASTER_ADDR: &str = "MASTER_ADDR";
+    const EXPECTED: &str = "the machine of rank 0";
+    if let Some(address) = optional(lookup, MASTER_ADDR, EXPECTED)? {
+        return Ok(address);
+    }
+    if is_one_machine(found, lookup)? {
+        return Ok("127.0.0.1".into());
+    }
+    for launcher in found.all() {
         for leader in launcher.leader {
             match leader {
                 Leader::Address(name) => {
@@ -220,8 +246,9 @@ fn address(found: &Recognised, lookup: Lookup<'_>) -> Result<String> {
             }
         }
     }
+    let by_srun = if found.launcher.key == "slurm" { "start the program by srun, or " } else { "" };
     Err(Error::invalid_argument(format!(
-        "environment variable {MASTER_ADDR} is not set, and {} does not say where rank 0 is: set {MASTER_ADDR} to \
+        "environment variable {MASTER_ADDR} is not set, and {} does not say where rank 0 is: {by_srun}set {MASTER_ADDR} to \
          {EXPECTED}, or {FOLDER}=file:///DIRECTORY to a folder that all ranks see and this job alone uses, on all ranks \
          (mpirun passes a variable on by -x NAME or -genv NAME VALUE)",
         found.name(lookup)

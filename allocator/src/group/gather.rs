@@ -97,6 +97,11 @@ impl Group {
         let Member { rank, world, .. } = *self.member;
         let gathered = gather(&*self.member.store, key, rank, world);
         let gathered = gathered.map_err(|error| {
+            let doubt = self.member.doubt.as_ref().filter(|_| error.is_timeout());
+            let error = match doubt {
+                Some(doubt) => error.context(doubt),
+                None => error,
+            };
             error.context(format!("group {:?}, rank {rank} of {world}", self.name()))
         })?;
         if gathered.world() != world {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::env::{Launch, Meeting, not_launched};
 use super::{Group, Interrupt, Member, check_rank};
+use crate::store::TcpServer;
 use crate::{Deadline, Error, Result};
 
 impl Group {
@@ -96,7 +97,8 @@ impl Group {
         };
         let secret = secret.map(str::to_owned);
         let meeting = Meeting::Tcp(host.to_owned(), port);
-        Ok(Launch { launcher: "", rank, world, local_rank: None, meeting, secret })
+        let launcher = "";
+        Ok(Launch { launcher, rank, world, local_rank: None, meeting, one_machine: false, secret })
     }
 
     pub(super) fn from_launch(
@@ -108,7 +110,8 @@ impl Group {
         let (store, server) = launch.meet(deadline, interrupt.as_ref()).map_err(|error| {
             error.context(format!("meeting at {} as rank {rank} of {world}", launch.meeting))
         })?;
-        let member = Member { rank, world, local_rank, store, _server: server };
+        let doubt = launch.doubt(server.as_ref().map(TcpServer::local_addr));
+        let member = Member { rank, world, local_rank, store, doubt, _server: server };
         Ok(Self { interrupt, ..Self::of(member)? })
     }
 }

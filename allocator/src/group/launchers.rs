@@ -77,6 +77,7 @@ pub(super) const LAUNCHERS: [Launcher; 7] = [
         rank: "RANK",
         world: "WORLD_SIZE",
         local_rank: Some("LOCAL_RANK"),
+        one_machine: OneMachine::Ranks("LOCAL_WORLD_SIZE"),
         ..NO_LAUNCHER
     },
     Launcher {

@@ -96,6 +96,7 @@ fn groups_from_a_launcher_meet_over_tcp() {
                     world: 3,
                     local_rank: Some(rank),
                     meeting: Meeting::Tcp("127.0.0.1".into(), port),
+                    one_machine: true,
                     secret: Some("a secret of this test".into()),
                 };
                 let group = Group::from_launch(&launch, Deadline::seconds(60), None).unwrap();
@@ -143,6 +144,7 @@ fn a_store_for_the_network_needs_a_secret() {
         world: 2,
         local_rank: None,
         meeting: Meeting::Tcp("0.0.0.0".into(), 1),
+        one_machine: false,
         secret: None,
     };
     let error = Group::from_launch(&launch, Deadline::seconds(5), None).unwrap_err();

@@ -59,6 +59,7 @@ mod tests {
 
     use super::*;
     use crate::Error;
+    use crate::store::Gathered;
     use crate::testing::on_ranks;
 
     #[test]
@@ -123,6 +124,27 @@ mod tests {
             late.hosts(Deadline::seconds(60)).unwrap();
             assert_eq!(first.join().unwrap().unwrap().count(), 1);
             assert_eq!(child.hosts(Deadline::after(Duration::ZERO)).unwrap().count(), 1);
+        });
+    }
+
+    #[test]
+    fn a_rank_of_another_version_is_refused_by_all() {
+        on_ranks(3, |group| {
+            let read = |gathered: &Gathered| {
+                checks::versions(gathered)?;
+                Err(Error::invalid_state("versions are not compared"))
+            };
+            let own = (HostIdentity::current().unwrap().host_key(), "node".to_owned());
+            let mut value = encode_status(OnHost, Ok(own)).unwrap();
+            if group.rank() == 1 {
+                value[4..6].copy_from_slice(&9u16.to_le_bytes());
+            }
+            let error = match group.rank() {
+                1 => group.hosts_by(&value, group.deadline(), read),
+                _ => group.hosts(group.deadline()),
+            };
+            let error = error.unwrap_err();
+            assert!(error.is_refused() && error.ranks() == [1], "{error}");
         });
     }
 

@@ -143,7 +143,15 @@ fn the_address_is_the_users_or_where_the_launcher_has_rank_0() {
         &["SLURM_STEP_NODELIST=\"n[\"", "list of machines"],
     );
     let none = [("SLURM_STEP_NODELIST", None), ("SLURM_LAUNCH_NODE_IPADDR", None)];
-    refused(&[&SLURM], &none, &["MASTER_ADDR is not set", "SYMMPOOL_STORE=file:///DIRECTORY"]);
+    refused(
+        &[&SLURM],
+        &none,
+        &[
+            "MASTER_ADDR is not set",
+            "start the program by srun, or",
+            "SYMMPOOL_STORE=file:///DIRECTORY",
+        ],
+    );
     // On several machines mpirun does not say where rank 0 is.
     let two = ("OMPI_COMM_WORLD_LOCAL_SIZE", Some("2"));
     refused(
@@ -154,6 +162,22 @@ fn the_address_is_the_users_or_where_the_launcher_has_rank_0() {
     assert_eq!(address(&OPEN_MPI, &[two, ("MASTER_ADDR", Some("node0"))]), "node0");
     refused(&[&OPEN_MPI], &[("MASTER_ADDR", Some(" "))], &["MASTER_ADDR=\" \""]);
     refused(&[&LWS], &[("LWS_LEADER_ADDRESS", None)], &["MASTER_ADDR is not set"]);
+}
+
+#[test]
+fn a_name_that_only_this_machine_has_for_itself_is_doubted() {
+    let (own, other) = ("127.0.1.1:29500".parse().unwrap(), "10.0.0.7:29500".parse().unwrap());
+    let doubt = |changes: &[(&str, Option<&str>)], at| torchrun(changes).unwrap().doubt(Some(at));
+    let text = doubt(&[], own).unwrap();
+    assert!(text.contains("at node0, which is 127.0.1.1 on rank 0's machine"), "{text}");
+    assert_eq!(doubt(&[], other), None);
+    assert_eq!(doubt(&[("LOCAL_WORLD_SIZE", Some("8"))], own), None);
+    assert!(doubt(&[("LOCAL_WORLD_SIZE", Some("4"))], own).is_some());
+    for meant in ["localhost", "127.0.0.1", "::1"] {
+        assert_eq!(doubt(&[("MASTER_ADDR", Some(meant))], own), None);
+    }
+    assert_eq!(doubt(&[("SYMMPOOL_STORE", Some("file:///scratch"))], own), None);
+    assert_eq!(torchrun(&[]).unwrap().doubt(None), None);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::address::Unresolved;
 use super::client_connection::ClientConnection;
 use super::wait_limit::{ConnectionFault, WaitLimit};
 use super::wire::{Identity, StoreRequest, ToClient};
@@ -280,7 +281,11 @@ fn connect_any(
     let left = limit.until.saturating_duration_since(Instant::now());
     let addrs = match addr.resolve(left) {
         Ok(addrs) => addrs,
-        Err(why) => return Ok(Attempt::NotYet(format!("its address is {addr}, and {why}"))),
+        Err(why) => {
+            let text = format!("its address is {addr}, and {why}");
+            let is_late = matches!(why, Unresolved::Late(_));
+            return Ok(if is_late { Attempt::NoAnswer(text) } else { Attempt::NotYet(text) });
+        }
     };
     let mut outcome = Attempt::NotYet("its name has no address".to_owned());
     for addr in addrs {
