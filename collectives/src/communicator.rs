@@ -16,11 +16,12 @@
 //! | `fused` | all-reduces with a residual and a norm |
 //! | `matmul` | products of matrices that hide their communication |
 //! | `growth` | which memory a call uses, and more of it before the first large call |
-//! | `raw` | the same calls on addresses |
+//! | `addresses` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
 //! | `registry` | the algorithms |
 //! | `choice` | which algorithm a call takes |
-//! | `refusal` | calls whose arguments the caller finds wrong |
+//! | `call_lock` | what one call at a time may use |
+//! | `decline` | calls whose arguments are wrong |
 //! | `channel_set` | channels beside those of a communicator |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
@@ -28,8 +29,11 @@
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
+mod addresses;
+mod call_lock;
 mod channel_set;
 mod choice;
+mod decline;
 mod engine;
 mod expert_making;
 mod expert_memory;
@@ -45,8 +49,6 @@ mod one_sided;
 mod options;
 mod p2p;
 mod peers;
-mod raw;
-mod refusal;
 mod registry;
 mod request;
 mod slices;
@@ -64,6 +66,7 @@ use crate::host::HostOneSided;
 use crate::host::nursery::Nursery;
 use crate::types::timeout::Timeout;
 use crate::{CommunicatorMemory, Element, Place, ReduceOp, StandardCollective};
+use call_lock::CallLock;
 pub use channel_set::ChannelSet;
 use choice::Choices;
 pub use choice::Selector;
@@ -72,7 +75,6 @@ pub use experts::{ExpertBuffer, ReceivedParts};
 pub use explain::{CallPlan, Explanation};
 pub use nested::GroupOffer;
 pub use options::CommunicatorOptions;
-use refusal::Shared;
 pub use request::{Callee, Request};
 pub use splits::Splits;
 
@@ -101,11 +103,12 @@ pub use splits::Splits;
 /// [`Communicator::wait`].
 ///
 /// In host memory calls block until this rank's part is done; on devices they put kernels on a stream and return.
-/// Threads take turns, in the order in which they come. You must see to it that this order is the same on all ranks, with a
-/// lock that a thread holds from when it is decided which call comes next until the call is made. Where ranks come in
-/// different orders, calls that differ are an error, as above; calls that are equal to each other, of as many elements of a
-/// type in memory that is no window, cannot be told apart, and give the sums of each other's data. Threads that need to
-/// communicate at the same time, or in no order, need a communicator each; a pool can have many. A communicator keeps its pool alive, and dropping it needs no agreement between ranks.
+/// Threads take turns, in the order in which they come. You must see to it that this order is the same on all ranks,
+/// with a lock that a thread holds from when it is decided which call comes next until the call is made. Where ranks
+/// come in different orders, calls that differ are an error, as above; calls that are equal to each other, of as many
+/// elements of a type in memory that is no window, cannot be told apart, and give the sums of each other's data.
+/// Threads that need to communicate at the same time, or in no order, need a communicator each; a pool can have many. A
+/// communicator keeps its pool alive, and dropping it needs no agreement between ranks.
 ///
 /// A call commits the pool first if a commit is due, so that blocks are windows when they are
 /// used. Only one thread can commit at a time: call [`Pool::commit`] before several threads make calls.
@@ -138,7 +141,7 @@ pub use splits::Splits;
 pub struct Communicator {
     pool: Pool,
     timeout: Arc<Timeout>,
-    shared: Arc<Shared>,
+    shared: Arc<CallLock>,
     registry: registry::Registry,
     /// Changed by a call that makes it grow.
     memory: Mutex<CommunicatorMemory>,

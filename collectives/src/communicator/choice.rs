@@ -48,8 +48,8 @@ pub(super) struct Choices([Choice; StandardCollective::ALL.len()]);
 
 #[derive(Default)]
 struct Choice {
-    /// Whether anything has to be looked at before the engine's rule.
-    is_closed: bool,
+    /// Whether a request, a selector or a table comes before the engine's rule.
+    overrides_rule: bool,
     requested: Option<RequestedName>,
     selector: Option<Arc<dyn Selector>>,
     /// Whether it was said that the selector's choice could not be followed.
@@ -72,7 +72,7 @@ impl Choices {
         for collective in StandardCollective::ALL {
             let requested = RequestedName::of(collective, options.requested(collective))?;
             let choice = choices.of(collective);
-            choice.is_closed = requested.is_some();
+            choice.overrides_rule = requested.is_some();
             choice.requested = requested;
         }
         for path in table_files(&options.tables) {
@@ -90,7 +90,7 @@ impl Choices {
             if !rows.is_empty() {
                 let choice = self.of(collective);
                 choice.rows = rows;
-                choice.is_closed = true;
+                choice.overrides_rule = true;
             }
         }
     }
@@ -101,8 +101,8 @@ impl Choices {
 
     /// Whether a call takes what the engine's rule finds.
     #[inline]
-    pub(super) fn is_open(&self, collective: StandardCollective) -> bool {
-        !self.0[collective as usize].is_closed
+    pub(super) fn uses_rule(&self, collective: StandardCollective) -> bool {
+        !self.0[collective as usize].overrides_rule
     }
 
     /// The function that chooses, if there is one.
@@ -124,9 +124,9 @@ pub(super) enum Chosen {
 }
 
 /// Decision on the algorithm of a call.
-pub(super) struct Decided {
+pub(super) struct Decision {
     pub(super) chosen: Chosen,
-    /// Name of the party that has decided.
+    /// The party that has decided, by name.
     pub(super) by: &'static str,
     /// Request of options or of the environment, if it names the algorithm.
     requested: Option<RequestedName>,
@@ -134,14 +134,14 @@ pub(super) struct Decided {
     not_followed: Option<Error>,
 }
 
-impl Decided {
+impl Decision {
     fn by(chosen: Chosen, by: &'static str) -> Self {
         Self { chosen, by, requested: None, not_followed: None }
     }
 }
 
 /// Asks a selector, whatever it does.
-pub(super) fn ask(selector: &dyn Selector, shape: &CallShape) -> Result<Option<String>> {
+pub(super) fn ask_selector(selector: &dyn Selector, shape: &CallShape) -> Result<Option<String>> {
     catch_unwind(AssertUnwindSafe(|| selector.select(shape)))
         .unwrap_or_else(|_| Err(Error::invalid_state("it panicked")))
 }
@@ -163,7 +163,7 @@ impl Communicator {
     pub fn select(&self, collective: StandardCollective, selector: Option<Arc<dyn Selector>>) {
         let mut inner = self.lock();
         let choice = inner.choices.of(collective);
-        choice.is_closed =
+        choice.overrides_rule =
             selector.is_some() || choice.requested.is_some() || !choice.rows.is_empty();
         choice.selector = selector;
         choice.has_warned = false;
@@ -181,10 +181,10 @@ impl Communicator {
         call: &StandardCall,
         stream: &Stream,
     ) -> Result<()> {
-        if inner.choices.is_open(call.collective) {
+        if inner.choices.uses_rule(call.collective) {
             // SAFETY: the caller promised that the call's places are readable or writable for its lengths until
             // `stream` is past it.
-            return unsafe { self.run_open(&mut inner, call, stream) };
+            return unsafe { self.run_by_rule(&mut inner, call, stream) };
         }
         // SAFETY: the caller promised that the call's places are readable or writable for its lengths until `stream`
         // is past it.
@@ -197,7 +197,7 @@ impl Communicator {
     ///
     /// You must keep the promises of [`Self::run`].
     #[inline]
-    pub(super) unsafe fn run_open(
+    pub(super) unsafe fn run_by_rule(
         &self,
         inner: &mut Inner,
         call: &StandardCall,
@@ -244,7 +244,7 @@ impl Communicator {
         if let Some(selector) = &selector {
             let (shape, area) = (self.shape(call), inner.engine.area());
             drop(inner);
-            let name = ask(&**selector, &shape);
+            let name = ask_selector(&**selector, &shape);
             inner = match name {
                 Err(why) if why.is_interrupted() => {
                     return Err(self.decline(why, stream));
@@ -253,7 +253,7 @@ impl Communicator {
             };
             selected = Some(name);
         }
-        let Decided { chosen, requested, not_followed, .. } =
+        let Decision { chosen, requested, not_followed, .. } =
             self.decide(&mut inner, selected, call, stream)?;
         if let (Some(why), Some(selector)) = (not_followed, selector)
             && !std::mem::replace(&mut inner.choices.of(collective).has_warned, true)
@@ -278,7 +278,7 @@ impl Communicator {
         selected: Option<Result<Option<String>>>,
         call: &StandardCall,
         stream: &Stream,
-    ) -> Result<Decided> {
+    ) -> Result<Decision> {
         // That of built-in algorithms. Programs have the large one, if there is one.
         let area = inner.engine.area();
         let collective = call.collective;
@@ -290,7 +290,7 @@ impl Communicator {
             }
             match self.follow(inner, chosen, call, &self.shape(call)) {
                 Ok(None) => {}
-                Ok(Some(chosen)) => return Ok(Decided::by(chosen, "selector")),
+                Ok(Some(chosen)) => return Ok(Decision::by(chosen, "selector")),
                 Err(why) => {
                     not_followed = Some(why);
                     inner.engine.use_area(area);
@@ -299,17 +299,21 @@ impl Communicator {
         }
         let Some(requested) = inner.choices.requested(collective).cloned() else {
             let measured = self.measured(inner, call, stream)?;
-            let decided = match measured {
-                Some(chosen) => Decided::by(chosen, "loaded table"),
-                None => Decided::by(Chosen::BuiltIn(AUTO), "rule"),
+            let decision = match measured {
+                Some(chosen) => Decision::by(chosen, "loaded table"),
+                None => Decision::by(Chosen::BuiltIn(AUTO), "rule"),
             };
-            return Ok(Decided { not_followed, ..decided });
+            return Ok(Decision { not_followed, ..decision });
         };
         match self.registry.find(collective, &requested.name) {
             Some(chosen) => {
                 self.grow_for_program(inner, &chosen, call, stream)?;
                 let by = if requested.by_environment { collective.variable() } else { "requested" };
-                Ok(Decided { requested: Some(requested), not_followed, ..Decided::by(chosen, by) })
+                Ok(Decision {
+                    requested: Some(requested),
+                    not_followed,
+                    ..Decision::by(chosen, by)
+                })
             }
             None => {
                 let why = self.registry.unknown(collective.name(), &requested.name, self.rank());

@@ -10,7 +10,7 @@ use std::fmt;
 
 use symmpool_allocator::{CONTROL_LANE, Error, Lane, Result, Stream};
 
-use super::choice::{Chosen, ask};
+use super::choice::{Chosen, ask_selector};
 use super::engine::AnyEngine;
 use super::{Communicator, Inner, Request};
 use crate::algorithm::AUTO;
@@ -233,7 +233,7 @@ impl Communicator {
         let selector = inner.choices.selector(collective).filter(|_| named.is_none());
         drop(inner);
         // The selector is asked outside of all locks, as in calls.
-        let selected = selector.map(|selector| ask(&*selector, &self.shape(&request)));
+        let selected = selector.map(|selector| ask_selector(&*selector, &self.shape(&request)));
         if let Some(Err(why)) = &selected
             && why.is_interrupted()
         {
@@ -337,15 +337,15 @@ impl Communicator {
             // SAFETY: nothing is read or written while the engine rehearses; so it is below.
             return unsafe { self.run_named(inner, named, request, stream) };
         }
-        if inner.choices.is_open(request.collective) {
+        if inner.choices.uses_rule(request.collective) {
             // SAFETY: the engine rehearses, so nothing is read or written.
-            return unsafe { self.run_open(inner, request, stream) };
+            return unsafe { self.run_by_rule(inner, request, stream) };
         }
         self.grow_for(inner, request, false, stream)?;
-        let decided = self.decide(inner, call.selected.clone(), request, stream)?;
-        *by = decided.by;
+        let decision = self.decide(inner, call.selected.clone(), request, stream)?;
+        *by = decision.by;
         // SAFETY: the engine rehearses, so nothing is read or written.
-        unsafe { Self::run_by(inner, &decided.chosen, request, stream) }
+        unsafe { Self::run_by(inner, &decision.chosen, request, stream) }
     }
 
     /// Where memory lies once the commit was made that a call makes first, if one is due.

@@ -26,15 +26,15 @@ use crate::call::{Arguments, Call, OpType, StandardCall, mismatch_of_first_large
 use crate::cuda::{Area, CudaEngine, fits_lamport};
 use crate::{DType, StandardCollective};
 
-/// Bytes of a device that are left to others.
-const LEFT: u64 = 64 << 20;
-/// For so long a wait for other ranks asks the device again at once; later it pauses in between, and now and then asks
-/// whether it is to stop.
+/// Bytes of a device that stay free for others.
+const SPARE_BYTES: u64 = 64 << 20;
+/// Time for which a wait for other ranks asks the device again at once. Later it pauses in between.
 const SPIN: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(50);
-const ASK_TO_STOP: Duration = Duration::from_millis(100);
+/// Time between two looks whether a signal, such as Ctrl-C, is to end the wait.
+const INTERRUPT_PERIOD: Duration = Duration::from_millis(100);
 /// Longest wait until a rank has said that it comes to handshakes, where another thread commits or others do not listen.
-const LONGEST_TO_SAY: Duration = Duration::from_millis(20);
+const MAX_NOTIFICATION: Duration = Duration::from_millis(20);
 
 /// Looks why other ranks do not come to a handshake.
 type Look<'a> = dyn FnMut(&Pool, u32) -> Result<()> + 'a;
@@ -47,13 +47,13 @@ pub(super) enum Inbox {
 }
 
 impl Communicator {
-    /// Has a call of a collective use the memory for large calls if it is one. `is_open` says whether the engine chooses the
+    /// Has a call of a collective use the memory for large calls if it is one. `by_rule` says whether the engine chooses the
     /// algorithm.
     pub(super) fn grow_for(
         &self,
         inner: &mut Inner,
         call: &StandardCall,
-        is_open: bool,
+        by_rule: bool,
         stream: &Stream,
     ) -> Result<()> {
         if !matches!(&inner.engine, AnyEngine::Cuda(cuda) if cuda.may_have_large_area()) {
@@ -73,12 +73,12 @@ impl Communicator {
             // Other ranks may make the same call with splits.
             return self.grow_for_splits(inner, dtype, stream);
         }
-        let by_lamport = is_open && (!collective.reduces() || fits_lamport(dtype));
+        let by_lamport = by_rule && (!collective.reduces() || fits_lamport(dtype));
         let inbox = if by_lamport { Inbox::Lamport } else { Inbox::Ll };
         self.grow_above(inner, (bytes, inbox), call.describe(), stream)
     }
 
-    /// Grows before a call with an algorithm that a program brings along, whatever its size: how much memory that
+    /// Grows before a call with an algorithm that a program message along, whatever its size: how much memory that
     /// needs is the program's affair.
     pub(super) fn grow_for_program(
         &self,
@@ -167,7 +167,7 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let AnyEngine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
-        if cuda.use_area_of_experts() {
+        if cuda.use_expert_area() {
             return Ok(());
         }
         self.grow(inner, call, stream)
@@ -198,7 +198,7 @@ impl Communicator {
                 Ok(())
             }
             Ok(Err(why)) => {
-                cuda.stay_small();
+                cuda.postpone_growth();
                 self.set_memory(cuda.memory(total));
                 self.note_shortage();
                 tracing::warn!(
@@ -233,7 +233,7 @@ impl Communicator {
         }
         let met = self
             .pool
-            .meet(topic, &own.bytes(), deadline, |peer, brings| own.compare(rank, peer, brings));
+            .meet(topic, &own.bytes(), deadline, |peer, message| own.compare(rank, peer, message));
         met.map_err(|why| cuda.fail_halfway(why, *stream))
     }
 
@@ -243,7 +243,7 @@ impl Communicator {
         let topic = cuda.growth_topic();
         let own = Arrival { captures: false, call };
         // Another thread may commit, and wait for what this call is to do on the device.
-        let deadline = Deadline::after(self.timeout.get().min(LONGEST_TO_SAY));
+        let deadline = Deadline::after(self.timeout.get().min(MAX_NOTIFICATION));
         if let Err(why) = self.pool.come_elsewhere(topic, &own.bytes(), deadline) {
             // Errors are found by the handshakes, or by the commit behind them.
             tracing::debug!(%why, "ranks that capture a first large call are not told of one that does not");
@@ -251,7 +251,7 @@ impl Communicator {
         self.await_ranks_unless(cuda, call, stream, &mut |pool, rank| {
             pool.have_come(topic)
                 .into_iter()
-                .try_for_each(|(peer, brings)| own.compare_captures(rank, peer, &brings))
+                .try_for_each(|(peer, message)| own.compare_captures(rank, peer, &message))
         })
     }
 
@@ -277,25 +277,25 @@ impl Communicator {
         look: &mut Look<'_>,
     ) -> Result<()> {
         // A rank may pass a handshake that another one has given up; in the second one it misses that rank.
-        for may_stop in [true, false] {
+        for is_interruptible in [true, false] {
             cuda.call(*stream, |cuda| cuda.handshake_only(call, *stream))?;
-            self.await_handshake(cuda, may_stop, stream, look)?;
+            self.await_handshake(cuda, is_interruptible, stream, look)?;
         }
         Ok(())
     }
 
-    /// Waits until every rank has come to the handshake on the stream, or until it is over. Where it `may_stop`, signals such
-    /// as Ctrl-C end the wait, and close the communicator: not once another rank may have gone on to a commit, as it would
-    /// wait there.
+    /// Waits until every rank has come to the handshake on the stream, or until it is over. Where it `is_interruptible`,
+    /// signals such as Ctrl-C end the wait, and close the communicator. They must not once another rank may have gone on to
+    /// a commit, as it would wait there.
     fn await_handshake(
         &self,
         cuda: &mut CudaEngine,
-        may_stop: bool,
+        is_interruptible: bool,
         stream: &Stream,
         look: &mut Look<'_>,
     ) -> Result<()> {
         let (interrupt, begun) = (self.pool.interrupt(), Instant::now());
-        let (mut asked, mut looked) = (begun, begun);
+        let (mut polled, mut looked) = (begun, begun);
         while !cuda.is_done(*stream)? {
             let now = Instant::now();
             if now - begun < SPIN {
@@ -306,9 +306,9 @@ impl Communicator {
                 looked = now;
                 look(&self.pool, self.rank()).inspect_err(|why| cuda.close_because(why))?;
             }
-            let asks = may_stop && now - asked >= ASK_TO_STOP;
-            asked = if asks { now } else { asked };
-            if asks && interrupt.as_ref().is_some_and(|interrupt| interrupt()) {
+            let polls = is_interruptible && now - polled >= INTERRUPT_PERIOD;
+            polled = if polls { now } else { polled };
+            if polls && interrupt.as_ref().is_some_and(|interrupt| interrupt()) {
                 let why = Error::interrupted(format!(
                     "interrupted: rank {} waiting for all ranks before memory is taken",
                     self.rank()
@@ -342,7 +342,7 @@ impl Communicator {
         let lane = self.pool.lane(CONTROL_LANE)?.stats()?;
         let needed = cuda.growth_bytes().saturating_sub(lane.reserved - lane.allocated);
         let free = cuda.free_bytes()?;
-        if needed > 0 && free < needed + LEFT {
+        if needed > 0 && free < needed + SPARE_BYTES {
             return Err(Error::out_of_memory(format!(
                 "{free} bytes of the device are free on rank {}, and a communicator's memory would grow by {needed}",
                 self.rank()
@@ -379,8 +379,8 @@ impl Arrival {
     }
 
     /// Finds out whether a peer captures the same call, as this rank does or does not.
-    fn compare(&self, rank: u32, peer: u32, brings: &[u8]) -> Result<()> {
-        let Some(theirs) = Self::read(brings) else {
+    fn compare(&self, rank: u32, peer: u32, message: &[u8]) -> Result<()> {
+        let Some(theirs) = Self::read(message) else {
             return Err(Error::mismatch(format!(
                 "rank {peer} has failed before, and makes no further call of the communicator; see its error"
             ))
@@ -396,9 +396,9 @@ impl Arrival {
     }
 
     /// Finds out whether a peer captures a call that this rank makes. Handshakes on the device compare calls otherwise.
-    fn compare_captures(&self, rank: u32, peer: u32, brings: &[u8]) -> Result<()> {
-        match Self::read(brings) {
-            Some(theirs) if theirs.captures => self.compare(rank, peer, brings),
+    fn compare_captures(&self, rank: u32, peer: u32, message: &[u8]) -> Result<()> {
+        match Self::read(message) {
+            Some(theirs) if theirs.captures => self.compare(rank, peer, message),
             _ => Ok(()),
         }
     }

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
+use super::call_lock::{CallLock, ControlMemory};
 use super::choice::{Choices, device_names};
 use super::engine::AnyEngine;
 use super::peers::{self, still_there};
-use super::refusal::{ControlMemory, Shared};
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::{RequestedName, STAGED, StandardCollective};
 use crate::cuda::{
@@ -76,7 +76,7 @@ impl Communicator {
             shortage: AtomicBool::new(false),
             registry: super::registry::Registry::new(engine.built_in()),
             mesh: options.links.as_ref().unwrap_or(pool.topology()).mesh(),
-            shared: Arc::new(Shared::new(Inner { engine, choices, windows }, control)),
+            shared: Arc::new(CallLock::new(Inner { engine, choices, windows }, control)),
             one_sided,
             nursery: None,
         }

@@ -38,7 +38,7 @@ use symmpool_allocator::{Error, Pool, ProcessId, Result, Stream};
 
 use self::failure::Failure;
 use self::memory_operations::MemoryOperations;
-use self::recv_counts::Sizes;
+use self::recv_counts::RecvCounts;
 use self::rehearsal::Rehearsal;
 use self::stream_order::{CallEvents, StreamOrder};
 use super::driver::api::{Api, Handle};
@@ -95,16 +95,16 @@ pub(crate) struct CudaEngine {
     /// Table of what was measured on devices of this kind.
     pub(super) measured: MeasuredTable,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
-    pub(super) direct: bool,
+    pub(super) nvlinked: bool,
     /// Whether calls may run beside compute.
     pub(super) beside_compute: bool,
     pub(super) comm: Comm,
     /// How exchanges go whose calls name no algorithm.
-    pub(super) usual_exchange: &'static Exchange,
+    pub(super) default_exchange: &'static Exchange,
     kernels: Kernels,
     failure: Arc<Failure>,
     /// There once a buffer for experts was made.
-    pub(super) sizes: Option<Sizes>,
+    pub(super) recv_counts: Option<RecvCounts>,
     /// The timeout of kernels that are launched from now on.
     pub(crate) timeout: Arc<Timeout>,
     order: StreamOrder,
@@ -267,12 +267,12 @@ impl CudaEngine {
         cuda(self.pool.driver())?.with_context_unordered(|| api.is_idle(stream))
     }
 
-    /// Makes the place where dispatches to experts tell the host sizes, ahead of them: it may wait for the device.
-    pub(super) fn make_sizes(&mut self) -> Result<()> {
-        if self.sizes.is_none() {
+    /// Makes the place where dispatches to experts tell the host how many rows arrive, ahead of them: it may wait for the device.
+    pub(super) fn make_recv_counts(&mut self) -> Result<()> {
+        if self.recv_counts.is_none() {
             let api = self.api;
-            self.sizes =
-                Some(cuda(self.pool.driver())?.with_context_unordered(|| Sizes::new(api))?);
+            self.recv_counts =
+                Some(cuda(self.pool.driver())?.with_context_unordered(|| RecvCounts::new(api))?);
         }
         Ok(())
     }
@@ -344,7 +344,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         self.report_at_the_end();
         let Ok(driver) = cuda(self.pool.driver()) else { return };
-        let (api, sizes) = (self.api, self.sizes.take());
+        let (api, recv_counts) = (self.api, self.recv_counts.take());
         let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams =
             [self.copy_stream, self.companion_stream, self.signal_stream, self.result_stream];
@@ -373,9 +373,9 @@ impl Drop for CudaEngine {
             }
             self.memory_operations.free();
             self.failure.free(api);
-            if let Some(sizes) = sizes {
+            if let Some(recv_counts) = recv_counts {
                 // SAFETY: the device has done all that was put on it.
-                unsafe { sizes.free(api) };
+                unsafe { recv_counts.free(api) };
             }
             Ok(())
         });

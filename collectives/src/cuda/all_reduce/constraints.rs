@@ -17,7 +17,7 @@ pub(in crate::cuda) struct AllReduceShape {
     pub(in crate::cuda) input_window: bool,
     pub(in crate::cuda) output_window: bool,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
-    pub(in crate::cuda) direct: bool,
+    pub(in crate::cuda) nvlinked: bool,
     /// Whether calls may run beside compute, with few SMs.
     pub(in crate::cuda) beside_compute: bool,
     /// Whether streams can wait for peers without SMs, as pieces of calls by copy engines do.
@@ -34,7 +34,7 @@ impl AllReduceShape {
             world,
             input_window: true,
             output_window: true,
-            direct: true,
+            nvlinked: true,
             beside_compute: false,
             streams_may_wait: true,
         }
@@ -61,7 +61,7 @@ pub(super) fn at_once(shape: &AllReduceShape, control: &Control) -> u64 {
 }
 
 /// Whether all pairs of ranks have devices linked by NVLink, or one device.
-pub(in crate::cuda) fn directly_linked(links: &Topology) -> bool {
+pub(in crate::cuda) fn are_nvlinked(links: &Topology) -> bool {
     let ranks = 0..links.world();
     ranks.clone().all(|a| ranks.clone().all(|b| links.link(a, b).is_direct()))
 }
@@ -86,11 +86,11 @@ mod tests {
                 let matrix = LinkMatrix::from_fn(4, |a, b| {
                     if (a, b) == (1, 3) { link } else { Link::NvSwitch(18) }
                 });
-                directly_linked(&Topology::from_matrix(matrix))
+                are_nvlinked(&Topology::from_matrix(matrix))
             };
         assert!(one_pair(Link::NvLink(4)) && one_pair(Link::Local));
         assert!(!one_pair(Link::Pci) && !one_pair(Link::Unknown) && !one_pair(Link::NvLink(0)));
-        assert!(directly_linked(&Topology::host(2)), "one device");
-        assert!(!directly_linked(&Topology::unknown(2)) && directly_linked(&Topology::unknown(1)));
+        assert!(are_nvlinked(&Topology::host(2)), "one device");
+        assert!(!are_nvlinked(&Topology::unknown(2)) && are_nvlinked(&Topology::unknown(1)));
     }
 }

@@ -103,7 +103,7 @@ mod tests {
         let control = Control::new(4, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
         let linked = shape(64 << 10, 4);
         assert!(linked.can_serve(Algorithm::OneShotLl128, &control));
-        let over_a_bus = AllReduceShape { direct: false, ..linked };
+        let over_a_bus = AllReduceShape { nvlinked: false, ..linked };
         assert!(!over_a_bus.can_serve(Algorithm::OneShotLl128, &control));
         for other in [Algorithm::OneShotLl, Algorithm::OneShotLamport] {
             assert!(over_a_bus.can_serve(other, &control), "their flags travel with each word");

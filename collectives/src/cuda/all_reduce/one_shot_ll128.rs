@@ -17,7 +17,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     // A line of 128 bytes has one flag, so it must arrive whole; buses other than NVLink may tear it.
     fits: |shape, control| {
         let lines = u64::from(shape.world) * shape.bytes.div_ceil(LL128_PAYLOAD);
-        shape.direct && lines <= control.ll128_lines()
+        shape.nvlinked && lines <= control.ll128_lines()
     },
     pays_off: always,
     most_bytes: |_, _| u64::MAX,

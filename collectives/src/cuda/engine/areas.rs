@@ -46,14 +46,15 @@ pub(super) struct Areas {
     /// Until the memory has grown; `None` if it never does.
     growth: Option<Growth>,
     /// Area of all calls of experts, as a dispatch and its combine have the same.
-    of_experts: Option<Area>,
+    expert_area: Option<Area>,
     /// A number that the communicator has on all ranks, and no other one of the pool.
     number: u64,
-    /// Whether the call was asked already whether it is time to grow, and whether it counts as a large one once it is made.
-    asked: bool,
-    counts: bool,
+    /// Whether the call under way has asked already whether it is time to grow.
+    has_asked: bool,
+    /// Whether that call counts as a large one once it is made.
+    is_counted: bool,
     /// Whether other ranks were told that this one failed before it could come to a growth.
-    said_failed: bool,
+    has_reported_failure: bool,
 }
 
 /// Growth that an engine's memory may still have, and when it is tried again.
@@ -70,8 +71,17 @@ struct Growth {
 impl Areas {
     pub(super) fn new(small: Control, grown: Option<Footprint>, number: u64) -> Self {
         let growth = grown.map(|footprint| Growth { footprint, failures: 0, calls_left: 0 });
-        let (asked, counts, said_failed) = (false, false, false);
-        Self { small, large: None, growth, of_experts: None, number, asked, counts, said_failed }
+        let (has_asked, is_counted, has_reported_failure) = (false, false, false);
+        Self {
+            small,
+            large: None,
+            growth,
+            expert_area: None,
+            number,
+            has_asked,
+            is_counted,
+            has_reported_failure,
+        }
     }
 
     /// The layout of an area: of the small one where there is no large one.
@@ -111,7 +121,7 @@ impl CudaEngine {
     /// Begins a call, in the area for small calls.
     #[inline]
     pub(crate) fn begin_in_small_area(&mut self) {
-        (self.areas.asked, self.areas.counts) = (false, false);
+        (self.areas.has_asked, self.areas.is_counted) = (false, false);
         self.use_area(Area::Small);
     }
 
@@ -131,13 +141,13 @@ impl CudaEngine {
             _ => self.areas.layout(area),
         };
         self.control = control;
-        self.comm.places = control.for_links(self.direct);
+        self.comm.places = control.for_links(self.nvlinked);
         self.comm.area = area as u16;
     }
 
     /// Whether calls of experts have an area yet. Has them use that one, if they do.
-    pub(crate) fn use_area_of_experts(&mut self) -> bool {
-        match self.areas.of_experts {
+    pub(crate) fn use_expert_area(&mut self) -> bool {
+        match self.areas.expert_area {
             Some(area) => self.use_area(area),
             None => return false,
         }
@@ -145,8 +155,8 @@ impl CudaEngine {
     }
 
     /// Has all later calls of experts use the area of this one, which was made.
-    pub(in super::super) fn keep_area_of_experts(&mut self) {
-        self.areas.of_experts = Some(self.area());
+    pub(in super::super) fn keep_expert_area(&mut self) {
+        self.areas.expert_area = Some(self.area());
     }
 
     /// Vectors that one call may put into the Lamport inbox of the largest area that there is.
@@ -170,14 +180,14 @@ impl CudaEngine {
     pub(crate) fn is_time_to_grow(&mut self) -> bool {
         let Some(calls_left) = self.next_growth() else { return false };
         let is_time = calls_left == 0;
-        self.areas.counts = !is_time;
-        !std::mem::replace(&mut self.areas.asked, true) && is_time
+        self.areas.is_counted = !is_time;
+        !std::mem::replace(&mut self.areas.has_asked, true) && is_time
     }
 
     /// To be called when the first kernel of a call was put on a stream: one that all ranks have made counts.
     #[inline]
     pub(super) fn count_large_call(&mut self) {
-        if std::mem::take(&mut self.areas.counts)
+        if std::mem::take(&mut self.areas.is_counted)
             && let Some(growth) = &mut self.areas.growth
         {
             growth.calls_left = growth.calls_left.saturating_sub(1);
@@ -185,16 +195,16 @@ impl CudaEngine {
     }
 
     /// Notes that the memory has not grown: it is tried again after twice as many large calls as the last time.
-    pub(crate) fn stay_small(&mut self) {
+    pub(crate) fn postpone_growth(&mut self) {
         if let Some(growth) = &mut self.areas.growth {
             growth.failures += 1;
             growth.calls_left = 1 << growth.failures.min(32);
         }
     }
 
-    /// Whether this is asked for the first time: to be called where ranks meet for a growth and this one has failed before.
+    /// Whether this is the first such call: to be made where ranks meet for a growth, and this one has failed before.
     pub(crate) fn is_first_failed_meeting(&mut self) -> bool {
-        !std::mem::replace(&mut self.areas.said_failed, true)
+        !std::mem::replace(&mut self.areas.has_reported_failure, true)
     }
 
     /// Returns what tells this growth from others of the pool where ranks wait for each other.
@@ -230,7 +240,7 @@ impl CudaEngine {
     pub(crate) fn prepare_growth(&self, block: &Block<u8>, deadline: Deadline) -> Result<()> {
         let Some(large) = self.areas.grown(0) else { return Ok(()) };
         let (at, api) = (block.address(), self.api);
-        self.at_once(deadline, |stream| {
+        self.run_and_wait(deadline, |stream| {
             initial_data(&large).into_iter().try_for_each(|(begin, word, bytes)| {
                 // SAFETY: a part of a block that the caller holds, of which no other rank knows; parts begin and end at
                 // multiples of 4096.
@@ -246,7 +256,8 @@ impl CudaEngine {
         let Some(large) = self.areas.grown(block.wrapping_sub(self.comm.control)) else {
             return Ok(());
         };
-        let areas = [self.areas.small, large].map(|area| area.for_links(self.direct).area_flags());
+        let areas =
+            [self.areas.small, large].map(|area| area.for_links(self.nvlinked).area_flags());
         let own = self.pool.layout().address(self.comm.rank, self.comm.control) + LOCAL_AREAS;
         let write = |words: fn(&AreaFlags) -> [(u64, u64); 3]| {
             let each = (own..).step_by(size_of::<AreaFlags>()).zip(&areas);
@@ -265,7 +276,7 @@ impl CudaEngine {
     /// Writes words of 64 bits to these addresses in the control block.
     fn write(&self, words: &[(u64, u64)], deadline: Deadline) -> Result<()> {
         let api = self.api;
-        self.at_once(deadline, |stream| {
+        self.run_and_wait(deadline, |stream| {
             words.iter().try_for_each(|&(at, word)| {
                 // SAFETY: words that only this rank's kernels read. Where some may run, they find an area without a length
                 // until its places are there.
@@ -278,7 +289,11 @@ impl CudaEngine {
     }
 
     /// Puts work on a stream of its own, which is part of no capture, and waits until it is done.
-    fn at_once(&self, deadline: Deadline, put: impl FnOnce(Stream) -> Result<()>) -> Result<()> {
+    fn run_and_wait(
+        &self,
+        deadline: Deadline,
+        put: impl FnOnce(Stream) -> Result<()>,
+    ) -> Result<()> {
         let api = self.api;
         cuda(self.pool.driver())?.with_context_unordered(|| {
             let stream = api.stream()?;

@@ -98,7 +98,7 @@ impl CudaEngine {
         CallParams { description: *description.words(), ..*params }
     }
 
-    /// To be called when that kernel was put on a stream.
+    /// Counts a kernel that opens with a handshake. To be called when it was put on a stream.
     #[inline]
     pub(super) fn note_handshake(&mut self) {
         self.count_large_call();
@@ -326,8 +326,8 @@ impl CudaEngine {
         }
     }
 
-    /// Reports calls and messages that were declined during a capture, once it has ended. A graph that is captured next may be launched at
-    /// once, so the other ranks are waited for then.
+    /// Reports calls and messages that were declined during a capture, once it has ended. A graph that is captured next may
+    /// be launched at once, so the other ranks are waited for then.
     ///
     /// # Errors
     ///

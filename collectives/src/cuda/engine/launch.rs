@@ -48,8 +48,8 @@ impl CudaEngine {
     }
 
     /// The most SMs that kernels of the call under way take.
-    pub(in super::super) fn most_sms(&self) -> u32 {
-        self.kernels.most_sms()
+    pub(in super::super) fn max_sms(&self) -> u32 {
+        self.kernels.max_sms()
     }
 
     /// A call without data: the handshake alone.

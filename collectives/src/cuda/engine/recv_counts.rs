@@ -19,14 +19,14 @@ const ROWS: usize = 1;
 const BY_EXPERT: usize = 2;
 const COUNTS: usize = 4;
 
-/// Where dispatches of a communicator tell the host sizes, one at a time.
-pub(in crate::cuda) struct Sizes {
+/// Words in which dispatches of a communicator tell the host how many rows arrive, one dispatch at a time.
+pub(in crate::cuda) struct RecvCounts {
     words: Words,
     /// The number of the last call that was asked.
     number: u32,
 }
 
-impl Sizes {
+impl RecvCounts {
     /// The device's context must be current.
     pub(in crate::cuda) fn new(api: &Api) -> Result<Self> {
         Ok(Self { words: Words::new(api, COUNTS + MAX_EXPERTS as usize)?, number: 0 })

@@ -17,7 +17,7 @@ use super::stream_order::{CallEvents, StreamOrder};
 use super::{CudaEngine, CudaEngineOptions, ReadyKernels};
 use crate::DType;
 use crate::algorithm::AlgorithmId;
-use crate::cuda::all_reduce::constraints::{AllReduceShape, directly_linked};
+use crate::cuda::all_reduce::constraints::{AllReduceShape, are_nvlinked};
 use crate::cuda::driver::api::{Api, cuda};
 use crate::cuda::kernel::kernels::Kernels;
 use crate::cuda::kernel::modules::Modules;
@@ -73,7 +73,7 @@ impl CudaEngine {
             world: pool.world(),
             input_window: true,
             output_window: true,
-            direct: directly_linked(&options.links),
+            nvlinked: are_nvlinked(&options.links),
             beside_compute: options.budget.beside_compute,
             streams_may_wait: streams_may_wait(pool)?,
         };
@@ -114,8 +114,8 @@ impl CudaEngine {
             MemoryOperations::new(api, pool, (&control, own), Arc::clone(&failure))
         })?;
         let timeout = Arc::new(Timeout::new(options.timeout));
-        let direct = directly_linked(&options.links);
-        let comm = control.for_links(direct).comm(
+        let nvlinked = are_nvlinked(&options.links);
+        let comm = control.for_links(nvlinked).comm(
             &layout,
             control_offset,
             timeout.nanoseconds(),
@@ -129,15 +129,15 @@ impl CudaEngine {
             maker: ProcessId::here(),
             api,
             measured: measured_table(pool)?,
-            direct,
+            nvlinked,
             beside_compute: options.budget.beside_compute,
             control,
             areas: Areas::new(control, options.grown, number),
             comm,
-            usual_exchange: Exchange::of(AlgorithmId::of_all_to_all(options.all_to_all)),
+            default_exchange: Exchange::of(AlgorithmId::of_all_to_all(options.all_to_all)),
             kernels,
             failure,
-            sizes: None,
+            recv_counts: None,
             timeout,
             order: StreamOrder::default(),
             events: CallEvents::default(),

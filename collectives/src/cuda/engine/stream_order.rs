@@ -81,13 +81,13 @@ impl Events for CudaEvents<'_> {
 
 /// A stream, of which the handle of the streams of threads alone says too little.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
+struct StreamId {
     stream: Stream,
     /// The number of the thread for `CU_STREAM_PER_THREAD`, else 0.
     thread: u64,
 }
 
-impl Place {
+impl StreamId {
     #[inline]
     fn of(stream: Stream) -> Self {
         Self { stream, thread: if stream.is_per_thread() { this_thread() } else { 0 } }
@@ -108,17 +108,17 @@ fn this_thread() -> u64 {
 
 /// The end of the last call that was captured, as far as is known.
 #[derive(Clone, Copy, Debug)]
-struct Captured {
+struct CapturedCall {
     /// The number of its capture.
     capture: u64,
-    place: Place,
+    id: StreamId,
 }
 
 /// The last call outside graphs. Graphs are ordered by whoever launches them.
 #[derive(Debug, Default)]
 pub(in crate::cuda) struct StreamOrder {
     /// The stream of the last call, unless that was forgotten.
-    last: Option<Place>,
+    last: Option<StreamId>,
     /// An event, made when one is first needed.
     event: Option<Handle>,
     /// Whether the event was recorded behind the last call. If not, the next call on another stream waits for all
@@ -128,7 +128,7 @@ pub(in crate::cuda) struct StreamOrder {
     /// with all that is on that stream.
     in_graphs: bool,
     /// The last captured call, unless it was captured on the stream of the last call outside graphs and nobody asked.
-    captured: Option<Captured>,
+    captured: Option<CapturedCall>,
     /// An event behind that call, within its capture.
     captured_event: Option<Handle>,
 }
@@ -141,24 +141,24 @@ impl StreamOrder {
         events: &impl Events,
         stream: Stream,
     ) -> Result<()> {
-        if self.last == Some(Place::of(stream)) && self.captured.is_none() {
+        if self.last == Some(StreamId::of(stream)) && self.captured.is_none() {
             return Ok(());
         }
-        self.follow_on(events, Place::of(stream))
+        self.follow_on(events, StreamId::of(stream))
     }
 
-    fn follow_on(&mut self, events: &impl Events, place: Place) -> Result<()> {
-        let stream = place.stream;
+    fn follow_on(&mut self, events: &impl Events, id: StreamId) -> Result<()> {
+        let stream = id.stream;
         events.check(stream)?;
         if events.is_capturing(stream) {
             self.in_graphs = true;
-            return self.follow_in_capture(events, place);
+            return self.follow_in_capture(events, id);
         }
-        if self.captured.is_some_and(|call| !events.is_capturing(call.place.stream)) {
+        if self.captured.is_some_and(|call| !events.is_capturing(call.id.stream)) {
             self.captured = None;
         }
         match self.last {
-            Some(last) if last == place => return Ok(()),
+            Some(last) if last == id => return Ok(()),
             _ if self.is_recorded => {}
             Some(last) if !last.is_named_here() => return Err(other_threads()),
             Some(last) if events.is_capturing(last.stream) => {
@@ -166,14 +166,14 @@ impl StreamOrder {
             }
             Some(last) => self.record(events, last.stream)?,
             None => {
-                self.last = Some(place);
+                self.last = Some(id);
                 return Ok(());
             }
         }
         if let Some(event) = self.event {
             events.wait(event, stream)?;
         }
-        (self.last, self.is_recorded) = (Some(place), false);
+        (self.last, self.is_recorded) = (Some(id), false);
         Ok(())
     }
 
@@ -185,17 +185,17 @@ impl StreamOrder {
     }
 
     /// Puts what is captured on a stream from now on behind the last call of the same capture.
-    fn follow_in_capture(&mut self, events: &impl Events, place: Place) -> Result<()> {
-        let Some(capture) = events.capture_of(place.stream) else { return Ok(()) };
+    fn follow_in_capture(&mut self, events: &impl Events, id: StreamId) -> Result<()> {
+        let Some(capture) = events.capture_of(id.stream) else { return Ok(()) };
         let before = match self.captured.filter(|call| call.capture == capture) {
-            Some(call) => call.place,
+            Some(call) => call.id,
             // A call that was captured on the stream of the last call outside graphs went unnoticed, unless an event was
             // recorded behind that one.
             None => match self.last {
                 Some(last)
                     if !self.is_recorded
                         && last.is_named_here()
-                        && last != place
+                        && last != id
                         && events.capture_of(last.stream) == Some(capture) =>
                 {
                     self.note_captured(events, last)?;
@@ -205,7 +205,7 @@ impl StreamOrder {
             },
         };
         match self.captured_event {
-            Some(event) if before != place => events.wait(event, place.stream),
+            Some(event) if before != id => events.wait(event, id.stream),
             _ => Ok(()),
         }
     }
@@ -221,21 +221,21 @@ impl StreamOrder {
         concurrent: bool,
     ) -> Result<()> {
         let is_plain = !self.is_recorded && self.captured.is_none() && !stream.is_per_thread();
-        if is_plain && !concurrent && self.last == Some(Place::of(stream)) {
+        if is_plain && !concurrent && self.last == Some(StreamId::of(stream)) {
             return Ok(());
         }
-        self.end_call(events, Place::of(stream), concurrent)
+        self.end_call(events, StreamId::of(stream), concurrent)
     }
 
-    fn end_call(&mut self, events: &impl Events, place: Place, concurrent: bool) -> Result<()> {
-        if events.is_capturing(place.stream) {
+    fn end_call(&mut self, events: &impl Events, id: StreamId, concurrent: bool) -> Result<()> {
+        if events.is_capturing(id.stream) {
             self.in_graphs = true;
-            return self.note_captured(events, place);
+            return self.note_captured(events, id);
         }
-        if self.last == Some(place) {
+        if self.last == Some(id) {
             self.is_recorded = false;
-            if place.stream.is_per_thread() || (concurrent && !self.in_graphs) {
-                self.record_behind(events, place.stream);
+            if id.stream.is_per_thread() || (concurrent && !self.in_graphs) {
+                self.record_behind(events, id.stream);
             }
         }
         Ok(())
@@ -244,15 +244,15 @@ impl StreamOrder {
     /// Moves the end of the last call behind all that `stream` was given so far: the next call, on whatever stream,
     /// comes after it. If the last call is on another stream, this one waits for it first.
     pub(in crate::cuda) fn extend(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
-        let place = Place::of(stream);
-        let moves = self.last != Some(place);
+        let id = StreamId::of(stream);
+        let moves = self.last != Some(id);
         if !moves && !self.is_recorded && self.captured.is_none() && !stream.is_per_thread() {
             // The next call on another stream waits for all that is on this one.
             return Ok(());
         }
         self.switch_to(events, stream)?;
         if events.is_capturing(stream) {
-            return self.note_captured(events, place);
+            return self.note_captured(events, id);
         }
         if moves || self.is_recorded || stream.is_per_thread() {
             self.record_behind(events, stream);
@@ -266,12 +266,12 @@ impl StreamOrder {
         events: &impl Events,
         stream: Stream,
     ) -> Result<()> {
-        let place = Place::of(stream);
+        let id = StreamId::of(stream);
         if events.is_capturing(stream) {
             self.in_graphs = true;
-            return self.note_captured(events, place);
+            return self.note_captured(events, id);
         }
-        if self.last == Some(place) {
+        if self.last == Some(id) {
             self.record_behind(events, stream);
         }
         Ok(())
@@ -283,8 +283,8 @@ impl StreamOrder {
         events: &impl Events,
         stream: Stream,
     ) -> Result<()> {
-        let place = Place::of(stream);
-        if self.last != Some(place) || self.is_recorded {
+        let id = StreamId::of(stream);
+        if self.last != Some(id) || self.is_recorded {
             return Ok(());
         }
         if !events.is_capturing(stream) {
@@ -295,14 +295,14 @@ impl StreamOrder {
         // The last call of this capture may be on another of its streams.
         let capture = events.capture_of(stream);
         let known = self.captured.is_some_and(|call| Some(call.capture) == capture);
-        if known { Ok(()) } else { self.note_captured(events, place) }
+        if known { Ok(()) } else { self.note_captured(events, id) }
     }
 
     /// Does not touch `stream` again unless a call names it. The stream still lives.
     pub(in crate::cuda) fn forget(&mut self, events: &impl Events, stream: Stream) -> Result<()> {
-        let place = Place::of(stream);
-        let holds_captured = self.captured.is_some_and(|call| call.place == place);
-        let holds_last = self.last == Some(place);
+        let id = StreamId::of(stream);
+        let holds_captured = self.captured.is_some_and(|call| call.id == id);
+        let holds_last = self.last == Some(id);
         let needs = holds_captured || (holds_last && !self.is_recorded);
         if needs && events.is_capturing(stream) {
             return Err(captured(stream, "forget it"));
@@ -320,14 +320,14 @@ impl StreamOrder {
     }
 
     /// Notes that the last call of a capture ends with what is on a stream of it now.
-    fn note_captured(&mut self, events: &impl Events, place: Place) -> Result<()> {
-        let Some(capture) = events.capture_of(place.stream) else { return Ok(()) };
+    fn note_captured(&mut self, events: &impl Events, id: StreamId) -> Result<()> {
+        let Some(capture) = events.capture_of(id.stream) else { return Ok(()) };
         let event = match self.captured_event {
             Some(event) => event,
             None => *self.captured_event.insert(events.event()?),
         };
-        events.record(event, place.stream)?;
-        self.captured = Some(Captured { capture, place });
+        events.record(event, id.stream)?;
+        self.captured = Some(CapturedCall { capture, id });
         Ok(())
     }
 

@@ -108,7 +108,7 @@ impl Kernels {
     }
 
     /// The most SMs that kernels of the call under way take.
-    pub(in crate::cuda) fn most_sms(&self) -> u32 {
+    pub(in crate::cuda) fn max_sms(&self) -> u32 {
         self.budget.most_blocks.min(self.sm_count())
     }
 

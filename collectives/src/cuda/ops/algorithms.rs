@@ -59,7 +59,7 @@ impl CudaEngine {
     ) -> Result<&'static Exchange> {
         let StandardCall { collective, algorithm, .. } = *call;
         if algorithm == AUTO {
-            return Ok(self.usual_exchange);
+            return Ok(self.default_exchange);
         }
         let all = Self::algorithms(collective);
         if !all.contains(&algorithm) {

@@ -160,7 +160,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *arguments;
-        let (size, by) = (dtype.size() as u64, self.usual_exchange);
+        let (size, by) = (dtype.size() as u64, self.default_exchange);
         let args = ExchangeArgs { call, by, places: (input, output), size, stream };
         // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
         // stream has done the call; the only part has as many.

@@ -59,8 +59,8 @@ impl CudaEngine {
             return unsafe { self.copy_alone(call, &arguments, stream) };
         }
         let (dtype, why) = (dtype.name(), why.name());
-        let (algorithm, most_sms) = (entry.name.name(), self.most_sms());
-        tracing::debug!(bytes, dtype, algorithm, why, most_sms, "all_reduce");
+        let (algorithm, max_sms) = (entry.name.name(), self.max_sms());
+        tracing::debug!(bytes, dtype, algorithm, why, max_sms, "all_reduce");
         self.note_algorithm(algorithm, Some(why));
         // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
         // stream has done the call; `work` has their addresses and their length.
@@ -103,7 +103,7 @@ impl CudaEngine {
             world: self.world(),
             input_window,
             output_window,
-            direct: self.direct,
+            nvlinked: self.nvlinked,
             beside_compute: self.beside_compute,
             streams_may_wait: self.streams_may_wait,
         }

@@ -157,7 +157,7 @@ impl CudaEngine {
     ) -> Result<()> {
         // SAFETY: the caller promised that `input` is readable for what is sent, and `output` writable for what is
         // received, until the stream has done the call; `splits` has their counts.
-        unsafe { self.exchange_splits(self.usual_exchange, places, splits, dtype, stream) }
+        unsafe { self.exchange_splits(self.default_exchange, places, splits, dtype, stream) }
     }
 
     /// # Safety
@@ -352,7 +352,7 @@ impl CudaEngine {
                 self.check_disjoint(&what, other, (address, bytes), stream)?;
             }
         }
-        let by = self.usual_exchange;
+        let by = self.default_exchange;
         let (inbox_bytes, head) = self.inbox_limits(by);
         let traffic = Traffic {
             send: PerRank::default(),

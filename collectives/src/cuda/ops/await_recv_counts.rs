@@ -31,7 +31,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<ReceivedSizes> {
         let written = |engine: &Self| {
-            let sizes = engine.sizes.as_ref()?;
+            let sizes = engine.recv_counts.as_ref()?;
             sizes.written(number, local_experts as usize)
         };
         let since = Instant::now();

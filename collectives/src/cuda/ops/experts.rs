@@ -55,7 +55,7 @@ impl CudaEngine {
         specs.sort();
         specs.dedup();
         self.prepare_kernels(&specs)?;
-        self.make_sizes()?;
+        self.make_recv_counts()?;
         // Counts of rows, which the ranks tell each other, travel through the LL inbox.
         let (vectors, room) = (self.count_vectors(shape), self.layouts()[0].ll_vectors());
         if vectors > room {
@@ -135,7 +135,7 @@ impl CudaEngine {
                     engine.rank()
                 )));
             }
-            let sizes = engine.sizes.as_mut();
+            let sizes = engine.recv_counts.as_mut();
             let sizes = sizes.ok_or_else(|| Error::invalid_state("no buffer for experts"))?;
             let (to, number) = sizes.next_call();
             let mut call = *call;
@@ -188,7 +188,7 @@ impl CudaEngine {
         // SAFETY: the caller promised that what `call` points to is there until the stream has done the call, and that
         // nothing else touches it; kernels of both operations take its work as their third parameter.
         unsafe { self.launch_with_work(kernel, (blocks, threads), &params, &work, stream) }?;
-        self.keep_area_of_experts();
+        self.keep_expert_area();
         Ok(())
     }
 

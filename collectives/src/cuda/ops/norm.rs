@@ -40,8 +40,8 @@ impl CudaEngine {
         let file =
             if algorithm == FusedAlgorithm::TwoShot { &NORM_TWO_SHOT } else { &NORM_ONE_SHOT };
         let kernel = self.kernel(spec(file, shape, world))?;
-        let (bytes, output, most_sms) = (shape.bytes(), shape.output.name(), self.most_sms());
-        tracing::debug!(bytes, output, algorithm = algorithm.name(), most_sms, "all_reduce_norm");
+        let (bytes, output, max_sms) = (shape.bytes(), shape.output.name(), self.max_sms());
+        tracing::debug!(bytes, output, algorithm = algorithm.name(), max_sms, "all_reduce_norm");
         let mut from = 0;
         while from < shape.tokens {
             let tokens = most.min(shape.tokens - from);

@@ -50,7 +50,7 @@ struct ScatterShape {
     lamport: bool,
     input_window: bool,
     /// Whether all ranks' devices are linked by NVLink, or are one device.
-    direct: bool,
+    nvlinked: bool,
     /// Whether calls may run beside compute, and whether the large ones then go in pieces.
     beside_compute: bool,
     in_pieces: bool,
@@ -65,7 +65,7 @@ impl ScatterShape {
     fn choose(&self) -> AlgorithmId {
         let Self { part, world, lamport, .. } = *self;
         let (pair, alone) = (world == 2, !self.beside_compute);
-        if pair && alone && self.input_window && self.direct && LOADED_BYTES.contains(&part) {
+        if pair && alone && self.input_window && self.nvlinked && LOADED_BYTES.contains(&part) {
             return DIRECT;
         }
         // LL sends twice the bytes that it carries; Lamport does not.
@@ -89,7 +89,7 @@ impl CudaEngine {
             world,
             lamport,
             input_window,
-            direct: self.direct,
+            nvlinked: self.nvlinked,
             beside_compute: self.beside_compute,
             in_pieces: self.pieces_pay_off(),
             launch: self.scatter_launch(lamport),
@@ -139,8 +139,8 @@ impl CudaEngine {
             Ok(entry) => entry,
             Err(error) => return Err(self.decline(error, stream)),
         };
-        let most_sms = self.most_sms();
-        tracing::debug!(part, %call, algorithm = entry.name(), most_sms, "reduce_scatter");
+        let max_sms = self.max_sms();
+        tracing::debug!(part, %call, algorithm = entry.name(), max_sms, "reduce_scatter");
         self.note_algorithm(entry.name(), None);
         let launch: unsafe fn(&mut Self, &Work) -> Result<()> = match entry.launch {
             ReduceScatterLaunch::Lamport => Self::scatter_lamport,
@@ -227,7 +227,7 @@ mod tests {
             world: 2,
             lamport: true,
             input_window: true,
-            direct: true,
+            nvlinked: true,
             beside_compute: false,
             in_pieces: false,
             launch: 4 << 20,
@@ -242,7 +242,7 @@ mod tests {
         assert_eq!([16, 17, 48].map(|mib| ordinary(mib).choose()), [LAMPORT, STAGES, COPY]);
         let little = ScatterShape { room: 2 << 20, ..ordinary(500) };
         assert_eq!(little.choose(), STAGES);
-        let over_a_bus = ScatterShape { direct: false, ..of(32) };
+        let over_a_bus = ScatterShape { nvlinked: false, ..of(32) };
         assert_eq!(over_a_bus.choose(), STAGES);
         let integers = ScatterShape { lamport: false, ..ordinary(1) };
         assert_eq!(integers.choose(), STAGES);

@@ -86,7 +86,7 @@ impl AllReduceShape {
             }
         } else {
             match self.bytes {
-                _ if hop && (few || !self.direct) => &[A::OneShotLl],
+                _ if hop && (few || !self.nvlinked) => &[A::OneShotLl],
                 _ if one_shot_is_faster(LL128_HOP_BYTES) => {
                     &[A::OneShotLl128, A::TwoShotPull, A::OneShotPull]
                 }
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(best(integers(64 << 10)), Algorithm::OneShotLl128);
         assert_eq!(best(integers(4 << 20)), Algorithm::TwoShotPush);
         assert_eq!(best(integers(32 << 10)), Algorithm::OneShotLl);
-        let over_a_bus = AllReduceShape { direct: false, ..integers(64 << 10) };
+        let over_a_bus = AllReduceShape { nvlinked: false, ..integers(64 << 10) };
         assert_eq!(best(over_a_bus), Algorithm::OneShotLl);
         let both = AllReduceShape { dtype: DType::F64, ..ordinary };
         assert_eq!(best(both), Algorithm::OneShotPull);
@@ -338,7 +338,7 @@ mod tests {
         let ordinary = AllReduceShape { output_window: false, ..shape(4 << 10, 4) };
         assert!(ordinary.resolve(Algorithm::TwoShotPush, &control).is_err());
         assert!(shape(1 << 30, 4).resolve(Algorithm::OneShot, &control).is_err());
-        let over_a_bus = AllReduceShape { direct: false, ..shape(4 << 10, 4) };
+        let over_a_bus = AllReduceShape { nvlinked: false, ..shape(4 << 10, 4) };
         let refused = over_a_bus.resolve(Algorithm::OneShotLl128, &control);
         let text = refused.expect_err("lines of 128 bytes may be torn").to_string();
         assert!(text.contains("ll128 needs NVLink between all devices"), "{text}");
@@ -365,7 +365,7 @@ mod tests {
         assert!(ordinary.choose(pull, &control, &measured).unwrap_err().is_unsupported());
         // A table that was measured over NVLink does not hold where devices of that name are on another bus.
         let over_a_bus =
-            AllReduceShape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };
+            AllReduceShape { dtype: DType::I32, bytes: 256 << 10, nvlinked: false, ..shape };
         assert_eq!(chosen(over_a_bus, auto, &measured), (Algorithm::OneShotLl, ChosenBy::Rule));
         // An algorithm that was measured with larger inboxes is not used where it does not fit.
         let little = Control::new(4, Footprint::ample(1 << 20, 1 << 20)).unwrap();

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use symmpool_allocator::testing::SplitMix64;
 use symmpool_allocator::{Result, Stream};
 
-use super::{Events, Handle, Place, StreamOrder};
+use super::{Events, Handle, StreamId, StreamOrder};
 
 type Work = BTreeSet<u32>;
 /// Key of a stream: its handle and the thread that it is of.
@@ -27,8 +27,8 @@ struct State {
 struct Model(Mutex<State>);
 
 fn key(stream: Stream) -> Key {
-    let place = Place::of(stream);
-    (place.stream.raw(), place.thread)
+    let id = StreamId::of(stream);
+    (id.stream.raw(), id.thread)
 }
 
 impl Model {
