@@ -29,8 +29,7 @@ EMULATOR := $(TARGET)/emulator
 EMULATED := LD_LIBRARY_PATH=$(EMULATOR) SYMMPOOL_CACHE_DIR=$(EMULATOR)/kernels
 CXXFLAGS := -std=c++20 -g -O2 -fPIC -shared -pthread -Wall -Wextra -Werror
 # Ways through every kernel, but for what takes minutes there: repeats and streams.
-EMULATED_CHECKS := one_shot_ll,one_shot_ll128,one_shot_lamport,one_shot_pull,two_shot_ll,two_shot_lamport$(\
-	),two_shot_pull,two_shot_push,two_shot_stages,two_shot_copy,all_to_all,all_gather_broadcast,reduce_scatter,experts,handles,one_sided,call_order,p2p,plans,odd_plans,random_plans,native,fused
+EMULATED_CHECKS := all_reduce,all_to_all,all_gather_broadcast,reduce_scatter,experts,handles,one_sided,call_order,p2p,plans,odd_plans,random_plans,native,fused
 # The same, with what takes minutes, as often as is worth while in a run of its own.
 LONG_PATIENCE := --limit 7200
 # Programs of `symmpool.language`, and their seed: `make test-long SEED=8` has others.

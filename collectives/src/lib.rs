@@ -44,6 +44,8 @@ pub use communicator::{
     CallPlan, Callee, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
     GroupOffer, ReceivedParts, Request, Selector, Splits,
 };
+#[doc(hidden)]
+pub use cuda::{Cases, CheckedAllReduce};
 pub use cuda::{end_watching, share_sms, share_sms_of_several};
 pub use host::{Arrivals, GroupKey, HostEngine, HostEngineOptions, Mailbox, PendingMessage};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};

@@ -23,6 +23,7 @@ mod ops;
 mod select;
 
 pub(crate) use self::all_reduce::constraints::fits_lamport;
+pub use self::all_reduce::row::{Cases, CheckedAllReduce};
 pub(crate) use self::engine::failure::Failure as CudaFailure;
 pub use self::engine::memory_operations::end_watching;
 pub(crate) use self::kernel::sm_budget::BudgetOptions;

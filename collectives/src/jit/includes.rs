@@ -34,6 +34,12 @@ pub(crate) fn sources_below() -> impl Iterator<Item = (&'static str, Vec<SourceH
     })
 }
 
+/// Whether a source or a header that it includes has memory that the threads of a block share.
+pub(crate) fn shares_memory(source: &str) -> bool {
+    let shared = "__shared__";
+    source.contains(shared) || headers_of(source).iter().any(|(_, text)| text.contains(shared))
+}
+
 /// The names between angle brackets or quotation marks behind each `#include`, whatever conditions it stands under. `None`
 /// where one is a macro, or the word stands in a place where what is included may be said in other ways.
 fn included(text: &str) -> Option<Vec<&str>> {

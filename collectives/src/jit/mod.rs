@@ -43,8 +43,8 @@ pub(crate) use sources::Kernel;
 
 use arch::Target;
 use cache::{Cache, CachedKernel, Key};
-pub(crate) use includes::sources_below;
 use includes::{SourceHeader, headers_of};
+pub(crate) use includes::{shares_memory, sources_below};
 use nvrtc::{Nvrtc, Output, Program};
 
 /// Part of every cache key. It changes when this module compiles the same sources differently.

@@ -93,7 +93,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     ];
     pool.commit()?;
     for algorithm in AllReduceAlgorithm::ALL {
-        if !options.wants(algorithm.name()) {
+        let one_of_all = algorithm.checked().is_some() && options.wants(families::ALL_REDUCES);
+        if !one_of_all && !options.wants(algorithm.name()) {
             continue;
         }
         if pool.rank() == 0 {

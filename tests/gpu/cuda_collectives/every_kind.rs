@@ -119,13 +119,11 @@ impl<'a> EveryKind<'a> {
         let [windows, ordinary] = [&self.windows, &self.ordinary];
         for algorithm in AllReduceAlgorithm::ALL {
             use AllReduceAlgorithm as A;
-            let count = match algorithm {
-                A::Auto | A::CubeMesh => continue,
-                A::OneShotLl | A::OneShotLl128 | A::OneShotLamport | A::OneShotPull => 10_000,
-                A::TwoShotPull | A::TwoShotStages => 100_000,
-                // Half as long where copies carry it: there is no room for more pieces than these.
-                A::TwoShotCopy => 1_000_000,
-                _ => some(1_800_000),
+            let count = match algorithm.checked() {
+                Some(checked) if checked.cases.in_pieces => some(checked.cases.count),
+                Some(checked) => checked.cases.count,
+                None if matches!(algorithm, A::OneShot | A::TwoShot) => some(1_800_000),
+                None => continue,
             };
             let options = CommunicatorOptions { algorithm, ..little.clone() };
             let all_reduce = StandardCollective::AllReduce;

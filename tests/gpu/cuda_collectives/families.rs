@@ -1,25 +1,24 @@
 //! The families of `check`, with the kernels that each of them runs: `bench/sanitize` takes them from here, so that a kernel
 //! that is in none is found by a test (`tests/tests/families.rs`).
 
+use symmpool_collectives::AllReduceAlgorithm;
+
 /// A family: its name, the files in `collectives/kernels` of the kernels that it is for, and whether these share memory in a
 /// block, in which tools look for races.
 type Family = (&'static str, &'static [&'static str], bool);
 
-/// Every family that a quick check has. All-reduces have one for each algorithm.
-const FAMILIES: [Family; 26] = [
-    ("one_shot_ll", &["all_reduce/one_shot.cu"], false),
-    ("one_shot_ll128", &["all_reduce/one_shot_ll128.cu"], false),
-    ("one_shot_lamport", &["all_reduce/one_shot.cu"], false),
-    ("one_shot_pull", &["all_reduce/one_shot_pull.cu"], false),
-    ("two_shot_ll", &["all_reduce/two_shot.cu"], false),
-    ("two_shot_lamport", &["all_reduce/two_shot.cu"], false),
-    ("two_shot_pull", &["all_reduce/two_shot_pull.cu"], false),
-    ("two_shot_push", &["all_reduce/two_shot_push.cu"], false),
-    ("two_shot_stages", &["all_reduce/two_shot_stages.cu"], false),
-    ("two_shot_copy", &["all_reduce/two_shot_copy.cu", "barrier/barrier.cu"], false),
+/// The name that stands for all-reduces by every single algorithm of devices.
+pub(crate) const ALL_REDUCES: &str = "all_reduce";
+
+/// Every family that a quick check has, but for all-reduces by single algorithms: each of these is a family.
+const FAMILIES: [Family; 16] = [
     ("auto", &[], false),
     ("growth", &[], true),
-    ("all_to_all", &["all_to_all/all_to_all.cu", "all_to_all/copy_companion.cu"], true),
+    (
+        "all_to_all",
+        &["all_to_all/all_to_all.cu", "all_to_all/copy_companion.cu", "barrier/barrier.cu"],
+        true,
+    ),
     ("all_gather_broadcast", &["broadcast/broadcast_stages.cu"], true),
     ("reduce_scatter", &[], false),
     ("experts", &["experts/dispatch.cu", "experts/combine.cu"], true),
@@ -42,7 +41,11 @@ const FAMILIES: [Family; 26] = [
 
 /// Prints a line for each: its name, and the tools of compute-sanitizer that have something to find there.
 pub(crate) fn print() {
-    for (name, _, shares_memory) in FAMILIES {
+    let all_reduces = AllReduceAlgorithm::ALL.into_iter();
+    let all_reduces =
+        all_reduces.filter_map(|each| Some((each.name(), each.checked()?.shares_memory)));
+    let others = FAMILIES.into_iter().map(|(name, _, shares_memory)| (name, shares_memory));
+    for (name, shares_memory) in all_reduces.chain(others) {
         println!("{name} memcheck{}", if shares_memory { " racecheck" } else { "" });
     }
 }

@@ -36,8 +36,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             ..Default::default()
         };
         let patient = CommunicatorOptions { timeout: 20 * timeout, ..options.clone() };
-        // Copy engines serve no calls below 1 MiB.
-        let usual = if algorithm == AllReduceAlgorithm::TwoShotCopy { 600_000 } else { 10_000 };
+        let usual = algorithm.checked().map_or(10_000, |checked| checked.cases.min_count);
         // The call of one rank differs in this: count, type, operation, or offset.
         for difference in 0..4 {
             let call = |comm: &Communicator, differs: bool| {

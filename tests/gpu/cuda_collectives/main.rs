@@ -114,7 +114,7 @@ struct Options {
     out: Option<PathBuf>,
     /// Algorithms to time, or checks to run, by name; all of them without it.
     ///
-    /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
+    /// Besides all-reduce algorithms, `check` has: all_reduce (by each algorithm of devices), first_calls (of two communicators, in another order on every other
     /// rank), all_to_all, all_gather_broadcast, reduce_scatter, experts, handles (of experts, with
     /// random numbers in them), one_sided, call_order (of calls
     /// on several streams), p2p, plans, odd_plans, random_plans (programs of a seed; only if named) and native

@@ -33,10 +33,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let windows: (Block<u8>, Block<u8>) = (pool.alloc(most)?, pool.alloc(most)?);
     let other: (Block<u8>, Block<u8>) = (ordinary.alloc(most)?, ordinary.alloc(most)?);
     pool.commit()?;
-    // The algorithms that leave nothing open.
-    let open = [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot];
-    let algorithms: Vec<_> =
-        AllReduceAlgorithm::ALL.into_iter().filter(|algorithm| !open.contains(algorithm)).collect();
+    // The algorithms of devices that leave nothing open.
+    let algorithms: Vec<_> = AllReduceAlgorithm::ALL
+        .into_iter()
+        .filter(|algorithm| algorithm.checked().is_some())
+        .collect();
     let mut bench = Bench::new(pool, LONG_GRAPHS)?;
     for (dtype, lamport) in [(DType::Bf16, true), (DType::I32, false)] {
         for (blocks, windows) in [(&windows, true), (&other, false)] {

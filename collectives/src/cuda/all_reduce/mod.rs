@@ -23,9 +23,10 @@ mod two_shot_push;
 pub(in crate::cuda) mod two_shot_stages;
 
 use self::constraints::AllReduceShape;
-use self::row::AllReduce;
-use crate::AllReduceAlgorithm as Name;
+use self::row::{AllReduce, CheckedAllReduce};
 use crate::cuda::layout::params::Control;
+use crate::jit::{Kernel, shares_memory};
+use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// All-reduces, in the order in which names that stand for several try them.
 pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
@@ -45,6 +46,17 @@ impl AllReduce {
     /// The algorithm of this name; `None` if the name leaves something open, or is of host memory.
     pub(in crate::cuda) fn named(name: Name) -> Option<&'static Self> {
         ALL_REDUCE.iter().find(|entry| entry.name == name)
+    }
+}
+
+impl Name {
+    /// The algorithm as checks of devices see it. `None` if the name leaves something open, or is of host memory.
+    #[doc(hidden)]
+    pub fn checked(self) -> Option<CheckedAllReduce> {
+        let entry = AllReduce::named(self)?;
+        let kernel = Kernel::named((entry.kernel)(2, (DType::F32, ReduceOp::Sum), 0).kernel);
+        let shares_memory = shares_memory(kernel.source);
+        Some(CheckedAllReduce { kernel: kernel.path, shares_memory, cases: entry.cases })
     }
 }
 
@@ -70,8 +82,8 @@ impl AllReduceShape {
 mod tests {
     use super::constraints::MIN_COPY_BYTES;
     use super::*;
+    use crate::AllReduceAlgorithm as Algorithm;
     use crate::cuda::layout::params::Footprint;
-    use crate::{AllReduceAlgorithm as Algorithm, DType};
 
     fn shape(bytes: u64, world: u32) -> AllReduceShape {
         AllReduceShape::between_windows(bytes, DType::F32, world)

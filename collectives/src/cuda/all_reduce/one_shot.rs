@@ -5,7 +5,7 @@
 use symmpool_allocator::Result;
 
 use super::constraints::{always, fits_lamport};
-use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::sources::ONE_SHOT;
@@ -21,6 +21,7 @@ pub(super) const LAMPORT: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec { lamport: true, ..KernelSpec::reduces(&ONE_SHOT, of) },
     launch,
+    cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
 };
 
 /// Row of the LL protocol.
@@ -32,6 +33,7 @@ pub(super) const LL: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT, of),
     launch,
+    cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
 };
 
 /// # Safety

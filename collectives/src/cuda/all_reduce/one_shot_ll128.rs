@@ -5,7 +5,7 @@
 use symmpool_allocator::Result;
 
 use super::constraints::always;
-use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::LL128_PAYLOAD;
@@ -23,6 +23,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT_LL128, of),
     launch,
+    cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
 };
 
 /// # Safety

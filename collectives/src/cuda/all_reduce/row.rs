@@ -31,6 +31,30 @@ pub(in crate::cuda) struct AllReduce {
     pub(in crate::cuda) kernel: fn(u32, Reduction, u64) -> KernelSpec,
     /// Launches it. You must keep the promises of [`AllReduceCall`].
     pub(in crate::cuda) launch: unsafe fn(&mut dyn KernelLauncher, &AllReduceCall) -> Result<()>,
+    /// Calls that check it.
+    pub(in crate::cuda) cases: Cases,
+}
+
+/// Calls that check an all-reduce on devices, with inboxes of 2 MiB and scratch of 1 MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cases {
+    /// Elements of a call that it serves there.
+    pub count: usize,
+    /// Whether that goes in several launches. Shorter calls go in one.
+    pub in_pieces: bool,
+    /// Elements of 2 bytes of a short call.
+    pub min_count: usize,
+}
+
+/// An all-reduce algorithm of devices, as checks see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CheckedAllReduce {
+    /// The file of its kernel below `collectives/kernels`.
+    pub kernel: &'static str,
+    /// Whether blocks of the kernel share memory, in which tools look for races.
+    pub shares_memory: bool,
+    /// Calls that check it.
+    pub cases: Cases,
 }
 
 /// Launches of an engine, on one rank.

@@ -6,7 +6,7 @@ use symmpool_allocator::Result;
 
 use super::constraints::{AllReduceShape, fits_lamport};
 use super::reduction_call::Work;
-use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
@@ -31,6 +31,7 @@ pub(super) const LAMPORT: AllReduce = AllReduce {
         KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, true, bytes)
     },
     launch: launch_lamport,
+    cases: Cases { count: 1_800_000, in_pieces: true, min_count: 10_000 },
 };
 
 /// Row of the LL protocol.
@@ -44,6 +45,7 @@ pub(super) const LL: AllReduce = AllReduce {
         KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, false, bytes)
     },
     launch: launch_ll,
+    cases: Cases { count: 1_800_000, in_pieces: true, min_count: 10_000 },
 };
 
 fn pays_off_in_inboxes(shape: &AllReduceShape, control: &Control, lamport: bool) -> bool {

@@ -5,7 +5,7 @@
 use symmpool_allocator::Result;
 
 use super::constraints::{MIN_COPY_BYTES, at_once};
-use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::sources::TWO_SHOT_COPY;
@@ -28,6 +28,8 @@ pub(super) const ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_COPY, of),
     launch,
+    // There is no room for more pieces than these.
+    cases: Cases { count: 1_000_000, in_pieces: false, min_count: 600_000 },
 };
 
 /// # Safety

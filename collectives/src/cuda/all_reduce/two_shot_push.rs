@@ -5,7 +5,7 @@
 use symmpool_allocator::Result;
 
 use super::constraints::at_once;
-use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
@@ -26,6 +26,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_PUSH, of),
     launch,
+    cases: Cases { count: 1_800_000, in_pieces: true, min_count: 10_000 },
 };
 
 /// Pushes inputs through scratch and results into outputs that are windows, in as many launches as the scratch's

@@ -6,7 +6,7 @@ use symmpool_allocator::Result;
 
 use super::constraints::always;
 use super::reduction_call::Work;
-use super::row::{AllReduce, AllReduceCall, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
@@ -33,6 +33,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::two_shot_stages(of, TwoShotCollective::AllReduce),
     launch,
+    cases: Cases { count: 100_000, in_pieces: false, min_count: 10_000 },
 };
 
 /// # Safety
