@@ -92,14 +92,17 @@ impl Group {
         signature = (*, timeout = Number::of(300.0)),
         text_signature = "(*, timeout=300.0)"
     )]
-    fn from_env(py: Python<'_>, timeout: Number<f64>) -> PyResult<Self> {
+    fn from_env(py: Python<'_>, timeout: Number<f64>) -> PyResult<Bound<'_, Self>> {
         let timeout = timeout.seconds(py, "timeout")?;
         let meet = || {
             let deadline = Deadline::after(timeout);
             symmpool_allocator::Group::from_env_with_interrupt(deadline, is_interrupted)
         };
         let group = py.detach(meet).or_raise(py)?;
-        Ok(Self::of(group.with_timeout(timeout)))
+        let group = Bound::new(py, Self::of(group.with_timeout(timeout)))?;
+        // Calls that name no group mean this one: there is one store at the launcher's address.
+        py.import("symmpool.groups.resolution")?.call_method1("remember", (&group,))?;
+        Ok(group)
     }
 
     /// `world` groups of one process, in rank order, for a thread each.

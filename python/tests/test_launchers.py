@@ -133,6 +133,25 @@ def test_ranks_meet_where_the_launcher_says(launcher, free_port):
     assert found == [f"{rank} 3 {hosts} 3" for rank in range(3)]
 
 
+WITHOUT_A_NAME = """
+import numpy as np
+import symmpool
+
+group = symmpool.Group.from_env(timeout=60)
+sums = []
+for _ in range(2):
+    x = np.full(4, group.rank + 1.0, np.float32)
+    symmpool.all_reduce(x)
+    sums.append(float(x[0]))
+print(sums, symmpool.Pool().world, symmpool.Pool(group).world)
+"""
+
+
+def test_calls_that_name_no_group_use_the_one_that_the_program_made_of_the_environment(free_port):
+    ranks = [torchrun(rank, 2, free_port) for rank in range(2)]
+    assert outputs(ranks, WITHOUT_A_NAME) == ["[3.0, 3.0] 2 2"] * 2
+
+
 def test_ranks_of_different_launchers_meet_in_a_folder(tmp_path):
     place = {"SYMMPOOL_STORE": f"file://{tmp_path}"}
     ranks = [{**launcher(rank, 3, 1), **place} for rank, launcher in enumerate((slurm, open_mpi, torchrun))]

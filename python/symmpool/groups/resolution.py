@@ -34,6 +34,8 @@ _default_was_torchs: list[bool] = []
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 # The group of the environment, once it was asked for.
 _of_environment: list[Group] = []
+# The group that the program has last made of the environment itself, while that lives.
+_made_by_program: list[weakref.ref[Group]] = []
 # For these tables. Nobody waits for another rank while it is held.
 _lock = threading.RLock()
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
@@ -53,6 +55,11 @@ def key_of(argument: Any) -> Any:
     return _environment({})
 
 
+def remember(group: Group) -> None:
+    """The program has made a group of the environment: calls that name none use it, while it lives."""
+    _made_by_program[:] = [weakref.ref(group)]
+
+
 def _environment(options: dict[str, float]) -> Group:
     with _first:
         if not _of_environment:
@@ -62,7 +69,8 @@ def _environment(options: dict[str, float]) -> Group:
                     "symmpool: torch's default process group was destroyed; what comes after needs another "
                     "group: init_process_group makes one, and Group.from_env() one without torch"
                 )
-            _of_environment.append(Group.from_env(**options))
+            made = _made_by_program[0]() if _made_by_program else None
+            _of_environment.append(made or Group.from_env(**options))
         return _of_environment[0]
 
 
