@@ -79,12 +79,12 @@ impl CallLock {
         control.chain(self.memory.grown.get().map(|block| (block.offset(), block.bytes())))
     }
 
-    /// See [`Communicator::is_nested`].
+    /// See [`Communicator::is_nested`](super::Communicator::is_nested).
     pub(super) fn is_nested(&self) -> bool {
         matches!(&self.memory.control, Some(ControlMemory::Nested(_)))
     }
 
-    /// See [`Communicator::all_are_here`].
+    /// See [`Communicator::all_are_here`](super::Communicator::all_are_here).
     pub(super) fn take_entry_back(&self) {
         if let Some(ControlMemory::Nested(memory)) = &self.memory.control {
             memory.take_entry_back();
