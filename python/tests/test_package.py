@@ -56,7 +56,12 @@ def test_all_names_are_there_and_documented():
 
 
 def members(node):
-    return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    """The functions of a class or module. The first one of several overloads has all parameters."""
+    found = {}
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef):
+            found.setdefault(item.name, item)
+    return found
 
 
 def parameters_of(stub, without_self):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from symmpool.experts.buffer import ExpertBuffer
 
 __all__ = ["SCALES", "Handle", "Received", "copied", "received_rows", "scales_of"]
 
@@ -23,6 +20,17 @@ def scales_of(hidden: int, quantize: str) -> tuple[int, torch.dtype]:
     return -(-hidden // GROUP), SCALES[quantize]
 
 
+class HandleOwner(Protocol):
+    """The buffer that a handle belongs to, as far as handles need it: an `ExpertBuffer`."""
+
+    world: int
+    capacity: int
+    local_experts: int
+    top_k: int
+    device: torch.device
+    _parts: dict[str, int]
+
+
 class Handle:
     """How the tokens of a dispatch were routed. `ExpertBuffer.combine` sends their rows back with it, and a
     later `ExpertBuffer.dispatch(x, handle=handle)` sends other rows the same way. Any number of them may be
@@ -33,14 +41,14 @@ class Handle:
 
     def __init__(
         self,
-        buffer: ExpertBuffer,
+        buffer: HandleOwner,
         tokens: int,
         layout: str,
         alignment: int,
         rows: int,
         memory: torch.Tensor | None = None,
     ):
-        self.buffer = buffer
+        self.buffer: Any = buffer
         self._parts = buffer._parts
         if memory is None:
             memory = torch.empty(self._parts["elements"], dtype=torch.int32, device=buffer.device)
