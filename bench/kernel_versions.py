@@ -26,11 +26,12 @@ KERNELS_OF = {
 INCLUDED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 
-def kernel_versions(root):
-    """Returns the versions of the kernels below a folder, as `symmpool._symmpool.built()` does: by
-    each folder's name, the CRC-32 of the paths and texts of its files and of the files that they
+def kernel_versions(*roots):
+    """Returns the versions of the kernels in the folders of these, as `symmpool._symmpool.built()` does:
+    by each folder's name, the CRC-32 of the paths and texts of its files and of the files that they
     include."""
-    texts = {str(path.relative_to(root)): path.read_text() for path in sorted(Path(root).glob("*/*.cu*"))}
+    files = {str(path.relative_to(root)): path for root in roots for path in Path(root).glob("*/*.cu*")}
+    texts = {name: path.read_text() for name, path in sorted(files.items())}
 
     def with_headers(path):
         found, left = set(), [path]
@@ -54,7 +55,7 @@ def _version(texts, names):
 
 @functools.cache
 def of_this_tree():
-    return kernel_versions(ROOT / "collectives/kernels")
+    return kernel_versions(ROOT / "collectives/kernels", ROOT / "collectives/src/cuda")
 
 
 def changed_since(report, now=None):

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::cuda::kernels;
 use crate::jit::sources_below;
 
 /// The commit that the library was built from, with `-dirty` behind it where files had changed: what the environment variable
@@ -21,7 +22,7 @@ pub fn built_from() -> Option<&'static str> {
 #[must_use]
 pub fn kernel_versions() -> BTreeMap<&'static str, String> {
     let mut folders: BTreeMap<&str, BTreeSet<(&str, &str)>> = BTreeMap::new();
-    for (folder, files) in sources_below() {
+    for (folder, files) in sources_below(kernels()) {
         folders.entry(folder).or_default().extend(files);
     }
     let version = |files: BTreeSet<(&str, &str)>| {

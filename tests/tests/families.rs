@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use symmpool_collectives::AllReduceAlgorithm;
 
 const FAMILIES: &str = "tests/gpu/cuda_collectives/families.rs";
+/// Folders in which those of collectives have kernels and headers.
+const FOLDERS: [&str; 2] = ["collectives/kernels", "collectives/src/cuda"];
 /// A kernel for tests of the compiler.
 const FOR_TESTS: &str = "reduce_local/reduce_local.cu";
 
@@ -43,17 +45,19 @@ fn families() -> Vec<(String, Vec<String>, bool)> {
     found
 }
 
-/// The kernels' files, below `collectives/kernels`.
+/// The kernels' files, below the folders that have them.
 fn kernels() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    let folder = root().join("collectives/kernels");
-    for collective in fs::read_dir(&folder).expect("kernels").flatten() {
-        let Ok(files) = fs::read_dir(collective.path()) else { continue };
-        for file in
-            files.flatten().filter(|file| file.path().extension().is_some_and(|end| end == "cu"))
-        {
-            let path = file.path();
-            found.insert(path.strip_prefix(&folder).expect("below it").display().to_string());
+    for folder in FOLDERS.map(|folder| root().join(folder)) {
+        for collective in fs::read_dir(&folder).expect("folders").flatten() {
+            let Ok(files) = fs::read_dir(collective.path()) else { continue };
+            for file in files.flatten() {
+                let path = file.path();
+                let name = path.strip_prefix(&folder).expect("below it").display().to_string();
+                if name.ends_with(".cu") {
+                    found.insert(name);
+                }
+            }
         }
     }
     assert!(found.len() > 15, "{found:?}");
@@ -65,7 +69,9 @@ fn shares_memory(file: &str, seen: &mut BTreeSet<String>) -> bool {
     if !seen.insert(file.to_owned()) {
         return false;
     }
-    let text = read(Path::new("collectives/kernels").join(file));
+    let places = FOLDERS.map(|folder| Path::new(folder).join(file));
+    let place = places.into_iter().find(|place| root().join(place).exists());
+    let text = read(place.unwrap_or_else(|| panic!("{file} is in none of {FOLDERS:?}")));
     let includes = text.lines().filter_map(|line| line.strip_prefix("#include <"));
     let includes =
         includes.filter_map(|line| line.split_once('>')).map(|(name, _)| name.to_owned());

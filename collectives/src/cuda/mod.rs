@@ -22,6 +22,9 @@ mod layout;
 mod ops;
 mod select;
 
+use crate::jit::Kernel;
+use crate::jit::sources::KERNELS;
+
 pub(crate) use self::all_reduce::constraints::fits_lamport;
 pub use self::all_reduce::row::{Cases, CheckedAllReduce};
 pub(crate) use self::engine::failure::Failure as CudaFailure;
@@ -34,3 +37,8 @@ pub(crate) use self::layout::footprint::{
 };
 pub(crate) use self::layout::params::Footprint;
 pub(crate) use engine::{Area, CudaEngine, CudaEngineOptions, ReadyKernels};
+
+/// Every kernel.
+pub(crate) fn kernels() -> impl Iterator<Item = &'static Kernel<'static>> {
+    KERNELS.iter().copied().chain(all_reduce::kernels())
+}

@@ -1,7 +1,7 @@
 //! Which headers a kernel includes, directly and through others. A kernel is compiled with these alone, and is kept until
 //! one of them changes.
 
-use super::sources::{HEADERS, KERNELS};
+use super::sources::{HEADERS, Kernel};
 
 /// The name of a header, and its text.
 pub(super) type SourceHeader = (&'static str, &'static str);
@@ -23,9 +23,11 @@ pub(super) fn headers_of(source: &str) -> Vec<SourceHeader> {
     all.filter_map(|(header, taken)| taken.then_some(*header)).collect()
 }
 
-/// For every kernel and header: its folder, and its path and text with those of all that it includes.
-pub(crate) fn sources_below() -> impl Iterator<Item = (&'static str, Vec<SourceHeader>)> {
-    let kernels = KERNELS.iter().map(|kernel| (kernel.path, kernel.source));
+/// For each of these kernels and every header: its folder, and its path and text with those of all that it includes.
+pub(crate) fn sources_below(
+    kernels: impl Iterator<Item = &'static Kernel<'static>>,
+) -> impl Iterator<Item = (&'static str, Vec<SourceHeader>)> {
+    let kernels = kernels.map(|kernel| (kernel.path, kernel.source));
     kernels.chain(HEADERS.iter().copied()).map(|(path, source)| {
         let folder = path.split_once('/').map_or("", |(folder, _)| folder);
         let mut files = headers_of(source);
@@ -69,7 +71,8 @@ fn included(text: &str) -> Option<Vec<&str>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::jit::sources::{KERNELS, ONE_SIDED};
+    use crate::cuda::kernels;
+    use crate::jit::sources::ONE_SIDED;
 
     fn names(source: &str) -> Vec<&'static str> {
         headers_of(source).into_iter().map(|(name, _)| name).collect()
@@ -111,7 +114,7 @@ mod tests {
 
     #[test]
     fn every_include_of_ours_is_a_header_of_ours() {
-        let sources = KERNELS.iter().map(|kernel| kernel.source);
+        let sources = kernels().map(|kernel| kernel.source);
         for text in sources.chain(HEADERS.iter().map(|(_, text)| *text)) {
             for name in included(text).expect("plain includes") {
                 assert!(HEADERS.iter().any(|(header, _)| *header == name), "{name}");

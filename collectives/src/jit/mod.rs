@@ -39,7 +39,7 @@ use symmpool_allocator::{Error, Result};
 
 pub(crate) use arch::Arch;
 pub use found::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
-pub(crate) use sources::Kernel;
+pub(crate) use sources::{Kernel, kernel_beside};
 
 use arch::Target;
 use cache::{Cache, CachedKernel, Key};

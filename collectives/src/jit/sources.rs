@@ -1,4 +1,6 @@
-//! The files of `collectives/kernels`, which are part of the program.
+//! Kernels and their headers, which are part of the program: the files of `collectives/kernels`.
+
+use std::cmp::Ordering;
 
 /// A file with a kernel, which is its one `extern "C"` entry point.
 #[derive(Debug)]
@@ -80,7 +82,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/warps.cuh",
 ];
 
-/// Every kernel.
+/// Kernels of this folder. Those of all-reduces lie beside their launches (`cuda/all_reduce`).
 pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &ALL_TO_ALL,
     &BARRIER,
@@ -96,17 +98,9 @@ pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &NORM_TWO_SHOT,
     &DISPATCH,
     &MEASURED_BARRIER,
-    &ONE_SHOT,
-    &ONE_SHOT_LL128,
-    &ONE_SHOT_PULL,
     &ONE_SIDED,
     &P2P,
     &REDUCE_LOCAL,
-    &TWO_SHOT,
-    &TWO_SHOT_COPY,
-    &TWO_SHOT_PULL,
-    &TWO_SHOT_PUSH,
-    &TWO_SHOT_STAGES,
 ];
 
 /// Every code of [`DType::REDUCED`](crate::DType::REDUCED), the 8-bit floats included.
@@ -117,39 +111,39 @@ const OP: Axis = ("OP", &["1", "2", "3", "4", "5"]);
 /// Numbers of ranks: those of usual machines, of which 8 is the most.
 const WORLD: Axis = ("WORLD", &["2", "4", "8"]);
 /// Numbers of ranks for kernels that have larger blocks for few ranks.
-const UP_TO_4: Axis = ("WORLD", &["2", "4"]);
-const ABOVE_4: Axis = ("WORLD", &["8"]);
+pub(crate) const UP_TO_4: Axis = ("WORLD", &["2", "4"]);
+pub(crate) const ABOVE_4: Axis = ("WORLD", &["8"]);
 /// Numbers of ranks that are not usual, for which each kernel is compiled with one type.
 const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
 const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
 /// Numbers of ranks for kernels that are compiled with several types for the fewest ranks and for the most.
-const OTHERS: Axis = ("WORLD", &["3", "4", "5", "6", "7"]);
-const OTHERS_UP_TO_4: Axis = ("WORLD", &["3", "4"]);
-const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
+pub(crate) const OTHERS: Axis = ("WORLD", &["3", "4", "5", "6", "7"]);
+pub(crate) const OTHERS_UP_TO_4: Axis = ("WORLD", &["3", "4"]);
+pub(crate) const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
 /// One type for each way to widen, reduce and narrow, for kernels with more parameters than these.
-const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
-const LAMPORT_DTYPES: Axis = ("DTYPE", &["1", "4", "9"]);
+pub(crate) const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
+pub(crate) const LAMPORT_DTYPES: Axis = ("DTYPE", &["1", "4", "9"]);
 /// The fewest ranks that send to each other, and the most.
-const FEW_AND_MOST: Axis = ("WORLD", &["2", "8"]);
+pub(crate) const FEW_AND_MOST: Axis = ("WORLD", &["2", "8"]);
 /// Whether rows lie by expert.
 const BY_EXPERT: Axis = ("BY_EXPERT", &["0", "1"]);
-const BYTES: Axis = ("DTYPE", &["7"]);
-const F32: Axis = ("DTYPE", &["1"]);
-const SUM: Axis = ("OP", &["1"]);
+pub(crate) const BYTES: Axis = ("DTYPE", &["7"]);
+pub(crate) const F32: Axis = ("DTYPE", &["1"]);
+pub(crate) const SUM: Axis = ("OP", &["1"]);
 /// Threads of a block.
-const WIDE: Axis = ("THREADS", &["512"]);
-const NARROW: Axis = ("THREADS", &["256"]);
+pub(crate) const WIDE: Axis = ("THREADS", &["512"]);
+pub(crate) const NARROW: Axis = ("THREADS", &["256"]);
 /// Blocks of an SM: two where registers suffice.
-const ONE: Axis = ("BLOCKS", &["1"]);
-const TWO: Axis = ("BLOCKS", &["2"]);
+pub(crate) const ONE: Axis = ("BLOCKS", &["1"]);
+pub(crate) const TWO: Axis = ("BLOCKS", &["2"]);
 /// Protocols of inboxes.
-const LL: Axis = ("PROTOCOL", &["LL"]);
-const LAMPORT: Axis = ("PROTOCOL", &["LAMPORT"]);
-const BOTH: Axis = ("PROTOCOL", &["LL", "LAMPORT"]);
+pub(crate) const LL: Axis = ("PROTOCOL", &["LL"]);
+pub(crate) const LAMPORT: Axis = ("PROTOCOL", &["LAMPORT"]);
+pub(crate) const BOTH: Axis = ("PROTOCOL", &["LL", "LAMPORT"]);
 /// Collectives of kernels with two shots.
-const REDUCTIONS: Axis = ("COLLECTIVE", &["ALL_REDUCE", "REDUCE_SCATTER"]);
-const ALL_REDUCE: Axis = ("COLLECTIVE", &["ALL_REDUCE"]);
-const MOVES: Axis = ("COLLECTIVE", &["ALL_GATHER", "BROADCAST"]);
+pub(crate) const REDUCTIONS: Axis = ("COLLECTIVE", &["ALL_REDUCE", "REDUCE_SCATTER"]);
+pub(crate) const ALL_REDUCE: Axis = ("COLLECTIVE", &["ALL_REDUCE"]);
+pub(crate) const MOVES: Axis = ("COLLECTIVE", &["ALL_GATHER", "BROADCAST"]);
 /// Ways of an all-to-all.
 const INBOXES: Axis = ("DIRECT", &["0"]);
 const DIRECT: Axis = ("DIRECT", &["1"]);
@@ -158,6 +152,21 @@ const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
 const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
 const ANY_TOKENS: Axis = ("ONLY_FEW", &["0"]);
 const ONLY_FEW: Axis = ("ONLY_FEW", &["1"]);
+
+/// A kernel whose file lies beside the source file that has this: the folder and the name by which compilers know it, and its
+/// variants.
+macro_rules! kernel_beside {
+    ($folder:literal / $name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
+        $crate::jit::sources::Kernel {
+            name: $name,
+            path: concat!($folder, "/", $name, ".cu"),
+            entry: concat!("symmpool_", $name),
+            source: include_str!(concat!($name, ".cu")),
+            variants: &[$(&[$($axis),+]),+],
+        }
+    };
+}
+pub(crate) use kernel_beside;
 
 // A kernel of a communicator.
 macro_rules! collective {
@@ -246,80 +255,14 @@ pub(crate) const COMBINE: Kernel<'static> = collective!(
     [FEW_AND_MOST, ("THREADS", &["256", "512"]), BF16, BY_EXPERT, ONLY_FEW],
 );
 
-/// All-reduce in one shot through inboxes.
-pub(crate) const ONE_SHOT: Kernel<'static> = collective!(
-    "all_reduce" / "one_shot",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE, ONE, LL],
-    [FEW_AND_MOST, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
-    [OTHERS, F32, SUM, WIDE, ONE, BOTH],
-    // An average of integers divides.
-    [("WORLD", &["4"]), ("DTYPE", &["6"]), ("OP", &["5"]), WIDE, ONE, LL],
-);
-
-/// All-reduce in one shot in the LL128 protocol.
-pub(crate) const ONE_SHOT_LL128: Kernel<'static> = collective!(
-    "all_reduce" / "one_shot_ll128",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
-    [OTHERS, F32, SUM, WIDE],
-);
-
-/// All-reduce in one shot by loads from peers.
-pub(crate) const ONE_SHOT_PULL: Kernel<'static> = collective!(
-    "all_reduce" / "one_shot_pull",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
-    [OTHERS, F32, SUM, WIDE],
-);
-
-/// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
-pub(crate) const TWO_SHOT: Kernel<'static> = collective!(
-    "all_reduce" / "two_shot",
-    [FEW, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
-    [UP_TO_4, WIDE, ONE, BYTES, SUM, MOVES, LL],
-    [FEW, WIDE, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
-    [UP_TO_4, WIDE, TWO, ("DTYPE", &["1", "3", "4"]), SUM, REDUCTIONS, LAMPORT],
-    [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
-    [ABOVE_4, NARROW, ONE, BYTES, SUM, MOVES, LL],
-    [ABOVE_4, NARROW, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
-    [OTHERS_UP_TO_4, WIDE, ONE, F32, SUM, REDUCTIONS, BOTH],
-    [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ALL_REDUCE, BOTH],
-);
-
 /// Broadcast in stages, which peers pass on.
 pub(crate) const BROADCAST_STAGES: Kernel<'static> =
     collective!("broadcast" / "broadcast_stages", [WORLD, NARROW], [ODD, NARROW]);
 
-/// All-reduce in two shots through scratch and into outputs.
-pub(crate) const TWO_SHOT_PUSH: Kernel<'static> = collective!(
-    "all_reduce" / "two_shot_push",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
-    [OTHERS, F32, SUM, WIDE],
-);
-
-/// All-reduce in two shots, and reduce-scatter, in stages through scratch.
-pub(crate) const TWO_SHOT_STAGES: Kernel<'static> = collective!(
-    "all_reduce" / "two_shot_stages",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
-    [OTHERS, F32, SUM, REDUCTIONS, WIDE],
-);
-
-/// Reduces what copy engines carry of an all-reduce.
-pub(crate) const TWO_SHOT_COPY: Kernel<'static> = collective!(
-    "all_reduce" / "two_shot_copy",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
-    [OTHERS, F32, SUM, WIDE],
-);
-
-/// All-reduce in two shots, and reduce-scatter, by loads from peers.
-pub(crate) const TWO_SHOT_PULL: Kernel<'static> = collective!(
-    "all_reduce" / "two_shot_pull",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
-    [OTHERS, F32, SUM, REDUCTIONS, WIDE],
-);
-
 /// Outputs that are made of a fused sum, and how threads divide rows.
 const OUTPUTS: Axis = ("OUTPUT", &["SUM_ONLY", "NORM", "FP8_STATIC", "FP8_TOKEN", "FP8_GROUP"]);
 const NORM: Axis = ("OUTPUT", &["NORM"]);
-const FEW: Axis = ("WORLD", &["2"]);
+pub(crate) const FEW: Axis = ("WORLD", &["2"]);
 const NORM_DTYPES: Axis = ("DTYPE", &["1", "3", "4"]);
 const FP8_TOKEN: Axis = ("OUTPUT", &["FP8_TOKEN"]);
 const BF16: Axis = ("DTYPE", &["4"]);
@@ -432,14 +375,24 @@ pub(crate) const REDUCE_LOCAL: Kernel<'static> = Kernel {
     ],
 };
 
-impl Kernel<'static> {
-    /// The kernel of this name.
-    ///
-    /// # Panics
-    ///
-    /// Panics if there is none.
-    pub(crate) fn named(name: &str) -> &'static Self {
-        KERNELS.iter().copied().find(|kernel| kernel.name == name).expect("a kernel of ours")
+// A kernel is known by its name.
+impl PartialEq for Kernel<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Kernel<'_> {}
+
+impl PartialOrd for Kernel<'_> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Kernel<'_> {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.name.cmp(other.name)
     }
 }
 
@@ -469,11 +422,13 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::cuda::kernels;
     use crate::{DType, ReduceOp};
 
     #[test]
     fn every_file_of_the_folder_is_held() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let root = package.join("kernels");
         let mut found = Vec::new();
         for folder in std::fs::read_dir(root).expect("the kernels") {
             let folder = folder.expect("an entry");
@@ -483,16 +438,22 @@ mod tests {
                 found.push(format!("{folder_name}/{name}"));
             }
         }
+        for file in std::fs::read_dir(package.join("src/cuda/all_reduce")).expect("all-reduces") {
+            let name = file.expect("an entry").file_name().into_string().expect("UTF-8");
+            if name.ends_with(".cu") {
+                found.push(format!("all_reduce/{name}"));
+            }
+        }
         found.sort();
         let headers = HEADERS.iter().map(|(path, _)| *path);
-        let mut held: Vec<&str> = headers.chain(KERNELS.iter().map(|kernel| kernel.path)).collect();
+        let mut held: Vec<&str> = headers.chain(kernels().map(|kernel| kernel.path)).collect();
         held.sort();
         assert_eq!(found, held);
     }
 
     #[test]
     fn entry_points_are_where_they_are_said_to_be() {
-        for kernel in KERNELS {
+        for kernel in kernels() {
             assert!(kernel.source.contains(&format!("{}(", kernel.entry)), "{}", kernel.name);
         }
     }

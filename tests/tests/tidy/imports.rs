@@ -29,7 +29,8 @@ fn files(folder: &Path, end: &str) -> Vec<(String, String)> {
 fn kernels() -> Graph {
     let mut graph = Graph::default();
     let folder = root().join("collectives/kernels");
-    for (file, text) in [".cu", ".cuh"].iter().flat_map(|end| files(&folder, end)) {
+    let beside = files(&root().join("collectives/src/cuda"), ".cu");
+    for (file, text) in [".cu", ".cuh"].iter().flat_map(|end| files(&folder, end)).chain(beside) {
         let includes = text.lines().filter_map(|line| line.trim().strip_prefix("#include "));
         let names = includes.map(|name| name.trim().trim_matches(['"', '<', '>']));
         // The others are the compiler's.

@@ -67,7 +67,9 @@ fn kernels_name_files_that_there_are() {
     let rust: Vec<&String> = all.iter().filter(|file| file.contains("/src/")).collect();
     let is_part = |byte: char| byte.is_ascii_alphanumeric() || "_/.".contains(byte);
     let mut named = 0;
-    for path in sources().iter().filter(|path| name(path).starts_with("collectives/kernels/")) {
+    let is_kernel =
+        |path: &&PathBuf| path.extension().is_some_and(|end| end == "cu" || end == "cuh");
+    for path in sources().iter().filter(is_kernel) {
         for word in read(path).split(|byte| !is_part(byte)).filter(|word| word.ends_with(".rs")) {
             named += 1;
             let is_there = rust.iter().any(|file| file.ends_with(&format!("/{word}")));

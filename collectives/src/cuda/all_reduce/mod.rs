@@ -1,5 +1,7 @@
 //! The all-reduces of devices: a file for each, with its row of [`ALL_REDUCE`], and what they share.
 //!
+//! Beside each file is its kernel. Headers that these share are in `collectives/kernels/all_reduce`.
+//!
 //! | file | holds |
 //! | --- | --- |
 //! | `one_shot`, `one_shot_ll128`, `one_shot_pull` | every rank reduces everything |
@@ -17,10 +19,12 @@ mod one_shot_pull;
 pub(in crate::cuda) mod reduction_call;
 pub(in crate::cuda) mod row;
 pub(in crate::cuda) mod two_shot;
-mod two_shot_copy;
+pub(in crate::cuda) mod two_shot_copy;
 mod two_shot_pull;
 mod two_shot_push;
 pub(in crate::cuda) mod two_shot_stages;
+
+use std::collections::BTreeSet;
 
 use self::constraints::AllReduceShape;
 use self::row::{AllReduce, CheckedAllReduce};
@@ -30,19 +34,29 @@ use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// All-reduces, in the order in which names that stand for several try them.
 pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
-    one_shot::LAMPORT,
+    one_shot::LAMPORT_ROW,
     one_shot_ll128::ROW,
-    one_shot::LL,
+    one_shot::LL_ROW,
     one_shot_pull::ROW,
-    two_shot::LAMPORT,
+    two_shot::LAMPORT_ROW,
     two_shot_push::ROW,
-    two_shot::LL,
+    two_shot::LL_ROW,
     two_shot_pull::ROW,
     two_shot_copy::ROW,
     two_shot_stages::ROW,
 ];
 
+/// The kernels of all of them, each once.
+pub(in crate::cuda) fn kernels() -> BTreeSet<&'static Kernel<'static>> {
+    ALL_REDUCE.iter().map(AllReduce::any_kernel).collect()
+}
+
 impl AllReduce {
+    /// The kernel, whatever it is compiled for.
+    fn any_kernel(&self) -> &'static Kernel<'static> {
+        (self.kernel)(2, (DType::F32, ReduceOp::Sum), 0).kernel
+    }
+
     /// The algorithm of this name; `None` if the name leaves something open, or is of host memory.
     pub(in crate::cuda) fn named(name: Name) -> Option<&'static Self> {
         ALL_REDUCE.iter().find(|entry| entry.name == name)
@@ -54,7 +68,7 @@ impl Name {
     #[doc(hidden)]
     pub fn checked(self) -> Option<CheckedAllReduce> {
         let entry = AllReduce::named(self)?;
-        let kernel = Kernel::named((entry.kernel)(2, (DType::F32, ReduceOp::Sum), 0).kernel);
+        let kernel = entry.any_kernel();
         let shares_memory = shares_memory(kernel.source);
         Some(CheckedAllReduce { kernel: kernel.path, shares_memory, cases: entry.cases })
     }

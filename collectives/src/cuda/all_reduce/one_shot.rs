@@ -8,10 +8,24 @@ use super::constraints::{always, fits_lamport};
 use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::jit::sources::ONE_SHOT;
+use crate::jit::kernel_beside;
+use crate::jit::sources::{
+    BOTH, F32, FEW_AND_MOST, Kernel, LAMPORT, LAMPORT_DTYPES, LL, ONE, OTHERS, SOME_DTYPES, SUM,
+    WIDE,
+};
+
+/// All-reduce in one shot through inboxes.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "one_shot",
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE, ONE, LL],
+    [FEW_AND_MOST, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
+    [OTHERS, F32, SUM, WIDE, ONE, BOTH],
+    // An average of integers divides.
+    [("WORLD", &["4"]), ("DTYPE", &["6"]), ("OP", &["5"]), WIDE, ONE, LL],
+);
 
 /// Row of the Lamport protocol.
-pub(super) const LAMPORT: AllReduce = AllReduce {
+pub(super) const LAMPORT_ROW: AllReduce = AllReduce {
     name: Name::OneShotLamport,
     one_of: Some(Name::OneShot),
     fits: |shape, control| {
@@ -19,19 +33,19 @@ pub(super) const LAMPORT: AllReduce = AllReduce {
     },
     pays_off: always,
     most_bytes: |_, _| u64::MAX,
-    kernel: |_, of, _| KernelSpec { lamport: true, ..KernelSpec::reduces(&ONE_SHOT, of) },
+    kernel: |_, of, _| KernelSpec { lamport: true, ..KernelSpec::reduces(&KERNEL, of) },
     launch,
     cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
 };
 
 /// Row of the LL protocol.
-pub(super) const LL: AllReduce = AllReduce {
+pub(super) const LL_ROW: AllReduce = AllReduce {
     name: Name::OneShotLl,
     one_of: Some(Name::OneShot),
     fits: |shape, control| shape.one_shot_vectors() <= control.ll_vectors(),
     pays_off: always,
     most_bytes: |_, _| u64::MAX,
-    kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT, of),
+    kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
     cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
 };

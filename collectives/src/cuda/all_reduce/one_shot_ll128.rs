@@ -9,7 +9,15 @@ use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::LL128_PAYLOAD;
-use crate::jit::sources::ONE_SHOT_LL128;
+use crate::jit::kernel_beside;
+use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE};
+
+/// All-reduce in one shot in the LL128 protocol.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "one_shot_ll128",
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
+);
 
 pub(super) const ROW: AllReduce = AllReduce {
     name: Name::OneShotLl128,
@@ -21,7 +29,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     },
     pays_off: always,
     most_bytes: |_, _| u64::MAX,
-    kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT_LL128, of),
+    kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
     cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
 };

@@ -10,7 +10,15 @@ use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
-use crate::jit::sources::ONE_SHOT_PULL;
+use crate::jit::kernel_beside;
+use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE};
+
+/// All-reduce in one shot by loads from peers.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "one_shot_pull",
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
+);
 
 pub(super) const ROW: AllReduce = AllReduce {
     name: Name::OneShotPull,
@@ -18,7 +26,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     fits: |shape, control| shape.bytes.next_multiple_of(16) <= control.scratch_bytes,
     pays_off: always,
     most_bytes: |_, _| u64::MAX,
-    kernel: |_, of, _| KernelSpec::reduces(&ONE_SHOT_PULL, of),
+    kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
     cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
 };

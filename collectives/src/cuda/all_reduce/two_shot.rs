@@ -7,11 +7,16 @@ use symmpool_allocator::Result;
 use super::constraints::{AllReduceShape, fits_lamport};
 use super::reduction_call::Work;
 use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
-use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
-use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::spec::{KernelSpec, THREADS};
+use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
+use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES, THREADS};
 use crate::cuda::layout::params::Control;
+use crate::jit::kernel_beside;
+use crate::jit::sources::{
+    ABOVE_4, ALL_REDUCE, BOTH, BYTES, F32, FEW, Kernel, LAMPORT, LAMPORT_DTYPES, LL, MOVES, NARROW,
+    ODD_ABOVE_4, ONE, OTHERS_UP_TO_4, REDUCTIONS, SOME_DTYPES, SUM, TWO, UP_TO_4, WIDE,
+};
+use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// Launches through inboxes of at least so many bytes lose little, too: 16 MiB in two launches of 8 MiB take 52 us
 /// instead of 50.
@@ -20,8 +25,22 @@ const INBOX_LAUNCH_BYTES: u64 = 8 << 20;
 /// four launches of 1 MiB take 22 us there, as long as by loads from peers, which only windows have.
 const INBOX_LAUNCHES: u64 = 4;
 
+/// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "two_shot",
+    [FEW, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
+    [UP_TO_4, WIDE, ONE, BYTES, SUM, MOVES, LL],
+    [FEW, WIDE, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
+    [UP_TO_4, WIDE, TWO, ("DTYPE", &["1", "3", "4"]), SUM, REDUCTIONS, LAMPORT],
+    [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
+    [ABOVE_4, NARROW, ONE, BYTES, SUM, MOVES, LL],
+    [ABOVE_4, NARROW, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
+    [OTHERS_UP_TO_4, WIDE, ONE, F32, SUM, REDUCTIONS, BOTH],
+    [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ALL_REDUCE, BOTH],
+);
+
 /// Row of the Lamport protocol.
-pub(super) const LAMPORT: AllReduce = AllReduce {
+pub(super) const LAMPORT_ROW: AllReduce = AllReduce {
     name: Name::TwoShotLamport,
     one_of: Some(Name::TwoShot),
     fits: |shape, _| fits_lamport(shape.dtype),
@@ -35,7 +54,7 @@ pub(super) const LAMPORT: AllReduce = AllReduce {
 };
 
 /// Row of the LL protocol.
-pub(super) const LL: AllReduce = AllReduce {
+pub(super) const LL_ROW: AllReduce = AllReduce {
     name: Name::TwoShotLl,
     one_of: Some(Name::TwoShot),
     fits: |_, _| true,
@@ -116,4 +135,54 @@ pub(in crate::cuda) unsafe fn in_inboxes(
         unsafe { engine.launch_blocks(loaded, config, &piece) }?;
     }
     Ok(())
+}
+
+impl KernelSpec {
+    /// A collective of two shots, or of one of them, through inboxes, for at most `bytes` bytes a launch.
+    pub(in crate::cuda) fn two_shot(
+        world: u32,
+        reduction: (DType, ReduceOp),
+        collective: TwoShotCollective,
+        lamport: bool,
+        bytes: u64,
+    ) -> Self {
+        // Vectors of more ranks take more registers.
+        let threads = if world <= 4 { THREADS } else { THREADS / 2 };
+        let min_blocks_per_sm =
+            if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
+        let base = if collective.reduces() {
+            Self::reduces(&KERNEL, reduction)
+        } else {
+            // Nothing is reduced, so one kernel serves all element types.
+            Self::new(&KERNEL, threads)
+        };
+        Self {
+            mode: KernelMode::Collective(collective),
+            lamport,
+            threads,
+            min_blocks_per_sm,
+            ..base
+        }
+    }
+
+    /// Whether a launch of so many bytes has two blocks of an SM, and an inbox without a slot for the rank itself.
+    fn is_compact(world: u32, dtype: DType, lamport: bool, bytes: u64) -> bool {
+        let wide = matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
+        bytes > MANY_BYTES && lamport && wide && world <= 4
+    }
+
+    /// Most bytes of a launch of a two-shot all-reduce of `bytes` bytes through inboxes.
+    pub(in crate::cuda) fn two_shot_launch(
+        control: &Control,
+        world: u32,
+        dtype: DType,
+        lamport: bool,
+        bytes: u64,
+    ) -> u64 {
+        let compact = control.two_shot_room(lamport, world, true);
+        if Self::is_compact(world, dtype, lamport, bytes.min(compact)) {
+            return compact;
+        }
+        control.two_shot_room(lamport, world, false)
+    }
 }

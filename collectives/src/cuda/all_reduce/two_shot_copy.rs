@@ -8,11 +8,19 @@ use super::constraints::{MIN_COPY_BYTES, at_once};
 use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::jit::sources::TWO_SHOT_COPY;
+use crate::jit::kernel_beside;
+use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE};
 
 /// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
 /// be worth their start-up time in every round. From `cuda_collectives bench` on 4 H200s.
 const COPY_ROUND_BYTES: u64 = 256 << 20;
+
+/// Reduces what copy engines carry of an all-reduce.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "two_shot_copy",
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
+);
 
 pub(super) const ROW: AllReduce = AllReduce {
     // In pieces, as into ordinary memory, it pays off for calls during compute only.
@@ -26,7 +34,7 @@ pub(super) const ROW: AllReduce = AllReduce {
         shape.output_window && at_once(shape, control) >= shape.bytes.min(COPY_ROUND_BYTES)
     },
     most_bytes: |_, _| u64::MAX,
-    kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_COPY, of),
+    kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
     // There is no room for more pieces than these.
     cases: Cases { count: 1_000_000, in_pieces: false, min_count: 600_000 },

@@ -6,10 +6,19 @@ use symmpool_allocator::Result;
 
 use super::constraints::always;
 use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
-use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
-use crate::cuda::kernel::mode::TwoShotCollective;
+use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
+use crate::jit::kernel_beside;
+use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE};
+use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
+
+/// All-reduce in two shots, and reduce-scatter, by loads from peers.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "two_shot_pull",
+    [FEW_AND_MOST, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
+    [OTHERS, F32, SUM, REDUCTIONS, WIDE],
+);
 
 pub(super) const ROW: AllReduce = AllReduce {
     name: Name::TwoShotPull,
@@ -31,4 +40,15 @@ unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Resul
     let config = LaunchConfig::new(&loaded.alone(), share, THREADS, 256);
     // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
     unsafe { engine.launch_peer_blocks(loaded, config, call.work) }
+}
+
+impl KernelSpec {
+    /// A collective of two shots, or of the first one, by loads from peers.
+    pub(in crate::cuda) fn two_shot_pull(
+        reduction: (DType, ReduceOp),
+        collective: TwoShotCollective,
+    ) -> Self {
+        let mode = KernelMode::Collective(collective);
+        Self { mode, ..Self::reduces(&KERNEL, reduction) }
+    }
 }

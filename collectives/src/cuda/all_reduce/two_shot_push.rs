@@ -9,7 +9,8 @@ use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
-use crate::jit::sources::TWO_SHOT_PUSH;
+use crate::jit::kernel_beside;
+use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE};
 
 /// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
 /// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
@@ -18,13 +19,20 @@ const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
 /// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
 const MAX_PUSH_BLOCKS: u32 = 128;
 
+/// All-reduce in two shots through scratch and into outputs.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "two_shot_push",
+    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [OTHERS, F32, SUM, WIDE],
+);
+
 pub(super) const ROW: AllReduce = AllReduce {
     name: Name::TwoShotPush,
     one_of: Some(Name::TwoShot),
     fits: |shape, _| shape.output_window,
     pays_off: |shape, control| at_once(shape, control) >= shape.bytes.min(PUSH_LAUNCH_BYTES),
     most_bytes: |_, _| u64::MAX,
-    kernel: |_, of, _| KernelSpec::reduces(&TWO_SHOT_PUSH, of),
+    kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
     cases: Cases { count: 1_800_000, in_pieces: true, min_count: 10_000 },
 };

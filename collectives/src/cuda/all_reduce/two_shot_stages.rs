@@ -7,10 +7,12 @@ use symmpool_allocator::Result;
 use super::constraints::always;
 use super::reduction_call::Work;
 use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
-use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
-use crate::cuda::kernel::mode::TwoShotCollective;
+use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
+use crate::jit::kernel_beside;
+use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE};
+use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// Most SMs of an all-reduce in stages beside compute. Beside matrix products of two H100s, 128 MiB take 697 us with 32 SMs
 /// and 511 with 48, and cost the products 118 and 191 us; NCCL's take 716 and cost them 186. Reduce-scatters cost them
@@ -24,6 +26,13 @@ pub(in crate::cuda) enum Results {
     Direct,
     ThroughScratch,
 }
+
+/// All-reduce in two shots, and reduce-scatter, in stages through scratch.
+pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+    "all_reduce" / "two_shot_stages",
+    [FEW_AND_MOST, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
+    [OTHERS, F32, SUM, REDUCTIONS, WIDE],
+);
 
 pub(super) const ROW: AllReduce = AllReduce {
     name: Name::TwoShotStages,
@@ -71,4 +80,15 @@ pub(in crate::cuda) unsafe fn in_stages(
     // SAFETY: the caller promised that the input and output of the call are there until the stream has done it; they
     // are the same in this copy.
     unsafe { engine.launch_peer_blocks(loaded, config, &work) }
+}
+
+impl KernelSpec {
+    /// A collective of two shots, or of the first one, in stages through scratch.
+    pub(in crate::cuda) fn two_shot_stages(
+        reduction: (DType, ReduceOp),
+        collective: TwoShotCollective,
+    ) -> Self {
+        let mode = KernelMode::Collective(collective);
+        Self { mode, ..Self::reduces(&KERNEL, reduction) }
+    }
 }

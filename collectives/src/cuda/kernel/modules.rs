@@ -256,7 +256,7 @@ impl Modules {
     }
 
     fn compile(&self, world: u32, spec: KernelSpec) -> Result<(Image, String)> {
-        self.compile_as(Kernel::named(spec.kernel), world, &spec)
+        self.compile_as(spec.kernel, world, &spec)
     }
 
     fn compile_as(
@@ -271,7 +271,7 @@ impl Modules {
     /// The context must be current.
     fn load(&self, world: u32, spec: KernelSpec) -> Result<(LoadedKernel, Handle)> {
         let (image, variant) = self.compile(world, spec)?;
-        let entry = Kernel::named(spec.kernel).entry;
+        let entry = spec.kernel.entry;
         self.load_image(&image, (entry, spec.threads, spec.mode.shared_bytes()), &variant)
     }
 

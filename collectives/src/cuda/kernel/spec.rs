@@ -1,15 +1,11 @@
 //! Specifications of kernels: all that they are compiled for.
 
-use super::mode::{AllToAllMode, KernelMode, OneSidedMode, TwoShotCollective};
+use super::mode::{AllToAllMode, KernelMode, OneSidedMode};
 use crate::call::p2p::Direction;
 use crate::cuda::kernel::mode::P2pMode;
-use crate::cuda::layout::params::Control;
 use crate::jit::Kernel;
 use crate::jit::sources::P2P;
-use crate::jit::sources::{
-    ALL_TO_ALL, BARRIER, BROADCAST_STAGES, MEASURED_BARRIER, ONE_SIDED, TWO_SHOT, TWO_SHOT_PULL,
-    TWO_SHOT_STAGES,
-};
+use crate::jit::sources::{ALL_TO_ALL, BARRIER, BROADCAST_STAGES, MEASURED_BARRIER, ONE_SIDED};
 use crate::{DType, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.
@@ -35,7 +31,7 @@ pub(in crate::cuda) const MANY_BYTES: u64 = 4 << 20;
 /// Specification of a kernel: all that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) struct KernelSpec {
-    pub(in crate::cuda) kernel: &'static str,
+    pub(in crate::cuda) kernel: &'static Kernel<'static>,
     pub(in crate::cuda) dtype: u8,
     pub(in crate::cuda) op: u8,
     pub(in crate::cuda) mode: KernelMode,
@@ -51,7 +47,7 @@ impl KernelSpec {
     pub(in crate::cuda) fn new(kernel: &'static Kernel<'static>, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
         Self {
-            kernel: kernel.name,
+            kernel,
             dtype,
             op,
             mode: KernelMode::Only,
@@ -93,72 +89,6 @@ impl KernelSpec {
         (dtype, op): (DType, ReduceOp),
     ) -> Self {
         Self { dtype: dtype as u8, op: op as u8, ..Self::new(kernel, THREADS) }
-    }
-
-    /// A collective of two shots, or of one of them, through inboxes, for at most `bytes` bytes a launch.
-    pub(in crate::cuda) fn two_shot(
-        world: u32,
-        reduction: (DType, ReduceOp),
-        collective: TwoShotCollective,
-        lamport: bool,
-        bytes: u64,
-    ) -> Self {
-        // Vectors of more ranks take more registers.
-        let threads = if world <= 4 { THREADS } else { THREADS / 2 };
-        let min_blocks_per_sm =
-            if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
-        let base = if collective.reduces() {
-            Self::reduces(&TWO_SHOT, reduction)
-        } else {
-            // Nothing is reduced, so one kernel serves all element types.
-            Self::new(&TWO_SHOT, threads)
-        };
-        Self {
-            mode: KernelMode::Collective(collective),
-            lamport,
-            threads,
-            min_blocks_per_sm,
-            ..base
-        }
-    }
-
-    /// Whether a launch of so many bytes has two blocks of an SM, and an inbox without a slot for the rank itself.
-    fn is_compact(world: u32, dtype: DType, lamport: bool, bytes: u64) -> bool {
-        let wide = matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
-        bytes > MANY_BYTES && lamport && wide && world <= 4
-    }
-
-    /// Most bytes of a launch of a two-shot all-reduce of `bytes` bytes through inboxes.
-    pub(in crate::cuda) fn two_shot_launch(
-        control: &Control,
-        world: u32,
-        dtype: DType,
-        lamport: bool,
-        bytes: u64,
-    ) -> u64 {
-        let compact = control.two_shot_room(lamport, world, true);
-        if Self::is_compact(world, dtype, lamport, bytes.min(compact)) {
-            return compact;
-        }
-        control.two_shot_room(lamport, world, false)
-    }
-
-    /// A collective of two shots, or of the first one, in stages through scratch.
-    pub(in crate::cuda) fn two_shot_stages(
-        reduction: (DType, ReduceOp),
-        collective: TwoShotCollective,
-    ) -> Self {
-        let mode = KernelMode::Collective(collective);
-        Self { mode, ..Self::reduces(&TWO_SHOT_STAGES, reduction) }
-    }
-
-    /// A collective of two shots, or of the first one, by loads from peers.
-    pub(in crate::cuda) fn two_shot_pull(
-        reduction: (DType, ReduceOp),
-        collective: TwoShotCollective,
-    ) -> Self {
-        let mode = KernelMode::Collective(collective);
-        Self { mode, ..Self::reduces(&TWO_SHOT_PULL, reduction) }
     }
 
     /// A broadcast in stages.

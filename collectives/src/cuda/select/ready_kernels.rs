@@ -4,10 +4,11 @@ use symmpool_allocator::{Error, Result};
 
 use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
 use crate::cuda::all_reduce::row::AllReduce;
+use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::kernel::mode::{AllToAllMode, OneSidedMode, TwoShotCollective};
 use crate::cuda::layout::params::Control;
 use crate::cuda::select::table::MeasuredTable;
-use crate::jit::sources::{COPY_COMPANION, TWO_SHOT_COPY};
+use crate::jit::sources::COPY_COMPANION;
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.
@@ -80,7 +81,7 @@ impl KernelSpec {
         all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
         if world == 2 {
             all.push(Self::two_shot_pull(reduction, scatter));
-            all.push(Self::reduces(&TWO_SHOT_COPY, reduction));
+            all.push(Self::reduces(&two_shot_copy::KERNEL, reduction));
         }
         all
     }

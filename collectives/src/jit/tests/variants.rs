@@ -16,9 +16,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::Table;
 
-use super::super::sources::{ALL_TO_ALL, KERNELS};
+use super::super::sources::ALL_TO_ALL;
 use super::recorded::{Needs, Recorded};
 use super::*;
+use crate::cuda::kernels;
 
 /// Architectures that have nearly the same instructions, and need nearly the same registers.
 const OLDER: [(u32, u32); 3] = [(8, 0), (8, 6), (8, 9)];
@@ -287,7 +288,7 @@ fn every_variant_compiles_spills_nothing_and_fits() {
     let jits = jits();
     let Some(newest) = jits.len().checked_sub(1) else { return };
     let mut jobs = Vec::new();
-    for kernel in KERNELS.iter().copied() {
+    for kernel in kernels() {
         let job = |defines: &Defines, compiler, arch| Job {
             kernel,
             defines: defines.clone(),
@@ -324,7 +325,7 @@ fn every_variant_compiles_spills_nothing_and_fits() {
     print(&jits, &done);
     let flaws: Vec<String> = done.iter().flat_map(flaws).collect();
     assert!(flaws.is_empty(), "{}", flaws.join("\n"));
-    for kernel in KERNELS {
+    for kernel in kernels() {
         for (arch, _) in &PROCESSORS {
             let of = |(job, _): &&Done<'_>| job.kernel.name == kernel.name && job.arch == *arch;
             assert!(done.iter().any(|done| of(&done)), "{} for {arch:?}", kernel.name);

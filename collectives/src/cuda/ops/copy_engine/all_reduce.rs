@@ -21,9 +21,9 @@ use symmpool_allocator::Result;
 use super::pieces::equal_pieces;
 use super::reduce_arrived::{ByteRange, Copied, within};
 use crate::cuda::all_reduce::reduction_call::Work;
+use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::jit::sources::TWO_SHOT_COPY;
 
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`
 /// bytes, a multiple of a cache line; so are all bounds but the end of the last round.
@@ -60,7 +60,7 @@ impl CudaEngine {
         let Some((&last, all_but_last)) = peers.split_last() else {
             return self.handshake_only(work.call, work.stream);
         };
-        let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
+        let reduction = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
         let share = work.share(0, self.world()).1;
         let (kernels, copies) = (work.stream, self.copy_stream);

@@ -17,13 +17,13 @@ use symmpool_allocator::{Result, Stream};
 use super::reduce_arrived::Copied;
 use crate::call::Call;
 use crate::cuda::all_reduce::reduction_call::Work;
+use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::engine::memory_operations::MemoryOperations;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::{PIECE_CHANNELS, SLOTS};
 use crate::cuda::layout::piece_slots::{SHORTEST, pays_off, room};
-use crate::jit::sources::TWO_SHOT_COPY;
 
 /// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less
 /// time than a copy takes to start.
@@ -167,7 +167,7 @@ impl CudaEngine {
         slots: usize,
         longest: u64,
     ) -> Result<Reduction> {
-        let spec = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
+        let spec = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let kernel = self.kernel(spec)?.without_waits().after_copies();
         let room = room(&self.control, self.world(), slots);
         let ranges = pieces(work.share(0, self.world()).1, room, longest);

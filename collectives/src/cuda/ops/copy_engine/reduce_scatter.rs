@@ -27,10 +27,10 @@ use super::pieces::{emptied, equal_pieces};
 use super::reduce_arrived::Copied;
 use crate::algorithm::COPY;
 use crate::cuda::all_reduce::reduction_call::Work;
+use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::SLOTS;
-use crate::jit::sources::TWO_SHOT_COPY;
 
 /// Pieces are halved down to so many bytes: reducing as many takes about as long as starting another
 /// copy.
@@ -93,7 +93,7 @@ impl CudaEngine {
 
     fn scatter_behind_barriers(&mut self, work: &Work) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
-        let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
+        let reduction = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
         let (call, kernels, copies) = (work.call.algorithm(COPY), work.stream, self.copy_stream);
         self.switch_to(kernels)?;
@@ -132,7 +132,7 @@ impl CudaEngine {
         let call = work.call.algorithm(COPY).peer_blocks(ranges.len() as u32);
         tracing::debug!(part = work.bytes, pieces = ranges.len(), from = "windows", %call);
         let work = &Work { call, ..*work };
-        let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
+        let reduction = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let kernel = self.kernel(reduction)?.without_waits().after_copies();
         let (copies, kernels) = (self.copy_stream, work.stream);
         self.switch_to(kernels)?;
