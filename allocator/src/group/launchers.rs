@@ -14,6 +14,9 @@ const CHOICE: &str = "SYMMPOOL_LAUNCHER";
 /// Variable that torchrun alone sets for the processes that it starts.
 const TORCHRUN: &str = "TORCHELASTIC_RUN_ID";
 
+/// Variables that srun sets for tasks. A batch script has a rank and a world, and none of these.
+const STEP: [&str; 3] = ["SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"];
+
 /// The variables of a launcher.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Launcher {
@@ -218,6 +221,13 @@ pub(super) fn recognise(lookup: Lookup<'_>) -> Result<Option<Recognised>> {
         return Err(half_complete(launcher, lookup));
     }
     let (rank, world) = numbers(launcher, lookup)?;
+    if launcher.key == "slurm" && world > 1 && STEP.iter().all(|name| lookup(name).is_none()) {
+        return Err(Error::invalid_argument(format!(
+            "{} count tasks of a batch script, which starts none of them ({} is not set): start the program by srun",
+            launcher.shown(lookup),
+            STEP[0]
+        )));
+    }
     let mut agreeing = Vec::new();
     for other in signs.into_iter().filter(|other| other.key != launcher.key) {
         let (their_rank, their_world) = other.says(lookup);

@@ -243,6 +243,26 @@ fn launchers_that_contradict_each_other_are_an_error_with_both() {
 }
 
 #[test]
+fn a_batch_script_is_no_task_of_slurm() {
+    let step: Vec<_> =
+        ["ID", "NODELIST", "NUM_NODES"].map(|part| format!("SLURM_STEP_{part}")).into();
+    let batch: Vec<_> = step.iter().map(|name| (name.as_str(), None)).collect();
+    let with_address = [&batch[..], &[("MASTER_ADDR", Some("node07"))]].concat();
+    for script in [&batch, &with_address] {
+        refused(
+            &[&SLURM],
+            script,
+            &["SLURM_PROCID=5, SLURM_NTASKS=16 count tasks of a batch script", "by srun"],
+        );
+    }
+    let alone =
+        [("SLURM_NTASKS", Some("1")), ("SLURM_PROCID", Some("0")), ("MASTER_ADDR", Some("a"))];
+    assert_eq!(launch(&[&SLURM], &[&batch[..], &alone].concat()).world(), 1);
+    // Processes of another launcher in the script are that one's.
+    assert_eq!(launch(&[&OPEN_MPI, &SLURM], &batch).rank(), 2);
+}
+
+#[test]
 fn launchers_run_inside_others() {
     // Agents of torchrun are processes of Slurm, of which there may be as many as ranks.
     let agents = [("TORCHELASTIC_RUN_ID", Some("7")), ("SLURM_NTASKS", Some("8"))];
