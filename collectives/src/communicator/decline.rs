@@ -93,7 +93,7 @@ impl Communicator {
             // After `GRACE` the receiver is gone.
             let _ = done.send(error);
         };
-        match thread::Builder::new().name("symmpool refusal".to_owned()).spawn(decline) {
+        match thread::Builder::new().name("symmpool decline".to_owned()).spawn(decline) {
             Ok(_) => {
                 // This rank's next call must come behind the one that is declined.
                 let _ = begun.recv();

@@ -23,7 +23,7 @@ enum By {
 }
 
 impl Communicator {
-    /// How many channels lead from each rank to each other one.
+    /// Number of channels from each rank to each other one.
     pub const CHANNELS: u32 = CHANNELS;
 
     /// Copies `src` into `peer`'s copy of `dst`, from element `at` on. `dst` lies in windows: commit

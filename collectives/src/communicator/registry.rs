@@ -12,7 +12,7 @@ use crate::{Algorithm, DType, ReduceOp};
 /// The algorithms of a communicator.
 pub(super) struct Registry {
     built_in: Vec<Algorithm>,
-    /// In the order of collectives and names. Each is there once.
+    /// Registered algorithms, in the order of collectives and names; each is there once.
     registered: Mutex<Vec<Algorithm>>,
 }
 
