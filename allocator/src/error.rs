@@ -185,6 +185,26 @@ impl Error {
         self
     }
 
+    /// Counts the error's ranks in another way, as those of a host among all: `number` gives each rank's other number.
+    /// Prose of the message stays as it is, so say in a [`context`](Self::context) which ranks it counts.
+    #[must_use]
+    pub fn renumbered(mut self, number: impl Fn(u32) -> u32) -> Self {
+        let ranks = match &mut self.0.kind {
+            ErrorKind::Timeout { missing, .. } => missing,
+            ErrorKind::PeerLost { ranks, .. } | ErrorKind::Mismatch { ranks, .. } => ranks,
+            _ => &mut self.0.ranks,
+        };
+        for rank in ranks {
+            *rank = number(*rank);
+        }
+        self
+    }
+
+    /// The frames of [`context`](Self::context), the innermost first.
+    pub(crate) fn frames(&self) -> &[String] {
+        &self.0.context
+    }
+
     pub(crate) fn kind(&self) -> &ErrorKind {
         &self.0.kind
     }

@@ -36,6 +36,8 @@ pub struct Group {
     namespace: Arc<Namespace>,
     timeout: Duration,
     interrupt: Option<Interrupt>,
+    /// Id of the host that this participant pretends to be on, instead of what its process says.
+    host_id: Option<Arc<str>>,
 }
 
 /// Says whether a waiting rank is to stop; see [`Group::with_interrupt`].
@@ -118,6 +120,7 @@ impl Group {
             namespace: Namespace::new("symmpool".into()),
             timeout: DEFAULT_TIMEOUT,
             interrupt: None,
+            host_id: None,
         })
     }
 
@@ -136,6 +139,20 @@ impl Group {
     pub fn with_interrupt(mut self, stop: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         self.interrupt = Some(Interrupt(Arc::new(stop)));
         self
+    }
+
+    /// Returns this participant as one of a host of that name, which the group's other ranks with the same one share. Threads
+    /// of one process pretend so to be on several hosts; processes have `SYMMPOOL_HOST_ID`. Set it before the group's
+    /// [`hosts`](Self::hosts) are asked for and before a pool is made.
+    #[must_use]
+    pub fn with_host_id(mut self, id: impl Into<Arc<str>>) -> Self {
+        self.host_id = Some(id.into());
+        self
+    }
+
+    /// Id of the host that this participant pretends to be on, instead of what its process says.
+    pub(crate) fn host_id(&self) -> Option<&str> {
+        self.host_id.as_deref()
     }
 
     /// Function that [`with_interrupt`](Group::with_interrupt) was given.
@@ -201,7 +218,23 @@ impl Group {
             ),
             timeout: self.timeout,
             interrupt: self.interrupt.clone(),
+            host_id: self.host_id.clone(),
         }
+    }
+
+    /// Rank `rank` of `world` of a part of this group, with names of its own in the same store. The store's server is
+    /// the whole group's.
+    pub(crate) fn part(&self, number: u32, rank: u32, world: u32) -> Result<Self> {
+        check_rank(rank, world)?;
+        let Member { local_rank, store, doubt, .. } = &*self.member;
+        let (local_rank, store, doubt) = (*local_rank, store.clone(), doubt.clone());
+        Ok(Self {
+            member: Arc::new(Member { rank, world, local_rank, store, doubt, _server: None }),
+            namespace: Namespace::new(format!("{}/part.{number}", self.name())),
+            timeout: self.timeout,
+            interrupt: self.interrupt.clone(),
+            host_id: self.host_id.clone(),
+        })
     }
 }
 

@@ -1,4 +1,5 @@
-//! The flat heap: one reservation of `world x stride` bytes, slot `r` holding rank `r`'s memory.
+//! The flat heap: one reservation of `world x stride` bytes, slot `r` holding rank `r`'s memory. A group that spans hosts
+//! has a heap for each, whose slots are those of the host's ranks.
 
 #![allow(unsafe_code)] // maps memory by address, from the caller's promise
 
@@ -8,13 +9,15 @@ use std::time::Duration;
 
 use crate::driver::{Driver, Physical, Reservation};
 use crate::fork::ProcessId;
+use crate::ranks::list;
 use crate::sync::lock;
 use crate::{Deadline, Error, Result};
 
 /// Where every rank's memory lies in this process. Addresses are found by arithmetic, without a table.
 ///
 /// For any address `p` of rank `a`, rank `b`'s copy is `p + (b - a) * stride`. Kernels get these
-/// four numbers by value and nothing else.
+/// four numbers by value and nothing else. Where ranks are on several hosts, these are the ranks of one, counted from 0
+/// (see [`Pool::on_host`](crate::Pool::on_host)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeapLayout {
     /// First address of slot 0.
@@ -73,6 +76,9 @@ pub(crate) const DROP_TIMEOUT: Duration = Duration::from_secs(300);
 pub(crate) struct Heap {
     driver: Driver,
     layout: HeapLayout,
+    /// The group's ranks whose slots these are, in that order.
+    ranks: Vec<u32>,
+    group_world: u32,
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
     maker: ProcessId,
@@ -87,8 +93,8 @@ struct Mapped {
 }
 
 impl Heap {
-    /// Reserves `world x stride` bytes of address space.
-    pub(crate) fn reserve(driver: Driver, rank: u32, world: u32, stride: u64) -> Result<Self> {
+    /// Refuses a stride that a heap of `world` slots cannot have. Returns how many bytes they take.
+    pub(crate) fn check_stride(driver: &Driver, stride: u64, world: u32) -> Result<u64> {
         let granularity = driver.granularity();
         if stride == 0 || !stride.is_multiple_of(granularity) {
             return Err(Error::invalid_argument(format!(
@@ -96,16 +102,37 @@ impl Heap {
                  {granularity} bytes"
             )));
         }
-        let bytes = stride.checked_mul(u64::from(world)).ok_or_else(|| {
+        stride.checked_mul(u64::from(world)).ok_or_else(|| {
             Error::invalid_argument(format!(
                 "a heap of {world} ranks x {stride} bytes exceeds 64 bits; lower the stride"
             ))
-        })?;
+        })
+    }
+
+    /// Reserves a slot of `stride` bytes of address space for each of these ranks of a group of `group_world`, of which
+    /// `own` is this one.
+    pub(crate) fn reserve(
+        driver: Driver,
+        (own, group_world): (u32, u32),
+        ranks: &[u32],
+        stride: u64,
+    ) -> Result<Self> {
+        let granularity = driver.granularity();
+        let world = ranks.len() as u32;
+        let bytes = Self::check_stride(&driver, stride, world)?;
+        let rank = ranks.iter().position(|&rank| rank == own);
+        let rank = rank.ok_or_else(|| {
+            Error::invalid_argument(format!(
+                "rank {own} is none of the ranks {ranks:?} of its heap"
+            ))
+        })? as u32;
         let reservation = driver.reserve(bytes, granularity)?;
         let layout = HeapLayout { base: reservation.base(), stride, rank, world };
         Ok(Self {
             driver,
             layout,
+            ranks: ranks.to_vec(),
+            group_world,
             reservation: Some(reservation),
             mapped: Mutex::default(),
             maker: ProcessId::here(),
@@ -118,6 +145,33 @@ impl Heap {
 
     pub(crate) fn driver(&self) -> &Driver {
         &self.driver
+    }
+
+    /// This process's rank in its group.
+    pub(crate) fn rank(&self) -> u32 {
+        self.ranks[self.layout.rank as usize]
+    }
+
+    /// The group's ranks whose slots these are, in that order.
+    pub(crate) fn ranks(&self) -> &[u32] {
+        &self.ranks
+    }
+
+    /// The slot of a rank of the group.
+    pub(crate) fn slot_of(&self, rank: u32) -> Result<u32> {
+        let slot = self.ranks.iter().position(|&other| other == rank);
+        slot.map(|slot| slot as u32).ok_or_else(|| {
+            let world = self.group_world;
+            if rank >= world {
+                return Error::invalid_argument(format!("rank {rank} of a group of {world} ranks"));
+            }
+            Error::invalid_argument(format!(
+                "rank {rank} is on another host than rank {}, whose memory it cannot reach; on one host are ranks {}",
+                self.rank(),
+                list(&self.ranks)
+            ))
+            .naming([rank])
+        })
     }
 
     /// Whether this is the process that reserved it.
@@ -301,7 +355,7 @@ mod tests {
     #[test]
     fn strides_that_make_no_heap_are_refused() {
         for stride in [0, 1, UNIT + 1, UNIT / 2, u64::MAX - UNIT + 1] {
-            let error = Heap::reserve(Driver::sim(1), 0, 2, stride).unwrap_err();
+            let error = Heap::reserve(Driver::sim(1), (0, 2), &[0, 1], stride).unwrap_err();
             assert!(error.is_invalid_argument(), "{stride}: {error}");
         }
     }
@@ -309,7 +363,7 @@ mod tests {
     #[test]
     fn nothing_is_mapped_outside_of_a_slot() {
         let driver = Driver::sim(1);
-        let heap = Heap::reserve(driver.clone(), 1, 2, 4 * UNIT).unwrap();
+        let heap = Heap::reserve(driver.clone(), (1, 2), &[0, 1], 4 * UNIT).unwrap();
         let physicals = [UNIT, UNIT].map(|bytes| driver.create(bytes).unwrap());
         // Slot 0 ends where this rank's begins.
         for (rank, offset) in [(0, 3 * UNIT), (1, 3 * UNIT), (2, 0), (1, u64::MAX - UNIT + 1)] {

@@ -55,6 +55,35 @@ impl Hosts {
         Self(Arc::new(Table { of, hosts }))
     }
 
+    /// One host of `world` ranks.
+    pub(crate) fn one(world: u32) -> Self {
+        Self::new((0..world).map(|_| ((), String::new())))
+    }
+
+    /// The number of ranks of the host that has the most.
+    pub fn max_ranks(&self) -> u32 {
+        self.iter().map(|ranks| ranks.len() as u32).max().unwrap_or(0)
+    }
+
+    /// Adds to an error that names ranks on which hosts these are, where there are several.
+    pub(crate) fn named_in(&self, error: Error) -> Error {
+        let on: Vec<u32> =
+            error.ranks().iter().copied().filter(|&rank| rank < self.world()).collect();
+        if self.count() == 1 || on.is_empty() {
+            return error;
+        }
+        let named: Vec<String> = (0..self.count())
+            .filter_map(|host| {
+                let there: Vec<u32> =
+                    on.iter().copied().filter(|&rank| self.of(rank) == host).collect();
+                let plural = if there.len() == 1 { "" } else { "s" };
+                (!there.is_empty())
+                    .then(|| format!("rank{plural} {} on host {}", list(&there), self.name(host)))
+            })
+            .collect();
+        error.context(named.join(", "))
+    }
+
     /// The number of hosts.
     pub fn count(&self) -> u32 {
         self.0.hosts.len() as u32

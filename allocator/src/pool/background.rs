@@ -40,7 +40,7 @@ impl Pool {
     /// [`note_failure`]: super::Lane::note_failure
     pub fn commit_in_background(&self, grace: Duration) {
         // A commit that was left before comes first.
-        if self.await_background(self.group().deadline()).is_err() {
+        if self.await_background(self.0.group.deadline()).is_err() {
             return;
         }
         let pool = self.clone();
@@ -56,7 +56,7 @@ impl Pool {
         {
             tracing::debug!(%error, "no thread could be started; this one commits itself");
             self.0.background.end();
-            let _ = self.commit_now(self.group().deadline());
+            let _ = self.commit_now(self.0.group.deadline());
         }
         self.0.background.wait(grace);
     }

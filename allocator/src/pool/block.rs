@@ -70,10 +70,11 @@ impl<T: Pod> Block<T> {
         self.address() as *mut T
     }
 
-    /// A pointer to `rank`'s copy of the first element. It can be dereferenced once the memory is a window:
+    /// A pointer to `rank`'s copy of the first element; `rank` counts in the pool's group, and is on this host. It can be dereferenced once the memory is a window:
     /// see [`Pool::is_window`](crate::Pool::is_window).
     pub fn peer_ptr(&self, rank: u32) -> Result<*mut T> {
-        Ok(self.lane.heap().layout().peer(rank, self.address())? as *mut T)
+        let heap = self.lane.heap();
+        Ok(heap.layout().peer(heap.slot_of(rank)?, self.address())? as *mut T)
     }
 
     /// Copies `values` to the start of the block.

@@ -11,15 +11,18 @@ use super::commit_due::CommitDue;
 use super::committer::{Committer, Unmet};
 use super::early_handles::EarlyHandles;
 use super::on_device::OnDevice;
+use super::on_host::{OnHost, Scope};
 use super::shared_lane::SharedLane;
 use super::{CONTROL_LANE, Inner, Pool};
 use crate::driver::Driver;
 use crate::fork::ProcessId;
+use crate::group::Hosts;
 use crate::heap::Heap;
 use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
 use crate::rendezvous::handshake::{HandshakeConfig, HandshakeOptions, handshake};
 use crate::rendezvous::identity::HostIdentity;
 use crate::rendezvous::peers::Peers;
+use crate::topology::Topology;
 use crate::window::Windows;
 use crate::{Deadline, Error, Group, Result};
 
@@ -123,9 +126,11 @@ impl PoolBuilder {
 
     /// Connects to the other ranks and makes the pool. Collective.
     ///
+    /// Ranks that cannot map each other's memory are on different [hosts](Pool::hosts): the pool has a heap on each, and
+    /// its ranks are compared across all of them.
+    ///
     /// Errors that concern all ranks are the same on each: different configurations
-    /// ([`Error::is_diverged`]), one device used twice ([`Error::is_invalid_argument`]), ranks on
-    /// hosts that cannot share memory ([`Error::is_unsupported`]), missing ranks
+    /// ([`Error::is_diverged`]), one device used twice ([`Error::is_invalid_argument`]), missing ranks
     /// ([`Error::is_timeout`], [`Error::is_peer_lost`]). A failure of one rank, such as an invalid argument,
     /// is also reported to the others, so that they do not wait for it. Every call counts as one of the
     /// group's pools, whether it succeeds or not, so that later calls match on all ranks.
@@ -170,14 +175,15 @@ impl PreparedPool {
         let Self { group, ready, deadline } = self;
         // A rank that failed reports it in the handshake, so that no other waits for it.
         let terms = ready.as_ref().map_err(Clone::clone).map(|ready| HandshakeConfig {
-            driver: ready.heap.driver(),
+            driver: &ready.driver,
             config_hash: *blake3::hash(ready.text.as_bytes()).as_bytes(),
             config_text: &ready.text,
             options: HandshakeOptions { allow_shared_device: ready.allow_shared_device },
             first_on_device: ready.on_device.first,
         });
-        let peers = handshake(&group, terms, deadline)?;
-        ready?.into_pool(group, peers, None)
+        let settle = |hosts: &Hosts| ready.as_ref().map_err(Clone::clone)?.reserve(&group, hosts);
+        let (peers, heap) = handshake(&group, terms, settle, deadline)?;
+        ready?.into_pool(group, heap, peers, None)
     }
 }
 
@@ -186,14 +192,15 @@ impl PreparedRank {
     pub(super) fn into_pool(
         self,
         group: Group,
+        heap: Heap,
         peers: Peers,
         unmet: Option<Unmet>,
     ) -> Result<Pool> {
-        let Self { heap, lanes, stride, on_device, .. } = self;
+        let Self { lanes, stride, on_device, .. } = self;
         let granularity = heap.driver().granularity();
         let heap = Arc::new(heap);
         let due = Arc::new(CommitDue::new());
-        let handles = EarlyHandles::new(heap.driver(), group.world());
+        let handles = EarlyHandles::new(heap.driver(), heap.layout().world);
         let committing = Arc::new(AtomicBool::new(false));
         let mut shared = Vec::with_capacity(lanes.len());
         for LanePlacement { config, base, range } in lanes {
@@ -204,12 +211,19 @@ impl PreparedRank {
         }
         let pids = visible_pids(&peers);
         let windows = Windows::new(heap.layout(), Vec::new());
-        let topology = peers.topology().clone();
         let (hosts, devices) = (peers.hosts().clone(), peers.devices().clone());
+        let on_host = OnHost::new(&group, &heap, &hosts, &peers)?;
+        let topology = match hosts.count() {
+            1 => peers.topology().clone(),
+            _ => Topology::unknown(group.world()),
+        };
         let first_on_device = peers.first_on_device();
-        let has_sockets = peers.sockets().is_some();
-        Ok(Pool(Arc::new(Inner {
+        let identities = peers.identities().clone();
+        let notes = peers.sockets().is_some() && hosts.count() == 1;
+        let inner = Inner {
             group,
+            on_host,
+            hosts,
             heap,
             room: stride,
             lanes: shared,
@@ -220,23 +234,26 @@ impl PreparedRank {
             background: Background::default(),
             windows: Mutex::new(Arc::new(windows)),
             topology,
-            hosts,
+            identities,
             devices,
             pids,
             first_on_device,
-            has_sockets,
+            notes,
             _on_device: on_device,
             maker: ProcessId::here(),
-        })))
+        };
+        Ok(Pool(Arc::new(inner), Scope::Group))
     }
 }
 
 /// State that a rank prepares alone before the handshake.
 pub(super) struct PreparedRank {
-    heap: Heap,
+    driver: Driver,
     lanes: Vec<LanePlacement>,
     /// Places of the lanes in each slot.
     stride: u64,
+    /// Bytes of each slot: the lanes, and what lies behind them.
+    slot: u64,
     /// All settings that change placement (rule D8).
     pub(super) text: String,
     pub(super) allow_shared_device: bool,
@@ -256,8 +273,15 @@ impl PreparedRank {
         let slot = stride.checked_add(room).ok_or_else(|| {
             Error::invalid_argument(format!("a stride of {stride} bytes and {room} more"))
         })?;
-        let heap = Heap::reserve(driver, group.rank(), group.world(), slot)?;
-        Ok(Self { heap, lanes, stride, text, allow_shared_device, on_device })
+        Heap::check_stride(&driver, slot, group.world())?;
+        Ok(Self { driver, lanes, stride, slot, text, allow_shared_device, on_device })
+    }
+
+    /// The heap of this rank and the others of its host.
+    pub(super) fn reserve(&self, group: &Group, hosts: &Hosts) -> Result<Heap> {
+        let ranks = hosts.here(group.rank());
+        let place = (group.rank(), group.world());
+        Heap::reserve(self.driver.clone(), place, ranks, self.slot)
     }
 }
 
@@ -345,11 +369,11 @@ fn describe(stride: u64, lanes: &[LanePlacement]) -> String {
 }
 
 fn visible_pids(peers: &Peers) -> Vec<Option<u32>> {
-    let own = peers.hosts().get(peers.rank());
+    let own = peers.identities().get(peers.rank());
     let visible = |host: &HostIdentity| {
         (own.same_host(host) && own.pid_namespace == host.pid_namespace).then_some(host.pid)
     };
-    (0..peers.world()).map(|rank| visible(peers.hosts().get(rank))).collect()
+    (0..peers.world()).map(|rank| visible(peers.identities().get(rank))).collect()
 }
 
 impl WindowPolicy {

@@ -89,11 +89,12 @@ impl Lane {
 
     /// The offset in the lane of an address of this rank.
     fn offset_of(&self, address: u64) -> Result<u64> {
-        let layout = self.0.heap().layout();
-        let (rank, offset) = layout
+        let (heap, layout) = (self.0.heap(), self.0.heap().layout());
+        let (slot, offset) = layout
             .locate(address)
             .ok_or_else(|| self.not_live(address, "it is outside the heap"))?;
-        if rank != layout.rank {
+        if slot != layout.rank {
+            let rank = heap.ranks()[slot as usize];
             let why = format!("it is rank {rank}'s memory, which only that rank frees");
             return Err(self.not_live(address, &why));
         }
@@ -111,7 +112,7 @@ impl Lane {
         Error::invalid_argument(format!(
             "address {address:#x} of lane {:?} on rank {}: {why}",
             self.0.name,
-            self.0.heap().layout().rank
+            self.0.heap().rank()
         ))
     }
 }

@@ -305,7 +305,7 @@ impl Pool {
             }
             state.take_retired();
             memory.shared_below = state.next_segment();
-            let freed = state.apply_reports(most, reports, self.world());
+            let freed = state.apply_reports(most, reports, self.0.group.world());
             outcome = outcome.and(state.reclaim(&freed, memory));
             report.blocks_returned += freed.len() as u64;
             state.mark_agreed();

@@ -63,8 +63,8 @@ impl Committer {
             options: HandshakeOptions { allow_shared_device },
             first_on_device: true,
         };
-        let met = handshake(group, Ok(terms), group.deadline());
-        self.peers = met.inspect_err(|error| self.broken = Some(error.clone()))?;
+        let met = handshake(group, Ok(terms), |_| Ok(()), group.deadline());
+        (self.peers, ()) = met.inspect_err(|error| self.broken = Some(error.clone()))?;
         Ok(())
     }
 

@@ -264,7 +264,7 @@ impl Lane {
     }
 
     pub(super) fn named(&self, error: Error) -> Error {
-        error.context(format!("rank {}", self.0.heap().layout().rank))
+        error.context(format!("rank {}", self.0.heap().rank()))
     }
 }
 

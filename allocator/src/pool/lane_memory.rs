@@ -104,8 +104,8 @@ impl LaneMemory {
         if self.pretended.remove(&segment.counter) {
             return Ok(());
         }
-        let rank = self.heap.layout().rank;
-        self.heap.unmap(rank, self.base + segment.offset, segment.bytes)?;
+        let slot = self.heap.layout().rank;
+        self.heap.unmap(slot, self.base + segment.offset, segment.bytes)?;
         let Some(physical) = self.physical.remove(&segment.counter) else { return Ok(()) };
         // A handle that was never sent is closed here, so that the memory is free on return.
         self.early.remove(&segment.counter);
@@ -146,12 +146,12 @@ impl LaneMemory {
     }
 
     fn try_grow(&mut self, growth: &Growth, done: &mut Vec<Done>) -> Result<()> {
-        let rank = self.heap.layout().rank;
+        let slot = self.heap.layout().rank;
         for step in &growth.moves {
             let physical = self.physical.get(&step.from).ok_or_else(|| {
                 Error::invalid_state(format!("segment {} has no memory to move", step.from))
             })?;
-            self.heap.map(rank, self.base + step.to.offset, physical)?;
+            self.heap.map(slot, self.base + step.to.offset, physical)?;
             done.push(Done::Moved(step.to.offset, step.to.bytes));
         }
         if growth.new.len() > 1 && !self.sparsely {
@@ -164,7 +164,7 @@ impl LaneMemory {
                 true => driver.create_lazily(new.bytes)?,
                 false => driver.create(new.bytes)?,
             };
-            let mapped = self.heap.map(rank, self.base + new.offset, &physical);
+            let mapped = self.heap.map(slot, self.base + new.offset, &physical);
             done.push(Done::Made(physical, mapped.is_ok().then_some(new.offset)));
             mapped?;
         }
@@ -172,12 +172,12 @@ impl LaneMemory {
     }
 
     fn undo(&mut self, done: Vec<Done>) {
-        let rank = self.heap.layout().rank;
+        let slot = self.heap.layout().rank;
         for step in done.into_iter().rev() {
             let undone = match step {
-                Done::Moved(offset, bytes) => self.heap.unmap(rank, self.base + offset, bytes),
+                Done::Moved(offset, bytes) => self.heap.unmap(slot, self.base + offset, bytes),
                 Done::Made(physical, mapped) => mapped
-                    .map_or(Ok(()), |at| self.heap.unmap(rank, self.base + at, physical.bytes()))
+                    .map_or(Ok(()), |at| self.heap.unmap(slot, self.base + at, physical.bytes()))
                     .and_then(|()| self.heap.driver().release(physical)),
             };
             if let Err(error) = undone {

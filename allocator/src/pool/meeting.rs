@@ -59,7 +59,7 @@ impl Pool {
     ) -> Result<()> {
         self.check_process()?;
         self.check_brought(brings)?;
-        if !self.0.has_sockets {
+        if !self.0.notes {
             return self.meet_in_store(topic, brings, deadline, check);
         }
         let world = self.world() as usize;
@@ -81,7 +81,7 @@ impl Pool {
     pub fn come_elsewhere(&self, topic: Topic, brings: &[u8], deadline: Deadline) -> Result<()> {
         self.check_process()?;
         self.check_brought(brings)?;
-        if !self.0.has_sockets {
+        if !self.0.notes {
             return Ok(());
         }
         self.say(&Note { topic, said: Said::Here(brings.to_vec()) }, deadline)

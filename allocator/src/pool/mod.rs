@@ -22,6 +22,7 @@
 //! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
 //! | `meeting` | ranks that wait for each other, of which any may leave again |
 //! | `nccl_windows` | registering windows with NCCL |
+//! | `on_host` | the ranks of one host among themselves |
 //! | `nested` | pools of some of another pool's ranks, which are made without a word to the others |
 //! | `resync` | returning to a common state after a divergence |
 //! | `together` | one block on every rank, or on none, without a wait for devices |
@@ -44,6 +45,7 @@ mod meeting;
 mod nccl_windows;
 mod nested;
 mod on_device;
+mod on_host;
 mod resync;
 mod share;
 mod shared_lane;
@@ -65,6 +67,7 @@ pub use together::JointBlock;
 
 use crate::driver::{DeviceIdentity, Driver, Stream};
 use crate::fork::ProcessId;
+use crate::group::Hosts;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
 use crate::rendezvous::identity::HostIdentity;
@@ -79,6 +82,7 @@ use commit_due::CommitDue;
 use committer::Committer;
 use early_handles::EarlyHandles;
 use on_device::OnDevice;
+use on_host::{OnHost, Scope};
 use shared_lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -91,10 +95,13 @@ pub const CONTROL_LANE: &str = "symmpool.control";
 /// takes no lock but its lane's. [`Pool::commit`] is collective: it checks that all ranks did the
 /// same and turns new memory into windows. Blocks may outlive the pool; they keep their memory.
 #[derive(Clone)]
-pub struct Pool(Arc<Inner>);
+pub struct Pool(Arc<Inner>, Scope);
 
 struct Inner {
     group: Group,
+    /// Ranks that can map each other's memory.
+    hosts: Hosts,
+    on_host: OnHost,
     heap: Arc<Heap>,
     /// Where memory begins in each slot that belongs to no lane.
     room: u64,
@@ -110,13 +117,13 @@ struct Inner {
     background: background::Background,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
-    hosts: PerRank<HostIdentity>,
+    identities: PerRank<HostIdentity>,
     devices: PerRank<DeviceIdentity>,
     pids: Vec<Option<u32>>,
     /// See [`Pool::is_first_on_device`].
     first_on_device: bool,
-    /// Whether ranks are connected by sockets.
-    has_sockets: bool,
+    /// Whether any rank can leave notes for all others, on sockets.
+    notes: bool,
     _on_device: OnDevice,
     maker: ProcessId,
 }
@@ -229,29 +236,33 @@ impl Pool {
         self.windows().find(address).cloned()
     }
 
-    /// The address of `rank`'s copy of an address inside a window.
+    /// The address of `rank`'s copy of an address inside a window. `is_invalid_argument` where the rank is on another
+    /// [host](Self::hosts), whose memory cannot be reached.
     pub fn peer_ptr(&self, rank: u32, address: u64) -> Result<u64> {
-        self.windows().peer(rank, address)
+        self.windows().peer(self.slot_of(rank)?, address)
     }
 
-    /// Where every rank's memory lies in this process.
+    /// Where the memory of every rank of this host lies in this process.
     pub fn layout(&self) -> HeapLayout {
         self.0.heap.layout()
     }
 
     /// This process's rank.
     pub fn rank(&self) -> u32 {
-        self.0.group.rank()
+        self.group().rank()
     }
 
     /// The number of ranks.
     pub fn world(&self) -> u32 {
-        self.0.group.world()
+        self.group().world()
     }
 
     /// The pool's own group: its names in the store are not shared with other pools.
     pub fn group(&self) -> &Group {
-        &self.0.group
+        match self.1 {
+            Scope::Group => &self.0.group,
+            Scope::Host => &self.0.on_host.group,
+        }
     }
 
     /// The driver of the memory.
@@ -259,9 +270,13 @@ impl Pool {
         self.0.heap.driver()
     }
 
-    /// How the ranks' devices are linked; the same on every rank.
+    /// How the ranks' devices are linked; the same on every rank. Unknown where ranks are on several
+    /// [hosts](Self::hosts): [`on_host`](Self::on_host) has the links of one.
     pub fn topology(&self) -> &Topology {
-        &self.0.topology
+        match self.1 {
+            Scope::Group => &self.0.topology,
+            Scope::Host => &self.0.on_host.topology,
+        }
     }
 
     /// The device that `rank` uses.
@@ -272,7 +287,7 @@ impl Pool {
                 self.world()
             )));
         }
-        Ok(self.0.devices.get(rank))
+        Ok(self.0.devices.get(self.group_rank(rank)))
     }
 
     /// Whether no rank's process had another pool on its device when this one was made; the same on every rank.
@@ -298,11 +313,12 @@ impl Pool {
         committer.broken.is_none() && committer.incomplete.is_none() && committer.peers.can_talk()
     }
 
-    /// Peers whose processes are gone, as far as this rank can tell without waiting: on one machine, those
+    /// Peers whose processes are gone, as far as this rank can tell without waiting: on its host, those
     /// that closed their sockets. Empty while a commit is under way.
     pub fn lost_peers(&self) -> Vec<u32> {
         let Ok(committer) = self.0.committer.try_lock() else { return Vec::new() };
-        committer.peers.sockets().map(PeerSockets::lost_peers).unwrap_or_default()
+        let lost = committer.peers.sockets().map(PeerSockets::lost_peers).unwrap_or_default();
+        lost.into_iter().filter_map(|rank| self.number_of(rank)).collect()
     }
 
     /// Whether `rank` is known not to use this pool's memory any more: it closed its socket without reporting
@@ -314,6 +330,7 @@ impl Pool {
             return false;
         }
         let Ok(mut committer) = self.0.committer.try_lock() else { return false };
+        let rank = self.group_rank(rank);
         committer.peers.sockets_mut().is_some_and(|sockets| sockets.has_left(rank))
     }
 
@@ -325,7 +342,10 @@ impl Pool {
 
     /// The process id of `rank`, if it is on the same machine and in the same pid namespace.
     pub fn peer_pid(&self, rank: u32) -> Option<u32> {
-        self.0.pids.get(rank as usize).copied().flatten()
+        if rank >= self.world() {
+            return None;
+        }
+        self.0.pids.get(self.group_rank(rank) as usize).copied().flatten()
     }
 
     /// The pool's numbers now. Waits for a commit that is under way. [`Error::is_invalid_state`] in a

@@ -66,7 +66,7 @@ impl Pool {
     #[allow(unsafe_code)] // passes on the caller's promise
     pub unsafe fn register_nccl(&self, comm: usize) -> Result<u64> {
         let mut committer = self.committer()?;
-        let deadline = self.group().deadline();
+        let deadline = self.0.group.deadline();
         // SAFETY: the caller promised that `comm` is a communicator of the NCCL of this process, which lives until it
         // is unregistered.
         let comm = unsafe { NcclComm::new(comm) };
@@ -113,7 +113,7 @@ impl Pool {
     /// be called before the communicator is destroyed, if the pool commits afterwards.
     pub fn unregister_nccl(&self, comm: usize) -> Result<()> {
         let mut committer = self.committer()?;
-        let deadline = self.group().deadline();
+        let deadline = self.0.group.deadline();
         let found = committer.nccl.iter().position(|attached| attached.comm.is(comm));
         let ready = found.ok_or_else(|| {
             Error::invalid_argument("this communicator was not given the pool's windows")
@@ -151,12 +151,11 @@ impl Pool {
             )));
         }
         let (rank, world) = nccl.place(comm)?;
-        if (rank, world) != (self.rank(), self.world()) {
+        let (own, all) = (self.0.group.rank(), self.0.group.world());
+        if (rank, world) != (own, all) {
             return Err(Error::invalid_argument(format!(
-                "this process is rank {rank} of {world} in the communicator, but rank {} of {} in the \
-                 pool",
-                self.rank(),
-                self.world()
+                "this process is rank {rank} of {world} in the communicator, but rank {own} of {all} in the \
+                 pool"
             )));
         }
         Ok(())
@@ -172,7 +171,7 @@ impl Pool {
         deadline: Deadline,
     ) -> Result<()> {
         let status = encode_status(NcclStatus, own.map_err(|error| error.kind().clone()))?;
-        let gathered = committer.peers.all_gather(self.group(), name, &status, deadline);
+        let gathered = committer.peers.all_gather(&self.0.group, name, &status, deadline);
         let gathered = gathered.inspect_err(|error| committer.stop_commits_after(error))?;
         let statuses: Vec<NcclStatus> = decode_all(&gathered)?;
         // NCCL still holds a call of such a rank, and may touch the memory that the call names.

@@ -38,6 +38,12 @@ impl Pool {
                 group.world()
             )));
         }
+        if self.hosts().count() > 1 {
+            return Err(Error::unsupported(format!(
+                "a pool within one that spans {} hosts; make it within what the ranks of a host share (Pool::on_host)",
+                self.hosts().count()
+            )));
+        }
         if self.driver().device().kind != "host" {
             return Err(Error::unsupported(format!(
                 "a pool within one of the {} driver; only host memory can be mapped twice",
@@ -49,10 +55,13 @@ impl Pool {
         let ready = PreparedRank::new(builder, &child, room)?;
         let unmet =
             Unmet { text: ready.text.clone(), allow_shared_device: ready.allow_shared_device };
-        let (hosts, devices) = (self.0.hosts.of(ranks), self.0.devices.of(ranks));
+        let group_ranks: Vec<u32> = ranks.iter().map(|&rank| self.group_rank(rank)).collect();
+        let identities = self.0.identities.of(&group_ranks);
+        let devices = self.0.devices.of(&group_ranks);
         let topology = Topology::host(group.world());
-        let peers = Peers::of_some(group.rank(), hosts, devices, topology);
-        ready.into_pool(child, peers, Some(unmet))
+        let peers = Peers::of_some(group.rank(), identities, devices, topology);
+        let heap = ready.reserve(&child, peers.hosts())?;
+        ready.into_pool(child, heap, peers, Some(unmet))
     }
 
     /// Where the room of a [nested](Self::nested) pool begins in each slot.

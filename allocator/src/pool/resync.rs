@@ -61,7 +61,7 @@ impl Pool {
     /// Waits for the device, within the same timeout. Streams that were first used since are forgotten, and so
     /// are streams that any rank has forgotten.
     pub fn resync(&self) -> Result<bool> {
-        let deadline = self.group().deadline();
+        let deadline = self.0.group.deadline();
         self.check_process()?;
         self.await_background(deadline)?;
         let mut committer = self.committer()?;
@@ -131,7 +131,7 @@ impl Pool {
         let failed = ready.as_ref().err().cloned();
         let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
         let status = encode_status(Standing, status)?;
-        let gathered = peers.all_gather(self.group(), "standing", &status, deadline);
+        let gathered = peers.all_gather(&self.0.group, "standing", &status, deadline);
         let gathered = gathered.map_err(|error| own_failure_or(failed, error))?;
         let statuses: Vec<Standing> = decode_all(&gathered)?;
         let all = all_ok("resync", statuses.into_iter().map(|Standing(status)| status))?;
@@ -149,7 +149,7 @@ impl Pool {
         let state = &locked.inner.state;
         let name = &locked.lane.name;
         let mut gather =
-            |what: &str, value: &[u8]| peers.all_gather(self.group(), what, value, deadline);
+            |what: &str, value: &[u8]| peers.all_gather(&self.0.group, what, value, deadline);
         let first = first_difference(name, state, &mut gather)?.counter;
         let own = Holdings {
             counter: state.counter(),

@@ -142,8 +142,8 @@ impl Pool {
     /// Maps segments whose handles follow from their place, so that none are exchanged.
     fn map_derived(&self, fresh: &[Fresh], mapping: &mut Mapping<'_>) -> Result<Vec<u32>> {
         self.at_receive_and_map()?;
-        for peer in self.0.heap.peers() {
-            mapping.map(peer, fresh, fresh.iter().map(|_| Exported::Derived))?;
+        for slot in self.0.heap.peers() {
+            mapping.map(slot, fresh, fresh.iter().map(|_| Exported::Derived))?;
         }
         Ok(Vec::new())
     }
@@ -164,7 +164,7 @@ impl Pool {
             if !std::mem::replace(&mut begun, true) {
                 self.at_receive_and_map()?;
             }
-            mapping.map(peer, &fresh[at..], fds.into_iter().map(Exported::Fd))
+            mapping.map(self.0.heap.slot_of(peer)?, &fresh[at..], fds.into_iter().map(Exported::Fd))
         };
         // A handle that cannot be mapped must not break the exchange with the other peers.
         let mut on_receive = |peer, at, fds| {
@@ -196,7 +196,8 @@ impl Pool {
         ready?;
         self.at_receive_and_map()?;
         let mut silent = Vec::new();
-        for peer in self.0.heap.peers() {
+        for slot in self.0.heap.peers() {
+            let peer = self.0.heap.ranks()[slot as usize];
             let HandlesMessage(Ok(handles)) = decode(peer, gathered.part(peer))? else {
                 silent.push(peer);
                 continue;
@@ -209,7 +210,7 @@ impl Pool {
                 ))
                 .naming([peer]));
             }
-            mapping.map(peer, fresh, handles.into_iter().map(Exported::Bytes))?;
+            mapping.map(slot, fresh, handles.into_iter().map(Exported::Bytes))?;
         }
         Ok(silent)
     }
@@ -229,7 +230,7 @@ impl Pool {
     ) -> Result<Vec<SegmentHandle<'a>>> {
         self.driver().at_step(Step::CommitExport)?;
         let mut exported = Vec::new();
-        if transport != Transport::Derived && self.world() > 1 {
+        if transport != Transport::Derived && self.layout().world > 1 {
             for fresh in fresh {
                 let counter = fresh.segment.counter;
                 let memory = &locked[fresh.lane].inner.memory;
@@ -302,20 +303,21 @@ pub(super) fn fresh_segments(locked: &[LockedLane<'_>]) -> Vec<Fresh> {
 /// Mappings of peers' segments. They are undone on drop, unless [`keep`](Mapping::keep) is called.
 struct Mapping<'a> {
     heap: &'a Heap,
-    /// Rank, offset in the slot, length.
+    /// Slot, offset in it, length.
     done: Vec<(u32, u64, u64)>,
 }
 
 impl Mapping<'_> {
-    /// Maps the segments behind `handles` at the offsets of the first segments of `fresh`.
+    /// Maps the segments behind `handles` into a slot, at the offsets of the first segments of `fresh`.
     fn map(
         &mut self,
-        peer: u32,
+        slot: u32,
         fresh: &[Fresh],
         handles: impl ExactSizeIterator<Item = Exported>,
     ) -> Result<()> {
         let driver = self.heap.driver();
         let fresh = &fresh[..handles.len()];
+        let peer = self.heap.ranks()[slot as usize];
         let doing = |fresh: &Fresh, error: Error| {
             error.context(format!("mapping segment {} of rank {peer}", fresh.segment.counter))
         };
@@ -331,7 +333,7 @@ impl Mapping<'_> {
             }
         }
         if outcome.is_ok() {
-            outcome = self.map_runs(peer, fresh, &physicals, doing);
+            outcome = self.map_runs(slot, fresh, &physicals, doing);
         }
         // The mappings keep the memory alive without the handles.
         for (fresh, physical) in fresh.iter().zip(physicals) {
@@ -344,7 +346,7 @@ impl Mapping<'_> {
     /// Maps segments, those that follow each other in one call.
     fn map_runs(
         &mut self,
-        peer: u32,
+        slot: u32,
         fresh: &[Fresh],
         physicals: &[Physical],
         doing: impl Fn(&Fresh, Error) -> Error,
@@ -352,9 +354,9 @@ impl Mapping<'_> {
         let follows = |a: &Fresh, b: &Fresh| a.offset + a.segment.bytes == b.offset;
         let mut at = 0;
         for run in fresh.chunk_by(follows) {
-            let mapped = self.heap.map_all(peer, run[0].offset, &physicals[at..at + run.len()]);
+            let mapped = self.heap.map_all(slot, run[0].offset, &physicals[at..at + run.len()]);
             mapped.map_err(|error| doing(&run[0], error))?;
-            self.done.extend(run.iter().map(|fresh| (peer, fresh.offset, fresh.segment.bytes)));
+            self.done.extend(run.iter().map(|fresh| (slot, fresh.offset, fresh.segment.bytes)));
             at += run.len();
         }
         Ok(())
@@ -371,9 +373,9 @@ impl Mapping<'_> {
 
 impl Drop for Mapping<'_> {
     fn drop(&mut self) {
-        for (peer, offset, bytes) in self.done.drain(..).rev() {
-            if let Err(error) = self.heap.unmap(peer, offset, bytes) {
-                tracing::error!(%error, peer, offset, "a mapping of a failed commit could not be undone");
+        for (slot, offset, bytes) in self.done.drain(..).rev() {
+            if let Err(error) = self.heap.unmap(slot, offset, bytes) {
+                tracing::error!(%error, slot, offset, "a mapping of a failed commit could not be undone");
             }
         }
     }

@@ -116,7 +116,7 @@ impl SharedLane {
             "lane {:?} of rank {}: an earlier call panicked inside it and left it half changed, so \
              its state cannot be relied on; build a new pool",
             self.name,
-            self.heap.layout().rank
+            self.heap.rank()
         ))
     }
 

@@ -5,11 +5,10 @@
 use std::collections::BTreeMap;
 
 use super::hello::Hello;
-use crate::driver::Transport;
 use crate::ranks::list;
 use crate::rendezvous::message::{PROTOCOL_VERSION, version_of};
 use crate::store::Gathered;
-use crate::{Error, Hosts, Result};
+use crate::{Error, Result};
 
 /// Refuses ranks whose symmpool speaks another version, before anything else is read.
 pub(super) fn versions(gathered: &Gathered) -> Result<()> {
@@ -40,8 +39,7 @@ pub(super) fn agree(hellos: &[&Hello]) -> Result<()> {
     equal(hellos, "granularities of memory", "use devices and drivers of one kind", |hello| {
         format!("{} bytes", hello.granularity)
     })?;
-    devices(hellos)?;
-    hosts(hellos)
+    devices(hellos)
 }
 
 /// Rule D8.
@@ -120,24 +118,6 @@ fn devices(hellos: &[&Hello]) -> Result<()> {
     Ok(())
 }
 
-fn hosts(hellos: &[&Hello]) -> Result<()> {
-    let reference = hellos[0];
-    if reference.transport != Transport::UnixSocket {
-        return Ok(());
-    }
-    let Some((rank, reason)) = ranked(hellos)
-        .find_map(|(rank, hello)| Some((rank, reference.host.obstacle(&hello.host)?)))
-    else {
-        return Ok(());
-    };
-    let hosts = Hosts::from_identities(&hellos.iter().map(|hello| &hello.host).collect::<Vec<_>>());
-    Err(Error::unsupported(format!(
-        "memory of this kind is shared through file descriptors, which cannot travel between \
-         ranks 0 and {rank}: {reason}. Ranks by host: {hosts}"
-    ))
-    .naming([0, rank]))
-}
-
 fn ranked<'a>(hellos: &[&'a Hello]) -> impl Iterator<Item = (u32, &'a Hello)> {
     (0u32..).zip(hellos.iter().copied())
 }
@@ -177,7 +157,7 @@ fn ranks_are(ranks: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::driver::DeviceIdentity;
+    use crate::driver::{DeviceIdentity, Transport};
     use crate::rendezvous::identity::HostIdentity;
 
     fn hello() -> Hello {
@@ -285,42 +265,6 @@ mod tests {
         })
         .unwrap();
         four(|_, hello| hello.device.uuid.clear()).unwrap();
-    }
-
-    #[test]
-    fn descriptors_do_not_travel_between_machines_or_network_namespaces() {
-        let machines = |rank: usize, hello: &mut Hello| {
-            if rank >= 2 {
-                hello.host.boot_id = "other".into();
-                hello.host.hostname = "node1".into();
-            }
-        };
-        let error = four(machines).unwrap_err();
-        assert!(error.is_unsupported());
-        let text = error.to_string();
-        assert!(
-            text.contains("ranks 0 and 2") && text.contains("host node1: ranks 2, 3"),
-            "{text}"
-        );
-        let error = four(|rank, hello| hello.host.net_namespace += rank as u64).unwrap_err();
-        assert!(error.is_unsupported() && error.to_string().contains("network namespaces"));
-        let pretending = |rank: usize, hello: &mut Hello| {
-            hello.host.host_id = (rank % 2 == 1).then(|| "b".into());
-        };
-        let error = four(pretending).unwrap_err();
-        assert!(error.is_unsupported() && error.ranks() == [0, 1], "{error}");
-        let text = error.to_string();
-        assert!(
-            text.contains("SYMMPOOL_HOST_ID not set on one, SYMMPOOL_HOST_ID=b on the other"),
-            "{text}"
-        );
-        assert!(text.contains("ranks 0, 2; host b (SYMMPOOL_HOST_ID): ranks 1, 3"), "{text}");
-        // Bytes do travel.
-        four(|rank, hello| {
-            machines(rank, hello);
-            hello.transport = Transport::Store;
-        })
-        .unwrap();
     }
 
     #[test]

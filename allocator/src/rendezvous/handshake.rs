@@ -2,10 +2,10 @@
 //!
 //! 1. Every rank publishes a [`Hello`] in the store, or the reason why it cannot take part. All ranks check all hellos
 //!    and come to the same result without further messages.
-//! 2. Where handles are file descriptors, ranks connect to each other ([`super::sockets`]). Then every rank
+//! 2. Where handles are file descriptors, the ranks of a host connect to each other ([`super::sockets`]). Then every rank
 //!    reports whether that succeeded, and which topology it sees; a failure of one is the error of all. Reports travel
 //!    on the connections. A rank that lacks one closes the others and reports in the store, and so do all that see it
-//!    go, and ranks that need no connections.
+//!    go, ranks that need no connections, and ranks of several hosts.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +17,7 @@ use super::peers::{Peers, PerRank};
 use super::sockets::{Listener, PeerSockets};
 use super::status::{Status, agreed, all_ok, encode_status};
 use crate::driver::{DeviceIdentity, Driver, Step, Transport};
+use crate::group::Hosts;
 use crate::random::random_bytes;
 use crate::store::Gathered;
 use crate::topology::Topology;
@@ -72,15 +73,18 @@ pub(crate) struct HandshakeConfig<'a> {
 /// `terms` is the result of this rank's own preparation: if that failed, the other ranks get the reason
 /// instead of waiting. An error that concerns all ranks is the same on all of them: different
 /// protocol versions ([`Error::is_refused`]), configurations or drivers ([`Error::is_diverged`]),
-/// one device twice ([`Error::is_invalid_argument`]), ranks that file descriptors cannot reach
-/// ([`Error::is_unsupported`]), and whatever made a single rank fail.
-pub(crate) fn handshake(
+/// one device twice ([`Error::is_invalid_argument`]), and whatever made a single rank fail.
+///
+/// `settle` makes what depends on which ranks share a host with this one. It is called once that is known, and its error is
+/// the error of all ranks.
+pub(crate) fn handshake<T>(
     group: &Group,
     terms: Result<HandshakeConfig<'_>>,
+    settle: impl FnOnce(&Hosts) -> Result<T>,
     deadline: Deadline,
-) -> Result<Peers> {
+) -> Result<(Peers, T)> {
     let doing = |error: Error| error.context("meeting the other ranks of the pool");
-    let ready = terms.and_then(|terms| Ok((terms.driver, prepare(&terms)?)));
+    let ready = terms.and_then(|terms| Ok((terms.driver, prepare(group, &terms)?)));
     let (hello, ready) = match ready {
         Ok((driver, (hello, listener))) => (Ok(Box::new(hello)), Ok((driver, listener))),
         Err(error) => (Err(error.kind().clone()), Err(error)),
@@ -96,40 +100,65 @@ pub(crate) fn handshake(
     let hellos: Vec<&Hello> = gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
     checks::agree(&hellos).map_err(doing)?;
     let secret = secret_of(&gathered);
+    let hosts = hosts_of(&hellos);
 
-    let connected = connect(group.rank(), driver, &hellos, &secret, listener, deadline);
+    let settled = settle(&hosts);
+    let (settled, ready) = match settled {
+        Ok(settled) => (Some(settled), driver.at_step(Step::HandshakeConnect)),
+        Err(error) => (None, Err(error)),
+    };
+    let here = &hosts;
+    let connected = connect(ready, (group.rank(), here), &hellos, &secret, listener, deadline);
     let devices = PerRank::new(hellos.iter().map(|hello| &hello.device));
     let topology = || {
         driver.at_step(Step::HandshakeConfirm)?;
-        let devices: Vec<DeviceIdentity> = devices.iter().cloned().collect();
+        let here = hosts.here(group.rank()).iter();
+        let devices: Vec<DeviceIdentity> = here.map(|&rank| devices.get(rank).clone()).collect();
         Topology::detect(&devices)
     };
     let confirmed = match connected {
-        Ok(Some(sockets)) => {
+        Ok(Some(sockets)) if hosts.count() == 1 => {
             let sockets = sockets.with_interrupt(group.interrupt());
-            confirm_on_sockets(group, sockets, topology(), deadline)
+            confirm_on_sockets(group, &hosts, sockets, topology(), deadline)
         }
-        Ok(None) => {
-            let linked = topology().map(|topology| Linked { sockets: None, topology });
-            confirm(group, linked, deadline)
+        Ok(sockets) => {
+            let sockets = sockets.map(|sockets| sockets.with_interrupt(group.interrupt()));
+            let linked = topology().map(|topology| Linked { sockets, topology });
+            confirm(group, &hosts, linked, deadline)
         }
-        Err(error) => confirm(group, Err(error), deadline),
+        Err(error) => confirm(group, &hosts, Err(error), deadline),
     };
     let Linked { sockets, topology } = confirmed.map_err(doing)?;
-    Ok(Peers {
+    let settled = settled.ok_or_else(|| Error::invalid_state("a rank that failed was accepted"))?;
+    let peers = Peers {
         rank: group.rank(),
-        hosts: PerRank::new(hellos.iter().map(|hello| &hello.host)),
+        identities: PerRank::new(hellos.iter().map(|hello| &hello.host)),
+        hosts,
         devices,
         first_on_device: hellos.iter().all(|hello| hello.first_on_device),
         transport: hellos[0].transport,
         topology,
         sockets,
         missed: None,
-    })
+    };
+    Ok((peers, settled))
+}
+
+/// Which ranks can map each other's memory. File descriptors reach the ranks of one host; other handles reach all ranks, but
+/// those that pretend to be elsewhere.
+fn hosts_of(hellos: &[&Hello]) -> Hosts {
+    let identities: Vec<&HostIdentity> = hellos.iter().map(|hello| &hello.host).collect();
+    match hellos[0].transport {
+        Transport::UnixSocket => Hosts::from_identities(&identities),
+        Transport::Store | Transport::Derived => {
+            let pretended = |host: &&HostIdentity| (host.host_id.clone(), host.host_name());
+            Hosts::new(identities.iter().map(pretended))
+        }
+    }
 }
 
 /// Makes everything that this rank needs for the first round.
-fn prepare(terms: &HandshakeConfig<'_>) -> Result<(Hello, Option<Listener>)> {
+fn prepare(group: &Group, terms: &HandshakeConfig<'_>) -> Result<(Hello, Option<Listener>)> {
     let HandshakeConfig { driver, config_hash, config_text, options, first_on_device } = *terms;
     driver.at_step(Step::HandshakePublish)?;
     let transport = driver.transport();
@@ -145,7 +174,7 @@ fn prepare(terms: &HandshakeConfig<'_>) -> Result<(Hello, Option<Listener>)> {
     let hello = Hello {
         config_hash,
         config_text: config_text[..end].to_owned(),
-        host: HostIdentity::current()?,
+        host: group.identity()?,
         device: driver.device(),
         allow_shared_device: options.allow_shared_device,
         transport,
@@ -191,20 +220,25 @@ fn secret_of(gathered: &Gathered) -> [u8; 32] {
     hasher.finalize().into()
 }
 
-/// Connects to the other ranks, if handles are file descriptors. Takes at most three quarters of the time
+/// Connects to the other ranks of this host, if handles are file descriptors. Takes at most three quarters of the time
 /// that is left, so that a failure can still be reported.
 fn connect(
-    rank: u32,
-    driver: &Driver,
+    ready: Result<()>,
+    (rank, hosts): (u32, &Hosts),
     hellos: &[&Hello],
     secret: &[u8; 32],
     listener: Option<Listener>,
     deadline: Deadline,
 ) -> Result<Option<PeerSockets>> {
-    let ready = driver.at_step(Step::HandshakeConnect);
     let Some(listener) = listener else { return ready.map(|()| None) };
-    let names: Option<Vec<&str>> = hellos.iter().map(|hello| hello.listener.as_deref()).collect();
-    let names = names.ok_or_else(|| Error::mismatch("a rank announced no socket to connect to"))?;
+    if hellos.iter().any(|hello| hello.listener.is_none()) {
+        return Err(Error::mismatch("a rank announced no socket to connect to"));
+    }
+    let here = hosts.of(rank);
+    let names = (0..)
+        .zip(hellos)
+        .map(|(peer, hello)| hello.listener.as_deref().filter(|_| hosts.of(peer) == here));
+    let names: Vec<Option<&str>> = names.collect();
     if let Err(error) = ready {
         PeerSockets::decline(listener, rank, &names, secret, &error);
         return Err(error);
@@ -223,6 +257,7 @@ struct Linked {
 /// [`confirm`] of a rank that is connected to all others, on these connections.
 fn confirm_on_sockets(
     group: &Group,
+    hosts: &Hosts,
     mut sockets: PeerSockets,
     topology: Result<Topology>,
     deadline: Deadline,
@@ -235,17 +270,22 @@ fn confirm_on_sockets(
     match sockets.all_gather("confirm", &confirmation, deadline) {
         Ok(gathered) => {
             let ours = topology.map(|topology| Linked { sockets: Some(sockets), topology });
-            conclude(group.rank(), &gathered, ours)
+            conclude(group.rank(), hosts, &gathered, ours)
         }
         Err(error) if error.is_timeout() || error.is_interrupted() => Err(error),
         // Perhaps a rank that is not connected to all others, and reports that in the store. Before it closed the connections
         // that it has, it may have said why, which is no error of this rank.
-        Err(error) => confirm(group, Err(sockets.loss().unwrap_or(error)), deadline),
+        Err(error) => confirm(group, hosts, Err(sockets.loss().unwrap_or(error)), deadline),
     }
 }
 
 /// Reports to the others through the store whether connecting succeeded, and receives their reports.
-fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Linked> {
+fn confirm(
+    group: &Group,
+    hosts: &Hosts,
+    ours: Result<Linked>,
+    deadline: Deadline,
+) -> Result<Linked> {
     let (status, wait_until) = match &ours {
         Ok(linked) => (digest_of(&linked.topology).map_err(|e| e.kind().clone()), deadline),
         // A lost peer will not answer: wait shortly for what the others report, and leave.
@@ -265,23 +305,27 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
         Ok(gathered) => gathered,
         Err(error) => return Err(missing_confirmations(error, ours)),
     };
-    conclude(group.rank(), &gathered, ours)
+    conclude(group.rank(), hosts, &gathered, ours)
 }
 
 /// Returns the result of all ranks' reports, which is the same on each of them.
 ///
 /// If ranks see different topologies (as in containers that show each rank only its own device), nothing is
 /// wrong with their memory. But algorithms are chosen by topology and have to be the same on all ranks, so
-/// then all ranks use an unknown topology.
-fn conclude(rank: u32, gathered: &Gathered, ours: Result<Linked>) -> Result<Linked> {
+/// then all ranks of their host use an unknown topology.
+fn conclude(rank: u32, hosts: &Hosts, gathered: &Gathered, ours: Result<Linked>) -> Result<Linked> {
     let confirmations: Vec<Confirm> = message::decode_all(gathered)?;
     let digests = all_ok("the handshake", confirmations.into_iter().map(|Confirm(status)| status))?;
-    let Some(other) = digests.iter().position(|digest| *digest != digests[0]) else { return ours };
+    let here = hosts.here(rank);
+    let digest = |rank: u32| digests[rank as usize];
+    let other = here.iter().find(|&&other| digest(other) != digest(here[0]));
+    let Some(other) = other else { return ours };
     tracing::warn!(
         rank,
-        "rank 0 and rank {other} see different links between the ranks' devices, so all ranks go by \
+        "rank {} and rank {other} see different links between the ranks' devices, so all ranks go by \
          none: algorithms that count on NVLink are left out; have every rank see all devices (in its \
-         container, too), or none"
+         container, too), or none",
+        here[0]
     );
     ours.map(|linked| Linked { topology: Topology::unknown(linked.topology.world()), ..linked })
 }

@@ -86,6 +86,17 @@ fn parse(found: &OsStr) -> Result<String> {
     })
 }
 
+/// Refuses what is no id of a host.
+pub(crate) fn check_host_id(id: &str) -> Result<&str> {
+    if is_id(id) {
+        return Ok(id);
+    }
+    Err(Error::invalid_argument(format!(
+        "host id {:?}: expected 1 to {MAX_CHARACTERS} printable characters without blanks, as in node0",
+        short(id)
+    )))
+}
+
 fn is_id(id: &str) -> bool {
     // Quotes and backslashes are escaped though they are printable. All else that is escaped is not.
     let plain = id.replace(['\'', '"', '\\'], "x");

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::checks;
+use super::host_id::check_host_id;
 use super::identity::{HostIdentity, HostKey};
 use super::message::{self, Message};
 use super::status::{Status, all_ok, encode_status};
@@ -25,6 +26,13 @@ impl Hosts {
 }
 
 impl Group {
+    /// Which process on which host this participant is.
+    pub(crate) fn identity(&self) -> Result<HostIdentity> {
+        let identity = HostIdentity::current()?;
+        let host_id = self.host_id().map(check_host_id).transpose()?;
+        Ok(HostIdentity { host_id: host_id.map(str::to_owned).or(identity.host_id), ..identity })
+    }
+
     /// Which ranks of this group share a host. Collective: you must call this on every rank. It costs one gather in the
     /// store, and the group, its clones and its children remember the result: later calls return at once.
     ///
@@ -41,8 +49,7 @@ impl Group {
         if let Some(hosts) = self.known_hosts() {
             return Ok(hosts);
         }
-        let own =
-            HostIdentity::current().map(|identity| (identity.host_key(), identity.host_name()));
+        let own = self.identity().map(|identity| (identity.host_key(), identity.host_name()));
         let value = encode_status(OnHost, own.map_err(|error| error.kind().clone()))?;
         let found = self.hosts_by(&value, deadline, |gathered| {
             checks::versions(gathered)?;

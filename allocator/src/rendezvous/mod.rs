@@ -12,6 +12,7 @@
 //! | [`checks`] | what has to be equal, or different, on all ranks |
 //! | [`peers`] | the result of the handshake |
 //! | [`agreement`] | what ranks propose to commit, and what follows |
+//! | [`reasons`] | why a rank stopped, left in the store for ranks that it has no connection to |
 //! | [`search`] | the first event at which ranks differ |
 //! | [`pairs`] | connections between two ranks, in which no third one takes part |
 //! | [`sockets`] | Unix sockets between ranks of one machine: gathers, and exchanges of file descriptors |
@@ -26,6 +27,7 @@ pub(crate) mod identity;
 pub(crate) mod message;
 pub(crate) mod pairs;
 pub(crate) mod peers;
+mod reasons;
 pub(crate) mod search;
 pub(crate) mod sockets;
 pub(crate) mod status;

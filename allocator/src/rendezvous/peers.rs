@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::identity::HostIdentity;
 use super::sockets::PeerSockets;
 use crate::driver::{DeviceIdentity, Transport};
+use crate::group::Hosts;
 use crate::store::Gathered;
 use crate::topology::Topology;
 use crate::{Deadline, Error, Group, Result};
@@ -45,18 +46,15 @@ impl<T: Ord + Clone> PerRank<T> {
     pub(crate) fn of(&self, ranks: &[u32]) -> Self {
         Self::new(ranks.iter().map(|&rank| self.get(rank)))
     }
-
-    /// The values in rank order.
-    pub(crate) fn iter(&self) -> impl ExactSizeIterator<Item = &T> {
-        self.which.iter().map(|&at| &self.distinct[at as usize])
-    }
 }
 
 /// A pool's ranks: who they are, and how to reach them.
 #[derive(Debug)]
 pub(crate) struct Peers {
     pub(super) rank: u32,
-    pub(super) hosts: PerRank<HostIdentity>,
+    pub(super) identities: PerRank<HostIdentity>,
+    /// Which ranks can map each other's memory.
+    pub(super) hosts: Hosts,
     pub(super) devices: PerRank<DeviceIdentity>,
     pub(super) first_on_device: bool,
     pub(super) transport: Transport,
@@ -67,16 +65,24 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// Some ranks of another pool, in this order, which are not connected.
+    /// Some ranks of another pool on one host, in this order, which are not connected.
     pub(crate) fn of_some(
         rank: u32,
-        hosts: PerRank<HostIdentity>,
+        identities: PerRank<HostIdentity>,
         devices: PerRank<DeviceIdentity>,
         topology: Topology,
     ) -> Self {
-        let (transport, first_on_device) = (Transport::UnixSocket, true);
-        let (sockets, missed) = (None, None);
-        Self { rank, hosts, devices, first_on_device, transport, topology, sockets, missed }
+        Self {
+            rank,
+            hosts: Hosts::one(identities.which.len() as u32),
+            identities,
+            devices,
+            first_on_device: true,
+            transport: Transport::UnixSocket,
+            topology,
+            sockets: None,
+            missed: None,
+        }
     }
 
     /// This process's rank.
@@ -86,11 +92,16 @@ impl Peers {
 
     /// The number of ranks.
     pub(crate) fn world(&self) -> u32 {
-        self.hosts.which.len() as u32
+        self.identities.which.len() as u32
     }
 
     /// Which process on which machine each rank is.
-    pub(crate) fn hosts(&self) -> &PerRank<HostIdentity> {
+    pub(crate) fn identities(&self) -> &PerRank<HostIdentity> {
+        &self.identities
+    }
+
+    /// Which ranks can map each other's memory.
+    pub(crate) fn hosts(&self) -> &Hosts {
         &self.hosts
     }
 
@@ -109,18 +120,18 @@ impl Peers {
         self.transport
     }
 
-    /// How the ranks' devices are linked; equal on all ranks.
+    /// How the devices of this host's ranks are linked; equal on all of these.
     pub(crate) fn topology(&self) -> &Topology {
         &self.topology
     }
 
-    /// The connections to the other ranks, where handles are file descriptors.
+    /// The connections to the other ranks of this host, where handles are file descriptors.
     pub(crate) fn sockets(&self) -> Option<&PeerSockets> {
         self.sockets.as_ref()
     }
 
-    /// Every rank's `value`: over the connections to the other ranks, where there are some, else
-    /// through the group's store. Collective; see [`PeerSockets::all_gather`] and [`Group::all_gather`].
+    /// Every rank's `value`: over the connections to the other ranks, where these reach all of them, else
+    /// through the group's store, while those that are connected are watched. Collective; see [`PeerSockets::all_gather`] and [`Group::all_gather`].
     /// A failure of the store on this rank alone is kept for [`take_missed`](Peers::take_missed).
     pub(crate) fn all_gather(
         &mut self,
@@ -129,14 +140,21 @@ impl Peers {
         value: &[u8],
         deadline: Deadline,
     ) -> Result<Gathered> {
-        match &mut self.sockets {
-            Some(sockets) => sockets.all_gather(what, value, deadline),
-            None => group.all_gather(what, value, deadline).inspect_err(|error| {
-                if !concerns_all_ranks(error) {
-                    self.missed.get_or_insert_with(|| error.clone());
-                }
-            }),
-        }
+        let gathered = match &mut self.sockets {
+            Some(sockets) if self.hosts.count() == 1 => {
+                return sockets.all_gather(what, value, deadline);
+            }
+            Some(sockets) => {
+                let gone = || sockets.lost_peers();
+                group.all_gather_from_living(what, value, deadline, gone)
+            }
+            None => group.all_gather(what, value, deadline),
+        };
+        gathered.map_err(|error| self.hosts.named_in(error)).inspect_err(|error| {
+            if !concerns_all_ranks(error) {
+                self.missed.get_or_insert_with(|| error.clone());
+            }
+        })
     }
 
     /// Why this rank alone did not receive the others' parts in a gather through the store: the others may

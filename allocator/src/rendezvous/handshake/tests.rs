@@ -10,7 +10,11 @@ use crate::testing::on_ranks;
 const OPTIONS: HandshakeOptions = HandshakeOptions { allow_shared_device: false };
 
 fn meet(group: &Group, driver: &Driver) -> Result<Peers> {
-    handshake(group, Ok(terms(driver)), Deadline::seconds(60))
+    meet_by(group, Ok(terms(driver)), Deadline::seconds(60))
+}
+
+fn meet_by(group: &Group, terms: Result<HandshakeConfig<'_>>, deadline: Deadline) -> Result<Peers> {
+    handshake(group, terms, |_| Ok(()), deadline).map(|(peers, ())| peers)
 }
 
 fn terms(driver: &Driver) -> HandshakeConfig<'_> {
@@ -35,10 +39,10 @@ fn ranks_meet_and_can_hand_over_descriptors() {
             let mut peers = meet(&group, &Driver::host().unwrap()).unwrap();
             assert_eq!((peers.rank(), peers.world()), (group.rank(), world));
             assert_eq!(peers.transport(), Transport::UnixSocket);
-            assert_eq!(peers.devices().iter().len(), world as usize);
+            assert_eq!(peers.hosts().count(), 1);
             let me = HostIdentity::current().unwrap();
             for rank in 0..world {
-                assert!(peers.hosts().get(rank).same_process(&me));
+                assert!(peers.identities().get(rank).same_process(&me));
             }
             assert_eq!(*peers.topology(), Topology::host(world));
             let mut received = Vec::new();
@@ -73,14 +77,16 @@ fn a_handshake_costs_one_gather_in_the_store_and_two_without_connections() {
 
 /// Connects as in a handshake.
 fn connected(group: &Group, driver: &Driver) -> PeerSockets {
-    let (hello, listener) = prepare(&terms(driver)).unwrap();
+    let (hello, listener) = prepare(group, &terms(driver)).unwrap();
     let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
     let gathered = group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
     let distinct = read_hellos(&gathered).unwrap();
     let hellos: Vec<&Hello> = gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
     let secret = secret_of(&gathered);
     let deadline = Deadline::seconds(60);
-    let sockets = connect(group.rank(), driver, &hellos, &secret, listener, deadline);
+    let ready = driver.at_step(Step::HandshakeConnect);
+    let place = (group.rank(), &Hosts::one(group.world()));
+    let sockets = connect(ready, place, &hellos, &secret, listener, deadline);
     sockets.unwrap().unwrap()
 }
 
@@ -94,9 +100,16 @@ fn why_a_rank_is_not_connected_is_the_error_of_those_that_are() {
         if group.rank() == 1 {
             drop(sockets);
             let why = Error::out_of_memory("no descriptors");
-            return confirm(&group, Err(why), deadline).unwrap_err();
+            return confirm(&group, &Hosts::one(group.world()), Err(why), deadline).unwrap_err();
         }
-        confirm_on_sockets(&group, sockets, Ok(Topology::host(3)), deadline).unwrap_err()
+        confirm_on_sockets(
+            &group,
+            &Hosts::one(group.world()),
+            sockets,
+            Ok(Topology::host(3)),
+            deadline,
+        )
+        .unwrap_err()
     });
     for error in &errors {
         assert!(error.is_out_of_memory() && error.ranks() == [1], "{error}");
@@ -115,9 +128,16 @@ fn a_farewell_to_ranks_that_are_connected_is_no_error_of_theirs() {
             let why = Error::out_of_memory("no descriptors");
             sockets.give_up(&why);
             drop(sockets);
-            return confirm(&group, Err(why), deadline).unwrap_err();
+            return confirm(&group, &Hosts::one(group.world()), Err(why), deadline).unwrap_err();
         }
-        confirm_on_sockets(&group, sockets, Ok(Topology::host(3)), deadline).unwrap_err()
+        confirm_on_sockets(
+            &group,
+            &Hosts::one(group.world()),
+            sockets,
+            Ok(Topology::host(3)),
+            deadline,
+        )
+        .unwrap_err()
     });
     for error in &errors {
         assert!(error.is_out_of_memory() && error.ranks() == [1], "{error}");
@@ -145,7 +165,7 @@ fn different_configurations_are_the_same_error_everywhere() {
         };
         let driver = Driver::host().unwrap();
         let terms = HandshakeConfig { config_hash: hash, config_text: text, ..terms(&driver) };
-        handshake(&group, Ok(terms), Deadline::seconds(60)).unwrap_err()
+        meet_by(&group, Ok(terms), Deadline::seconds(60)).unwrap_err()
     });
     for error in &errors {
         assert!(error.is_diverged());
@@ -213,7 +233,7 @@ fn a_rank_that_never_comes_is_named() {
         }
         let deadline = Deadline::after(Duration::from_millis(300));
         let driver = Driver::host().unwrap();
-        Some(handshake(&group, Ok(terms(&driver)), deadline).unwrap_err())
+        Some(meet_by(&group, Ok(terms(&driver)), deadline).unwrap_err())
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_timeout(), "{error}");
@@ -229,7 +249,7 @@ fn a_rank_that_dies_after_publishing_is_lost() {
     let errors = on_ranks(3, |group| {
         if group.rank() == 1 {
             let driver = Driver::host().unwrap();
-            let (hello, listener) = prepare(&terms(&driver)).unwrap();
+            let (hello, listener) = prepare(&group, &terms(&driver)).unwrap();
             drop(listener);
             let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
             group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
@@ -252,7 +272,7 @@ fn a_rank_that_dies_after_connecting_is_lost() {
             return None;
         }
         let deadline = Deadline::seconds(2);
-        Some(handshake(&group, Ok(terms(&driver)), deadline).unwrap_err())
+        Some(meet_by(&group, Ok(terms(&driver)), deadline).unwrap_err())
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_peer_lost(), "{error}");
@@ -281,7 +301,7 @@ fn long_descriptions_are_cut_at_a_character() {
         let text = "ä".repeat(MAX_CONFIG_TEXT);
         let driver = Driver::host().unwrap();
         let terms = HandshakeConfig { config_text: &text, ..terms(&driver) };
-        handshake(&group, Ok(terms), Deadline::seconds(60)).unwrap();
+        meet_by(&group, Ok(terms), Deadline::seconds(60)).unwrap();
     });
 }
 
@@ -290,10 +310,15 @@ fn ranks_that_see_different_links_all_go_by_none() {
     let found = on_ranks(3, |group| {
         let topology = if group.rank() == 1 { Topology::unknown(3) } else { Topology::host(3) };
         let linked = Linked { sockets: None, topology: topology.clone() };
-        let in_store = confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology;
+        let in_store =
+            confirm(&group, &Hosts::one(group.world()), Ok(linked), Deadline::seconds(60))
+                .unwrap()
+                .topology;
         let sockets = connected(&group, &Driver::host().unwrap());
         let deadline = Deadline::seconds(60);
-        let connected = confirm_on_sockets(&group, sockets, Ok(topology), deadline).unwrap();
+        let connected =
+            confirm_on_sockets(&group, &Hosts::one(group.world()), sockets, Ok(topology), deadline)
+                .unwrap();
         assert_eq!(connected.topology, in_store);
         in_store
     });
@@ -304,7 +329,36 @@ fn ranks_that_see_different_links_all_go_by_none() {
 fn ranks_that_see_the_same_links_go_by_them() {
     let found = on_ranks(3, |group| {
         let linked = Linked { sockets: None, topology: Topology::host(3) };
-        confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology
+        confirm(&group, &Hosts::one(group.world()), Ok(linked), Deadline::seconds(60))
+            .unwrap()
+            .topology
     });
     assert_eq!(found, vec![Topology::host(3); 3]);
+}
+
+#[test]
+fn ranks_share_a_host_where_their_handles_travel() {
+    let hello = |host_id: Option<&str>, boot_id: &str, net: u64, transport| {
+        let (mut hello, _) =
+            prepare(&Group::in_process(1).unwrap()[0], &terms(&Driver::host().unwrap())).unwrap();
+        hello.host.boot_id = boot_id.into();
+        hello.host.net_namespace = net;
+        hello.host.host_id = host_id.map(Into::into);
+        hello.transport = transport;
+        hello
+    };
+    let hosts = |transport, of: [(Option<&str>, &str, u64); 4]| {
+        let hellos = of.map(|(id, boot, net)| hello(id, boot, net, transport));
+        hosts_of(&hellos.each_ref()).iter().map(<[u32]>::to_vec).collect::<Vec<_>>()
+    };
+    let machines = [(None, "a", 0), (None, "b", 0), (None, "a", 0), (None, "b", 0)];
+    assert_eq!(hosts(Transport::UnixSocket, machines), [[0, 2], [1, 3]]);
+    // Bytes travel between machines, as the handles of a fabric do.
+    assert_eq!(hosts(Transport::Store, machines), [[0, 1, 2, 3]]);
+    let namespaces = [(None, "a", 0), (None, "a", 1), (None, "a", 1), (None, "a", 0)];
+    assert_eq!(hosts(Transport::UnixSocket, namespaces), [[0, 3], [1, 2]]);
+    let pretended = [(None, "a", 0), (Some("x"), "a", 0), (Some("x"), "a", 0), (Some("y"), "a", 0)];
+    for transport in [Transport::UnixSocket, Transport::Store, Transport::Derived] {
+        assert_eq!(hosts(transport, pretended), [vec![0], vec![1, 2], vec![3]]);
+    }
 }

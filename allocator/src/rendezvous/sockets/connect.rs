@@ -78,8 +78,8 @@ impl AsFd for Listener {
 /// One connection in the making.
 #[derive(Debug)]
 enum Connection {
-    /// This rank itself.
-    Own,
+    /// This rank itself, or one of another host, to which there is none.
+    Nowhere,
     /// A lower rank that has yet to be dialled.
     ToDial,
     /// A lower rank that this rank has introduced itself to, and that has yet to answer.
@@ -91,7 +91,8 @@ enum Connection {
 }
 
 impl PeerSockets {
-    /// Connects to all other ranks, which announced `names` (in rank order) and do the same.
+    /// Connects to the other ranks of this host, which announced `names` (in rank order) and do the same. Ranks of other
+    /// hosts have no name here.
     ///
     /// Collective. Fails with [`Error::is_peer_lost`] when a rank is gone and
     /// [`Error::is_timeout`] naming those that did not come; when another rank gave up, with that
@@ -99,7 +100,7 @@ impl PeerSockets {
     pub(crate) fn connect(
         listener: Listener,
         rank: u32,
-        names: &[&str],
+        names: &[Option<&str>],
         secret: &[u8; 32],
         deadline: Deadline,
     ) -> Result<Self> {
@@ -117,7 +118,7 @@ impl PeerSockets {
     pub(crate) fn decline(
         listener: Listener,
         rank: u32,
-        names: &[&str],
+        names: &[Option<&str>],
         secret: &[u8; 32],
         error: &Error,
     ) {
@@ -128,7 +129,7 @@ impl PeerSockets {
 /// The state of one rank while ranks connect.
 struct Connecting<'a> {
     rank: u32,
-    names: &'a [&'a str],
+    names: &'a [Option<&'a str>],
     secret: &'a [u8; 32],
     listener: Listener,
     /// Connections by rank.
@@ -139,13 +140,19 @@ struct Connecting<'a> {
 }
 
 impl<'a> Connecting<'a> {
-    fn new(listener: Listener, rank: u32, names: &'a [&'a str], secret: &'a [u8; 32]) -> Self {
-        let first = |other: u32| match other.cmp(&rank) {
+    fn new(
+        listener: Listener,
+        rank: u32,
+        names: &'a [Option<&'a str>],
+        secret: &'a [u8; 32],
+    ) -> Self {
+        let first = |(other, name): (u32, &Option<&str>)| match other.cmp(&rank) {
+            _ if name.is_none() => Connection::Nowhere,
             std::cmp::Ordering::Less => Connection::ToDial,
-            std::cmp::Ordering::Equal => Connection::Own,
+            std::cmp::Ordering::Equal => Connection::Nowhere,
             std::cmp::Ordering::Greater => Connection::Expected { refusals: 0 },
         };
-        let connections = (0..names.len() as u32).map(first).collect();
+        let connections = (0..).zip(names).map(first).collect();
         let callers = VecDeque::new();
         Self { rank, names, secret, listener, connections, callers, buffer: PacketBuffer::new() }
     }
@@ -172,7 +179,7 @@ impl<'a> Connecting<'a> {
 
     fn missing(&self) -> Vec<u32> {
         let done =
-            |connection: &Connection| matches!(connection, Connection::Own | Connection::Up(_));
+            |connection: &Connection| matches!(connection, Connection::Nowhere | Connection::Up(_));
         (0..)
             .zip(&self.connections)
             .filter(|(_, connection)| !done(connection))
@@ -205,7 +212,7 @@ impl<'a> Connecting<'a> {
             if !matches!(self.connections[peer as usize], Connection::ToDial) {
                 continue;
             }
-            let socket = match dial(self.names[peer as usize])? {
+            let socket = match self.dial_rank(peer)? {
                 Dial::Connected(socket) => socket,
                 Dial::Busy => continue,
                 Dial::Gone => return Err(Error::peer_lost(vec![peer], "it no longer listens")),
@@ -222,6 +229,10 @@ impl<'a> Connecting<'a> {
             }
         }
         Ok(())
+    }
+
+    fn dial_rank(&self, peer: u32) -> Result<Dial> {
+        self.names[peer as usize].map_or(Ok(Dial::Gone), dial)
     }
 
     fn introduction(&self, to: u32) -> Result<Vec<u8>> {
@@ -319,7 +330,7 @@ impl<'a> Connecting<'a> {
                 Connection::Dialled(socket) => polled.push(PollFd::new(socket, PollFlags::IN)),
                 Connection::Up(socket) => polled.push(PollFd::new(socket, PollFlags::empty())),
                 Connection::ToDial => redial = true,
-                Connection::Own | Connection::Expected { .. } => {}
+                Connection::Nowhere | Connection::Expected { .. } => {}
             }
         }
         let limit = if redial { REDIAL_AFTER } else { PROBE_EVERY };
@@ -332,7 +343,7 @@ impl<'a> Connecting<'a> {
     fn probe(&mut self) -> Result<()> {
         for (peer, connection) in (0u32..).zip(&mut self.connections) {
             let Connection::Expected { refusals } = connection else { continue };
-            match dial(self.names[peer as usize])? {
+            match self.names[peer as usize].map_or(Ok(Dial::Gone), dial)? {
                 Dial::Connected(_) | Dial::Busy => *refusals = 0,
                 Dial::Gone => *refusals += 1,
             }
@@ -356,13 +367,13 @@ impl<'a> Connecting<'a> {
                 }
                 Connection::ToDial => {
                     if let (Ok(Dial::Connected(socket)), Ok(introduction)) =
-                        (dial(self.names[peer as usize]), self.introduction(peer))
+                        (self.dial_rank(peer), self.introduction(peer))
                     {
                         let _ = packet::send(&socket, &introduction, &[]);
                         send_farewell([&*socket], &why);
                     }
                 }
-                Connection::Own | Connection::Expected { .. } => {}
+                Connection::Nowhere | Connection::Expected { .. } => {}
             }
         }
     }

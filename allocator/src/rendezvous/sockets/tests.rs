@@ -31,11 +31,11 @@ fn short() -> Deadline {
 /// Runs `body` as each of `world` ranks with a listener made for it; returns what each returned.
 fn with_listeners<T: Send>(
     world: u32,
-    body: impl Fn(u32, Listener, &[&str]) -> T + Sync,
+    body: impl Fn(u32, Listener, &[Option<&str>]) -> T + Sync,
 ) -> Vec<T> {
     let listeners: Vec<Listener> = (0..world).map(|_| Listener::bind().unwrap()).collect();
     let names: Vec<String> = listeners.iter().map(|l| l.name().to_owned()).collect();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let names: Vec<_> = names.iter().map(|name| Some(name.as_str())).collect();
     let (body, names) = (&body, &names);
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)

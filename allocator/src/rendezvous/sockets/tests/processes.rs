@@ -79,7 +79,7 @@ fn rank_to_be_killed() {
     let listener = Listener::bind().unwrap();
     println!("\nlistening {}", listener.name());
     let names = read_line();
-    let names: Vec<&str> = names.split(' ').collect();
+    let names: Vec<_> = names.split(' ').map(Some).collect();
     let mut peers = PeerSockets::connect(listener, 1, &names, &SECRET, soon()).unwrap();
     let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(1, index)).collect();
     for round in 1.. {
@@ -118,7 +118,7 @@ fn a_process_killed_in_an_exchange_is_named_by_all() {
     let (zero, two) = (Listener::bind().unwrap(), Listener::bind().unwrap());
     let names = [zero.name().to_owned(), theirs, two.name().to_owned()];
     writeln!(child.stdin.as_ref().unwrap(), "{}", names.join(" ")).unwrap();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let names: Vec<_> = names.iter().map(|name| Some(name.as_str())).collect();
     let run = |rank: u32, listener: Listener| {
         let mut peers = PeerSockets::connect(listener, rank, &names, &SECRET, soon()).unwrap();
         let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
