@@ -7,6 +7,7 @@
 //! | `make` | how one is made |
 //! | `options` | how a communicator behaves |
 //! | `nested` | communicators of some of the ranks |
+//! | `spanning` | communicators of ranks on several hosts |
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
 //! | `experts` | dispatch to experts, and combine |
@@ -52,6 +53,7 @@ mod peers;
 mod registry;
 mod request;
 mod slices;
+mod spanning;
 mod splits;
 
 use std::fmt;
@@ -363,7 +365,14 @@ impl Communicator {
     /// Whether a block of this address and offset is one of this rank's in the communicator's pool.
     #[inline]
     fn is_own(&self, address: u64, offset: u64) -> bool {
-        self.pool.layout().locate(address) == Some((self.rank(), offset))
+        let layout = self.pool.layout();
+        layout.locate(address) == Some((layout.rank, offset))
+    }
+
+    /// Refuses what reaches the memory of one host, where ranks are on several.
+    #[inline]
+    fn check_one_host(&self, what: &str) -> Result<()> {
+        if self.pool.hosts().count() == 1 { Ok(()) } else { Err(self.not_across(what)) }
     }
 
     /// Refuses a block of another pool, which whoever runs the call may not reach.

@@ -21,8 +21,10 @@ mod engine;
 mod host;
 mod jit;
 mod matching;
+mod outer;
 pub mod plan;
 mod signal;
+mod spanning;
 mod types;
 
 pub use algorithm::{
@@ -49,6 +51,7 @@ pub use cuda::{Cases, CheckedAllReduce};
 pub use cuda::{end_watching, share_sms, share_sms_of_several};
 pub use host::{Arrivals, GroupKey, HostEngine, HostEngineOptions, Mailbox, PendingMessage};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
+pub use outer::{Outer, Outers, Ticket, Transfer};
 pub use types::communicator_memory::CommunicatorMemory;
 pub use types::dtype::{DType, Element};
 pub use types::float8::{F8E4m3, F8E5m2};

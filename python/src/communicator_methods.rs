@@ -56,7 +56,7 @@ impl Communicator {
         device_memory_grows: bool,
         _serves_subgroups: bool,
     ) -> PyResult<Self> {
-        let pool = pool.get();
+        let (object, pool) = (pool, pool.get());
         let sizes = Sizes {
             scratch_bytes,
             device_memory_bytes,
@@ -69,7 +69,7 @@ impl Communicator {
         pool.pool.check("a pool").or_raise(py)?;
         let read =
             options::read(py, pool.device, timeout, algorithm, all_to_all, algorithms, sizes);
-        let (calls, algorithm) = options::open(py, pool, read)?;
+        let (calls, algorithm) = options::open(py, (object, pool), read)?;
         Ok(Self::on(calls, algorithm, true))
     }
 

@@ -17,6 +17,7 @@
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `arguments` | what calls of a communicator are given, checked |
 //! | `options`, `p2p`, `one_sided` | a communicator's options, its messages, its copies and signals |
+//! | `outer`, `pool_store` | what carries data between hosts, and how its ranks meet |
 //! | `mailbox` | messages of pairs of ranks, which need no communicator |
 //! | `nested` | communicators of some of a communicator's ranks |
 //! | `splits` | how all-to-alls divide their tensors, checked |
@@ -65,8 +66,10 @@ mod number;
 mod one_sided;
 mod operation;
 mod options;
+mod outer;
 mod p2p;
 mod pool;
+mod pool_store;
 mod process;
 mod reading;
 mod record_stream;
@@ -122,6 +125,8 @@ mod _symmpool {
     use crate::p2p::waiting_senders;
     #[pymodule_export]
     use crate::pool::Pool;
+    #[pymodule_export]
+    use crate::pool_store::{pool_store_add, pool_store_get, pool_store_set};
     #[pymodule_export]
     use crate::process::{
         process_redirect, process_redirect_back, process_reset_peaks, process_stats,

@@ -12,6 +12,7 @@ use crate::convert::{self, Device, standard};
 use crate::errors::{OrRaise, invalid, reason};
 use crate::fork_guarded::ForkGuarded;
 use crate::number::Number;
+use crate::outer::outers_of;
 use crate::pool::Pool;
 use crate::site;
 
@@ -85,16 +86,27 @@ pub(crate) fn read(
 /// ranks.
 pub(crate) fn open(
     py: Python<'_>,
-    pool: &Pool,
+    (object, pool): (&Bound<'_, Pool>, &Pool),
     options: PyResult<CommunicatorOptions>,
 ) -> PyResult<(Arc<Calls>, String)> {
     let on = &*pool.pool;
-    let options = options.inspect_err(|error| {
+    let ready = options.and_then(|options| {
+        if on.hosts().count() == 1 {
+            return Ok((options, None));
+        }
+        let module = py.import("symmpool.communicators.outer")?;
+        let made = module.call_method1("outers_of", (object, options.timeout.as_secs_f64()))?;
+        Ok((options, Some(outers_of(&made)?)))
+    });
+    let (options, outers) = ready.inspect_err(|error| {
         let why = reason(py, error);
         py.detach(|| Communicator::refuse(on, why));
     })?;
     let algorithm = algorithm_name(&options);
-    let make = || Communicator::with_options(on, &options);
+    let make = || match outers {
+        Some(outers) => Communicator::spanning(on, &options, outers),
+        None => Communicator::with_options(on, &options),
+    };
     let comm = ForkGuarded::new(Arc::new(site::detach(py, make).or_raise(py)?));
     pool.communicators.add(&comm);
     let context = RankContext { device: pool.device, rank: comm.rank(), world: comm.world() };

@@ -421,6 +421,14 @@ impl Pool {
         self.pool.world()
     }
 
+    /// Which ranks can map each other's memory: a tuple of tuples of ranks, one for each host, in the order of the
+    /// hosts' lowest ranks.
+    #[getter]
+    fn hosts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let ranks = self.pool.hosts().iter().map(|ranks| PyTuple::new(py, ranks));
+        PyTuple::new(py, ranks.collect::<PyResult<Vec<_>>>()?)
+    }
+
     /// Where the memory is: "cpu" or "cuda:N".
     #[getter]
     fn device(&self) -> String {
@@ -446,8 +454,8 @@ impl Pool {
     }
 
     fn has(&self, address: u64) -> bool {
-        let found = self.pool.layout().locate(address);
-        found.is_some_and(|(slot, _)| slot == self.pool.rank())
+        let layout = self.pool.layout();
+        layout.locate(address).is_some_and(|(slot, _)| slot == layout.rank)
     }
 
     /// Returns the address that `peer_ptr` returns.
@@ -463,10 +471,11 @@ impl Pool {
         }
         let layout = self.pool.layout();
         match layout.locate(address) {
-            Some((slot, _)) if slot == self.pool.rank() => {}
+            Some((slot, _)) if slot == layout.rank => {}
             _ => return Err(invalid(py, format!("{address:#x} is not in this rank's own slot"))),
         }
-        layout.peer(rank, address).or_raise(py)
+        let slot = self.pool.slot_of(rank).or_raise(py)?;
+        layout.peer(slot, address).or_raise(py)
     }
 
     /// The NCCL communicator of a process group.

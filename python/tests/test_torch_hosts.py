@@ -9,8 +9,6 @@ import pytest
 
 from symmpool.groups import agreement
 
-HOSTS = "host first (SYMMPOOL_HOST_ID): ranks 0, 1; host second (SYMMPOOL_HOST_ID): ranks 2, 3"
-
 GROUP = """
 import symmpool
 group = symmpool.Group.from_env(timeout=60)
@@ -75,14 +73,12 @@ def test_ranks_of_two_machines_know_their_hosts(tmp_path):
     assert lines == [f"rank {rank}: ((0, 1), (2, 3))" for rank in range(4)]
 
 
-def test_the_log_says_once_why_another_backend_serves_a_group_over_hosts(tmp_path):
+def test_calls_of_torch_cross_hosts(tmp_path):
     lines, errors = on_two_machines(tmp_path, TORCH)
     sums = [(10, 0, 3), (10, 0, 3), (10, 0, 7), (10, 1, 7)]
     assert lines == [f"rank {rank}: {x}, {y}, {z}" for rank, (x, y, z) in enumerate(sums)]
-    told = [line for line in errors.splitlines() if "another backend serves" in line]
-    assert len(told) == 1, errors
-    for part in ("on cpu: ranks 0-3: ", HOSTS, "SYMMPOOL_HOST_ID=first on one"):
-        assert told[0].count(part) == 1, told
+    assert "another backend serves" not in errors, errors
+    # Messages go by gloo, as the ranks share no memory.
     assert errors.count("gloo carries messages of a group of 4 ranks") == 1, errors
 
 

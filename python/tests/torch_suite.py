@@ -155,12 +155,17 @@ class Ranks:
         }
         environment.setdefault("OMP_NUM_THREADS", "1")
         pipe = subprocess.PIPE
-        self.processes = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank)], stdin=pipe, stdout=pipe, env=environment, text=True
+
+        def start(rank):
+            # The first ranks are on the first host.
+            own = dict(environment)
+            if options.hosts > 1:
+                own["SYMMPOOL_HOST_ID"] = f"host{rank * options.hosts // options.world}"
+            return subprocess.Popen(
+                [*command, "--rank", str(rank)], stdin=pipe, stdout=pipe, env=own, text=True
             )
-            for rank in range(options.world)
-        ]
+
+        self.processes = [start(rank) for rank in range(options.world)]
 
     def run(self, name, limit):
         """Returns the outcome of a test on each rank."""
@@ -245,6 +250,7 @@ def parser():
     it.add_argument("--backend", required=True, help="of the tests' process groups")
     it.add_argument("--as", dest="presented_backend", required=True, help="the backend that the tests see")
     it.add_argument("--world", type=int, default=2)
+    it.add_argument("--hosts", type=int, default=1, help="hosts that the ranks pretend to be on")
     it.add_argument("--limit", type=float, default=LIMIT, help="seconds for a test")
     it.add_argument("--out", help="a file for what became of each test, a line of JSON each")
     it.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -192,7 +192,7 @@ impl Communicator {
         let Some((slot, offset)) = self.pool.layout().locate(address) else {
             return Ok(Place::Unregistered(pointer));
         };
-        if slot != self.rank() {
+        if slot != self.pool.layout().rank {
             let why = format!(
                 "address {address:#x} on rank {} lies in rank {slot}'s slot; a rank passes memory \
                  of its own",

@@ -1,4 +1,4 @@
-//! A communicator's engine: the one of host memory or the one of a device.
+//! A communicator's engine: the one of host memory, the one of a device, or the one over hosts.
 
 use std::ops::{Deref, DerefMut};
 
@@ -8,11 +8,13 @@ use crate::HostEngine;
 use crate::algorithm::{BuiltIn, CallShape, Constraints, StandardCollective};
 use crate::cuda::{Area, CudaEngine};
 use crate::engine::Engine;
+use crate::spanning::SpanningEngine;
 
-/// An engine of either kind. What both have are methods of [`Engine`]; the rest belongs to devices.
+/// An engine of any kind. What all have are methods of [`Engine`]; the rest belongs to devices.
 pub(super) enum AnyEngine {
     Host(Box<HostEngine>),
     Cuda(Box<CudaEngine>),
+    Spanning(Box<SpanningEngine>),
 }
 
 impl Deref for AnyEngine {
@@ -23,6 +25,7 @@ impl Deref for AnyEngine {
         match self {
             Self::Host(host) => &**host,
             Self::Cuda(cuda) => &**cuda,
+            Self::Spanning(spanning) => &**spanning,
         }
     }
 }
@@ -33,6 +36,7 @@ impl DerefMut for AnyEngine {
         match self {
             Self::Host(host) => &mut **host,
             Self::Cuda(cuda) => &mut **cuda,
+            Self::Spanning(spanning) => &mut **spanning,
         }
     }
 }
@@ -41,7 +45,7 @@ impl AnyEngine {
     /// The area of memory that the call under way uses; in host memory there is one.
     pub(super) fn area(&self) -> Area {
         match self {
-            Self::Host(_) => Area::Small,
+            Self::Host(_) | Self::Spanning(_) => Area::Small,
             Self::Cuda(cuda) => cuda.area(),
         }
     }
@@ -58,6 +62,7 @@ impl AnyEngine {
         match self {
             Self::Cuda(cuda) => Ok(cuda),
             Self::Host(_) => Err(Error::invalid_state("the engine is in host memory")),
+            Self::Spanning(spanning) => Err(spanning.not_across("this call")),
         }
     }
 

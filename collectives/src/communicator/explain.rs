@@ -268,7 +268,7 @@ impl Communicator {
         }
         let device_sms = match &inner.engine {
             AnyEngine::Cuda(cuda) => Some(cuda.sm_count()),
-            AnyEngine::Host(_) => None,
+            AnyEngine::Host(_) | AnyEngine::Spanning(_) => None,
         };
         let StandardCall { collective, arguments, .. } = call.request;
         let Arguments { input, output, dtype, .. } = arguments;
@@ -310,7 +310,7 @@ impl Communicator {
         let mut by = "rule";
         let made = self.rehearse(inner, call, windows.unwrap_or(&call.request), &mut by);
         let area = match &inner.engine {
-            AnyEngine::Host(_) => "host",
+            AnyEngine::Host(_) | AnyEngine::Spanning(_) => "host",
             AnyEngine::Cuda(cuda) if !cuda.may_have_large_area() => "whole",
             AnyEngine::Cuda(cuda) if cuda.area() == Area::Large => "large",
             AnyEngine::Cuda(_) => "small",
@@ -416,7 +416,7 @@ impl Communicator {
 fn in_words(obstacle: Obstacle, inner: &Inner, call: &Explained<'_>, seen: &Rehearsed) -> String {
     let others = match &inner.engine {
         AnyEngine::Cuda(cuda) => cuda.other_communicators(),
-        AnyEngine::Host(_) => 0,
+        AnyEngine::Host(_) | AnyEngine::Spanning(_) => 0,
     };
     let Arguments { input, output, .. } = call.request.arguments;
     match obstacle {

@@ -39,6 +39,15 @@ impl Communicator {
 
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
+        if pool.hosts().count() > 1 {
+            return Err(Error::unsupported(format!(
+                "a communicator of rank {}: the pool's ranks are on {} hosts ({}), and nothing carries data between \
+                 them; give an outer engine (Communicator::spanning), or make a group of the ranks of one host",
+                pool.rank(),
+                pool.hosts().count(),
+                pool.hosts()
+            )));
+        }
         // A wrong name fails in the commit below, so that all ranks get an error.
         let choices = device_names(pool).and_then(|devices| Choices::new(options, &devices));
         let requested = |collective| {
@@ -167,7 +176,7 @@ impl Communicator {
 
     /// Allocates and prepares a control block of so many bytes, commits it, and builds the engine on it, which is given the number
     /// of that commit.
-    fn on_control_block(
+    pub(super) fn on_control_block(
         pool: &Pool,
         bytes: Result<u64>,
         prepare: impl FnOnce(&Block<u8>) -> Result<()>,

@@ -361,6 +361,7 @@ impl Communicator {
         block: &Block<T>,
         peer: u32,
     ) -> Result<()> {
+        self.check_one_host(what)?;
         if self.is_own(block.address(), block.offset()) {
             return Ok(());
         }
@@ -445,6 +446,7 @@ impl Communicator {
 
     /// Refuses peers and channels that do not exist.
     pub(super) fn check_channel(&self, what: &str, peer: u32, channel: u32) -> Result<()> {
+        self.check_one_host(what)?;
         if peer >= self.world() {
             return Err(Error::invalid_argument(format!(
                 "{what} on rank {} with rank {peer}: there are {} ranks",

@@ -221,6 +221,7 @@ impl Communicator {
 
     /// Refuses a peer that is no rank, or this one: a message to oneself is a copy.
     fn check_other_rank(&self, what: &str, peer: u32) -> Result<()> {
+        self.check_one_host(what)?;
         let (rank, world) = (self.rank(), self.world());
         if peer == rank || peer >= world {
             let why = if peer == rank {

@@ -1,11 +1,13 @@
 //! Calls on slices of ordinary memory, which pass through the communicator's scratch.
 
+#![allow(unsafe_code)] // hands borrowed slices to an engine as raw memory
+
 use symmpool_allocator::{Result, Stream};
 
 use super::Communicator;
 use super::engine::AnyEngine;
 use super::request::Request;
-use crate::{Element, ReduceOp, StandardCollective};
+use crate::{Element, Place, ReduceOp, StandardCollective};
 
 impl Communicator {
     /// Reduces every rank's `data` in place.
@@ -71,6 +73,16 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
+        if let AnyEngine::Spanning(_) = &inner.engine {
+            inner.holds("input", input.len(), input_split_sizes, stream)?;
+            inner.holds("output", out.len(), output_split_sizes, stream)?;
+            let from = Place::Unregistered(input.as_ptr().cast_mut().cast());
+            let places = (from, Place::Unregistered(out.as_mut_ptr().cast()));
+            let sizes = (input_split_sizes, output_split_sizes);
+            // SAFETY: both slices are borrowed until the call has returned, and `holds` has checked that neither sum is
+            // above its slice's length.
+            return unsafe { inner.engine.all_to_all_v(places, sizes, T::DTYPE, stream) };
+        }
         let AnyEngine::Host(host) = &mut inner.engine else {
             inner.engine.ready()?;
             let why = self.not_on_devices("all_to_all_v of a slice");

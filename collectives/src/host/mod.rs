@@ -23,6 +23,7 @@ mod wait;
 
 pub use engine::HostEngine;
 pub use engine::options::HostEngineOptions;
+pub(crate) use kernels::{Isa, ReduceFn, select};
 pub use mailbox::{Mailbox, PendingMessage};
 pub use nursery::{Arrivals, GroupKey};
 pub(crate) use ops::calls::expect_length;

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Block, Channels, Communicator, Group, Pool
 from symmpool.communicators import cache
-from symmpool.errors import DivergedError, Error, InvalidArgumentError
+from symmpool.errors import DivergedError, Error, InvalidArgumentError, UnsupportedError
 from symmpool.groups import names, pool_registry, process_groups, resolution
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ def rendezvous(
         if len(candidates) == 1:
             _refuse(candidates[0], signal_pad_size, refusal)
         raise
+    if len(pool.hosts) > 1:
+        # Every rank finds this alike.
+        raise UnsupportedError(
+            f"symmpool: rendezvous on rank {pool.rank}: the pool's ranks are on {len(pool.hosts)} hosts "
+            f"({pool.hosts}), and a handle reaches the memory of one; make a pool of the ranks of one host"
+        )
     return SymmetricMemory(pool, tensor, size)
 
 

@@ -1,0 +1,140 @@
+//! Moves and reductions between the ranks of an outer engine.
+
+#![allow(unsafe_code)] // hands raw buffers to outer engines and kernels
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::ranks::Route;
+use super::state::SpanningEngine;
+use crate::host::{ReduceFn, select};
+use crate::outer::{Outer, Ticket, Transfer};
+use crate::{DType, ReduceOp};
+
+/// A reduction of elements between hosts.
+#[derive(Clone, Copy)]
+pub(super) struct HostReduction {
+    pub(super) dtype: DType,
+    /// The operation inside hosts.
+    pub(super) inside: ReduceOp,
+    across: ReduceFn,
+    /// The number that averages are divided by.
+    world: usize,
+}
+
+impl SpanningEngine {
+    pub(super) fn outer(&mut self, route: Route) -> &mut dyn Outer {
+        match (route, &mut self.outers.rail) {
+            (Route::Rail, Some(rail)) => &mut **rail,
+            _ => &mut *self.outers.flat,
+        }
+    }
+
+    /// The number of ranks of an outer engine.
+    pub(super) fn width(&self, route: Route) -> usize {
+        match route {
+            Route::Rail => self.ranks.host_count(),
+            Route::Flat => self.ranks.world(),
+        }
+    }
+
+    /// Begins a transfer.
+    ///
+    /// # Safety
+    ///
+    /// The transfer's memory stays readable and writable until it is finished, and nobody touches it meanwhile.
+    pub(super) unsafe fn begin(&mut self, route: Route, transfer: Transfer<'_>) -> Result<Ticket> {
+        self.finish_comparison()?;
+        // SAFETY: the caller promised what `Outer::begin` asks.
+        let begun = unsafe { self.outer(route).begin(transfer, &Stream::DEFAULT) };
+        begun.map_err(|error| self.between_hosts(route, error))
+    }
+
+    pub(super) fn finish(&mut self, route: Route, ticket: Ticket) -> Result<()> {
+        let finished = self.outer(route).finish(ticket, &Stream::DEFAULT);
+        finished.map_err(|error| self.between_hosts(route, error))
+    }
+
+    /// The error of an outer engine, with ranks as the group counts them.
+    #[cold]
+    fn between_hosts(&self, route: Route, error: Error) -> Error {
+        let numbered = error.renumbered(|at| self.rank_on(route, at as usize));
+        let carrier = match (route, &self.outers.rail) {
+            (Route::Rail, Some(rail)) => rail.name(),
+            _ => self.outers.flat.name(),
+        };
+        let ranks: Vec<String> = (0..self.width(route))
+            .map(|at| {
+                let rank = self.rank_on(route, at);
+                format!("{rank} (host {})", self.host_name(rank))
+            })
+            .collect();
+        numbered.context(format!("{carrier} between ranks {}", ranks.join(", ")))
+    }
+
+    /// Makes a transfer and waits for it.
+    ///
+    /// # Safety
+    ///
+    /// The transfer's memory is readable and writable, and nobody else touches it meanwhile.
+    pub(super) unsafe fn transfer(&mut self, route: Route, transfer: Transfer<'_>) -> Result<()> {
+        // SAFETY: the caller promised what `begin` asks, until this has returned; a failure ends all transfers before
+        // the call returns (`fail`).
+        let ticket = unsafe { self.begin(route, transfer) }?;
+        self.finish(route, ticket)
+    }
+
+    /// Every rank's bytes, which are as many on all.
+    pub(super) fn gather_bytes(&mut self, route: Route, own: &[u8]) -> Result<Vec<u8>> {
+        let mut all = vec![0; own.len() * self.width(route)];
+        let (output, input) = (all.as_mut_ptr(), own.as_ptr());
+        // SAFETY: both vectors live until the transfer has ended, or this returns its error, after which `fail` ends it.
+        // Until then `all` must stay: see `transfer`. Lengths fit.
+        let made = unsafe {
+            self.transfer(route, Transfer::AllGather { output, input, bytes: own.len() })
+        };
+        match made {
+            Ok(()) => Ok(all),
+            Err(why) => {
+                // A transfer that failed may still be under way.
+                let why = self.fail(why);
+                drop(all);
+                Err(why)
+            }
+        }
+    }
+
+    /// How elements are reduced, first inside hosts and then across `hosts` of them.
+    pub(super) fn reduction(
+        &self,
+        what: &str,
+        dtype: DType,
+        op: ReduceOp,
+    ) -> Result<HostReduction> {
+        let across = select(self.isa, dtype, op);
+        let across = across.ok_or_else(|| dtype.only_moved(what, self.ranks.rank))?;
+        let inside = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        Ok(HostReduction { dtype, inside, across, world: self.ranks.world() })
+    }
+
+    /// Whether an operation may be made in two steps. Averages of integers are sums in a wider type, which a partial result
+    /// does not have.
+    pub(super) fn divides(dtype: DType, op: ReduceOp) -> bool {
+        let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
+        !(op == ReduceOp::Avg && is_integer)
+    }
+}
+
+impl HostReduction {
+    /// Reduces `sources` arrays of `count` elements, which follow each other from `from` on, into `to`, in their order.
+    ///
+    /// # Safety
+    ///
+    /// The arrays are readable and `to` is writable; it is the first of them or overlaps none, and nobody else touches them.
+    pub(super) unsafe fn reduce(&self, from: *const u8, sources: usize, count: usize, to: *mut u8) {
+        let bytes = count * self.dtype.size();
+        let all: Vec<*const u8> = (0..sources).map(|nth| from.wrapping_add(nth * bytes)).collect();
+        // SAFETY: the caller promised that the arrays are readable and `to` is writable, and that it is one of them or
+        // overlaps none. The instruction set was detected.
+        unsafe { (self.across)(&all, &[to], count, self.world) };
+    }
+}

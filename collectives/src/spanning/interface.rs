@@ -1,0 +1,217 @@
+//! The engine over hosts, as communicators use it.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw memory
+
+use std::sync::Arc;
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::ranks::Route;
+use super::staging::STAGING_BYTES;
+use super::state::SpanningEngine;
+use crate::algorithm::{AUTO, AlgorithmId, CallShape, NativeKernel, StandardCollective};
+use crate::call::experts::ExpertCall;
+use crate::call::rehearsal::{Lifts, Rehearsed};
+use crate::call::{Arguments, Call, OpType, StandardCall};
+use crate::engine::{Engine, FailureHandle};
+use crate::plan::CheckedPlan;
+use crate::types::timeout::Timeout;
+use crate::{
+    CommunicatorMemory, DType, NormBuffers, NormShape, Place, ReceivedSizes, SplitRows, SplitsAt,
+};
+
+impl Engine for SpanningEngine {
+    fn rank(&self) -> u32 {
+        self.ranks.rank
+    }
+
+    fn world(&self) -> u32 {
+        self.ranks.hosts.world()
+    }
+
+    fn timeout(&self) -> &Arc<Timeout> {
+        self.inner.timeout()
+    }
+
+    fn failure(&self) -> Option<&Error> {
+        self.failed.get().or_else(|| self.inner.failure())
+    }
+
+    fn failure_handle(&self) -> Arc<dyn FailureHandle> {
+        Arc::clone(&self.failed) as _
+    }
+
+    fn ready(&mut self) -> Result<()> {
+        SpanningEngine::ready(self)
+    }
+
+    fn memory(&self, total: u64) -> CommunicatorMemory {
+        let inside = self.inner.memory(total - STAGING_BYTES);
+        CommunicatorMemory { total, staging: inside.staging + STAGING_BYTES, ..inside }
+    }
+
+    fn abandon(&mut self) {
+        let why = Error::invalid_state("a call panicked");
+        self.fail(why);
+    }
+
+    /// Ends the communicator: other hosts are in the call's transfers, or will be.
+    fn decline(&mut self, why: Error, _: &Stream) -> Error {
+        if self.rehearses {
+            return why;
+        }
+        self.stop(why, std::time::Duration::ZERO)
+    }
+
+    fn give_up(&mut self, why: Error, _: &Stream) -> Error {
+        self.stop(why, std::time::Duration::ZERO)
+    }
+
+    fn fail_halfway(&mut self, why: Error, _: &Stream) -> Error {
+        self.stop(why, std::time::Duration::ZERO)
+    }
+
+    fn begin_rehearsal(&mut self, _: Lifts) {
+        self.rehearses = true;
+    }
+
+    fn end_rehearsal(&mut self) -> Rehearsed {
+        self.rehearses = false;
+        let algorithm = match self.route() {
+            Route::Rail => "hierarchical",
+            Route::Flat => "outer",
+        };
+        Rehearsed { algorithm: algorithm.into(), ..Rehearsed::default() }
+    }
+
+    fn algorithms(&self, _: StandardCollective) -> Vec<AlgorithmId> {
+        Vec::new()
+    }
+
+    fn check_fit(&self, _: AlgorithmId, _: &CallShape) -> Result<()> {
+        Err(self.not_across("an algorithm of one host"))
+    }
+
+    fn check_plan(&self, _: &CheckedPlan, _: &Arguments) -> Result<()> {
+        Err(self.not_across("an algorithm of a program"))
+    }
+
+    fn check_native(&self, _: &NativeKernel, _: &Arguments) -> Result<()> {
+        Err(self.not_across("a kernel of a program"))
+    }
+
+    unsafe fn run(&mut self, call: &StandardCall, _: &Stream) -> Result<()> {
+        if call.algorithm != AUTO {
+            return Err(self.not_across(&format!("{} by a named algorithm", call.collective)));
+        }
+        let given = call.arguments;
+        let bytes = given.bytes_of(call.collective.parts(self.world()));
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        self.call(call.describe(), bytes, |engine| {
+            if given.count == 0 {
+                return Ok(());
+            }
+            match call.collective {
+                // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
+                StandardCollective::AllReduce => unsafe { engine.all_reduce(&given) },
+                // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
+                StandardCollective::ReduceScatter => unsafe { engine.reduce_scatter(&given) },
+                // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
+                StandardCollective::AllGather => unsafe { engine.all_gather(&given) },
+                // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
+                StandardCollective::Broadcast => unsafe { engine.broadcast(&given) },
+                // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
+                StandardCollective::AllToAll => unsafe { engine.all_to_all(&given) },
+            }
+        })
+    }
+
+    unsafe fn run_plan(&mut self, _: &CheckedPlan, _: &Arguments, _: &Stream) -> Result<()> {
+        Err(self.not_across("an algorithm of a program"))
+    }
+
+    unsafe fn run_native(&mut self, _: &NativeKernel, _: &Arguments, _: &Stream) -> Result<()> {
+        Err(self.not_across("a kernel of a program"))
+    }
+
+    unsafe fn all_to_all_v(
+        &mut self,
+        places: (Place, Place),
+        splits: (&[usize], &[usize]),
+        dtype: DType,
+        _: &Stream,
+    ) -> Result<()> {
+        let world = self.ranks.world();
+        if splits.0.len() != world || splits.1.len() != world {
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v on rank {}: {} and {} splits for {world} ranks",
+                self.ranks.rank,
+                splits.0.len(),
+                splits.1.len()
+            ));
+            return Err(self.fail(why));
+        }
+        let call = Call::new(OpType::AllToAllV).elements(dtype, 0);
+        // SAFETY: the caller promised that the places are there for the sums of the splits until this has returned.
+        self.call(call, 0, |engine| unsafe { engine.exchange_parts(places, splits, dtype) })
+    }
+
+    unsafe fn all_to_all_splits(
+        &mut self,
+        places: (Place, Place),
+        rows: &SplitRows,
+        splits: &SplitsAt,
+        _: &Stream,
+    ) -> Result<()> {
+        let call = Call::new(OpType::AllToAllV).elements(rows.dtype, rows.row);
+        let mut arrived = 0;
+        self.call(call, 0, |engine| {
+            // SAFETY: the caller promised that the places are there for `rows`, and the arrays of splits for a count for
+            // each rank.
+            arrived = unsafe { engine.exchange_splits(places, rows, splits) }?;
+            Ok(())
+        })?;
+        if arrived <= rows.capacity {
+            return Ok(());
+        }
+        Err(Error::overflow(format!(
+            "all_to_all_v on rank {}: {arrived} rows came, and the output has room for {}; rows beyond it were not written",
+            self.ranks.rank, rows.capacity
+        )))
+    }
+
+    unsafe fn all_reduce_norm(
+        &mut self,
+        _: &NormShape,
+        _: &NormBuffers,
+        _: Place,
+        _: &Stream,
+    ) -> Result<()> {
+        Err(self.not_across("an all-reduce with a norm"))
+    }
+
+    unsafe fn dispatch(&mut self, _: &ExpertCall, _: &Stream) -> Result<()> {
+        Err(self.not_across("a dispatch to experts"))
+    }
+
+    unsafe fn dispatch_exact(&mut self, _: &ExpertCall, _: &Stream) -> Result<ReceivedSizes> {
+        Err(self.not_across("a dispatch to experts"))
+    }
+
+    unsafe fn combine(&mut self, _: &ExpertCall, _: &Stream) -> Result<()> {
+        Err(self.not_across("a combine from experts"))
+    }
+
+    fn barrier(&mut self, _: &Stream) -> Result<()> {
+        self.call(Call::new(OpType::Barrier), 0, Self::meet)
+    }
+
+    unsafe fn measured_barrier(&mut self, _: *mut i64, _: &Stream) -> Result<()> {
+        Err(self.not_across("a measured barrier"))
+    }
+
+    /// Calls are over when they return.
+    fn synchronize(&mut self, _: &Stream) -> Result<()> {
+        SpanningEngine::ready(self)
+    }
+}

@@ -1,0 +1,233 @@
+//! Collectives over hosts that only move data.
+
+#![allow(unsafe_code)] // hands raw buffers to engines
+
+use symmpool_allocator::{Result, Stream};
+
+use super::ranks::Route;
+use super::staging::{PACKED_BYTES, STAGING, elements_of};
+use super::state::SpanningEngine;
+use crate::ReduceOp;
+use crate::algorithm::StandardCollective;
+use crate::call::Arguments;
+use crate::outer::Transfer;
+
+/// Broadcasts of up to so many bytes leave the root's host over one connection to each other host.
+const SMALL_BROADCAST: usize = 64 << 10;
+
+impl SpanningEngine {
+    /// All-gather of `count` elements of each rank.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    pub(super) unsafe fn all_gather(&mut self, given: &Arguments) -> Result<()> {
+        let Arguments { input, output, count, dtype, .. } = *given;
+        let (route, size, world) = (self.route(), dtype.size(), self.ranks.world());
+        let width = self.width(route);
+        let inside = if route == Route::Rail { self.ranks.local_world() } else { 1 };
+        let (from, to) = (self.address(input), self.address(output));
+        // Parts of one host lie side by side in the output, so they are gathered there.
+        let in_place = self.ranks.is_blocked()
+            && world * count * size > PACKED_BYTES
+            && count <= elements_of(STAGING, width + 1, size);
+        let most =
+            if in_place { count } else { elements_of(STAGING, 1 + width + world, size).min(count) };
+        let mut done = 0;
+        while done < count {
+            let some = most.min(count - done);
+            let bytes = some * size;
+            let mut slot = self.staging.whole();
+            // The input may be part of the output.
+            let (own, across) = (slot.take(bytes), slot.take(width * bytes));
+            // SAFETY: the caller promised that the input is there; staging is the engine's.
+            unsafe { from.wrapping_add(done * size).copy_to_nonoverlapping(own.at, bytes) };
+            let gather = Transfer::AllGather { output: across.at, input: own.at, bytes };
+            // SAFETY: staging has room for these bytes of each rank, the caller promised the rest, and the call waits
+            // for the transfer or ends it.
+            unsafe { self.transfer(route, gather) }?;
+            let what = (some, dtype, ReduceOp::Sum);
+            if in_place && inside > 1 {
+                for host in 0..width {
+                    let from = across.place.offset_by((host * bytes) as u64);
+                    let to = output.offset_by((host * inside * bytes) as u64);
+                    // SAFETY: the caller promised that the output is there for all parts; staging is the engine's.
+                    unsafe { self.inside(StandardCollective::AllGather, (from, to), what, 0) }?;
+                }
+                return Ok(());
+            }
+            let all = if inside > 1 {
+                let all = slot.take(world * bytes);
+                let what = (width * some, dtype, ReduceOp::Sum);
+                let places = (across.place, all.place);
+                // SAFETY: staging is the engine's, and long enough.
+                unsafe { self.inside(StandardCollective::AllGather, places, what, 0) }?;
+                all
+            } else {
+                across
+            };
+            for (nth, rank) in self.by_index(inside).into_iter().enumerate() {
+                let target = to.wrapping_add((rank * count + done) * size);
+                let source = all.at.wrapping_add(nth * bytes);
+                // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
+                unsafe { source.copy_to_nonoverlapping(target, bytes) };
+            }
+            done += some;
+        }
+        Ok(())
+    }
+
+    /// Broadcast of `count` elements from `root`.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    pub(super) unsafe fn broadcast(&mut self, given: &Arguments) -> Result<()> {
+        let Arguments { output, count, dtype, root, .. } = *given;
+        let route = self.route();
+        let (bytes, data) = (count * dtype.size(), self.address(output));
+        if route == Route::Flat {
+            // SAFETY: the caller promised that the data is there; the call waits for the transfer, or ends it.
+            return unsafe { self.transfer(route, Transfer::Broadcast { data, bytes, root }) };
+        }
+        let (index, home) = (self.ranks.index_of(root), self.ranks.hosts.of(root));
+        let inside = self.ranks.local_world();
+        let whole = (count, dtype, ReduceOp::Sum);
+        if bytes <= SMALL_BROADCAST || !count.is_multiple_of(inside) {
+            if self.ranks.index == index {
+                let move_all = Transfer::Broadcast { data, bytes, root: home };
+                // SAFETY: the caller promised that the data is there on every rank until the call has returned.
+                unsafe { self.transfer(route, move_all) }?;
+            }
+            // SAFETY: the caller promised that the data is there on every rank until the call has returned.
+            return unsafe {
+                self.inside(StandardCollective::Broadcast, (output, output), whole, index)
+            };
+        }
+        let part = bytes / inside;
+        if self.ranks.host == home {
+            // SAFETY: the caller promised that the data is there on every rank until the call has returned.
+            unsafe { self.inside(StandardCollective::Broadcast, (output, output), whole, index) }?;
+        }
+        // Each rank of the root's host sends a part to the ranks of its index.
+        let skip = self.ranks.index as usize * part;
+        let own = Transfer::Broadcast { data: data.wrapping_add(skip), bytes: part, root: home };
+        // SAFETY: the caller promised that the data is there on every rank until the call has returned.
+        unsafe { self.transfer(route, own) }?;
+        if self.ranks.host != home {
+            let places = (output.offset_by(skip as u64), output);
+            let what = (count / inside, dtype, ReduceOp::Sum);
+            // SAFETY: the caller promised that the data is there on every rank; each rank's input is its part of the
+            // output.
+            unsafe { self.inside(StandardCollective::AllGather, places, what, 0) }?;
+        }
+        Ok(())
+    }
+
+    /// All-to-all of `count` elements from each rank to each.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    pub(super) unsafe fn all_to_all(&mut self, given: &Arguments) -> Result<()> {
+        let Arguments { input, output, count, dtype, .. } = *given;
+        let (route, size, world) = (self.route(), dtype.size(), self.ranks.world());
+        let (from, to) = (self.address(input), self.address(output));
+        if route == Route::Flat {
+            let parts = vec![count * size; world];
+            let exchange =
+                Transfer::AllToAll { output: to, input: from, send: &parts, receive: &parts };
+            // SAFETY: the caller promised that input and output are there and do not overlap; the call waits for the
+            // transfer, or ends it.
+            return unsafe { self.transfer(route, exchange) };
+        }
+        let (inside, hosts) = (self.ranks.local_world(), self.ranks.host_count());
+        let in_place = self.ranks.is_blocked()
+            && world * count * size > PACKED_BYTES
+            && count <= elements_of(STAGING, world, size);
+        // Parts of this host go to the output at once, if those of the others are one piece then.
+        let home = self.ranks.host as usize;
+        let stays = in_place && (home == 0 || home + 1 == hosts);
+        let most = if in_place { count } else { elements_of(STAGING, 4 * world, size).min(count) };
+        let mut done = 0;
+        while done < count {
+            let some = most.min(count - done);
+            let bytes = some * size;
+            let mut slot = self.staging.whole();
+            // Parts of this host's ranks for the rank of this index on each host.
+            let sent = slot.take(world * bytes);
+            if in_place {
+                for host in 0..hosts {
+                    let skip = (host * inside * bytes) as u64;
+                    let to = if stays && host == home { output } else { sent.place };
+                    let places = (input.offset_by(skip), to.offset_by(skip));
+                    let what = (some, dtype, ReduceOp::Sum);
+                    // SAFETY: the caller promised that input and output are there for all parts; staging is the engine's.
+                    unsafe { self.inside(StandardCollective::AllToAll, places, what, 0) }?;
+                }
+            } else {
+                let (packed, mixed) = (slot.take(world * bytes), slot.take(world * bytes));
+                for (nth, rank) in self.by_index(inside).into_iter().enumerate() {
+                    let source = from.wrapping_add((rank * count + done) * size);
+                    // SAFETY: the caller promised that the input is there for all parts; staging, which has room for
+                    // them, does not overlap it.
+                    unsafe {
+                        source.copy_to_nonoverlapping(packed.at.wrapping_add(nth * bytes), bytes);
+                    }
+                }
+                let what = (hosts * some, dtype, ReduceOp::Sum);
+                let places = (packed.place, mixed.place);
+                // SAFETY: staging is the engine's, and long enough.
+                unsafe { self.inside(StandardCollective::AllToAll, places, what, 0) }?;
+                for (host, index) in
+                    (0..hosts).flat_map(|host| (0..inside).map(move |at| (host, at)))
+                {
+                    let source = mixed.at.wrapping_add((index * hosts + host) * bytes);
+                    let target = sent.at.wrapping_add((host * inside + index) * bytes);
+                    // SAFETY: all parts of staging have room for the elements of all ranks, and do not overlap.
+                    unsafe { source.copy_to_nonoverlapping(target, bytes) };
+                }
+            }
+            let mut parts = vec![inside * bytes; hosts];
+            let arrived = if in_place { to } else { slot.take(world * bytes).at };
+            let mut skip = 0;
+            if stays {
+                parts[home] = 0;
+                skip = if home == 0 { inside * bytes } else { 0 };
+            }
+            let exchange = Transfer::AllToAll {
+                output: arrived.wrapping_add(skip),
+                input: sent.at.wrapping_add(skip),
+                send: &parts,
+                receive: &parts,
+            };
+            // SAFETY: staging has room for these bytes of each rank, the caller promised the rest, and the call waits
+            // for the transfer or ends it.
+            unsafe { self.transfer(route, exchange) }?;
+            if !in_place {
+                for (nth, rank) in self.ranks.hosts.clone().iter().flatten().enumerate() {
+                    let target = to.wrapping_add((*rank as usize * count + done) * size);
+                    // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
+                    unsafe {
+                        arrived.wrapping_add(nth * bytes).copy_to_nonoverlapping(target, bytes);
+                    }
+                }
+            }
+            done += some;
+        }
+        Ok(())
+    }
+
+    /// Returns once every rank has called it.
+    pub(super) fn meet(&mut self) -> Result<()> {
+        let route = self.route();
+        let inside = |engine: &mut Self| {
+            engine.inner.barrier(&Stream::DEFAULT).map_err(|error| engine.in_group(error))
+        };
+        if route == Route::Rail {
+            inside(self)?;
+        }
+        self.gather_bytes(route, &[1])?;
+        if route == Route::Rail { inside(self) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,284 @@
+//! All-reduces and reduce-scatters over hosts.
+
+#![allow(unsafe_code)] // hands raw buffers to engines
+
+use symmpool_allocator::Result;
+
+use super::exchange::HostReduction;
+use super::ranks::Route;
+use super::staging::{PACKED_BYTES, SLOT_BYTES, SLOTS, STAGING, StagingPart, elements_of};
+use super::state::SpanningEngine;
+use crate::ReduceOp;
+use crate::algorithm::StandardCollective;
+use crate::call::Arguments;
+use crate::outer::{Ticket, Transfer};
+use crate::types::place::Place;
+
+/// All-reduces of up to so many bytes go over each connection whole: one step between hosts instead of two.
+const SMALL_BYTES: usize = 16 << 10;
+/// Bytes of each rank's part of a chunk of a large all-reduce: enough that a message between hosts is a large one.
+const PART_BYTES: usize = 4 << 20;
+
+/// A chunk of an all-reduce on its way.
+#[derive(Clone, Copy)]
+struct Chunk {
+    /// First element and number of elements.
+    first: usize,
+    count: usize,
+    part: StagingPart,
+    arrived: StagingPart,
+    ticket: Ticket,
+}
+
+impl SpanningEngine {
+    /// All-reduce.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    pub(super) unsafe fn all_reduce(&mut self, given: &Arguments) -> Result<()> {
+        let Arguments { input, output, count, dtype, op, .. } = *given;
+        let reduction = self.reduction("all_reduce", dtype, op)?;
+        let size = dtype.size();
+        let route = if Self::divides(dtype, op) { self.route() } else { Route::Flat };
+        // A chunk has as many elements for each rank of the host, and for each host of these.
+        let inside = if route == Route::Rail { self.ranks.local_world() } else { 1 };
+        let grain = inside * self.width(route);
+        let large = if count * size <= SMALL_BYTES { 0 } else { count / grain * grain };
+        if large > 0 {
+            // SAFETY: the caller promised that input and output are there for `count` elements.
+            unsafe { self.all_reduce_large((input, output), large, grain, &reduction, route) }?;
+        }
+        let mut done = large;
+        // Staging holds a small call's elements of each rank of the outer engine.
+        let most = elements_of(SLOT_BYTES, self.width(route) + 1, size);
+        while done < count {
+            let some = (count - done).min(most);
+            let skip = (done * size) as u64;
+            let places = (input.offset_by(skip), output.offset_by(skip));
+            // SAFETY: the caller promised that input and output are there for `count` elements, of which these are
+            // some.
+            unsafe { self.all_reduce_small(places, some, &reduction, route) }?;
+            done += some;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    unsafe fn all_reduce_small(
+        &mut self,
+        (input, output): (Place, Place),
+        count: usize,
+        reduction: &HostReduction,
+        route: Route,
+    ) -> Result<()> {
+        let (width, bytes) = (self.width(route), count * reduction.dtype.size());
+        let mut slot = self.staging.slot(0);
+        let (own, all) = (slot.take(bytes), slot.take(width * bytes));
+        let from = if route == Route::Rail {
+            let what = (count, reduction.dtype, reduction.inside);
+            // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough.
+            unsafe { self.inside(StandardCollective::AllReduce, (input, own.place), what, 0) }?;
+            own.at
+        } else {
+            self.address(input)
+        };
+        let gather = Transfer::AllGather { output: all.at, input: from, bytes };
+        // SAFETY: staging has room for this, the caller promised that the input is there, and the call waits for the
+        // transfer or ends it.
+        unsafe { self.transfer(route, gather) }?;
+        // SAFETY: the arrays lie in staging one behind the other; the caller promised that the output, which is
+        // elsewhere, is there.
+        unsafe { reduction.reduce(all.at, width, count, self.address(output)) };
+        Ok(())
+    }
+
+    /// Reduce-scatter inside hosts, then an all-reduce of the part between hosts, then all-gather inside, of one chunk each.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods, for `count` elements, a multiple of `grain`.
+    unsafe fn all_reduce_large(
+        &mut self,
+        (input, output): (Place, Place),
+        count: usize,
+        grain: usize,
+        reduction: &HostReduction,
+        route: Route,
+    ) -> Result<()> {
+        let (size, width) = (reduction.dtype.size(), self.width(route));
+        let inside = grain / width;
+        let part = (PART_BYTES / size).min(elements_of(SLOT_BYTES, 2, size)) / width * width;
+        let most = (part.max(width) * inside).min(count);
+        let chunks = count.div_ceil(most);
+        let mut arriving: [Option<Chunk>; SLOTS] = [None; SLOTS];
+        let mut returning: [Option<Chunk>; SLOTS] = [None; SLOTS];
+        for turn in 0..chunks + 2 {
+            if turn < chunks {
+                let first = turn * most;
+                let count = most.min(count - first);
+                let bytes = count / inside * size;
+                let mut slot = self.staging.slot(turn);
+                let (part, arrived) = (slot.take(bytes), slot.take(bytes));
+                let from = input.offset_by((first * size) as u64);
+                // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough, and
+                // the
+                // chunk that had this part of it has ended.
+                let begun = unsafe {
+                    self.begin_chunk((from, count / inside), (part, arrived), reduction, route)
+                };
+                arriving[turn % SLOTS] =
+                    Some(Chunk { first, count, part, arrived, ticket: begun? });
+            }
+            if let Some(chunk) = (turn >= 1).then(|| arriving[(turn - 1) % SLOTS].take()).flatten()
+            {
+                self.finish(route, chunk.ticket)?;
+                let piece = chunk.count / grain;
+                // SAFETY: pieces of all hosts lie one behind the other in staging, and the first is where the result
+                // goes.
+                unsafe { reduction.reduce(chunk.arrived.at, width, piece, chunk.arrived.at) };
+                let output = match inside {
+                    1 => self.address(output.offset_by((chunk.first * size) as u64)),
+                    _ => chunk.part.at,
+                };
+                let gather =
+                    Transfer::AllGather { output, input: chunk.arrived.at, bytes: piece * size };
+                // SAFETY: the part is no longer sent; the output is there for the chunk, and nobody else uses it. The
+                // call
+                // finishes the transfer, or ends it.
+                let ticket = unsafe { self.begin(route, gather) }?;
+                returning[(turn - 1) % SLOTS] = Some(Chunk { ticket, ..chunk });
+            }
+            if let Some(chunk) = (turn >= 2).then(|| returning[(turn - 2) % SLOTS].take()).flatten()
+            {
+                self.finish(route, chunk.ticket)?;
+                if inside > 1 {
+                    let to = output.offset_by((chunk.first * size) as u64);
+                    let what = (chunk.count / inside, reduction.dtype, ReduceOp::Sum);
+                    // SAFETY: the caller promised that the output is there; the part is the engine's.
+                    unsafe {
+                        self.inside(StandardCollective::AllGather, (chunk.part.place, to), what, 0)
+                    }?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reduces a chunk inside the host, and begins to send each host its piece of this rank's part.
+    ///
+    /// # Safety
+    ///
+    /// The input is readable for the chunk, and the parts of staging are not in use.
+    unsafe fn begin_chunk(
+        &mut self,
+        (input, part_count): (Place, usize),
+        (part, arrived): (StagingPart, StagingPart),
+        reduction: &HostReduction,
+        route: Route,
+    ) -> Result<Ticket> {
+        let size = reduction.dtype.size();
+        let from = if route == Route::Rail {
+            let what = (part_count, reduction.dtype, reduction.inside);
+            // SAFETY: the caller promised that input and part are there for the call's lengths.
+            unsafe {
+                self.inside(StandardCollective::ReduceScatter, (input, part.place), what, 0)
+            }?;
+            part.at
+        } else {
+            self.address(input)
+        };
+        let width = self.width(route);
+        let pieces = vec![part_count / width * size; width];
+        let exchange =
+            Transfer::AllToAll { output: arrived.at, input: from, send: &pieces, receive: &pieces };
+        // SAFETY: the caller promised that the memory is not in use; the call finishes the transfer, or ends it.
+        unsafe { self.begin(route, exchange) }
+    }
+
+    /// Reduce-scatter: rank `r` gets the reduction of all ranks' part `r`, of `count` elements.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    pub(super) unsafe fn reduce_scatter(&mut self, given: &Arguments) -> Result<()> {
+        let Arguments { input, output, count, dtype, op, .. } = *given;
+        let reduction = self.reduction("reduce_scatter", dtype, op)?;
+        let size = dtype.size();
+        let route = if Self::divides(dtype, op) { self.route() } else { Route::Flat };
+        let (world, width) = (self.ranks.world(), self.width(route));
+        let inside = if route == Route::Rail { self.ranks.local_world() } else { 1 };
+        // Parts of one host lie side by side, so it is reduced where it lies.
+        let in_place = inside > 1
+            && self.ranks.is_blocked()
+            && world * count * size > PACKED_BYTES
+            && count <= elements_of(STAGING, 2 * width, size);
+        let most =
+            if in_place { count } else { elements_of(STAGING, world + 2 * width, size).min(count) };
+        let mut done = 0;
+        while done < count {
+            let some = most.min(count - done);
+            let mut slot = self.staging.whole();
+            let own = slot.take(width * some * size);
+            let arrived = slot.take(width * some * size);
+            let what = (some, dtype, reduction.inside);
+            if in_place {
+                for host in 0..width {
+                    let from = input.offset_by((host * inside * count * size) as u64);
+                    let to = own.place.offset_by((host * some * size) as u64);
+                    // SAFETY: the caller promised that the input is there for all parts; staging is the engine's.
+                    unsafe { self.inside(StandardCollective::ReduceScatter, (from, to), what, 0) }?;
+                }
+            } else {
+                let packed = slot.take(world * some * size);
+                let from = self.address(input);
+                for (nth, rank) in self.by_index(inside).into_iter().enumerate() {
+                    let source = from.wrapping_add((rank * count + done) * size);
+                    let target = packed.at.wrapping_add(nth * some * size);
+                    // SAFETY: the caller promised that the input is there for all parts; staging, which has room for
+                    // them, does not overlap it.
+                    unsafe { source.copy_to_nonoverlapping(target, some * size) };
+                }
+                if inside > 1 {
+                    let what = (width * some, dtype, reduction.inside);
+                    let places = (packed.place, own.place);
+                    // SAFETY: the parts of staging have room for the elements of all ranks, and do not overlap.
+                    unsafe { self.inside(StandardCollective::ReduceScatter, places, what, 0) }?;
+                } else {
+                    // SAFETY: the parts of staging have room for the elements of all ranks, and do not overlap.
+                    unsafe { packed.at.copy_to_nonoverlapping(own.at, width * some * size) };
+                }
+            }
+            let pieces = vec![some * size; width];
+            let exchange = Transfer::AllToAll {
+                output: arrived.at,
+                input: own.at,
+                send: &pieces,
+                receive: &pieces,
+            };
+            let to = self.address(output).wrapping_add(done * size);
+            // SAFETY: staging has room for this, the caller promised that the input is there, and the call waits for
+            // the transfer or ends it.
+            unsafe { self.transfer(route, exchange) }?;
+            // SAFETY: the arrays lie in staging; the caller promised that the output is there. It may be part of the
+            // input, of which these elements are read no more.
+            unsafe { reduction.reduce(arrived.at, width, some, to) };
+            done += some;
+        }
+        Ok(())
+    }
+
+    /// All ranks by their index on their host, then by host; in their own order where there are no phases inside hosts.
+    pub(super) fn by_index(&self, inside: usize) -> Vec<usize> {
+        if inside == 1 {
+            return (0..self.ranks.world()).collect();
+        }
+        let hosts = self.ranks.host_count();
+        (0..inside)
+            .flat_map(|index| (0..hosts).map(move |host| (host, index)))
+            .map(|(host, index)| self.ranks.at(host, index))
+            .collect()
+    }
+}

@@ -1,0 +1,83 @@
+//! Memory for data on its way from host to host: windows, so that the engine inside the host reads it in place.
+
+use symmpool_allocator::HeapLayout;
+
+use crate::types::place::Place;
+
+/// Bytes of staging in all. Pages that no call has used take no memory.
+pub(crate) const STAGING_BYTES: u64 = 96 << 20;
+/// Chunks under way at once: one in each phase.
+pub(super) const SLOTS: usize = 3;
+/// Bytes that each chunk has.
+pub(super) const SLOT_BYTES: usize = STAGING_BYTES as usize / SLOTS;
+/// Calls of up to so many bytes are packed, so that one call inside the host serves all hosts: copies take less time than
+/// another call.
+pub(super) const PACKED_BYTES: usize = 1 << 20;
+/// All of it, for calls whose phases do not run beside each other.
+pub(super) const STAGING: usize = STAGING_BYTES as usize;
+/// Parts of a chunk's memory begin at multiples of this.
+const ALIGN: usize = 512;
+
+/// The staging of one rank. It is at the same offset on all of its host.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Staging {
+    layout: HeapLayout,
+    offset: u64,
+}
+
+impl Staging {
+    pub(super) fn new(layout: HeapLayout, offset: u64) -> Self {
+        Self { layout, offset }
+    }
+
+    /// Address in this process of an offset of this rank's slot.
+    pub(super) fn address(&self, offset: u64) -> *mut u8 {
+        self.layout.address(self.layout.rank, offset) as *mut u8
+    }
+
+    /// Memory of the chunk with that number, which those three before and after it share.
+    pub(super) fn slot(&self, chunk: usize) -> Slot {
+        let begin = self.offset + (chunk % SLOTS * SLOT_BYTES) as u64;
+        Slot { begin: self.address(begin), offset: begin, used: 0, room: SLOT_BYTES }
+    }
+
+    /// All memory, as one chunk's.
+    pub(super) fn whole(&self) -> Slot {
+        Slot { room: STAGING, ..self.slot(0) }
+    }
+}
+
+/// A chunk's memory, of which parts are taken one behind the other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Slot {
+    begin: *mut u8,
+    offset: u64,
+    used: usize,
+    room: usize,
+}
+
+/// A part of a chunk's memory: an address here, and a place for the engine inside the host.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StagingPart {
+    pub(super) at: *mut u8,
+    pub(super) place: Place,
+}
+
+impl Slot {
+    /// Takes a part. You must not take more than there is, rounded up for each part, in all.
+    pub(super) fn take(&mut self, bytes: usize) -> StagingPart {
+        debug_assert!(self.used + bytes <= self.room, "{bytes} bytes behind {}", self.used);
+        let part = StagingPart {
+            at: self.begin.wrapping_add(self.used),
+            place: Place::Window(self.offset + self.used as u64),
+        };
+        self.used += bytes.next_multiple_of(ALIGN);
+        part
+    }
+}
+
+/// The most elements of a part, where `bytes` hold `parts` parts of elements of `size` bytes: at least 1.
+pub(super) fn elements_of(bytes: usize, parts: usize, size: usize) -> usize {
+    let room = bytes.saturating_sub(16 * ALIGN) / parts.max(1);
+    (room / size.max(1)).max(1)
+}

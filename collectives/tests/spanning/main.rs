@@ -1,0 +1,441 @@
+//! Communicators of ranks on several hosts, which are pretended; ranks are threads, and so is what carries data between
+//! hosts.
+
+mod mesh;
+
+use std::time::{Duration, Instant};
+
+use mesh::Mesh;
+use symmpool_allocator::testing::on_ranks;
+use symmpool_allocator::{Driver, Error, Pool, Result, Stream};
+use symmpool_collectives::{
+    Communicator, CommunicatorOptions, Element, ReduceOp, Request, Splits, StandardCollective,
+};
+
+const STREAM: &Stream = &Stream::DEFAULT;
+
+/// Ranks by host: even ones in the order of hosts and in turns, uneven ones, one a host.
+const LAYOUTS: [&[&str]; 7] = [
+    &["a", "a", "b", "b"],
+    &["a", "b", "a", "b"],
+    &["a", "a", "b", "b", "c", "c"],
+    &["c", "a", "b", "a", "b", "c"],
+    &["a", "a", "a", "b"],
+    &["a", "b", "c"],
+    &["a", "a", "a", "b", "b", "b"],
+];
+
+/// Runs `body` as every rank of a communicator over hosts; returns their results in rank order.
+fn over<R: Send>(hosts: &[&str], body: impl Fn(&Communicator) -> R + Sync) -> Vec<R> {
+    over_mesh(hosts, &Mesh::default(), body)
+}
+
+fn over_mesh<R: Send>(
+    hosts: &[&str],
+    mesh: &Mesh,
+    body: impl Fn(&Communicator) -> R + Sync,
+) -> Vec<R> {
+    on_ranks(hosts.len() as u32, |group| {
+        let rank = group.rank();
+        let group = group.with_timeout(Duration::from_secs(30)).with_host_id(hosts[rank as usize]);
+        let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
+        let options =
+            CommunicatorOptions { timeout: Duration::from_secs(20), ..Default::default() };
+        let comm = Communicator::spanning(&pool, &options, mesh.outers(hosts, rank)).unwrap();
+        body(&comm)
+    })
+}
+
+/// Element `at` of a rank's input: small whole numbers, whose sums every type but those of 8 bits has exactly.
+fn value(rank: u32, at: usize) -> i64 {
+    ((at * 7 + rank as usize * 3) % 11) as i64
+}
+
+fn inputs(rank: u32, count: usize) -> Vec<i64> {
+    (0..count).map(|at| value(rank, at)).collect()
+}
+
+trait Number: Element + PartialEq + std::fmt::Debug {
+    fn of(value: i64) -> Self;
+}
+
+impl Number for i64 {
+    fn of(value: i64) -> Self {
+        value
+    }
+}
+
+impl Number for f32 {
+    fn of(value: i64) -> Self {
+        value as f32
+    }
+}
+
+fn numbers<T: Number>(values: impl IntoIterator<Item = i64>) -> Vec<T> {
+    values.into_iter().map(T::of).collect()
+}
+
+fn check_collectives<T: Number>(comm: &Communicator, count: usize) {
+    let (pool, me, world) = (comm.pool(), comm.rank(), comm.world());
+    let doing = format!("rank {me} of {world}, {count} elements");
+    let all = count * world as usize;
+    let input = pool.alloc::<T>(count).unwrap();
+    let (long, long_out) = (pool.alloc::<T>(all).unwrap(), pool.alloc::<T>(all).unwrap());
+    let out = pool.alloc::<T>(count).unwrap();
+    pool.commit().unwrap();
+    input.write(&numbers::<T>(inputs(me, count))).unwrap();
+    long.write(&numbers::<T>(inputs(me, all))).unwrap();
+    let reduced = |op: ReduceOp, at: usize| {
+        let values = (0..world).map(|rank| value(rank, at));
+        match op {
+            ReduceOp::Max => values.max().unwrap(),
+            ReduceOp::Min => values.min().unwrap(),
+            _ => values.sum(),
+        }
+    };
+    for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min] {
+        comm.all_reduce_into(&out, &input, op, STREAM).unwrap();
+        let wanted = numbers::<T>((0..count).map(|at| reduced(op, at)));
+        assert_eq!(out.read().unwrap(), wanted, "all_reduce {op:?}, {doing}");
+        comm.reduce_scatter_into(&out, &long, op, STREAM).unwrap();
+        let first = me as usize * count;
+        let wanted = numbers::<T>((first..first + count).map(|at| reduced(op, at)));
+        assert_eq!(out.read().unwrap(), wanted, "reduce_scatter {op:?}, {doing}");
+    }
+    comm.all_reduce(&input, ReduceOp::Sum, STREAM).unwrap();
+    let sum = numbers::<T>((0..count).map(|at| reduced(ReduceOp::Sum, at)));
+    assert_eq!(input.read().unwrap(), sum, "all_reduce in place, {doing}");
+    input.write(&numbers::<T>(inputs(me, count))).unwrap();
+
+    comm.all_gather_into(&long_out, &input, STREAM).unwrap();
+    let gathered = numbers::<T>((0..world).flat_map(|rank| inputs(rank, count)));
+    assert_eq!(long_out.read().unwrap(), gathered, "all_gather, {doing}");
+
+    comm.all_to_all_into(&long_out, &long, STREAM).unwrap();
+    let first = me as usize * count;
+    let sent = |rank: u32| (first..first + count).map(move |at| value(rank, at));
+    let exchanged = numbers::<T>((0..world).flat_map(sent));
+    assert_eq!(long_out.read().unwrap(), exchanged, "all_to_all, {doing}");
+
+    for root in 0..world {
+        let data = numbers::<T>(inputs(me + 100, count));
+        out.write(&data).unwrap();
+        comm.broadcast(&out, root, STREAM).unwrap();
+        let wanted = numbers::<T>(inputs(root + 100, count));
+        assert_eq!(out.read().unwrap(), wanted, "broadcast from {root}, {doing}");
+    }
+    let mut slice = numbers::<T>(inputs(me, count));
+    comm.all_reduce_slice(&mut slice, ReduceOp::Sum, STREAM).unwrap();
+    assert_eq!(slice, sum, "all_reduce of a slice, {doing}");
+    comm.barrier(STREAM).unwrap();
+}
+
+#[test]
+fn collectives_give_what_those_of_one_host_give() {
+    for hosts in LAYOUTS {
+        over(hosts, |comm| {
+            for count in [1, 5, 96, 20_001] {
+                check_collectives::<i64>(comm, count);
+            }
+            check_collectives::<f32>(comm, 5000);
+        });
+    }
+}
+
+#[test]
+fn large_calls_go_in_chunks() {
+    for hosts in [&["a", "a", "b", "b"][..], &["a", "b", "b", "a"], &["a", "b", "b"]] {
+        over(hosts, |comm| check_collectives::<i64>(comm, 2_600_003));
+    }
+}
+
+#[test]
+fn averages_are_those_of_all_ranks() {
+    for hosts in LAYOUTS {
+        over(hosts, |comm| {
+            let world = comm.world();
+            for count in [3, 6_000] {
+                let mut floats: Vec<f32> =
+                    inputs(comm.rank(), count).iter().map(|x| *x as f32).collect();
+                comm.all_reduce_slice(&mut floats, ReduceOp::Avg, STREAM).unwrap();
+                let sum = |at: usize| (0..world).map(|rank| value(rank, at)).sum::<i64>();
+                let wanted: Vec<f32> = (0..count).map(|at| sum(at) as f32 / world as f32).collect();
+                assert_eq!(floats, wanted);
+                // Integers do not wrap on the way.
+                let mut large = vec![i64::MAX - i64::from(comm.rank()); count];
+                comm.all_reduce_slice(&mut large, ReduceOp::Avg, STREAM).unwrap();
+                let whole: i128 =
+                    (0..world).map(|rank| i128::from(i64::MAX) - i128::from(rank)).sum();
+                assert_eq!(large, vec![(whole / i128::from(world)) as i64; count]);
+            }
+        });
+    }
+}
+
+#[test]
+fn bits_are_the_same_on_every_rank_and_in_every_run() {
+    let noise = |rank: u32, at: usize| {
+        let bits = (at as u32).wrapping_mul(2_654_435_761) ^ rank.wrapping_mul(0x9e37_79b9);
+        (bits as f32 / 1e6).sin() * 1e3
+    };
+    for hosts in [LAYOUTS[1], LAYOUTS[4], LAYOUTS[6]] {
+        let run = || {
+            over(hosts, |comm| {
+                let mut all = Vec::new();
+                for count in [100, 300_000] {
+                    let mut data: Vec<f32> = (0..count).map(|at| noise(comm.rank(), at)).collect();
+                    comm.all_reduce_slice(&mut data, ReduceOp::Sum, STREAM).unwrap();
+                    all.extend(data.iter().map(|x| x.to_bits()));
+                }
+                all
+            })
+        };
+        let (one, other) = (run(), run());
+        assert!(one.iter().chain(&other).all(|bits| *bits == one[0]), "{hosts:?}");
+    }
+}
+
+#[test]
+fn parts_of_all_lengths_are_exchanged() {
+    for hosts in LAYOUTS {
+        over(hosts, |comm| {
+            let (me, world) = (comm.rank() as usize, comm.world() as usize);
+            for scale in [0, 1, 901] {
+                let length = |from: usize, to: usize| (from * 5 + to * 3) % 4 * scale;
+                let send: Vec<usize> = (0..world).map(|to| length(me, to)).collect();
+                let receive: Vec<usize> = (0..world).map(|from| length(from, me)).collect();
+                let part = |from: usize, to: usize| {
+                    (0..length(from, to)).map(move |at| (from * 1000 + to * 100 + at % 97) as i64)
+                };
+                let input: Vec<i64> = (0..world).flat_map(|to| part(me, to)).collect();
+                let wanted: Vec<i64> = (0..world).flat_map(|from| part(from, me)).collect();
+                let mut out = vec![-1; wanted.len()];
+                comm.all_to_all_v_slice(&mut out, &input, &receive, &send, STREAM).unwrap();
+                assert_eq!(out, wanted, "rank {me}, scale {scale}");
+
+                let pool = comm.pool();
+                // Lengths are the same on every rank, so that ranks stay alike.
+                let room = 3 * scale * world + 1;
+                let (rows, to) =
+                    (pool.alloc::<i64>(room).unwrap(), pool.alloc::<i64>(room).unwrap());
+                let counts = pool.alloc::<i64>(world).unwrap();
+                let (came, begins) =
+                    (pool.alloc::<i64>(world).unwrap(), pool.alloc::<i64>(world).unwrap());
+                pool.commit().unwrap();
+                let mut padded = input.clone();
+                padded.resize(room, 0);
+                rows.write(&padded).unwrap();
+                counts.write(&send.iter().map(|n| *n as i64).collect::<Vec<_>>()).unwrap();
+                let splits =
+                    Splits { row: 1, input: &counts, output: Some(&came), offsets: Some(&begins) };
+                comm.all_to_all_v(&to, &rows, &splits, STREAM).unwrap();
+                assert_eq!(to.read().unwrap()[..wanted.len()], wanted);
+                assert_eq!(
+                    came.read().unwrap(),
+                    receive.iter().map(|n| *n as i64).collect::<Vec<_>>()
+                );
+            }
+        });
+    }
+}
+
+#[test]
+fn rows_beyond_the_output_are_counted_and_not_written() {
+    over(&["a", "b", "a", "b"], |comm| {
+        let pool = comm.pool();
+        let rows = pool.alloc::<i64>(40).unwrap();
+        let counts = pool.alloc::<i64>(4).unwrap();
+        let room = if comm.rank() == 2 { 25 } else { 40 };
+        let to = pool.alloc::<i64>(40).unwrap();
+        pool.commit().unwrap();
+        rows.write(&[7; 40]).unwrap();
+        counts.write(&[10; 4]).unwrap();
+        to.write(&[-1; 40]).unwrap();
+        let at = symmpool_collectives::SplitRows {
+            dtype: symmpool_collectives::DType::I64,
+            row: 1,
+            length: 40,
+            capacity: room,
+        };
+        let splits = symmpool_collectives::SplitsAt {
+            input: counts.as_ptr().cast(),
+            output: std::ptr::null_mut(),
+            offsets: std::ptr::null_mut(),
+            dtype: symmpool_collectives::DType::I64,
+        };
+        // SAFETY: the blocks are longer than what is said of them, and live until the call has returned.
+        let made = unsafe {
+            let (out, input) = (to.as_ptr().cast(), rows.as_ptr().cast());
+            comm.all_to_all_v_splits_at(out, input, &at, &splits, STREAM)
+        };
+        let written = to.read().unwrap().iter().filter(|value| **value == 7).count();
+        assert_eq!(written, room);
+        assert_eq!(made.is_err_and(|error| error.is_overflow()), room < 40);
+        // The communicator goes on.
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+/// The errors of a call that some ranks make differently, and how long it took.
+fn failing(hosts: &[&str], body: impl Fn(&Communicator) -> Result<()> + Sync) -> Vec<Error> {
+    let begin = Instant::now();
+    let errors = over(hosts, |comm| {
+        let error = body(comm).unwrap_err();
+        // It stays closed.
+        let again = comm.barrier(STREAM).unwrap_err();
+        assert!(again.to_string().contains("closed on all hosts"), "{again}");
+        assert!(comm.failure().is_some());
+        error
+    });
+    assert!(begin.elapsed() < Duration::from_secs(15), "after {:?}", begin.elapsed());
+    errors
+}
+
+#[test]
+fn different_calls_on_different_hosts_are_an_error_that_names_them() {
+    for hosts in [&["a", "a", "b", "b"][..], &["a", "b", "b"]] {
+        let errors = failing(hosts, |comm| {
+            let host = comm.pool().hosts().of(comm.rank()) as usize;
+            let mut data = vec![1.0_f32; 50_000 + host * 8];
+            comm.all_reduce_slice(&mut data, ReduceOp::Sum, STREAM)
+        });
+        for error in &errors {
+            assert!(error.is_diverged() && !error.ranks().is_empty(), "{error}");
+            let text = error.to_string();
+            assert!(
+                text.contains("50000") && text.contains("50008") && text.contains("host a"),
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn small_calls_that_differ_are_found_a_few_calls_later() {
+    let errors = failing(&["a", "b"], |comm| {
+        for nth in 0..40 {
+            let op = if comm.rank() == 1 && nth == 3 { ReduceOp::Max } else { ReduceOp::Sum };
+            comm.all_reduce_slice(&mut [1.0_f32; 8], op, STREAM)?;
+        }
+        Ok(())
+    });
+    assert!(errors.iter().all(Error::is_diverged), "{errors:?}");
+}
+
+#[test]
+fn a_call_that_one_rank_refuses_ends_on_all_hosts() {
+    let errors = failing(&["a", "a", "b", "b"], |comm| {
+        let mut data = vec![1.0_f32; 40_000];
+        let count = if comm.rank() == 2 { 39_999 } else { 40_000 };
+        comm.reduce_scatter_slice(
+            &mut data[..count / 4],
+            &vec![1.0_f32; 40_000],
+            ReduceOp::Sum,
+            STREAM,
+        )
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        assert!(
+            error.is_invalid_argument() == (rank == 2) || error.ranks() == [2],
+            "rank {rank}: {error}"
+        );
+        assert!(error.to_string().contains("rank 2"), "rank {rank}: {error}");
+    }
+}
+
+#[test]
+fn differing_splits_are_named() {
+    let errors = failing(&["a", "a", "b", "b"], |comm| {
+        let send = [10; 4];
+        let mut receive = [10; 4];
+        if comm.rank() == 1 {
+            receive[3] = 11;
+        }
+        let total: usize = receive.iter().sum();
+        comm.all_to_all_v_slice(&mut vec![0_i64; total], &[1_i64; 40], &receive, &send, STREAM)
+    });
+    assert!(
+        errors[1].is_diverged() && errors[1].to_string().contains("expects 11"),
+        "{}",
+        errors[1]
+    );
+    assert!(
+        errors.iter().all(|error| error.to_string().contains("rank 3 sends rank 1")),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn a_rank_that_leaves_is_the_error_of_all_hosts() {
+    let begin = Instant::now();
+    let outcomes = over(&["a", "a", "b", "b"], |comm| {
+        comm.barrier(STREAM).unwrap();
+        if comm.rank() == 3 {
+            return None;
+        }
+        comm.set_timeout(Duration::from_secs(3)).unwrap();
+        Some(comm.barrier(STREAM).unwrap_err())
+    });
+    assert!(begin.elapsed() < Duration::from_secs(15), "after {:?}", begin.elapsed());
+    for error in outcomes.iter().flatten() {
+        assert!(error.to_string().contains("host b"), "{error}");
+    }
+}
+
+#[test]
+fn what_does_not_cross_hosts_says_so() {
+    let hosts = ["a", "b", "a", "b"];
+    over(&hosts, |comm| {
+        let x = comm.pool().alloc::<f32>(1000).unwrap();
+        comm.pool().commit().unwrap();
+        let peer = (comm.rank() + 1) % comm.world();
+        let errors = [
+            comm.put(&x, 0, &x, peer, STREAM).unwrap_err(),
+            comm.send(&x, peer, STREAM).unwrap_err(),
+        ];
+        for error in errors {
+            assert!(error.is_unsupported(), "{error}");
+            assert!(error.to_string().contains("2 hosts"), "{error}");
+        }
+        let named = Request::new(StandardCollective::AllReduce, &x, &x).algorithm("two_shot");
+        assert!(comm.call(&named, STREAM).is_err());
+    });
+}
+
+#[test]
+fn a_pool_over_hosts_needs_an_outer_engine() {
+    let hosts = ["a", "b"];
+    on_ranks(2, |group| {
+        let group = group.clone().with_host_id(hosts[group.rank() as usize]);
+        let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
+        let error = Communicator::new(&pool).map(drop).unwrap_err();
+        assert!(
+            error.is_unsupported() && error.to_string().contains("Communicator::spanning"),
+            "{error}"
+        );
+        // That of other ranks is refused as well.
+        let mesh = Mesh::default();
+        let wrong = mesh.outers(&["a", "a", "b"], pool.rank());
+        let error = Communicator::spanning(&pool, &CommunicatorOptions::default(), wrong).map(drop);
+        assert!(error.unwrap_err().is_invalid_argument());
+    });
+}
+
+#[test]
+fn a_byte_that_leaves_a_host_does_so_once() {
+    let hosts = ["a", "a", "a", "a", "b", "b", "b", "b"];
+    let mesh = Mesh::default();
+    let count = 1 << 20;
+    let before = over_mesh(&hosts, &mesh, |comm| {
+        let mut data = vec![1.0_f32; count];
+        comm.barrier(STREAM).unwrap();
+        let before = mesh.bytes();
+        comm.barrier(STREAM).unwrap();
+        comm.all_reduce_slice(&mut data, ReduceOp::Sum, STREAM).unwrap();
+        before
+    });
+    // Half of the sums go each way, and come back.
+    let sent = mesh.bytes() - before.iter().max().unwrap();
+    let least = 4 * count as u64 * 2;
+    assert!((least..least + least / 50).contains(&sent), "{sent} bytes, {least} at least");
+}

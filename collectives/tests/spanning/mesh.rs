@@ -1,0 +1,185 @@
+//! An outer engine between threads of one process.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Error, Result, Stream};
+use symmpool_collectives::{Outer, Outers, Ticket, Transfer};
+
+/// The connections of all outer engines of a test: messages from one rank to another of an engine with a name.
+#[derive(Clone, Default)]
+pub(crate) struct Mesh(Arc<(Mutex<State>, Condvar)>);
+
+#[derive(Default)]
+struct State {
+    queues: BTreeMap<(String, u32, u32), VecDeque<Vec<u8>>>,
+    /// Ranks of engines that have closed their connections.
+    closed: BTreeSet<(String, u32)>,
+    bytes: u64,
+}
+
+impl Mesh {
+    /// The outer engines of a rank, whose group's ranks are on these hosts.
+    pub(crate) fn outers(&self, hosts: &[&str], rank: u32) -> Outers {
+        let mut names: Vec<&str> = Vec::new();
+        for host in hosts {
+            if !names.contains(host) {
+                names.push(host);
+            }
+        }
+        let on = |name: &str| -> Vec<usize> {
+            (0..hosts.len()).filter(|&other| hosts[other] == name).collect()
+        };
+        let here = on(hosts[rank as usize]);
+        let is_even = names.iter().all(|name| on(name).len() == here.len());
+        let index = here.iter().position(|&other| other == rank as usize).unwrap();
+        let host = names.iter().position(|name| *name == hosts[rank as usize]).unwrap();
+        let rail: Option<Box<dyn Outer>> = (is_even && names.len() > 1).then(|| {
+            let rail = self.outer(&format!("rail{index}"), host as u32, names.len() as u32);
+            Box::new(rail) as Box<dyn Outer>
+        });
+        Outers { rail, flat: Box::new(self.outer("flat", rank, hosts.len() as u32)) }
+    }
+
+    pub(crate) fn outer(&self, name: &str, rank: u32, world: u32) -> ThreadOuter {
+        ThreadOuter {
+            mesh: self.clone(),
+            name: name.to_owned(),
+            rank,
+            world,
+            begun: BTreeMap::new(),
+            tickets: 0,
+        }
+    }
+
+    /// Bytes that were sent so far to other ranks.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.0.lock().unwrap().bytes
+    }
+}
+
+/// One rank's side.
+pub(crate) struct ThreadOuter {
+    mesh: Mesh,
+    name: String,
+    rank: u32,
+    world: u32,
+    /// Parts that are to be received: from whom, to where, how many bytes.
+    begun: BTreeMap<u64, Vec<(u32, usize, usize)>>,
+    tickets: u64,
+}
+
+impl ThreadOuter {
+    fn send(&self, to: u32, bytes: &[u8]) {
+        let (lock, changed) = &*self.mesh.0;
+        let mut state = lock.lock().unwrap();
+        if to != self.rank {
+            state.bytes += bytes.len() as u64;
+        }
+        state
+            .queues
+            .entry((self.name.clone(), self.rank, to))
+            .or_default()
+            .push_back(bytes.to_vec());
+        changed.notify_all();
+    }
+}
+
+// SAFETY: inputs are copied when a transfer begins, and outputs are written by `finish` alone.
+unsafe impl Outer for ThreadOuter {
+    fn name(&self) -> String {
+        "threads".into()
+    }
+
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn world(&self) -> u32 {
+        self.world
+    }
+
+    unsafe fn begin(&mut self, transfer: Transfer<'_>, _: &Stream) -> Result<Ticket> {
+        let bytes = |at: *const u8, count: usize| match count {
+            0 => Vec::new(),
+            // SAFETY: the caller promised that the transfer's memory is there.
+            _ => unsafe { std::slice::from_raw_parts(at, count) }.to_vec(),
+        };
+        let mut expected = Vec::new();
+        match transfer {
+            Transfer::AllGather { output, input, bytes: count } => {
+                for peer in 0..self.world {
+                    self.send(peer, &bytes(input, count));
+                    expected.push((peer, output as usize + peer as usize * count, count));
+                }
+            }
+            Transfer::AllToAll { output, input, send, receive } => {
+                let (mut from, mut to) = (0, 0);
+                for peer in 0..self.world {
+                    let (out, back) = (send[peer as usize], receive[peer as usize]);
+                    self.send(peer, &bytes(input.wrapping_add(from), out));
+                    expected.push((peer, output as usize + to, back));
+                    from += out;
+                    to += back;
+                }
+            }
+            Transfer::Broadcast { data, bytes: count, root } => {
+                if root == self.rank {
+                    let data = bytes(data, count);
+                    (0..self.world)
+                        .filter(|peer| *peer != root)
+                        .for_each(|peer| self.send(peer, &data));
+                } else {
+                    expected.push((root, data as usize, count));
+                }
+            }
+            _ => return Err(Error::unsupported("another transfer")),
+        }
+        self.tickets += 1;
+        self.begun.insert(self.tickets, expected);
+        Ok(Ticket(self.tickets))
+    }
+
+    fn finish(&mut self, ticket: Ticket, _: &Stream) -> Result<()> {
+        let (lock, changed) = &*self.mesh.0;
+        let until = Instant::now() + Duration::from_secs(20);
+        for (peer, at, count) in self.begun.remove(&ticket.0).expect("a ticket") {
+            let mut state = lock.lock().unwrap();
+            let bytes = loop {
+                let key = (self.name.clone(), peer, self.rank);
+                if let Some(bytes) = state.queues.get_mut(&key).and_then(VecDeque::pop_front) {
+                    break bytes;
+                }
+                if state.closed.contains(&(self.name.clone(), peer)) {
+                    return Err(Error::peer_lost(vec![peer], "the connection was closed"));
+                }
+                if Instant::now() > until {
+                    return Err(Error::timeout("for a message", Duration::from_secs(20), vec![]));
+                }
+                state = changed.wait_timeout(state, Duration::from_millis(20)).unwrap().0;
+            };
+            if bytes.len() != count {
+                let why = format!("{} bytes of rank {peer}, and {count} expected", bytes.len());
+                return Err(Error::system("a transfer", why));
+            }
+            // SAFETY: whoever began the transfer promised that the output is there until it is finished.
+            unsafe { bytes.as_ptr().copy_to_nonoverlapping(at as *mut u8, count) };
+        }
+        Ok(())
+    }
+
+    fn abort(&mut self) {
+        let (lock, changed) = &*self.mesh.0;
+        lock.lock().unwrap().closed.insert((self.name.clone(), self.rank));
+        changed.notify_all();
+        self.begun.clear();
+    }
+}
+
+impl Drop for ThreadOuter {
+    /// A connection closes with its rank.
+    fn drop(&mut self) {
+        self.abort();
+    }
+}

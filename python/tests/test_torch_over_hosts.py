@@ -1,0 +1,227 @@
+"""Collectives of groups whose ranks are on several hosts, which this machine pretends to be."""
+
+import datetime
+import os
+import time
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import symmpool
+from symmpool import experts
+
+HOST_ID = "SYMMPOOL_HOST_ID"
+#: Ranks by host: in the order of hosts, in turns, uneven ones, one a host.
+LAYOUTS = [["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a", "a", "a", "b"], ["a", "b", "c"]]
+
+
+def on_host(ids, group):
+    os.environ[HOST_ID] = ids[group.rank]
+    torch.set_num_threads(1)
+
+
+def value(rank, count, dtype, seed):
+    made = torch.Generator().manual_seed(1000 * seed + rank)
+    # Whole numbers, whose sums every type has exactly.
+    return torch.randint(0, 8, (count,), generator=made).to(dtype)
+
+
+def collectives(group, ids):
+    """Each against what follows from all ranks' inputs, which are known here."""
+    on_host(ids, group)
+    rank, world = group.rank, group.world
+    pool = symmpool.Pool(group, "cpu")
+    assert len(pool.hosts) == len(set(ids))
+    for seed, (count, dtype) in enumerate(
+        [
+            (1, torch.int64),
+            (7, torch.float32),
+            (5000, torch.bfloat16),
+            (90_001, torch.float64),
+            (300_000, torch.uint8),
+        ]
+    ):
+        inputs = [value(each, count, dtype, seed) for each in range(world)]
+        longs = [value(each, count * world, dtype, seed + 50) for each in range(world)]
+        for make in (torch.empty_like, lambda like: pool.empty(like.shape, dtype=like.dtype)):
+            x, long = make(inputs[rank]), make(longs[rank])
+            out, long_out = make(x), make(long)
+            pool.commit()
+
+            def fresh(x=x, long=long, inputs=inputs, longs=longs):
+                x.copy_(inputs[rank])
+                long.copy_(longs[rank])
+
+            fresh()
+            symmpool.all_reduce(x, group=group)
+            assert torch.equal(x, sum(inputs[1:], inputs[0])), (rank, count, dtype)
+            fresh()
+            symmpool.all_reduce(x, op="max", group=group)
+            assert torch.equal(x, torch.stack(inputs).amax(0))
+            fresh()
+            symmpool.reduce_scatter_tensor(out, long, group=group)
+            whole = sum(longs[1:], longs[0])
+            assert torch.equal(out, whole[rank * count : (rank + 1) * count])
+            symmpool.all_gather_into_tensor(long_out, x, group=group)
+            assert torch.equal(long_out, torch.cat(inputs))
+            symmpool.all_to_all_single(long_out, long, group=group)
+            parts = [each[rank * count : (rank + 1) * count] for each in longs]
+            assert torch.equal(long_out, torch.cat(parts))
+            for root in range(world):
+                fresh()
+                symmpool.broadcast(x, root, group=group)
+                assert torch.equal(x, inputs[root])
+    symmpool.barrier(group=group)
+    sends = [[(source * 3 + target) % 4 * 11 for target in range(world)] for source in range(world)]
+    source = torch.cat(
+        [torch.full((n,), rank * 10 + to) for to, n in enumerate(sends[rank])] or [torch.empty(0)]
+    )
+    comes = [sends[each][rank] for each in range(world)]
+    target = torch.empty(sum(comes), dtype=source.dtype)
+    symmpool.all_to_all_single(target, source, comes, sends[rank], group=group)
+    assert torch.equal(
+        target, torch.cat([torch.full((n,), each * 10 + rank) for each, n in enumerate(comes)])
+    )
+    return True
+
+
+@pytest.mark.parametrize("ids", LAYOUTS, ids="".join)
+def test_collectives_cross_hosts(ids):
+    assert ranks.values(len(ids), collectives, ids) == [True] * len(ids)
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(64, 200), torch.nn.GELU(), torch.nn.Linear(200, 8))
+
+
+def trained(group, folder, ids, backend):
+    """The losses of a few steps of data parallel training, and the weights behind them."""
+    on_host(ids, group)
+    timeout = datetime.timedelta(seconds=60)
+    store = dist.FileStore(f"{folder}/{backend.replace(':', '-')}", group.world)
+    dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.world, timeout=timeout)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(model(3))
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+        losses = []
+        for step in range(5):
+            torch.manual_seed(100 * step + group.rank)
+            x = torch.randn(16, 64)
+            loss = (parallel(x) - x[:, :8].sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        weights = torch.cat([each.detach().flatten() for each in parallel.parameters()])
+        return losses, weights.numpy().tobytes()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_training_over_hosts_is_that_of_gloo_and_the_same_in_every_run(tmp_path):
+    ids = ["a", "a", "b", "b"]
+    runs = []
+    for run in ("one", "other"):
+        (tmp_path / run).mkdir()
+        runs.append(ranks.values(4, trained, str(tmp_path / run), ids, "cpu:symmpool"))
+    assert runs[0] == runs[1]
+    # All ranks have the same weights, to the bit.
+    assert len({weights for _, weights in runs[0]}) == 1
+    reference = ranks.values(4, trained, str(tmp_path), ids, "gloo")
+    for (ours, _), (theirs, _) in zip(runs[0], reference, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def refused(group, ids):
+    on_host(ids, group)
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty(1024, 8)
+    pool.commit()
+    x.fill_(1)
+    shape = {"hidden": 64, "experts": 4, "top_k": 2, "max_tokens": 16}
+    calls = {
+        "a norm": lambda: symmpool.fused.all_reduce_rms_norm(
+            x, torch.ones_like(x), torch.ones(8), group=pool
+        ),
+        "a handle": lambda: symmpool.rendezvous(x, group=pool),
+        "experts": lambda: experts.ExpertBuffer(pool, **shape),
+    }
+    found = {}
+    for what, call in calls.items():
+        try:
+            call()
+            found[what] = "no error"
+        except symmpool.UnsupportedError as error:
+            found[what] = str(error)
+        except Exception as error:
+            found[what] = repr(error)
+    # The communicator goes on.
+    symmpool.all_reduce(x, group=pool)
+    return found, x[0, 0].item()
+
+
+def test_what_needs_peers_memory_is_refused_on_every_rank():
+    for rank, (found, total) in enumerate(ranks.values(4, refused, ["a", "b", "a", "b"])):
+        assert total == 4
+        for what, text in found.items():
+            assert "2 hosts" in text or "on host" in text, (rank, what, text)
+
+
+def left_alone(group, ids, how):
+    """Rank 3 ends in the middle of a program; what the others get, and when."""
+    on_host(ids, group)
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=5.0)
+    x = torch.ones(100_000)
+    comm.all_reduce(x)
+    if group.rank == 3:
+        if how == "dies":
+            os._exit(0)
+        raise SystemExit
+    begun = time.monotonic()
+    with pytest.raises(symmpool.Error) as raised:
+        for _ in range(20):
+            comm.all_reduce(x)
+    took = time.monotonic() - begun
+    with pytest.raises(symmpool.Error, match="closed on all hosts"):
+        comm.barrier()
+    return str(raised.value), took
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves"])
+def test_a_rank_that_is_gone_is_an_error_on_all_hosts(how):
+    outcomes = ranks.run(4, left_alone, ["a", "a", "b", "b"], how)
+    for found in outcomes[:3]:
+        assert found.error is None, found.error
+        text, took = found.value
+        # The communicator's timeout, that of gloo behind it, and the look for a reason.
+        assert took < 20, (took, text)
+        assert "host b" in text, text
+
+
+def different_calls(group, ids):
+    on_host(ids, group)
+    pool = symmpool.Pool(group, "cpu")
+    x = torch.ones(50_000 + 8 * (group.rank // 2))
+    with pytest.raises(symmpool.DivergedError) as raised:
+        symmpool.all_reduce(x, group=pool)
+    return str(raised.value), raised.value.ranks
+
+
+def test_different_calls_on_two_hosts_are_named():
+    for rank, (text, named) in enumerate(ranks.values(4, different_calls, ["a", "a", "b", "b"])):
+        assert "50000" in text and "50008" in text and f"host {'ab'[1 - rank // 2]}" in text, text
+        assert named, text
+
+
+def test_hosts_without_gloo_are_refused_by_a_sentence(monkeypatch):
+    (group,) = symmpool.Group.in_process(1)
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    from symmpool.communicators import outer
+
+    pool = symmpool.Pool(group, "cpu")
+    with pytest.raises(symmpool.UnsupportedError, match="gloo carries data"):
+        outer.outers_of(pool, 1.0)
