@@ -58,7 +58,7 @@ pub(super) struct Comparison {
 }
 
 impl SpanningEngine {
-    /// The engine on a pool that spans hosts, in host memory. Its staging is at `staging` in every slot, [`STAGING_BYTES`]
+    /// The engine on a pool that spans hosts, in host memory. Its staging is at `staging` in every slot, [`STAGING_BYTES`](super::STAGING_BYTES)
     /// long, in windows.
     pub(crate) fn new(
         pool: &Pool,
