@@ -111,16 +111,27 @@ impl Pool {
     /// These errors are not reported to the other ranks: the exchange with them belongs to the other thread's
     /// commit, and ranks that lost each other have no common exchange.
     pub(super) fn committer(&self) -> Result<CommitGuard<'_>> {
+        self.free_committer()?.ok_or_else(|| {
+            Error::invalid_state(format!(
+                "rank {}: another thread is in a commit of this pool; commits are collective and \
+                 come one at a time",
+                self.rank()
+            ))
+        })
+    }
+
+    /// Takes the right to commit; `None` if another thread has it at the moment.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`committer`](Self::committer), but for that one.
+    pub(super) fn free_committer(&self) -> Result<Option<CommitGuard<'_>>> {
         // A child would communicate in its parent's name, or wait for a thread that only its parent has.
         self.check_process()?;
         // A flag besides the mutex, because a thread that only reads from the committer must not make a
         // commit fail on this rank alone.
         if self.0.committing.swap(true, Ordering::Acquire) {
-            return Err(Error::invalid_state(format!(
-                "rank {}: another thread is in a commit of this pool; commits are collective and \
-                 come one at a time",
-                self.rank()
-            )));
+            return Ok(None);
         }
         let mut committer =
             CommitGuard { committer: lock(&self.0.committer), committing: &self.0.committing };
@@ -128,12 +139,7 @@ impl Pool {
             return Err(cause.clone().context("this pool cannot commit any more; build a new one"));
         }
         committer.meet(&self.0.group, self.driver())?;
-        Ok(committer)
-    }
-
-    /// Whether a thread of this process commits now.
-    pub(super) fn is_committing(&self) -> bool {
-        self.0.committing.load(Ordering::Acquire)
+        Ok(Some(committer))
     }
 
     /// Locks the symmetric lanes, in the order of the configuration.

@@ -115,12 +115,14 @@ impl Pool {
 
     /// The right to commit, once no other thread has it.
     pub(super) fn committer_by(&self, deadline: Deadline) -> Result<CommitGuard<'_>> {
-        loop {
-            match self.committer() {
-                Err(_) if self.is_committing() && !deadline.expired() => thread::sleep(PAUSE),
-                other => return other,
+        // Whether a thread commits is asked once a turn: it may end its commit between two questions.
+        while !deadline.expired() {
+            if let Some(committer) = self.free_committer()? {
+                return Ok(committer);
             }
+            thread::sleep(PAUSE);
         }
+        self.committer()
     }
 
     /// Retires segments of some lanes that no commit could share and that are free. Otherwise every later commit would
