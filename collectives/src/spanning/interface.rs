@@ -153,7 +153,9 @@ impl Engine for SpanningEngine {
         }
         let call = Call::new(OpType::AllToAllV).elements(dtype, 0);
         // SAFETY: the caller promised that the places are there for the sums of the splits until this has returned.
-        self.call(call, 0, |engine| unsafe { engine.exchange_parts(places, splits, dtype) })
+        self.call(call, usize::MAX, |engine| unsafe {
+            engine.exchange_parts(places, splits, dtype)
+        })
     }
 
     unsafe fn all_to_all_splits(
