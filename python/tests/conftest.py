@@ -92,3 +92,16 @@ def nothing_remains(request):
         gc.collect()
         gc.freeze()
     assert remains() == before
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_is_left():
+    """Takes back what a test has set of a launcher's variables: later tests would take it for a launcher's."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
