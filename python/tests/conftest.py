@@ -96,7 +96,7 @@ def nothing_remains(request):
 
 @pytest.fixture(autouse=True)
 def no_launcher_is_left():
-    """Takes back what a test has set of a launcher's variables: later tests would take it for a launcher's."""
+    """Takes back what a test has set of a launcher's variables, which later tests would believe."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     before = {name: os.environ.get(name) for name in names}
     yield

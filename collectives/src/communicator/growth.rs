@@ -78,7 +78,7 @@ impl Communicator {
         self.grow_above(inner, (bytes, inbox), call.describe(), stream)
     }
 
-    /// Grows before a call with an algorithm that a program message along, whatever its size: how much memory that
+    /// Grows before a call with an algorithm that a program brings along, whatever its size: how much memory that
     /// needs is the program's affair.
     pub(super) fn grow_for_program(
         &self,
