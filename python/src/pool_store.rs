@@ -1,10 +1,12 @@
 //! Values of a pool's own in the store of its group, for what else its ranks make together.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use symmpool_allocator::Deadline;
+use symmpool_allocator::store::Store;
 
 use crate::errors::OrRaise;
 use crate::pool::Pool;
@@ -18,9 +20,8 @@ pub(crate) fn pool_store_set(
     value: &[u8],
     seconds: f64,
 ) -> PyResult<()> {
-    let (group, deadline) = (pool.get().pool.group(), deadline_of(seconds));
-    let key = format!("{}/{key}", group.name());
-    py.detach(|| group.store().set(&key, value, deadline)).or_raise(py)
+    let (store, key, deadline) = place_of(pool.get(), key, seconds);
+    py.detach(|| store.set(&key, value, deadline)).or_raise(py)
 }
 
 /// Returns the value that any rank has written under a key of the pool's, for which it waits so long.
@@ -31,9 +32,8 @@ pub(crate) fn pool_store_get<'py>(
     key: &str,
     seconds: f64,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let (group, deadline) = (pool.get().pool.group(), deadline_of(seconds));
-    let key = format!("{}/{key}", group.name());
-    let value = py.detach(|| group.store().get(&key, deadline)).or_raise(py)?;
+    let (store, key, deadline) = place_of(pool.get(), key, seconds);
+    let value = py.detach(|| store.get(&key, deadline)).or_raise(py)?;
     Ok(PyBytes::new(py, &value))
 }
 
@@ -46,12 +46,13 @@ pub(crate) fn pool_store_add(
     delta: i64,
     seconds: f64,
 ) -> PyResult<i64> {
-    let (group, deadline) = (pool.get().pool.group(), deadline_of(seconds));
-    let key = format!("{}/{key}", group.name());
-    py.detach(|| group.store().add(&key, delta, deadline)).or_raise(py)
+    let (store, key, deadline) = place_of(pool.get(), key, seconds);
+    py.detach(|| store.add(&key, delta, deadline)).or_raise(py)
 }
 
-/// A deadline so many seconds from now; at most a year.
-fn deadline_of(seconds: f64) -> Deadline {
-    Deadline::after(Duration::try_from_secs_f64(seconds.clamp(0.0, 3.2e7)).unwrap_or_default())
+/// The store, the key there, and the deadline: so many seconds from now, at most a year.
+fn place_of<'a>(pool: &'a Pool, key: &str, seconds: f64) -> (&'a Arc<dyn Store>, String, Deadline) {
+    let group = pool.pool.group();
+    let limit = Duration::try_from_secs_f64(seconds.clamp(0.0, 3.2e7)).unwrap_or_default();
+    (group.store(), format!("{}/{key}", group.name()), Deadline::after(limit))
 }

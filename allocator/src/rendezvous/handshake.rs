@@ -103,12 +103,12 @@ pub(crate) fn handshake<T>(
     let hosts = hosts_of(&hellos);
 
     let settled = settle(&hosts);
-    let (settled, ready) = match settled {
-        Ok(settled) => (Some(settled), driver.at_step(Step::HandshakeConnect)),
-        Err(error) => (None, Err(error)),
-    };
-    let here = &hosts;
-    let connected = connect(ready, (group.rank(), here), &hellos, &secret, listener, deadline);
+    let ready = settled.as_ref().map(drop).map_err(Clone::clone);
+    let ready = ready.and_then(|()| driver.at_step(Step::HandshakeConnect));
+    let place = (group.rank(), &hosts);
+    let connected = connect(ready, place, &hellos, &secret, listener, deadline);
+    let connected =
+        connected.map(|sockets| sockets.map(|sockets| sockets.with_interrupt(group.interrupt())));
     let devices = PerRank::new(hellos.iter().map(|hello| &hello.device));
     let topology = || {
         driver.at_step(Step::HandshakeConfirm)?;
@@ -118,18 +118,17 @@ pub(crate) fn handshake<T>(
     };
     let confirmed = match connected {
         Ok(Some(sockets)) if hosts.count() == 1 => {
-            let sockets = sockets.with_interrupt(group.interrupt());
             confirm_on_sockets(group, &hosts, sockets, topology(), deadline)
         }
         Ok(sockets) => {
-            let sockets = sockets.map(|sockets| sockets.with_interrupt(group.interrupt()));
             let linked = topology().map(|topology| Linked { sockets, topology });
             confirm(group, &hosts, linked, deadline)
         }
         Err(error) => confirm(group, &hosts, Err(error), deadline),
     };
     let Linked { sockets, topology } = confirmed.map_err(doing)?;
-    let settled = settled.ok_or_else(|| Error::invalid_state("a rank that failed was accepted"))?;
+    // Had this failed, no rank had confirmed.
+    let settled = settled?;
     let peers = Peers {
         rank: group.rank(),
         identities: PerRank::new(hellos.iter().map(|hello| &hello.host)),

@@ -22,7 +22,7 @@ pub(super) struct HostReduction {
 }
 
 impl SpanningEngine {
-    pub(super) fn outer(&mut self, route: Route) -> &mut dyn Outer {
+    fn outer(&mut self, route: Route) -> &mut dyn Outer {
         match (route, &mut self.outers.rail) {
             (Route::Rail, Some(rail)) => &mut **rail,
             _ => &mut *self.outers.flat,
@@ -56,12 +56,9 @@ impl SpanningEngine {
 
     /// The error of an outer engine, with ranks as the group counts them.
     #[cold]
-    fn between_hosts(&self, route: Route, error: Error) -> Error {
+    fn between_hosts(&mut self, route: Route, error: Error) -> Error {
         let numbered = error.renumbered(|at| self.rank_on(route, at as usize));
-        let carrier = match (route, &self.outers.rail) {
-            (Route::Rail, Some(rail)) => rail.name(),
-            _ => self.outers.flat.name(),
-        };
+        let carrier = self.outer(route).name();
         let ranks: Vec<String> = (0..self.width(route))
             .map(|at| {
                 let rank = self.rank_on(route, at);
@@ -87,20 +84,12 @@ impl SpanningEngine {
     pub(super) fn gather_bytes(&mut self, route: Route, own: &[u8]) -> Result<Vec<u8>> {
         let mut all = vec![0; own.len() * self.width(route)];
         let (output, input) = (all.as_mut_ptr(), own.as_ptr());
-        // SAFETY: both vectors live until the transfer has ended, or this returns its error, after which `fail` ends it.
-        // Until then `all` must stay: see `transfer`. Lengths fit.
+        // SAFETY: both are as long as that, and live until the transfer has ended: `fail` ends one that failed.
         let made = unsafe {
             self.transfer(route, Transfer::AllGather { output, input, bytes: own.len() })
         };
-        match made {
-            Ok(()) => Ok(all),
-            Err(why) => {
-                // A transfer that failed may still be under way.
-                let why = self.fail(why);
-                drop(all);
-                Err(why)
-            }
-        }
+        made.map_err(|why| self.fail(why))?;
+        Ok(all)
     }
 
     /// How elements are reduced, first inside hosts and then across `hosts` of them.
@@ -136,5 +125,42 @@ impl HostReduction {
         // SAFETY: the caller promised that the arrays are readable and `to` is writable, and that it is one of them or
         // overlaps none. The instruction set was detected.
         unsafe { (self.across)(&all, &[to], count, self.world) };
+    }
+}
+
+/// Copies `bytes` of each rank's part, one behind the other, to `to`: of the ranks in `order`, whose parts begin `pitch` bytes
+/// apart, that of rank 0 at `from`.
+///
+/// # Safety
+///
+/// All of these bytes are readable, `to` is writable for them and overlaps none, and nobody else writes them.
+pub(super) unsafe fn pack(
+    (from, pitch): (*const u8, usize),
+    order: &[usize],
+    bytes: usize,
+    to: *mut u8,
+) {
+    for (nth, rank) in order.iter().enumerate() {
+        let source = from.wrapping_add(rank * pitch);
+        // SAFETY: the caller promised that the parts are readable and that `to` has room for them.
+        unsafe { source.copy_to_nonoverlapping(to.wrapping_add(nth * bytes), bytes) };
+    }
+}
+
+/// Copies what [`pack`] has packed back to where it was.
+///
+/// # Safety
+///
+/// You must keep the promises of [`pack`], of memory that is read there and written here, and the other way round.
+pub(super) unsafe fn unpack(
+    from: *const u8,
+    order: &[usize],
+    bytes: usize,
+    (to, pitch): (*mut u8, usize),
+) {
+    for (nth, rank) in order.iter().enumerate() {
+        let source = from.wrapping_add(nth * bytes);
+        // SAFETY: the caller promised that `from` has all parts and that their places are writable.
+        unsafe { source.copy_to_nonoverlapping(to.wrapping_add(rank * pitch), bytes) };
     }
 }

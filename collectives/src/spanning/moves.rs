@@ -4,6 +4,7 @@
 
 use symmpool_allocator::{Result, Stream};
 
+use super::exchange::{pack, unpack};
 use super::ranks::Route;
 use super::staging::{PACKED_BYTES, STAGING, elements_of};
 use super::state::SpanningEngine;
@@ -25,14 +26,15 @@ impl SpanningEngine {
         let Arguments { input, output, count, dtype, .. } = *given;
         let (route, size, world) = (self.route(), dtype.size(), self.ranks.world());
         let width = self.width(route);
-        let inside = if route == Route::Rail { self.ranks.local_world() } else { 1 };
+        let inside = self.ranks.inside(route);
         let (from, to) = (self.address(input), self.address(output));
         // Parts of one host lie side by side in the output, so they are gathered there.
-        let in_place = self.ranks.is_blocked()
+        let in_place = self.ranks.is_blocked
             && world * count * size > PACKED_BYTES
             && count <= elements_of(STAGING, width + 1, size);
         let most =
             if in_place { count } else { elements_of(STAGING, 1 + width + world, size).min(count) };
+        let order = self.ranks.by_index(route);
         let mut done = 0;
         while done < count {
             let some = most.min(count - done);
@@ -66,12 +68,9 @@ impl SpanningEngine {
             } else {
                 across
             };
-            for (nth, rank) in self.by_index(inside).into_iter().enumerate() {
-                let target = to.wrapping_add((rank * count + done) * size);
-                let source = all.at.wrapping_add(nth * bytes);
-                // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
-                unsafe { source.copy_to_nonoverlapping(target, bytes) };
-            }
+            let parts = (to.wrapping_add(done * size), count * size);
+            // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
+            unsafe { unpack(all.at, &order, bytes, parts) };
             done += some;
         }
         Ok(())
@@ -142,13 +141,14 @@ impl SpanningEngine {
             return unsafe { self.transfer(route, exchange) };
         }
         let (inside, hosts) = (self.ranks.local_world(), self.ranks.host_count());
-        let in_place = self.ranks.is_blocked()
+        let in_place = self.ranks.is_blocked
             && world * count * size > PACKED_BYTES
             && count <= elements_of(STAGING, world, size);
         // Parts of this host go to the output at once, if those of the others are one piece then.
         let home = self.ranks.host as usize;
         let stays = in_place && (home == 0 || home + 1 == hosts);
         let most = if in_place { count } else { elements_of(STAGING, 4 * world, size).min(count) };
+        let (order, by_host) = (self.ranks.by_index(route), self.ranks.by_host());
         let mut done = 0;
         while done < count {
             let some = most.min(count - done);
@@ -167,14 +167,10 @@ impl SpanningEngine {
                 }
             } else {
                 let (packed, mixed) = (slot.take(world * bytes), slot.take(world * bytes));
-                for (nth, rank) in self.by_index(inside).into_iter().enumerate() {
-                    let source = from.wrapping_add((rank * count + done) * size);
-                    // SAFETY: the caller promised that the input is there for all parts; staging, which has room for
-                    // them, does not overlap it.
-                    unsafe {
-                        source.copy_to_nonoverlapping(packed.at.wrapping_add(nth * bytes), bytes);
-                    }
-                }
+                let parts = (from.wrapping_add(done * size).cast_const(), count * size);
+                // SAFETY: the caller promised that the input is there for all parts; staging, which has room for them,
+                // does not overlap it.
+                unsafe { pack(parts, &order, bytes, packed.at) };
                 let what = (hosts * some, dtype, ReduceOp::Sum);
                 let places = (packed.place, mixed.place);
                 // SAFETY: staging is the engine's, and long enough.
@@ -205,13 +201,9 @@ impl SpanningEngine {
             // for the transfer or ends it.
             unsafe { self.transfer(route, exchange) }?;
             if !in_place {
-                for (nth, rank) in self.ranks.hosts.clone().iter().flatten().enumerate() {
-                    let target = to.wrapping_add((*rank as usize * count + done) * size);
-                    // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
-                    unsafe {
-                        arrived.wrapping_add(nth * bytes).copy_to_nonoverlapping(target, bytes);
-                    }
-                }
+                let parts = (to.wrapping_add(done * size), count * size);
+                // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
+                unsafe { unpack(arrived, &by_host, bytes, parts) };
             }
             done += some;
         }

@@ -10,12 +10,23 @@ pub(super) struct RankTable {
     pub(super) rank: u32,
     pub(super) host: u32,
     pub(super) index: u32,
+    /// Whether all hosts have as many ranks, and more than one, so that phases inside hosts pay off.
+    pub(super) is_even: bool,
+    /// Whether the ranks of each host follow each other, in the order of hosts: parts for one host lie side by side then.
+    pub(super) is_blocked: bool,
 }
 
 impl RankTable {
     pub(super) fn new(hosts: &Hosts, rank: u32) -> Self {
-        let index = hosts.here(rank).iter().position(|&other| other == rank).unwrap_or(0) as u32;
-        Self { hosts: hosts.clone(), rank, host: hosts.of(rank), index }
+        let count = hosts.here(rank).len();
+        Self {
+            hosts: hosts.clone(),
+            rank,
+            host: hosts.of(rank),
+            index: index_in(hosts, rank),
+            is_even: count > 1 && hosts.iter().all(|ranks| ranks.len() == count),
+            is_blocked: hosts.iter().flatten().copied().eq(0..hosts.world()),
+        }
     }
 
     /// The number of ranks.
@@ -33,17 +44,6 @@ impl RankTable {
         self.hosts.here(self.rank).len()
     }
 
-    /// Whether all hosts have as many ranks, and more than one, so that phases inside hosts pay off.
-    pub(super) fn is_even(&self) -> bool {
-        let count = self.local_world();
-        count > 1 && self.hosts.iter().all(|ranks| ranks.len() == count)
-    }
-
-    /// Whether the ranks of each host follow each other, in the order of hosts: parts for one host lie side by side then.
-    pub(super) fn is_blocked(&self) -> bool {
-        self.hosts.iter().flatten().copied().eq(0..self.hosts.world())
-    }
-
     /// The rank of a host with an index there.
     pub(super) fn at(&self, host: usize, index: usize) -> usize {
         self.hosts.ranks(host as u32)[index] as usize
@@ -56,9 +56,33 @@ impl RankTable {
 
     /// The index on its host of any rank.
     pub(super) fn index_of(&self, rank: u32) -> u32 {
-        let ranks = self.hosts.here(rank);
-        ranks.iter().position(|&other| other == rank).unwrap_or(0) as u32
+        index_in(&self.hosts, rank)
     }
+
+    /// The number of ranks of this host whose parts the phases inside it mix: one where there are none.
+    pub(super) fn inside(&self, route: Route) -> usize {
+        if route == Route::Rail { self.local_world() } else { 1 }
+    }
+
+    /// All ranks by their index on their host, then by host; in their own order where there are no phases inside hosts.
+    pub(super) fn by_index(&self, route: Route) -> Vec<usize> {
+        if route == Route::Flat {
+            return (0..self.world()).collect();
+        }
+        let hosts = self.host_count();
+        (0..self.local_world())
+            .flat_map(|index| (0..hosts).map(move |host| self.at(host, index)))
+            .collect()
+    }
+
+    /// All ranks by their host, then by their index there.
+    pub(super) fn by_host(&self) -> Vec<usize> {
+        self.hosts.iter().flatten().map(|&rank| rank as usize).collect()
+    }
+}
+
+fn index_in(hosts: &Hosts, rank: u32) -> u32 {
+    hosts.here(rank).iter().position(|&other| other == rank).unwrap_or(0) as u32
 }
 
 /// Which outer engine carries a transfer.

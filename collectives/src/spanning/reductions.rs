@@ -4,7 +4,7 @@
 
 use symmpool_allocator::Result;
 
-use super::exchange::HostReduction;
+use super::exchange::{HostReduction, pack};
 use super::ranks::Route;
 use super::staging::{PACKED_BYTES, SLOT_BYTES, SLOTS, STAGING, StagingPart, elements_of};
 use super::state::SpanningEngine;
@@ -42,7 +42,7 @@ impl SpanningEngine {
         let size = dtype.size();
         let route = if Self::divides(dtype, op) { self.route() } else { Route::Flat };
         // A chunk has as many elements for each rank of the host, and for each host of these.
-        let inside = if route == Route::Rail { self.ranks.local_world() } else { 1 };
+        let inside = self.ranks.inside(route);
         let grain = inside * self.width(route);
         let large = if count * size <= SMALL_BYTES { 0 } else { count / grain * grain };
         if large > 0 {
@@ -123,8 +123,7 @@ impl SpanningEngine {
                 let mut slot = self.staging.slot(turn);
                 let (part, arrived) = (slot.take(bytes), slot.take(bytes));
                 let from = input.offset_by((first * size) as u64);
-                // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough, and
-                // the
+                // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough, and the
                 // chunk that had this part of it has ended.
                 let begun = unsafe {
                     self.begin_chunk((from, count / inside), (part, arrived), reduction, route)
@@ -146,8 +145,7 @@ impl SpanningEngine {
                 let gather =
                     Transfer::AllGather { output, input: chunk.arrived.at, bytes: piece * size };
                 // SAFETY: the part is no longer sent; the output is there for the chunk, and nobody else uses it. The
-                // call
-                // finishes the transfer, or ends it.
+                // call finishes the transfer, or ends it.
                 let ticket = unsafe { self.begin(route, gather) }?;
                 returning[(turn - 1) % SLOTS] = Some(Chunk { ticket, ..chunk });
             }
@@ -209,14 +207,15 @@ impl SpanningEngine {
         let size = dtype.size();
         let route = if Self::divides(dtype, op) { self.route() } else { Route::Flat };
         let (world, width) = (self.ranks.world(), self.width(route));
-        let inside = if route == Route::Rail { self.ranks.local_world() } else { 1 };
+        let inside = self.ranks.inside(route);
         // Parts of one host lie side by side, so it is reduced where it lies.
         let in_place = inside > 1
-            && self.ranks.is_blocked()
+            && self.ranks.is_blocked
             && world * count * size > PACKED_BYTES
             && count <= elements_of(STAGING, 2 * width, size);
         let most =
             if in_place { count } else { elements_of(STAGING, world + 2 * width, size).min(count) };
+        let order = self.ranks.by_index(route);
         let mut done = 0;
         while done < count {
             let some = most.min(count - done);
@@ -234,13 +233,10 @@ impl SpanningEngine {
             } else {
                 let packed = slot.take(world * some * size);
                 let from = self.address(input);
-                for (nth, rank) in self.by_index(inside).into_iter().enumerate() {
-                    let source = from.wrapping_add((rank * count + done) * size);
-                    let target = packed.at.wrapping_add(nth * some * size);
-                    // SAFETY: the caller promised that the input is there for all parts; staging, which has room for
-                    // them, does not overlap it.
-                    unsafe { source.copy_to_nonoverlapping(target, some * size) };
-                }
+                let parts = (from.wrapping_add(done * size).cast_const(), count * size);
+                // SAFETY: the caller promised that the input is there for all parts; staging, which has room for them,
+                // does not overlap it.
+                unsafe { pack(parts, &order, some * size, packed.at) };
                 if inside > 1 {
                     let what = (width * some, dtype, reduction.inside);
                     let places = (packed.place, own.place);
@@ -268,17 +264,5 @@ impl SpanningEngine {
             done += some;
         }
         Ok(())
-    }
-
-    /// All ranks by their index on their host, then by host; in their own order where there are no phases inside hosts.
-    pub(super) fn by_index(&self, inside: usize) -> Vec<usize> {
-        if inside == 1 {
-            return (0..self.ranks.world()).collect();
-        }
-        let hosts = self.ranks.host_count();
-        (0..inside)
-            .flat_map(|index| (0..hosts).map(move |host| (host, index)))
-            .map(|(host, index)| self.ranks.at(host, index))
-            .collect()
     }
 }

@@ -208,7 +208,7 @@ impl SpanningEngine {
             (0..inside).map(|peer| receive[self.ranks.at(host, peer)]).sum()
         };
         let from_hosts: Vec<usize> = (0..hosts).map(of_host).collect();
-        let direct = self.ranks.is_blocked();
+        let direct = self.ranks.is_blocked;
         let mut arrived = vec![0_u8; if direct { 0 } else { from_hosts.iter().sum() }];
         let output = if direct { to } else { arrived.as_mut_ptr() };
         let exchange = Transfer::AllToAll {

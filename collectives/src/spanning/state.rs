@@ -246,7 +246,7 @@ impl SpanningEngine {
 
     /// Which outer engine calls use.
     pub(super) fn route(&self) -> Route {
-        if self.ranks.is_even() && self.outers.rail.is_some() { Route::Rail } else { Route::Flat }
+        if self.ranks.is_even && self.outers.rail.is_some() { Route::Rail } else { Route::Flat }
     }
 
     /// Rank in the group of a rank of an outer engine.
@@ -255,8 +255,7 @@ impl SpanningEngine {
             Route::Rail if at < self.ranks.host_count() => {
                 self.ranks.at(at, self.ranks.index as usize) as u32
             }
-            Route::Rail => at as u32,
-            Route::Flat => at as u32,
+            Route::Rail | Route::Flat => at as u32,
         }
     }
 
@@ -307,7 +306,7 @@ fn check(outers: &Outers, ranks: &RankTable) -> Result<()> {
     });
     match (flat.or(rail), &outers.rail) {
         (Some(why), _) => Err(why),
-        (None, None) if ranks.is_even() && ranks.host_count() > 1 => {
+        (None, None) if ranks.is_even && ranks.host_count() > 1 => {
             Err(Error::invalid_argument(format!(
                 "rank {} has no outer engine between the ranks of index {} on all {} hosts",
                 ranks.rank,
