@@ -36,7 +36,7 @@ MODULES = (
     "symmpool.deep_ep",
     "symmpool.deep_ep.utils",
     "symmpool.language",
-    "symmpool.language.programs",
+    "symmpool.language.library",
     "symmpool.kernels",
     "symmpool.engines",
     "symmpool.engines.vllm",

@@ -2,7 +2,7 @@
 
 On the CPU it starts `--ranks` processes; on GPUs it is run under torchrun, one rank a GPU. It times the
 built-in algorithms, those of plans (`--plan`, files that `algorithm.save` wrote), those of
-`symmpool.language.programs` (`--programs`) and those of one's own (`--module`, Python files), for each
+`symmpool.language.library` (`--programs`) and those of one's own (`--module`, Python files), for each
 collective and size, in memory of the pool and in other memory, and checks every result. The table is JSON,
 which SYMMPOOL_TABLES or `symmpool.load_tables` loads:
 
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a Python file whose programs and algorithms to time as well",
     )
-    command.add_argument("--programs", action="store_true", help="time symmpool.language.programs as well")
+    command.add_argument("--programs", action="store_true", help="time symmpool.language.library as well")
     command.add_argument(
         "--blocks", type=count_list, default=[], help="thread blocks to try for plans, as 8,16,32"
     )
@@ -187,9 +187,9 @@ class Tuner:
 
         plans = [language.load(path) for path in self.options.plan]
         if self.options.programs:
-            from symmpool.language import programs
+            from symmpool.language import library
 
-            for program in programs.ALL.values():
+            for program in library.ALL.values():
                 try:
                     plans.append(program.compile(self.comm.world))
                 except Error:

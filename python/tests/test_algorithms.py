@@ -10,7 +10,7 @@ from ranks import values
 
 import symmpool
 from symmpool import language as sl
-from symmpool.language import programs
+from symmpool.language import library
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
@@ -33,7 +33,7 @@ def lists_and_runs(group):
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=30)
     world, count = comm.world, 1000
-    comm.register(programs.direct_all_gather.compile(world))
+    comm.register(library.direct_all_gather.compile(world))
     found = {}
     for collective in COLLECTIVES:
         results = []
@@ -87,7 +87,7 @@ def options(group):
         comm.all_reduce(x)
     with pytest.raises(symmpool.UnsupportedError, match="all-gather algorithm direct"):
         comm.all_gather_into_tensor(out, x)
-    plan = programs.one_shot_all_reduce.trace(2).replace('"one_shot_all_reduce"', '"mine"', 1)
+    plan = library.one_shot_all_reduce.trace(2).replace('"one_shot_all_reduce"', '"mine"', 1)
     comm.register(sl.Algorithm(plan))
     comm.all_reduce(x)
     return x.tolist()
@@ -100,7 +100,7 @@ def test_options_name_algorithms_that_are_registered_later():
 def selects(group):
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=30)
-    comm.register(programs.two_shot_all_reduce.compile(2))
+    comm.register(library.two_shot_all_reduce.compile(2))
     x = pool.empty(100, np.float32)
     np.asarray(x)[:] = 1
     seen = []
@@ -151,7 +151,7 @@ def test_selectors_choose_and_those_that_fail_are_warned_of_once():
 
 def module_level(group):
     pool = symmpool.Pool(group, "cpu")
-    for program in (programs.one_shot_all_reduce, programs.ring_all_gather):
+    for program in (library.one_shot_all_reduce, library.ring_all_gather):
         symmpool.register(program.compile(2), pool)
     x, out, whole = pool.empty(4, np.float32), np.empty(2, np.float32), pool.empty(8, np.float32)
     np.asarray(x)[:] = symmpool.communicator(pool).rank + 1

@@ -13,11 +13,11 @@ from ranks import values
 
 import symmpool
 from symmpool import language as sl
-from symmpool.language import programs
+from symmpool.language import library
 
 
 def test_programs_are_short():
-    for program in programs.ALL.values():
+    for program in library.ALL.values():
         body = inspect.getsource(program._function).split('"""', 2)[2]
         lines = [line for line in body.splitlines() if line.strip() and not line.strip().startswith("#")]
         assert len(lines) <= 30, f"{program.name}: {len(lines)} lines"
@@ -33,7 +33,7 @@ def compute(group):
     comm = symmpool.Communicator(pool, timeout=60)
     rank, world = comm.rank, comm.world
     wrong = []
-    for name, program in programs.ALL.items():
+    for name, program in library.ALL.items():
         if (name.startswith("halving") and world & (world - 1)) or (name.startswith("hier") and world % 2):
             continue
         algorithm = program.compile(world)
@@ -103,7 +103,7 @@ def executes(group):
     expected = [*(np.arange(5) + 100 * peer), *(np.arange(5, 10) + 100)]
     right = np.array_equal(np.asarray(y), expected)
     # An algorithm that takes ordinary memory is called by addresses.
-    one_shot = programs.one_shot_all_reduce.compile(2)
+    one_shot = library.one_shot_all_reduce.compile(2)
     data = np.full(7, comm.rank + 1, np.int32)
     one_shot.execute(comm, data.ctypes.data, count=7, dtype="int32")
     right &= bool((data == 3).all())
@@ -118,7 +118,7 @@ def test_collectives_of_ones_own_and_addresses():
 
 def disagrees(group):
     comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=30)
-    program = programs.two_shot_pull_all_reduce if comm.rank == 1 else programs.one_shot_all_reduce
+    program = library.two_shot_pull_all_reduce if comm.rank == 1 else library.one_shot_all_reduce
     plan = json.loads(program.trace(3))
     plan["name"] = "mine"
     comm.register(sl.Algorithm(json.dumps(plan)))
@@ -135,15 +135,15 @@ def disagrees(group):
     for nonsense in ("yours", "", "one_shot "):
         with pytest.raises(symmpool.InvalidArgumentError, match="there are"):
             x(tensor, algorithm=nonsense)
-    other = programs.one_shot_all_reduce.compile(3)
+    other = library.one_shot_all_reduce.compile(3)
     comm.register(other)
-    comm.register(programs.one_shot_all_reduce.compile(3))
+    comm.register(library.one_shot_all_reduce.compile(3))
     changed = json.loads(other.to_json())
     changed["scratch"] += 1
     with pytest.raises(symmpool.InvalidArgumentError, match="a name of its own"):
         comm.register(sl.Algorithm(json.dumps(changed)))
     with pytest.raises(symmpool.InvalidArgumentError, match="the communicator has 3 ranks"):
-        comm.register(programs.one_shot_all_reduce.compile(2))
+        comm.register(library.one_shot_all_reduce.compile(2))
     for call in (
         lambda: other.execute(comm, tensor, np.ones(5, np.float32)),
         lambda: other.execute(comm, tensor, np.ones(6, np.float64)),
@@ -256,7 +256,7 @@ def divides(group):
     swaps.execute(comm, x, y)
     assert (y == np.roll(x, 17)).all()
     # Only the root of a broadcast has an input.
-    broadcast = programs.binomial_broadcast.compile(2)
+    broadcast = library.binomial_broadcast.compile(2)
     out = pool.empty(4, np.int32)
     for root in range(2):
         data = np.full(4, 7 + root, np.int32)
@@ -277,7 +277,7 @@ def lost(group):
         return None
     tensor = np.ones(6, np.float32)
     with pytest.raises((symmpool.TimeoutError, symmpool.PeerLostError)) as caught:
-        programs.one_shot_all_reduce.compile(2).execute(comm, tensor)
+        library.one_shot_all_reduce.compile(2).execute(comm, tensor)
     return caught.value.ranks
 
 
@@ -416,32 +416,32 @@ def test_programs_that_make_no_sense_are_refused_at_once():
         lambda: sl.algorithm("all_reduce", chunks="all"),
         lambda: of(lambda me: None, chunks=0).check(2),
         lambda: of(lambda me: None, "all_to_all", chunks=3).check(2),
-        lambda: programs.one_shot_all_reduce.check(0),
-        lambda: programs.one_shot_all_reduce.check(1 << 20),
-        lambda: programs.one_shot_all_reduce.compile(2, protocol="ll256"),
-        lambda: programs.one_shot_all_reduce.compile(2, blocks=0),
+        lambda: library.one_shot_all_reduce.check(0),
+        lambda: library.one_shot_all_reduce.check(1 << 20),
+        lambda: library.one_shot_all_reduce.compile(2, protocol="ll256"),
+        lambda: library.one_shot_all_reduce.compile(2, blocks=0),
     ):
         with pytest.raises(symmpool.InvalidArgumentError):
             make()
     with pytest.raises(TypeError, match="compile"):
-        programs.one_shot_all_reduce(1)
+        library.one_shot_all_reduce(1)
     with pytest.raises(sl.PlanError) as caught:
-        programs.direct_all_gather.compile(2, protocol="ll")
+        library.direct_all_gather.compile(2, protocol="ll")
     assert caught.value.kind == "protocol"
 
 
 def test_lines_are_those_of_the_program():
-    plan = json.loads(programs.direct_all_gather.trace(2))
+    plan = json.loads(library.direct_all_gather.trace(2))
     texts = [
-        linecache.getline(programs.__file__, operation["line"]).strip() for operation in plan["programs"][0]
+        linecache.getline(library.__file__, operation["line"]).strip() for operation in plan["programs"][0]
     ]
     called = [text.split("(")[0] for text in texts]
     assert called == ["me.barrier", "me.copy", "me.put", "me.signal", "me.wait"]
-    assert plan["source"] == "programs.py"
+    assert plan["source"] == "library.py"
 
 
 def test_files_keep_algorithms(tmp_path):
-    algorithm = programs.ring_all_reduce.compile(3)
+    algorithm = library.ring_all_reduce.compile(3)
     algorithm.save(tmp_path / "ring.json")
     again = sl.load(tmp_path / "ring.json")
     assert (again.name, again.collective, again.world, again.hash) == (
@@ -460,7 +460,7 @@ def test_files_keep_algorithms(tmp_path):
 
 
 def test_algorithms_show_themselves(tmp_path):
-    algorithm = programs.direct_all_to_all.compile(2)
+    algorithm = library.direct_all_to_all.compile(2)
     table = algorithm.explain()
     assert "rank 0" in table and "put input[1] > 1:output[0]" in table and "Not in place" in table
     assert (algorithm.windows, algorithm.in_place, algorithm.origin) == (["output"], False, "plan")
@@ -471,7 +471,7 @@ def test_algorithms_show_themselves(tmp_path):
 
 def test_sixteen_ranks_are_checked_in_less_than_a_second():
     began = time.monotonic()
-    programs.two_shot_all_reduce.check(16)
+    library.two_shot_all_reduce.check(16)
     assert time.monotonic() - began < 5, "in a build that is hardly optimised, beside other tests"
 
 
@@ -480,7 +480,7 @@ def test_threads_check_at_once():
 
     def check():
         try:
-            programs.ring_all_reduce.check(8)
+            library.ring_all_reduce.check(8)
         except Exception as error:
             errors.append(error)
 

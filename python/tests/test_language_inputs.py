@@ -10,7 +10,7 @@ import pytest
 
 import symmpool
 from symmpool import language as sl
-from symmpool.language import programs
+from symmpool.language import library
 
 
 def reduction(sources, reductions=1):
@@ -63,7 +63,7 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path):
 def test_a_pipe_can_be_loaded(tmp_path):
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
-    plan = programs.ring_all_reduce.compile(2)
+    plan = library.ring_all_reduce.compile(2)
     writer = threading.Thread(target=plan.save, args=(pipe,))
     writer.start()
     assert sl.load(pipe).hash == plan.hash
@@ -72,7 +72,7 @@ def test_a_pipe_can_be_loaded(tmp_path):
 
 @pytest.mark.parametrize("blocks", [0, 1025, 2**32 - 1])
 def test_a_plan_has_the_blocks_that_compile_takes(blocks):
-    plan = json.loads(programs.ring_all_reduce.trace(2))
+    plan = json.loads(library.ring_all_reduce.trace(2))
     with pytest.raises(symmpool.InvalidArgumentError, match=f"{blocks} thread blocks; 1 to 1024"):
         sl.Algorithm(json.dumps({**plan, "blocks": blocks}))
     assert sl.Algorithm(json.dumps({**plan, "blocks": 1024})).blocks == 1024

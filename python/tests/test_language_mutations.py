@@ -8,7 +8,7 @@ import pytest
 from plan_model import Wrong, run_at_random
 
 from symmpool import language as sl
-from symmpool.language import programs
+from symmpool.language import library
 
 
 def worlds(name):
@@ -77,11 +77,11 @@ def mutants(plan):
                 yield mutant
 
 
-@pytest.mark.parametrize("name", programs.ALL)
+@pytest.mark.parametrize("name", library.ALL)
 def test_changed_programs_are_refused_or_right(name):
     refused = right = 0
     for world in worlds(name):
-        plan = json.loads(programs.ALL[name].trace(world))
+        plan = json.loads(library.ALL[name].trace(world))
         run_at_random(plan)
         for mutant in mutants(plan):
             if mutant["programs"] == plan["programs"]:
@@ -102,7 +102,7 @@ def test_changed_programs_are_refused_or_right(name):
 
 def test_the_model_finds_what_is_wrong():
     # Else what the other test shows would be little.
-    plan = json.loads(programs.ALL["two_shot_all_reduce"].trace(3))
+    plan = json.loads(library.ALL["two_shot_all_reduce"].trace(3))
     wrong = 0
     for mutant in mutants(plan):
         try:
@@ -112,13 +112,13 @@ def test_the_model_finds_what_is_wrong():
     assert wrong > 50
 
 
-@pytest.mark.parametrize("name", programs.ALL)
+@pytest.mark.parametrize("name", library.ALL)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_right_programs_raise_no_alarm(name, world):
     if name.startswith("halving") and world & (world - 1) or name.startswith("hierarchical") and world % 2:
         with pytest.raises(sl.PlanError.__mro__[1], match=f"among {world} ranks"):
-            programs.ALL[name].check(world)
+            library.ALL[name].check(world)
         return
-    programs.ALL[name].check(world)
-    if name in programs.LL:
-        programs.ALL[name].compile(world, protocol="ll")
+    library.ALL[name].check(world)
+    if name in library.LL:
+        library.ALL[name].compile(world, protocol="ll")

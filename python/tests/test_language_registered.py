@@ -8,7 +8,7 @@ from ranks import values
 
 import symmpool
 from symmpool import language as sl
-from symmpool.language import programs
+from symmpool.language import library
 
 #: Rank 1 gets the input of the next rank; the others have no output.
 shift = sl.Collective("shift", lambda rank, world: [[(2 % world, 0)]] if rank == 1 else [])
@@ -45,7 +45,7 @@ def registers(group):
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=30)
     for program, name in BUILT_IN:
-        algorithm = named(programs.ALL[program], comm.world, name)
+        algorithm = named(library.ALL[program], comm.world, name)
         with pytest.raises(
             symmpool.InvalidArgumentError, match=f"{name}.*rank {comm.rank}.*built-in"
         ) as caught:
@@ -70,7 +70,7 @@ def calls_by_name(group):
     world = comm.world
     algorithm = shifted.compile(world)
     comm.register(algorithm)
-    comm.register(programs.one_shot_all_reduce.compile(world))
+    comm.register(library.one_shot_all_reduce.compile(world))
     x, out = np.full(5, comm.rank + 1, np.float32), np.zeros(5, np.float32)
     comm.execute("shifted", x, out if comm.rank == 1 else None)
     assert out.tolist() == ([2 % world + 1] * 5 if comm.rank == 1 else [0] * 5)
@@ -105,7 +105,7 @@ def test_registered_algorithms_are_called_by_name():
 def diverges(group):
     comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=30)
     comm.register(shifted.compile(2))
-    comm.register(programs.one_shot_all_reduce.compile(2))
+    comm.register(library.one_shot_all_reduce.compile(2))
     x = np.ones(4, np.float32)
     with pytest.raises(symmpool.DivergedError) as caught:
         if comm.rank == 0:
@@ -122,16 +122,16 @@ def test_diverged_calls_name_collective_and_algorithm():
 
 
 def test_algorithms_are_equal_by_content(tmp_path):
-    algorithm = programs.ring_all_reduce.compile(3)
+    algorithm = library.ring_all_reduce.compile(3)
     algorithm.save(tmp_path / "ring.json")
     again = sl.load(tmp_path / "ring.json")
-    assert again == algorithm == programs.ring_all_reduce.compile(3) and hash(again) == hash(algorithm)
+    assert again == algorithm == library.ring_all_reduce.compile(3) and hash(again) == hash(algorithm)
     assert {algorithm: 1}[again] == 1
     others = [
-        programs.ring_all_reduce.compile(2),
-        programs.ring_all_reduce.compile(3, blocks=3),
-        programs.one_shot_all_reduce.compile(3),
-        named(programs.ring_all_reduce, 3, "mine"),
+        library.ring_all_reduce.compile(2),
+        library.ring_all_reduce.compile(3, blocks=3),
+        library.one_shot_all_reduce.compile(3),
+        named(library.ring_all_reduce, 3, "mine"),
         symmpool.native("\n", "ring_all_reduce", "all_reduce"),
         "ring_all_reduce",
         None,

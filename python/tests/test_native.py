@@ -8,7 +8,7 @@ import pytest
 from ranks import values
 
 import symmpool
-from symmpool.language import programs
+from symmpool.language import library
 
 SOURCE = """
 #include <symmpool/device.cuh>
@@ -113,7 +113,7 @@ def test_compile_refuses_nonsense(options, words):
 
 
 def test_only_kernels_are_compiled():
-    plan = programs.ring_all_reduce.compile(2)
+    plan = library.ring_all_reduce.compile(2)
     with pytest.raises(symmpool.UnsupportedError, match=r"ring_all_reduce of all_reduce is no kernel"):
         plan.compile(arch="sm_90")
     with pytest.raises(symmpool.UnsupportedError, match="7.5"):

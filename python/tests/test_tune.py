@@ -12,7 +12,7 @@ from ranks import values
 
 import symmpool
 from symmpool import tune
-from symmpool.language import programs
+from symmpool.language import library
 
 
 def run(*arguments):
@@ -24,7 +24,7 @@ def loads(group, path):
     """Which algorithms a table chooses: of one of two ranks that loads it, the error says."""
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=30)
-    comm.register(programs.direct_all_gather.compile(2))
+    comm.register(library.direct_all_gather.compile(2))
     if comm.rank == 0:
         comm.load_tables(path)
     x, out = pool.empty(64, np.float32), pool.empty(128, np.float32)
@@ -44,7 +44,7 @@ def loads(group, path):
 
 def test_tables_are_written_and_loaded(tmp_path):
     plan, table = tmp_path / "gather.json", tmp_path / "table.json"
-    programs.direct_all_gather.compile(2).save(plan)
+    library.direct_all_gather.compile(2).save(plan)
     done = run("--collective", "all_gather", "--ranks", 2, "--sizes", "1K,4K", "--plan", plan, "--out", table)
     assert done.returncode == 0, done.stderr
     assert "direct_all_gather" in done.stdout and "staged" in done.stdout

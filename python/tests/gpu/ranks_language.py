@@ -1,4 +1,4 @@
-"""Every program of `symmpool.language.programs`, and a kernel, on GPUs: eager, on a stream and in a graph.
+"""Every program of `symmpool.language.library`, and a kernel, on GPUs: eager, on a stream and in a graph.
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_language.py
 
@@ -10,7 +10,7 @@ import sys
 import torch
 
 import symmpool
-from symmpool.language import programs
+from symmpool.language import library
 
 KERNEL = """
 #include <symmpool/device.cuh>
@@ -32,11 +32,11 @@ extern "C" __global__ void gather(const __grid_constant__ DeviceComm comm,
 
 def compiled(world):
     """All algorithms for so many ranks."""
-    for name, program in programs.ALL.items():
+    for name, program in library.ALL.items():
         if (name.startswith("halving") and world & (world - 1)) or (name.startswith("hier") and world % 2):
             continue
         yield program.compile(world)
-        if name in programs.LL:
+        if name in library.LL:
             yield program.compile(world, protocol="ll")
     yield symmpool.native(KERNEL, kernel="gather", collective="all_gather", windows=["output"])
 

@@ -1,4 +1,4 @@
-//! The programs that `symmpool.language.programs` has besides those of `programs.rs`.
+//! The programs that `symmpool.language.library` has besides those of `programs.rs`.
 
 use symmpool_collectives::plan::{Buffer, Collective, Plan, Protocol, Span};
 

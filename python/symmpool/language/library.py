@@ -1,9 +1,9 @@
 """Programs to begin with: each is right for any number of ranks, unless it says otherwise, and short
 enough to read.
 
-    from symmpool.language import programs
+    from symmpool.language import library
 
-    comm.register(programs.ring_all_reduce.compile(comm.world))
+    comm.register(library.ring_all_reduce.compile(comm.world))
 
 They show the usual algorithms, and which synchronisation each needs. Rabenseifner's halving and doubling,
 and the others, are described in Thakur, Rabenseifner, Gropp: Optimization of Collective Communication
