@@ -44,7 +44,7 @@ TORCH ?= $(TYPED_TORCH)
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-variants test-long-emulated test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-loom test-long-variants test-long-emulated test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
 .PHONY: test-engines engines-wheel
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
@@ -63,7 +63,7 @@ check: ready
 
 ## What takes too long for `make test`: more random programs, every kernel compiled anew, long checks on emulated devices.
 test-long: ready
-	@+$(MAKE) --no-print-directory test-long-plans test-long-variants test-long-emulated
+	@+$(MAKE) --no-print-directory test-long-plans test-long-loom test-long-variants test-long-emulated
 
 test-long-plans:
 	$(call begin,long-plans)
@@ -186,6 +186,11 @@ test-tidy:
 # Every interleaving of what processes and threads share. `make test-rust` has these tests too.
 test-loom:
 	$(CARGO_TEST) --lib loom
+
+test-long-loom:
+	$(call begin,long-loom)
+	SYMMPOOL_DEEPER_MODELS=1 $(CARGO_TEST) --lib loom
+	$(call passed,long-loom)
 
 # The CUDA driver's calls and every kernel, with no device: see tests/emulator. In three parts that may run at once, as the
 # last one hardly does anything but wait.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::driver::{Driver, Physical, Reservation};
 use crate::fork::ProcessId;
 use crate::ranks::list;
-use crate::sync::lock;
+use crate::sync::lock_leaf;
 use crate::{Deadline, Error, Result};
 
 /// Where every rank's memory lies in this process. Addresses are found by arithmetic, without a table.
@@ -201,7 +201,7 @@ impl Heap {
         if rank == self.layout.rank {
             let mut offset = offset;
             for bytes in sizes {
-                lock(&self.mapped).own.insert(offset, bytes);
+                lock_leaf(&self.mapped).own.insert(offset, bytes);
                 offset += bytes;
             }
         }
@@ -236,7 +236,7 @@ impl Heap {
                 return Err(error);
             }
         }
-        let mut mapped = lock(&self.mapped);
+        let mut mapped = lock_leaf(&self.mapped);
         mapped.own.insert(offset, bytes);
         mapped.peers.insert(offset, bytes);
         Ok(())
@@ -246,19 +246,19 @@ impl Heap {
     pub(crate) fn unmap(&self, rank: u32, offset: u64, bytes: u64) -> Result<()> {
         self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
         if rank == self.layout.rank {
-            lock(&self.mapped).own.remove(&offset);
+            lock_leaf(&self.mapped).own.remove(&offset);
         }
         Ok(())
     }
 
     /// Notes that every peer's segment at `offset` is mapped, so that dropping the heap unmaps it.
     pub(crate) fn note_peers_mapped(&self, offset: u64, bytes: u64) {
-        lock(&self.mapped).peers.insert(offset, bytes);
+        lock_leaf(&self.mapped).peers.insert(offset, bytes);
     }
 
     /// Unmaps every peer's segment at `offset`, if peers' segments are mapped there.
     pub(crate) fn unmap_peers(&self, offset: u64) -> Result<()> {
-        let Some(bytes) = lock(&self.mapped).peers.remove(&offset) else { return Ok(()) };
+        let Some(bytes) = lock_leaf(&self.mapped).peers.remove(&offset) else { return Ok(()) };
         for rank in self.peers() {
             self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
         }
@@ -301,7 +301,7 @@ impl Drop for Heap {
                 tracing::warn!(%error, "waiting for the device before dropping a heap");
             }
         }
-        let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
+        let Mapped { own, peers } = std::mem::take(&mut *lock_leaf(&self.mapped));
         let unmap_slot = |rank, list: &BTreeMap<u64, u64>| {
             for (&offset, &bytes) in list {
                 if let Err(error) =

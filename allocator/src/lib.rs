@@ -19,6 +19,9 @@ mod framing;
 mod group;
 mod heap;
 pub mod lane;
+#[cfg(feature = "models")]
+#[doc(hidden)]
+pub mod models;
 mod nccl;
 mod pool;
 mod quote;

@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Reservation;
 use crate::amount::Amount;
-use crate::sync::lock;
+use crate::sync::lock_leaf;
 use crate::{Error, Result};
 
 /// Refuses sizes that are zero or no multiple of the granularity.
@@ -122,7 +122,7 @@ impl<R: Ranges> Mappings<R> {
     /// Whether `[base, base + bytes)` overlaps no reservation of this driver.
     #[cfg(feature = "testing")] // elsewhere the system chooses the addresses
     pub(super) fn is_free(&self, base: u64, bytes: u64) -> bool {
-        let regions = lock(&self.regions);
+        let regions = lock_leaf(&self.regions);
         let before = regions.range(..base.saturating_add(bytes)).next_back();
         before.is_none_or(|(&other, region)| other + region.bytes <= base)
     }
@@ -130,7 +130,7 @@ impl<R: Ranges> Mappings<R> {
     /// Records a new reservation.
     pub(super) fn reserve(&self, base: u64, bytes: u64) -> Reservation {
         let (mapped, changing) = (R::default(), Vec::new());
-        lock(&self.regions).insert(base, Region { bytes, mapped, changing });
+        lock_leaf(&self.regions).insert(base, Region { bytes, mapped, changing });
         // SAFETY: the caller has just reserved the range, and it is recorded here once.
         unsafe { Reservation::new(base, bytes) }
     }
@@ -141,7 +141,7 @@ impl<R: Ranges> Mappings<R> {
         reservation: &Reservation,
         act: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let mut regions = lock(&self.regions);
+        let mut regions = lock_leaf(&self.regions);
         let region = region(&mut regions, reservation)?;
         let mapped = region.mapped.len() + region.changing.len() as u64;
         if mapped > 0 {
@@ -156,7 +156,7 @@ impl<R: Ranges> Mappings<R> {
         drop(regions);
         act().inspect_err(|_| {
             if let Some(region) = region {
-                lock(&self.regions).insert(reservation.base(), region);
+                lock_leaf(&self.regions).insert(reservation.base(), region);
             }
         })
     }
@@ -170,7 +170,7 @@ impl<R: Ranges> Mappings<R> {
         act: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         self.check_range(reservation, offset, bytes)?;
-        let mut regions = lock(&self.regions);
+        let mut regions = lock_leaf(&self.regions);
         let place = region(&mut regions, reservation)?;
         if let Some((at, there)) = place.overlapping(offset, offset + bytes) {
             return Err(Error::invalid_argument(format!(
@@ -195,7 +195,7 @@ impl<R: Ranges> Mappings<R> {
         (offset, bytes): (u64, u64),
         mapped: bool,
     ) -> Result<()> {
-        let mut regions = lock(&self.regions);
+        let mut regions = lock_leaf(&self.regions);
         let place = region(&mut regions, reservation)?;
         place.changing.retain(|&(at, _)| at != offset);
         if mapped {
@@ -213,7 +213,7 @@ impl<R: Ranges> Mappings<R> {
         act: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         self.check_range(reservation, offset, bytes)?;
-        let mut regions = lock(&self.regions);
+        let mut regions = lock_leaf(&self.regions);
         let place = region(&mut regions, reservation)?;
         if place.mapped.contains(offset, bytes) {
             place.mapped.remove(offset, bytes);
@@ -245,7 +245,7 @@ impl<R: Ranges> Mappings<R> {
 
     /// The numbers of reservations and of mappings.
     pub(super) fn counts(&self) -> (u64, u64) {
-        let regions = lock(&self.regions);
+        let regions = lock_leaf(&self.regions);
         let mappings = regions.values().map(|region| region.mapped.len()).sum();
         (regions.len() as u64, mappings)
     }

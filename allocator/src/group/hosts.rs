@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::{Group, Interrupt};
 use crate::ranks::list;
 use crate::store::Gathered;
+use crate::sync::{Condvar, Mutex, MutexGuard, mutant};
 use crate::{Deadline, Error, Result};
 
 /// Hosts of a group, and the ranks on each. Hosts are numbered from 0 by their lowest rank; the ranks of a host may be any.
@@ -213,6 +214,7 @@ impl Group {
         let number = known.lock().gathers;
         let gathered = self.gather_of_root("hosts", number, value, deadline)?;
         let hosts = read(&gathered);
+        let turn = Some(turn).filter(|_| !mutant("mutant_turn_ends_early"));
         let mut state = known.lock();
         state.gathers += 1;
         state.known = hosts.as_ref().ok().cloned();
@@ -252,6 +254,30 @@ impl Group {
     /// Hosts that are known already.
     pub(crate) fn known_hosts(&self) -> Option<Hosts> {
         self.namespace.root.hosts.lock().known.clone()
+    }
+}
+
+#[cfg(test)]
+mod models {
+    use super::*;
+    use crate::models::{before, prove, thread};
+
+    /// Threads of a rank gather its group's hosts once.
+    fn threads_ask_for_hosts() {
+        let group = before(|| Group::in_process(1).unwrap().remove(0));
+        let ask = |group: &Group| {
+            let read = |_: &Gathered| Ok(Hosts::new([(0, "a".to_owned())]));
+            group.hosts_by(b"a", Deadline::seconds(60), read).unwrap()
+        };
+        let theirs = group.clone();
+        let other = thread::spawn(move || ask(&theirs));
+        assert_eq!(ask(&group), other.join().unwrap());
+        assert_eq!(group.namespace.root.hosts.lock().gathers, 1, "gathered once");
+    }
+
+    #[test]
+    fn loom_hosts_are_gathered_once() {
+        prove(3, &["mutant_turn_ends_early"], threads_ask_for_hosts);
     }
 }
 

@@ -6,7 +6,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::{LazyLock, Mutex};
 
-use crate::sync::lock;
+use crate::sync::lock_leaf;
 
 /// The line of the caller's program that an event comes from, if known. It is shown in messages and never
 /// compared.
@@ -33,7 +33,7 @@ impl Origin {
     pub fn line(file: &str, number: u32) -> Self {
         static LINES: LazyLock<Mutex<BTreeMap<u32, Vec<&'static Line>>>> =
             LazyLock::new(Mutex::default);
-        let mut lines = lock(&LINES);
+        let mut lines = lock_leaf(&LINES);
         let same = lines.entry(number).or_default();
         let known = same.iter().find(|line| line.file == file).copied();
         Self::Other(known.unwrap_or_else(|| {

@@ -1,11 +1,10 @@
 //! A commit that a background thread makes, so that a rank that failed returns before the other ranks come.
 
-use std::sync::{Condvar, Mutex, PoisonError};
-use std::thread;
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::Pool;
-use crate::sync::lock;
+use crate::sync::{Condvar, Mutex, lock, mutant, thread};
 use crate::{Deadline, Error, Result};
 
 /// How often a thread that waits for the background commit asks whether it is to stop.
@@ -44,8 +43,11 @@ impl Pool {
             return;
         }
         let pool = self.clone();
-        *lock(&self.0.background.running) = true;
+        *lock(&self.0.background.running) = !mutant("mutant_background_unmarked");
         let commit = move || {
+            if mutant("mutant_background_ends_early") {
+                pool.0.background.end();
+            }
             // An error here was reported by the caller, or ends the next commit too.
             if let Err(error) = pool.commit_now(pool.group().deadline()) {
                 tracing::debug!(%error, "a commit in the background");

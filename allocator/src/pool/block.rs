@@ -11,6 +11,7 @@ use super::shared_lane::SharedLane;
 use crate::driver::Stream;
 use crate::heap::DROP_TIMEOUT;
 use crate::lane::{BlockKey, here};
+use crate::sync::mutant;
 use crate::{Deadline, Error, Result};
 
 /// `len` elements of symmetric memory. Dropping a block frees it, in order. In a forked child, which has a
@@ -158,7 +159,9 @@ impl<T: Pod> Block<T> {
         let site = here();
         if self.lane.is_symmetric() {
             // Before the free, so that no commit finds the free alone.
-            self.lane.wait_for_device();
+            if !mutant("mutant_free_before_its_wait") {
+                self.lane.wait_for_device();
+            }
         } else if let Err(error) =
             self.lane.heap().driver().synchronize_by(Deadline::after(DROP_TIMEOUT))
         {
@@ -166,6 +169,9 @@ impl<T: Pod> Block<T> {
             return Err(error);
         }
         let freed = self.lane.free_unordered(self.key, site);
+        if mutant("mutant_free_before_its_wait") {
+            self.lane.wait_for_device();
+        }
         self.freed = freed.is_ok();
         freed
     }

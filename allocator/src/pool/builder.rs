@@ -3,8 +3,7 @@
 use std::env;
 use std::ffi::OsStr;
 use std::fmt::{self, Write as _};
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::background::Background;
 use super::commit_due::CommitDue;
@@ -22,6 +21,7 @@ use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
 use crate::rendezvous::handshake::{HandshakeConfig, HandshakeOptions, handshake};
 use crate::rendezvous::identity::HostIdentity;
 use crate::rendezvous::peers::Peers;
+use crate::sync::{AtomicBool, Mutex};
 use crate::topology::Topology;
 use crate::window::Windows;
 use crate::{Deadline, Error, Group, Result};

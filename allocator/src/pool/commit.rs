@@ -27,7 +27,7 @@ use crate::rendezvous::agreement::{
 };
 use crate::rendezvous::search::first_difference;
 use crate::rendezvous::status::{agreed, encode_status};
-use crate::sync::lock;
+use crate::sync::{lock, mutant};
 use crate::window::{Window, Windows};
 use crate::{Deadline, Error, Result};
 
@@ -98,6 +98,10 @@ impl Pool {
     ) -> Result<CommitReport> {
         let mut locked = self.lock_lanes();
         let outcome = self.commit_locked(committer, &mut locked, deadline);
+        if mutant("mutant_due_lowered_late") {
+            drop(locked);
+            self.0.due.set(false);
+        }
         outcome.map_err(|error| {
             committer.stop_commits_after(&error);
             let number = committer.commits + 1;

@@ -1,13 +1,13 @@
 //! The guard of a running commit or resync: it holds the right to commit, and the locked symmetric lanes.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::committer::Committer;
 use super::lane_memory::LaneInner;
 use super::shared_lane::SharedLane;
 use crate::Result;
+use crate::sync::{AtomicBool, MutexGuard};
 
 /// A symmetric lane, locked for the duration of a commit.
 pub(super) struct LockedLane<'a> {

@@ -9,13 +9,13 @@
 
 use std::mem;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use crate::driver::{Driver, Exported, Physical, Transport};
 use crate::fork::ProcessId;
-use crate::sync::lock;
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{AtomicUsize, Mutex, lock, mutant};
 
 /// How many descriptors a pool makes early at most: a process may usually have 1,024 for everything.
 const MAX_EARLY: usize = 64;
@@ -74,7 +74,9 @@ impl EarlyHandles {
             return;
         }
         let mut closer = lock(&self.closer);
-        join(closer.take());
+        if !mutant("mutant_closer_forgotten") {
+            join(closer.take());
+        }
         let thread = thread::Builder::new().name("symmpool-close".into());
         // If no thread can be started, `spawn` drops the closure, and with it the handles.
         *closer = thread.spawn(move || drop(handles)).ok();
@@ -133,6 +135,39 @@ struct Permit(Arc<EarlyHandles>);
 impl Drop for Permit {
     fn drop(&mut self) {
         self.0.existing.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod models {
+    use std::io::{self, PipeReader, Read};
+
+    use super::*;
+    use crate::models::prove;
+
+    /// Whoever has waited for closed handles finds closed what any commit has sent.
+    fn commits_close_handles() {
+        let (existing, closer) = (AtomicUsize::new(0), Mutex::new(None));
+        let maker = ProcessId::here();
+        let handles = Arc::new(EarlyHandles { slow: true, existing, closer, maker });
+        let close = |handles: &EarlyHandles| -> PipeReader {
+            let (reader, writer) = io::pipe().unwrap();
+            rustix::io::ioctl_fionbio(&reader, true).unwrap();
+            handles.close(vec![writer.into()]);
+            reader
+        };
+        let mut first = close(&handles);
+        let mut second = close(&handles);
+        handles.wait_until_closed();
+        // A pipe whose writer is open would block.
+        for reader in [&mut first, &mut second] {
+            assert_eq!(reader.read(&mut [0]).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn loom_handles_of_all_commits_are_closed() {
+        prove(2, &["mutant_closer_forgotten"], commits_close_handles);
     }
 }
 

@@ -6,12 +6,11 @@
 //! is no event of the lane, so it does not matter when it happens (rule D5).
 
 use std::mem;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::lane_memory::LaneInner;
 use crate::lane::BlockKey;
-use crate::sync::lock;
+use crate::sync::{AtomicBool, Mutex, lock, mutant};
 use crate::{Error, Result};
 
 /// A call that is queued.
@@ -36,7 +35,9 @@ impl FreeQueue {
     pub(super) fn push(&self, call: QueuedCall) {
         let mut queue = lock(&self.queue);
         queue.push(call);
-        self.pending.store(true, Ordering::Release);
+        if !mutant("mutant_queued_unseen") {
+            self.pending.store(true, Ordering::Release);
+        }
     }
 
     /// Applies the queue to a lane that the caller has locked.
@@ -54,6 +55,9 @@ impl FreeQueue {
             self.pending.store(false, Ordering::Relaxed);
             mem::take(&mut *queue)
         };
+        if mutant("mutant_queue_forgotten") {
+            self.pending.store(false, Ordering::Relaxed);
+        }
         for call in queued {
             // The call has returned success, because it could not look at the lane.
             if let Err(error) = call.apply(inner) {

@@ -52,9 +52,11 @@ mod shared_lane;
 mod together;
 mod vote;
 
+#[cfg(test)]
+mod models;
+
 use std::fmt;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use bytemuck::Pod;
 
@@ -74,7 +76,7 @@ use crate::rendezvous::identity::HostIdentity;
 use crate::rendezvous::peers::PerRank;
 use crate::rendezvous::sockets::PeerSockets;
 use crate::store::StoreTraffic;
-use crate::sync::lock;
+use crate::sync::{AtomicBool, Mutex, lock};
 use crate::topology::Topology;
 use crate::window::{Window, Windows};
 use crate::{Error, Group, Result};

@@ -1,7 +1,7 @@
 //! A lane with its lock, its memory, and its place in the heap.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, LockResult, PoisonError, TryLockError};
 
 use super::commit_due::CommitDue;
 use super::early_handles::EarlyHandles;
@@ -10,6 +10,7 @@ use super::lane_memory::{LaneInner, LaneMemory};
 use crate::fork::ProcessId;
 use crate::heap::Heap;
 use crate::lane::{BlockKey, LaneState, Site, WindowPolicy};
+use crate::sync::{AtomicBool, Mutex, MutexGuard, mutant, thread};
 use crate::{Error, Result};
 
 /// The lane itself, shared by the [`Lane`](super::Lane)s that name it and by its blocks.
@@ -162,7 +163,7 @@ impl SharedLane {
 
     /// The next commit waits for the device before it reports frees.
     pub(super) fn wait_for_device(&self) {
-        self.waits_for_device.store(true, Ordering::SeqCst);
+        self.waits_for_device.swap(true, Ordering::SeqCst);
     }
 
     /// Whether a commit must wait for the device first; from then on it must not, until another block is freed so.
@@ -211,14 +212,16 @@ impl SharedLane {
                 Some(inner) => return Ok(inner),
                 // The flag is raised before a commit locks the lanes and lowered after it unlocks them.
                 // While it is down, the lock is held by a short call.
-                None if self.committing.load(Ordering::Acquire) => {
+                None if self.committing.load(Ordering::Acquire)
+                    && !mutant("mutant_hook_waits_for_commits") =>
+                {
                     return Err(Error::invalid_state(format!(
                         "lane {:?}: a commit is under way in another thread; calls that change the \
                          lane must come before or after it",
                         self.name
                     )));
                 }
-                None => std::thread::yield_now(),
+                None => thread::yield_now(),
             }
         }
     }

@@ -253,7 +253,7 @@ mod tests {
         gathering.withdraw(0);
         assert_eq!(gathering.missing(), [2], "rank 0 left because of rank 2");
         assert_eq!(gathering.missing_of(0..5), [2]);
-        assert_eq!(gathering.missing_of(0..2), []);
+        assert_eq!(gathering.missing_of(0..2), Vec::<u32>::new());
         gathering.arrive("k", 2, 3, part("x")).unwrap();
         assert_eq!(gathering.missing(), [0], "it is the only one that is not there");
         assert_eq!(gathering.missing_of(0..5), [0]);

@@ -5,11 +5,12 @@
 //! rank to come builds the result of a gather, and all share it.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use super::gathering::Gathering;
 use super::traffic::TrafficCounters;
 use super::{Gathered, Stop, Store, StoreTraffic, check_gather, check_limits, counter_sum};
+use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock, mutant};
 use crate::{Deadline, Error, Result};
 
 /// A store inside the process. Clones are handles to the same content, each counting its own
@@ -109,6 +110,10 @@ impl Store for MemoryStore {
             if let Some(value) = shared.values.get(key) {
                 break Some(value.clone());
             }
+            if mutant("mutant_looks_before_it_waits") {
+                drop(shared);
+                shared = self.lock();
+            }
             if deadline.expired() {
                 break None;
             }
@@ -123,7 +128,7 @@ impl Store for MemoryStore {
             && let Some(getters) = shared.getters.get_mut(key)
         {
             getters.waiting -= 1;
-            if getters.waiting == 0 {
+            if getters.waiting == 0 || mutant("mutant_getters_forgotten") {
                 shared.getters.remove(key);
             }
         }
@@ -201,7 +206,9 @@ impl Store for MemoryStore {
                 // There is no outcome yet, so the entry is still that of this gather.
                 let Some(open) = guard.gathers.get_mut(key) else { break };
                 let missing = open.gathering.missing();
-                open.gathering.withdraw(rank);
+                if !mutant("mutant_not_withdrawn") {
+                    open.gathering.withdraw(rank);
+                }
                 if open.gathering.is_spent() {
                     guard.gathers.remove(key);
                 }
@@ -224,6 +231,60 @@ impl Store for MemoryStore {
 
     fn traffic(&self) -> StoreTraffic {
         self.counters.snapshot()
+    }
+}
+
+#[cfg(test)]
+mod models {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::models::{prove, thread};
+
+    fn long() -> Deadline {
+        Deadline::seconds(60)
+    }
+
+    /// Every getter of a key is woken when it is set, also if it missed an earlier value, and nothing is kept of waits.
+    fn getters_meet_a_set() {
+        let store = MemoryStore::new();
+        let getters = [0, 1].map(|_| {
+            let store = store.clone();
+            thread::spawn(move || assert_eq!(store.get("k", long()).unwrap(), b"v"))
+        });
+        store.set("k", b"v", long()).unwrap();
+        store.delete("k", long()).unwrap();
+        store.set("k", b"v", long()).unwrap();
+        getters.into_iter().for_each(|getter| getter.join().unwrap());
+        assert_eq!(store.entries(), (1, 0, 0));
+    }
+
+    /// A rank whose time is over leaves a gather, and comes again. All ranks have the same parts then.
+    fn a_gather_meets_a_rank_that_left() {
+        let store = MemoryStore::new();
+        let theirs = store.clone();
+        let late = thread::spawn(move || {
+            let gather = |deadline| theirs.all_gather("g", 1, 2, b"1", deadline);
+            gather(Deadline::after(Duration::ZERO)).or_else(|late| {
+                assert_eq!(late.ranks(), [0], "{late}");
+                gather(long())
+            })
+        });
+        let mine = store.all_gather("g", 0, 2, b"0", long()).unwrap();
+        let theirs = late.join().unwrap().unwrap();
+        assert!(mine.parts().eq([b"0", b"1"]) && theirs.parts().eq(mine.parts()));
+        assert_eq!(store.entries(), (0, 0, 0));
+    }
+
+    #[test]
+    fn loom_getters_are_woken() {
+        let mutants = ["mutant_looks_before_it_waits", "mutant_getters_forgotten"];
+        prove(3, &mutants, getters_meet_a_set);
+    }
+
+    #[test]
+    fn loom_a_rank_leaves_a_gather_and_comes_again() {
+        prove(3, &["mutant_not_withdrawn"], a_gather_meets_a_rank_that_left);
     }
 }
 

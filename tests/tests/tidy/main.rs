@@ -4,6 +4,7 @@ mod arrows;
 mod documents;
 mod examples;
 mod imports;
+mod mutants;
 mod prose;
 mod python_imports;
 mod rust_imports;
@@ -119,6 +120,7 @@ fn unsafe_code_is_where_the_architecture_says() {
         name.starts_with("allocator/src/driver/")
             || name == "allocator/src/fork.rs"
             || name == "allocator/src/heap.rs"
+            || name == "allocator/src/models/watched.rs"
             || name == "allocator/src/nccl.rs"
             || name == "allocator/src/pool/access.rs"
             || name == "allocator/src/pool/nccl_windows.rs"

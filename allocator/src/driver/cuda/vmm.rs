@@ -18,7 +18,7 @@ use super::calls::{
 use super::context::Context;
 use crate::driver::mappings::{Mappings, check_reserve, check_size};
 use crate::driver::{Exported, Physical, Reservation};
-use crate::sync::lock;
+use crate::sync::lock_leaf;
 use crate::{Error, Result};
 
 /// Memory of one driver. Nothing is locked during CUDA calls: threads wait for each other only inside CUDA (rule D7).
@@ -48,7 +48,7 @@ impl DriverMemory {
         let _current = cx.enter_for_memory()?;
         let given = reserve_aligned(cx.api, bytes, align)?;
         let base = given.0.next_multiple_of(align);
-        lock(&self.ranges).insert(base, given);
+        lock_leaf(&self.ranges).insert(base, given);
         Ok(self.mappings.reserve(base, bytes))
     }
 
@@ -57,9 +57,10 @@ impl DriverMemory {
         self.mappings.unreserve(reservation, || {
             let _current = cx.enter_for_memory()?;
             // Removed before it is given back: after that, another reservation may have the same addresses.
-            let given = lock(&self.ranges).remove(&base).unwrap_or((base, reservation.bytes()));
+            let given =
+                lock_leaf(&self.ranges).remove(&base).unwrap_or((base, reservation.bytes()));
             address_free(cx.api, given.0, given.1).inspect_err(|_| {
-                lock(&self.ranges).insert(base, given);
+                lock_leaf(&self.ranges).insert(base, given);
             })
         })
     }
@@ -186,11 +187,11 @@ impl DriverMemory {
     /// Reservations, mappings and handles that are still held.
     pub(super) fn held(&self) -> (u64, u64, u64) {
         let (reservations, mappings) = self.mappings.counts();
-        (reservations, mappings, lock(&self.handles).len() as u64)
+        (reservations, mappings, lock_leaf(&self.handles).len() as u64)
     }
 
     fn hold(&self, handle: u64, bytes: u64) -> Physical {
-        let mut handles = lock(&self.handles);
+        let mut handles = lock_leaf(&self.handles);
         let entry = handles.entry(handle).or_insert((bytes, 0));
         entry.1 += 1;
         // SAFETY: CUDA has just handed out the handle, once for each value that is made of it.
@@ -199,7 +200,7 @@ impl DriverMemory {
 
     /// Removes one reference to an allocation.
     fn drop_reference(&self, physical: &Physical) -> Result<()> {
-        let mut handles = lock(&self.handles);
+        let mut handles = lock_leaf(&self.handles);
         check_held(&handles, physical)?;
         if let Some((_, count)) = handles.get_mut(&physical.raw()) {
             *count -= 1;
@@ -211,7 +212,7 @@ impl DriverMemory {
     }
 
     fn check_held(&self, physical: &Physical) -> Result<()> {
-        check_held(&lock(&self.handles), physical)
+        check_held(&lock_leaf(&self.handles), physical)
     }
 }
 

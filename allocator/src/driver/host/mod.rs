@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex};
 use super::mappings::{Mappings, check_reserve, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::amount::Amount;
-use crate::sync::lock;
+use crate::sync::lock_leaf;
 use crate::{Error, Result};
 
 /// The size of a huge page on x86-64 and of the usual one on AArch64.
@@ -152,7 +152,7 @@ impl HostDriver {
         // Descriptors are small and not negative, and no two open ones are equal.
         // SAFETY: the segment is this driver's, and comes here once.
         let physical = unsafe { Physical::new(segment.fd.as_raw_fd() as u64, segment.bytes) };
-        lock(&self.segments).insert(physical.raw(), segment);
+        lock_leaf(&self.segments).insert(physical.raw(), segment);
         physical
     }
 }
@@ -217,7 +217,7 @@ unsafe impl MemoryDriver for HostDriver {
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        let fd = find(&mut lock(&self.segments), physical)?.fd.clone();
+        let fd = find(&mut lock_leaf(&self.segments), physical)?.fd.clone();
         Ok(Exported::Fd(memfd::duplicate(fd.as_fd())?))
     }
 
@@ -234,7 +234,7 @@ unsafe impl MemoryDriver for HostDriver {
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        let mut mappable = find(&mut lock(&self.segments), physical)?.mappable();
+        let mut mappable = find(&mut lock_leaf(&self.segments), physical)?.mappable();
         let mapped = self.mappings.map(reservation, offset, mappable.bytes, || {
             let address = reservation.base() + offset;
             // SAFETY: the reservation is live and nothing is mapped in this part of it, which is
@@ -243,7 +243,7 @@ unsafe impl MemoryDriver for HostDriver {
         });
         if let Some(unused) = mappable.committed {
             // The range was refused: the next mapping takes it.
-            if let Ok(segment) = find(&mut lock(&self.segments), physical) {
+            if let Ok(segment) = find(&mut lock_leaf(&self.segments), physical) {
                 segment.committed = Some(unused);
             }
         }
@@ -273,7 +273,7 @@ unsafe impl MemoryDriver for HostDriver {
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        let mut segments = lock(&self.segments);
+        let mut segments = lock_leaf(&self.segments);
         find(&mut segments, &physical)?;
         // Dropping the descriptor closes it: not under the lock, as that may free the memory.
         let gone = segments.remove(&physical.raw());
