@@ -88,7 +88,7 @@ pub use splits::Splits;
 ///
 /// Every rank makes the same calls in the same order. If a rank calls something else, all ranks get an
 /// error ([`Error::is_diverged`]), in host memory before data is touched. A rank that
-/// does not come closes the communicator: this call and all later ones fail with
+/// does not come fails the communicator: this call and all later ones fail with
 /// [`Error::is_timeout`] or [`Error::is_peer_lost`], which name it. Make a new communicator among the ranks that
 /// are left. A peer that was in the failed call, and was late or stopped, may still write into this
 /// rank's output until it has left the call itself, in host memory too: use the output for something else only
@@ -286,7 +286,7 @@ impl Communicator {
     /// ranks that called differently (`is_diverged`) are found while kernels run.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
         self.lock().engine.synchronize(stream)?;
-        self.one_sided.as_ref().map_or(Ok(()), HostOneSided::report_refused)
+        self.one_sided.as_ref().map_or(Ok(()), HostOneSided::report_declined)
     }
 
     /// Moves the end of the last call behind what `stream` was given so far: the next call waits for that too, on

@@ -52,16 +52,16 @@ pub(crate) trait Engine: Send {
     /// How a communicator's `total` bytes divide.
     fn memory(&self, total: u64) -> CommunicatorMemory;
 
-    /// Closes the communicator after a panic inside a call: no call can follow.
-    fn abandon(&mut self);
+    /// Fails the communicator after a panic inside a call: no call can follow.
+    fn fail_after_panic(&mut self);
 
     /// Declines the call, so that the other ranks get an error too. Returns why.
     fn decline(&mut self, why: Error, stream: &Stream) -> Error;
 
-    /// Declines the call on a rank that cannot make any further call. Waits for no other rank.
-    fn give_up(&mut self, why: Error, stream: &Stream) -> Error;
+    /// Declines the call, and fails the communicator on this rank, which makes no further call. Waits for no other rank.
+    fn decline_and_fail(&mut self, why: Error, stream: &Stream) -> Error;
 
-    /// Closes the communicator where work that belongs to a call failed behind its handshake. Returns why.
+    /// Fails the communicator where work that belongs to a call failed behind its handshake. Returns why.
     fn fail_halfway(&mut self, why: Error, stream: &Stream) -> Error;
 
     /// Begins a rehearsal: until its end calls do nothing but say what they would do.

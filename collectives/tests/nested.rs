@@ -152,7 +152,7 @@ fn a_rank_that_comes_another_way_takes_the_others_along() {
                 let mut offer = offer(&comm, &[0, 1, 2], key).unwrap();
                 assert_eq!(offer.wait(Duration::from_millis(5)), Arrivals::Some);
                 assert_eq!(offer.missing(), [1, 2]);
-                offer.refuse();
+                offer.decline();
                 turns.wait();
             }
             1 => {
@@ -169,11 +169,11 @@ fn a_rank_that_comes_another_way_takes_the_others_along() {
         let mine = offer(&comm, &[0, 1, 2], [2, 2]).unwrap();
         comm.barrier(STREAM).unwrap();
         if pool.rank() == 0 {
-            mine.refuse();
+            mine.decline();
         }
         comm.barrier(STREAM).unwrap();
         let mut mine = mine;
-        assert_eq!(mine.wait(LONG), Arrivals::Refused, "also of ranks that were there before");
+        assert_eq!(mine.wait(LONG), Arrivals::Declined, "also of ranks that were there before");
         comm.barrier(STREAM).unwrap();
     });
 }

@@ -208,7 +208,7 @@ impl Calls {
     pub(crate) fn decline(&self, py: Python<'_>, stream: Stream, refusal: Refusal) -> PyErr {
         let why = refusal.to_error();
         let error = py.detach(|| self.comm.decline(why, &stream));
-        // Why the communicator is closed, if it is, comes first.
+        // Why the communicator has failed, if it has, comes first.
         if error.is_invalid_argument() { refusal.raise(py) } else { raised(py, &error) }
     }
 }

@@ -22,7 +22,7 @@ use crate::nested::{self, GroupOffer};
 use crate::number::Number;
 use crate::one_sided::{self, Way};
 use crate::options::{self, Sizes};
-use crate::p2p::{refuse_message, send_or_recv};
+use crate::p2p::{decline_message, send_or_recv};
 use crate::pool::Pool;
 use crate::reading::Refusal;
 use crate::{selection, statistics, stream};
@@ -143,9 +143,9 @@ impl Communicator {
 
     /// Takes part in a call whose arguments the caller refuses for the reason `why`: the other ranks raise
     /// DivergedError, or of a `message`, "send" or "recv" and the other rank, that rank. Raises
-    /// InvalidArgumentError with the reason, or why the communicator is closed.
+    /// InvalidArgumentError with the reason, or why the communicator has failed.
     #[pyo3(signature = (why, message = None, stream = None))]
-    fn _refuse(
+    fn _decline(
         &self,
         py: Python<'_>,
         why: String,
@@ -153,7 +153,7 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         if let Some((call, peer)) = message {
-            return Err(refuse_message(&self.calls, py, (call == "recv", peer), why, stream));
+            return Err(decline_message(&self.calls, py, (call == "recv", peer), why, stream));
         }
         let stream = self.calls.stream(py, stream)?;
         Err(self.calls.decline(py, stream, Refusal::Invalid(why)))
@@ -296,7 +296,7 @@ impl Communicator {
     /// past it. Where there is room for the message that waits for nobody; else for the receiver, for `timeout` seconds of
     /// the communicator. Where that expects something else, or one of the two refuses its own arguments, both fail:
     /// DivergedError. On the CPU a message that was sent already then fails the sender's next one to or from that rank,
-    /// which is not made, and the communicator stays usable. On CUDA it is closed on all ranks.
+    /// which is not made, and the communicator stays usable. On CUDA it fails on all ranks.
     #[pyo3(signature = (tensor, dst, stream = None))]
     fn send(
         &self,
@@ -310,7 +310,7 @@ impl Communicator {
 
     /// Receives rank `src`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
     /// the message is there when this returns, on CUDA when `stream` is past it. One that does not come
-    /// closes the communicator, as a late rank does.
+    /// fails the communicator, as a late rank does.
     #[pyo3(signature = (tensor, src, stream = None))]
     fn recv(
         &self,
@@ -382,8 +382,8 @@ impl Communicator {
 
     /// Waits for `peer`'s next signal on a channel: the nth wait takes the nth signal. On the CPU
     /// this thread waits; on CUDA `stream` does. At most `timeout` seconds; then TimeoutError: on
-    /// the CPU at once, and the communicator can be used on; on CUDA from a later call, and it is
-    /// closed. With `engine="memory"` it takes signals of that engine, and on CUDA no SM is held meanwhile.
+    /// the CPU at once, and the communicator can be used on; on CUDA from a later call, and it
+    /// has failed. With `engine="memory"` it takes signals of that engine, and on CUDA no SM is held meanwhile.
     #[pyo3(
         signature = (
             peer, channel = Number::of(0), timeout = Number::of(30.0), stream = None, *, engine = "kernel"

@@ -46,7 +46,7 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
 
 /// Waits until the other ranks of the group have been sent this rank's refusals of earlier calls.
 pub(crate) fn await_reports(py: Python<'_>, key: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-    py.import("symmpool.groups.refusals")?.call_method1("await_reports", (key,)).map(drop)
+    py.import("symmpool.groups.declined_calls")?.call_method1("await_reports", (key,)).map(drop)
 }
 
 /// Has a thread tell the group's other ranks why this one makes no pool, without waiting for them for long: `meet` does
@@ -61,7 +61,8 @@ pub(crate) fn report(
         let meet = once.lock().unwrap_or_else(PoisonError::into_inner).take();
         meet.map_or(Ok(()), |meet| meet(arguments.py()))
     })?;
-    let raised = py.import("symmpool.groups.refusals")?.call_method1("report", (key, work))?;
+    let raised =
+        py.import("symmpool.groups.declined_calls")?.call_method1("report", (key, work))?;
     Ok((!raised.is_none()).then(|| PyErr::from_value(raised)))
 }
 

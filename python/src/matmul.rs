@@ -46,7 +46,7 @@ pub(crate) fn begin_matmul(
     calls.run(py, || calls.comm.begin_matmul(&shape, &stream))
 }
 
-/// Closes the communicator where a fused product fails for a reason of this rank's behind its handshake, and notifies the other
+/// Fails the communicator where a fused product fails for a reason of this rank's behind its handshake, and notifies the other
 /// ranks.
 #[pyfunction]
 #[pyo3(name = "_fail_matmul")]

@@ -62,7 +62,7 @@ impl GroupOffer {
         });
         Ok(match waited {
             Some(Arrivals::All) => Some(true),
-            Some(Arrivals::Refused) | None => Some(false),
+            Some(Arrivals::Declined) | None => Some(false),
             Some(Arrivals::Some) => None,
         })
     }
@@ -73,9 +73,9 @@ impl GroupOffer {
     }
 
     /// Says to the others that this rank comes another way.
-    fn refuse(&self) {
+    fn decline(&self) {
         if let Some(offer) = self.lock().as_ref().filter(|offer| offer.check("an offer").is_ok()) {
-            offer.refuse();
+            offer.decline();
         }
     }
 

@@ -100,7 +100,7 @@ pub(crate) fn open(
     });
     let (options, outers) = ready.inspect_err(|error| {
         let why = reason(py, error);
-        py.detach(|| Communicator::refuse(on, why));
+        py.detach(|| Communicator::decline_new(on, why));
     })?;
     let algorithm = algorithm_name(&options);
     let make = || match outers {

@@ -67,13 +67,13 @@ fn decline(
             comm.decline_send(why, peer, &stream)
         }
     });
-    // Why the communicator is closed, if it is, comes first.
+    // Why the communicator has failed, if it has, comes first.
     if error.is_invalid_argument() { refusal.raise(py) } else { raised(py, &error) }
 }
 
 /// Refuses a message for a reason of the caller's.
 #[cold]
-pub(crate) fn refuse_message(
+pub(crate) fn decline_message(
     calls: &Calls,
     py: Python<'_>,
     end: (bool, u32),

@@ -124,7 +124,7 @@ def refused(group, sends):
         kind = symmpool.InvalidArgumentError if refuses else symmpool.DivergedError
         assert isinstance(caught.value, kind), caught.value
         if not refuses:
-            assert "refused the arguments of its own" in str(caught.value)
+            assert "declined its own" in str(caught.value)
             assert caught.value.ranks == (1 - comm.rank,)
         call(np.full(4, float(turn)) if sender else good, 1 - comm.rank)
         assert sender or (good == turn).all()
@@ -167,7 +167,7 @@ def nobody_comes(group, sends):
 def test_a_peer_that_does_not_come_is_named(sends):
     [first, second] = run(2, nobody_comes, sends)
     assert first.value == (1,), first
-    # The other rank gets an error that says that the communicator is closed.
+    # The other rank gets an error that says that the communicator has failed.
     assert second.error is not None or second.value is None
 
 

@@ -37,7 +37,7 @@ def lists(group, folder):
     # Split sizes that leave out rows, on one rank: the others learn of it.
     out, rows, ones = torch.empty(world), torch.ones(world + 1), [1] * world
     wrong = (symmpool.InvalidArgumentError, f"input has {world + 1} on rank 0")
-    error, what = wrong if me == 0 else (symmpool.DivergedError, "itself refused")
+    error, what = wrong if me == 0 else (symmpool.DivergedError, "itself declined")
     with pytest.raises(error, match=what):
         dist.all_to_all_single(out, rows if me == 0 else rows[1:], ones, ones)
     dist.barrier()

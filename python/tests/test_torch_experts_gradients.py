@@ -245,7 +245,7 @@ def written_in_between(group):
             loss.backward()
             found.append("served")
         except symmpool.DivergedError as error:
-            found.append("rank 1: a call with arguments that rank itself refused" in str(error))
+            found.append("rank 1: a call that the rank itself declined" in str(error))
         except RuntimeError as error:
             found.append("inplace" in str(error))
         found.append(torch.equal(buffer.dispatch(x.detach(), ids, exact=True)[0].num_rows, received_of(me)))

@@ -18,7 +18,7 @@ def both(group, call, counterpart, error, kind=symmpool.InvalidArgumentError):
         with pytest.raises(kind, match=error):
             call()
     else:
-        with pytest.raises(symmpool.DivergedError, match="rank 0 refused the arguments of its own") as caught:
+        with pytest.raises(symmpool.DivergedError, match="rank 0 declined its own") as caught:
             counterpart()
         assert caught.value.ranks == (0,)
     assert time.monotonic() - began < 15
@@ -63,7 +63,7 @@ def refused(group):
         with pytest.raises(symmpool.InvalidArgumentError, match="share"):
             symmpool.recv(shared, 1, group)
     else:
-        with pytest.raises(symmpool.DivergedError, match="rank 0 refused the arguments of its own recv"):
+        with pytest.raises(symmpool.DivergedError, match="rank 0 declined its own recv"):
             symmpool.send(good, 0, group)
             symmpool.recv(zeros, 0, group)
     symmpool.barrier(group)
@@ -92,7 +92,7 @@ def behind_others(group):
         with pytest.raises(symmpool.InvalidArgumentError):
             symmpool.send(x.to_sparse(), 1, group)
     else:
-        with pytest.raises(symmpool.DivergedError, match="rank 0 refused"):
+        with pytest.raises(symmpool.DivergedError, match="rank 0 declined"):
             symmpool.recv(torch.zeros(4), 0, group)
     for work in [*works, begun]:
         work.wait()
@@ -157,7 +157,7 @@ class Comm:
     def send(self, tensor, peer, stream):
         self.given.append(("send", peer))
 
-    def _refuse(self, why, message, stream):
+    def _decline(self, why, message, stream):
         self.given.append((why, message))
         raise symmpool.InvalidArgumentError(why)
 

@@ -256,7 +256,7 @@ def refused(group, folder):
             symmpool.isend(x.to_sparse(), 1).wait()
     else:
         work = symmpool.irecv(x, 0)
-        with pytest.raises(symmpool.DivergedError, match="rank 0 refused"):
+        with pytest.raises(symmpool.DivergedError, match="rank 0 declined"):
             work.wait()
         assert isinstance(work.exception(), symmpool.DivergedError)
     # The next ones arrive.

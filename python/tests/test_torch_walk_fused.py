@@ -225,7 +225,7 @@ def wrong(group, folder, culprit):
                 )
                 if found:
                     failures.append(f"{name}, {argument} {kind}: {found:.300}")
-                    if "seconds" in found or "closed" in found:
+                    if "seconds" in found or "has failed" in found:
                         return failures
     return failures
 

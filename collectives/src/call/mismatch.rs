@@ -75,7 +75,7 @@ pub(crate) fn mismatch_of_first_large(
     Error::mismatch(format!(
         "ranks made the same call ({ours}), which rank {captures} captures in a graph and rank {calls} does not. Until a \
          communicator whose memory grows has had its first large call, large calls are captured in graphs on all ranks or on \
-         none. The communicator is closed: make a new one."
+         none. The communicator has failed: make a new one."
     ))
     .naming([rank, peer])
 }
@@ -93,7 +93,7 @@ fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &
         return Error::mismatch(format!(
             "ranks made the same call ({ours}) as {number}, but rank {small} alone by the memory for small calls: it \
              captured the call while a device had no room for the memory for large ones. Capture large calls on all ranks \
-             or on none until there is room. The communicator is closed."
+             or on none until there is room. The communicator has failed."
         ))
         .naming([rank, peer]);
     }
@@ -105,7 +105,7 @@ fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &
             "ranks are at different pieces of the same call ({ours}) as {number}: rank {low} at piece {} and rank \
              {high} at piece {}. A rank failed in the middle of the call, or its communicator divides calls in other ways; all \
              ranks need the same options and the same memory of the communicator. What that call should have written is \
-             undefined. The communicator is closed: make a new one.",
+             undefined. The communicator has failed: make a new one.",
             pieces[0] + 1,
             pieces[1] + 1
         ))
@@ -119,7 +119,7 @@ fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &
             return Error::mismatch(format!(
                 "ranks made the same call ({ours}) as {number}, but on rank {cut} alone it goes by copy engines in \
                  pieces. All ranks need the same CUDA_DEVICE_MAX_CONNECTIONS, the same option beside_compute of the \
-                 communicator, and buffers in the same kind of memory. The communicator is closed."
+                 communicator, and buffers in the same kind of memory. The communicator has failed."
             ))
             .naming([rank, peer]);
         }
@@ -128,7 +128,7 @@ fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &
              among {mine} blocks and that of rank {high} among {other}. All ranks need devices with the same \
              number of SMs, the same share of them left to the process (MPS), and kernels compiled by the \
              same NVRTC; for native kernels also the same SM budget, or a grid that all have room for. The \
-             communicator is closed."
+             communicator has failed."
         ))
         .naming([rank, peer]);
     }
@@ -152,7 +152,7 @@ fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &
         );
     }
     message.push_str(
-        "\nWhat that call should have written is undefined. The communicator is closed: make a new \
+        "\nWhat that call should have written is undefined. The communicator has failed: make a new \
          one; every rank must make the same call with the same arguments.",
     );
     let refused = both.iter().filter(|(_, call)| call.operation() == Some(OpType::Declined));

@@ -53,7 +53,7 @@ impl OpType {
 
     pub(crate) const fn name(self) -> &'static str {
         match self {
-            Self::Declined => "a call with arguments that rank itself refused",
+            Self::Declined => "a call that the rank itself declined",
             Self::Barrier => "barrier",
             Self::AllReduce => "all_reduce",
             Self::ReduceScatter => "reduce_scatter",

@@ -55,7 +55,7 @@ pub(crate) struct Payload {
 const FIELD_BITS: u32 = 8;
 
 impl Payload {
-    /// In place of a message whose arguments its own rank refused. No message that is made has this type.
+    /// In place of a message that its own rank declined. No message that is made has this type.
     pub(crate) const DECLINED: Self = Self { bytes: 0, element: 0, dtype: u8::MAX };
 
     /// `count` elements of a type. `what` and `rank` are used in errors only.
@@ -150,7 +150,7 @@ impl Afterwards {
                 "Nothing was received, the message is gone, and the group stays usable"
             }
             Self::Closed => {
-                "What recv should have written is undefined. The communicator is closed: make a new one"
+                "What recv should have written is undefined. The communicator has failed: make a new one"
             }
         }
     }
@@ -176,7 +176,7 @@ pub(crate) fn payloads_differ(
     .naming([sender, receiver])
 }
 
-/// The error of `rank` for a message whose arguments one of its ends, the one that is named, refused itself.
+/// The error of `rank` for a message that one of its ends, the one that is named, declined itself.
 pub(crate) fn declined(
     rank: u32,
     direction: Direction,
@@ -188,7 +188,7 @@ pub(crate) fn declined(
         Direction::Receive => (receiver, sender),
     };
     Error::mismatch(format!(
-        "rank {culprit} refused the arguments of its own {} rank {peer}, seen on rank {rank}, so the {} rank {culprit} \
+        "rank {culprit} declined its own {} rank {peer}, seen on rank {rank}, so the {} rank {culprit} \
          failed too. {}; rank {culprit} knows the reason.",
         direction.call(),
         direction.other().call(),
@@ -204,14 +204,14 @@ pub(crate) fn refused_elsewhere(
     afterwards: Afterwards,
 ) -> Error {
     Error::mismatch(format!(
-        "what rank {sender} sends to rank {receiver} is not what that expects, or one of the two refused its own          arguments, seen on rank {rank}. {}; these ranks' errors say more.",
+        "what rank {sender} sends to rank {receiver} is not what that expects, or one of the two declined it, seen on rank {rank}. {}; these ranks' errors say more.",
         afterwards.text()
     ))
     .naming([sender, receiver])
 }
 
-/// The error of a call that was not made, as its peer has refused an earlier message meanwhile.
-pub(crate) fn refused_before(earlier: Error, direction: Direction, rank: u32, peer: u32) -> Error {
+/// The error of a call that was not made, as its peer has declined an earlier message meanwhile.
+pub(crate) fn declined_before(earlier: Error, direction: Direction, rank: u32, peer: u32) -> Error {
     earlier.context(format!(
         "{} rank {peer} on rank {rank} was not made, as an earlier message failed",
         direction.call()
@@ -283,7 +283,7 @@ mod tests {
             (typed(1, DType::U8), typed(2, DType::U8)),
             Afterwards::Usable,
         );
-        let before = refused_before(before, Direction::Receive, 2, 5);
+        let before = declined_before(before, Direction::Receive, 2, 5);
         assert!(before.to_string().contains("recv from rank 5 on rank 2 was not made"), "{before}");
         assert!(before.is_diverged() && before.ranks() == [2, 5], "{before}");
     }

@@ -68,7 +68,7 @@ impl CallLock {
         if self.inner.is_poisoned()
             && let Err(TryLockError::Poisoned(poisoned)) = self.inner.try_lock()
         {
-            poisoned.into_inner().engine.abandon();
+            poisoned.into_inner().engine.fail_after_panic();
         }
         self.failure.get().cloned()
     }
@@ -101,7 +101,7 @@ impl CallLock {
     pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(|poisoned| {
             let mut inner = poisoned.into_inner();
-            inner.engine.abandon();
+            inner.engine.fail_after_panic();
             inner
         })
     }
@@ -136,7 +136,7 @@ impl Inner {
             // A commit that failed failed on all ranks alike, and all decline the call. If no commit is possible any
             // more, the other ranks are notified that this one gave up.
             Err(error) if pool.can_commit() => Err(self.engine.decline(error, stream)),
-            Err(error) => Err(self.engine.give_up(error, stream)),
+            Err(error) => Err(self.engine.decline_and_fail(error, stream)),
         }
     }
 }

@@ -47,7 +47,7 @@ impl CallLock {
 
 impl Inner {
     /// Declines a call, so that the other ranks get an error too. Returns why it was declined, or why the
-    /// communicator is closed, if it is.
+    /// communicator has failed, if it has.
     fn decline(&mut self, pool: &Pool, why: Error, stream: &Stream) -> Error {
         match self.commit(pool, stream) {
             Ok(()) => self.engine.decline(why, stream),
@@ -60,7 +60,7 @@ impl Inner {
 impl Communicator {
     /// To be called instead of a call whose arguments the caller has found wrong: the other
     /// ranks get an error at once instead of waiting, and all ranks have made as many calls. Returns what to report:
-    /// `why`, or why the communicator is closed. Does not wait for ranks that have not come to the call; the next
+    /// `why`, or why the communicator has failed. Does not wait for ranks that have not come to the call; the next
     /// call does.
     #[cold]
     pub fn decline(&self, why: Error, stream: &Stream) -> Error {

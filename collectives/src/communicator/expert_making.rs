@@ -91,7 +91,7 @@ impl Communicator {
             Err(error) if error.is_diverged() && pool.can_commit() => Err(error),
             // An error of this rank alone, or of ranks that cannot communicate any more: this rank cannot tell what
             // the others have.
-            Err(error) => Err(inner.engine.give_up(error, stream)),
+            Err(error) => Err(inner.engine.decline_and_fail(error, stream)),
         }
     }
 }

@@ -215,11 +215,11 @@ impl Communicator {
             }
             // An error of this rank alone, or of ranks that cannot communicate any more: this rank cannot tell what
             // the others have.
-            Err(error) => Err(inner.engine.give_up(error, stream)),
+            Err(error) => Err(inner.engine.decline_and_fail(error, stream)),
         }
     }
 
-    /// Waits on the host until every rank has come to capture the call, and closes the communicator where that fails.
+    /// Waits on the host until every rank has come to capture the call, and fails the communicator where that fails.
     fn meet_ranks(&self, cuda: &mut CudaEngine, call: Call, stream: &Stream) -> Result<()> {
         let (rank, topic) = (self.rank(), cuda.growth_topic());
         let deadline = Deadline::after(self.timeout.get());
@@ -267,7 +267,7 @@ impl Communicator {
         self.await_ranks_unless(cuda, call, stream, &mut |_, _| Ok(()))
     }
 
-    /// Waits like `await_ranks`, and closes the communicator when `look` finds why ranks do not come, which is asked
+    /// Waits like `await_ranks`, and fails the communicator when `look` finds why ranks do not come, which is asked
     /// now and then.
     fn await_ranks_unless(
         &self,
@@ -285,7 +285,7 @@ impl Communicator {
     }
 
     /// Waits until every rank has come to the handshake on the stream, or until it is over. Where it `is_interruptible`,
-    /// signals such as Ctrl-C end the wait, and close the communicator. They must not once another rank may have gone on to
+    /// signals such as Ctrl-C end the wait, and fail the communicator. They must not once another rank may have gone on to
     /// a commit, as it would wait there.
     fn await_handshake(
         &self,

@@ -95,7 +95,7 @@ impl Communicator {
     /// ranks get an error from the commit that makes theirs. Returns `why`, and does not wait for the other ranks: a
     /// background thread does, in front of this rank's next commit.
     #[cold]
-    pub fn refuse(pool: &Pool, why: Error) -> Error {
+    pub fn decline_new(pool: &Pool, why: Error) -> Error {
         if let Ok(lane) = pool.lane(CONTROL_LANE) {
             lane.note_failure(&why);
             pool.commit_in_background(GRACE);

@@ -35,9 +35,9 @@ impl Communicator {
         }
     }
 
-    /// To be called where a fused product fails behind [`Self::begin_matmul`] on this rank: closes the communicator, so that
+    /// To be called where a fused product fails behind [`Self::begin_matmul`] on this rank: fails the communicator, so that
     /// no later call of this rank is taken for what it has not done, and notifies the other ranks: their waits for steps of
-    /// this rank end in an error, and so do their next calls. Returns what to report: `why`, or why the communicator is closed
+    /// this rank end in an error, and so do their next calls. Returns what to report: `why`, or why the communicator has failed
     /// already.
     #[cold]
     pub fn fail_matmul(&self, why: Error, stream: &Stream) -> Error {
@@ -84,7 +84,7 @@ impl Communicator {
     /// # Errors
     ///
     /// The errors of [`Self::push_step`]; a peer that does not come within the communicator's timeout is named by
-    /// [`Self::synchronize`] or the next call, and the communicator is closed.
+    /// [`Self::synchronize`] or the next call, and the communicator fails.
     pub fn await_step(&self, (peer, step): (u32, u32), stream: &Stream) -> Result<()> {
         let channel = self.step("await_step", peer, step)?;
         let timeout = self.timeout();

@@ -30,7 +30,7 @@ impl Communicator {
     /// never another one of theirs. Options are the same on all of them.
     ///
     /// Returns `None` where this rank makes none so, and must meet the others another way: without
-    /// [`CommunicatorOptions::serves_subgroups`], without room, or if one of the others [refuses](GroupOffer::refuse).
+    /// [`CommunicatorOptions::serves_subgroups`], without room, or if one of the others [declines](GroupOffer::decline).
     ///
     /// # Errors
     ///
@@ -79,8 +79,8 @@ impl GroupOffer {
     }
 
     /// Says to the others, for good, that this rank meets them another way.
-    pub fn refuse(&self) {
-        self.offer.refuse();
+    pub fn decline(&self) {
+        self.offer.decline();
     }
 
     /// Makes the communicator once [all ranks](Arrivals::All) are there, and the pool that it is on: a [nested](Pool::nested)

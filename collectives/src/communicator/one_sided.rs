@@ -36,7 +36,7 @@ impl Communicator {
     /// # Errors
     ///
     /// `is_invalid_argument` for a peer that is no rank, elements beyond the end of `dst`, memory
-    /// that is no window, and copies onto themselves; why the communicator is closed, if it is.
+    /// that is no window, and copies onto themselves; why the communicator has failed, if it has.
     pub fn put<T: Pod>(
         &self,
         dst: &Block<T>,
@@ -256,8 +256,8 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// `is_invalid_argument` for a peer or a channel that there is not; why the communicator is
-    /// closed, if it is.
+    /// `is_invalid_argument` for a peer or a channel that there is not; why the communicator
+    /// has failed, if it has.
     pub fn signal(&self, peer: u32, channel: u32, stream: &Stream) -> Result<()> {
         self.check_channel("signal", peer, channel)?;
         match &self.one_sided {
@@ -279,7 +279,7 @@ impl Communicator {
     /// - in host memory from this call. No signal is taken then, and the communicator stays
     ///   usable; `is_peer_lost` if the peer's process is gone.
     /// - on a device from [`Self::synchronize`] or the next call; the time begins when `stream`
-    ///   comes to the wait. The communicator is closed on this rank, as what follows on the stream relies on the
+    ///   comes to the wait. The communicator fails on this rank, as what follows on the stream relies on the
     ///   signal: none of its operations run any more, except copies of large calls.
     pub fn wait(&self, peer: u32, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
         self.check_channel("wait", peer, channel)?;
@@ -301,7 +301,7 @@ impl Communicator {
     ///   `is_peer_lost` one that is gone. The barrier is then not over: the next call on this channel
     ///   signals nobody and goes on waiting for those. So a rank may call again until it succeeds, and
     ///   the nth success on each rank is of the same barrier.
-    /// - on a device `timeout` is for each peer, and the communicator is closed when it runs out.
+    /// - on a device `timeout` is for each peer, and the communicator fails when it runs out.
     pub fn barrier_on(&self, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
         self.check_channel("a barrier", self.rank(), channel)?;
         if let Some(host) = &self.one_sided {

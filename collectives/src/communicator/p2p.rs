@@ -42,15 +42,15 @@ impl Communicator {
     /// - `is_diverged` where the receiver expects something else, or refuses its own arguments. Both ranks' errors name
     ///   both payloads.
     /// - `is_timeout`, or `is_peer_lost` if the peer's process is gone, where the peer does not receive
-    ///   messages that fill all its slots within the communicator's timeout. These close the communicator.
-    /// - Why the communicator is closed, if it is.
+    ///   messages that fill all its slots within the communicator's timeout. These fail the communicator.
+    /// - Why the communicator has failed, if it has.
     ///
     /// In host memory a message that fails with `is_diverged` counts on both ranks and is written nowhere, and the
     /// communicator stays usable. The sender's call may have returned by then. Its next message to or from this peer
     /// then fails with the same error, and is not made, as the peer learns; a receive that waits already
     /// does so at once. [`Self::synchronize`] returns the error too, and collectives do not.
     ///
-    /// On a device these errors are returned by [`Self::synchronize`] or a later call, and close the communicator on all
+    /// On a device these errors are returned by [`Self::synchronize`] or a later call, and fail the communicator on all
     /// ranks, also those that have no part in the message: their waits end at once. What the receive should have written
     /// is undefined.
     pub fn send<T: Pod>(&self, input: &Block<T>, peer: u32, stream: &Stream) -> Result<()> {
@@ -111,7 +111,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// Why the communicator is closed; `is_unsupported` on devices.
+    /// Why the communicator has failed; `is_unsupported` on devices.
     pub fn waiting_senders(&self) -> Result<Vec<u32>> {
         match &self.one_sided {
             Some(host) => host.waiting_senders(),
@@ -121,7 +121,7 @@ impl Communicator {
 
     /// To be called instead of a [`Self::send`] whose arguments the caller has found wrong: `peer`'s receive gets an
     /// error at once instead of waiting, and both ranks have made as many messages. Returns what to report:
-    /// `why`, or why the communicator is closed. Does not wait for the peer; if that is no other rank, does nothing.
+    /// `why`, or why the communicator has failed. Does not wait for the peer; if that is no other rank, does nothing.
     #[cold]
     pub fn decline_send(&self, why: Error, peer: u32, stream: &Stream) -> Error {
         self.decline_message(why, Direction::Send, peer, stream)

@@ -22,7 +22,7 @@ impl Communicator {
     /// All-reduces, reduce-scatters, all-gathers, broadcasts, all-to-alls and barriers work as on one host. Results have the
     /// same bits on every rank and in every run, but not those of one host: a host's partial results are rounded to the
     /// element type before they are reduced in the order of hosts. What else needs peers' memory is refused on every rank by
-    /// `is_unsupported`. A call that fails or is refused on one rank closes the communicator on all of them: make a new one.
+    /// `is_unsupported`. A call that fails or is refused on one rank fails the communicator on all of them: make a new one.
     ///
     /// Calls of different collectives on different hosts are found before data of 64 KiB or more moves. Smaller calls
     /// are compared every 16 calls.

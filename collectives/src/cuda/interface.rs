@@ -58,7 +58,7 @@ impl Engine for CudaEngine {
         CudaEngine::memory(self, total)
     }
 
-    fn abandon(&mut self) {
+    fn fail_after_panic(&mut self) {
         CudaEngine::abandon(self);
     }
 
@@ -66,8 +66,8 @@ impl Engine for CudaEngine {
         CudaEngine::decline(self, why, *stream)
     }
 
-    /// A kernel waits and not the host. If it finds an error, that closes the communicator.
-    fn give_up(&mut self, why: Error, stream: &Stream) -> Error {
+    /// A kernel waits and not the host. If it finds an error, that fails the communicator.
+    fn decline_and_fail(&mut self, why: Error, stream: &Stream) -> Error {
         CudaEngine::decline(self, why, *stream)
     }
 

@@ -53,20 +53,20 @@ impl Engine for HostEngine {
         self.control.memory(total)
     }
 
-    fn abandon(&mut self) {
-        HostEngine::abandon(self);
+    fn fail_after_panic(&mut self) {
+        HostEngine::fail_after_panic(self);
     }
 
     fn decline(&mut self, why: Error, _: &Stream) -> Error {
         HostEngine::decline(self, why)
     }
 
-    fn give_up(&mut self, why: Error, _: &Stream) -> Error {
-        HostEngine::give_up(self, why)
+    fn decline_and_fail(&mut self, why: Error, _: &Stream) -> Error {
+        HostEngine::decline_and_fail(self, why)
     }
 
     fn fail_halfway(&mut self, why: Error, _: &Stream) -> Error {
-        HostEngine::give_up(self, why)
+        HostEngine::decline_and_fail(self, why)
     }
 
     fn begin_rehearsal(&mut self, _: Lifts) {

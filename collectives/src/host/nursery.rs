@@ -45,7 +45,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// Word of a rank that says nothing.
 const SILENT: u64 = 0;
 /// That it comes another way. All other words are an address in the rank's slot and a number that makes them differ.
-const REFUSED: u64 = 1;
+const DECLINED: u64 = 1;
 const OFFSET: u64 = (1 << 48) - 1;
 
 /// Entry of a rank for a group.
@@ -147,7 +147,7 @@ impl Nursery {
         (control, zeroed): (u64, u64),
     ) -> Result<Option<Offer>> {
         self.maker.check("a communicator")?;
-        if ranks.iter().any(|rank| self.said(*rank, key) == Some(REFUSED)) {
+        if ranks.iter().any(|rank| self.said(*rank, key) == Some(DECLINED)) {
             return Ok(None);
         }
         let world = ranks.len() as u32;
@@ -270,7 +270,7 @@ pub enum Arrivals {
     /// All ranks are there.
     All,
     /// A rank comes another way, so all do.
-    Refused,
+    Declined,
     /// Some have said nothing yet.
     Some,
 }
@@ -286,16 +286,16 @@ impl Offer {
                     continue;
                 }
                 match self.nursery.said(*rank, self.key) {
-                    Some(REFUSED) => return Arrivals::Refused,
+                    Some(DECLINED) => return Arrivals::Declined,
                     Some(word) => *found = Some(word & OFFSET),
                     None => {}
                 }
             }
             if self.found.iter().all(Option::is_some) {
                 // One that was found long ago may have gone.
-                let refuses = |rank: &u32| self.nursery.said(*rank, self.key) == Some(REFUSED);
-                return if self.ranks.iter().any(refuses) {
-                    Arrivals::Refused
+                let declines = |rank: &u32| self.nursery.said(*rank, self.key) == Some(DECLINED);
+                return if self.ranks.iter().any(declines) {
+                    Arrivals::Declined
                 } else {
                     Arrivals::All
                 };
@@ -319,9 +319,9 @@ impl Offer {
 
     /// Says to the group's other ranks that this one comes another way, for good: a rank that has found the offer before
     /// may go on with it, and is not answered.
-    pub(crate) fn refuse(&self) {
+    pub(crate) fn decline(&self) {
         let own = self.nursery.entry(self.nursery.pool.rank(), self.entry);
-        own.word.store(REFUSED, Ordering::Release);
+        own.word.store(DECLINED, Ordering::Release);
         // The entry stays, as ranks may come late. So does the chunk, which they may signal.
     }
 
@@ -330,7 +330,7 @@ impl Offer {
         let accepted = self.map(group);
         // The others, which may have gone on, see that this rank has let go of the memory.
         accepted.inspect_err(|_| {
-            self.refuse();
+            self.decline();
             self.let_go();
         })
     }

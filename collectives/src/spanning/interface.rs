@@ -50,7 +50,7 @@ impl Engine for SpanningEngine {
         CommunicatorMemory { total, staging: inside.staging + STAGING_BYTES, ..inside }
     }
 
-    fn abandon(&mut self) {
+    fn fail_after_panic(&mut self) {
         let why = Error::invalid_state("a call panicked");
         self.fail(why);
     }
@@ -63,7 +63,7 @@ impl Engine for SpanningEngine {
         self.stop(why, std::time::Duration::ZERO)
     }
 
-    fn give_up(&mut self, why: Error, _: &Stream) -> Error {
+    fn decline_and_fail(&mut self, why: Error, _: &Stream) -> Error {
         self.stop(why, std::time::Duration::ZERO)
     }
 

@@ -195,7 +195,7 @@ impl SpanningEngine {
                 why
             }
         };
-        self.inner.give_up(why.clone(), &Stream::DEFAULT);
+        self.inner.decline_and_fail(why.clone(), &Stream::DEFAULT);
         if let Some(rail) = &mut self.outers.rail {
             rail.abort();
         }

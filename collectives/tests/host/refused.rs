@@ -45,7 +45,7 @@ fn a_rank_that_refuses_a_call_returns_at_once_and_the_next_call_names_a_missing_
     assert!(began.elapsed() < timeout, "waited for rank 1");
     let error = engine.barrier().unwrap_err();
     assert!(error.is_timeout() && error.ranks() == [1], "{error}");
-    assert!(error.to_string().contains("refused its own arguments before (root 2"), "{error}");
+    assert!(error.to_string().contains("declined its own call before (root 2"), "{error}");
     assert!(engine.barrier().unwrap_err().is_timeout());
 }
 

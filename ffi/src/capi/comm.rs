@@ -160,7 +160,7 @@ pub unsafe extern "C" fn symmpool_comm_create(
             }
             Ok((out, options))
         };
-        let (out, options) = arguments().map_err(|why| Communicator::refuse(&pool, why))?;
+        let (out, options) = arguments().map_err(|why| Communicator::decline_new(&pool, why))?;
         out.put(COMMS.insert(Communicator::with_options(&pool, &options)?));
         Ok(())
     })

@@ -140,7 +140,7 @@ fn refuse_commit(pool: &Pool, why: Error) -> Error {
         lane.note_failure(&why);
         drop(lane.alloc_bytes(1, 1, Stream::DEFAULT));
     }
-    Communicator::refuse(pool, why)
+    Communicator::decline_new(pool, why)
 }
 
 /// Checks that all ranks did the same, and makes windows of new memory. Collective. `report` may be

@@ -25,7 +25,7 @@ from symmpool.communicators.devices import name_of, number_of, number_of_tensor
 from symmpool.communicators.entry import CommunicatorEntry, name_pool
 from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError
-from symmpool.groups import pool_registry, process_groups, refusals, resolution
+from symmpool.groups import declined_calls, pool_registry, process_groups, resolution
 from symmpool.groups.names import group_of, resolved
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def look_up(
         holding = next((pool for pool in pools if pool.holds(tensor)), None)
         if holding is not None:
             return _on_pool(holding, call)
-    refusals.await_reports(key)
+    declined_calls.await_reports(key)
     found = cache.of_group(key, device)
     if found is None:
         if call is not None:
@@ -312,7 +312,7 @@ def _make_on_group(key: Any, device: int) -> tuple[Pool, CommunicatorEntry]:
 
 def _on_pool(pool: Pool, call: first_call.Call | None) -> CommunicatorEntry:
     """A pool's communicator, for a call that may be the first there."""
-    refusals.await_reports(pool)
+    declined_calls.await_reports(pool)
     if call is not None and cache.of_pool(pool) is None:
         make = functools.partial(_made_on_pool, pool)
         first_call.check(pool, number_of(pool.device), (pool.rank, pool.world), call, make)

@@ -113,16 +113,16 @@ class CommunicatorEntry:
     def decline(self, call: Any, *arguments: Any) -> None:
         """Makes a call with arguments that the communicator refuses, so that the other ranks raise an error
         with the reason and all ranks stay in step. Waits neither for them nor for what was begun before.
-        Raises only what else there is to say, such as why the communicator is closed."""
+        Raises only what else there is to say, such as why the communicator has failed."""
         with contextlib.suppress(InvalidArgumentError, TypeError):
             if self.pending is None:
                 call(*arguments)
             else:
                 self.begin(call, arguments, [])
 
-    def refuse(self, why: str) -> None:
+    def decline_call(self, why: str) -> None:
         """Declines a call that this rank refuses for a reason of its own."""
-        self.decline(self.comm._refuse, why.removeprefix("symmpool: "))
+        self.decline(self.comm._decline, why.removeprefix("symmpool: "))
 
     def preparing(self) -> Preparation:
         """The door to every collective: what checks arguments, allocates results, copies inputs or calls a
@@ -232,7 +232,7 @@ class CommunicatorEntry:
         prepare: Prepare | None = None,
     ) -> Any:
         """Makes a call without waiting for it, and its preparation before it, wherever the call is made."""
-        prepared = None if prepare is None else Prepared(prepare, self.comm._refuse)
+        prepared = None if prepare is None else Prepared(prepare, self.comm._decline)
         if self.runner is None:
             with self.preparing():
                 self.runner = self._make_runner()
@@ -280,7 +280,7 @@ class Preparation:
         if error is not None:
             # The door of a call that is made of several parts does not report it again.
             error.__dict__[REPORTED] = True
-            self._entry.refuse(reason_of(error))
+            self._entry.decline_call(reason_of(error))
 
 
 class _MessagePreparation(Preparation):
@@ -294,7 +294,7 @@ class _MessagePreparation(Preparation):
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if error is not None:
-            self._entry.decline(self._entry.comm._refuse, reason_of(error), (self._call, self._peer))
+            self._entry.decline(self._entry.comm._decline, reason_of(error), (self._call, self._peer))
 
 
 def name_pool(pool: Pool, error: TimeoutError) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from symmpool._symmpool import check_call
 from symmpool.communicators.work import reason_of
-from symmpool.groups import refusals
+from symmpool.groups import declined_calls
 
 # A communicator's method and its arguments; or what gives them for this rank of a number of ranks, or raises
 # what is wrong with the call.
@@ -34,10 +34,10 @@ def report(key: Any, why: BaseException, make: Callable[[], Any], calls: int = 1
     several that are begun together."""
     reason = reason_of(why)
 
-    def refuse() -> None:
+    def decline() -> None:
         entry = make()
         for _ in range(calls):
-            entry.refuse(reason)
+            entry.decline_call(reason)
 
     # An error there is raised again by the next call, which makes it anew, or finds it closed.
-    refusals.report(key, refuse)
+    declined_calls.report(key, decline)

@@ -47,11 +47,11 @@ def make(
             return None
         try:
             if not _all_come(offer, seconds, comes_otherwise):
-                offer.refuse()
+                offer.decline()
                 return None
             pool, communicator = offer.accept(group)
         except BaseException:
-            offer.refuse()
+            offer.decline()
             raise
         pool_registry.register(pool, group)
         entry = CommunicatorEntry(pool, communicator)

@@ -10,7 +10,7 @@ import torch
 from symmpool._symmpool import ExpertBufferCore, Pool
 from symmpool.deep_ep import checks, low_latency, normal
 from symmpool.deep_ep.config import Config
-from symmpool.deep_ep.cores import Cores, refuse
+from symmpool.deep_ep.cores import Cores, invalid
 from symmpool.deep_ep.handles import LowLatencyHandle, NormalHandle
 from symmpool.deep_ep.low_latency import CombineBuffers
 from symmpool.deep_ep.streams import CommStream, overlap
@@ -62,7 +62,7 @@ class Buffer:
                 if comm is None
                 else "comm: MPI's are not served; pass a group"
             )
-            raise UnsupportedError(f"deep_ep: {what}") if comm is not None else refuse(what)
+            raise UnsupportedError(f"deep_ep: {what}") if comm is not None else invalid(what)
         #: As it was given: programs compare it.
         self.group = group
         found = group_of(resolved(group))
@@ -91,7 +91,7 @@ class Buffer:
     def set_num_sms(new_num_sms: int) -> None:
         """Sets the most SMs that kernels of normal mode take: an even number."""
         if new_num_sms % 2 != 0 or new_num_sms < 2:
-            raise refuse(f"num_sms={new_num_sms}: an even number of SMs is needed, 2 at least")
+            raise invalid(f"num_sms={new_num_sms}: an even number of SMs is needed, 2 at least")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -149,7 +149,7 @@ class Buffer:
             return found
         shape = torch.Size(size)
         if shape.numel() > len(found):
-            raise refuse(
+            raise invalid(
                 f"size: {tuple(shape)}, and {len(found)} elements of {dtype} are there from {offset} on"
             )
         return found[: shape.numel()].view(shape)
@@ -395,7 +395,7 @@ class Buffer:
         gone is an error that names it. For buffers made with `enable_shrink`."""
         self._check_shrink()
         if not 0 <= rank_to_mask < self.group_size:
-            raise refuse(f"rank_to_mask={rank_to_mask}: there are ranks 0 to {self.group_size - 1}")
+            raise invalid(f"rank_to_mask={rank_to_mask}: there are ranks 0 to {self.group_size - 1}")
         self._masked[rank_to_mask] = bool(mask)
         self._write_masks()
 
@@ -446,9 +446,9 @@ class Buffer:
                 f"deep_ep: handle: one that a dispatch of this buffer returned is needed, not {type(handle)}"
             )
         if not isinstance(handle, kind):
-            raise refuse("handle: of the other mode's dispatch")
+            raise invalid("handle: of the other mode's dispatch")
         if handle.owner is not self:
-            raise refuse("handle: of another Buffer")
+            raise invalid("handle: of another Buffer")
         return handle
 
     def _sms(self, config: Config | None) -> int:
@@ -464,7 +464,7 @@ class Buffer:
             switch("return_recv_hook", return_recv_hook),
         )
         if asynchronous and hook:
-            raise refuse("async_finish, return_recv_hook: ask for one of them")
+            raise invalid("async_finish, return_recv_hook: ask for one of them")
 
     def _check_shrink(self) -> None:
         if not self.enable_shrink:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from symmpool.deep_ep.cores import DTYPES, refuse
+from symmpool.deep_ep.cores import DTYPES, invalid
 from symmpool.experts.checks import readable, shown, switch
 
 __all__ = [
@@ -33,13 +33,13 @@ def matrix(name: str, tensor: Any, dtypes: Any, shape: tuple[int | None, ...], d
     readable(name, tensor)
     dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     if tensor.dtype not in dtypes:
-        raise refuse(f"{name}: elements of {tensor.dtype}, where {' or '.join(map(str, dtypes))} is needed")
+        raise invalid(f"{name}: elements of {tensor.dtype}, where {' or '.join(map(str, dtypes))} is needed")
     fits = len(shape) == tensor.dim()
     if not fits or any(a not in (None, b) for a, b in zip(shape, tensor.shape)):
         needed = ", ".join("n" if length is None else str(length) for length in shape)
-        raise refuse(f"{name}: of shape {tuple(tensor.shape)}, where [{needed}] is needed")
+        raise invalid(f"{name}: of shape {tuple(tensor.shape)}, where [{needed}] is needed")
     if tensor.device != device:
-        raise refuse(f"{name}: on {tensor.device}, and the tokens are on {device}")
+        raise invalid(f"{name}: on {tensor.device}, and the tokens are on {device}")
     return tensor
 
 
@@ -50,7 +50,7 @@ def integer(name: str, given: Any, least: int = 0) -> int:
     except TypeError:
         raise TypeError(f"deep_ep: {name}: an integer is needed, not {shown(given)}") from None
     if not least <= found <= _MAX_NUMBER:
-        raise refuse(f"{name}={shown(found)}: it is {least} to {_MAX_NUMBER}")
+        raise invalid(f"{name}={shown(found)}: it is {least} to {_MAX_NUMBER}")
     return found
 
 
@@ -59,7 +59,7 @@ def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
-            raise refuse(f"x: {len(x)} tensors, where (tokens, scales) is needed")
+            raise invalid(f"x: {len(x)} tensors, where (tokens, scales) is needed")
         x, scales = x
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"deep_ep: x: a torch.Tensor is needed, not {type(x)}")
@@ -69,7 +69,7 @@ def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 def check_waits(name: str, waits: Any, world: int, device: Any) -> None:
     """Checks the tensor that times of waits are added to."""
     if waits is not None and not matrix(name, waits, _INT64, (world,), device).is_contiguous():
-        raise refuse(f"{name}: it is not contiguous")
+        raise invalid(f"{name}: it is not contiguous")
 
 
 def check_events(previous: Any, asynchronous: Any, on_comm_stream: Any) -> None:
@@ -79,7 +79,7 @@ def check_events(previous: Any, asynchronous: Any, on_comm_stream: Any) -> None:
     if previous is not None and not hasattr(previous, "event"):
         raise TypeError(f"deep_ep: previous_event: an EventOverlap is needed, not {type(previous)}")
     if on_comm_stream and not (asynchronous and previous is not None):
-        raise refuse("allocate_on_comm_stream: it needs async_finish=True and a previous_event")
+        raise invalid("allocate_on_comm_stream: it needs async_finish=True and a previous_event")
 
 
 def check_layout(topk_idx: Any, num_experts: int, world: int) -> None:
@@ -90,7 +90,7 @@ def check_layout(topk_idx: Any, num_experts: int, world: int) -> None:
     matrix("topk_idx", topk_idx, _INT64, (None, None), topk_idx.device)
     num_experts = integer("num_experts", num_experts)
     if num_experts < 1 or num_experts % world != 0:
-        raise refuse(f"num_experts={num_experts}: each of {world} ranks has equally many, and one at least")
+        raise invalid(f"num_experts={num_experts}: each of {world} ranks has equally many, and one at least")
 
 
 def _check_rows(x: torch.Tensor, scales: Any) -> int:
@@ -99,15 +99,15 @@ def _check_rows(x: torch.Tensor, scales: Any) -> int:
     matrix("x", x, quantized or DTYPES, (None, None), x.device)
     tokens, hidden = x.shape
     if not x.is_contiguous():
-        raise refuse("x: it is not contiguous")
+        raise invalid("x: it is not contiguous")
     if hidden == 0 or hidden * x.element_size() % 16 != 0:
-        raise refuse(f"x: rows of {hidden * x.element_size()} bytes, where a multiple of 16 is needed")
+        raise invalid(f"x: rows of {hidden * x.element_size()} bytes, where a multiple of 16 is needed")
     if scales is None:
         return 0
     matrix("scales", scales, (_FLOAT32, _INT32), (tokens, None), x.device)
     most = -(-hidden // 128)
     if not 1 <= scales.shape[1] <= most:
-        raise refuse(f"scales: {scales.shape[1]} for a token of {hidden} channels, which has 1 to {most}")
+        raise invalid(f"scales: {scales.shape[1]} for a token of {hidden} channels, which has 1 to {most}")
     return 4 * scales.shape[1]
 
 
@@ -121,25 +121,25 @@ def check_normal(
     ids, weights = routing["topk_idx"], routing["topk_weights"]
     for name in ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"):
         if routing[name] is None:
-            raise refuse(f"{name}: it is missing, and there is no handle; get_dispatch_layout has it")
+            raise invalid(f"{name}: it is missing, and there is no handle; get_dispatch_layout has it")
     matrix("num_tokens_per_rank", routing["num_tokens_per_rank"], _INT32, (world,), x.device)
     matrix("is_token_in_rank", routing["is_token_in_rank"], torch.bool, (tokens, world), x.device)
     of_experts = matrix("num_tokens_per_expert", routing["num_tokens_per_expert"], _INT32, (None,), x.device)
     count = of_experts.shape[0]
     if count == 0 or count % world != 0:
-        raise refuse(
+        raise invalid(
             f"num_tokens_per_expert: of {count} experts, where each of {world} ranks has equally many"
         )
     if (ids is None) != (weights is None):
-        raise refuse("topk_idx, topk_weights: one of them is missing")
+        raise invalid("topk_idx, topk_weights: one of them is missing")
     top_k = 0
     if ids is not None:
         top_k = matrix("topk_idx", ids, _INT64, (tokens, None), x.device).shape[1]
         matrix("topk_weights", weights, _FLOAT32, (tokens, top_k), x.device)
         if top_k == 0:
-            raise refuse("topk_idx: a token has one expert at least")
+            raise invalid("topk_idx: a token has one expert at least")
     if worst > 0 and ids is None:
-        raise refuse(f"num_worst_tokens={worst}: 0, or the most tokens of a call with topk_idx")
+        raise invalid(f"num_worst_tokens={worst}: 0, or the most tokens of a call with topk_idx")
     dtype = DTYPES.index(x.dtype) if scales is None else 0
     return {
         "call": 0, "hidden": hidden, "num_experts": count, "dtype": dtype, "tokens": tokens,
@@ -153,11 +153,11 @@ def check_again(x: torch.Tensor, scales: Any, handle: Any, ids: Any, weights: An
     _check_rows(x, scales)
     core = handle.kept.buffer
     if ids is not None or weights is not None:
-        raise refuse("topk_idx, topk_weights: a handle says where tokens go; pass None")
+        raise invalid("topk_idx, topk_weights: a handle says where tokens go; pass None")
     if x.shape[0] != handle.kept.tokens:
-        raise refuse(f"x: {x.shape[0]} tokens with a handle of {handle.kept.tokens}")
+        raise invalid(f"x: {x.shape[0]} tokens with a handle of {handle.kept.tokens}")
     if x.shape[1] != core.hidden or (scales is None and x.dtype != core.dtype):
-        raise refuse(f"x: {x.shape[1]} channels of {x.dtype} with a handle of {core.hidden} of {core.dtype}")
+        raise invalid(f"x: {x.shape[1]} channels of {x.dtype} with a handle of {core.hidden} of {core.dtype}")
 
 
 def check_low_latency(
@@ -173,21 +173,21 @@ def check_low_latency(
     tokens, hidden = x.shape
     top_k = matrix("topk_idx", topk_idx, _INT64, (tokens, None), x.device).shape[1]
     if not x.is_contiguous() or not topk_idx.is_contiguous():
-        raise refuse("x, topk_idx: they are not contiguous")
+        raise invalid("x, topk_idx: they are not contiguous")
     if hidden == 0 or hidden % 8 != 0:
-        raise refuse(f"x: {hidden} channels, where a multiple of 8 is needed")
+        raise invalid(f"x: {hidden} channels, where a multiple of 8 is needed")
     if tokens > most:
-        raise refuse(f"x: {tokens} tokens, where num_max_dispatch_tokens_per_rank={most}")
+        raise invalid(f"x: {tokens} tokens, where num_max_dispatch_tokens_per_rank={most}")
     if count < 1 or count % world != 0:
-        raise refuse(f"num_experts={count}: each of {world} ranks has equally many, and one at least")
+        raise invalid(f"num_experts={count}: each of {world} ranks has equally many, and one at least")
     if top_k == 0:
-        raise refuse("topk_idx: a token has one expert at least")
+        raise invalid("topk_idx: a token has one expert at least")
     if use_fp8 and hidden % (512 if use_ue8m0 else 128) != 0:
-        raise refuse(
+        raise invalid(
             f"use_fp8: tokens of {hidden} channels; scales are for 128, and four in an integer for ue8m0"
         )
     if use_ue8m0 and not (use_fp8 and round_scale):
-        raise refuse("use_ue8m0: it needs use_fp8=True and round_scale=True")
+        raise invalid("use_ue8m0: it needs use_fp8=True and round_scale=True")
     return {
         "call": 1, "hidden": hidden, "num_experts": count, "top_k": top_k, "tokens": tokens,
         "num_max_dispatch_tokens_per_rank": most,

@@ -18,7 +18,7 @@ from symmpool.communicators import cache, devices
 from symmpool.communicators.entry import CommunicatorEntry, reason_of
 from symmpool.errors import DivergedError, InvalidArgumentError, InvalidStateError
 from symmpool.experts.door import Door
-from symmpool.groups import refusals, resolution
+from symmpool.groups import declined_calls, resolution
 
 __all__ = ["DTYPES", "Cores"]
 
@@ -211,11 +211,11 @@ class _Meeting:
         cores = self._cores
         assert error is not None
         if cores._meeting is not None:
-            cores._meeting.refuse(reason_of(error))
+            cores._meeting.decline_call(reason_of(error))
             return
         reason, group = reason_of(error), cores.group
         key = group if isinstance(group, Pool) else resolution.key_of(group)
-        refusals.report(key, lambda: cores.meeting().refuse(reason))
+        declined_calls.report(key, lambda: cores.meeting().decline_call(reason))
 
 
 def _low_latency_name(key: tuple[int, int, int, int]) -> tuple[Any, ...]:
@@ -237,6 +237,6 @@ def _diverged(rank: int, why: str) -> DivergedError:
     return error
 
 
-def refuse(why: str) -> InvalidArgumentError:
+def invalid(why: str) -> InvalidArgumentError:
     """The error of wrong arguments."""
     return InvalidArgumentError(f"deep_ep: {why}")

@@ -75,14 +75,14 @@ def combine(
 
     checks.matrix("x", x, torch.bfloat16, (local, rows, core.hidden), core.device)
     if not x.is_contiguous():
-        raise checks.refuse("x: it is not contiguous")
+        raise checks.invalid("x: it is not contiguous")
     chosen = (kept.tokens, core.top_k)
     checks.matrix("topk_idx", topk_idx, torch.int64, chosen, core.device)
     checks.matrix("topk_weights", topk_weights, torch.float32, chosen, core.device)
     if out is not None:
         checks.matrix("out", out, torch.bfloat16, (kept.tokens, core.hidden), core.device)
         if not out.is_contiguous():
-            raise checks.refuse("out: it is not contiguous")
+            raise checks.invalid("out: it is not contiguous")
     checks.check_waits("combine_wait_recv_cost_stats", waits, core.world, core.device)
 
     def call() -> Any:

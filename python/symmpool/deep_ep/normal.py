@@ -161,15 +161,15 @@ def combine(door: Door, handle: NormalHandle, x: Any, topk_weights: Any, bias: A
 
     checks.matrix("x", x, core.dtype, (handle.rows, core.hidden), core.device)
     if not x.is_contiguous():
-        raise checks.refuse("x: it is not contiguous")
+        raise checks.invalid("x: it is not contiguous")
     if topk_weights is not None:
         checks.matrix("topk_weights", topk_weights, torch.float32, (handle.rows, None), core.device)
         if topk_weights.shape[1] > core.top_k:
-            raise checks.refuse(
+            raise checks.invalid(
                 f"topk_weights: {topk_weights.shape[1]} of a token, where there are {core.top_k}"
             )
     if len(biases) > 2:
-        raise checks.refuse(f"bias: {len(biases)} tensors, where there are at most two")
+        raise checks.invalid(f"bias: {len(biases)} tensors, where there are at most two")
     for each in biases:
         if each is not None:
             checks.matrix("bias", each, core.dtype, (kept.tokens, core.hidden), core.device)

@@ -83,7 +83,7 @@ class ProductCall:
         return memory
 
     def fail(self, error: BaseException) -> None:
-        """Closes the communicator if peers may be in the middle of the product, and notifies them."""
+        """Fails the communicator if peers may be in the middle of the product, and notifies them."""
         if self.is_open:
             _fail_matmul(self.comm, f"{self.name}: {reason_of(error)}")
 

@@ -84,7 +84,7 @@ def _refused(op: Any, key: str) -> Callable[..., Any]:
             "elements must lie in memory as they are; pass tensor.to_dense(), tensor.int_repr() or "
             "tensor.values()"
         )
-        ours._refuse(torch.device(tensor.device.type), why)
+        ours._decline(torch.device(tensor.device.type), why)
         raise why
 
     return call

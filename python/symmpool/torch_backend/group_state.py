@@ -136,7 +136,7 @@ class GroupState(ServedCalls):
 
     def _note_fallback(self, operation: str, tensor: torch.Tensor | None) -> None:
         """Counts a call that goes to a fallback backend, which is about to make it."""
-        self._served.refuse_at_end(self)
+        self._served.raise_at_end(self)
         self._count_fallback(operation, torch.device("cpu") if tensor is None else tensor.device)
 
     def _count_fallback(self, operation: str, device: torch.device) -> None:

@@ -36,7 +36,7 @@ def split(backend: Any, kind: Any, store: Any, ranks: list[int], options: Any) -
     """The backend of a group of some ranks of another backend's; None where this rank is none of them."""
     if backend._rank not in ranks:
         return None
-    backend._served.refuse_at_end(backend)
+    backend._served.raise_at_end(backend)
     timeout = getattr(options, "_timeout", None) or backend._timeout
     name = getattr(options, "group_name", None) or None
     return kind(store, ranks.index(backend._rank), len(ranks), timeout, None, name)
@@ -45,7 +45,7 @@ def split(backend: Any, kind: Any, store: Any, ranks: list[int], options: Any) -
 def shrink(backend: Any, kind: Any, excluded: list[int], flags: int) -> Any:
     """The backend of the ranks that are left. Raises InvalidArgumentError where an excluded one lives: it
     would wait for the others."""
-    backend._served.refuse_at_end(backend)
+    backend._served.raise_at_end(backend)
     living = [rank for rank in excluded if _lives(backend, rank)]
     if living:
         raise InvalidArgumentError(

@@ -74,7 +74,7 @@ class Messages(GroupState):
         collectives are served, which ranks learn one after the other, is not asked."""
         used = self._messages.is_used
         if used is None:
-            self._served.refuse_at_end(self)
+            self._served.raise_at_end(self)
             # A group within the default one has no gloo for messages, whatever is named for it.
             is_ours = self.within is not None or self._served.is_named(self, _CPU)
             used = is_ours and self._messages.meet()
@@ -82,7 +82,7 @@ class Messages(GroupState):
 
     def _host_message(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
         """A message that the group's mailbox carries."""
-        self._served.refuse_at_end(self)
+        self._served.raise_at_end(self)
         if operation == "send":
             assert peer is not None
             work = self._messages.send(tensor, peer, tag)
@@ -118,7 +118,7 @@ class Messages(GroupState):
 
     def _point_to_point(self, operation: str, tensor: torch.Tensor, peer: int) -> dist.Work:
         """Tags are not looked at, as NCCL does not look at them."""
-        self._served.refuse_at_end(self)
+        self._served.raise_at_end(self)
         work, ours = self._p2p.begin(tensor, peer, operation == "send")
         if ours:
             note(operation, NAME)
@@ -134,7 +134,7 @@ class Messages(GroupState):
     # batch's end, and be waited for before that.
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._served.refuse_at_end(self)
+        self._served.raise_at_end(self)
         self._batch = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work | None:

@@ -88,9 +88,9 @@ class PointToPoint:
                 prepare = layout.message(tensor, peer, sends)
             except BaseException as error:
                 with contextlib.suppress(Error):
-                    stream.submit(comm, comm._refuse, (reason_of(error), message), [])
+                    stream.submit(comm, comm._decline, (reason_of(error), message), [])
                 raise
-            prepared = Prepared(prepare, lambda why, **on: comm._refuse(why, message, **on))
+            prepared = Prepared(prepare, lambda why, **on: comm._decline(why, message, **on))
         return TorchWork(stream.submit(comm, call, (tensor, peer), [tensor], prepared)), True
 
     def use_communicator(

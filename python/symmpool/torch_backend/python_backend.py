@@ -50,10 +50,10 @@ _NO_TIMEOUT = datetime.timedelta(0)
 def _refusing(what: str, instead: str) -> Any:
     """A method of torch's backends that ours refuses."""
 
-    def refuse(self: Any, *arguments: Any, **options: Any) -> Any:
+    def unsupported(self: Any, *arguments: Any, **options: Any) -> Any:
         raise UnsupportedError(f"symmpool: {what} is not served: {instead}")
 
-    return refuse
+    return unsupported
 
 
 def _without_work(call: Callable[..., Any]) -> Any:

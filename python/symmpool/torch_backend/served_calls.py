@@ -44,7 +44,7 @@ class ServedCalls:
         try:
             call, arguments, prepare, results = planner(*given)
         except BaseException as why:
-            if self._refuse(tensor.device, why):
+            if self._decline(tensor.device, why):
                 raise
             return None
         try:
@@ -93,7 +93,7 @@ class ServedCalls:
                     check_call(number_of(tensor.device), self._rank, self._size, call, arguments)
         except BaseException as why:
             is_async = getattr(opts, "asyncOp", True)
-            if self._refuse(tensor.device, why, len(calls) if is_async else 1):
+            if self._decline(tensor.device, why, len(calls) if is_async else 1):
                 raise
             return None
         works = [self._run(operation, opts, tensor, _as_it_is, plan) for plan in made[:1]]
@@ -110,7 +110,7 @@ class ServedCalls:
             first_call.check(self.key, number_of(device), member, (call, arguments), make)
         return self._served.entry(self, device)
 
-    def _refuse(self: Any, device: torch.device, why: BaseException, calls: int = 1) -> bool:
+    def _decline(self: Any, device: torch.device, why: BaseException, calls: int = 1) -> bool:
         """Reports to the other ranks that this one refuses a call on a device, or several that are begun
         together. Returns False where a fallback backend serves that device."""
         if not self._served.is_known(device) and self.may_serve(device):
@@ -121,7 +121,7 @@ class ServedCalls:
         if entry is None:
             return False
         for _ in range(calls):
-            entry.refuse(reason_of(why))
+            entry.decline_call(reason_of(why))
         return True
 
     def _moves(self: Any, tensor: torch.Tensor) -> bool:
@@ -143,7 +143,7 @@ class ServedCalls:
             "the other ranks; pass one that has"
         )
         served = [number for number, is_served in list(self._served.known.items()) if is_served]
-        if self._refuse(torch.device("cpu" if not served or -1 in served else f"cuda:{served[0]}"), why):
+        if self._decline(torch.device("cpu" if not served or -1 in served else f"cuda:{served[0]}"), why):
             raise why
 
     def _reduces(self: Any, tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from symmpool.communicators import cache, forks
 from symmpool.communicators.entry import explainer
 from symmpool.errors import Error, TimeoutError
-from symmpool.groups import agreement, process_groups, refusals, resolution
+from symmpool.groups import agreement, declined_calls, process_groups, resolution
 from symmpool.torch_backend import subgroups
 
 __all__ = ["NAME", "ServedDevices", "number_of"]
@@ -56,7 +56,7 @@ class ServedDevices:
         self.ended = True
         self.known.clear()
 
-    def refuse_at_end(self, group: Any) -> None:
+    def raise_at_end(self, group: Any) -> None:
         """Raises InvalidStateError once the group has ended, and in a forked child."""
         if self.is_lost:
             raise forks.error("a process group")
@@ -77,9 +77,9 @@ class ServedDevices:
         number = number_of(device)
         found = self.known.get(number)
         if found is None:
-            self.refuse_at_end(group)
+            self.raise_at_end(group)
             # A thread may still meet the ranks, to report a call that this one has refused.
-            refusals.await_reports(group.key)
+            declined_calls.await_reports(group.key)
             found = self.known.get(number)
         if found is None:
             found = _is_named(group, device.type) and self._agree(group, number)

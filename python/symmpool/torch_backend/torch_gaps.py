@@ -78,7 +78,7 @@ def _split_group(theirs: Callable[..., Any]) -> Any:
     def split_group(self: Any, ranks: Any, *arguments: Any, **options: Any) -> Any:
         ours = process_groups.ours(self)
         if ours is not None and self.rank() not in ranks:
-            ours._served.refuse_at_end(ours)
+            ours._served.raise_at_end(ours)
             return None
         return theirs(self, ranks, *arguments, **options)
 

@@ -195,7 +195,7 @@ impl CudaEngine {
     fn close_halfway(&mut self, why: &Error) {
         let rank = self.rank();
         self.close(&why.clone().context(format!(
-            "rank {rank}: a call failed halfway, so this communicator is closed; make a new one"
+            "rank {rank}: a call failed halfway, so this communicator has failed; make a new one"
         )));
     }
 

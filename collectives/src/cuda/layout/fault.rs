@@ -231,13 +231,13 @@ impl Record {
                 let (what, after) = if phase == SENDING {
                     let what = format!(
                         "waiting for rank {peer} to receive what rank {rank} sends it, on the device: earlier \
-                         sends fill all slots; the communicator is closed"
+                         sends fill all slots; the communicator has failed"
                     );
                     (what, timeout)
                 } else if phase == RECEIVING {
                     let what = format!(
                         "waiting for a message of rank {peer} in recv, on the device, on rank {rank}; the \
-                         communicator is closed"
+                         communicator has failed"
                     );
                     (what, timeout)
                 } else if phase >= MEMORY {
@@ -246,8 +246,8 @@ impl Record {
                     // The timeout of such a wait is in its call description: see `CudaEngine::wait`.
                     let what = format!(
                         "waiting for a signal of rank {peer} on channel {} on the device, on rank \
-                         {rank} (the number of the signal ends in {epoch}); the communicator is \
-                         closed",
+                         {rank} (the number of the signal ends in {epoch}); the communicator has \
+                         failed",
                         phase - CHANNEL
                     );
                     (what, Duration::from_nanos(ours[0]))
@@ -275,7 +275,7 @@ impl Record {
                     "all_to_all_v counts disagree in collective {epoch} on the device, seen on \
                      rank {rank}:\n  rank {sender} sends {sent} elements to rank {receiver}, which \
                      expects {expected}\nNothing was written where it should not be. The \
-                     communicator is closed: make a new one; what a rank sends must be what the \
+                     communicator has failed: make a new one; what a rank sends must be what the \
                      other receives."
                 ))
                 .naming([sender as u32, receiver as u32])
@@ -299,7 +299,7 @@ fn refused_message(rank: u32, ends: (u32, u32), sent: u64, expected: u64) -> Err
 fn failed_halfway(rank: u32, culprit: u32) -> Error {
     Error::mismatch(format!(
         "rank {culprit} failed in the middle of a call, as rank {rank} learned while it waited for it; see the error of rank \
-         {culprit}. What that call should have written is undefined. The communicator is closed: make a new one."
+         {culprit}. What that call should have written is undefined. The communicator has failed: make a new one."
     ))
     .naming([culprit])
 }
@@ -323,7 +323,7 @@ fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
         None => format!("on channel {channel}, by memory operations"),
     };
     format!(
-        "waiting for rank {peer} {what} {on}, on the device, on rank {rank}; the communicator is closed"
+        "waiting for rank {peer} {what} {on}, on the device, on rank {rank}; the communicator has failed"
     )
 }
 
@@ -468,7 +468,7 @@ pub(in crate::cuda) mod tests {
             assert!(error.is_diverged() && error.ranks() == [1, 2], "{error}");
             let text = error.to_string();
             let line = "rank 2 sends 100 f32 (400 bytes) to rank 1, which expects 99 u8 (99 bytes)";
-            assert!(text.contains(line) && text.contains("closed"), "{text}");
+            assert!(text.contains(line) && text.contains("failed"), "{text}");
         }
         assert!(left.error(&there).to_string().contains("which rank 1 left"));
         let theirs = [u64::from(ends) << 32, 7, 7, 7];

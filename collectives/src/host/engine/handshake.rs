@@ -22,7 +22,7 @@ impl HostEngine {
     /// # Errors
     ///
     /// `is_diverged`, the same on every rank, when calls differ; `is_timeout` or `is_peer_lost` when a peer makes no
-    /// call, which closes the communicator.
+    /// call, which fails the communicator.
     #[inline]
     pub(crate) fn handshake(&mut self, call: &Call) -> Result<()> {
         let (epoch, parity) = (self.epoch, self.parity());
@@ -73,7 +73,7 @@ impl HostEngine {
             };
             drop(check);
             if let Some(failure) = failure {
-                return Err(self.close(failure));
+                return Err(self.fail(failure));
             }
         }
         self.check_abort()?;
@@ -106,7 +106,7 @@ impl HostEngine {
             // next one, which it cannot reach before this rank has.
             let word = match self.await_handshake(peer, parity, epoch) {
                 Ok(word) => word,
-                Err(failure) => return Err(self.close(failure)),
+                Err(failure) => return Err(self.fail(failure)),
             };
             let slot = self.control.handshake(self.layout.rank, parity, peer);
             let theirs = Call::from_words(slot.description());
@@ -125,13 +125,13 @@ impl HostEngine {
         let (epoch, parity) = (self.epoch, self.parity());
         // Else the handshake of a call that a peer has not come to would be overwritten.
         debug_assert!(
-            self.refused.is_none(),
-            "a call catches up with those that this rank refused"
+            self.declined.is_none(),
+            "a call catches up with those that this rank declined"
         );
         let word = self.publish_call(call);
         let all_agree = match self.await_handshakes(word, parity, epoch) {
             Ok(all_agree) => all_agree,
-            Err(failure) => return Err(self.close(failure)),
+            Err(failure) => return Err(self.fail(failure)),
         };
         self.check_abort()?;
         let (control, me) = (&self.control, self.layout.rank);
@@ -162,7 +162,7 @@ impl HostEngine {
     #[inline]
     pub(crate) fn check_abort(&mut self) -> Result<()> {
         if let Some(failure) = self.control.reported_fault(&self.layout) {
-            return Err(self.close(failure));
+            return Err(self.fail(failure));
         }
         Ok(())
     }
@@ -200,7 +200,7 @@ impl HostEngine {
         let mut peers = self.in_waiting_order();
         let result = peers.try_for_each(|peer| self.await_step(peer, step));
         drop(peers);
-        result.map_err(|failure| self.close(failure))
+        result.map_err(|failure| self.fail(failure))
     }
 
     #[inline]
@@ -229,7 +229,7 @@ impl HostEngine {
         let number = self.plan_signals.take(peer, channel);
         match self.await_in_plan(peer, channel, number, phase) {
             Ok(_) => Ok(()),
-            Err(failure) => Err(self.close(failure)),
+            Err(failure) => Err(self.fail(failure)),
         }
     }
 
@@ -257,9 +257,9 @@ impl HostEngine {
         await_word(slot, |word| word == step, &mut waiter).map(|_| ())
     }
 
-    /// Closes the engine after a panic inside a call, which may have left its peers waiting.
+    /// Fails the engine after a panic inside a call, which may have left its peers waiting.
     #[cold]
-    pub(crate) fn abandon(&mut self) {
+    pub(crate) fn fail_after_panic(&mut self) {
         self.failed.get_or_init(|| {
             Error::invalid_state(format!(
                 "rank {}: an earlier call of this communicator panicked; rebuild it on every rank",
@@ -293,7 +293,7 @@ impl HostEngine {
             let (operation, timeout) = (self.operation, watchdog.timeout());
             let fault = |cause| WaitFault { cause, operation, phase, peer, epoch, timeout };
             if self.failed.get().is_some() {
-                // Another thread of this rank has closed the communicator in a message, and has reported that.
+                // Another thread of this rank has failed the communicator in a message, and has reported that.
                 let reporter = Some(self.layout.rank);
                 return Err(WaitFailure { fault: fault(Cause::Timeout), reporter });
             }
@@ -305,16 +305,20 @@ impl HostEngine {
         }
     }
 
-    /// Closes the communicator: reports the fault to the peers, unless a peer reported it, and keeps the error for
+    /// Fails the communicator: reports the fault to the peers, unless a peer reported it, and keeps the error for
     /// later calls.
     #[cold]
-    pub(super) fn close(&mut self, failure: WaitFailure) -> Error {
-        self.close_after(failure, None)
+    pub(super) fn fail(&mut self, failure: WaitFailure) -> Error {
+        self.fail_after_declining(failure, None)
     }
 
-    /// Closes the communicator after a call that this rank refused, too; the error then contains the reason for that.
+    /// Fails the communicator where this rank has declined a call before; the error then contains the reason for that.
     #[cold]
-    pub(super) fn close_after(&mut self, failure: WaitFailure, refused: Option<&Error>) -> Error {
+    pub(super) fn fail_after_declining(
+        &mut self,
+        failure: WaitFailure,
+        declined: Option<&Error>,
+    ) -> Error {
         let me = self.layout.rank;
         if failure.reporter.is_none() {
             for peer in self.peers() {
@@ -331,13 +335,12 @@ impl HostEngine {
             _ => Vec::new(),
         };
         let mut error = failure.fault.to_error(me, failure.reporter, &gone);
-        if let Some(why) = refused {
+        if let Some(why) = declined {
             let why = why.to_string();
             let why = why.trim_start_matches("symmpool: ");
-            error =
-                error.context(format!("rank {me} had refused its own arguments before ({why})"));
+            error = error.context(format!("rank {me} had declined its own call before ({why})"));
         }
-        tracing::error!(rank = me, epoch = failure.fault.epoch, %error, "communicator closed");
+        tracing::error!(rank = me, epoch = failure.fault.epoch, %error, "communicator failed");
         self.failed.get_or_init(|| error).clone()
     }
 }

@@ -1,13 +1,13 @@
 //! One rank's state of a communicator in host memory, and where data and scratch lie. `handshake` has the phases of
-//! a call and what happens when a wait fails; `plan_signals` the signals of plans; `refusal` has calls whose arguments this rank refuses.
+//! a call and what happens when a wait fails; `plan_signals` the signals of plans; `decline` has calls that this rank declines.
 
 #![allow(unsafe_code)] // builds the view of shared memory, from the caller's promise
 
+mod decline;
 mod handshake;
 pub(in crate::host) mod host_algorithm;
 pub(in crate::host) mod options;
 mod plan_signals;
-mod refusal;
 mod rehearsal;
 
 use std::fmt;
@@ -61,8 +61,8 @@ pub struct HostEngine {
     operation: u8,
     /// How long the current call waits for a rank: the value of `timeout` when the call began.
     call_timeout: Duration,
-    /// Calls that this rank refused, and which not all other ranks have reached yet.
-    refused: Option<refusal::Refused>,
+    /// Calls that this rank declined, and which not all other ranks have reached yet.
+    declined: Option<decline::DeclinedCalls>,
     plan_signals: plan_signals::PlanSignals,
     /// Shared with [`HostOneSided`](super::HostOneSided), which signals outside of calls.
     pub(in crate::host) failed: Arc<OnceLock<Error>>,
@@ -150,7 +150,7 @@ impl HostEngine {
             steps_before: 0,
             operation: 0,
             call_timeout: options.timeout,
-            refused: None,
+            declined: None,
             plan_signals: plan_signals::PlanSignals::new(layout.world),
             failed: Arc::default(),
             maker: ProcessId::here(),
@@ -175,12 +175,12 @@ impl HostEngine {
         self.layout.world
     }
 
-    /// The error that all calls return since the communicator was closed, if it was.
+    /// The error that all calls return since the communicator failed, if it has.
     pub fn failure(&self) -> Option<&Error> {
         self.failed.get()
     }
 
-    /// Returns an error after the communicator was closed, and in a process that was forked from the one that made
+    /// Returns an error after the communicator failed, and in a process that was forked from the one that made
     /// it. Every call begins with this.
     #[inline]
     pub(crate) fn ready(&self) -> Result<()> {

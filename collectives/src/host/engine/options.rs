@@ -37,7 +37,7 @@ pub struct HostEngineOptions {
     /// a lost rank long before the timeout. Default: processes are not checked.
     pub peer_alive: Option<PeerAlive>,
     /// Called several times a second while a rank waits for a late peer. Once it returns `true` the wait ends: the call
-    /// fails as `is_invalid_state`, and the communicator is closed, which the peers hear. Default: waits are not
+    /// fails as `is_invalid_state`, and the communicator has failed, which the peers hear. Default: waits are not
     /// interrupted.
     pub interrupted: Option<Interrupted>,
     /// How the ranks are linked. The all-reduce algorithm `cube_mesh` moves data over direct links only; it is the

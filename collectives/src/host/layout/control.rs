@@ -71,12 +71,12 @@ pub(in crate::host) struct PacketHeader {
 pub(in crate::host) struct MessageRecord {
     /// The last message to the owner that its sender has declined.
     pub(in crate::host) unsent: AtomicU64,
-    /// The first and the last of the owner's messages in a row that their receiver refused or declined.
+    /// The first and the last of the owner's messages in a row that their receiver declined.
     pub(in crate::host) first_untaken: AtomicU64,
     pub(in crate::host) last_untaken: AtomicU64,
     /// The last of the owner's messages that arrived and was not taken, what it held, and what was expected. The number
     /// is 0 while the others are written.
-    pub(in crate::host) refused: AtomicU64,
+    pub(in crate::host) declined: AtomicU64,
     pub(in crate::host) sent: AtomicU64,
     pub(in crate::host) expected: AtomicU64,
 }

@@ -30,7 +30,7 @@ pub(crate) struct HostOneSided {
     pub(in crate::host) layout: HeapLayout,
     pub(in crate::host) control: ControlBlock,
     pub(in crate::host) spin_policy: SpinPolicy,
-    /// The engine's error: once the communicator is closed, these operations fail too.
+    /// The engine's error: once the communicator has failed, these operations fail too.
     pub(in crate::host) failed: Arc<OnceLock<Error>>,
     maker: ProcessId,
     pub(in crate::host) alive: PeerAlive,
@@ -106,7 +106,7 @@ impl HostOneSided {
         HostChannels::new(part, self.layout.world)
     }
 
-    /// Returns an error after the communicator was closed, and in a process that was forked from its own.
+    /// Returns an error after the communicator failed, and in a process that was forked from its own.
     pub(crate) fn ready(&self) -> Result<()> {
         self.maker.check("a communicator")?;
         self.failed.get().map_or(Ok(()), |error| Err(error.clone()))
@@ -186,7 +186,7 @@ impl HostOneSided {
         }))
     }
 
-    /// The check that ends a wait without its signal: if the communicator was closed, here or on a peer, if the peer's
+    /// The check that ends a wait without its signal: if the communicator failed, here or on a peer, if the peer's
     /// process has ended, or if the timeout has passed.
     fn watch(&self, peer: u32, channel: u32, timeout: Duration) -> impl FnMut() -> Result<()> {
         let mut watchdog = None;

@@ -6,12 +6,12 @@
 //! the sender's control block how many it has taken. An empty message is one packet.
 //!
 //! Both ranks number the messages of each direction alike, however they end: a message that one of them does not make
-//! fails on both (`refusal`), and the next ones arrive.
+//! fails on both (`decline`), and the next ones arrive.
 
 #![allow(unsafe_code)] // copies between callers' memory and the control block
 
+mod decline;
 mod messages;
-mod refusal;
 
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError, TryLockError};
@@ -35,7 +35,7 @@ enum Arrival {
     Here,
     /// The peer does not make the message.
     Refused,
-    /// The peer has refused an earlier message of this rank, which no call has reported yet.
+    /// The peer has declined an earlier message of this rank, which no call has reported yet.
     News,
 }
 
@@ -58,8 +58,8 @@ impl HostOneSided {
             // The message before this one may have failed while this thread waited for its turn.
             self.ready()?;
             position.messages += 1;
-            match self.earlier_refused(peer) {
-                Some(error) => Err(self.give_up(error, direction, peer, &mut position)),
+            match self.earlier_declined(peer) {
+                Some(error) => Err(self.decline_counted(error, direction, peer, &mut position)),
                 None => match direction {
                     // SAFETY: the caller promised that the memory is readable for the payload's bytes, and that
                     // nobody writes it meanwhile.
@@ -115,9 +115,9 @@ impl HostOneSided {
                     }
                     return Err(self.untaken(peer, message));
                 }
-                Arrival::News => match self.earlier_refused(peer) {
+                Arrival::News => match self.earlier_declined(peer) {
                     Some(error) => {
-                        return Err(self.give_up(error, Direction::Send, peer, position));
+                        return Err(self.decline_counted(error, Direction::Send, peer, position));
                     }
                     // Another thread of this rank reports it.
                     None => continue,
@@ -159,9 +159,14 @@ impl HostOneSided {
             match self.await_packet(peer, (number, message), at == 0)? {
                 Arrival::Here => {}
                 Arrival::Refused => return Err(self.unsent(peer)),
-                Arrival::News => match self.earlier_refused(peer) {
+                Arrival::News => match self.earlier_declined(peer) {
                     Some(error) => {
-                        return Err(self.give_up(error, Direction::Receive, peer, position));
+                        return Err(self.decline_counted(
+                            error,
+                            Direction::Receive,
+                            peer,
+                            position,
+                        ));
                     }
                     // Another thread of this rank reports it.
                     None => continue,
@@ -179,7 +184,7 @@ impl HostOneSided {
                 continue;
             }
             if sent != payload {
-                return Err(self.refuse(peer, (sent, payload), position));
+                return Err(self.decline_arrived(peer, (sent, payload), position));
             }
             let part = (bytes - at).min(packet.room);
             // SAFETY: the caller promised that the memory is writable for `bytes`, of which this is a part; the
@@ -206,10 +211,10 @@ impl HostOneSided {
         let (slot, record) =
             (self.control.packets_sent(me, peer), self.control.message_record(me, peer));
         let is_unsent = || is_first && record.unsent.load(Ordering::Acquire) >= message;
-        let is_news = || is_first && self.is_refused_before(peer);
+        let is_news = || is_first && self.is_declined_before(peer);
         let accept = |sent: u64| sent >= number || is_unsent() || is_news();
         self.await_count(slot, (OpType::Recv, peer, number), accept)?;
-        // Everything that the peer did before it sent, or declined, is visible: so its earlier refusal comes first.
+        // Everything that the peer did before it sent, or declined, is visible: so what it declined earlier comes first.
         let is_unsent = is_unsent();
         // A message is declined behind all packets that were sent before, so the count is read last.
         let is_here = slot.word.load(Ordering::Acquire) >= number;
@@ -231,7 +236,7 @@ impl HostOneSided {
         is_first: bool,
     ) -> Result<Arrival> {
         let slot = self.control.packets_taken(self.layout.rank, peer);
-        let is_news = || is_first && self.is_refused_before(peer);
+        let is_news = || is_first && self.is_declined_before(peer);
         let is_room = |taken: u64| taken + PACKETS >= number;
         let accept = |taken| is_room(taken) || self.is_untaken(peer, message) || is_news();
         let taken = self.await_count(slot, (OpType::Send, peer, number), accept)?;
@@ -244,7 +249,7 @@ impl HostOneSided {
         })
     }
 
-    /// Waits until a count is accepted. If the wait ends before, the communicator is closed, as the part of a
+    /// Waits until a count is accepted. If the wait ends before, the communicator has failed, as the part of a
     /// message that was transferred cannot be undone; peers are notified (rule S5).
     fn await_count(
         &self,
@@ -262,7 +267,7 @@ impl HostOneSided {
             let fault =
                 |cause| WaitFault { cause, operation, phase: 0, peer, epoch: number, timeout };
             if self.failed.get().is_some() {
-                // Another thread of this rank has closed the communicator, and reported it.
+                // Another thread of this rank has failed the communicator, and reported it.
                 let reporter = Some(self.layout.rank);
                 return Err(WaitFailure { fault: fault(Cause::Timeout), reporter });
             }
@@ -278,14 +283,14 @@ impl HostOneSided {
                     self.control.report_fault(peer, me, &end.fault);
                 }
             }
-            self.close(end.fault.to_error(me, end.reporter, &[]))
+            self.fail(end.fault.to_error(me, end.reporter, &[]))
         })
     }
 
     /// Keeps the error for later calls, unless there was one before.
     #[cold]
-    fn close(&self, error: Error) -> Error {
-        tracing::error!(rank = self.layout.rank, %error, "communicator closed");
+    fn fail(&self, error: Error) -> Error {
+        tracing::error!(rank = self.layout.rank, %error, "communicator failed");
         self.failed.get_or_init(|| error).clone()
     }
 

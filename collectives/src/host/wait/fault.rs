@@ -1,4 +1,4 @@
-//! Why a communicator was closed, and how a rank reports that to the others (rule S5).
+//! Why a communicator has failed, and how a rank reports that to the others (rule S5).
 
 use std::fmt;
 use std::time::Duration;
@@ -67,7 +67,7 @@ impl WaitFault {
             Some(reporter) => format!(", as rank {reporter} reported to rank {rank}"),
             None => format!(" on rank {rank}"),
         };
-        let text = format!("{self}{source}; the communicator is closed and must be rebuilt");
+        let text = format!("{self}{source}; the communicator has failed and must be rebuilt");
         match self.cause {
             Cause::Timeout => Error::timeout(
                 format!("waiting for rank {} in {text}", self.peer),

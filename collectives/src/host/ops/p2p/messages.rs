@@ -8,8 +8,8 @@ use std::sync::atomic::AtomicU64;
 pub(in crate::host) struct PeerMessages {
     pub(in crate::host) sends: Turns,
     pub(in crate::host) receives: Turns,
-    /// The last of this rank's messages of which it knows that the peer has refused it.
-    pub(in crate::host) known_refused: AtomicU64,
+    /// The last of this rank's messages of which it knows that the peer has declined it.
+    pub(in crate::host) known_declined: AtomicU64,
 }
 
 /// Messages in one direction. A thread holds the lock while it is in a message.

@@ -2,7 +2,7 @@
 //!
 //! Such a message counts on both ranks, and fails on both. Whoever declines a message publishes its number and goes on.
 //! The other rank finds the number where it would wait. If the message was sent already, its receiver skips it, and
-//! records for the sender what was refused; the sender's next message to or from this peer fails with that.
+//! records for the sender what was declined; the sender's next message to or from this peer fails with that.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -10,29 +10,31 @@ use symmpool_allocator::{Error, Result};
 
 use super::messages::Position;
 use super::publish;
-use crate::call::p2p::{Afterwards, Direction, Payload, declined, payloads_differ, refused_before};
+use crate::call::p2p::{
+    Afterwards, Direction, Payload, declined, declined_before, payloads_differ,
+};
 use crate::host::ops::one_sided::HostOneSided;
 use crate::host::wait::waiter::wake;
 use crate::signal::wake_sleepers;
 
 impl HostOneSided {
-    /// To be called instead of a message whose arguments this rank refuses: the peer's call fails too, and both ranks
-    /// count the message. Does not wait. Returns what to report: `why`, or why the communicator is closed.
+    /// To be called instead of a message whose arguments are wrong: the peer's call fails too, and both ranks
+    /// count the message. Does not wait. Returns what to report: `why`, or why the communicator has failed.
     #[cold]
     pub(crate) fn decline(&self, why: Error, direction: Direction, peer: u32) -> Error {
-        if let Err(closed) = self.ready() {
-            return closed;
+        if let Err(failed) = self.ready() {
+            return failed;
         }
         self.turns(direction, peer).declined.fetch_add(1, Ordering::SeqCst);
         self.settle(direction, peer);
         why
     }
 
-    /// Reports messages to a peer that were refused after they had been sent, of which no call has reported yet.
-    pub(crate) fn report_refused(&self) -> Result<()> {
+    /// Reports messages to a peer that it declined after they had been sent, of which no call has reported yet.
+    pub(crate) fn report_declined(&self) -> Result<()> {
         self.ready()?;
         let mut peers = (0..self.layout.world).filter(|peer| *peer != self.layout.rank);
-        peers.find_map(|peer| self.take_refused(peer)).map_or(Ok(()), Err)
+        peers.find_map(|peer| self.take_declined(peer)).map_or(Ok(()), Err)
     }
 
     /// Declines the messages that are still to be declined.
@@ -50,7 +52,7 @@ impl HostOneSided {
 
     /// Ends a message that this rank does not make for this reason. Returns that.
     #[cold]
-    pub(super) fn give_up(
+    pub(super) fn decline_counted(
         &self,
         why: Error,
         direction: Direction,
@@ -58,7 +60,7 @@ impl HostOneSided {
         position: &mut Position,
     ) -> Error {
         self.decline_now(direction, peer, position);
-        refused_before(why, direction, self.layout.rank, peer)
+        declined_before(why, direction, self.layout.rank, peer)
     }
 
     /// Notifies the peer that this rank does not make the message that was counted last.
@@ -96,21 +98,21 @@ impl HostOneSided {
     /// Skips a message that was declined here, and arrived nevertheless.
     #[cold]
     pub(super) fn skip(&self, peer: u32, (message, sent): (u64, Payload), at: &mut Position) {
-        self.record_refused(peer, message, (sent, Payload::DECLINED));
+        self.record_declined(peer, message, (sent, Payload::DECLINED));
         self.take_whole(peer, sent, at);
         self.wake_peer(peer);
     }
 
-    /// Refuses the message that has arrived, as this rank expects something else.
+    /// Declines the message that has arrived, as this rank expects something else.
     #[cold]
-    pub(super) fn refuse(
+    pub(super) fn decline_arrived(
         &self,
         peer: u32,
         (sent, expected): (Payload, Payload),
         position: &mut Position,
     ) -> Error {
         let me = self.layout.rank;
-        self.record_refused(peer, position.messages, (sent, expected));
+        self.record_declined(peer, position.messages, (sent, expected));
         // Before the packets count as taken: else their sender could take the message for received.
         self.publish_untaken(peer, position);
         self.take_whole(peer, sent, position);
@@ -148,9 +150,9 @@ impl HostOneSided {
     #[cold]
     pub(super) fn untaken(&self, peer: u32, message: u64) -> Error {
         let me = self.layout.rank;
-        self.messages[peer as usize].known_refused.fetch_max(message, Ordering::Relaxed);
-        match self.last_refused(peer) {
-            Some((refused, payloads)) if refused == message => {
+        self.messages[peer as usize].known_declined.fetch_max(message, Ordering::Relaxed);
+        match self.last_declined(peer) {
+            Some((declined, payloads)) if declined == message => {
                 payloads_differ(me, (me, peer), payloads, Afterwards::Usable)
             }
             _ => declined(me, Direction::Receive, (me, peer), Afterwards::Usable),
@@ -164,53 +166,53 @@ impl HostOneSided {
         declined(me, Direction::Send, (peer, me), Afterwards::Usable)
     }
 
-    /// Records for the sender that this message of its was refused, or declined.
-    fn record_refused(&self, peer: u32, message: u64, (sent, expected): (Payload, Payload)) {
+    /// Records for the sender that this message of its was declined.
+    fn record_declined(&self, peer: u32, message: u64, (sent, expected): (Payload, Payload)) {
         let record = self.control.message_record(peer, self.layout.rank);
-        record.refused.store(0, Ordering::Relaxed);
+        record.declined.store(0, Ordering::Relaxed);
         fence(Ordering::Release);
         record.sent.store(sent.word(), Ordering::Relaxed);
         record.expected.store(expected.word(), Ordering::Relaxed);
-        record.refused.store(message, Ordering::Release);
+        record.declined.store(message, Ordering::Release);
     }
 
-    /// The last of this rank's messages that the peer has refused after it arrived, what it held, and what was expected.
-    fn last_refused(&self, peer: u32) -> Option<(u64, (Payload, Payload))> {
+    /// The last of this rank's messages that the peer has declined after it arrived, what it held, and what was expected.
+    fn last_declined(&self, peer: u32) -> Option<(u64, (Payload, Payload))> {
         let record = self.control.message_record(self.layout.rank, peer);
         loop {
-            let message = record.refused.load(Ordering::Acquire);
+            let message = record.declined.load(Ordering::Acquire);
             if message == 0 {
                 // Perhaps another one is recorded now; that is found later.
                 return None;
             }
             let words = [&record.sent, &record.expected].map(|word| word.load(Ordering::Relaxed));
             fence(Ordering::Acquire);
-            if record.refused.load(Ordering::Relaxed) == message {
+            if record.declined.load(Ordering::Relaxed) == message {
                 let [sent, expected] = words.map(Payload::from_word);
                 return Some((message, (sent, expected)));
             }
         }
     }
 
-    /// Whether the peer has refused a message of this rank of which no call has reported yet.
+    /// Whether the peer has declined a message of this rank of which no call has reported yet.
     #[inline]
-    pub(super) fn is_refused_before(&self, peer: u32) -> bool {
+    pub(super) fn is_declined_before(&self, peer: u32) -> bool {
         let record = self.control.message_record(self.layout.rank, peer);
-        record.refused.load(Ordering::Acquire)
-            > self.messages[peer as usize].known_refused.load(Ordering::Relaxed)
+        record.declined.load(Ordering::Acquire)
+            > self.messages[peer as usize].known_declined.load(Ordering::Relaxed)
     }
 
-    /// The error of a message that the peer has refused after it was sent. Each is returned once.
+    /// The error of a message that the peer has declined after it was sent. Each is returned once.
     #[inline]
-    pub(super) fn earlier_refused(&self, peer: u32) -> Option<Error> {
-        if self.is_refused_before(peer) { self.take_refused(peer) } else { None }
+    pub(super) fn earlier_declined(&self, peer: u32) -> Option<Error> {
+        if self.is_declined_before(peer) { self.take_declined(peer) } else { None }
     }
 
     #[cold]
-    fn take_refused(&self, peer: u32) -> Option<Error> {
+    fn take_declined(&self, peer: u32) -> Option<Error> {
         let me = self.layout.rank;
-        let (message, payloads) = self.last_refused(peer)?;
-        let known = &self.messages[peer as usize].known_refused;
+        let (message, payloads) = self.last_declined(peer)?;
+        let known = &self.messages[peer as usize].known_declined;
         // Another thread of this rank may report it.
         let is_news = known.fetch_max(message, Ordering::Relaxed) < message;
         is_news.then(|| payloads_differ(me, (me, peer), payloads, Afterwards::Usable))
