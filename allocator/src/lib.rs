@@ -45,8 +45,8 @@ pub use fork::ProcessId;
 pub use group::{Group, Hosts, Launch};
 pub use heap::HeapLayout;
 pub use pool::{
-    Block, CONTROL_LANE, CommitReport, JointBlock, Lane, Pool, PoolBuilder, PoolStats,
-    PreparedPool, Topic,
+    BarrierId, Block, CONTROL_LANE, CommitReport, JointBlock, Lane, Pool, PoolBuilder, PoolStats,
+    PreparedPool,
 };
 pub use quote::{Short, short};
 pub use random::random_bytes;

@@ -33,7 +33,7 @@
 mod addresses;
 mod call_lock;
 mod channel_set;
-mod choice;
+mod decision;
 mod decline;
 mod engine;
 mod expert_making;
@@ -60,7 +60,7 @@ use std::fmt;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use symmpool_allocator::topology::Mesh;
+use symmpool_allocator::topology::TopologyKind;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
 use crate::cuda::Area;
@@ -70,8 +70,8 @@ use crate::types::timeout::Timeout;
 use crate::{CommunicatorMemory, Element, Place, ReduceOp, StandardCollective};
 use call_lock::CallLock;
 pub use channel_set::ChannelSet;
-use choice::Choices;
-pub use choice::Selector;
+use decision::Choices;
+pub use decision::Selector;
 use engine::AnyEngine;
 pub use experts::{ExpertBuffer, ReceivedParts};
 pub use explain::{CallPlan, Explanation};
@@ -150,7 +150,7 @@ pub struct Communicator {
     /// Whether a device had no room, which nobody has asked for yet.
     shortage: AtomicBool,
     /// How the ranks are linked.
-    mesh: Mesh,
+    mesh: TopologyKind,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
     /// engine's.
     one_sided: Option<HostOneSided>,

@@ -37,7 +37,7 @@ pub use call::experts::{
 };
 pub use call::matmul::shape::{MatmulKind, MatmulShape};
 pub use call::matmul::{
-    MatmulAllReduce, MatmulGather, MatmulScatter, MatmulTerm, RightMatrix, Rows,
+    MatmulAllReduce, MatmulGather, MatmulScatter, MatmulTerm, MatrixView, RightMatrix,
 };
 pub use call::norm::{FusedAlgorithm, NormBuffers, NormShape};
 pub use call::norm_output::NormOutput;

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pool_ranks::ranks;
-use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
+use symmpool_allocator::topology::{Link, LinkMatrix, Topology, TopologyKind};
 use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, FusedAlgorithm, NormOutput,
@@ -392,7 +392,7 @@ fn even_and_odd(world: u32) -> Topology {
 #[test]
 fn given_links_choose_the_algorithm_and_change_no_bits() {
     // S7
-    assert_eq!(even_and_odd(8).mesh(), Mesh::HybridCubeMesh);
+    assert_eq!(even_and_odd(8).kind(), TopologyKind::HybridCubeMesh);
     ranks(8, |pool| {
         let values: Vec<f32> =
             (0..5000).map(|i| (i as f32 + 0.1).sin() / (1.0 + pool.rank() as f32)).collect();

@@ -218,7 +218,7 @@ pub(crate) fn launch(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     found.set_item("rank", launch.rank())?;
     found.set_item("world", launch.world())?;
     found.set_item("local_rank", launch.local_rank())?;
-    found.set_item("meeting", launch.meeting())?;
+    found.set_item("meeting", launch.store_address())?;
     Ok(Some(found))
 }
 

@@ -70,7 +70,7 @@ pub(crate) fn machine(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         ranks.clone().map(row).collect()
     });
     found.set_item("links", links)?;
-    found.set_item("mesh", topology.map(|topology| topology.mesh().to_string()))?;
+    found.set_item("mesh", topology.map(|topology| topology.kind().to_string()))?;
     let dict = PyDict::new(py);
     match compiler {
         Ok(compiler) => {

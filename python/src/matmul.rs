@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use symmpool_allocator::Error;
 use symmpool_collectives::{
     DType, MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape, MatmulTerm,
-    RightMatrix, Rows,
+    MatrixView, RightMatrix,
 };
 
 use crate::communicator::Communicator;
@@ -347,8 +347,8 @@ fn named(kind: &str, dtype: &str) -> Option<(MatmulKind, DType)> {
 }
 
 /// A matrix by its address and bytes from one row to the next.
-fn rows_at((begin, pitch): (u64, u64)) -> Rows {
-    Rows { begin, pitch }
+fn rows_at((begin, pitch): (u64, u64)) -> MatrixView {
+    MatrixView { begin, pitch }
 }
 
 fn types_named((dtype, out): (&str, &str)) -> Result<(DType, DType), Refusal> {

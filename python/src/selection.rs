@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::{PyRuntimeWarning, PyTypeError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use symmpool_allocator::topology::Mesh;
+use symmpool_allocator::topology::TopologyKind;
 use symmpool_allocator::{Error, short};
 use symmpool_collectives::{CallShape, ReduceOp, Selector, StandardCollective};
 
@@ -92,10 +92,10 @@ pub(crate) struct Function(Py<PyAny>);
 impl Function {
     fn call(&self, py: Python<'_>, call: &CallShape) -> PyResult<Option<String>> {
         let topology = match call.topology {
-            Mesh::FullyConnected { .. } => "fully_connected",
-            Mesh::HybridCubeMesh => "hybrid_cube_mesh",
-            Mesh::Other => "other",
-            Mesh::Unknown => "unknown",
+            TopologyKind::FullyConnected { .. } => "fully_connected",
+            TopologyKind::HybridCubeMesh => "hybrid_cube_mesh",
+            TopologyKind::Other => "other",
+            TopologyKind::Unknown => "unknown",
         };
         let (dtype, op) = (long_name(call.dtype), call.op.map(ReduceOp::name));
         let windows = window_names(call.input_window, call.output_window);

@@ -30,7 +30,7 @@ pub struct Launch {
     pub(super) rank: u32,
     pub(super) world: u32,
     pub(super) local_rank: Option<u32>,
-    pub(super) meeting: Meeting,
+    pub(super) store: StoreAddress,
     /// Whether the launcher says that all ranks are on one machine.
     pub(super) one_machine: bool,
     /// Secret of the group, which participants have to know. `Debug` does not show it.
@@ -39,13 +39,13 @@ pub struct Launch {
 
 /// Where the ranks meet.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Meeting {
+pub(super) enum StoreAddress {
     /// Name or address of the machine that rank 0 runs on, and a port there.
     Tcp(String, u16),
     Folder(String),
 }
 
-impl fmt::Display for Meeting {
+impl fmt::Display for StoreAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp(address, port) => write!(f, "{address}:{port}"),
@@ -97,8 +97,8 @@ impl Launch {
     }
 
     /// Where the ranks meet: `HOST:PORT`, or `file:///DIRECTORY`.
-    pub fn meeting(&self) -> String {
-        self.meeting.to_string()
+    pub fn store_address(&self) -> String {
+        self.store.to_string()
     }
 
     /// Reads variables through `lookup`.
@@ -107,20 +107,20 @@ impl Launch {
         let local = found.all().filter_map(|launcher| launcher.local_rank);
         let local = local.map(|name| optional(lookup, name, "a rank"));
         let local_rank = local.collect::<Result<Vec<_>>>()?.into_iter().flatten().next();
-        let meeting = match lookup(FOLDER).filter(|folder| !folder.is_empty()) {
-            Some(folder) => Meeting::Folder(directory(&folder)?),
-            None => Meeting::Tcp(address(&found, lookup)?, port(&found, lookup)?),
+        let store = match lookup(FOLDER).filter(|folder| !folder.is_empty()) {
+            Some(folder) => StoreAddress::Folder(directory(&folder)?),
+            None => StoreAddress::Tcp(address(&found, lookup)?, port(&found, lookup)?),
         };
         let secret = lookup("SYMMPOOL_SECRET").filter(|secret| !secret.is_empty());
         let (rank, world, launcher) = (found.rank, found.world, found.name(lookup));
         let one_machine = is_one_machine(&found, lookup)?;
-        Ok(Some(Self { launcher, rank, world, local_rank, meeting, one_machine, secret }))
+        Ok(Some(Self { launcher, rank, world, local_rank, store, one_machine, secret }))
     }
 
     /// Text on why ranks may not come to a store that listens at `served`: its name is one that only this machine has for
     /// itself. A launch that names the address itself means it.
     pub(super) fn doubt(&self, served: Option<SocketAddr>) -> Option<String> {
-        let Meeting::Tcp(name, _) = &self.meeting else { return None };
+        let StoreAddress::Tcp(name, _) = &self.store else { return None };
         let is_meant = self.one_machine || name == "localhost" || name.parse::<IpAddr>().is_ok();
         let at = served.filter(|at| at.ip().is_loopback() && !is_meant)?.ip();
         Some(format!(
@@ -135,9 +135,9 @@ impl Launch {
         deadline: Deadline,
         interrupt: Option<&Interrupt>,
     ) -> Result<(Arc<dyn Store>, Option<TcpServer>)> {
-        let (address, port) = match &self.meeting {
-            Meeting::Folder(folder) => return Ok((Arc::new(FileStore::open(folder)?), None)),
-            Meeting::Tcp(address, port) => (address.as_str(), *port),
+        let (address, port) = match &self.store {
+            StoreAddress::Folder(folder) => return Ok((Arc::new(FileStore::open(folder)?), None)),
+            StoreAddress::Tcp(address, port) => (address.as_str(), *port),
         };
         let secret = self.secret.as_ref().map(Secret::new).transpose()?;
         let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
@@ -297,7 +297,7 @@ impl fmt::Debug for Launch {
             .field("rank", &self.rank)
             .field("world", &self.world)
             .field("local_rank", &self.local_rank)
-            .field("meeting", &self.meeting)
+            .field("store", &self.store)
             .field("secret", &self.secret.as_ref().map(|_| "(set)"))
             .finish()
     }

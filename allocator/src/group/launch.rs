@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::env::{Launch, Meeting, not_launched};
+use super::env::{Launch, StoreAddress, not_launched};
 use super::{Group, Interrupt, Member, check_rank};
 use crate::store::TcpServer;
 use crate::{Deadline, Error, Result};
@@ -96,9 +96,9 @@ impl Group {
             )));
         };
         let secret = secret.map(str::to_owned);
-        let meeting = Meeting::Tcp(host.to_owned(), port);
+        let store = StoreAddress::Tcp(host.to_owned(), port);
         let launcher = "";
-        Ok(Launch { launcher, rank, world, local_rank: None, meeting, one_machine: false, secret })
+        Ok(Launch { launcher, rank, world, local_rank: None, store, one_machine: false, secret })
     }
 
     pub(super) fn from_launch(
@@ -108,7 +108,7 @@ impl Group {
     ) -> Result<Self> {
         let Launch { rank, world, local_rank, .. } = *launch;
         let (store, server) = launch.meet(deadline, interrupt.as_ref()).map_err(|error| {
-            error.context(format!("meeting at {} as rank {rank} of {world}", launch.meeting))
+            error.context(format!("meeting at {} as rank {rank} of {world}", launch.store))
         })?;
         let doubt = launch.doubt(server.as_ref().map(TcpServer::local_addr));
         let member = Member { rank, world, local_rank, store, doubt, _server: server };

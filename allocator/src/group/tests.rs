@@ -1,6 +1,6 @@
 //! Groups and their gathers.
 
-use super::env::{Launch, Meeting};
+use super::env::{Launch, StoreAddress};
 use super::*;
 use crate::testing::on_ranks;
 
@@ -95,7 +95,7 @@ fn groups_from_a_launcher_meet_over_tcp() {
                     rank,
                     world: 3,
                     local_rank: Some(rank),
-                    meeting: Meeting::Tcp("127.0.0.1".into(), port),
+                    store: StoreAddress::Tcp("127.0.0.1".into(), port),
                     one_machine: true,
                     secret: Some("a secret of this test".into()),
                 };
@@ -143,7 +143,7 @@ fn a_store_for_the_network_needs_a_secret() {
         rank: 0,
         world: 2,
         local_rank: None,
-        meeting: Meeting::Tcp("0.0.0.0".into(), 1),
+        store: StoreAddress::Tcp("0.0.0.0".into(), 1),
         one_machine: false,
         secret: None,
     };

@@ -219,7 +219,7 @@ impl PreparedRank {
         };
         let first_on_device = peers.first_on_device();
         let identities = peers.identities().clone();
-        let notes = peers.sockets().is_some() && hosts.count() == 1;
+        let has_barrier_messages = peers.sockets().is_some() && hosts.count() == 1;
         let inner = Inner {
             group,
             on_host,
@@ -238,7 +238,7 @@ impl PreparedRank {
             devices,
             pids,
             first_on_device,
-            notes,
+            has_barrier_messages,
             _on_device: on_device,
             maker: ProcessId::here(),
         };

@@ -85,7 +85,7 @@ impl Committer {
         let missed = self.peers.take_missed();
         let final_miss = |why: &Error| ranks_lost_each_other(why) || self.incomplete.is_some();
         if ranks_lost_each_other(error) || missed.as_ref().is_some_and(final_miss) {
-            self.peers.give_up(error);
+            self.peers.fail(error);
             self.broken = Some(error.clone());
         } else if let Some(why) = missed {
             self.mark_incomplete(&why);
@@ -94,7 +94,7 @@ impl Committer {
 
     /// Notes that this rank did not complete what others may have completed.
     pub(super) fn mark_incomplete(&mut self, cause: &Error) {
-        self.peers.give_up(&incomplete_commit(&cause.message()));
+        self.peers.fail(&incomplete_commit(&cause.message()));
         self.incomplete = Some(cause.message());
     }
 }

@@ -20,7 +20,7 @@
 //! | `background` | a commit in a background thread, which reports a failure of this rank |
 //! | `commit_due` | whether a commit is due |
 //! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
-//! | `meeting` | ranks that wait for each other, of which any may leave again |
+//! | `host_barrier` | ranks that wait for each other, of which any may leave again |
 //! | `nccl_windows` | registering windows with NCCL |
 //! | `on_host` | the ranks of one host among themselves |
 //! | `nested` | pools of some of another pool's ranks, which are made without a word to the others |
@@ -39,9 +39,9 @@ mod commit_guard;
 mod committer;
 mod early_handles;
 mod free_queue;
+mod host_barrier;
 mod lane;
 mod lane_memory;
-mod meeting;
 mod nccl_windows;
 mod nested;
 mod on_device;
@@ -63,8 +63,8 @@ use bytemuck::Pod;
 pub use block::Block;
 pub use builder::{PoolBuilder, PreparedPool};
 pub use commit::CommitReport;
+pub use host_barrier::BarrierId;
 pub use lane::Lane;
-pub use meeting::Topic;
 pub use together::JointBlock;
 
 use crate::driver::{DeviceIdentity, Driver, Stream};
@@ -124,8 +124,8 @@ struct Inner {
     pids: Vec<Option<u32>>,
     /// See [`Pool::is_first_on_device`].
     first_on_device: bool,
-    /// Whether any rank can leave notes for all others, on sockets.
-    notes: bool,
+    /// Whether ranks can send messages of barriers to all others, on sockets.
+    has_barrier_messages: bool,
     _on_device: OnDevice,
     maker: ProcessId,
 }

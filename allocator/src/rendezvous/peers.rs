@@ -165,9 +165,9 @@ impl Peers {
     }
 
     /// Sends the connected peers the reason why this rank takes part in nothing more.
-    pub(crate) fn give_up(&mut self, error: &Error) {
+    pub(crate) fn fail(&mut self, error: &Error) {
         if let Some(sockets) = &mut self.sockets {
-            sockets.give_up(error);
+            sockets.fail(error);
         }
     }
 

@@ -95,7 +95,7 @@ impl LinkMatrix {
 
 /// The classes of shape by which algorithms are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Mesh {
+pub enum TopologyKind {
     /// Every rank reaches every other without passing through a third.
     FullyConnected {
         /// The fewest links between any two; 0 if no pair is connected by a wire (one rank, one device, host
@@ -111,7 +111,7 @@ pub enum Mesh {
     Unknown,
 }
 
-impl fmt::Display for Mesh {
+impl fmt::Display for TopologyKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::FullyConnected { links: 0 } => f.write_str("fully connected (no wires between)"),
@@ -124,18 +124,18 @@ impl fmt::Display for Mesh {
 }
 
 /// The class of a matrix.
-pub fn classify(matrix: &LinkMatrix) -> Mesh {
+pub fn classify(matrix: &LinkMatrix) -> TopologyKind {
     if matrix.each_pair().any(|link| link == Link::Unknown) {
-        return Mesh::Unknown;
+        return TopologyKind::Unknown;
     }
     if matrix.each_pair().all(Link::is_direct) {
         let wires = matrix.each_pair().filter_map(|link| match link {
             Link::NvLink(links) | Link::NvSwitch(links) => Some(links),
             Link::Local | Link::Pci | Link::Unknown => None,
         });
-        return Mesh::FullyConnected { links: wires.min().unwrap_or(0) };
+        return TopologyKind::FullyConnected { links: wires.min().unwrap_or(0) };
     }
-    if is_hybrid_cube_mesh(matrix) { Mesh::HybridCubeMesh } else { Mesh::Other }
+    if is_hybrid_cube_mesh(matrix) { TopologyKind::HybridCubeMesh } else { TopologyKind::Other }
 }
 
 /// Two quads with all six links each, and four links that pair their members off.
@@ -197,19 +197,19 @@ mod tests {
     #[test]
     fn switched_and_direct_links_connect_fully() {
         let switched = LinkMatrix::from_fn(8, |_, _| Link::NvSwitch(18));
-        assert_eq!(classify(&switched), Mesh::FullyConnected { links: 18 });
+        assert_eq!(classify(&switched), TopologyKind::FullyConnected { links: 18 });
         let uneven = LinkMatrix::from_fn(4, |a, b| Link::NvLink(4 + a + b));
-        assert_eq!(classify(&uneven), Mesh::FullyConnected { links: 5 });
+        assert_eq!(classify(&uneven), TopologyKind::FullyConnected { links: 5 });
     }
 
     #[test]
     fn ranks_without_wires_between_connect_fully() {
         assert_eq!(
             classify(&LinkMatrix::from_fn(1, |_, _| Link::Pci)),
-            Mesh::FullyConnected { links: 0 }
+            TopologyKind::FullyConnected { links: 0 }
         );
         let shared = LinkMatrix::from_fn(4, |_, _| Link::Local);
-        assert_eq!(classify(&shared), Mesh::FullyConnected { links: 0 });
+        assert_eq!(classify(&shared), TopologyKind::FullyConnected { links: 0 });
         let two_a_device =
             LinkMatrix::from_fn(
                 4,
@@ -217,7 +217,7 @@ mod tests {
                     if a / 2 == b / 2 { Link::Local } else { Link::NvSwitch(18) }
                 },
             );
-        assert_eq!(classify(&two_a_device), Mesh::FullyConnected { links: 18 });
+        assert_eq!(classify(&two_a_device), TopologyKind::FullyConnected { links: 18 });
     }
 
     #[test]
@@ -225,22 +225,22 @@ mod tests {
         let one_missing = |missing| {
             LinkMatrix::from_fn(4, |a, b| if (a, b) == (1, 2) { missing } else { Link::NvLink(6) })
         };
-        assert_eq!(classify(&one_missing(Link::Pci)), Mesh::Other);
-        assert_eq!(classify(&one_missing(Link::NvLink(0))), Mesh::Other);
-        assert_eq!(classify(&one_missing(Link::NvSwitch(0))), Mesh::Other);
-        assert_eq!(classify(&one_missing(Link::Unknown)), Mesh::Unknown);
+        assert_eq!(classify(&one_missing(Link::Pci)), TopologyKind::Other);
+        assert_eq!(classify(&one_missing(Link::NvLink(0))), TopologyKind::Other);
+        assert_eq!(classify(&one_missing(Link::NvSwitch(0))), TopologyKind::Other);
+        assert_eq!(classify(&one_missing(Link::Unknown)), TopologyKind::Unknown);
     }
 
     #[test]
     fn a_matrix_cut_short_is_unknown_and_not_a_panic() {
         let lying = LinkMatrix { world: u32::MAX, pairs: vec![Link::Local] };
         assert_eq!(lying.link(u32::MAX - 2, u32::MAX - 1), Link::Unknown);
-        assert_eq!(classify(&lying), Mesh::Unknown);
+        assert_eq!(classify(&lying), TopologyKind::Unknown);
     }
 
     #[test]
     fn a_dgx1_is_a_hybrid_cube_mesh_and_nothing_less_is() {
-        assert_eq!(classify(&dgx1()), Mesh::HybridCubeMesh);
+        assert_eq!(classify(&dgx1()), TopologyKind::HybridCubeMesh);
         // Any link fewer, or one more across, is another shape.
         for x in 0..8 {
             for y in x + 1..8 {
@@ -249,7 +249,7 @@ mod tests {
                     Link::Pci => Link::NvLink(1),
                     _ => Link::Pci,
                 });
-                assert_eq!(classify(&changed), Mesh::Other, "pair {x}, {y}");
+                assert_eq!(classify(&changed), TopologyKind::Other, "pair {x}, {y}");
             }
         }
     }
@@ -260,7 +260,7 @@ mod tests {
         let other = LinkMatrix::from_fn(8, |a, b| {
             if matches!(b - a, 1 | 2 | 6 | 7) { Link::NvLink(1) } else { Link::Pci }
         });
-        assert_eq!(classify(&other), Mesh::Other);
+        assert_eq!(classify(&other), TopologyKind::Other);
     }
 
     fn any_link() -> impl Strategy<Value = Link> {
@@ -300,7 +300,7 @@ mod tests {
         fn a_dgx1_is_known_however_its_ranks_are_numbered(
             (matrix, order) in with_order(Just(dgx1()))
         ) {
-            prop_assert_eq!(classify(&relabelled(&matrix, &order)), Mesh::HybridCubeMesh);
+            prop_assert_eq!(classify(&relabelled(&matrix, &order)), TopologyKind::HybridCubeMesh);
         }
 
         #[test]
@@ -311,7 +311,7 @@ mod tests {
             let mut matrix = matrix;
             prop_assume!(matrix.pairs[broken].is_direct());
             matrix.pairs[broken] = Link::NvLink(0);
-            prop_assert_eq!(classify(&relabelled(&matrix, &order)), Mesh::Other);
+            prop_assert_eq!(classify(&relabelled(&matrix, &order)), TopologyKind::Other);
         }
     }
 }

@@ -11,7 +11,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-pub use links::{Link, LinkMatrix, Mesh, classify};
+pub use links::{Link, LinkMatrix, TopologyKind, classify};
 
 use crate::driver::DeviceIdentity;
 use crate::{Error, Result};
@@ -108,10 +108,10 @@ impl Topology {
     }
 
     /// The class of shape.
-    pub fn mesh(&self) -> Mesh {
+    pub fn kind(&self) -> TopologyKind {
         match &self.links {
-            Links::Local => Mesh::FullyConnected { links: 0 },
-            Links::Unknown => Mesh::Unknown,
+            Links::Local => TopologyKind::FullyConnected { links: 0 },
+            Links::Unknown => TopologyKind::Unknown,
             Links::Matrix(matrix) => classify(matrix),
         }
     }
@@ -135,7 +135,7 @@ impl fmt::Display for Topology {
             }
         }
         let s = if self.world == 1 { "" } else { "s" };
-        write!(f, "{} rank{s}: {}", self.world, self.mesh())
+        write!(f, "{} rank{s}: {}", self.world, self.kind())
     }
 }
 
@@ -152,7 +152,7 @@ mod tests {
         for kind in ["host", "sim"] {
             let found = Topology::detect(&[device(kind, ""), device(kind, "")]).unwrap();
             assert_eq!(found, Topology::host(2));
-            assert_eq!(found.mesh(), Mesh::FullyConnected { links: 0 });
+            assert_eq!(found.kind(), TopologyKind::FullyConnected { links: 0 });
             assert_eq!(found.link(0, 1), Link::Local);
             assert_eq!(found.link(0, 2), Link::Unknown);
         }
@@ -165,7 +165,7 @@ mod tests {
         let unnamed = [device("cuda", ""), device("cuda", "")];
         assert_eq!(Topology::detect(&unnamed).unwrap(), Topology::unknown(2));
         let foreign = Topology::detect(&[device("other", "")]).unwrap();
-        assert_eq!(foreign.mesh(), Mesh::Unknown);
+        assert_eq!(foreign.kind(), TopologyKind::Unknown);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use symmpool_allocator::topology::Mesh;
+use symmpool_allocator::topology::TopologyKind;
 
 use super::{CallShape, StandardCollective};
 use crate::plan::CheckedPlan;
@@ -105,7 +105,7 @@ impl Constraints {
             world,
             input_window: true,
             output_window: true,
-            topology: Mesh::Unknown,
+            topology: TopologyKind::Unknown,
         };
         let first = all[0];
         let bits = (0..=MAX_BITS).find(|bits| fits(&shape(1 << bits, first)))?;

@@ -1,6 +1,6 @@
 //! Shape of a call, as those see it who select an algorithm for it.
 
-use symmpool_allocator::topology::Mesh;
+use symmpool_allocator::topology::TopologyKind;
 
 use super::StandardCollective;
 use crate::{DType, ReduceOp};
@@ -24,7 +24,7 @@ pub struct CallShape {
     /// Whether the output lies in a window.
     pub output_window: bool,
     /// How the ranks are linked.
-    pub topology: Mesh,
+    pub topology: TopologyKind,
 }
 
 impl CallShape {

@@ -51,7 +51,7 @@ impl StandardCall {
     pub(crate) fn shape(
         &self,
         world: u32,
-        topology: symmpool_allocator::topology::Mesh,
+        topology: symmpool_allocator::topology::TopologyKind,
     ) -> CallShape {
         let Self { collective, arguments, .. } = *self;
         CallShape {

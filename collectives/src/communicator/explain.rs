@@ -10,7 +10,7 @@ use std::fmt;
 
 use symmpool_allocator::{CONTROL_LANE, Error, Lane, Result, Stream};
 
-use super::choice::{Chosen, ask_selector};
+use super::decision::{Chosen, ask_selector};
 use super::engine::AnyEngine;
 use super::{Communicator, Inner, Request};
 use crate::algorithm::AUTO;

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, CONTROL_LANE, Deadline, Error, JointBlock, Pool, Result, Stream};
 
-use super::choice::Chosen;
+use super::decision::Chosen;
 use super::engine::AnyEngine;
 use super::{Communicator, Inner};
 use crate::algorithm::Source;
@@ -231,9 +231,9 @@ impl Communicator {
             }
             return Err(why);
         }
-        let met = self
-            .pool
-            .meet(topic, &own.bytes(), deadline, |peer, message| own.compare(rank, peer, message));
+        let met = self.pool.host_barrier(topic, &own.bytes(), deadline, |peer, message| {
+            own.compare(rank, peer, message)
+        });
         met.map_err(|why| cuda.fail_halfway(why, *stream))
     }
 

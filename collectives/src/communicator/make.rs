@@ -8,7 +8,7 @@ use std::time::Duration;
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
 use super::call_lock::{CallLock, ControlMemory};
-use super::choice::{Choices, device_names};
+use super::decision::{Choices, device_names};
 use super::engine::AnyEngine;
 use super::peers::{self, still_there};
 use super::{Communicator, CommunicatorOptions, Inner};
@@ -84,7 +84,7 @@ impl Communicator {
             memory: Mutex::new(engine.memory(control.bytes())),
             shortage: AtomicBool::new(false),
             registry: super::registry::Registry::new(engine.built_in()),
-            mesh: options.links.as_ref().unwrap_or(pool.topology()).mesh(),
+            mesh: options.links.as_ref().unwrap_or(pool.topology()).kind(),
             shared: Arc::new(CallLock::new(Inner { engine, choices, windows }, control)),
             one_sided,
             nursery: None,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use symmpool_allocator::{Error, Group, Pool, Result};
 
 use super::call_lock::ControlMemory;
-use super::choice::{Choices, device_names};
+use super::decision::{Choices, device_names};
 use super::engine::AnyEngine;
 use super::make::{Made, all_to_all_of, host_options};
 use super::peers::still_nested;

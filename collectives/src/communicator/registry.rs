@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmpool_allocator::{Error, Result, short};
 
 use super::Communicator;
-use super::choice::Chosen;
+use super::decision::Chosen;
 use crate::algorithm::{AlgorithmId, BuiltIn, Source, StandardCollective};
 use crate::{Algorithm, DType, ReduceOp};
 

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use symmpool_allocator::{Block, Error, Result, Stream};
 
-use super::choice::Chosen;
+use super::decision::Chosen;
 use super::{Communicator, Inner};
 use crate::algorithm::{AUTO, Source};
 use crate::call::{Arguments, Call, OpType, StandardCall};

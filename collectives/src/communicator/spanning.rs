@@ -5,7 +5,7 @@
 use symmpool_allocator::{Block, Error, Pool, Result};
 
 use super::call_lock::ControlMemory;
-use super::choice::{Choices, device_names};
+use super::decision::{Choices, device_names};
 use super::engine::AnyEngine;
 use super::make::{Made, all_to_all_of, host_options};
 use super::peers::still_there;

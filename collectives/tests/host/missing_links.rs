@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use half::{bf16, f16};
 use proptest::prelude::*;
 use symmpool_allocator::Error;
-use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
+use symmpool_allocator::topology::{Link, LinkMatrix, Topology, TopologyKind};
 use symmpool_collectives::{
     AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostEngineOptions, ReduceOp,
 };
@@ -122,7 +122,7 @@ fn check(links: &Topology, scratch: u64, cases: &[Case]) {
         for case in cases {
             run_any(&heap, &mut engine, case, CUBE_MESH);
             // The automatic choice keeps to links only where they are known to be a cube mesh.
-            if links.mesh() == Mesh::HybridCubeMesh {
+            if links.kind() == TopologyKind::HybridCubeMesh {
                 run_any(&heap, &mut engine, case, AUTO);
             }
         }

@@ -45,7 +45,7 @@ pub(crate) fn run(options: &Options, device_count: u32, deadline: Deadline) -> V
             match topology {
                 Ok(topology) => {
                     println!("{topology}");
-                    report["mesh"] = json!(topology.mesh().to_string());
+                    report["mesh"] = json!(topology.kind().to_string());
                     report["topology"] = json!(topology);
                     report["topology_text"] = json!(topology.to_string());
                 }

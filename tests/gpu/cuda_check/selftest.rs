@@ -9,7 +9,7 @@ use symmpool_allocator::Stream;
 use symmpool_allocator::driver::{
     CudaDriver, CudaOptions, Event, Exported, MemoryDriver, Physical, Reservation,
 };
-use symmpool_allocator::topology::{Mesh, Topology};
+use symmpool_allocator::topology::{Topology, TopologyKind};
 
 use super::{Options, text};
 
@@ -77,8 +77,8 @@ fn facts(driver: &CudaDriver) -> Outcome {
     let (free, total) = driver.memory_info().map_err(text)?;
     require(free <= total && total == facts.total_bytes, || format!("{free} of {total}"))?;
     let alone = Topology::detect(&[driver.device()]).map_err(text)?;
-    let expected = Mesh::FullyConnected { links: 0 };
-    require(alone.mesh() == expected, || alone.to_string())
+    let expected = TopologyKind::FullyConnected { links: 0 };
+    require(alone.kind() == expected, || alone.to_string())
 }
 
 fn ordinals(_: &CudaDriver) -> Outcome {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    Communicator, CommunicatorOptions, DType, MatmulScatter, MatmulTerm, Rows,
+    Communicator, CommunicatorOptions, DType, MatmulScatter, MatmulTerm, MatrixView,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -360,9 +360,9 @@ impl Matmul<'_> {
             };
             let of_right = if case.right_by_rows { case.columns } else { inner };
             MatmulTerm {
-                left: Rows { begin: left.address(), pitch },
+                left: MatrixView { begin: left.address(), pitch },
                 batch_pitch,
-                right: Rows { begin: right.address(), pitch: (of_right * size) as u64 },
+                right: MatrixView { begin: right.address(), pitch: (of_right * size) as u64 },
                 inner,
             }
         };
@@ -376,7 +376,7 @@ impl Matmul<'_> {
             out_dtype: case.out_dtype,
             terms,
             right_by_rows: case.right_by_rows,
-            out: Rows { begin: memory.out.address(), pitch: case.columns as u64 * 2 },
+            out: MatrixView { begin: memory.out.address(), pitch: case.columns as u64 * 2 },
             scales: if case.dtype.size() == 1 { (scales, scales + 16) } else { (0, 0) },
             rows: case.rows,
             batches: case.batches,
@@ -445,7 +445,7 @@ impl Matmul<'_> {
         let terms = self.terms(&Case::SMALL, &memory);
         let right = Self::product(&Case::SMALL, &memory, &terms);
         let left = terms[0].left;
-        let moved = MatmulTerm { left: Rows { begin: left.begin + 2, ..left }, ..terms[0] };
+        let moved = MatmulTerm { left: MatrixView { begin: left.begin + 2, ..left }, ..terms[0] };
         for wrong in [
             MatmulScatter { terms: &[terms[0], moved], ..right },
             MatmulScatter { terms: &[], ..right },

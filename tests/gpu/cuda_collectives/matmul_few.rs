@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    Communicator, CommunicatorOptions, DType, MatmulAllReduce, ReduceOp, Rows,
+    Communicator, CommunicatorOptions, DType, MatmulAllReduce, MatrixView, ReduceOp,
 };
 
 use crate::cuda::upload;
@@ -105,7 +105,7 @@ impl Case {
 
     fn product(&self, memory: &Memory) -> MatmulAllReduce {
         let of_right = if self.right_by_rows { self.columns } else { self.inner };
-        let rows = |block: &Block<u8>, across: usize| Rows {
+        let rows = |block: &Block<u8>, across: usize| MatrixView {
             begin: block.address(),
             pitch: 2 * across as u64,
         };

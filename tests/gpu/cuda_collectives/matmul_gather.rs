@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    Communicator, CommunicatorOptions, DType, MatmulGather, RightMatrix, Rows,
+    Communicator, CommunicatorOptions, DType, MatmulGather, MatrixView, RightMatrix,
 };
 
 use crate::cuda::{download, upload};
@@ -189,9 +189,9 @@ impl Matmul<'_> {
         let found = case.columns.iter().zip(&memory.rights).map(|(&columns, (right, out))| {
             let across = if case.right_by_rows { columns } else { case.inner };
             RightMatrix {
-                right: Rows { begin: right.address(), pitch: (across * size) as u64 },
+                right: MatrixView { begin: right.address(), pitch: (across * size) as u64 },
                 columns,
-                out: Rows { begin: out.address(), pitch: 2 * columns as u64 },
+                out: MatrixView { begin: out.address(), pitch: 2 * columns as u64 },
                 scale,
             }
         });
@@ -206,7 +206,7 @@ impl Matmul<'_> {
         MatmulGather {
             dtype: case.dtype,
             out_dtype: case.out_dtype,
-            left: Rows { begin: memory.left.address(), pitch: case.pitch() as u64 },
+            left: MatrixView { begin: memory.left.address(), pitch: case.pitch() as u64 },
             left_scale: if case.dtype.size() == 1 { memory.scales.address() } else { 0 },
             rights,
             right_by_rows: case.right_by_rows,
@@ -302,7 +302,7 @@ impl Matmul<'_> {
             (MatmulGather { rights: &[], ..right }, true),
             (MatmulGather { batches: 3, ..right }, true),
             (MatmulGather { rights: &many, ..right }, true),
-            (MatmulGather { left: Rows { pitch: 32, ..right.left }, ..right }, true),
+            (MatmulGather { left: MatrixView { pitch: 32, ..right.left }, ..right }, true),
             (MatmulGather { slots: right.left.begin, ..right }, false),
             (MatmulGather { control: 0, ..right }, false),
         ] {

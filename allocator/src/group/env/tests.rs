@@ -80,7 +80,7 @@ fn every_launcher_is_recognised_by_its_variables() {
         ("PMIX_NAMESPACE", "prterun-node0-77@1"),
     ];
     // Without a port the job's number is made into one.
-    for (variables, name, numbers, meeting) in [
+    for (variables, name, numbers, address_of_store) in [
         (&TORCHRUN[..], "RANK and WORLD_SIZE", (3, 8, Some(1)), "node0:29500"),
         (&OPEN_MPI, "Open MPI's mpirun", (2, 3, Some(2)), "127.0.0.1"),
         (&SLURM, "Slurm's srun", (5, 16, Some(1)), "node07"),
@@ -91,17 +91,20 @@ fn every_launcher_is_recognised_by_its_variables() {
         let found = launch(&[variables], &[]);
         assert_eq!((found.rank(), found.world(), found.local_rank()), numbers, "{found:?}");
         assert_eq!(found.launcher(), name);
-        if meeting.contains(':') {
-            assert_eq!(found.meeting(), meeting);
+        if address_of_store.contains(':') {
+            assert_eq!(found.store_address(), address_of_store);
         } else {
-            let Meeting::Tcp(address, port) = &found.meeting else { panic!("{found:?}") };
-            assert!(address == meeting && JOB_PORTS.contains(&u64::from(*port)), "{found:?}");
+            let StoreAddress::Tcp(address, port) = &found.store else { panic!("{found:?}") };
+            assert!(
+                address == address_of_store && JOB_PORTS.contains(&u64::from(*port)),
+                "{found:?}"
+            );
         }
     }
     let found = launch(&[&MPICH], &[("MASTER_PORT", Some("7000"))]);
     assert_eq!((found.rank(), found.world(), found.local_rank()), (1, 2, Some(1)));
     assert_eq!(
-        (found.launcher(), found.meeting().as_str()),
+        (found.launcher(), found.store_address().as_str()),
         ("the mpirun of MPICH or Intel MPI", "127.0.0.1:7000")
     );
     assert_eq!(with(&[], &[]).unwrap(), None);
@@ -115,7 +118,7 @@ fn every_launcher_is_recognised_by_its_variables() {
 
 #[test]
 fn ports_of_jobs_differ_between_jobs_and_steps_and_not_between_ranks() {
-    let port = |changes: &[(&str, Option<&str>)]| launch(&[&SLURM], changes).meeting();
+    let port = |changes: &[(&str, Option<&str>)]| launch(&[&SLURM], changes).store_address();
     let here = port(&[]);
     assert_eq!(here, port(&[("SLURM_PROCID", Some("0")), ("SLURM_LOCALID", Some("0"))]));
     assert_ne!(here, port(&[("SLURM_JOB_ID", Some("200506"))]));
@@ -132,7 +135,7 @@ fn ports_of_jobs_differ_between_jobs_and_steps_and_not_between_ranks() {
 #[test]
 fn the_address_is_the_users_or_where_the_launcher_has_rank_0() {
     let address = |all: &Variables, changes: &[(&str, Option<&str>)]| {
-        launch(&[all], changes).meeting().rsplit_once(':').unwrap().0.to_owned()
+        launch(&[all], changes).store_address().rsplit_once(':').unwrap().0.to_owned()
     };
     assert_eq!(address(&SLURM, &[("MASTER_ADDR", Some("ib0"))]), "ib0");
     assert_eq!(address(&SLURM, &[("SLURM_STEP_NODELIST", None)]), "10.0.0.1");
@@ -184,8 +187,8 @@ fn a_name_that_only_this_machine_has_for_itself_is_doubted() {
 fn ranks_may_meet_in_a_folder() {
     let folder = ("SYMMPOOL_STORE", Some("file:///scratch/job 7"));
     let found = launch(&[&OPEN_MPI], &[folder, ("OMPI_COMM_WORLD_LOCAL_SIZE", Some("1"))]);
-    assert_eq!(found.meeting(), "file:///scratch/job 7");
-    assert_eq!(torchrun(&[folder]).unwrap().meeting, Meeting::Folder("/scratch/job 7".into()));
+    assert_eq!(found.store_address(), "file:///scratch/job 7");
+    assert_eq!(torchrun(&[folder]).unwrap().store, StoreAddress::Folder("/scratch/job 7".into()));
     for wrong in ["/scratch", "file://scratch", "file://", "tcp://a:1", "x"] {
         refused(
             &[&TORCHRUN],
@@ -289,7 +292,10 @@ fn launchers_run_inside_others() {
         ("MPI_LOCALNRANKS", None),
     ];
     let found = launch(&[&MPICH, &SLURM], &pmi2);
-    assert!(found.meeting().starts_with("node07:") && found.local_rank() == Some(1), "{found:?}");
+    assert!(
+        found.store_address().starts_with("node07:") && found.local_rank() == Some(1),
+        "{found:?}"
+    );
     // Pods of an indexed job in which torchrun or a script starts ranks.
     let pod = [("JOB_COMPLETION_INDEX", Some("1")), ("PMIX_RANK", Some("7"))];
     assert_eq!(torchrun(&pod).unwrap().rank(), 3);
@@ -310,7 +316,8 @@ fn a_launcher_that_is_chosen_must_be_there() {
 #[test]
 fn the_port_avoids_torchruns_own_store() {
     let agent = ("TORCHELASTIC_USE_AGENT_STORE", Some("True"));
-    let at = |changes: &[(&str, Option<&str>)]| torchrun(changes).map(|found| found.meeting());
+    let at =
+        |changes: &[(&str, Option<&str>)]| torchrun(changes).map(|found| found.store_address());
     assert_eq!(at(&[agent]).unwrap(), "node0:29501");
     assert_eq!(at(&[("TORCHELASTIC_USE_AGENT_STORE", Some("False"))]).unwrap(), "node0:29500");
     assert_eq!(at(&[agent, ("SYMMPOOL_PORT", Some("7000"))]).unwrap(), "node0:7000");

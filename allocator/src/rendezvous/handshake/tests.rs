@@ -126,7 +126,7 @@ fn a_farewell_to_ranks_that_are_connected_is_no_error_of_theirs() {
         group.all_gather("connected", b"", deadline).unwrap();
         if group.rank() == 1 {
             let why = Error::out_of_memory("no descriptors");
-            sockets.give_up(&why);
+            sockets.fail(&why);
             drop(sockets);
             return confirm(&group, &Hosts::one(group.world()), Err(why), deadline).unwrap_err();
         }

@@ -108,7 +108,7 @@ impl PeerSockets {
         match connecting.run(deadline) {
             Ok(()) => Ok(connecting.into_sockets()),
             Err(error) => {
-                connecting.give_up(&error);
+                connecting.fail(&error);
                 Err(error)
             }
         }
@@ -122,7 +122,7 @@ impl PeerSockets {
         secret: &[u8; 32],
         error: &Error,
     ) {
-        Connecting::new(listener, rank, names, secret).give_up(error);
+        Connecting::new(listener, rank, names, secret).fail(error);
     }
 }
 
@@ -200,7 +200,7 @@ impl<'a> Connecting<'a> {
             buffer,
             maker: ProcessId::here(),
             rounds: 0,
-            notes: Vec::new(),
+            barrier_messages: Vec::new(),
             interrupt: None,
             broken: None,
         }
@@ -355,8 +355,8 @@ impl<'a> Connecting<'a> {
         Ok(())
     }
 
-    /// Sends every rank that can be reached the reason why this rank gives up.
-    fn give_up(mut self, error: &Error) {
+    /// Sends every rank that can be reached the reason why this rank fails.
+    fn fail(mut self, error: &Error) {
         // Ranks of the group that have called meanwhile are sent it as well.
         let _ = self.accept_callers();
         let why = Farewell { by: self.rank, cause: error.kind().clone() };

@@ -16,16 +16,16 @@
 //! | `round` | the loop in which every rank sends to all others and receives from all |
 //! | `gather` | a round in which every rank's bytes go to every other |
 //! | `exchange` | a round in which descriptors do |
-//! | `notes` | what a rank says between rounds, which others hear whenever they listen |
+//! | `barrier_messages` | what a rank says between rounds, which others hear whenever they listen |
 //!
 //! A rank whose part fails sends its peers the reason before it closes the connections (a *farewell*), so
 //! that they can tell a failure from a crash and name the first cause rather than the last. After one
 //! failure the connections are *broken*: they are closed, and every later call fails at once.
 
+mod barrier_messages;
 mod connect;
 mod exchange;
 mod gather;
-mod notes;
 mod packet;
 mod round;
 #[cfg(test)]
@@ -44,7 +44,7 @@ use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
 pub(crate) use connect::{Dial, Listener, dial, same_user};
-pub(crate) use packet::{Note, PacketBuffer, Received, Said, Sent, send};
+pub(crate) use packet::{BarrierMessage, BarrierStep, PacketBuffer, Received, Sent, send};
 
 /// A connection, or what becomes one. Forked children do not inherit it: with a copy in a child, peers
 /// would not see that this process is gone.
@@ -61,8 +61,8 @@ pub(crate) struct PeerSockets {
     maker: ProcessId,
     /// The number of exchanges and gathers begun.
     rounds: u64,
-    /// Notes that were received and not heard yet, with their ranks, in the order of each rank.
-    notes: Vec<(u32, Note)>,
+    /// Messages of barriers that were received and not heard yet, with their ranks, in the order of each rank.
+    barrier_messages: Vec<(u32, BarrierMessage)>,
     /// Asked by a rank that waits whether it is to stop.
     interrupt: Option<Interrupt>,
     broken: Option<Broken>,
@@ -73,7 +73,7 @@ enum RoundFault {
     /// This peer's connection is closed.
     Closed(u32),
     /// A peer gave up.
-    GaveUp(Farewell),
+    Farewell(Farewell),
     Failed(Error),
 }
 
@@ -105,7 +105,7 @@ impl PeerSockets {
     /// A rank that gave up sends a farewell, and may still use what is mapped. Does not wait. False after
     /// a failure, when all connections are closed.
     pub(crate) fn has_left(&mut self, rank: u32) -> bool {
-        self.take_in_notes();
+        self.take_in_barrier_messages();
         let Self { sockets, buffer, .. } = self;
         let Some(socket) = sockets.get(rank as usize).and_then(Option::as_deref) else {
             return false;
@@ -148,7 +148,7 @@ impl PeerSockets {
     /// Sends the peers the reason, closes all connections and returns the fault as an error.
     fn break_with(&mut self, fault: RoundFault) -> Error {
         let (error, why) = match fault {
-            RoundFault::GaveUp(why) => (why.clone().into_error(), why),
+            RoundFault::Farewell(why) => (why.clone().into_error(), why),
             RoundFault::Closed(peer) => self.own(Error::peer_lost(vec![peer], CLOSED)),
             RoundFault::Failed(error) => self.own(error),
         };
@@ -160,7 +160,7 @@ impl PeerSockets {
     }
 
     /// Tells the peers that this rank will take part in nothing more, because of `error`.
-    pub(crate) fn give_up(&mut self, error: &Error) {
+    pub(crate) fn fail(&mut self, error: &Error) {
         if !self.is_broken() {
             let _ = self.break_with(RoundFault::Failed(error.clone()));
         }
@@ -183,22 +183,22 @@ impl PeerSockets {
         (error, why)
     }
 
-    /// Finds out why the connection to `first` was closed: which ranks are gone, or which gave up and why. Discards
+    /// Finds out why the connection to `first` was closed: which ranks are gone, or which failed and why. Discards
     /// everything that was still to be received, so the connections cannot be used afterwards.
     fn diagnose(&mut self, first: u32) -> RoundFault {
         let mut lost = Vec::new();
-        let mut gave_up = None;
+        let mut farewell = None;
         for (rank, socket) in connected(&self.sockets) {
             match read_ending(&mut self.buffer, rank, socket) {
-                Ending::Farewell(farewell) => {
-                    gave_up.get_or_insert(farewell);
+                Ending::Farewell(found) => {
+                    farewell.get_or_insert(found);
                 }
                 Ending::Silent => lost.push(rank),
                 Ending::NotEnded => {}
             }
         }
-        match gave_up {
-            Some(farewell) if lost.is_empty() => RoundFault::GaveUp(farewell),
+        match farewell {
+            Some(farewell) if lost.is_empty() => RoundFault::Farewell(farewell),
             _ if lost.is_empty() => RoundFault::Closed(first),
             _ => RoundFault::Failed(Error::peer_lost(lost, CLOSED)),
         }
@@ -242,11 +242,11 @@ fn connected(all: &[Option<Socket>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
     (0u32..).zip(all).filter_map(|(rank, socket)| Some((rank, socket.as_deref()?)))
 }
 
-/// The send buffer of a rank that gives up, in bytes. The kernel limits it to twice net.core.wmem_max,
+/// The send buffer of a rank that fails, in bytes. The kernel limits it to twice net.core.wmem_max,
 /// which by default is twice what a new socket has.
 const FAREWELL_BUFFER: usize = 1 << 20;
 
-/// Sends peers the reason why this rank gives up. What cannot be sent at once is not sent.
+/// Sends peers the reason why this rank fails. What cannot be sent at once is not sent.
 fn send_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, why: &Farewell) {
     let Ok(frame) = why.frame() else { return };
     for socket in to {

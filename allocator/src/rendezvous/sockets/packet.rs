@@ -97,41 +97,41 @@ impl Message for Part {
     const NAME: &'static str = "part";
 }
 
-/// Message of a rank outside of rounds, about a step of that topic.
+/// Message of a rank outside of rounds, about a barrier on the host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Note {
-    /// Two numbers that the step has on all ranks, and no other step of the pool.
-    pub(crate) topic: (u64, u64),
-    pub(crate) said: Said,
+pub(crate) struct BarrierMessage {
+    /// Two numbers that the barrier has on all ranks, and no other barrier of the pool.
+    pub(crate) id: (u64, u64),
+    pub(crate) step: BarrierStep,
 }
 
-/// Content of a note.
+/// Step of a rank in a barrier.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) enum Said {
-    /// The rank has come to the step, and what it brings.
+pub(crate) enum BarrierStep {
+    /// The rank has come to the barrier, and what it brings.
     Here(Vec<u8>),
     /// It knows that all ranks have come, and goes on.
     GoesOn,
-    /// It has left the step, and why.
+    /// It has left the barrier, and why.
     Left(ErrorKind),
 }
 
-impl Message for Note {
+impl Message for BarrierMessage {
     const KIND: u16 = 0x14;
-    const NAME: &'static str = "note";
+    const NAME: &'static str = "barrier message";
 }
 
-impl Note {
-    /// Decodes the packet of `rank`, when it is a note.
+impl BarrierMessage {
+    /// Decodes the packet of `rank`, when it is such a message.
     pub(super) fn read(rank: u32, frame: &[u8]) -> Option<Self> {
         message::decode(rank, frame).ok()
     }
 }
 
-/// The last packet of a rank that gives up, so that its peers can tell this from a crash.
+/// The last packet of a rank that fails, so that its peers can tell this from a crash.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Farewell {
-    /// The rank that failed first: a rank that gives up because of another passes on its farewell.
+    /// The rank that failed first: a rank that fails because of another passes on its farewell.
     pub(super) by: u32,
     pub(super) cause: ErrorKind,
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::packet::{self, Farewell, Note, PacketBuffer, Received, Sent};
+use super::packet::{self, BarrierMessage, Farewell, PacketBuffer, Received, Sent};
 use super::{CLOSED, PeerSockets, RoundFault, at_most, connected, is_closed, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
@@ -103,7 +103,7 @@ impl PeerSockets {
                 peer.send(round)?;
             }
             for peer in &mut peers {
-                peer.receive(round, &mut self.buffer, &mut self.notes)?;
+                peer.receive(round, &mut self.buffer, &mut self.barrier_messages)?;
             }
             if peers.iter().all(Progress::is_complete) {
                 return Ok(());
@@ -189,7 +189,7 @@ impl<'a> Progress<'a> {
         &mut self,
         round: &mut R,
         buffer: &mut PacketBuffer,
-        notes: &mut Vec<(u32, Note)>,
+        barrier_messages: &mut Vec<(u32, BarrierMessage)>,
     ) -> Result<(), RoundFault> {
         while !self.all_received {
             let (frame, fds) = match buffer.receive(self.peer, self.socket)? {
@@ -198,10 +198,10 @@ impl<'a> Progress<'a> {
                 Received::Packet { frame, fds } => (frame, fds),
             };
             if let Some(farewell) = Farewell::read(self.peer, frame) {
-                return Err(RoundFault::GaveUp(farewell));
+                return Err(RoundFault::Farewell(farewell));
             }
-            if let Some(note) = Note::read(self.peer, frame) {
-                notes.push((self.peer, note));
+            if let Some(message) = BarrierMessage::read(self.peer, frame) {
+                barrier_messages.push((self.peer, message));
                 continue;
             }
             let packet: R::Packet = message::decode(self.peer, frame)?;
@@ -215,7 +215,7 @@ impl<'a> Progress<'a> {
 /// those with which the round is not complete.
 fn out_of_time(all: &[Progress<'_>], waiting_for: &str, deadline: Deadline) -> RoundFault {
     if let Some(farewell) = all.iter().find_map(|peer| peer.gone.clone().flatten()) {
-        return RoundFault::GaveUp(farewell);
+        return RoundFault::Farewell(farewell);
     }
     let ranks = |which: fn(&Progress<'_>) -> bool| -> Vec<u32> {
         let mut ranks: Vec<u32> =

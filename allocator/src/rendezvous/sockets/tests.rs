@@ -189,7 +189,7 @@ fn all_that_left_without_a_word_are_named_before_one_that_gave_up() {
                 assert!(error.is_peer_lost() && error.ranks() == [2, 3], "{error}");
                 return;
             }
-            1 => peers.give_up(&Error::invalid_state("enough")),
+            1 => peers.fail(&Error::invalid_state("enough")),
             _ => drop(peers),
         }
         gone.wait();
@@ -209,7 +209,7 @@ fn a_rank_that_says_why_it_hangs_up_has_not_left() {
         all.wait();
         match rank {
             1 => drop(peers),
-            2 => peers.give_up(&Error::invalid_state("enough")),
+            2 => peers.fail(&Error::invalid_state("enough")),
             _ => {
                 hung_up.wait();
                 assert_eq!(peers.lost_peers(), [1, 2]);

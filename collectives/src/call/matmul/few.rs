@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Rows, are_aligned, are_sizes, are_types, taken};
+use super::{MatrixView, are_aligned, are_sizes, are_types, taken};
 use crate::DType;
 
 /// The operands of [`Communicator::matmul_all_reduce_at`](crate::Communicator::matmul_all_reduce_at): a product of matrices, of
@@ -12,9 +12,9 @@ pub struct MatmulAllReduce {
     /// The type of all matrices: [`DType::F16`] or [`DType::Bf16`].
     pub dtype: DType,
     /// The left matrix: a row in memory is one of it.
-    pub left: Rows,
+    pub left: MatrixView,
     /// The right matrix: as many rows as the left one has columns.
-    pub right: Rows,
+    pub right: MatrixView,
     /// Whether rows of the right matrix in memory are its rows; else they are its columns.
     pub right_by_rows: bool,
     /// The address of the sum of all ranks' products, whose rows lie one after the other. A multiple of 16.
@@ -42,7 +42,7 @@ impl MatmulAllReduce {
     /// `is_invalid_argument`, with what is wrong.
     pub fn check(&self) -> Result<()> {
         let Self { dtype, rows, inner, columns, right_by_rows, .. } = *self;
-        let out = Rows { begin: self.out, pitch: 2 * columns as u64 };
+        let out = MatrixView { begin: self.out, pitch: 2 * columns as u64 };
         if dtype.size() == 2
             && are_types(dtype, dtype, right_by_rows, false)
             && are_sizes(&[rows, inner, columns])
@@ -69,8 +69,8 @@ mod tests {
     fn what_tensor_cores_cannot_be_given_is_refused() {
         let right = MatmulAllReduce {
             dtype: DType::Bf16,
-            left: Rows { begin: 0x1000, pitch: 400 },
-            right: Rows { begin: 0x2000, pitch: 512 },
+            left: MatrixView { begin: 0x1000, pitch: 400 },
+            right: MatrixView { begin: 0x2000, pitch: 512 },
             right_by_rows: true,
             out: 0x3000,
             rows: 64,
@@ -79,7 +79,7 @@ mod tests {
             mean: false,
         };
         right.check().expect("it fits");
-        let by_columns = Rows { pitch: 400, ..right.right };
+        let by_columns = MatrixView { pitch: 400, ..right.right };
         MatmulAllReduce { right_by_rows: false, right: by_columns, ..right }
             .check()
             .expect("it fits");
@@ -93,10 +93,10 @@ mod tests {
             MatmulAllReduce { out: 0x3008, ..right },
             MatmulAllReduce { dtype: DType::F32, ..right },
             MatmulAllReduce { dtype: DType::F8E4m3, right_by_rows: false, ..right },
-            MatmulAllReduce { left: Rows { begin: 0x1008, ..right.left }, ..right },
+            MatmulAllReduce { left: MatrixView { begin: 0x1008, ..right.left }, ..right },
             MatmulAllReduce {
                 right_by_rows: false,
-                right: Rows { pitch: 384, ..right.right },
+                right: MatrixView { pitch: 384, ..right.right },
                 ..right
             },
         ] {

@@ -3,7 +3,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, MatrixView, SCRATCH_BYTES, TILE,
     are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
@@ -15,11 +15,11 @@ const CHUNK_BYTES: usize = 16 << 20;
 #[derive(Clone, Copy, Debug)]
 pub struct RightMatrix {
     /// The matrix: as many rows as the left one has columns.
-    pub right: Rows,
+    pub right: MatrixView,
     /// Its columns.
     pub columns: usize,
     /// The product: `world` times [`MatmulGather::rows`] rows.
-    pub out: Rows,
+    pub out: MatrixView,
     /// A factor of the product, `f32` on the device, or 0. For 8-bit floats only.
     pub scale: u64,
 }
@@ -34,7 +34,7 @@ pub struct MatmulGather<'a> {
     pub out_dtype: DType,
     /// This rank's rows of the left matrix, which lie one after the other: the pitch is the bytes of a row, rounded up to a
     /// multiple of 16.
-    pub left: Rows,
+    pub left: MatrixView,
     /// A factor of all products, as [`RightMatrix::scale`].
     pub left_scale: u64,
     /// The right matrices, at most [`Self::MAX_PRODUCTS`]. Ranks may have different ones.
@@ -155,9 +155,9 @@ mod tests {
     use super::*;
 
     const RIGHT: RightMatrix = RightMatrix {
-        right: Rows { begin: 0x2000, pitch: 512 },
+        right: MatrixView { begin: 0x2000, pitch: 512 },
         columns: 250,
-        out: Rows { begin: 0x3000, pitch: 512 },
+        out: MatrixView { begin: 0x3000, pitch: 512 },
         scale: 0,
     };
 
@@ -165,7 +165,7 @@ mod tests {
         MatmulGather {
             dtype: DType::Bf16,
             out_dtype: DType::Bf16,
-            left: Rows { begin: 0x1000, pitch: 400 },
+            left: MatrixView { begin: 0x1000, pitch: 400 },
             left_scale: 0,
             rights,
             right_by_rows: true,
@@ -189,7 +189,7 @@ mod tests {
         let fp8 = MatmulGather {
             dtype: DType::F8E4m3,
             right_by_rows: false,
-            left: Rows { begin: 16, pitch: 208 },
+            left: MatrixView { begin: 16, pitch: 208 },
             left_scale: 32,
             ..right
         };
@@ -202,8 +202,8 @@ mod tests {
             MatmulGather { rights: &[RightMatrix { scale: 16, ..RIGHT }], ..right },
             MatmulGather { dtype: DType::F64, out_dtype: DType::F64, ..right },
             MatmulGather { out_dtype: DType::F16, ..right },
-            MatmulGather { left: Rows { begin: 0x1000, pitch: 416 }, ..right },
-            MatmulGather { left: Rows { begin: 0x1008, pitch: 400 }, ..right },
+            MatmulGather { left: MatrixView { begin: 0x1000, pitch: 416 }, ..right },
+            MatmulGather { left: MatrixView { begin: 0x1008, pitch: 400 }, ..right },
             MatmulGather { rows: 0, ..right },
             MatmulGather { batches: 0, ..right },
             MatmulGather { batches: 2, ..right },

@@ -46,14 +46,14 @@ const MAX_ELEMENTS: usize = 1 << 28;
 
 /// A matrix in memory: rows of elements that lie one after the other, at a distance in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
+pub struct MatrixView {
     /// The address of the first element, a multiple of 16.
     pub begin: u64,
     /// Bytes from one row to the next, a multiple of 16.
     pub pitch: u64,
 }
 
-impl Rows {
+impl MatrixView {
     /// Whether the matrix is where it can be addressed, with so many bytes in a row.
     fn fits(self, bytes: usize) -> bool {
         (self.begin | self.pitch).is_multiple_of(ALIGNMENT as u64)
@@ -74,8 +74,8 @@ fn are_types(dtype: DType, out_dtype: DType, right_by_rows: bool, scaled: bool) 
 /// Whether a right matrix of `inner` rows and `columns` columns, and its product, are where they can be addressed.
 fn are_aligned(
     dtype: DType,
-    (right, by_rows): (Rows, bool),
-    out: Rows,
+    (right, by_rows): (MatrixView, bool),
+    out: MatrixView,
     (inner, columns): (usize, usize),
 ) -> bool {
     let across = if by_rows { columns } else { inner };

@@ -3,7 +3,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, Rows, SCRATCH_BYTES, TILE,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, MatrixView, SCRATCH_BYTES, TILE,
     are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
@@ -19,11 +19,11 @@ const CHUNK_BYTES: usize = 8 << 20;
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulTerm {
     /// The left matrix: a row in memory is one of it.
-    pub left: Rows,
+    pub left: MatrixView,
     /// Bytes from one of several [`MatmulScatter::batches`] of the left matrix to the next, a multiple of 16.
     pub batch_pitch: u64,
     /// The right matrix.
-    pub right: Rows,
+    pub right: MatrixView,
     /// Columns of the left matrix.
     pub inner: usize,
 }
@@ -42,7 +42,7 @@ pub struct MatmulScatter<'a> {
     /// Whether rows of the right matrices in memory are theirs, which 8-bit floats cannot be; else they are columns.
     pub right_by_rows: bool,
     /// The result: `rows` rows.
-    pub out: Rows,
+    pub out: MatrixView,
     /// Factors of the sum of the products, `f32` on the device; 0 where there is none. For 8-bit floats only.
     pub scales: (u64, u64),
     /// Rows of the result on each rank.
@@ -117,7 +117,7 @@ impl MatmulScatter<'_> {
         let are_terms = self.terms.iter().all(|&MatmulTerm { left, batch_pitch, right, inner }| {
             are_sizes(&[inner])
                 && left.fits(inner * dtype.size())
-                && (batches == 1 || Rows { pitch: batch_pitch, ..left }.fits(0))
+                && (batches == 1 || MatrixView { pitch: batch_pitch, ..left }.fits(0))
                 && are_aligned(dtype, (right, self.right_by_rows), self.out, (inner, columns))
         });
         if (1..=Self::MAX_TERMS).contains(&self.terms.len())
@@ -147,9 +147,9 @@ mod tests {
     use super::*;
 
     const TERM: MatmulTerm = MatmulTerm {
-        left: Rows { begin: 0x1000, pitch: 512 },
+        left: MatrixView { begin: 0x1000, pitch: 512 },
         batch_pitch: 48,
-        right: Rows { begin: 0x2000, pitch: 512 },
+        right: MatrixView { begin: 0x2000, pitch: 512 },
         inner: 200,
     };
 
@@ -159,7 +159,7 @@ mod tests {
             out_dtype: DType::Bf16,
             terms,
             right_by_rows: true,
-            out: Rows { begin: 0x3000, pitch: 512 },
+            out: MatrixView { begin: 0x3000, pitch: 512 },
             scales: (0, 0),
             rows: 100,
             batches: 1,
@@ -189,16 +189,16 @@ mod tests {
             MatmulScatter { terms: &[], ..right },
             MatmulScatter { terms: &[TERM; 5], ..right },
             MatmulScatter {
-                terms: &[TERM, MatmulTerm { left: Rows { begin: 8, pitch: 512 }, ..TERM }],
+                terms: &[TERM, MatmulTerm { left: MatrixView { begin: 8, pitch: 512 }, ..TERM }],
                 ..right
             },
             MatmulScatter {
-                terms: &[MatmulTerm { right: Rows { begin: 16, pitch: 500 }, ..TERM }],
+                terms: &[MatmulTerm { right: MatrixView { begin: 16, pitch: 500 }, ..TERM }],
                 ..right
             },
             MatmulScatter { terms: &[TERM, MatmulTerm { inner: 257, ..TERM }], ..right },
             MatmulScatter { terms: &[MatmulTerm { inner: 0, ..TERM }], ..right },
-            MatmulScatter { out: Rows { begin: 16, pitch: 496 }, ..right },
+            MatmulScatter { out: MatrixView { begin: 16, pitch: 496 }, ..right },
             MatmulScatter { rows: 0, ..right },
             MatmulScatter { rows: 1 << 28, ..right },
             MatmulScatter { batches: 0, ..right },

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Block, Deadline, Error, Result, Stream, Topic};
+use symmpool_allocator::{BarrierId, Block, Deadline, Error, Result, Stream};
 
 use super::CudaEngine;
 use crate::cuda::driver::api::{Handle, cuda};
@@ -208,7 +208,7 @@ impl CudaEngine {
     }
 
     /// Returns what tells this growth from others of the pool where ranks wait for each other.
-    pub(crate) fn growth_topic(&self) -> Topic {
+    pub(crate) fn growth_topic(&self) -> BarrierId {
         let failures = self.areas.growth.as_ref().map_or(0, |growth| growth.failures);
         (self.areas.number, failures.into())
     }

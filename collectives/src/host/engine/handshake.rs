@@ -8,7 +8,7 @@ use symmpool_allocator::{Error, Result};
 use super::HostEngine;
 use crate::call::{Call, mismatch};
 use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
-use crate::host::wait::waiter::{Waiter, Watchdog, wake};
+use crate::host::wait::waiter::{WaitWatchdog, Waiter, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
 /// A measured wait checks what may end it at each of so many looks, and pauses between them when it has made the square.
@@ -44,7 +44,7 @@ impl HostEngine {
         let begin = Instant::now();
         let mut missing: Vec<u32> = self.peers().collect();
         while let Some(first) = missing.first().copied() {
-            let mut check = self.watch(first, 0, epoch);
+            let mut check = self.watchdog(first, 0, epoch);
             let mut looks = 0_u32;
             // All are looked at by turns, as those that come meanwhile have times of their own.
             let failure = loop {
@@ -212,7 +212,7 @@ impl HostEngine {
     ) -> Result<u64, WaitFailure> {
         let slot = self.control.handshake(self.layout.rank, parity, peer);
         let mut waiter =
-            Waiter::new(self.shared_cores.policy_for(peer), self.watch(peer, 0, epoch));
+            Waiter::new(self.shared_cores.policy_for(peer), self.watchdog(peer, 0, epoch));
         await_word(slot, |word| is_handshake(word, epoch), &mut waiter)
     }
 
@@ -242,7 +242,7 @@ impl HostEngine {
     ) -> Result<u64, WaitFailure> {
         let slot = self.control.plan_channel(self.layout.rank, peer, channel);
         // `self.epoch` is that of the next call already.
-        let watch = self.watch(peer, phase, self.epoch - 1);
+        let watch = self.watchdog(peer, phase, self.epoch - 1);
         let mut waiter = Waiter::new(self.shared_cores.policy_for(peer), watch);
         await_word(slot, |word| word >= number, &mut waiter)
     }
@@ -252,7 +252,7 @@ impl HostEngine {
         let slot = self.control.step(self.layout.rank, step & 1, peer);
         let phase = (step - self.steps_before) as u32;
         // `self.epoch` is that of the next call already.
-        let watch = self.watch(peer, phase, self.epoch - 1);
+        let watch = self.watchdog(peer, phase, self.epoch - 1);
         let mut waiter = Waiter::new(self.shared_cores.policy_for(peer), watch);
         await_word(slot, |word| word == step, &mut waiter).map(|_| ())
     }
@@ -283,13 +283,18 @@ impl HostEngine {
 
     /// The check that a waiter makes once it has stopped spinning: for an abort, the peer's death, and the deadline.
     #[inline]
-    fn watch(&self, peer: u32, phase: u32, epoch: u64) -> impl FnMut() -> Result<(), WaitFailure> {
+    fn watchdog(
+        &self,
+        peer: u32,
+        phase: u32,
+        epoch: u64,
+    ) -> impl FnMut() -> Result<(), WaitFailure> {
         let mut watchdog = None;
         move || {
             if let Some(failure) = self.control.reported_fault(&self.layout) {
                 return Err(failure);
             }
-            let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.call_timeout));
+            let watchdog = watchdog.get_or_insert_with(|| WaitWatchdog::new(self.call_timeout));
             let (operation, timeout) = (self.operation, watchdog.timeout());
             let fault = |cause| WaitFault { cause, operation, phase, peer, epoch, timeout };
             if self.failed.get().is_some() {
@@ -300,7 +305,7 @@ impl HostEngine {
             let alive = self.options.peer_alive.as_ref().map(|alive| || alive(peer));
             let interrupted = self.options.interrupted.as_ref();
             watchdog
-                .look(alive, interrupted)
+                .run(alive, interrupted)
                 .map_err(|cause| WaitFailure { fault: fault(cause), reporter: None })
         }
     }

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw buffers
 
-use symmpool_allocator::topology::Mesh;
+use symmpool_allocator::topology::TopologyKind;
 use symmpool_allocator::{Error, Result};
 
 use crate::Place;
@@ -64,7 +64,7 @@ impl HostEngine {
     ) -> Result<()> {
         let StandardCall { collective, algorithm, .. } = *standard;
         let id = if algorithm == AUTO { rule } else { algorithm };
-        let shape = standard.shape(self.world(), Mesh::Unknown);
+        let shape = standard.shape(self.world(), TopologyKind::Unknown);
         let entry = self.entry(table, id, &shape);
         let entry = self.or_decline(entry)?;
         if self.rehearses(collective, id) {

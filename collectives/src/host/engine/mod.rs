@@ -14,7 +14,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use symmpool_allocator::topology::{Mesh, Topology};
+use symmpool_allocator::topology::{Topology, TopologyKind};
 use symmpool_allocator::{Error, HeapLayout, ProcessId, Result};
 
 use self::options::HostEngineOptions;
@@ -144,7 +144,8 @@ impl HostEngine {
             paired_groups: PairedGroups::find(
                 options.links.as_ref().unwrap_or(&Topology::host(layout.world)),
             ),
-            cube_mesh: options.links.as_ref().map(Topology::mesh) == Some(Mesh::HybridCubeMesh),
+            cube_mesh: options.links.as_ref().map(Topology::kind)
+                == Some(TopologyKind::HybridCubeMesh),
             epoch: options.first_epoch,
             steps: 0,
             steps_before: 0,

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use symmpool_allocator::topology::{Mesh, Topology};
+use symmpool_allocator::topology::{Topology, TopologyKind};
 use symmpool_allocator::{Error, Result};
 
 use crate::AllToAllAlgorithm;
@@ -91,9 +91,10 @@ impl HostEngineOptions {
             mix(self.all_to_all as u64);
         }
         // Fully connected ranks add nothing to the hash, so that they may leave `links` out.
-        let all_linked = |links: &&Topology| matches!(links.mesh(), Mesh::FullyConnected { .. });
+        let all_linked =
+            |links: &&Topology| matches!(links.kind(), TopologyKind::FullyConnected { .. });
         if let Some(links) = self.links.as_ref().filter(|links| !all_linked(links)) {
-            mix(u64::from(links.mesh() == Mesh::HybridCubeMesh));
+            mix(u64::from(links.kind() == TopologyKind::HybridCubeMesh));
             for a in 0..links.world() {
                 for b in (a + 1..links.world()).filter(|b| !links.link(a, *b).is_direct()) {
                     mix(u64::from(a) << 32 | u64::from(b));
@@ -113,7 +114,7 @@ impl fmt::Debug for HostEngineOptions {
             .field("spin", &self.spin)
             .field("peer_alive", &self.peer_alive.is_some())
             .field("interrupted", &self.interrupted.is_some())
-            .field("links", &self.links.as_ref().map(Topology::mesh))
+            .field("links", &self.links.as_ref().map(Topology::kind))
             .field("all_to_all", &self.all_to_all)
             .finish()
     }

@@ -1,7 +1,7 @@
 //! Finds two groups of ranks such that all ranks of a group are linked to each other, and each rank is linked
 //! to one partner in the other group. Every rank computes the same groups from the same links.
 
-use symmpool_allocator::topology::{Mesh, Topology};
+use symmpool_allocator::topology::{Topology, TopologyKind};
 
 use crate::call::rank_list;
 use crate::matching::assign;
@@ -30,7 +30,7 @@ impl PairedGroups {
     /// If several groupings are possible, the one whose first group is the smallest number as a bit set.
     pub(crate) fn find(links: &Topology) -> Result<Self, String> {
         let world = links.world();
-        if links.mesh() == Mesh::Unknown {
+        if links.kind() == TopologyKind::Unknown {
             return Err("the links between the ranks are not known; give them (`links`)".into());
         }
         if world > MAX_RANKS {

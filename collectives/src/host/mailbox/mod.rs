@@ -34,7 +34,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
-mod tests_given_up;
+mod tests_cancelled;
 
 use std::any::Any;
 use std::fmt;
@@ -52,7 +52,7 @@ use crate::DType;
 use crate::call::p2p::{Direction, Payload};
 use crate::host::wait::cores::enough_here;
 use crate::host::wait::fault::Cause;
-use crate::host::wait::waiter::{Interrupted, SpinPolicy, Waiter, Watchdog};
+use crate::host::wait::waiter::{Interrupted, SpinPolicy, WaitWatchdog, Waiter};
 use crate::signal::Pause;
 use crate::types::timeout::Timeout;
 
@@ -354,10 +354,10 @@ impl PendingMessage {
         let mut watchdog = None;
         let check = || {
             let watchdog = watchdog
-                .get_or_insert_with(|| Watchdog::new(limit.unwrap_or(shared.timeout.get())));
+                .get_or_insert_with(|| WaitWatchdog::new(limit.unwrap_or(shared.timeout.get())));
             let alive: Option<fn() -> bool> = None;
             watchdog
-                .look(alive, shared.interrupted.as_ref())
+                .run(alive, shared.interrupted.as_ref())
                 .map_err(|cause| (cause, watchdog.timeout()))
         };
         let mut waiter = Waiter::new(shared.spin_policy, check);
@@ -371,14 +371,14 @@ impl PendingMessage {
             match waiter.pause() {
                 Ok(false) => {}
                 Ok(true) => shared.sleep()?,
-                Err((cause, timeout)) => return self.give_up(cause, timeout, limit.is_some()),
+                Err((cause, timeout)) => return self.end_in_vain(cause, timeout, limit.is_some()),
             }
         }
     }
 
     /// Ends a wait whose operation has not ended.
     #[cold]
-    fn give_up(&self, cause: Cause, timeout: Duration, keeps: bool) -> Result<()> {
+    fn end_in_vain(&self, cause: Cause, timeout: Duration, keeps: bool) -> Result<()> {
         let (rank, world) = (self.shared.rank, self.shared.world);
         let what = format!("{} on rank {rank}", self.op.describe());
         let missing = self.op.peer.map_or_else(|| (0..world).collect(), |peer| vec![peer]);

@@ -94,7 +94,7 @@ impl Peer {
             self.queue.pop_front();
             has_written = true;
         }
-        // The receiver takes bytes for those of the first message that it has asked for, so a withdrawal goes before them.
+        // The receiver takes bytes for those of the first message that it has asked for, so a cancellation goes before them.
         while let Some(stream) = self.streams.front_mut().filter(|_| self.queue.is_empty()) {
             let (from, left) = stream.rest();
             // SAFETY: the rest of the operation's memory, as above.
@@ -118,8 +118,8 @@ impl Peer {
         has_written
     }
 
-    /// Withdraws a message whose bytes have not begun to pass. Returns whether there was one.
-    pub(super) fn withdraw(&mut self, op: &Arc<Op>) -> bool {
+    /// Cancels a message whose bytes have not begun to pass. Returns whether there was one.
+    pub(super) fn cancel(&mut self, op: &Arc<Op>) -> bool {
         let is_it = |other: &Arc<Op>| Arc::ptr_eq(other, op);
         let offered = self.offered.iter().find(|(_, offered)| is_it(offered));
         let asked = self.streams.iter().find(|stream| is_it(&stream.op) && stream.passed == 0);
@@ -130,7 +130,7 @@ impl Peer {
         let is_offer = |entry: &Entry| entry.kind == Kind::Offer && entry.number == number;
         let unsaid = self.queue.iter().position(|queued| is_offer(&queued.entry));
         if unsaid.and_then(|at| self.queue.remove(at)).is_none() {
-            self.say(Entry::about(Kind::Withdrawal, number));
+            self.say(Entry::about(Kind::Cancellation, number));
         }
         self.write();
         true
@@ -144,10 +144,10 @@ impl Peer {
     }
 
     /// Says that all messages with the peer are given up, past everything that is queued.
-    pub(super) fn abandon(&mut self, is_interrupted: bool) {
+    pub(super) fn fail(&mut self, is_interrupted: bool) {
         let Some(link) = &mut self.outgoing else { return };
         let tag = is_interrupted.into();
-        let entry = Entry { tag, ..Entry::about(Kind::Abandonment, 0) };
+        let entry = Entry { tag, ..Entry::about(Kind::Failure, 0) };
         // SAFETY: no bytes are read. Where there is no room, the peer sees the closed connection alone.
         let _ = unsafe { link.segment.write(entry, std::ptr::null()) };
         link.wake();

@@ -45,10 +45,10 @@ pub(super) enum Kind {
     /// expects.
     Decline,
     /// The sender no longer offers the message of that number.
-    Withdrawal,
+    Cancellation,
     /// The writer has given up a large message whose bytes were passing, and with it all messages of the pair. Its tag is
     /// 1 where a wait was interrupted, and 0 where it took too long.
-    Abandonment,
+    Failure,
     /// Nothing: what follows lies at the beginning of the ring.
     Skip,
 }
@@ -230,8 +230,8 @@ impl RingSegment {
                 3 => Kind::Want,
                 4 => Kind::Refusal,
                 5 => Kind::Decline,
-                6 => Kind::Withdrawal,
-                7 => Kind::Abandonment,
+                6 => Kind::Cancellation,
+                7 => Kind::Failure,
                 8 => Kind::Skip,
                 _ => return Err(damaged()),
             };

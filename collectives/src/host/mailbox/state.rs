@@ -298,7 +298,7 @@ impl MailboxState {
                 let peer = self.peer(rank);
                 match peer.offered.remove(&number) {
                     Some(op) => peer.streams.push_back(PassingMessage { op, number, passed: 0 }),
-                    None => peer.say(Entry::about(Kind::Withdrawal, number)),
+                    None => peer.say(Entry::about(Kind::Cancellation, number)),
                 }
             }
             Kind::Refusal | Kind::Decline => {
@@ -314,7 +314,7 @@ impl MailboxState {
                     None => {}
                 }
             }
-            Kind::Withdrawal => {
+            Kind::Cancellation => {
                 let peer = self.peer(rank);
                 // Its later receive is for what the sender sends in its place.
                 peer.unexpected.retain(|message| message.number != number);
@@ -328,7 +328,7 @@ impl MailboxState {
                     .naming([rank])));
                 }
             }
-            Kind::Abandonment => {
+            Kind::Failure => {
                 let why = if tag == 1 { "was interrupted" } else { "timed out" };
                 let error = Error::peer_lost(
                     vec![rank],
@@ -484,12 +484,12 @@ impl MailboxState {
             if unsent.and_then(|at| peer.queue.remove(at)).is_some() {
                 peer.sent_whole = peer.sent_whole.wrapping_sub(op.payload.bytes());
             }
-            if peer.withdraw(op) {
+            if peer.cancel(op) {
                 continue;
             }
             let mut streams = peer.streams.iter().chain(&peer.awaited);
             if streams.any(|stream| Arc::ptr_eq(&stream.op, op)) {
-                peer.abandon(why.is_interrupted());
+                peer.fail(why.is_interrupted());
                 let what = "a large message was given up while its bytes were passing";
                 self.lose(rank, &why.clone().context(what));
             }

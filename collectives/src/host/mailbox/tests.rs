@@ -186,8 +186,8 @@ fn a_rank_that_does_not_come_is_named_in_time() {
     }
     assert!(since.elapsed() < SOON / 4);
     // Nobody receives what was given up: not even the bytes that the receiver asks for.
-    let given_up = recv(&all[1], 1 << 20, Some(0), 0).unwrap();
-    let error = given_up.wait().map(drop).unwrap_err();
+    let cancelled = recv(&all[1], 1 << 20, Some(0), 0).unwrap();
+    let error = cancelled.wait().map(drop).unwrap_err();
     assert!(error.is_timeout() || error.to_string().contains("given up"), "{error}");
     send(&all[2], vec![1, 2, 3], 0, -7).unwrap();
     assert_eq!(recv(&all[0], 3, Some(2), -7).unwrap().wait().unwrap(), (2, vec![1, 2, 3]));

@@ -17,7 +17,7 @@ use crate::host::kernels::copy;
 use crate::host::layout::control::{ControlBlock, SLOT};
 use crate::host::ops::p2p::PeerMessages;
 use crate::host::wait::fault::Cause;
-use crate::host::wait::waiter::{Interrupted, SpinPolicy, Waiter, Watchdog, wake_all};
+use crate::host::wait::waiter::{Interrupted, SpinPolicy, WaitWatchdog, Waiter, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
 use crate::types::timeout::Timeout;
@@ -146,7 +146,7 @@ impl HostOneSided {
         self.ready()?;
         let slot = self.control.channel(on.part, (self.layout.rank, peer), channel);
         let taken = &on.taken[peer as usize * CHANNELS as usize + channel as usize];
-        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, channel, timeout));
+        let mut waiter = Waiter::new(self.spin_policy, self.watchdog(peer, channel, timeout));
         take(slot, taken, &mut waiter).map(|_| ())
     }
 
@@ -188,7 +188,7 @@ impl HostOneSided {
 
     /// The check that ends a wait without its signal: if the communicator failed, here or on a peer, if the peer's
     /// process has ended, or if the timeout has passed.
-    fn watch(&self, peer: u32, channel: u32, timeout: Duration) -> impl FnMut() -> Result<()> {
+    fn watchdog(&self, peer: u32, channel: u32, timeout: Duration) -> impl FnMut() -> Result<()> {
         let mut watchdog = None;
         move || {
             let me = self.layout.rank;
@@ -196,9 +196,9 @@ impl HostOneSided {
             if let Some(failure) = self.control.reported_fault(&self.layout) {
                 return Err(failure.fault.to_error(me, failure.reporter, &[]));
             }
-            let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(timeout));
+            let watchdog = watchdog.get_or_insert_with(|| WaitWatchdog::new(timeout));
             let alive = (peer != me).then_some(|| (self.alive)(peer));
-            watchdog.look(alive, self.interrupted.as_ref()).map_err(|cause| match cause {
+            watchdog.run(alive, self.interrupted.as_ref()).map_err(|cause| match cause {
                 Cause::PeerLost => {
                     let what = format!(
                         "its process ended, or dropped its pool, while rank {me} waited for its \

@@ -26,7 +26,7 @@ use crate::host::kernels::copy;
 use crate::host::layout::control::{PACKETS, peers};
 use crate::host::ops::one_sided::HostOneSided;
 use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
-use crate::host::wait::waiter::{Waiter, Watchdog, wake};
+use crate::host::wait::waiter::{WaitWatchdog, Waiter, wake};
 use crate::signal::{Native, SignalSlot, await_word, wake_sleepers};
 
 /// How a wait for a peer ended.
@@ -262,7 +262,7 @@ impl HostOneSided {
             if let Some(end) = self.control.reported_fault(&self.layout) {
                 return Err(end);
             }
-            let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.timeout.get()));
+            let watchdog = watchdog.get_or_insert_with(|| WaitWatchdog::new(self.timeout.get()));
             let (operation, timeout) = (operation as u8, watchdog.timeout());
             let fault =
                 |cause| WaitFault { cause, operation, phase: 0, peer, epoch: number, timeout };
@@ -273,7 +273,7 @@ impl HostOneSided {
             }
             let alive = Some(|| (self.alive)(peer));
             watchdog
-                .look(alive, self.interrupted.as_ref())
+                .run(alive, self.interrupted.as_ref())
                 .map_err(|cause| WaitFailure { fault: fault(cause), reporter: None })
         };
         await_word(slot, accept, &mut Waiter::new(self.spin_policy, watch)).map_err(|end| {

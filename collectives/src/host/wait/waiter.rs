@@ -155,7 +155,7 @@ pub(in crate::host) type Interrupted = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Ends one wait when its deadline passes, the peer's process ends, or the wait is to stop. It is made at the first
 /// check, so that a wait that ends before never reads a clock.
-pub(in crate::host) struct Watchdog {
+pub(in crate::host) struct WaitWatchdog {
     deadline: Deadline,
     /// When to check next whether the peer's process runs.
     check_at: Instant,
@@ -164,7 +164,7 @@ pub(in crate::host) struct Watchdog {
     ask_at: Instant,
 }
 
-impl Watchdog {
+impl WaitWatchdog {
     pub(in crate::host) fn new(timeout: Duration) -> Self {
         // Not at once, so that a peer that is only a little late costs no system call.
         let now = Instant::now();
@@ -179,7 +179,7 @@ impl Watchdog {
 
     /// Returns the cause if the wait must end. `alive` returns whether the peer's process runs; `None` if that cannot
     /// be found out.
-    pub(in crate::host) fn look(
+    pub(in crate::host) fn run(
         &mut self,
         alive: Option<impl FnOnce() -> bool>,
         interrupted: Option<&Interrupted>,

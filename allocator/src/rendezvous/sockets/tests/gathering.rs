@@ -92,15 +92,15 @@ fn a_rank_that_is_gone_is_named_at_once() {
 
 #[test]
 fn a_rank_that_comes_too_late_hears_whom_the_others_missed() {
-    let gave_up = Barrier::new(3);
+    let failed = Barrier::new(3);
     let errors = with_sockets(3, |rank, mut peers| {
         if rank == 2 {
-            gave_up.wait();
+            failed.wait();
         }
         let deadline = if rank == 2 { soon() } else { short() };
         let error = peers.all_gather("value", b"x", deadline).unwrap_err();
         if rank != 2 {
-            gave_up.wait();
+            failed.wait();
         }
         error
     });
@@ -227,7 +227,7 @@ fn a_peer_that_gives_up_without_hearing_all_says_why() {
             assert_eq!(poll_for(&mut there, Duration::from_secs(20)).unwrap(), 1);
             // Time to read what this rank said, and to wait for rank 2.
             std::thread::sleep(Duration::from_millis(100));
-            peers.give_up(&Error::invalid_state("no room for what came"));
+            peers.fail(&Error::invalid_state("no room for what came"));
             return;
         }
         let begin = Instant::now();
@@ -242,14 +242,14 @@ fn a_peer_that_gives_up_without_hearing_all_says_why() {
 
 #[test]
 fn a_farewell_is_heard_behind_more_than_a_socket_holds() {
-    let gave_up = Barrier::new(2);
+    let failed = Barrier::new(2);
     let much = value(0, 4 << 20);
     with_sockets(2, |rank, mut peers| {
         if rank == 1 {
             let error = peers.all_gather("value", &much, short()).unwrap_err();
             assert!(error.is_timeout() && error.ranks() == [0], "{error}");
         }
-        gave_up.wait();
+        failed.wait();
         if rank == 0 {
             let error = peers.all_gather("value", b"", soon()).unwrap_err();
             assert!(error.is_timeout() && error.ranks() == [0], "{error}");
@@ -282,8 +282,8 @@ fn copies_of_a_connection_do_not_hide_that_a_rank_left() {
 fn who_gives_up_between_talks_is_heard_in_the_next() {
     let errors = with_sockets(3, |rank, mut peers| {
         if rank == 1 {
-            peers.give_up(&Error::invalid_state("went half-way"));
-            peers.give_up(&Error::out_of_memory("not the first reason"));
+            peers.fail(&Error::invalid_state("went half-way"));
+            peers.fail(&Error::out_of_memory("not the first reason"));
         }
         peers.all_gather("value", b"", soon()).unwrap_err()
     });

@@ -13,7 +13,7 @@ use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
 use crate::cuda::layout::params::{MatmulProduct, MatmulWork, Split};
 use crate::jit::sources::MATMUL_GATHER;
-use crate::{MatmulGather, Rows};
+use crate::{MatmulGather, MatrixView};
 
 impl CudaEngine {
     /// Gathers the rows of all ranks, and multiplies them.
@@ -48,7 +48,7 @@ impl CudaEngine {
     fn gather_work(&self, gather: &MatmulGather<'_>) -> Result<MatmulWork> {
         let MatmulGather { dtype, rows, batches, inner, .. } = *gather;
         let world = self.world();
-        let slots = Rows { begin: gather.slots, pitch: gather.left.pitch };
+        let slots = MatrixView { begin: gather.slots, pitch: gather.left.pitch };
         let own = self.left_map(dtype, (gather.left, None), (1, rows, inner))?;
         // A single rank has no slots, and nothing is loaded from them.
         let left = if world == 1 {

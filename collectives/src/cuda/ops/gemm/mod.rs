@@ -37,7 +37,7 @@ use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, MatmulWork, Split, TensorMap};
 use crate::jit::sources::MATMUL_WAIT;
 use crate::jit::{Arch, Kernel};
-use crate::{DType, ReduceOp, Rows};
+use crate::{DType, MatrixView, ReduceOp};
 
 /// Threads of a block.
 const THREADS: u32 = 384;
@@ -194,7 +194,7 @@ impl CudaEngine {
     fn right_map(
         &self,
         dtype: DType,
-        (right, by_rows): (Rows, bool),
+        (right, by_rows): (MatrixView, bool),
         (inner, columns): (usize, usize),
     ) -> Result<TensorMap> {
         let size = dtype.size();
@@ -213,7 +213,7 @@ impl CudaEngine {
     fn left_map(
         &self,
         dtype: DType,
-        (left, part_pitch): (Rows, Option<u64>),
+        (left, part_pitch): (MatrixView, Option<u64>),
         sizes: (usize, usize, usize),
     ) -> Result<TensorMap> {
         let size = dtype.size();
@@ -222,7 +222,7 @@ impl CudaEngine {
     }
 
     /// Describes a result of so many parts, rows of each and columns.
-    fn out_map(&self, out: Rows, sizes: (usize, usize, usize)) -> Result<TensorMap> {
+    fn out_map(&self, out: MatrixView, sizes: (usize, usize, usize)) -> Result<TensorMap> {
         self.tensor_map((out, sizes.1 as u64 * out.pitch), sizes, (64, 64, 2))
     }
 
@@ -231,7 +231,7 @@ impl CudaEngine {
     /// of two of them.
     fn tensor_map(
         &self,
-        (matrix, part_pitch): (Rows, u64),
+        (matrix, part_pitch): (MatrixView, u64),
         (parts, rows, columns): (usize, usize, usize),
         (box_rows, box_columns, size): (usize, usize, usize),
     ) -> Result<TensorMap> {

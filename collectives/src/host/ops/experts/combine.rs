@@ -12,7 +12,7 @@ use crate::host::kernels::{ExpertRows, copy};
 use crate::host::layout::numbers::Numbers;
 
 /// Parts that the rows of a combine are made of.
-struct Rows<'a> {
+struct CombineRows<'a> {
     call: &'a ExpertCall,
     handle: &'a RoutingHandle,
     /// How many rows were received: those for which there are weights. It is read once.
@@ -61,7 +61,7 @@ impl HostEngine {
         let ExpertScratch { row, sum, own, .. } = scratch;
         own.resize(call.shape.hidden, 0.0);
         let mut sums = ExpertRows::new(call.shape.dtype, call.shape.hidden, (row, sum));
-        let rows = Rows { call, handle: &handle, received, weights };
+        let rows = CombineRows { call, handle: &handle, received, weights };
         // SAFETY: every rank has made this call, so nobody uses what the last one left in the region; this rank alone
         // writes its rows.
         unsafe { self.send_back(&region, &rows, &mut sums) };
@@ -105,7 +105,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::combine`], after the handshake.
-    unsafe fn send_back(&self, region: &Region, rows: &Rows<'_>, sums: &mut ExpertRows<'_>) {
+    unsafe fn send_back(&self, region: &Region, rows: &CombineRows<'_>, sums: &mut ExpertRows<'_>) {
         let (call, row_bytes) = (rows.call, rows.call.shape.row_bytes());
         let received = rows.received;
         for peer in self.peers() {
@@ -130,7 +130,7 @@ impl HostEngine {
     unsafe fn sum_tokens(
         &self,
         region: &Region,
-        rows: &Rows<'_>,
+        rows: &CombineRows<'_>,
         sums: &mut ExpertRows<'_>,
         own: *mut u8,
     ) {
@@ -169,7 +169,7 @@ impl HostEngine {
     }
 }
 
-impl Rows<'_> {
+impl CombineRows<'_> {
     /// Writes what goes back for a received row.
     ///
     /// # Safety

@@ -7,8 +7,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use symmpool_allocator::{Error, Result, short};
 
-use super::StandardCollective;
-use super::table_format::{Row, TABLES_VERSION, Table, all_reduce};
+use crate::algorithm::StandardCollective;
+use crate::algorithm::table_format::{Row, TABLES_VERSION, Table, all_reduce};
 
 /// The environment variable with the files that communicators load, separated by colons.
 pub(crate) const TABLES_VARIABLE: &str = "SYMMPOOL_TABLES";

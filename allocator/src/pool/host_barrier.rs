@@ -1,7 +1,7 @@
 //! Ranks that wait on the host until all have come to a step. A rank whose wait ends leaves again, and commits go on.
 //!
 //! Ranks have no common order there, so they take two steps. First each says that it is here, and waits for the others; it may
-//! leave, and says so. A rank that knows all to be here says that it goes on, and leaves no more; the meeting is over when all
+//! leave, and says so. A rank that knows all to be here says that it goes on, and leaves no more; the barrier is over when all
 //! have said so. So no rank goes on without one that has left.
 
 use std::sync::{PoisonError, TryLockError};
@@ -13,11 +13,11 @@ use super::committer::Committer;
 use super::share::GRACE;
 use crate::error::ErrorKind;
 use crate::group::Interrupt;
-use crate::rendezvous::sockets::{Note, PeerSockets, Said};
+use crate::rendezvous::sockets::{BarrierMessage, BarrierStep, PeerSockets};
 use crate::{Deadline, Error, Result};
 
-/// Which step a meeting is for: two numbers that it has on all ranks, and no other meeting of the pool has.
-pub type Topic = (u64, u64);
+/// Which step a barrier is for: two numbers that it has on all ranks, and no other barrier of the pool has.
+pub type BarrierId = (u64, u64);
 
 /// Between two looks whether a rank has said something.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -26,10 +26,10 @@ const ASK_EVERY: Duration = Duration::from_millis(50);
 /// The most bytes that a rank brings. Ranks tell each other in one packet, whose frame holds more than that.
 const MAX_BROUGHT: usize = 16 << 10;
 
-/// A meeting on one rank.
-struct Meeting<'a> {
+/// A barrier on one rank.
+struct HostBarrier<'a> {
     pool: &'a Pool,
-    topic: Topic,
+    id: BarrierId,
     deadline: Deadline,
     /// Which ranks are here, and which of them go on.
     here: Vec<bool>,
@@ -39,8 +39,8 @@ struct Meeting<'a> {
 }
 
 impl Pool {
-    /// Waits on the host until every rank has come to the meeting. `check` judges what each of the others `brings`, as it
-    /// comes: its error ends the meeting, and it must come to the same on all ranks.
+    /// Waits on the host until every rank has come to the barrier. `check` judges what each of the others `brings`, as it
+    /// comes: its error ends the barrier, and it must come to the same on all ranks.
     ///
     /// It is no commit, and waits for no device. Other threads may commit meanwhile.
     ///
@@ -50,52 +50,52 @@ impl Pool {
     /// come; [`Error::is_peer_lost`]; after an interrupt. No rank goes on then: others get the error of one that has
     /// left, as they come or at once. The pool can commit as before, unless a rank is lost that has said it goes on.
     /// `is_invalid_argument` on a rank that brings more than 16 KiB: it says nothing to the others.
-    pub fn meet(
+    pub fn host_barrier(
         &self,
-        topic: Topic,
+        id: BarrierId,
         brings: &[u8],
         deadline: Deadline,
         mut check: impl FnMut(u32, &[u8]) -> Result<()>,
     ) -> Result<()> {
         self.check_process()?;
         self.check_brought(brings)?;
-        if !self.0.notes {
-            return self.meet_in_store(topic, brings, deadline, check);
+        if !self.0.has_barrier_messages {
+            return self.barrier_in_store(id, brings, deadline, check);
         }
         let world = self.world() as usize;
         let (here, going_on) = (vec![false; world], vec![false; world]);
-        let mut meeting = Meeting { pool: self, topic, deadline, here, going_on, is_off: false };
-        let come = meeting
-            .say(Said::Here(brings.to_vec()), deadline)
-            .and_then(|()| meeting.wait_for_all(&mut check))
-            .inspect_err(|why| meeting.leave(why));
-        come.and_then(|()| meeting.go_on()).map_err(|error| self.at_meeting(error))
+        let mut barrier = HostBarrier { pool: self, id, deadline, here, going_on, is_off: false };
+        let come = barrier
+            .say(BarrierStep::Here(brings.to_vec()), deadline)
+            .and_then(|()| barrier.wait_for_all(&mut check))
+            .inspect_err(|why| barrier.leave(why));
+        come.and_then(|()| barrier.go_on()).map_err(|error| self.at_barrier(error))
     }
 
-    /// Says that this rank comes to the step in another way, where others may come to a [meeting](Self::meet): their `check`
+    /// Says that this rank comes to the step in another way, where others may come to a [barrier](Self::host_barrier): their `check`
     /// is given what it `brings`, at most 16 KiB. Where ranks have no sockets, nothing is said.
     ///
     /// # Errors
     ///
-    /// Those of [`Self::meet`], but for errors of a `check`.
-    pub fn come_elsewhere(&self, topic: Topic, brings: &[u8], deadline: Deadline) -> Result<()> {
+    /// Those of [`Self::host_barrier`], but for errors of a `check`.
+    pub fn come_elsewhere(&self, id: BarrierId, brings: &[u8], deadline: Deadline) -> Result<()> {
         self.check_process()?;
         self.check_brought(brings)?;
-        if !self.0.notes {
+        if !self.0.has_barrier_messages {
             return Ok(());
         }
-        self.say(&Note { topic, said: Said::Here(brings.to_vec()) }, deadline)
-            .map_err(|error| self.at_meeting(error))
+        self.say(&BarrierMessage { id, step: BarrierStep::Here(brings.to_vec()) }, deadline)
+            .map_err(|error| self.at_barrier(error))
     }
 
     /// Returns, for each rank that has come to the step since the last call, its number and what it brings. Does not
     /// wait.
-    pub fn have_come(&self, topic: Topic) -> Vec<(u32, Vec<u8>)> {
-        let heard = self.with_sockets(|sockets| Ok(sockets.heard(topic)));
+    pub fn have_come(&self, id: BarrierId) -> Vec<(u32, Vec<u8>)> {
+        let heard = self.with_sockets(|sockets| Ok(sockets.heard(id)));
         let Ok(Some(heard)) = heard else { return Vec::new() };
         let come = heard.into_iter().filter_map(|(rank, said)| match said {
-            Said::Here(brings) => Some((rank, brings)),
-            Said::GoesOn | Said::Left(_) => None,
+            BarrierStep::Here(brings) => Some((rank, brings)),
+            BarrierStep::GoesOn | BarrierStep::Left(_) => None,
         });
         come.collect()
     }
@@ -123,15 +123,15 @@ impl Pool {
             return Ok(());
         }
         let why = format!("{} bytes are brought, and at most {MAX_BROUGHT} can be", brings.len());
-        Err(self.at_meeting(Error::invalid_argument(why)))
+        Err(self.at_barrier(Error::invalid_argument(why)))
     }
 
     /// Says something to the other ranks, as soon as no other thread commits. An interrupt ends a wait to say that this rank
     /// is here. What a rank says later, others may depend on.
-    fn say(&self, note: &Note, deadline: Deadline) -> Result<()> {
-        let interrupt = match note.said {
-            Said::Here(_) => self.group().interrupt(),
-            Said::GoesOn | Said::Left(_) => None,
+    fn say(&self, message: &BarrierMessage, deadline: Deadline) -> Result<()> {
+        let interrupt = match message.step {
+            BarrierStep::Here(_) => self.group().interrupt(),
+            BarrierStep::GoesOn | BarrierStep::Left(_) => None,
         };
         let (mut sent, mut asked) = (Vec::new(), Instant::now());
         loop {
@@ -141,7 +141,7 @@ impl Pool {
                     return Err(Error::interrupted("interrupted"));
                 }
             }
-            if self.with_sockets(|sockets| sockets.say(note, &mut sent))? == Some(true) {
+            if self.with_sockets(|sockets| sockets.say(message, &mut sent))? == Some(true) {
                 return Ok(());
             }
             if deadline.expired() {
@@ -155,9 +155,9 @@ impl Pool {
     }
 
     /// Meets through the store, which takes back what a rank has said that leaves.
-    fn meet_in_store(
+    fn barrier_in_store(
         &self,
-        (one, other): Topic,
+        (one, other): BarrierId,
         brings: &[u8],
         deadline: Deadline,
         mut check: impl FnMut(u32, &[u8]) -> Result<()>,
@@ -165,10 +165,10 @@ impl Pool {
         let (group, interrupt) = (self.group(), self.group().interrupt());
         let stop = || interrupt.as_ref().is_some_and(Interrupt::is_requested);
         let gather = |step: &str, value: &[u8], deadline, stop: Option<&dyn Fn() -> bool>| {
-            let key = format!("{}/meeting/{one}.{other}/{step}", group.name());
+            let key = format!("{}/barrier/{one}.{other}/{step}", group.name());
             let (rank, world) = (self.rank(), self.world());
             let gathered = group.store().all_gather_until(&key, rank, world, value, deadline, stop);
-            gathered.map_err(|error| self.at_meeting(error))
+            gathered.map_err(|error| self.at_barrier(error))
         };
         let here = gather("here", brings, deadline, Some(&stop))?;
         for (peer, brings) in (0..).zip(here.parts()).filter(|(peer, _)| *peer != self.rank()) {
@@ -178,27 +178,27 @@ impl Pool {
         gather("goes-on", &[], deadline, None).map(drop)
     }
 
-    fn at_meeting(&self, error: Error) -> Error {
+    fn at_barrier(&self, error: Error) -> Error {
         error.context(format!("rank {}, waiting on the host for all ranks", self.rank()))
     }
 }
 
-impl Meeting<'_> {
-    fn say(&self, said: Said, deadline: Deadline) -> Result<()> {
-        self.pool.say(&Note { topic: self.topic, said }, deadline)
+impl HostBarrier<'_> {
+    fn say(&self, step: BarrierStep, deadline: Deadline) -> Result<()> {
+        self.pool.say(&BarrierMessage { id: self.id, step }, deadline)
     }
 
     /// Takes in what other ranks have said.
     fn listen(&mut self, check: &mut impl FnMut(u32, &[u8]) -> Result<()>) -> Result<()> {
-        let heard = self.pool.with_sockets(|sockets| Ok(sockets.heard(self.topic)))?;
+        let heard = self.pool.with_sockets(|sockets| Ok(sockets.heard(self.id)))?;
         for (peer, said) in heard.into_iter().flatten() {
             match said {
-                Said::Here(brings) => {
+                BarrierStep::Here(brings) => {
                     check(peer, &brings)?;
                     self.here[peer as usize] = true;
                 }
-                Said::GoesOn => self.going_on[peer as usize] = true,
-                Said::Left(why) => {
+                BarrierStep::GoesOn => self.going_on[peer as usize] = true,
+                BarrierStep::Left(why) => {
                     self.is_off = true;
                     return Err(left(peer, why));
                 }
@@ -238,7 +238,7 @@ impl Meeting<'_> {
 
     /// Says that this rank has left, and why, as far as others listen.
     fn leave(&self, why: &Error) {
-        let said = self.say(Said::Left(why.kind().clone()), Deadline::after(GRACE));
+        let said = self.say(BarrierStep::Left(why.kind().clone()), Deadline::after(GRACE));
         if let Err(error) = said {
             tracing::debug!(%error, %why, "other ranks are not told that this one waits for them no longer");
         }
@@ -247,7 +247,7 @@ impl Meeting<'_> {
     /// The second step, once all ranks are here.
     fn go_on(mut self) -> Result<()> {
         let deadline = Deadline::after(self.deadline.remaining().max(GRACE));
-        let outcome = self.say(Said::GoesOn, deadline).and_then(|()| {
+        let outcome = self.say(BarrierStep::GoesOn, deadline).and_then(|()| {
             let mut asked = Instant::now();
             loop {
                 self.listen(&mut |_, _| Ok(()))?;

@@ -1,4 +1,4 @@
-//! Ranks that wait for each other on the host (`Pool::meet`), over sockets and through a store. Ranks are threads of one process.
+//! Ranks that wait for each other on the host (`Pool::host_barrier`), over sockets and through a store. Ranks are threads of one process.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 
 const SOON: Duration = Duration::from_millis(300);
-const TOPIC: (u64, u64) = (5, 1);
+const ID: (u64, u64) = (5, 1);
 
 /// Pools of host memory, whose ranks have sockets, and simulated ones, whose ranks have a store alone.
 fn pools<R: Send>(world: u32, body: impl Fn(Pool, bool) -> R + Sync) -> Vec<Vec<R>> {
@@ -30,8 +30,8 @@ fn pool(group: Group, has_sockets: bool) -> Pool {
     Pool::builder(group).driver(driver).lane(LaneConfig::symmetric("a")).build().unwrap()
 }
 
-fn meet(pool: &Pool, topic: (u64, u64), limit: Duration) -> Result<()> {
-    pool.meet(topic, b"the same", Deadline::after(limit), |rank, brings| match brings {
+fn barrier(pool: &Pool, id: (u64, u64), limit: Duration) -> Result<()> {
+    pool.host_barrier(id, b"the same", Deadline::after(limit), |rank, brings| match brings {
         b"the same" => Ok(()),
         _ => Err(Error::invalid_argument(format!("rank {rank} brings something else"))),
     })
@@ -53,7 +53,7 @@ fn ranks_wait_until_all_have_come() {
                 thread::sleep(Duration::from_millis(40));
                 come[nth as usize].store(true, Ordering::SeqCst);
             }
-            meet(&pool, (1, nth), Duration::from_secs(20)).unwrap();
+            barrier(&pool, (1, nth), Duration::from_secs(20)).unwrap();
             assert!(come[nth as usize].load(Ordering::SeqCst));
         }
         commits(&pool);
@@ -68,11 +68,11 @@ fn a_rank_that_comes_late_goes_on_with_nobody_and_pools_still_commit() {
             thread::sleep(3 * SOON);
         }
         let begun = Instant::now();
-        let error = meet(&pool, TOPIC, SOON).unwrap_err();
+        let error = barrier(&pool, ID, SOON).unwrap_err();
         assert!(begun.elapsed() < 2 * SOON);
         // Whoever comes late hears at once that others have left.
         assert!(!late || !has_sockets || begun.elapsed() < SOON / 2, "{error}");
-        meet(&pool, (5, 2), Duration::from_secs(20)).unwrap();
+        barrier(&pool, (5, 2), Duration::from_secs(20)).unwrap();
         commits(&pool);
         error
     });
@@ -88,7 +88,7 @@ fn what_a_rank_brings_is_judged_by_all_others() {
     let outcomes = pools(3, |pool, _| {
         let brings: &[u8] = if pool.rank() == 1 { b"another" } else { b"usual" };
         let error = pool
-            .meet(TOPIC, brings, Deadline::after(Duration::from_secs(20)), |rank, theirs| {
+            .host_barrier(ID, brings, Deadline::after(Duration::from_secs(20)), |rank, theirs| {
                 match theirs == brings {
                     true => Ok(()),
                     false => Err(Error::invalid_argument(format!("not so on rank {rank}"))),
@@ -108,17 +108,17 @@ fn a_rank_that_comes_in_another_way_is_seen() {
     ranks_over_sockets(2, |pool| {
         let deadline = || Deadline::after(Duration::from_secs(20));
         if pool.rank() == 0 {
-            pool.come_elsewhere(TOPIC, b"elsewhere", deadline()).unwrap();
+            pool.come_elsewhere(ID, b"elsewhere", deadline()).unwrap();
             let begun = Instant::now();
             let found = loop {
-                let found = pool.have_come(TOPIC);
+                let found = pool.have_come(ID);
                 if !found.is_empty() || begun.elapsed() > Duration::from_secs(20) {
                     break found;
                 }
             };
             assert_eq!(found, [(1, b"the same".to_vec())]);
         } else {
-            let error = meet(&pool, TOPIC, Duration::from_secs(20)).unwrap_err();
+            let error = barrier(&pool, ID, Duration::from_secs(20)).unwrap_err();
             assert!(error.to_string().contains("rank 0 brings something else"), "{error}");
         }
         commits(&pool);
@@ -142,7 +142,7 @@ fn commits_of_other_threads_pass() {
                 if pool.rank() == 0 {
                     thread::sleep(Duration::from_micros(500));
                 }
-                meet(&pool, (2, turn), Duration::from_secs(20)).unwrap();
+                barrier(&pool, (2, turn), Duration::from_secs(20)).unwrap();
                 other.join().unwrap();
             });
         }
@@ -157,7 +157,7 @@ fn a_rank_that_goes_ends_the_wait_of_the_others() {
             return;
         }
         let begun = Instant::now();
-        let error = meet(&pool, TOPIC, Duration::from_secs(20)).unwrap_err();
+        let error = barrier(&pool, ID, Duration::from_secs(20)).unwrap_err();
         assert!(error.is_peer_lost() && error.ranks().contains(&2), "{error}");
         assert!(begun.elapsed() < Duration::from_secs(2));
     });
@@ -181,10 +181,10 @@ fn an_interrupt_ends_the_wait_and_others_are_told() {
             thread::sleep(SOON);
         }
         let begun = Instant::now();
-        let error = meet(&pool, TOPIC, Duration::from_secs(20)).unwrap_err();
+        let error = barrier(&pool, ID, Duration::from_secs(20)).unwrap_err();
         assert!(begun.elapsed() < 3 * SOON, "{error}");
         interrupted.store(false, Ordering::Relaxed);
-        meet(&pool, (5, 2), Duration::from_secs(20)).unwrap();
+        barrier(&pool, (5, 2), Duration::from_secs(20)).unwrap();
         commits(&pool);
         error
     });
@@ -221,10 +221,10 @@ fn an_interrupt_ends_a_wait_to_say_something() {
             });
             thread::sleep(SOON);
             let begun = Instant::now();
-            let meeting = scope.spawn(|| meet(&pool, TOPIC, Duration::from_secs(20)));
+            let barrier = scope.spawn(|| barrier(&pool, ID, Duration::from_secs(20)));
             thread::sleep(SOON);
-            *interrupted.lock().unwrap() = Some(meeting.thread().id());
-            let error = meeting.join().unwrap().unwrap_err();
+            *interrupted.lock().unwrap() = Some(barrier.thread().id());
+            let error = barrier.join().unwrap().unwrap_err();
             assert!(error.is_interrupted() && begun.elapsed() < 3 * SOON, "{error}");
             other.join().unwrap().unwrap();
         });
@@ -236,16 +236,16 @@ fn what_is_too_much_to_bring_is_refused_on_its_rank() {
     pools(2, |pool, _| {
         let much = vec![0; (16 << 10) + 1];
         let deadline = Deadline::after(Duration::from_secs(20));
-        let error = pool.meet(TOPIC, &much, deadline, |_, _| Ok(())).unwrap_err();
+        let error = pool.host_barrier(ID, &much, deadline, |_, _| Ok(())).unwrap_err();
         assert!(
             error.is_invalid_argument() && error.to_string().contains("16385 bytes"),
             "{error}"
         );
-        let error = pool.come_elsewhere(TOPIC, &much, deadline).unwrap_err();
+        let error = pool.come_elsewhere(ID, &much, deadline).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         // The longest message that is allowed arrives whole.
         let most = &much[1..];
-        pool.meet((5, 3), most, deadline, |_, brings| match brings == most {
+        pool.host_barrier((5, 3), most, deadline, |_, brings| match brings == most {
             true => Ok(()),
             false => Err(Error::invalid_argument("something else is brought")),
         })

@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 
 use symmpool_allocator::{Error, Result, short};
 
-use super::{AUTO, AlgorithmId, StandardCollective};
+use crate::algorithm::{AUTO, AlgorithmId, StandardCollective};
 
 /// The name of an algorithm that is requested of a communicator. It must be the same on every rank, as ranks compare
 /// what they use in the handshake of calls. It may be the name of one that is registered later.

@@ -1,4 +1,4 @@
-//! Tests of other messages where one was refused or given up.
+//! Tests of other messages where one was declined or cancelled.
 
 use super::state::UNRECEIVED;
 use super::tests::{SOON, content, mailboxes, recv, send};
@@ -48,7 +48,7 @@ fn a_wait_in_vain_says_what_was_refused() {
 }
 
 #[test]
-fn what_was_given_up_is_not_received_in_place_of_a_later_message() {
+fn what_was_cancelled_is_not_received_in_place_of_a_later_message() {
     let all = mailboxes(2, Duration::from_millis(300));
     let bytes = 1 << 20;
     // The receiver knows of the first one before it is given up, and of the second one not.
@@ -82,9 +82,9 @@ fn a_receiver_that_has_asked_is_told_at_once() {
     receiver.advance();
     sender.accept();
     sender.advance();
-    let given_up = &pairs[1].0.0;
-    sender.cancel(given_up, &Error::interrupted("here"));
-    assert!(given_up.outcome().unwrap().as_ref().unwrap_err().is_interrupted());
+    let cancelled = &pairs[1].0.0;
+    sender.cancel(cancelled, &Error::interrupted("here"));
+    assert!(cancelled.outcome().unwrap().as_ref().unwrap_err().is_interrupted());
     while receiver.is_busy() || sender.is_busy() {
         assert!(receiver.advance() | sender.advance(), "stuck");
     }
@@ -95,7 +95,7 @@ fn a_receiver_that_has_asked_is_told_at_once() {
 }
 
 #[test]
-fn a_given_up_message_that_is_refused_is_reported_to_nobody() {
+fn a_cancelled_message_that_is_refused_is_reported_to_nobody() {
     let all = mailboxes(2, SOON);
     let mut sender = all[0].shared.lock().unwrap();
     let mut receiver = all[1].shared.lock().unwrap();
@@ -164,7 +164,7 @@ fn an_ended_mailbox_leaves_nothing_behind() {
 }
 
 #[test]
-fn small_messages_that_were_given_up_leave_their_room() {
+fn small_messages_that_were_cancelled_leave_their_room() {
     let all = mailboxes(2, SOON);
     let mut sender = all[0].shared.lock().unwrap();
     for _ in 0..100 {

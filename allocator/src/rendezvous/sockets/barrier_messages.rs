@@ -1,0 +1,71 @@
+//! Messages of barriers on the host: what a rank says between rounds. Others hear it whenever they listen, in a round or outside.
+//!
+//! Such a message belongs to no round, so a rank may say something and leave again, and rounds go on as before. Packets of one rank
+//! keep their order: a message behind a packet of a round is heard in that round or after it.
+
+use super::packet::{self, BarrierMessage, BarrierStep, Peeked, Received, Sent};
+use super::{CLOSED, PeerSockets, closed, connected};
+use crate::rendezvous::message;
+use crate::{Error, Result};
+
+impl PeerSockets {
+    /// Sends a message to every peer that has not been `sent` it, as far as sockets take it now. Returns whether all have it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_peer_lost`], and the error of an earlier failure. Other peers have the message then.
+    pub(crate) fn say(&self, message: &BarrierMessage, sent: &mut Vec<u32>) -> Result<bool> {
+        self.check()?;
+        let frame = message::encode(message)?;
+        let mut lost = Vec::new();
+        for (rank, socket) in connected(&self.sockets) {
+            if sent.contains(&rank) {
+                continue;
+            }
+            match packet::send(socket, &frame, &[])? {
+                Sent::Yes => sent.push(rank),
+                Sent::WouldBlock | Sent::TryLater => {}
+                Sent::Closed => lost.push(rank),
+            }
+        }
+        if !lost.is_empty() {
+            return Err(Error::peer_lost(lost, CLOSED));
+        }
+        Ok(connected(&self.sockets).all(|(rank, _)| sent.contains(&rank)))
+    }
+
+    /// Messages of peers about a barrier since the last call, each with its rank. Does not wait.
+    pub(crate) fn heard(&mut self, id: (u64, u64)) -> Vec<(u32, BarrierStep)> {
+        self.take_in_barrier_messages();
+        let about = self.barrier_messages.extract_if(.., |(_, message)| message.id == id);
+        about.map(|(rank, message)| (rank, message.step)).collect()
+    }
+
+    /// Fails if a peer is gone, or failed, or ranks cannot talk since an earlier failure. Does not wait.
+    pub(crate) fn check_all_here(&mut self) -> Result<()> {
+        self.check()?;
+        let gone = closed(connected(&self.sockets));
+        let Self { sockets, buffer, .. } = self;
+        let farewells = connected(sockets).filter(|(rank, _)| gone.contains(rank));
+        for (rank, socket) in farewells {
+            if let Some(farewell) = buffer.farewell(rank, socket) {
+                return Err(farewell.into_loss());
+            }
+        }
+        if gone.is_empty() { Ok(()) } else { Err(Error::peer_lost(gone, CLOSED)) }
+    }
+
+    /// Takes the barrier_messages out of the sockets that are not behind packets of rounds.
+    pub(super) fn take_in_barrier_messages(&mut self) {
+        let Self { sockets, buffer, barrier_messages, .. } = self;
+        for (rank, socket) in connected(sockets) {
+            while let Ok(Peeked::Frame(frame)) = buffer.peek(socket)
+                && BarrierMessage::read(rank, frame).is_some()
+                && let Ok(Received::Packet { frame, .. }) = buffer.receive(rank, socket)
+            {
+                barrier_messages
+                    .extend(BarrierMessage::read(rank, frame).map(|message| (rank, message)));
+            }
+        }
+    }
+}
