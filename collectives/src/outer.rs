@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)] // declares what implementations and callers promise about raw memory
 
+use std::time::Duration;
+
 use symmpool_allocator::{Result, Stream};
 
 /// A move of bytes between the ranks of an [`Outer`]. Lengths are in bytes, and ranks count in the outer engine.
@@ -40,7 +42,7 @@ pub enum Transfer<'a> {
 }
 
 /// Transfer that was begun; [`Outer::finish`] waits for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ticket(pub u64);
 
 /// An outer engine: it carries bytes between ranks of several hosts, where memory is not shared. symmpool has none of its
@@ -63,6 +65,10 @@ pub unsafe trait Outer: Send {
     /// The number of ranks.
     fn world(&self) -> u32;
 
+    /// Bounds the waits of transfers that are begun from now on. Called before the first one, and where the communicator's
+    /// timeout has changed.
+    fn set_timeout(&mut self, limit: Duration);
+
     /// Begins a transfer behind what the stream was given before. Host memory has no streams.
     ///
     /// # Errors
@@ -83,7 +89,8 @@ pub unsafe trait Outer: Send {
     fn finish(&mut self, ticket: Ticket, stream: &Stream) -> Result<()>;
 
     /// Ends all transfers under way, with an error or not, and closes the connections, so that other ranks' transfers
-    /// end as well. Nothing is begun afterwards. Bounded.
+    /// end as well. Nothing is begun afterwards. When it returns, the memory of transfers is given to others. Bounded by the
+    /// timeout of what is under way. May be called again.
     fn abort(&mut self);
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_allocator::short;
-use symmpool_collectives::{Communicator, CommunicatorOptions, StandardCollective};
+use symmpool_collectives::{Communicator, CommunicatorOptions, Outers, StandardCollective};
 
 use crate::arguments::{Calls, RankContext};
 use crate::convert::{self, Device, standard};
@@ -90,14 +90,11 @@ pub(crate) fn open(
     options: PyResult<CommunicatorOptions>,
 ) -> PyResult<(Arc<Calls>, String)> {
     let on = &*pool.pool;
-    let ready = options.and_then(|options| {
-        if on.hosts().count() == 1 {
-            return Ok((options, None));
-        }
-        let module = py.import("symmpool.communicators.outer")?;
-        let made = module.call_method1("outers_of", (object, options.timeout.as_secs_f64()))?;
-        Ok((options, Some(outers_of(&made)?)))
-    });
+    let ready = if on.hosts().count() == 1 {
+        options.map(|options| (options, None))
+    } else {
+        over_hosts(py, object, options)
+    };
     let (options, outers) = ready.inspect_err(|error| {
         let why = reason(py, error);
         py.detach(|| Communicator::decline_new(on, why));
@@ -111,6 +108,26 @@ pub(crate) fn open(
     pool.communicators.add(&comm);
     let context = RankContext { device: pool.device, rank: comm.rank(), world: comm.world() };
     Ok((Arc::new(Calls { comm, context }), algorithm))
+}
+
+/// The options with the outer engines. Ranks whose options were refused come to this too, and tell the others why.
+fn over_hosts(
+    py: Python<'_>,
+    pool: &Bound<'_, Pool>,
+    options: PyResult<CommunicatorOptions>,
+) -> PyResult<(CommunicatorOptions, Option<Outers>)> {
+    let module = py.import("symmpool.communicators.outer")?;
+    let meeting = module.call_method1("Meeting", (pool,))?;
+    match options {
+        Ok(options) => {
+            let made = meeting.call_method1("outers", (options.timeout.as_secs_f64(),))?;
+            Ok((options, Some(outers_of(&made)?)))
+        }
+        Err(error) => {
+            meeting.call_method1("refuse", (error.to_string(),))?;
+            Err(error)
+        }
+    }
 }
 
 /// The name of the algorithm that is requested for all-reduces.

@@ -4,14 +4,17 @@
 
 use std::time::Duration;
 
-use pyo3::exceptions::PyTimeoutError;
+use pyo3::exceptions::{PyException, PyKeyboardInterrupt, PyTimeoutError};
 use pyo3::prelude::*;
 use symmpool_allocator::{Error, Result, Stream, short};
 use symmpool_collectives::{Outer, Outers, Ticket, Transfer};
 
 use crate::errors::from_within;
 
-/// An object with the methods `all_gather`, `all_to_all`, `broadcast`, `finish` and `abort`.
+/// How long it lasts until an outer engine is asked again whether its transfers have ended.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
+
+/// An object with the methods `set_timeout`, `all_gather`, `all_to_all`, `broadcast`, `finish` and `abort`.
 struct PythonOuter {
     object: Py<PyAny>,
     name: String,
@@ -42,7 +45,7 @@ impl PythonOuter {
                 if error.is_instance_of::<PyTimeoutError>(py) {
                     return Error::timeout(text, Duration::ZERO, Vec::new());
                 }
-                if error.is_instance_of::<pyo3::exceptions::PyException>(py) {
+                if error.is_instance_of::<PyException>(py) {
                     return Error::system(format!("{} {what}", self.name), short(&text));
                 }
                 from_within(py, error)
@@ -65,6 +68,13 @@ unsafe impl Outer for PythonOuter {
 
     fn world(&self) -> u32 {
         self.world
+    }
+
+    fn set_timeout(&mut self, limit: Duration) {
+        // Without it, the outer engine keeps the timeout that it has.
+        let seconds = limit.as_secs_f64();
+        let _ = self
+            .call("set_timeout", |object| object.call_method1("set_timeout", (seconds,)).map(drop));
     }
 
     unsafe fn begin(&mut self, transfer: Transfer<'_>, _: &Stream) -> Result<Ticket> {
@@ -92,9 +102,31 @@ unsafe impl Outer for PythonOuter {
         self.call("finish", |object| object.call_method1("finish", (ticket.0,)).map(drop))
     }
 
+    /// Asks until all transfers have ended, which their own timeouts bound: their memory is given to others then. Ctrl-C ends
+    /// no transfer, so it is raised behind this.
     fn abort(&mut self) {
-        // A transfer that cannot be ended has a timeout.
-        let _ = self.call("abort", |object| object.call_method0("abort").map(drop));
+        let mut interrupted = false;
+        loop {
+            let asked = Python::try_attach(|py| {
+                let ended = self.object.bind(py).call_method0("abort").and_then(|is| is.extract());
+                ended.unwrap_or_else(|error: PyErr| {
+                    interrupted |= error.is_instance_of::<PyKeyboardInterrupt>(py);
+                    false
+                })
+            });
+            match asked {
+                Some(false) => std::thread::sleep(ASK_AGAIN),
+                Some(true) => break,
+                // The interpreter has closed the connections when it ended.
+                None => return,
+            }
+        }
+        if interrupted {
+            Python::try_attach(|py| {
+                let again = py.import("_thread").and_then(|it| it.call_method0("interrupt_main"));
+                again.map(drop).unwrap_or_else(|error| error.write_unraisable(py, None));
+            });
+        }
     }
 }
 

@@ -20,7 +20,7 @@ pub(crate) fn pool_store_set(
     value: &[u8],
     seconds: f64,
 ) -> PyResult<()> {
-    let (store, key, deadline) = place_of(pool.get(), key, seconds);
+    let (store, key, deadline) = place_of(py, pool.get(), key, seconds)?;
     py.detach(|| store.set(&key, value, deadline)).or_raise(py)
 }
 
@@ -32,7 +32,7 @@ pub(crate) fn pool_store_get<'py>(
     key: &str,
     seconds: f64,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let (store, key, deadline) = place_of(pool.get(), key, seconds);
+    let (store, key, deadline) = place_of(py, pool.get(), key, seconds)?;
     let value = py.detach(|| store.get(&key, deadline)).or_raise(py)?;
     Ok(PyBytes::new(py, &value))
 }
@@ -46,13 +46,19 @@ pub(crate) fn pool_store_add(
     delta: i64,
     seconds: f64,
 ) -> PyResult<i64> {
-    let (store, key, deadline) = place_of(pool.get(), key, seconds);
+    let (store, key, deadline) = place_of(py, pool.get(), key, seconds)?;
     py.detach(|| store.add(&key, delta, deadline)).or_raise(py)
 }
 
-/// The store, the key there, and the deadline: so many seconds from now, at most a year.
-fn place_of<'a>(pool: &'a Pool, key: &str, seconds: f64) -> (&'a Arc<dyn Store>, String, Deadline) {
+/// The store, the key there, and the deadline: so many seconds from now, at most a year. A forked child is refused.
+fn place_of<'a>(
+    py: Python<'_>,
+    pool: &'a Pool,
+    key: &str,
+    seconds: f64,
+) -> PyResult<(&'a Arc<dyn Store>, String, Deadline)> {
+    pool.pool.check_process().or_raise(py)?;
     let group = pool.pool.group();
     let limit = Duration::try_from_secs_f64(seconds.clamp(0.0, 3.2e7)).unwrap_or_default();
-    (group.store(), format!("{}/{key}", group.name()), Deadline::after(limit))
+    Ok((group.store(), format!("{}/{key}", group.name()), Deadline::after(limit)))
 }

@@ -2,6 +2,10 @@
 
 import datetime
 import os
+import socket
+import subprocess
+import sys
+import textwrap
 import time
 
 import pytest
@@ -202,19 +206,203 @@ def test_a_rank_that_is_gone_is_an_error_on_all_hosts(how):
         assert "host b" in text, text
 
 
+def goes_on(comm):
+    x = torch.ones(10_000)
+    comm.all_reduce(x)
+    return x[0].item() == comm.world
+
+
 def different_calls(group, ids):
     on_host(ids, group)
     pool = symmpool.Pool(group, "cpu")
-    x = torch.ones(50_000 + 8 * (group.rank // 2))
-    with pytest.raises(symmpool.DivergedError) as raised:
-        symmpool.all_reduce(x, group=pool)
-    return str(raised.value), raised.value.ranks
+    comm = symmpool.Communicator(pool, timeout=60.0)
+    host, found = group.rank // 2, []
+    for counts in [(50_000, 50_008), (1, 3_000_000), (3_000_000, 1), (8, 9), (300, 301)]:
+        begun = time.monotonic()
+        with pytest.raises(symmpool.DivergedError) as raised:
+            comm.all_reduce(torch.ones(counts[host]))
+        found.append((str(raised.value), raised.value.ranks, time.monotonic() - begun))
+        assert goes_on(comm)
+    return found
 
 
-def test_different_calls_on_two_hosts_are_named():
-    for rank, (text, named) in enumerate(ranks.values(4, different_calls, ["a", "a", "b", "b"])):
+def test_different_calls_on_two_hosts_are_named_and_all_go_on():
+    for rank, found in enumerate(ranks.values(4, different_calls, ["a", "a", "b", "b"])):
+        text = found[0][0]
         assert "50000" in text and "50008" in text and f"host {'ab'[1 - rank // 2]}" in text, text
-        assert named, text
+        for text, named, took in found:
+            assert named and took < 10, (text, took)
+
+
+def refused_on_one_rank(group, ids):
+    on_host(ids, group)
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=60.0)
+    found = []
+    x, long = torch.ones(4000), torch.ones(4000 * group.world)
+    sizes = [4000] * (4 if group.rank != 1 else 3)
+    calls = [
+        lambda: comm.all_reduce(x if group.rank != 1 else x.to(torch.complex64)),
+        lambda: comm.all_to_all_single(long.clone(), long, [4000] * 4, sizes),
+        lambda: comm.broadcast(x, 0 if group.rank != 1 else 99),
+        lambda: comm.all_reduce(x, op="sum" if group.rank != 1 else "nonsense"),
+    ]
+    for call in calls:
+        begun = time.monotonic()
+        try:
+            call()
+            found.append(("no error", time.monotonic() - begun))
+        except (symmpool.Error, ValueError, TypeError) as error:
+            found.append((type(error).__name__, str(error), time.monotonic() - begun))
+        assert goes_on(comm)
+    return found
+
+
+@pytest.mark.parametrize("ids", [["a", "a", "b", "b"], ["a", "b", "b", "b"]], ids="".join)
+def test_a_call_that_one_rank_refuses_is_an_error_on_all_and_all_go_on(ids):
+    for rank, found in enumerate(ranks.values(4, refused_on_one_rank, ids)):
+        for kind, text, took in found:
+            assert took < 10, (kind, text, took)
+            assert rank == 1 or (kind == "DivergedError" and "rank 1" in text), (rank, kind, text)
+            assert rank != 1 or kind != "DivergedError", (kind, text)
+
+
+def wrong_options(group, ids):
+    on_host(ids, group)
+    pool = symmpool.Pool(group, "cpu")
+    begun = time.monotonic()
+    with pytest.raises(symmpool.Error) as raised:
+        options = {"algorithms": {"all_reduce": 7}} if group.rank == 1 else {}
+        symmpool.Communicator(pool, timeout=60.0, **options)
+    took = time.monotonic() - begun
+    return goes_on(symmpool.Communicator(pool, timeout=60.0)), took, str(raised.value)
+
+
+def test_options_that_one_rank_refuses_are_an_error_on_all_and_the_next_is_made():
+    for works, took, text in ranks.values(4, wrong_options, ["a", "a", "b", "b"]):
+        assert works and took < 20, (took, text)
+        assert "rank 1" in text or "algorithms" in text, text
+
+
+def forked(group, ids):
+    on_host(ids, group)
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=60.0)
+    assert goes_on(comm)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            comm.all_reduce(torch.ones(5))
+        except symmpool.InvalidStateError:
+            status = 0
+        del comm
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    return goes_on(comm)
+
+
+def test_a_forked_child_leaves_the_connections_alone():
+    assert ranks.values(2, forked, ["a", "b"]) == [True] * 2
+
+
+def ending(program, **environment):
+    """Ends of two processes that run a program on two hosts: their codes, and what they printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own |= {HOST_ID: "ab"[rank], **environment}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(program)],
+                env=os.environ | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        texts = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], texts
+
+
+def test_a_process_ends_where_a_transfer_is_under_way():
+    codes, texts = ending(
+        """
+        import time, torch, symmpool
+        group = symmpool.Group.from_env()
+        comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=60.0)
+        comm.all_reduce(torch.ones(10))
+        if group.rank == 0:
+            # The message of the call that is refused is under way, and nobody comes to it.
+            try:
+                comm.broadcast(torch.ones(10), 99)
+            except symmpool.Error as error:
+                print("refused")
+        else:
+            time.sleep(3)
+        """
+    )
+    assert codes == [0, 0] and "refused" in texts[0], texts
+
+
+def test_interrupts_end_no_process_in_the_middle_of_a_transfer():
+    codes, texts = ending(
+        """
+        import os, signal, threading, time, torch, symmpool
+        group = symmpool.Group.from_env()
+        comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=3.0)
+        x = torch.ones(3_000_000)
+        comm.all_reduce(x)
+        if group.rank == 0:
+            def interrupt():
+                for wait in (1.0, 0.7, 0.4, 0.4):
+                    time.sleep(wait)
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            threading.Thread(target=interrupt, daemon=True).start()
+            seen = 0
+            def calm(depth):
+                # Interrupts come in the middle of handlers, too.
+                global seen
+                try:
+                    calm(depth - 1) if depth else comm.all_reduce(x)
+                    time.sleep(0.5)
+                except KeyboardInterrupt:
+                    seen += 1
+                    time.sleep(0.5)
+            calm(9)
+            x.fill_(3)
+            print("interrupted", seen)
+        else:
+            time.sleep(14)
+        """
+    )
+    assert codes == [0, 0] and "interrupted" in texts[0] and "interrupted 0" not in texts[0], texts
+
+
+def changed_timeout(group, ids):
+    on_host(ids, group)
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"), timeout=120.0)
+    comm.barrier()
+    comm.timeout = 1.0
+    if group.rank == 1:
+        time.sleep(9)
+        return 0.0
+    begun = time.monotonic()
+    with pytest.raises(symmpool.Error):
+        comm.barrier()
+    return time.monotonic() - begun
+
+
+def test_a_timeout_that_changes_reaches_gloo():
+    # The timeout, that of gloo behind it, and the look for a reason.
+    assert max(ranks.values(2, changed_timeout, ["a", "b"])) < 8
 
 
 def test_hosts_without_gloo_are_refused_by_a_sentence(monkeypatch):
@@ -222,6 +410,6 @@ def test_hosts_without_gloo_are_refused_by_a_sentence(monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     from symmpool.communicators import outer
 
-    pool = symmpool.Pool(group, "cpu")
+    meeting = outer.Meeting(symmpool.Pool(group, "cpu"))
     with pytest.raises(symmpool.UnsupportedError, match="gloo carries data"):
-        outer.outers_of(pool, 1.0)
+        meeting.outers(1.0)

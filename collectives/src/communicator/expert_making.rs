@@ -59,7 +59,7 @@ impl Communicator {
     fn await_call(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
         match &mut inner.engine {
             AnyEngine::Host(host) => host.handshake_only(&call),
-            AnyEngine::Spanning(spanning) => Err(spanning.not_across("a buffer for experts")),
+            AnyEngine::Spanning(spanning) => Err(spanning.decline_across("a buffer for experts")),
             AnyEngine::Cuda(cuda) => self.await_ranks(cuda, call, stream),
         }
     }

@@ -28,7 +28,7 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => host.handshake_only(&shape.describe()),
-            AnyEngine::Spanning(spanning) => Err(spanning.not_across(shape.kind.name())),
+            AnyEngine::Spanning(spanning) => Err(spanning.decline_across(shape.kind.name())),
             AnyEngine::Cuda(cuda) => {
                 cuda.call(*stream, |cuda| cuda.open_product(shape.describe(), *stream))
             }
@@ -140,7 +140,7 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
-            AnyEngine::Spanning(spanning) => Err(spanning.not_across(kind.name())),
+            AnyEngine::Spanning(spanning) => Err(spanning.decline_across(kind.name())),
             // SAFETY: the caller promised that the matrices are readable and the result is writable until `stream` is
             // past the call; the memory used on the way is a window, which was checked.
             AnyEngine::Cuda(cuda) => unsafe {
@@ -187,7 +187,7 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
-            AnyEngine::Spanning(spanning) => Err(spanning.not_across(kind.name())),
+            AnyEngine::Spanning(spanning) => Err(spanning.decline_across(kind.name())),
             // SAFETY: the caller promised that the matrices are readable and the results are writable until `stream`
             // is past the call; the memory used on the way is a window, which was checked.
             AnyEngine::Cuda(cuda) => unsafe {
@@ -276,7 +276,7 @@ impl Communicator {
         self.grow_for_product(&mut inner, product.dtype, sizes, stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
-            AnyEngine::Spanning(spanning) => Err(spanning.not_across(kind.name())),
+            AnyEngine::Spanning(spanning) => Err(spanning.decline_across(kind.name())),
             // SAFETY: the caller promised that the matrices are readable and the result is writable until `stream` is
             // past the call.
             AnyEngine::Cuda(cuda) => unsafe {

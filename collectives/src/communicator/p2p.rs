@@ -245,8 +245,10 @@ impl Communicator {
         peer: u32,
     ) -> Result<()> {
         let (rank, bytes) = (self.rank(), payload.bytes());
+        // Slots are those of a host.
+        let layout = self.pool.layout();
         let elsewhere =
-            |address| self.pool.layout().locate(address).is_some_and(|(slot, _)| slot != rank);
+            |address| layout.locate(address).is_some_and(|(slot, _)| slot != layout.rank);
         let why = match address.checked_add(bytes) {
             _ if bytes == 0 => return Ok(()),
             None => "no memory is that long",

@@ -22,10 +22,11 @@ impl Communicator {
     /// All-reduces, reduce-scatters, all-gathers, broadcasts, all-to-alls and barriers work as on one host. Results have the
     /// same bits on every rank and in every run, but not those of one host: a host's partial results are rounded to the
     /// element type before they are reduced in the order of hosts. What else needs peers' memory is refused on every rank by
-    /// `is_unsupported`. A call that fails or is refused on one rank fails the communicator on all of them: make a new one.
+    /// `is_unsupported`.
     ///
-    /// Calls of different collectives on different hosts are found before data of 64 KiB or more moves. Smaller calls
-    /// are compared every 16 calls.
+    /// All ranks of all hosts agree on every call before its data leaves a host. Different calls, and a call that a rank
+    /// declines, are an error on all ranks, and the communicator stays usable. A call that fails later fails it on all of
+    /// them: make a new one.
     ///
     /// # Errors
     ///
@@ -62,12 +63,13 @@ impl Communicator {
         let staging = bytes.as_ref().map_or(0, |bytes| bytes.next_multiple_of(4096));
         let total = bytes.map(|_| staging + STAGING_BYTES);
         let prepare = |block: &Block<u8>| block.write(&vec![0; zeroed? as usize]);
-        let (engine, control) = Self::on_control_block(pool, total, prepare, |control, _| {
+        let (engine, control) = Self::on_control_block(pool, total, prepare, |control, number| {
             let offset = control.offset();
             // SAFETY: the control block is a window, so mapped in every slot of this host; each rank zeroed its own before the
             // commit, which all have passed; its place is given to nobody else before every rank has let go of it.
             let engine = unsafe { HostEngine::new(pool.layout(), offset, own?, engine_options) }?;
-            let engine = SpanningEngine::new(pool, Box::new(engine), outers, offset + staging)?;
+            let engine =
+                SpanningEngine::new(pool, Box::new(engine), outers, (offset + staging, number))?;
             Ok(AnyEngine::Spanning(Box::new(engine)))
         })?;
         let made = Made { engine, control: ControlMemory::Block(control), one_sided: None };

@@ -10,7 +10,7 @@ use super::HostEngine;
 use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
 use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
-use crate::call::{Arguments, StandardCall};
+use crate::call::{Arguments, Call, StandardCall};
 use crate::engine::{Engine, FailureHandle};
 use crate::plan::CheckedPlan;
 use crate::types::timeout::Timeout;
@@ -180,6 +180,10 @@ impl Engine for HostEngine {
 
     fn barrier(&mut self, _: &Stream) -> Result<()> {
         HostEngine::barrier(self)
+    }
+
+    fn meet(&mut self, call: &Call) -> Result<()> {
+        self.handshake_only(call)
     }
 
     unsafe fn measured_barrier(&mut self, waits: *mut i64, _: &Stream) -> Result<()> {

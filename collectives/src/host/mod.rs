@@ -24,6 +24,7 @@ mod wait;
 pub use engine::HostEngine;
 pub use engine::options::HostEngineOptions;
 pub(crate) use kernels::{Isa, ReduceFn, select};
+pub(crate) use layout::place::{checked, disjoint};
 pub use mailbox::{Mailbox, PendingMessage};
 pub use nursery::{Arrivals, GroupKey};
 pub(crate) use ops::calls::expect_length;

@@ -4,6 +4,7 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use super::host_message::HostMessage;
 use super::ranks::Route;
 use super::state::SpanningEngine;
 use crate::host::{ReduceFn, select};
@@ -37,19 +38,76 @@ impl SpanningEngine {
         }
     }
 
-    /// Begins a transfer.
+    /// Begins a transfer. The first one of a call goes with the message by which hosts agree on the call, if it is small, and
+    /// has ended then; nothing else leaves the host before.
     ///
     /// # Safety
     ///
-    /// The transfer's memory stays readable and writable until it is finished, and nobody touches it meanwhile.
+    /// The transfer's memory stays readable and writable until it is finished, and nobody touches it meanwhile. Its lengths
+    /// follow from the call, but for those of an all-to-all behind an agreement.
     pub(super) unsafe fn begin(&mut self, route: Route, transfer: Transfer<'_>) -> Result<Ticket> {
-        self.finish_comparison()?;
+        if self.agreement.is_open() {
+            let piece = if route == self.route() { largest(&transfer) } else { 0 };
+            if route == self.route() && self.agreement.has_room(piece) {
+                // SAFETY: the caller promised that the transfer's memory is there.
+                unsafe { self.carry(route, &transfer, piece) }?;
+                return Ok(CARRIED);
+            }
+            self.settle_with(piece, |_| (), |_| ())?;
+        }
         // SAFETY: the caller promised what `Outer::begin` asks.
         let begun = unsafe { self.outer(route).begin(transfer, &Stream::DEFAULT) };
         begun.map_err(|error| self.between_hosts(route, error))
     }
 
+    /// Has a transfer go with the message by which hosts agree on the call.
+    ///
+    /// # Safety
+    ///
+    /// The transfer's memory is readable and writable, and nobody touches it meanwhile.
+    unsafe fn carry(&mut self, route: Route, transfer: &Transfer<'_>, piece: usize) -> Result<()> {
+        let (width, me) = (self.width(route), self.outer(route).rank() as usize);
+        let fill = |message: &mut HostMessage| {
+            for at in 0..width {
+                let (from, bytes) = sent_to(transfer, at, me);
+                let begin = message.room(at);
+                let room = &mut message.sent[begin..begin + bytes];
+                // SAFETY: the caller promised that the input is readable; the message's memory is its own.
+                unsafe { from.copy_to_nonoverlapping(room.as_mut_ptr(), bytes) };
+            }
+        };
+        let empty = |message: &HostMessage| {
+            for at in 0..width {
+                let (to, bytes) = received_from(transfer, at, me);
+                let begin = message.room(at);
+                let room = &message.arrived[begin..begin + bytes];
+                // SAFETY: the caller promised that the output is writable; the message's memory is its own.
+                unsafe { room.as_ptr().copy_to_nonoverlapping(to, bytes) };
+            }
+        };
+        self.settle_with(piece, fill, empty)
+    }
+
+    /// Begins the transfer of a message to every rank, which must be kept until it is finished or the connections are closed.
+    pub(super) fn begin_message(&mut self, route: Route, message: &mut HostMessage) -> Result<()> {
+        let parts = vec![message.bytes; self.width(route)];
+        let transfer = Transfer::AllToAll {
+            output: message.arrived.as_mut_ptr(),
+            input: message.sent.as_ptr(),
+            send: &parts,
+            receive: &parts,
+        };
+        // SAFETY: both vectors have as many bytes for every rank. Whoever sends messages keeps them where they are, of which
+        // the vectors' memory does not move.
+        let begun = unsafe { self.outer(route).begin(transfer, &Stream::DEFAULT) };
+        message.ticket = begun.map_err(|error| self.between_hosts(route, error))?;
+        Ok(())
+    }
+
     pub(super) fn finish(&mut self, route: Route, ticket: Ticket) -> Result<()> {
+        if ticket == CARRIED {
+            return Ok(());
+        }
         let finished = self.outer(route).finish(ticket, &Stream::DEFAULT);
         finished.map_err(|error| self.between_hosts(route, error))
     }
@@ -80,18 +138,6 @@ impl SpanningEngine {
         self.finish(route, ticket)
     }
 
-    /// Every rank's bytes, which are as many on all.
-    pub(super) fn gather_bytes(&mut self, route: Route, own: &[u8]) -> Result<Vec<u8>> {
-        let mut all = vec![0; own.len() * self.width(route)];
-        let (output, input) = (all.as_mut_ptr(), own.as_ptr());
-        // SAFETY: both are as long as that, and live until the transfer has ended: `fail` ends one that failed.
-        let made = unsafe {
-            self.transfer(route, Transfer::AllGather { output, input, bytes: own.len() })
-        };
-        made.map_err(|why| self.fail(why))?;
-        Ok(all)
-    }
-
     /// How elements are reduced, first inside hosts and then across `hosts` of them.
     pub(super) fn reduction(
         &self,
@@ -110,6 +156,47 @@ impl SpanningEngine {
     pub(super) fn divides(dtype: DType, op: ReduceOp) -> bool {
         let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
         !(op == ReduceOp::Avg && is_integer)
+    }
+}
+
+/// The ticket of a transfer that has ended with the message of its call. Outer engines do not count as far.
+const CARRIED: Ticket = Ticket(u64::MAX);
+
+/// The most bytes from one rank to another. The same on all ranks, for transfers that follow from the call.
+fn largest(transfer: &Transfer<'_>) -> usize {
+    match transfer {
+        Transfer::AllGather { bytes, .. } | Transfer::Broadcast { bytes, .. } => *bytes,
+        Transfer::AllToAll { send, receive, .. } => {
+            send.iter().chain(*receive).copied().max().unwrap_or(0)
+        }
+    }
+}
+
+/// The bytes that rank `me` sends to the rank `at`.
+fn sent_to(transfer: &Transfer<'_>, at: usize, me: usize) -> (*const u8, usize) {
+    match *transfer {
+        Transfer::AllGather { input, bytes, .. } => (input, bytes),
+        Transfer::AllToAll { input, send, .. } => {
+            (input.wrapping_add(send[..at].iter().sum()), send[at])
+        }
+        Transfer::Broadcast { data, bytes, root } if root as usize == me && at != me => {
+            (data, bytes)
+        }
+        Transfer::Broadcast { data, .. } => (data, 0),
+    }
+}
+
+/// The place of the bytes that rank `me` gets from the rank `at`.
+fn received_from(transfer: &Transfer<'_>, at: usize, me: usize) -> (*mut u8, usize) {
+    match *transfer {
+        Transfer::AllGather { output, bytes, .. } => (output.wrapping_add(at * bytes), bytes),
+        Transfer::AllToAll { output, receive, .. } => {
+            (output.wrapping_add(receive[..at].iter().sum()), receive[at])
+        }
+        Transfer::Broadcast { data, bytes, root } if root as usize == at && at != me => {
+            (data, bytes)
+        }
+        Transfer::Broadcast { data, .. } => (data, 0),
     }
 }
 

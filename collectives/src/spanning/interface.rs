@@ -3,13 +3,14 @@
 #![allow(unsafe_code)] // passes on the caller's promises about raw memory
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::ranks::Route;
 use super::staging::STAGING_BYTES;
 use super::state::SpanningEngine;
-use crate::algorithm::{AUTO, AlgorithmId, CallShape, NativeKernel, StandardCollective};
+use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
 use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::call::{Arguments, Call, OpType, StandardCall};
@@ -52,23 +53,32 @@ impl Engine for SpanningEngine {
 
     fn fail_after_panic(&mut self) {
         let why = Error::invalid_state("a call panicked");
-        self.fail(why);
+        self.stop(why, Duration::ZERO);
     }
 
-    /// Ends the communicator: other hosts are in the call's transfers, or will be.
-    fn decline(&mut self, why: Error, _: &Stream) -> Error {
+    /// The other ranks of the host learn of it by their handshake, and those of other hosts by the call's message.
+    fn decline(&mut self, why: Error, stream: &Stream) -> Error {
         if self.rehearses {
             return why;
         }
-        self.stop(why, std::time::Duration::ZERO)
+        if let Err(closed) = SpanningEngine::ready(self) {
+            return closed;
+        }
+        if self.route() == Route::Rail {
+            self.inner.decline(why.clone(), stream);
+        }
+        match self.tell_declined(&why) {
+            Ok(()) => why,
+            Err(error) => self.fail(error),
+        }
     }
 
     fn decline_and_fail(&mut self, why: Error, _: &Stream) -> Error {
-        self.stop(why, std::time::Duration::ZERO)
+        self.stop(why, Duration::ZERO)
     }
 
     fn fail_halfway(&mut self, why: Error, _: &Stream) -> Error {
-        self.stop(why, std::time::Duration::ZERO)
+        self.stop(why, Duration::ZERO)
     }
 
     fn begin_rehearsal(&mut self, _: Lifts) {
@@ -101,13 +111,9 @@ impl Engine for SpanningEngine {
     }
 
     unsafe fn run(&mut self, call: &StandardCall, _: &Stream) -> Result<()> {
-        if call.algorithm != AUTO {
-            return Err(self.not_across(&format!("{} by a named algorithm", call.collective)));
-        }
         let given = call.arguments;
-        let bytes = given.bytes_of(call.collective.parts(self.world()));
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        self.call(call.describe(), bytes, |engine| {
+        let sound = self.check(call);
+        self.call(call.describe(), sound, |engine, ()| {
             if given.count == 0 {
                 return Ok(());
             }
@@ -127,11 +133,11 @@ impl Engine for SpanningEngine {
     }
 
     unsafe fn run_plan(&mut self, _: &CheckedPlan, _: &Arguments, _: &Stream) -> Result<()> {
-        Err(self.not_across("an algorithm of a program"))
+        Err(self.decline_across("an algorithm of a program"))
     }
 
     unsafe fn run_native(&mut self, _: &NativeKernel, _: &Arguments, _: &Stream) -> Result<()> {
-        Err(self.not_across("a kernel of a program"))
+        Err(self.decline_across("a kernel of a program"))
     }
 
     unsafe fn all_to_all_v(
@@ -141,20 +147,11 @@ impl Engine for SpanningEngine {
         dtype: DType,
         _: &Stream,
     ) -> Result<()> {
-        let world = self.ranks.world();
-        if splits.0.len() != world || splits.1.len() != world {
-            let why = Error::invalid_argument(format!(
-                "all_to_all_v on rank {}: {} and {} splits for {world} ranks",
-                self.ranks.rank,
-                splits.0.len(),
-                splits.1.len()
-            ));
-            return Err(self.fail(why));
-        }
         let call = Call::new(OpType::AllToAllV).elements(dtype, 0);
+        let sound = self.check_parts(places, splits, dtype);
         // SAFETY: the caller promised that the places are there for the sums of the splits until this has returned.
-        self.call(call, usize::MAX, |engine| unsafe {
-            engine.exchange_parts(places, splits, dtype)
+        self.call(call, sound, |engine, parts| unsafe {
+            engine.exchange_parts(call, places, &parts, dtype)
         })
     }
 
@@ -166,11 +163,13 @@ impl Engine for SpanningEngine {
         _: &Stream,
     ) -> Result<()> {
         let call = Call::new(OpType::AllToAllV).elements(rows.dtype, rows.row);
+        // SAFETY: the caller promised that the splits are readable for a count for each rank.
+        let sound = unsafe { self.check_rows(places, rows, splits) };
         let mut arrived = 0;
-        self.call(call, 0, |engine| {
+        self.call(call, sound, |engine, (send, size)| {
             // SAFETY: the caller promised that the places are there for `rows`, and the arrays of splits for a count for
             // each rank.
-            arrived = unsafe { engine.exchange_splits(places, rows, splits) }?;
+            arrived = unsafe { engine.exchange_splits(call, places, (&send, size), rows, splits) }?;
             Ok(())
         })?;
         if arrived <= rows.capacity {
@@ -189,27 +188,28 @@ impl Engine for SpanningEngine {
         _: Place,
         _: &Stream,
     ) -> Result<()> {
-        Err(self.not_across("an all-reduce with a norm"))
+        Err(self.decline_across("an all-reduce with a norm"))
     }
 
     unsafe fn dispatch(&mut self, _: &ExpertCall, _: &Stream) -> Result<()> {
-        Err(self.not_across("a dispatch to experts"))
+        Err(self.decline_across("a dispatch to experts"))
     }
 
     unsafe fn dispatch_exact(&mut self, _: &ExpertCall, _: &Stream) -> Result<ReceivedSizes> {
-        Err(self.not_across("a dispatch to experts"))
+        Err(self.decline_across("a dispatch to experts"))
     }
 
     unsafe fn combine(&mut self, _: &ExpertCall, _: &Stream) -> Result<()> {
-        Err(self.not_across("a combine from experts"))
+        Err(self.decline_across("a combine from experts"))
     }
 
     fn barrier(&mut self, _: &Stream) -> Result<()> {
-        self.call(Call::new(OpType::Barrier), 0, Self::meet)
+        // An agreement is a barrier.
+        self.call(Call::new(OpType::Barrier), Ok(()), |_, ()| Ok(()))
     }
 
     unsafe fn measured_barrier(&mut self, _: *mut i64, _: &Stream) -> Result<()> {
-        Err(self.not_across("a measured barrier"))
+        Err(self.decline_across("a measured barrier"))
     }
 
     /// Calls are over when they return.

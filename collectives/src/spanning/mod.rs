@@ -11,13 +11,19 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `state` | the state, and how a call begins and ends |
+//! | `agreement` | how all hosts agree on a call before its bytes leave one |
+//! | `host_message` | the message by which they do, and the state of that |
+//! | `checks` | what a rank checks of its own arguments |
 //! | `ranks` | where ranks are |
 //! | `staging` | memory for data on its way |
 //! | `exchange` | moves and reductions between the ranks of an outer engine |
 //! | `reductions`, `moves`, `splits` | the collectives |
 //! | `interface` | the engine, as communicators use it |
 
+mod agreement;
+mod checks;
 mod exchange;
+mod host_message;
 mod interface;
 mod moves;
 mod ranks;

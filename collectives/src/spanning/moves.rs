@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // hands raw buffers to engines
 
-use symmpool_allocator::{Result, Stream};
+use symmpool_allocator::Result;
 
 use super::exchange::{pack, unpack};
 use super::ranks::Route;
@@ -97,6 +97,9 @@ impl SpanningEngine {
                 let move_all = Transfer::Broadcast { data, bytes, root: home };
                 // SAFETY: the caller promised that the data is there on every rank until the call has returned.
                 unsafe { self.transfer(route, move_all) }?;
+            } else {
+                // All ranks of a host know that a call fails before they go on inside it.
+                self.settle()?;
             }
             // SAFETY: the caller promised that the data is there on every rank until the call has returned.
             return unsafe {
@@ -208,18 +211,5 @@ impl SpanningEngine {
             done += some;
         }
         Ok(())
-    }
-
-    /// Returns once every rank has called it.
-    pub(super) fn meet(&mut self) -> Result<()> {
-        let route = self.route();
-        let inside = |engine: &mut Self| {
-            engine.inner.barrier(&Stream::DEFAULT).map_err(|error| engine.in_group(error))
-        };
-        if route == Route::Rail {
-            inside(self)?;
-        }
-        self.gather_bytes(route, &[1])?;
-        if route == Route::Rail { inside(self) } else { Ok(()) }
     }
 }

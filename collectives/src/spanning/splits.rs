@@ -4,9 +4,10 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::ranks::{RankTable, Route};
+use super::ranks::Route;
 use super::state::SpanningEngine;
 use crate::algorithm::StandardCollective;
+use crate::call::Call;
 use crate::outer::Transfer;
 use crate::types::place::Place;
 use crate::{DType, ReduceOp, SplitRows, SplitsAt};
@@ -20,52 +21,75 @@ struct Traffic {
     received: Vec<usize>,
 }
 
+impl Traffic {
+    /// Bytes that all ranks send this one.
+    fn arriving(&self) -> Result<usize> {
+        let sum = self.received.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
+        sum.ok_or_else(|| too_long("all_to_all_v"))
+    }
+}
+
+/// Bytes to and from each rank.
+pub(super) struct SplitBytes {
+    send: Vec<usize>,
+    receive: Vec<usize>,
+}
+
+/// Memory of a call on its way.
+#[derive(Default)]
+struct Room {
+    /// Data for the ranks of one host, one behind the other.
+    packed: Vec<u8>,
+    /// Data of this host's ranks for those of this index, by host, and how much of it each of them sends.
+    sent: Vec<u8>,
+    here: Vec<Vec<usize>>,
+    /// Data that comes, where it does not lie in the order of ranks.
+    arrived: Vec<u8>,
+    /// Data that comes, where the output has no room for it.
+    all: Vec<u8>,
+}
+
 impl SpanningEngine {
-    /// All-to-all of so many elements to and from each rank.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of the engine's methods.
-    pub(super) unsafe fn exchange_parts(
-        &mut self,
+    /// Bytes to and from each rank, unless they are not for all ranks, or places are wrong.
+    pub(super) fn check_parts(
+        &self,
         (input, output): (Place, Place),
         (send, receive): (&[usize], &[usize]),
         dtype: DType,
-    ) -> Result<()> {
-        let (send, receive) = (bytes_of(send, dtype.size())?, bytes_of(receive, dtype.size())?);
-        let traffic = self.traffic(&send)?;
-        let differs = |rank: &usize| traffic.received[*rank] != receive[*rank];
-        if let Some(rank) = (0..receive.len()).find(differs) {
-            let size = dtype.size();
-            return Err(Error::mismatch(format!(
-                "all_to_all_v: rank {rank} sends rank {} {} elements, which expects {}",
-                self.ranks.rank,
-                traffic.received[rank] / size,
-                receive[rank] / size
-            ))
-            .naming([rank as u32]));
+    ) -> Result<SplitBytes> {
+        let (rank, world) = (self.ranks.rank, self.ranks.world());
+        if send.len() != world || receive.len() != world {
+            return Err(Error::invalid_argument(format!(
+                "{} send and {} receive counts for {world} ranks on rank {rank}; one of each per rank is needed",
+                send.len(),
+                receive.len()
+            )));
         }
-        let (from, to) = (self.address(input), self.address(output));
-        // SAFETY: the caller promised that input and output are there for the sums of their parts.
-        unsafe { self.exchange_bytes((from, to), &send, &traffic) }
+        let (send, receive) = (bytes_of(send, dtype.size())?, bytes_of(receive, dtype.size())?);
+        let total = |parts: &[usize]| Some(parts.iter().sum());
+        let places = ((input, total(&send)), (output, total(&receive)));
+        self.check_places(places.0, places.1, |_, _| false)?;
+        Ok(SplitBytes { send, receive })
     }
 
-    /// All-to-all of rows whose counts lie in memory. Returns how many rows came, which may be more than had room.
+    /// Bytes to each rank of a call with counts in memory, and those of a row.
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
-    pub(super) unsafe fn exchange_splits(
-        &mut self,
+    /// The counts are readable for all ranks.
+    pub(super) unsafe fn check_rows(
+        &self,
         (input, output): (Place, Place),
         rows: &SplitRows,
         splits: &SplitsAt,
-    ) -> Result<usize> {
+    ) -> Result<(Vec<usize>, usize)> {
         let SplitRows { dtype, row, length, capacity } = *rows;
         let (rank, world) = (self.ranks.rank, self.ranks.world());
         splits.bytes(rank, world as u32, capacity)?;
         let size = row.checked_mul(dtype.size()).filter(|size| *size > 0);
         let size = size.ok_or_else(|| too_long("all_to_all_v with splits in memory"))?;
+        let places = ((input, length.checked_mul(size)), (output, capacity.checked_mul(size)));
+        self.check_places(places.0, places.1, |_, _| false)?;
         let mut left = length;
         let mut counts = Vec::with_capacity(world);
         for peer in 0..world {
@@ -80,21 +104,67 @@ impl SpanningEngine {
             left -= fits;
             counts.push(fits);
         }
-        let send = bytes_of(&counts, size)?;
-        let traffic = self.traffic(&send)?;
-        let arriving: usize = traffic.received.iter().sum();
+        Ok((bytes_of(&counts, size)?, size))
+    }
+
+    /// All-to-all of so many bytes to and from each rank.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    pub(super) unsafe fn exchange_parts(
+        &mut self,
+        call: Call,
+        (input, output): (Place, Place),
+        SplitBytes { send, receive }: &SplitBytes,
+        dtype: DType,
+    ) -> Result<()> {
+        let traffic = self.traffic(send)?;
+        let differs = |rank: &usize| traffic.received[*rank] != receive[*rank];
+        let sound = match (0..receive.len()).find(differs) {
+            Some(rank) => Err(Error::mismatch(format!(
+                "all_to_all_v: rank {rank} sends rank {} {} elements, which expects {}",
+                self.ranks.rank,
+                traffic.received[rank] / dtype.size(),
+                receive[rank] / dtype.size()
+            ))
+            .naming([rank as u32])),
+            None => self.room_for(send, &traffic, None),
+        };
+        let mut room = self.confirm(call, sound)?;
         let (from, to) = (self.address(input), self.address(output));
-        if arriving <= capacity * size {
-            // SAFETY: the caller promised that input and output have so many rows.
-            unsafe { self.exchange_bytes((from, to), &send, &traffic) }?;
-        } else {
-            let mut all = vec![0_u8; arriving];
-            // SAFETY: the vector has room for all that arrives.
-            let made = unsafe { self.exchange_bytes((from, all.as_mut_ptr()), &send, &traffic) };
-            // A transfer that failed may still be under way: `fail` ends it.
-            made.map_err(|why| self.fail(why))?;
+        // SAFETY: the caller promised that input and output are there for the sums of their parts.
+        let made = unsafe { self.exchange_bytes((from, to), send, &traffic, &mut room) };
+        made.map_err(|why| self.behind_transfers(why))
+    }
+
+    /// All-to-all of rows whose counts lie in memory. Returns how many rows came, which may be more than had room.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods.
+    pub(super) unsafe fn exchange_splits(
+        &mut self,
+        call: Call,
+        (input, output): (Place, Place),
+        (send, size): (&[usize], usize),
+        rows: &SplitRows,
+        splits: &SplitsAt,
+    ) -> Result<usize> {
+        let traffic = self.traffic(send)?;
+        let (arriving, capacity) = (traffic.arriving()?, rows.capacity * size);
+        let overflowing = (arriving > capacity).then_some(arriving);
+        let sound = self.room_for(send, &traffic, overflowing);
+        let mut room = self.confirm(call, sound)?;
+        let (from, to) = (self.address(input), self.address(output));
+        let mut all = std::mem::take(&mut room.all);
+        let target = if overflowing.is_some() { all.as_mut_ptr() } else { to };
+        // SAFETY: the caller promised that input and output have so many rows; the vector has room for all that arrives.
+        let made = unsafe { self.exchange_bytes((from, target), send, &traffic, &mut room) };
+        made.map_err(|why| self.behind_transfers(why))?;
+        if overflowing.is_some() {
             // SAFETY: the caller promised that the output has room for `capacity` rows.
-            unsafe { all.as_ptr().copy_to_nonoverlapping(to, capacity * size) };
+            unsafe { all.as_ptr().copy_to_nonoverlapping(to, capacity) };
         }
         let mut offset = 0;
         for (peer, bytes) in traffic.received.iter().enumerate() {
@@ -106,6 +176,36 @@ impl SpanningEngine {
             offset += count;
         }
         Ok(arriving / size)
+    }
+
+    /// Memory for the data of a call on its way, which ranks take before any of it moves.
+    fn room_for(
+        &self,
+        send: &[usize],
+        traffic: &Traffic,
+        overflowing: Option<usize>,
+    ) -> Result<Room> {
+        let rank = self.ranks.rank;
+        let mut room = Room { all: zeros(rank, overflowing.unwrap_or(0))?, ..Room::default() };
+        if self.route() == Route::Flat {
+            return Ok(room);
+        }
+        let (inside, hosts) = (self.ranks.local_world(), self.ranks.host_count());
+        let (world, index) = (self.ranks.world(), self.ranks.index as usize);
+        for host in 0..hosts {
+            let column = self.ranks.at(host, index);
+            let sent = (0..inside).map(|peer| traffic.rows[peer * world + column] as usize);
+            room.here.push(sent.collect());
+        }
+        let largest = (0..hosts)
+            .map(|host| -> usize { (0..inside).map(|peer| send[self.ranks.at(host, peer)]).sum() });
+        room.packed = zeros(rank, largest.max().unwrap_or(0))?;
+        let sent = room.here.iter().flatten().try_fold(0_usize, |sum, part| sum.checked_add(*part));
+        room.sent = zeros(rank, sent.ok_or_else(|| too_long("all_to_all_v"))?)?;
+        if !self.ranks.is_blocked {
+            room.arrived = zeros(rank, traffic.arriving()?)?;
+        }
+        Ok(room)
     }
 
     /// Tells every rank how many bytes it gets, and learns how many this one gets.
@@ -141,9 +241,9 @@ impl SpanningEngine {
             send: &each,
             receive: &each,
         };
-        // SAFETY: both are as long as their parts, and live until the transfer has ended: `fail` ends one that failed.
+        // SAFETY: both are as long as their parts, and live until the transfer has ended, or is ended behind it.
         let made = unsafe { self.transfer(route, exchange) };
-        made.map_err(|why| self.fail(why))?;
+        made.map_err(|why| self.behind_transfers(why))?;
         let mut received = vec![0; world];
         let senders: Vec<u32> = match route {
             Route::Rail => self.ranks.hosts.iter().flatten().copied().collect(),
@@ -163,27 +263,23 @@ impl SpanningEngine {
         (from, to): (*const u8, *mut u8),
         send: &[usize],
         traffic: &Traffic,
+        room: &mut Room,
     ) -> Result<()> {
         let receive = &traffic.received;
         if self.route() == Route::Flat {
             let exchange = Transfer::AllToAll { output: to, input: from, send, receive };
-            // SAFETY: the caller promised that input and output are there; the call waits for the transfer, or ends it.
+            // SAFETY: the caller promised that input and output are there, and ends the transfer if it fails.
             return unsafe { self.transfer(Route::Flat, exchange) };
         }
         let (inside, hosts) = (self.ranks.local_world(), self.ranks.host_count());
-        let (world, index) = (self.ranks.world(), self.ranks.index as usize);
-        let arriving = |peer: usize, host: usize, ranks: &RankTable| {
-            traffic.rows[peer * world + ranks.at(host, index)] as usize
-        };
         let begins = starts(send);
-        let mut sent = Vec::new();
+        let Room { packed, sent, arrived, here, .. } = room;
         let mut to_hosts = Vec::with_capacity(hosts);
-        for host in 0..hosts {
+        let mut begin = 0;
+        for (host, here) in here.iter().enumerate() {
             let there: Vec<usize> = (0..inside).map(|peer| self.ranks.at(host, peer)).collect();
             let parts: Vec<usize> = there.iter().map(|&rank| send[rank]).collect();
-            let here: Vec<usize> =
-                (0..inside).map(|peer| arriving(peer, host, &self.ranks)).collect();
-            let mut packed = Vec::with_capacity(parts.iter().sum());
+            packed.clear();
             for &rank in there.iter().filter(|rank| send[**rank] > 0) {
                 // SAFETY: the caller promised that the input is readable for all parts.
                 let part = unsafe {
@@ -191,25 +287,23 @@ impl SpanningEngine {
                 };
                 packed.extend_from_slice(part);
             }
-            let begin = sent.len();
-            sent.resize(begin + here.iter().sum::<usize>(), 0_u8);
             let places = (
                 Place::Unregistered(packed.as_mut_ptr()),
                 Place::Unregistered(sent[begin..].as_mut_ptr()),
             );
             // SAFETY: both are as long as their parts, and live until the call has returned.
             let made = unsafe {
-                self.inner.all_to_all_v(places, (&parts, &here), DType::U8, &Stream::DEFAULT)
+                self.inner.all_to_all_v(places, (&parts, here), DType::U8, &Stream::DEFAULT)
             };
             made.map_err(|error| self.in_group(error))?;
             to_hosts.push(here.iter().sum::<usize>());
+            begin += here.iter().sum::<usize>();
         }
         let of_host = |host: usize| -> usize {
             (0..inside).map(|peer| receive[self.ranks.at(host, peer)]).sum()
         };
         let from_hosts: Vec<usize> = (0..hosts).map(of_host).collect();
         let direct = self.ranks.is_blocked;
-        let mut arrived = vec![0_u8; if direct { 0 } else { from_hosts.iter().sum() }];
         let output = if direct { to } else { arrived.as_mut_ptr() };
         let exchange = Transfer::AllToAll {
             output,
@@ -217,11 +311,8 @@ impl SpanningEngine {
             send: &to_hosts,
             receive: &from_hosts,
         };
-        // SAFETY: the vectors are as long as their parts; the caller promised the output. They live until the
-        // transfer has
-        // ended: `fail` ends one that failed.
-        let made = unsafe { self.transfer(Route::Rail, exchange) };
-        made.map_err(|why| self.fail(why))?;
+        // SAFETY: the vectors are as long as their parts; the caller promised the output, and ends the transfer if it fails.
+        unsafe { self.transfer(Route::Rail, exchange) }?;
         if !direct {
             let places = starts(receive);
             let mut at = 0;
@@ -237,6 +328,18 @@ impl SpanningEngine {
         }
         Ok(())
     }
+}
+
+/// So many bytes, unless there is no memory for them.
+fn zeros(rank: u32, count: usize) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(count).map_err(|_| {
+        Error::out_of_memory(format!(
+            "all_to_all_v on rank {rank}: no memory for {count} bytes on their way between hosts; send less at once"
+        ))
+    })?;
+    bytes.resize(count, 0);
+    Ok(bytes)
 }
 
 /// Bytes of parts of so many elements.
@@ -264,4 +367,16 @@ fn starts(parts: &[usize]) -> Vec<usize> {
         here
     };
     parts.iter().map(begin).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_there_is_not_is_an_error() {
+        assert_eq!(zeros(3, 5).unwrap(), [0; 5]);
+        let error = zeros(3, isize::MAX as usize).unwrap_err();
+        assert!(error.is_out_of_memory() && error.to_string().contains("rank 3"), "{error}");
+    }
 }

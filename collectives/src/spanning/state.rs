@@ -5,23 +5,19 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use symmpool_allocator::{Deadline, Error, Group, Hosts, Pool, Result, Stream};
+use symmpool_allocator::{Deadline, Error, Group, Hosts, Pool, ProcessId, Result, Stream};
 
+use super::host_message::Agreement;
 use super::ranks::{RankTable, Route};
 use super::staging::Staging;
 use crate::algorithm::{AUTO, StandardCollective};
 use crate::call::{Arguments, Call, StandardCall};
 use crate::engine::Engine;
 use crate::host::Isa;
-use crate::outer::{Outers, Ticket, Transfer};
+use crate::outer::Outers;
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
-/// Calls of at least so many bytes are compared with those of other hosts each time, smaller ones every few calls: a
-/// comparison is a small message, which would be a good part of a small call.
-const COMPARED_BYTES: usize = 64 << 10;
-/// How many calls come to one comparison where they are small.
-const CALLS_A_COMPARISON: u64 = 16;
 /// How long a rank whose transfer has failed waits for the reason of another one.
 const REASON_WAIT: Duration = Duration::from_secs(2);
 /// How long a rank tries to leave its reason.
@@ -39,35 +35,26 @@ pub(crate) struct SpanningEngine {
     /// Where ranks leave why they stopped, and under which name.
     pub(super) group: Group,
     pub(super) name: String,
-    /// Calls so far, which all ranks count alike, and a digest of those since the last comparison.
-    pub(super) calls: u64,
-    pub(super) digest: u64,
-    /// The comparison that is under way.
-    pub(super) comparison: Option<Comparison>,
+    /// Agreement of all hosts, before a call's bytes leave one.
+    pub(super) agreement: Agreement,
+    /// The timeout that the outer engines have.
+    limit: Duration,
+    pub(super) maker: ProcessId,
     pub(super) rehearses: bool,
-}
-
-/// A comparison of calls that is under way.
-pub(super) struct Comparison {
-    call: Call,
-    route: Route,
-    /// This rank's description, and room for those of all ranks of the outer engine.
-    own: Vec<u8>,
-    all: Vec<u8>,
-    ticket: Ticket,
 }
 
 impl SpanningEngine {
     /// The engine on a pool that spans hosts, in host memory. Its staging is at `staging` in every slot, [`STAGING_BYTES`](super::STAGING_BYTES)
-    /// long, in windows.
+    /// long, in windows. The commit with that `number` made these windows: no other communicator of the pool has it.
     pub(crate) fn new(
         pool: &Pool,
         inner: Box<dyn Engine>,
         outers: Outers,
-        staging: u64,
+        (staging, number): (u64, u64),
     ) -> Result<Self> {
         let ranks = RankTable::new(pool.hosts(), pool.rank());
         check(&outers, &ranks)?;
+        let width = if ranks.is_even { ranks.host_count() } else { ranks.world() };
         Ok(Self {
             inner,
             outers,
@@ -75,96 +62,57 @@ impl SpanningEngine {
             isa: Isa::detect(),
             failed: Arc::new(OnceLock::new()),
             group: pool.group().clone(),
-            name: format!("communicator at offset {staging:#x}"),
-            calls: 0,
-            digest: 0,
-            comparison: None,
+            name: format!("communicator of commit {number} at offset {staging:#x}"),
+            agreement: Agreement::new(width),
+            limit: Duration::ZERO,
+            maker: ProcessId::here(),
             rehearses: false,
             ranks,
         })
     }
 
-    /// Makes a call. Whatever goes wrong ends the communicator on all ranks: hosts do not see each other's steps, so none
-    /// knows what others have done.
-    pub(super) fn call(
+    /// Makes a call, unless this rank has found its own arguments wrong. A rank that declines it, and ranks that make different
+    /// calls, are an error on all ranks of all hosts, and the communicator stays usable. Whatever goes wrong behind that ends
+    /// it on all ranks: hosts do not see each other's steps, so none knows what others have done.
+    pub(super) fn call<T>(
         &mut self,
         call: Call,
-        bytes: usize,
-        run: impl FnOnce(&mut Self) -> Result<()>,
+        own: Result<T>,
+        run: impl FnOnce(&mut Self, T) -> Result<()>,
     ) -> Result<()> {
         self.ready()?;
-        if self.rehearses {
-            return Ok(());
+        let own = match own {
+            Err(why) => return Err(self.decline(why, &Stream::DEFAULT)),
+            Ok(_) if self.rehearses => return Ok(()),
+            Ok(own) => own,
+        };
+        let limit = self.inner.timeout().get();
+        if limit != self.limit {
+            self.limit = limit;
+            if let Some(rail) = &mut self.outers.rail {
+                rail.set_timeout(limit);
+            }
+            self.outers.flat.set_timeout(limit);
         }
-        let made = self.begin_comparison(call, bytes).and_then(|()| run(self));
+        self.agreement.take_shared();
+        let made = self.enter(call).and_then(|()| run(self, own));
         // Calls without data have begun no transfer.
-        let made = made.and_then(|()| self.finish_comparison());
-        made.map_err(|why| self.fail(why))
+        let made = made.and_then(|()| self.settle());
+        made.map_err(|why| {
+            let why = match self.inner.failure() {
+                None => self.disagree(why),
+                Some(_) => why,
+            };
+            if self.agreement.take_shared() { why } else { self.fail(why) }
+        })
     }
 
     pub(super) fn ready(&mut self) -> Result<()> {
+        self.maker.check("a communicator")?;
         match self.failed.get() {
             Some(why) => Err(why.clone()),
             None => self.inner.ready().map_err(|why| self.in_group(why)),
         }
-    }
-
-    /// Begins to compare the call with those of other hosts, by its description and a digest of the small calls before it:
-    /// while the phase inside the host is under way.
-    fn begin_comparison(&mut self, call: Call, bytes: usize) -> Result<()> {
-        self.calls += 1;
-        self.digest = self.digest.rotate_left(7) ^ u64::from(call.digest(self.calls));
-        if bytes < COMPARED_BYTES && !self.calls.is_multiple_of(CALLS_A_COMPARISON) {
-            return Ok(());
-        }
-        let route = self.route();
-        let words = call.words().iter().chain([&self.digest]);
-        let own: Vec<u8> = words.flat_map(|word| word.to_le_bytes()).collect();
-        self.digest = 0;
-        let mut all = vec![0_u8; own.len() * self.width(route)];
-        let gather =
-            Transfer::AllGather { output: all.as_mut_ptr(), input: own.as_ptr(), bytes: own.len() };
-        // SAFETY: both vectors are as long as that, and are kept until the transfer has ended: `finish_comparison` waits for
-        // it, and what fails before leaves the comparison where it is.
-        let ticket = unsafe { self.begin(route, gather) }?;
-        self.comparison = Some(Comparison { call, route, own, all, ticket });
-        Ok(())
-    }
-
-    /// Waits for the comparison that is under way, if there is one. Nothing leaves the host before.
-    pub(super) fn finish_comparison(&mut self) -> Result<()> {
-        let Some(Comparison { call, route, ticket, .. }) = self.comparison else { return Ok(()) };
-        self.finish(route, ticket)?;
-        let Some(Comparison { own, all, .. }) = self.comparison.take() else { return Ok(()) };
-        let number = self.calls;
-        let differs = |at: &usize| all[at * DESCRIPTION..][..DESCRIPTION] != own;
-        let others: Vec<usize> = (0..all.len() / DESCRIPTION).filter(differs).collect();
-        if others.is_empty() {
-            return Ok(());
-        }
-        let described: Vec<String> = others
-            .iter()
-            .map(|&at| {
-                let rank = self.rank_on(route, at);
-                let word = |nth: usize| {
-                    let bytes = &all[at * DESCRIPTION + 8 * nth..][..8];
-                    bytes.iter().rev().fold(0_u64, |word, byte| word << 8 | u64::from(*byte))
-                };
-                let theirs = Call::from_words(std::array::from_fn(word));
-                let earlier = if theirs == call { ", but another one before it" } else { "" };
-                format!("rank {rank} (host {}): {theirs}{earlier}", self.host_name(rank))
-            })
-            .collect();
-        let ranks: Vec<u32> = others.iter().map(|&at| self.rank_on(route, at)).collect();
-        let why = Error::mismatch(format!(
-            "ranks of different hosts entered different collectives as call {number}:\n  rank {} (host {}): {call}\n  {}\n\
-             Every rank must make the same calls in the same order",
-            self.ranks.rank,
-            self.host_name(self.ranks.rank),
-            described.join("\n  ")
-        ));
-        // All ranks of the outer engine find it alike.
-        Err(self.stop(why.naming(ranks), Duration::ZERO))
     }
 
     /// Ends the communicator on all ranks. Returns why, which is another rank's reason where that came first.
@@ -176,6 +124,10 @@ impl SpanningEngine {
     }
 
     pub(super) fn stop(&mut self, why: Error, wait: Duration) -> Error {
+        // Connections and memory are those of the parent, which goes on.
+        if let Err(forked) = self.maker.check("a communicator") {
+            return forked;
+        }
         if let Some(before) = self.failed.get() {
             return before.clone();
         }
@@ -196,10 +148,7 @@ impl SpanningEngine {
             }
         };
         self.inner.decline_and_fail(why.clone(), &Stream::DEFAULT);
-        if let Some(rail) = &mut self.outers.rail {
-            rail.abort();
-        }
-        self.outers.flat.abort();
+        self.abort();
         self.failed
             .get_or_init(|| {
                 why.clone().context(format!(
@@ -208,6 +157,14 @@ impl SpanningEngine {
                 ))
             })
             .clone()
+    }
+
+    /// Ends all transfers, and closes the connections.
+    fn abort(&mut self) {
+        if let Some(rail) = &mut self.outers.rail {
+            rail.abort();
+        }
+        self.outers.flat.abort();
     }
 
     /// The error of an engine of this host, with ranks as the group counts them.
@@ -267,9 +224,29 @@ impl SpanningEngine {
         }
     }
 
+    /// Refuses a call that reaches the ranks of one host only. The other ranks get an error too.
+    pub(crate) fn decline_across(&mut self, what: &str) -> Error {
+        let why = self.not_across(what);
+        self.decline(why, &Stream::DEFAULT)
+    }
+
+    /// Ends a transfer that failed, before its memory is given back. Returns what to report.
+    pub(super) fn behind_transfers(&mut self, why: Error) -> Error {
+        if self.agreement.is_shared() { why } else { self.fail(why) }
+    }
+
     /// The error of a call that reaches the ranks of one host only.
     pub(crate) fn not_across(&self, what: &str) -> Error {
         not_across(what, &self.ranks.hosts, self.ranks.rank)
+    }
+}
+
+impl Drop for SpanningEngine {
+    /// Ends all transfers before their memory is given back. A forked child leaves its parent's alone.
+    fn drop(&mut self) {
+        if self.maker.is_here() {
+            self.abort();
+        }
     }
 }
 
@@ -282,9 +259,6 @@ pub(crate) fn not_across(what: &str, hosts: &Hosts, rank: u32) -> Error {
         hosts.count()
     ))
 }
-
-/// Bytes of a description on its way: the call's words, and the digest.
-const DESCRIPTION: usize = 8 * (crate::signal::DESCRIPTION_WORDS + 1);
 
 /// Refuses outer engines that are not those of this rank.
 fn check(outers: &Outers, ranks: &RankTable) -> Result<()> {

@@ -1,13 +1,14 @@
 //! Communicators of ranks on several hosts, which are pretended; ranks are threads, and so is what carries data between
 //! hosts.
 
+mod differences;
 mod mesh;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mesh::Mesh;
 use symmpool_allocator::testing::on_ranks;
-use symmpool_allocator::{Driver, Error, Pool, Result, Stream};
+use symmpool_allocator::{Driver, Pool, Stream};
 use symmpool_collectives::{
     Communicator, CommunicatorOptions, Element, ReduceOp, Request, Splits, StandardCollective,
 };
@@ -30,6 +31,10 @@ fn over<R: Send>(hosts: &[&str], body: impl Fn(&Communicator) -> R + Sync) -> Ve
     over_mesh(hosts, &Mesh::default(), body)
 }
 
+fn options() -> CommunicatorOptions {
+    CommunicatorOptions { timeout: Duration::from_secs(20), ..Default::default() }
+}
+
 fn over_mesh<R: Send>(
     hosts: &[&str],
     mesh: &Mesh,
@@ -39,9 +44,7 @@ fn over_mesh<R: Send>(
         let rank = group.rank();
         let group = group.with_timeout(Duration::from_secs(30)).with_host_id(hosts[rank as usize]);
         let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
-        let options =
-            CommunicatorOptions { timeout: Duration::from_secs(20), ..Default::default() };
-        let comm = Communicator::spanning(&pool, &options, mesh.outers(hosts, rank)).unwrap();
+        let comm = Communicator::spanning(&pool, &options(), mesh.outers(hosts, rank)).unwrap();
         body(&comm)
     })
 }
@@ -274,112 +277,6 @@ fn rows_beyond_the_output_are_counted_and_not_written() {
         // The communicator goes on.
         comm.barrier(STREAM).unwrap();
     });
-}
-
-/// The errors of a call that some ranks make differently, and how long it took.
-fn failing(hosts: &[&str], body: impl Fn(&Communicator) -> Result<()> + Sync) -> Vec<Error> {
-    let begin = Instant::now();
-    let errors = over(hosts, |comm| {
-        let error = body(comm).unwrap_err();
-        // It stays closed.
-        let again = comm.barrier(STREAM).unwrap_err();
-        assert!(again.to_string().contains("closed on all hosts"), "{again}");
-        assert!(comm.failure().is_some());
-        error
-    });
-    assert!(begin.elapsed() < Duration::from_secs(15), "after {:?}", begin.elapsed());
-    errors
-}
-
-#[test]
-fn different_calls_on_different_hosts_are_an_error_that_names_them() {
-    for hosts in [&["a", "a", "b", "b"][..], &["a", "b", "b"]] {
-        let errors = failing(hosts, |comm| {
-            let host = comm.pool().hosts().of(comm.rank()) as usize;
-            let mut data = vec![1.0_f32; 50_000 + host * 8];
-            comm.all_reduce_slice(&mut data, ReduceOp::Sum, STREAM)
-        });
-        for error in &errors {
-            assert!(error.is_diverged() && !error.ranks().is_empty(), "{error}");
-            let text = error.to_string();
-            assert!(
-                text.contains("50000") && text.contains("50008") && text.contains("host a"),
-                "{text}"
-            );
-        }
-    }
-}
-
-#[test]
-fn small_calls_that_differ_are_found_a_few_calls_later() {
-    let errors = failing(&["a", "b"], |comm| {
-        for nth in 0..40 {
-            let op = if comm.rank() == 1 && nth == 3 { ReduceOp::Max } else { ReduceOp::Sum };
-            comm.all_reduce_slice(&mut [1.0_f32; 8], op, STREAM)?;
-        }
-        Ok(())
-    });
-    assert!(errors.iter().all(Error::is_diverged), "{errors:?}");
-}
-
-#[test]
-fn a_call_that_one_rank_refuses_ends_on_all_hosts() {
-    let errors = failing(&["a", "a", "b", "b"], |comm| {
-        let mut data = vec![1.0_f32; 40_000];
-        let count = if comm.rank() == 2 { 39_999 } else { 40_000 };
-        comm.reduce_scatter_slice(
-            &mut data[..count / 4],
-            &vec![1.0_f32; 40_000],
-            ReduceOp::Sum,
-            STREAM,
-        )
-    });
-    for (rank, error) in errors.iter().enumerate() {
-        assert!(
-            error.is_invalid_argument() == (rank == 2) || error.ranks() == [2],
-            "rank {rank}: {error}"
-        );
-        assert!(error.to_string().contains("rank 2"), "rank {rank}: {error}");
-    }
-}
-
-#[test]
-fn differing_splits_are_named() {
-    let errors = failing(&["a", "a", "b", "b"], |comm| {
-        let send = [10; 4];
-        let mut receive = [10; 4];
-        if comm.rank() == 1 {
-            receive[3] = 11;
-        }
-        let total: usize = receive.iter().sum();
-        comm.all_to_all_v_slice(&mut vec![0_i64; total], &[1_i64; 40], &receive, &send, STREAM)
-    });
-    assert!(
-        errors[1].is_diverged() && errors[1].to_string().contains("expects 11"),
-        "{}",
-        errors[1]
-    );
-    assert!(
-        errors.iter().all(|error| error.to_string().contains("rank 3 sends rank 1")),
-        "{errors:?}"
-    );
-}
-
-#[test]
-fn a_rank_that_leaves_is_the_error_of_all_hosts() {
-    let begin = Instant::now();
-    let outcomes = over(&["a", "a", "b", "b"], |comm| {
-        comm.barrier(STREAM).unwrap();
-        if comm.rank() == 3 {
-            return None;
-        }
-        comm.set_timeout(Duration::from_secs(3)).unwrap();
-        Some(comm.barrier(STREAM).unwrap_err())
-    });
-    assert!(begin.elapsed() < Duration::from_secs(15), "after {:?}", begin.elapsed());
-    for error in outcomes.iter().flatten() {
-        assert!(error.to_string().contains("host b"), "{error}");
-    }
 }
 
 #[test]

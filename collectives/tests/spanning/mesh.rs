@@ -17,6 +17,9 @@ struct State {
     /// Ranks of engines that have closed their connections.
     closed: BTreeSet<(String, u32)>,
     bytes: u64,
+    messages: u64,
+    /// Messages of another length than the rank that got them expected: gloo may end the process there.
+    misfits: u64,
 }
 
 impl Mesh {
@@ -50,7 +53,18 @@ impl Mesh {
             world,
             begun: BTreeMap::new(),
             tickets: 0,
+            limit: Duration::from_secs(20),
         }
+    }
+
+    /// Messages of another length than was expected.
+    pub(crate) fn misfits(&self) -> u64 {
+        self.0.0.lock().unwrap().misfits
+    }
+
+    /// Messages that were sent so far to other ranks.
+    pub(crate) fn messages(&self) -> u64 {
+        self.0.0.lock().unwrap().messages
     }
 
     /// Bytes that were sent so far to other ranks.
@@ -68,6 +82,7 @@ pub(crate) struct ThreadOuter {
     /// Parts that are to be received: from whom, to where, how many bytes.
     begun: BTreeMap<u64, Vec<(u32, usize, usize)>>,
     tickets: u64,
+    limit: Duration,
 }
 
 impl ThreadOuter {
@@ -76,6 +91,7 @@ impl ThreadOuter {
         let mut state = lock.lock().unwrap();
         if to != self.rank {
             state.bytes += bytes.len() as u64;
+            state.messages += 1;
         }
         state
             .queues
@@ -98,6 +114,10 @@ unsafe impl Outer for ThreadOuter {
 
     fn world(&self) -> u32 {
         self.world
+    }
+
+    fn set_timeout(&mut self, limit: Duration) {
+        self.limit = limit;
     }
 
     unsafe fn begin(&mut self, transfer: Transfer<'_>, _: &Stream) -> Result<Ticket> {
@@ -143,7 +163,7 @@ unsafe impl Outer for ThreadOuter {
 
     fn finish(&mut self, ticket: Ticket, _: &Stream) -> Result<()> {
         let (lock, changed) = &*self.mesh.0;
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + self.limit;
         for (peer, at, count) in self.begun.remove(&ticket.0).expect("a ticket") {
             let mut state = lock.lock().unwrap();
             let bytes = loop {
@@ -155,11 +175,13 @@ unsafe impl Outer for ThreadOuter {
                     return Err(Error::peer_lost(vec![peer], "the connection was closed"));
                 }
                 if Instant::now() > until {
-                    return Err(Error::timeout("for a message", Duration::from_secs(20), vec![]));
+                    return Err(Error::timeout("a message", self.limit, vec![peer]));
                 }
                 state = changed.wait_timeout(state, Duration::from_millis(20)).unwrap().0;
             };
+            drop(state);
             if bytes.len() != count {
+                lock.lock().unwrap().misfits += 1;
                 let why = format!("{} bytes of rank {peer}, and {count} expected", bytes.len());
                 return Err(Error::system("a transfer", why));
             }

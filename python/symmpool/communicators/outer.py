@@ -8,25 +8,36 @@ names, as torch's own groups do.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import ctypes
 import datetime
+import os
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import pool_store_add, pool_store_get, pool_store_set
-from symmpool.errors import TimeoutError, UnsupportedError
+from symmpool.errors import DivergedError, TimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
     from symmpool._symmpool import Pool
 
-__all__ = ["GlooOuter", "OuterEngines", "outers_of"]
+__all__ = ["GlooOuter", "Meeting", "OuterEngines"]
 
 # How long a wait in the store lasts before the next one, in seconds: Python handles signals in between.
 _SLICE = 1.0
+# The longest timeout that gloo is given, in seconds: it counts nanoseconds.
+_LONGEST = 3e8
+# How long the store has for a step that waits for no rank, in seconds.
+_STORE = 30.0
+# How long a process that ends waits for transfers under way, in seconds.
+_AT_EXIT = 5.0
+# Engines that exist, and what those leave that could not be closed.
+_connected: weakref.WeakSet[GlooOuter] = weakref.WeakSet()
+_kept: list[Any] = []
 
 
 class GlooOuter:
@@ -40,6 +51,10 @@ class GlooOuter:
         import torch.distributed as dist
 
         self.rank, self.world, self._seconds = rank, world, seconds
+        self._closed = False
+        # Transfers under way: what gloo has made of each, and the tensors that it moves.
+        self._begun: dict[int, tuple[list[Any], Any]] = {}
+        self._tickets = 0
         timeout = datetime.timedelta(seconds=seconds)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(store, rank, world, timeout) if world > 1 else None
@@ -49,21 +64,23 @@ class GlooOuter:
                 f"{seconds:g} s: {str(error).partition(chr(10))[0]}; their addresses must be reachable from "
                 "this host (GLOO_SOCKET_IFNAME names the interface)"
             ) from error
-        self._closed = False
-        # Transfers under way, each with the tensors that it moves.
-        self._begun: dict[int, tuple[Any, Any]] = {}
-        self._tickets = 0
+        _connected.add(self)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bounds the waits of transfers that are begun from now on. gloo bounds each of its steps by it."""
+        self._seconds = seconds
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(datetime.timedelta(seconds=min(seconds, _LONGEST)))
 
     def all_gather(self, output: int, source: int, nbytes: int) -> int:
         """Begins an all-gather; returns its ticket."""
         to, own = _bytes_at(output, nbytes * self.world), _bytes_at(source, nbytes)
-        return self._begin((to, own), lambda gloo: gloo._allgather_base(to, own), lambda: to.copy_(own))
+        return self._begin((to, own), "_allgather_base", to, own)
 
     def all_to_all(self, output: int, source: int, send: Sequence[int], receive: Sequence[int]) -> int:
         """Begins an all-to-all; returns its ticket."""
         to, own = _bytes_at(output, sum(receive)), _bytes_at(source, sum(send))
-        sizes = (list(receive), list(send))
-        return self._begin((to, own), lambda gloo: gloo.alltoall_base(to, own, *sizes), lambda: to.copy_(own))
+        return self._begin((to, own), "alltoall_base", to, own, list(receive), list(send))
 
     def broadcast(self, data: int, nbytes: int, root: int) -> int:
         """Begins a broadcast; returns its ticket."""
@@ -72,42 +89,77 @@ class GlooOuter:
         both = _bytes_at(data, nbytes)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._begin((both,), lambda gloo: gloo.broadcast([both], options), lambda: None)
+        return self._begin((both,), "broadcast", [both], options)
 
     def finish(self, ticket: int) -> None:
         """Waits until a transfer has ended. Raises TimeoutError where ranks do not come to it."""
-        work, tensors = self._begun[ticket]
-        if work is not None:
+        works, _ = self._begun[ticket]
+        work = works[0] if works else None
+        end = time.monotonic() + self._seconds
+        while work is not None:
+            left = end - time.monotonic()
             try:
-                work.wait(datetime.timedelta(seconds=self._seconds))
+                # Python handles signals in between.
+                work.wait(datetime.timedelta(seconds=max(min(left, _SLICE), 1e-3)))
+                break
             except RuntimeError as error:
+                # A wait that ended is no end of the transfer.
+                if left > _SLICE and not work.is_completed():
+                    continue
                 text = str(error).partition("\n")[0]
                 if "imed out" in text:
                     raise TimeoutError(f"symmpool: {text}") from error
                 raise
-        del self._begun[ticket], tensors
+        del self._begun[ticket]
 
-    def abort(self) -> None:
-        """Closes the connections behind what is under way. gloo cannot end that: it ends when its other ranks
-        have gone or close too, or when its time is over."""
+    def abort(self) -> bool:
+        """Closes the connections behind what is under way, and returns whether that has ended. gloo cannot
+        end a transfer: it ends when its other ranks have gone or close too, or when its time is over. To be
+        called until it returns true: only then no memory is used any more."""
         self._closed = True
-        for work, _ in list(self._begun.values()):
-            if work is not None and not work.is_completed():
-                # An error says that it has ended.
-                with contextlib.suppress(RuntimeError):
-                    work.wait(datetime.timedelta(seconds=self._seconds))
-        self._begun.clear()
+        for ticket, (works, _) in list(self._begun.items()):
+            if works and not works[0].is_completed():
+                return False
+            self._begun.pop(ticket, None)
         self._gloo = None
+        return True
 
-    def _begin(self, tensors: Any, begin: Callable[[Any], Any], alone: Callable[[], Any]) -> int:
+    def _begin(self, tensors: tuple[torch.Tensor, ...], method: str, *arguments: Any) -> int:
         if self._closed:
             raise RuntimeError("gloo between hosts is closed on this rank")
-        self._tickets += 1
-        if self._gloo is None:
-            alone()
-        work = None if self._gloo is None else begin(self._gloo)
-        self._begun[self._tickets] = (work, tensors)
-        return self._tickets
+        ticket = self._tickets = self._tickets + 1
+        works: list[Any] = []
+        self._begun[ticket] = (works, tensors)
+        if self._gloo is not None:
+            # Ctrl-C is raised between two steps of Python, of which this is one: no transfer is begun that is
+            # not known.
+            works.extend(map(getattr(self._gloo, method), *([each] for each in arguments)))
+        elif len(tensors) > 1:
+            tensors[0].copy_(tensors[1])
+        return ticket
+
+
+def _leave_to_parent() -> None:
+    """Keeps a forked child from ending what is its parent's: gloo would wait for threads that it has not."""
+    for outer in list(_connected):
+        outer._closed = True
+        for each in (outer._gloo, outer._begun):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    _connected.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Closes all connections before the interpreter ends, as what is under way holds objects of Python.
+    Transfers that do not end soon keep theirs."""
+    end = time.monotonic() + _AT_EXIT
+    for outer in list(_connected):
+        while not outer.abort() and time.monotonic() < end:
+            time.sleep(0.01)
+        _kept.append(outer._begun)
 
 
 class OuterEngines:
@@ -118,29 +170,51 @@ class OuterEngines:
         self.rail, self.flat = rail, flat
 
 
-def outers_of(pool: Pool, seconds: float) -> OuterEngines:
-    """Makes the outer engines of a pool's ranks, which wait so long for each other. Collective."""
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        dist = None  # type: ignore[assignment]
-    if dist is None or not dist.is_available() or not dist.is_gloo_available():
-        raise UnsupportedError(
-            f"symmpool: rank {pool.rank}: the group's ranks are on {len(pool.hosts)} hosts, between which "
-            "torch.distributed's gloo carries data, and this Python has none; install torch, or make a "
-            "group of the ranks of one host"
-        )
-    rank, hosts = pool.rank, pool.hosts
-    # Every rank counts the communicators of its pool, which all make in one order.
-    count = pool_store_add(pool, f"outer/count/{rank}", 1, seconds)
-    store = _store_of(pool, f"outer/{count}", seconds)
-    flat = GlooOuter(dist.PrefixStore("flat", store), rank, pool.world, seconds)
-    here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
-    if len({len(ranks) for ranks in hosts}) > 1:
-        return OuterEngines(None, flat)
-    index = hosts[here].index(rank)
-    rail = GlooOuter(dist.PrefixStore(f"rail{index}", store), here, len(hosts), seconds)
-    return OuterEngines(rail, flat)
+class Meeting:
+    """Ranks of a pool that make a communicator over hosts. Every rank counts the communicators of its pool,
+    which all make in one order, whatever becomes of each."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self._prefix = f"outer/{pool_store_add(pool, f'outer/count/{pool.rank}', 1, _STORE)}"
+
+    def refuse(self, why: str) -> None:
+        """Tells the other ranks why this one takes no part. Waits for none of them."""
+        self._say(why or "it gave no reason")
+
+    def outers(self, seconds: float) -> OuterEngines:
+        """Makes the outer engines, once all ranks have come. Ranks wait so long for each other."""
+        pool = self._pool
+        try:
+            import torch.distributed as dist
+        except ImportError:
+            dist = None  # type: ignore[assignment]
+        if dist is None or not dist.is_available() or not dist.is_gloo_available():
+            why = (
+                f"the group's ranks are on {len(pool.hosts)} hosts, between which torch.distributed's gloo "
+                "carries data, and this Python has none; install torch, or make a group of one host's ranks"
+            )
+            self._say(why)
+            raise UnsupportedError(f"symmpool: rank {pool.rank}: {why}")
+        self._say("")
+        for rank in range(pool.world):
+            if why := _await(pool, f"{self._prefix}/ready/{rank}", time.monotonic() + seconds).decode():
+                raise DivergedError(
+                    f"symmpool: rank {pool.rank}: a communicator over hosts is made on no rank, as rank "
+                    f"{rank} refused to make it: {why.removeprefix('symmpool: ')}"
+                )
+        rank, hosts = pool.rank, pool.hosts
+        store = _store_of(pool, self._prefix, seconds)
+        flat = GlooOuter(dist.PrefixStore("flat", store), rank, pool.world, seconds)
+        here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+        if len({len(ranks) for ranks in hosts}) > 1:
+            return OuterEngines(None, flat)
+        index = hosts[here].index(rank)
+        rail = GlooOuter(dist.PrefixStore(f"rail{index}", store), here, len(hosts), seconds)
+        return OuterEngines(rail, flat)
+
+    def _say(self, why: str) -> None:
+        pool_store_set(self._pool, f"{self._prefix}/ready/{self._pool.rank}", why.encode(), _STORE)
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
@@ -149,6 +223,17 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _await(pool: Pool, key: str, end: float) -> bytes:
+    """The value of a key. Python handles signals in between."""
+    while True:
+        left = end - time.monotonic()
+        try:
+            return pool_store_get(pool, key, max(min(left, _SLICE), 1e-3))
+        except TimeoutError:
+            if left <= _SLICE:
+                raise
 
 
 def _store_of(pool: Pool, prefix: str, seconds: float) -> Any:
@@ -183,12 +268,6 @@ def _store_of(pool: Pool, prefix: str, seconds: float) -> Any:
                 self._await(key, end)
 
         def _await(self, key: str, end: float) -> bytes:
-            while True:
-                left = end - time.monotonic()
-                try:
-                    return pool_store_get(pool, f"{prefix}/{key}", max(min(left, _SLICE), 1e-3))
-                except TimeoutError:
-                    if left <= _SLICE:
-                        raise
+            return _await(pool, f"{prefix}/{key}", end)
 
     return PoolStore()

@@ -78,7 +78,7 @@ pub(crate) struct Data {
 
 /// Refuses an output that overlaps the input.
 #[inline]
-pub(in crate::host) fn disjoint(
+pub(crate) fn disjoint(
     (input, input_bytes): (*mut u8, usize),
     (output, output_bytes): (*mut u8, usize),
 ) -> Result<()> {
@@ -95,7 +95,7 @@ pub(in crate::host) fn disjoint(
 
 /// The size in bytes that `checked_mul` computed, or an error if it overflowed.
 #[inline]
-pub(in crate::host) fn checked(bytes: Option<usize>) -> Result<usize> {
+pub(crate) fn checked(bytes: Option<usize>) -> Result<usize> {
     bytes.filter(|bytes| *bytes <= isize::MAX as usize).ok_or_else(|| {
         Error::invalid_argument("a buffer larger than any address space; check the counts")
     })
