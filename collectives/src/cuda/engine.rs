@@ -231,7 +231,7 @@ impl CudaEngine {
     }
 
     /// Closes the communicator after a panic inside a call: no call can follow.
-    pub(crate) fn abandon(&mut self) {
+    pub(crate) fn fail_after_panic(&mut self) {
         self.rehearsal = None;
         self.close(&Error::invalid_state("a call of this communicator panicked; make a new one"));
     }

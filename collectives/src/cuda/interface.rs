@@ -59,7 +59,7 @@ impl Engine for CudaEngine {
     }
 
     fn fail_after_panic(&mut self) {
-        CudaEngine::abandon(self);
+        CudaEngine::fail_after_panic(self);
     }
 
     fn decline(&mut self, why: Error, stream: &Stream) -> Error {

@@ -304,7 +304,7 @@ def _make_on_group(key: Any, device: int) -> tuple[Pool, CommunicatorEntry]:
             serves = device < 0 and ours is not None and ours.serves_subgroups
             entry = _made_on_pool(pool, serves)
         except BaseException:
-            pool_registry.withdraw(pool, key)
+            pool_registry.unregister(pool, key)
             raise
     cache.add(key, device, pool, entry)
     return pool, entry

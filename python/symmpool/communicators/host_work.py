@@ -231,7 +231,7 @@ class _CallQueue:
         # Ctrl-C may come right behind its acquisition.
         self._turn = threading.RLock()
         self._bell = CallWakeup()
-        self._calling = self._given_up = False
+        self._calling = self._stops = False
         # Whether this is a copy in a forked child, which has no such thread.
         self.is_lost = False
         forks.renew_in_children(self)
@@ -272,7 +272,7 @@ class _CallQueue:
         return self._taken
 
     def make(self, work: HostWork, call: Any, arguments: tuple[Any, ...]) -> None:
-        """Makes a call. Never comes back from one that was given up."""
+        """Makes a call. Never comes back from one after which the thread was to stop."""
         try:
             with self._lock:
                 self._calling = True
@@ -282,8 +282,8 @@ class _CallQueue:
         finally:
             with self._lock:
                 self._calling = False
-                given_up = self._given_up
-            if given_up:
+                stops = self._stops
+            if stops:
                 # The program is ending and no longer waits for this thread.
                 threading.Event().wait()
 
@@ -383,11 +383,11 @@ class _CallQueue:
         """Whether nothing was begun since `join` began to wait, which returned this."""
         return self.newest() is waited
 
-    def give_up(self) -> bool:
+    def stop_after_call(self) -> bool:
         """Has the thread stop after the call that it is making. Returns whether it is making one."""
         with self._lock:
-            self._given_up = self._calling
-            return self._given_up
+            self._stops = self._calling
+            return self._stops
 
 
 class Worker:
@@ -474,7 +474,7 @@ def _end_all() -> None:
         if thread.ident is None:
             continue  # Ctrl-C came before its start
         thread.join(max(end - time.monotonic(), 0))
-        while thread.is_alive() and not calls.give_up():
+        while thread.is_alive() and not calls.stop_after_call():
             thread.join(0.01)
 
 

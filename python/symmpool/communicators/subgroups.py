@@ -67,7 +67,7 @@ def let_go(entry: CommunicatorEntry) -> None:
         key = pool_registry.key_holding(pool)
         cache.forget(pool)
         if key is not None:
-            pool_registry.withdraw(pool, key)
+            pool_registry.unregister(pool, key)
 
 
 def _all_come(offer: Any, seconds: float, comes_otherwise: Callable[[list[int]], bool]) -> bool:

@@ -95,6 +95,6 @@ def _end_all() -> None:
     end_waits()
     for thread in left:
         assert thread.ident is not None  # it has run
-        store.given_up.add(thread.ident)
+        store.stopped_threads.add(thread.ident)
     for thread in left:
         thread.join(LAST_WAIT)

@@ -64,7 +64,7 @@ def on_change(watcher: Callable[[], None]) -> None:
     _watchers.append(watcher)
 
 
-def withdraw(pool: Any, key: Any) -> None:
+def unregister(pool: Any, key: Any) -> None:
     """Collectives on a group do not find one of its pools any more."""
     with _lock:
         _pools[key] = [each for each in _pools.get(key, []) if each() is not pool]

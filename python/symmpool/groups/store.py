@@ -28,7 +28,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 5e-3
 # slice that ends so.
 LATE_PAUSE = 50e-3
 # Threads that are to stop waiting, by their numbers: the program is ending.
-given_up: set[int] = set()
+stopped_threads: set[int] = set()
 # Bytes of a part before its value: the world that its rank knows.
 HEADER = 4
 
@@ -215,7 +215,7 @@ class StoreAdapter:
     @staticmethod
     def _call(function: Any, *arguments: Any) -> Any:
         """A call of the store, with our exceptions."""
-        if given_up and threading.get_ident() in given_up:
+        if stopped_threads and threading.get_ident() in stopped_threads:
             raise TimeoutError("the program is ending")
         try:
             return function(*arguments)

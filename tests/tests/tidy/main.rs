@@ -3,6 +3,7 @@
 mod arrows;
 mod documents;
 mod examples;
+mod former_names;
 mod imports;
 mod mutants;
 mod prose;

@@ -13,8 +13,21 @@ const LAYERS: [&[&str]; 4] =
 const PROGRAMS: &str = "python/symmpool/bench/";
 
 /// Names that types have had, with the better ones.
-const FORMER: [(&str, &str); 3] =
-    [("Maker", "ProcessId"), ("Bell", "CallWakeup"), ("Mark", "StreamPosition")];
+const FORMER: [(&str, &str); 13] = [
+    ("Bell", "CallWakeup"),
+    ("MadeKernel", "GeneratedKernel"),
+    ("Maker", "ProcessId"),
+    ("Mark", "StreamPosition"),
+    ("Meeting", "HostBarrier"),
+    ("Mesh", "TopologyKind"),
+    ("Note", "BarrierMessage"),
+    ("Notice", "AsyncError"),
+    ("Rows", "MatrixView"),
+    ("Said", "BarrierStep"),
+    ("Terms", "RankContext"),
+    ("Topic", "BarrierId"),
+    ("Watchdog", "WaitWatchdog"),
+];
 
 fn files(folder: &Path, found: &mut Vec<PathBuf>) {
     for path in folder.read_dir().expect("a folder").flatten().map(|entry| entry.path()) {

@@ -1,0 +1,91 @@
+//! Functions and files that have better names now: nobody uses the former ones again.
+
+use std::path::{Path, PathBuf};
+
+use crate::{name, read, root};
+
+/// Folders that are looked at.
+const FOLDERS: [&str; 7] =
+    ["allocator", "bench", "collectives", "examples", "ffi", "python", "tests"];
+
+/// Names that functions have had, with the better ones.
+const FUNCTIONS: [(&str, &str); 5] = [
+    ("abandon", "fail_after_panic, or fail"),
+    ("close_after", "fail_after_declining"),
+    ("give_up", "decline_and_fail, fail, or cancel"),
+    ("publish_refusal", "publish_declined"),
+    ("take_notice", "take_async_error"),
+];
+
+/// Ends of paths that files have had, with the better ones.
+const FILES: [(&str, &str); 9] = [
+    ("/choice.rs", "decision.rs"),
+    ("/language/programs.py", "library.py"),
+    ("/made.rs", "generated_kernel.rs"),
+    ("/meeting.rs", "host_barrier.rs"),
+    ("/notes.rs", "barrier_messages.rs"),
+    ("/raw.rs", "addresses.rs"),
+    ("/refusal.rs", "decline.rs"),
+    ("/refusals.py", "declined_calls.py"),
+    ("/requested.rs", "selection/request.rs"),
+];
+
+/// Sources below a folder.
+fn files(folder: &Path, found: &mut Vec<PathBuf>) {
+    for path in folder.read_dir().expect("a folder").flatten().map(|entry| entry.path()) {
+        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() {
+            if !file.starts_with('.') && !["target", "dist", "__pycache__"].contains(&&*file) {
+                files(&path, found);
+            }
+        } else if path.extension().is_some_and(|end| end == "rs" || end == "py" || end == "pyi") {
+            found.push(path);
+        }
+    }
+}
+
+/// The name of the function that a line defines, if it does.
+fn defined(line: &str) -> Option<&str> {
+    let words = line.trim_start();
+    let at = ["fn ", "def "].iter().find_map(|keyword| {
+        let at = words.find(keyword)?;
+        let is_word = at == 0 || words[..at].ends_with([' ', ')']);
+        (is_word && !words.starts_with("//") && !words.starts_with('#')).then(|| at + keyword.len())
+    })?;
+    let rest = &words[at..];
+    let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+    (end > 0).then_some(&rest[..end])
+}
+
+#[test]
+fn former_names_of_functions_and_files_are_gone() {
+    let mut all = Vec::new();
+    for folder in FOLDERS {
+        files(&root().join(folder), &mut all);
+    }
+    assert!(all.len() > 500, "too few files found: {}", all.len());
+    let mut found = Vec::new();
+    for path in &all {
+        let file = name(path);
+        for (former, better) in FILES.iter().filter(|(former, _)| file.ends_with(former)) {
+            found.push(format!("{file}: call it {better}, not {former}"));
+        }
+        for (number, line) in (1..).zip(read(path).lines()) {
+            let Some(defined) = defined(line) else { continue };
+            for (former, better) in FUNCTIONS.iter().filter(|(former, _)| *former == defined) {
+                found.push(format!("{file}:{number}: call it {better}, not {former}"));
+            }
+        }
+    }
+    assert!(found.is_empty(), "{found:#?}");
+}
+
+#[test]
+fn definitions_of_functions_are_found() {
+    assert_eq!(defined("fn a() {"), Some("a"));
+    assert_eq!(defined("    pub(crate) unsafe fn b<T>("), Some("b"));
+    assert_eq!(defined("async def c(self):"), Some("c"));
+    assert_eq!(defined("let d = e(fn_f);"), None);
+    assert_eq!(defined("// fn g() is gone"), None);
+    assert_eq!(defined("undef h"), None);
+}
