@@ -25,6 +25,7 @@ mod outer;
 pub mod plan;
 mod signal;
 mod spanning;
+mod sync;
 mod types;
 
 pub use algorithm::{

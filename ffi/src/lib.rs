@@ -6,6 +6,7 @@
 //! | `slots` | pools behind pairs of exported functions that take no pool |
 //! | `exports` | those functions: `symmpool_alloc_0`, `symmpool_free_0`, ... |
 //! | `process` | an allocator for all of a process's device memory, and the hooks that torch calls |
+//! | `sync` | atomics and locks of slots, which models watch |
 //! | `own` | state that forked children do not share |
 //! | `guard` | keeps panics from crossing into C, and keeps errors for C code to query |
 //!
@@ -20,6 +21,7 @@ mod guard;
 mod own;
 pub mod process;
 pub mod slots;
+mod sync;
 
 pub use guard::Status;
 use symmpool_allocator::Stream;

@@ -10,14 +10,14 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::atomic::Ordering;
+use std::sync::{PoisonError, TryLockError};
 
 use symmpool_allocator::lane::at_site;
 use symmpool_allocator::{Error, Lane, Pool, ProcessId, Result};
 
-use crate::guard::lock;
 use crate::named;
+use crate::sync::{AtomicU64, Mutex, MutexGuard, mutant, word};
 
 /// The number of slots.
 pub const SLOTS: usize = 64;
@@ -51,11 +51,11 @@ type Guard<'a> = MutexGuard<'a, Option<Bound>>;
 /// No process: no process id is zero.
 const VACANT: u64 = 0;
 
-static TABLE: [Place; SLOTS] = [const { Place::new() }; SLOTS];
+static TABLE: [Place; SLOTS] = [const { Place::new(word(VACANT)) }; SLOTS];
 
 impl Place {
-    const fn new() -> Self {
-        Self { maker: AtomicU64::new(VACANT), bound: Mutex::new(None) }
+    const fn new(maker: AtomicU64) -> Self {
+        Self { maker, bound: Mutex::new(None) }
     }
 
     /// Who bound the slot, if it is bound.
@@ -70,7 +70,7 @@ impl Place {
     fn lock(&self, index: usize) -> Result<Guard<'_>> {
         let maker = self.maker().ok_or_else(|| not_bound(index))?;
         maker.check("a pool").map_err(|error| error.context(format!("slot {index}")))?;
-        Ok(lock(&self.bound))
+        Ok(self.bound.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The lock, if nobody has it.
@@ -82,9 +82,79 @@ impl Place {
         }
     }
 
+    /// Binds a lane, unless the place is taken.
+    fn bind(&self, pool: &Pool, lane: &Lane, device: Option<u32>) -> bool {
+        if self.maker().is_some() {
+            return false;
+        }
+        // Whoever holds the lock of a vacant slot is about to bind it or has just vacated it, or did so when this
+        // process was forked, and then it never comes free.
+        let Some(mut slot) = self.try_lock() else { return false };
+        if slot.is_some() && !mutant("mutant_slot_bound_twice") {
+            return false;
+        }
+        *slot = Some(Bound {
+            pool: pool.clone(),
+            lane: lane.clone(),
+            device,
+            live: BTreeSet::new(),
+            stuck: BTreeSet::new(),
+            retired: false,
+            failure: None,
+        });
+        self.maker.store(ProcessId::here().to_bits(), Ordering::Release);
+        true
+    }
+
+    /// Closes the place to allocations, and vacates it if nothing is allocated.
+    fn retire(&self, index: usize) {
+        // A forked child gives up its copy if no other thread of its parent had the lock. If one had, it keeps it.
+        let Some(mut slot) = self.lock(index).ok().or_else(|| self.try_lock()) else { return };
+        if let Some(bound) = slot.as_mut() {
+            bound.retired = true;
+        }
+        let unused = self.vacate(&mut slot);
+        drop(slot);
+        // This may drop the pool, which must not happen under the lock.
+        drop(unused);
+    }
+
+    fn alloc(&self, index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
+        let mut slot = self.lock(index)?;
+        let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
+        let placed = bound.alloc(index, size, device, stream);
+        match placed {
+            Ok(address) => {
+                bound.live.insert(address);
+                Ok(address)
+            }
+            Err(error) => {
+                bound.failure = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    fn free(&self, index: usize, address: u64) -> Result<()> {
+        let mut slot = self.lock(index)?;
+        let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
+        let freed = bound.free(index, address);
+        if let Err(error) = &freed {
+            bound.failure = Some(error.clone());
+        }
+        let unused = if mutant("mutant_slot_kept") { None } else { self.vacate(&mut slot) };
+        drop(slot);
+        // This may drop the pool, which must not happen under the lock.
+        drop(unused);
+        freed
+    }
+
     /// Takes out what is bound if the slot was dropped and nothing is allocated. The caller drops it, after the lock.
     fn vacate(&self, slot: &mut Option<Bound>) -> Option<Bound> {
-        let unused = slot.as_ref().is_some_and(|bound| bound.retired && bound.live.is_empty());
+        let is_unused = |bound: &Bound| {
+            bound.retired && (bound.live.is_empty() || mutant("mutant_vacated_while_used"))
+        };
+        let unused = slot.as_ref().is_some_and(is_unused);
         if !unused {
             return None;
         }
@@ -100,31 +170,13 @@ pub struct Slot(usize);
 /// [`Error::is_invalid_state`].
 pub fn bind(pool: &Pool, lane: &Lane) -> Result<Slot> {
     let device = pool.driver().as_cuda().map(|cuda| cuda.facts().ordinal);
-    for (index, place) in TABLE.iter().enumerate() {
-        if place.maker().is_some() {
-            continue;
-        }
-        // Whoever holds the lock of a vacant slot is about to bind it or has just vacated it, or did so when this
-        // process was forked, and then it never comes free.
-        let Some(mut slot) = place.try_lock() else { continue };
-        if slot.is_none() {
-            *slot = Some(Bound {
-                pool: pool.clone(),
-                lane: lane.clone(),
-                device,
-                live: BTreeSet::new(),
-                stuck: BTreeSet::new(),
-                retired: false,
-                failure: None,
-            });
-            place.maker.store(ProcessId::here().to_bits(), Ordering::Release);
-            return Ok(Slot(index));
-        }
-    }
-    Err(Error::invalid_state(format!(
-        "all {SLOTS} slots serve pools, or memory of pools that were dropped; drop a pool and its \
-         tensors"
-    )))
+    let bound = TABLE.iter().position(|place| place.bind(pool, lane, device));
+    bound.map(Slot).ok_or_else(|| {
+        Error::invalid_state(format!(
+            "all {SLOTS} slots serve pools, or memory of pools that were dropped; drop a pool and its \
+             tensors"
+        ))
+    })
 }
 
 impl Slot {
@@ -158,16 +210,7 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let place = &TABLE[self.0];
-        // A forked child gives up its copy if no other thread of its parent had the lock. If one had, it keeps it.
-        let Some(mut slot) = place.lock(self.0).ok().or_else(|| place.try_lock()) else { return };
-        if let Some(bound) = slot.as_mut() {
-            bound.retired = true;
-        }
-        let unused = place.vacate(&mut slot);
-        drop(slot);
-        // This may drop the pool, which must not happen under the lock.
-        drop(unused);
+        TABLE[self.0].retire(self.0);
     }
 }
 
@@ -179,19 +222,7 @@ impl fmt::Debug for Slot {
 
 /// Allocates through a slot. An error is kept in the slot too.
 pub(crate) fn alloc(index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
-    let mut slot = TABLE[index].lock(index)?;
-    let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
-    let placed = bound.alloc(index, size, device, stream);
-    match placed {
-        Ok(address) => {
-            bound.live.insert(address);
-            Ok(address)
-        }
-        Err(error) => {
-            bound.failure = Some(error.clone());
-            Err(error)
-        }
-    }
+    TABLE[index].alloc(index, size, device, stream)
 }
 
 /// Frees what a slot allocated, unordered. Does nothing for NULL.
@@ -199,20 +230,7 @@ pub(crate) fn free(index: usize, address: u64) -> Result<()> {
     if address == 0 {
         return Ok(());
     }
-    let place = &TABLE[index];
-    let mut slot = place.lock(index).map_err(logged)?;
-    let Some(bound) = slot.as_mut() else {
-        return Err(logged(not_bound(index)));
-    };
-    let freed = bound.free(index, address);
-    if let Err(error) = &freed {
-        bound.failure = Some(error.clone());
-    }
-    let unused = place.vacate(&mut slot);
-    drop(slot);
-    // This may drop the pool, which must not happen under the lock.
-    drop(unused);
-    freed.map_err(logged)
+    TABLE[index].free(index, address).map_err(logged)
 }
 
 impl Bound {
@@ -319,4 +337,64 @@ fn not_bound(index: usize) -> Error {
 fn logged(error: Error) -> Error {
     tracing::error!(%error, "a free failed");
     error
+}
+
+#[cfg(test)]
+mod models {
+    use std::sync::Arc;
+
+    use symmpool_allocator::driver::SimDriver;
+    use symmpool_allocator::models::{prove, thread};
+    use symmpool_allocator::{Driver, Group};
+
+    use super::*;
+
+    fn pool() -> (Pool, Lane) {
+        let driver = SimDriver::with_granularity(7, u64::MAX, 1 << 16).unwrap();
+        let group = Group::in_process(1).unwrap().remove(0);
+        let pool = Pool::builder(group).driver(Driver::new(driver)).build().unwrap();
+        let lane = pool.default_lane();
+        (pool, lane)
+    }
+
+    fn vacant() -> Arc<Place> {
+        Arc::new(Place::new(AtomicU64::new(VACANT)))
+    }
+
+    /// A slot is dropped while other threads free the last blocks. It is vacant when both are done, and not before.
+    fn a_slot_is_dropped_in_use() {
+        let (place, (pool, lane)) = (vacant(), pool());
+        assert!(place.bind(&pool, &lane, None));
+        let blocks = [0, 1].map(|_| place.alloc(0, 512, 0, 0).unwrap());
+        let frees = blocks.map(|address| {
+            let theirs = place.clone();
+            thread::spawn(move || theirs.free(0, address).unwrap())
+        });
+        place.retire(0);
+        frees.into_iter().for_each(|free| free.join().unwrap());
+        assert!(place.maker().is_none() && place.try_lock().unwrap().is_none());
+        assert!(place.free(0, blocks[0]).is_err());
+    }
+
+    /// Two threads bind pools to one slot: it serves the pool of one of them.
+    fn two_threads_bind() {
+        let place = vacant();
+        let binds = [0, 1].map(|_| {
+            let (theirs, (pool, lane)) = (place.clone(), pool());
+            thread::spawn(move || theirs.bind(&pool, &lane, None))
+        });
+        let bound = binds.map(|bind| bind.join().unwrap());
+        assert!(bound[0] != bound[1], "bound {bound:?}");
+    }
+
+    #[test]
+    fn loom_a_slot_is_vacant_once_nothing_is_allocated() {
+        let mutants = ["mutant_vacated_while_used", "mutant_slot_kept"];
+        prove(3, &mutants, a_slot_is_dropped_in_use);
+    }
+
+    #[test]
+    fn loom_a_slot_serves_one_pool() {
+        prove(3, &["mutant_slot_bound_twice"], two_threads_bind);
+    }
 }

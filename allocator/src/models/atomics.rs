@@ -17,6 +17,11 @@ macro_rules! atomic {
 
         impl $name {
             /// An atomic of this value.
+            /// An atomic of a static, which no model watches.
+            pub const fn in_static(value: $value) -> Self {
+                Self { plain: std::sync::atomic::$name::new(value), watched: None }
+            }
+
             pub fn new(value: $value) -> Self {
                 let watched = is_running().then(|| loom::sync::atomic::$name::new(value));
                 Self { plain: std::sync::atomic::$name::new(value), watched }

@@ -35,6 +35,9 @@ thread_local! {
     static MUTANT: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
+/// Bound of a model whose threads are preempted anywhere.
+pub const ALL: usize = 255;
+
 /// Adds to the bounds of all models.
 const DEEPER: &str = "SYMMPOOL_DEEPER_MODELS";
 
@@ -59,15 +62,16 @@ pub fn weakened(name: &str, order: Ordering) -> Ordering {
 /// The model is run once for each interleaving, in a thread with a stack as other threads have it. It fails by a panic,
 /// a deadlock, or an access to [`Watched`] memory that is not ordered after another one.
 pub fn prove(preemptions: usize, mutants: &[&'static str], model: fn()) {
-    let more = std::env::var(DEEPER).ok().map_or(0, |more| more.parse().expect(DEEPER));
+    let more: usize = std::env::var(DEEPER).ok().map_or(0, |more| more.parse().expect(DEEPER));
+    let preemptions = (preemptions + more).min(ALL);
     let begin = Instant::now();
-    let tried = run(None, preemptions + more, model).unwrap_or_else(|(tried, text)| {
+    let tried = run(None, preemptions, model).unwrap_or_else(|(tried, text)| {
         panic!("in interleaving {tried}: {text}");
     });
     eprintln!("{tried} interleavings, {:.1} s", begin.elapsed().as_secs_f64());
     for name in mutants {
         assert!(name.starts_with("mutant_"), "{name} is no name of a mutant");
-        match run(Some(name), preemptions + more, model) {
+        match run(Some(name), preemptions, model) {
             Ok(tried) => panic!("the model holds with the fault {name}, in {tried} interleavings"),
             Err((tried, text)) => eprintln!("{name} fails in interleaving {tried}: {text}"),
         }

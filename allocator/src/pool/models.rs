@@ -154,34 +154,34 @@ fn use_meets_shutdown() {
 
 #[test]
 fn loom_a_commit_is_due_for_all_that_is_not_shared() {
-    prove(2, &["mutant_due_lowered_late"], growth_meets_a_commit);
+    prove(3, &["mutant_due_lowered_late"], growth_meets_a_commit);
 }
 
 #[test]
 fn loom_late_frees_return_once() {
     let mutants = ["mutant_queued_unseen", "mutant_queue_forgotten"];
-    prove(2, &mutants, a_late_free_meets_a_commit);
+    prove(3, &mutants, a_late_free_meets_a_commit);
 }
 
 /// Rule D7.
 #[test]
 fn loom_hooks_wait_for_no_commit() {
-    prove(1, &["mutant_hook_waits_for_commits"], a_hook_meets_a_commit);
+    prove(2, &["mutant_hook_waits_for_commits"], a_hook_meets_a_commit);
 }
 
 #[test]
 fn loom_commits_come_behind_one_in_the_background() {
     let mutants = ["mutant_background_unmarked", "mutant_background_ends_early"];
-    prove(2, &mutants, a_commit_meets_one_in_the_background);
+    prove(3, &mutants, a_commit_meets_one_in_the_background);
 }
 
 /// Rule D5.
 #[test]
 fn loom_frees_behind_kernels_return_behind_a_wait() {
-    prove(2, &["mutant_free_before_its_wait"], a_free_behind_kernels_meets_a_commit);
+    prove(3, &["mutant_free_before_its_wait"], a_free_behind_kernels_meets_a_commit);
 }
 
 #[test]
 fn loom_blocks_outlive_their_pool() {
-    prove(2, &[], use_meets_shutdown);
+    prove(3, &[], use_meets_shutdown);
 }

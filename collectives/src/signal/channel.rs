@@ -11,6 +11,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{Atomics, Pause, SignalSlot, Word};
+use crate::sync::{mutant, weakened};
 
 /// The number of channels between two ranks, in each direction.
 pub(crate) const CHANNELS: u32 = 16;
@@ -20,7 +21,7 @@ impl<A: Atomics> SignalSlot<A> {
     /// [`wake_sleepers`](super::wake_sleepers) must follow, and wake all sleepers.
     #[inline]
     pub(crate) fn count_up(&self) {
-        self.word.add(1, Ordering::Release);
+        self.word.add(1, weakened("mutant_relaxed_count", Ordering::Release));
     }
 }
 
@@ -37,7 +38,7 @@ pub(crate) fn take<A: Atomics, P: Pause<A>>(
         let sent = slot.word.load(Ordering::Acquire);
         if sent > before {
             // Another thread may have taken this signal first; then wait for the next.
-            if taken.replace(before, before + 1) {
+            if taken.replace(before, before + 1) || mutant("mutant_signal_taken_twice") {
                 return Ok(before + 1);
             }
             continue;
@@ -49,19 +50,22 @@ pub(crate) fn take<A: Atomics, P: Pause<A>>(
             if slot.word.load(Ordering::Acquire) == sent {
                 pause.park(slot, sent as u32);
             }
+            if mutant("mutant_other_sleeper_forgotten") {
+                slot.sleeping.store(0, Ordering::Relaxed);
+                continue;
+            }
             slot.sleeping.add(1_u32.wrapping_neg(), Ordering::Relaxed);
         }
     }
 }
 
 #[cfg(test)]
-#[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
 mod models {
+    use std::sync::Arc;
     use std::sync::atomic::Ordering;
 
-    use loom::cell::UnsafeCell;
-    use loom::sync::Arc;
     use loom::sync::atomic::AtomicU64;
+    use symmpool_allocator::models::{ALL, Watched, prove};
 
     use super::super::tests::{Futex, Loom, Sleeper, Spinner};
     use super::super::wake_sleepers;
@@ -72,7 +76,7 @@ mod models {
         taken: AtomicU64,
         futex: Futex,
         /// The data that the signals hand over, one after the other.
-        data: [UnsafeCell<u64>; 2],
+        data: [Watched<u64>; 2],
     }
 
     impl Channel {
@@ -81,18 +85,16 @@ mod models {
                 slot: SignalSlot::for_model(),
                 taken: AtomicU64::new(0),
                 futex: Futex::new(),
-                data: std::array::from_fn(|_| UnsafeCell::new(0)),
+                data: std::array::from_fn(|_| Watched::new(0)),
             })
         }
 
         fn put(&self, which: usize) {
-            // SAFETY: the protocol under test orders this write before reads of the cell.
-            self.data[which].with_mut(|cell| unsafe { *cell = 7 });
+            self.data[which].set(7);
         }
 
         fn seen(&self, which: usize) -> u64 {
-            // SAFETY: the protocol under test orders writes before this read.
-            self.data[which].with(|cell| unsafe { *cell })
+            self.data[which].get()
         }
 
         fn signal(&self) {
@@ -112,7 +114,7 @@ mod models {
     #[test]
     fn loom_a_wait_sees_what_came_before_its_signal() {
         // This holds even if the next signal was sent before the first was taken.
-        loom::model(|| {
+        prove(ALL, &["mutant_relaxed_count"], || {
             let channel = Channel::new();
             let theirs = Arc::clone(&channel);
             let sender = loom::thread::spawn(move || {
@@ -131,7 +133,7 @@ mod models {
 
     #[test]
     fn loom_signals_of_two_threads_are_all_counted_and_seen() {
-        loom::model(|| {
+        prove(ALL, &["mutant_relaxed_count"], || {
             let channel = Channel::new();
             let senders: Vec<_> = (0..2)
                 .map(|which| {
@@ -156,9 +158,9 @@ mod models {
     #[test]
     fn loom_two_sleepers_take_a_signal_each() {
         // No wake-up is lost, which would be a deadlock, and no signal is taken twice.
-        let mut model = loom::model::Builder::new();
-        model.preemption_bound = Some(3);
-        model.check(|| {
+        let mutants =
+            ["mutant_signal_taken_twice", "mutant_other_sleeper_forgotten", "mutant_wake_unfenced"];
+        prove(2, &mutants, || {
             let channel = Channel::new();
             let theirs = Arc::clone(&channel);
             let waiter = loom::thread::spawn(move || theirs.take(&mut Sleeper(&theirs.futex)));

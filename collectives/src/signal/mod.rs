@@ -27,6 +27,8 @@ pub(crate) mod channel;
 
 use std::sync::atomic::Ordering;
 
+use crate::sync::{mutant, weakened};
+
 /// One atomic word, with the operations that the protocols need.
 pub(crate) trait Word<T> {
     fn load(&self, order: Ordering) -> T;
@@ -47,6 +49,7 @@ pub(crate) trait Atomics {
 }
 
 /// The processor's atomics.
+#[derive(Debug)]
 pub(crate) struct Native;
 
 macro_rules! native_word {
@@ -108,6 +111,9 @@ impl<A: Atomics> SignalSlot<A> {
     /// before (S3). [`wake_sleepers`] must follow.
     #[inline]
     pub(crate) fn publish(&self, word: u64, description: &[u64; DESCRIPTION_WORDS]) {
+        if mutant("mutant_word_before_description") {
+            self.word.store(word, Ordering::Release);
+        }
         for (place, value) in self.description.iter().zip(description) {
             place.store(*value, Ordering::Relaxed);
         }
@@ -117,7 +123,7 @@ impl<A: Atomics> SignalSlot<A> {
     /// Signals without a description. [`wake_sleepers`] must follow.
     #[inline]
     pub(crate) fn publish_word(&self, word: u64) {
-        self.word.store(word, Ordering::Release);
+        self.word.store(word, weakened("mutant_relaxed_signal", Ordering::Release));
     }
 
     /// Says on which core the signaller runs, if it is to be known. To be called before it signals.
@@ -160,7 +166,13 @@ pub(crate) fn handshake_word(epoch: u64, digest: u32) -> u64 {
 /// Whether `word` is the handshake of the call with this epoch.
 #[inline]
 pub(crate) fn is_handshake(word: u64, epoch: u64) -> bool {
-    word >> 32 != 0 && word as u32 == epoch as u32
+    word >> 32 != 0 && (word as u32 == epoch as u32 || mutant("mutant_any_epoch"))
+}
+
+/// The parity of a call, which says which half of scratch and which slots it uses.
+#[inline]
+pub(crate) fn parity(epoch: u64) -> u64 {
+    if mutant("mutant_one_parity") { 0 } else { epoch & 1 }
 }
 
 /// How a waiter paces its loads of the word.
@@ -182,7 +194,9 @@ pub(crate) fn wake_sleepers<'a, A: Atomics + 'a>(
     mut wake: impl FnMut(&'a SignalSlot<A>),
 ) {
     // Pairs with the fence in `await_word`: either the waiter sees the word, or this thread sees its flag.
-    A::fence();
+    if !mutant("mutant_wake_unfenced") {
+        A::fence();
+    }
     for slot in slots {
         if slot.sleeping.load(Ordering::Relaxed) != 0 {
             wake(slot);
@@ -198,7 +212,7 @@ pub(crate) fn await_word<A: Atomics, P: Pause<A>>(
     pause: &mut P,
 ) -> Result<u64, P::Error> {
     loop {
-        let word = slot.word.load(Ordering::Acquire);
+        let word = slot.word.load(weakened("mutant_relaxed_wait", Ordering::Acquire));
         if accept(word) {
             return Ok(word);
         }
@@ -206,7 +220,7 @@ pub(crate) fn await_word<A: Atomics, P: Pause<A>>(
             slot.sleeping.store(1, Ordering::Relaxed);
             A::fence();
             let word = slot.word.load(Ordering::Acquire);
-            if !accept(word) {
+            if !accept(word) || mutant("mutant_sleeps_without_a_look") {
                 pause.park(slot, word as u32);
             }
             slot.sleeping.store(0, Ordering::Relaxed);
@@ -215,4 +229,4 @@ pub(crate) fn await_word<A: Atomics, P: Pause<A>>(
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

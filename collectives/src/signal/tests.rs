@@ -18,16 +18,16 @@ mod plain {
     }
 }
 
-pub(super) use models::{Futex, Loom, Sleeper, Spinner};
+pub(crate) use models::{Futex, Loom, Sleeper, Spinner};
 
-#[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
 mod models {
     use std::convert::Infallible;
+    use std::sync::Arc;
     use std::sync::atomic::Ordering;
 
-    use loom::cell::UnsafeCell;
     use loom::sync::atomic::{AtomicU32, AtomicU64};
-    use loom::sync::{Arc, Condvar, Mutex};
+    use loom::sync::{Condvar, Mutex};
+    use symmpool_allocator::models::{ALL, Watched, prove};
 
     use crate::signal::*;
 
@@ -118,7 +118,7 @@ mod models {
 
     #[test]
     fn loom_no_wake_up_is_lost() {
-        loom::model(|| {
+        prove(ALL, &["mutant_wake_unfenced", "mutant_sleeps_without_a_look"], || {
             let shared = Arc::new((SignalSlot::<Loom>::for_model(), Futex::new()));
             let theirs = Arc::clone(&shared);
             let waiter = loom::thread::spawn(move || {
@@ -134,7 +134,7 @@ mod models {
     #[test]
     fn loom_digest_and_description_come_with_their_epoch() {
         // Whoever sees a rank's handshake word sees its whole description.
-        loom::model(|| {
+        prove(ALL, &["mutant_word_before_description", "mutant_relaxed_wait"], || {
             let slot = Arc::new(SignalSlot::<Loom>::for_model());
             let theirs = Arc::clone(&slot);
             let signaller = loom::thread::spawn(move || {
@@ -151,7 +151,7 @@ mod models {
     #[test]
     fn loom_stale_epochs_are_not_taken() {
         // The slot still holds the handshake of two calls ago, across the wrap of the low half.
-        loom::model(|| {
+        prove(ALL, &["mutant_any_epoch"], || {
             let slot = Arc::new(SignalSlot::<Loom>::for_model());
             slot.publish(handshake_word(0xffff_fffe, 3), &[3; DESCRIPTION_WORDS]);
             let theirs = Arc::clone(&slot);
@@ -171,18 +171,16 @@ mod models {
         /// Slots by owner and parity, in which the peer signals the owner.
         slots: [[SignalSlot<Loom>; 2]; 2],
         /// Scratch by owner and parity.
-        scratch: [[UnsafeCell<u64>; 2]; 2],
+        scratch: [[Watched<u64>; 2]; 2],
     }
 
     impl Exchange {
         fn call(&self, me: usize, epoch: u64) {
-            let (peer, parity) = (1 - me, (epoch & 1) as usize);
-            // SAFETY: the protocol under test orders this write after the peer's last read.
-            self.scratch[me][parity].with_mut(|cell| unsafe { *cell = epoch * 10 + me as u64 });
+            let (peer, parity) = (1 - me, parity(epoch) as usize);
+            self.scratch[me][parity].set(epoch * 10 + me as u64);
             self.slots[peer][parity].publish_word(handshake_word(epoch, 1));
             wait(&self.slots[me][parity], |word| is_handshake(word, epoch), &mut Spinner);
-            // SAFETY: the signal orders this read after the peer's write.
-            let seen = self.scratch[peer][parity].with(|cell| unsafe { *cell });
+            let seen = self.scratch[peer][parity].get();
             assert_eq!(seen, epoch * 10 + peer as u64);
         }
     }
@@ -191,18 +189,27 @@ mod models {
     #[test]
     fn loom_scratch_changes_hands_by_parity() {
         // Three calls use one of the two scratch buffers twice.
-        let mut model = loom::model::Builder::new();
-        model.preemption_bound = Some(3);
-        model.check(|| {
-            let shared = Arc::new(Exchange {
-                slots: std::array::from_fn(|_| std::array::from_fn(|_| SignalSlot::for_model())),
-                scratch: std::array::from_fn(|_| std::array::from_fn(|_| UnsafeCell::new(0))),
-            });
-            let theirs = Arc::clone(&shared);
-            let other = loom::thread::spawn(move || (1..=3).for_each(|e| theirs.call(1, e)));
-            (1..=3).for_each(|epoch| shared.call(0, epoch));
-            other.join().unwrap();
-        });
+        prove(
+            3,
+            &[
+                "mutant_relaxed_signal",
+                "mutant_relaxed_wait",
+                "mutant_any_epoch",
+                "mutant_one_parity",
+            ],
+            || {
+                let shared = Arc::new(Exchange {
+                    slots: std::array::from_fn(|_| {
+                        std::array::from_fn(|_| SignalSlot::for_model())
+                    }),
+                    scratch: std::array::from_fn(|_| std::array::from_fn(|_| Watched::new(0))),
+                });
+                let theirs = Arc::clone(&shared);
+                let other = loom::thread::spawn(move || (1..=3).for_each(|e| theirs.call(1, e)));
+                (1..=3).for_each(|epoch| shared.call(0, epoch));
+                other.join().unwrap();
+            },
+        );
     }
 
     /// Two ranks that publish how much they send, and push it into the other's output once they have received the
@@ -213,7 +220,7 @@ mod models {
         /// Slots by owner and parity, in which the peer signals that its data is there.
         arrivals: [[SignalSlot<Loom>; 2]; 2],
         /// Outputs by owner. There is one for both parities.
-        outputs: [UnsafeCell<u64>; 2],
+        outputs: [Watched<u64>; 2],
     }
 
     impl Counts {
@@ -223,56 +230,51 @@ mod models {
             Self {
                 rows: slots(),
                 arrivals: slots(),
-                outputs: std::array::from_fn(|_| UnsafeCell::new(0)),
+                outputs: std::array::from_fn(|_| Watched::new(0)),
             }
         }
 
         fn call(&self, me: usize, epoch: u64, counts: [u64; 2]) {
-            let (peer, parity) = (1 - me, (epoch & 1) as usize);
+            let (peer, parity) = (1 - me, parity(epoch) as usize);
             self.rows[peer][parity]
                 .publish(handshake_word(epoch, 1), &[counts[me]; DESCRIPTION_WORDS]);
             wait(&self.rows[me][parity], |word| is_handshake(word, epoch), &mut Spinner);
             let theirs = self.rows[me][parity].description()[0];
             assert_eq!(theirs, counts[peer], "a row of another call");
             if counts[me] > 0 {
-                // SAFETY: the protocol under test orders this write after the peer's last read.
-                self.outputs[peer].with_mut(|cell| unsafe { *cell = epoch * 10 + me as u64 });
+                self.outputs[peer].set(epoch * 10 + me as u64);
                 self.arrivals[peer][parity].publish_word(handshake_word(epoch, 1));
             }
             if theirs > 0 {
                 wait(&self.arrivals[me][parity], |word| is_handshake(word, epoch), &mut Spinner);
-                // SAFETY: the signal orders this read after the peer's write.
-                let seen = self.outputs[me].with(|cell| unsafe { *cell });
+                let seen = self.outputs[me].get();
                 assert_eq!(seen, epoch * 10 + peer as u64);
             }
         }
     }
 
     fn exchange(calls: &'static [[u64; 2]]) {
-        let mut model = loom::model::Builder::new();
-        model.preemption_bound = Some(2);
-        model.check(move || {
-            let shared = Arc::new(Counts::new());
-            let theirs = Arc::clone(&shared);
-            let all = move |counts: &Counts, me| {
-                (1..).zip(calls).for_each(|(epoch, sent)| counts.call(me, epoch, *sent));
-            };
-            let other = loom::thread::spawn(move || all(&theirs, 1));
-            all(&shared, 0);
-            other.join().unwrap();
-        });
+        let shared = Arc::new(Counts::new());
+        let theirs = Arc::clone(&shared);
+        let all = move |counts: &Counts, me| {
+            (1..).zip(calls).for_each(|(epoch, sent)| counts.call(me, epoch, *sent));
+        };
+        let other = loom::thread::spawn(move || all(&theirs, 1));
+        all(&shared, 0);
+        other.join().unwrap();
     }
 
     /// Rules S1 and S2.
     #[test]
     fn loom_zero_counts_keep_ranks_in_step() {
         // A pair that sends nothing still publishes its rows, and stale words do not match.
-        exchange(&[[1, 0], [0, 0], [0, 1]]);
+        let mutants = ["mutant_any_epoch", "mutant_relaxed_signal"];
+        prove(2, &mutants, || exchange(&[[1, 0], [0, 0], [0, 1]]));
     }
 
     #[test]
     fn loom_an_output_changes_hands_with_the_row() {
         // The output of a call is read before the next call writes it; rows alternate by parity (S4).
-        exchange(&[[1, 1], [1, 1], [1, 1]]);
+        prove(2, &["mutant_relaxed_wait"], || exchange(&[[1, 1], [1, 1], [1, 1]]));
     }
 }

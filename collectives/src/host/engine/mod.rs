@@ -27,6 +27,7 @@ use crate::host::layout::place::{Data, InPlace, Resolver, checked, disjoint};
 use crate::host::wait::cores::enough_here;
 use crate::host::wait::shared_cores::SharedCores;
 use crate::host::wait::waiter::SpinPolicy;
+use crate::signal::parity;
 use crate::types::place::Place;
 use crate::types::timeout::Timeout;
 use crate::{DType, ReduceOp};
@@ -265,7 +266,7 @@ impl HostEngine {
     /// The parity of the next call, which says which half of scratch it uses.
     #[inline]
     fn parity(&self) -> u64 {
-        self.epoch & 1
+        parity(self.epoch)
     }
 
     /// This rank's scratch for the next call, which may be filled before [`Self::handshake`]. Scratch of this parity

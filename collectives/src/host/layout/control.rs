@@ -21,15 +21,14 @@
 #![allow(unsafe_code)] // addresses of atomics in shared memory
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
+use super::abort::AbortRecord;
 use crate::CommunicatorMemory;
 use crate::host::wait::fault::{WaitFailure, WaitFault};
 use crate::signal::channel::CHANNELS;
 use crate::signal::{Native, SignalSlot};
-use crate::types::timeout::nanoseconds;
 
 /// The alignment of every part, and of the block itself.
 pub(in crate::host) const ALIGN: u64 = 128;
@@ -45,17 +44,6 @@ const ALL_PACKETS: u64 = 1 << 20;
 
 type SlotBytes = SignalSlot<Native>;
 pub(in crate::host) const SLOT: u64 = size_of::<SlotBytes>() as u64;
-
-/// One rank's report of why it gave up.
-#[repr(C, align(64))]
-pub(in crate::host) struct AbortRecord {
-    /// Zero, or a packed cause; see [`crate::host::wait::fault`].
-    pub(in crate::host) cause: AtomicU64,
-    /// The epoch of the failed call.
-    pub(in crate::host) epoch: AtomicU64,
-    /// The rank's timeout, in nanoseconds.
-    pub(in crate::host) timeout: AtomicU64,
-}
 
 /// Head of a packet, in front of its data.
 #[repr(C)]
@@ -311,11 +299,6 @@ impl ControlBlock {
         if is_reported { self.first_report(layout) } else { None }
     }
 
-    /// Raises `owner`'s abort flag. The abort record must have been written before.
-    fn raise_abort(&self, owner: u32) {
-        self.abort_flag(owner).store(1, Ordering::Release);
-    }
-
     fn abort_flag(&self, owner: u32) -> &AtomicU32 {
         let at = self.at(owner, 0) as *mut u32;
         // SAFETY: the first word of a mapped block, aligned; only ever used as this atomic.
@@ -333,24 +316,14 @@ impl ControlBlock {
 
     /// Writes a fault of rank `me` to the block of `peer`, and raises the peer's abort flag.
     pub(in crate::host) fn report_fault(&self, peer: u32, me: u32, fault: &WaitFault) {
-        let record = self.abort_record(peer, me);
-        record.epoch.store(fault.epoch, Ordering::Relaxed);
-        record.timeout.store(nanoseconds(fault.timeout), Ordering::Relaxed);
-        record.cause.store(fault.pack(), Ordering::Release);
-        self.raise_abort(peer);
+        self.abort_record(peer, me).report(self.abort_flag(peer), fault);
     }
 
     /// The first fault, by the reporting rank, in the block of `layout`'s rank.
     fn first_report(&self, layout: &HeapLayout) -> Option<WaitFailure> {
         peers(layout).find_map(|reporter| {
-            let record = self.abort_record(layout.rank, reporter);
-            let cause = record.cause.load(Ordering::Acquire);
-            let epoch = record.epoch.load(Ordering::Relaxed);
-            let timeout = Duration::from_nanos(record.timeout.load(Ordering::Relaxed));
-            Some(WaitFailure {
-                fault: WaitFault::unpack(cause, epoch, timeout)?,
-                reporter: Some(reporter),
-            })
+            let fault = self.abort_record(layout.rank, reporter).read()?;
+            Some(WaitFailure { fault, reporter: Some(reporter) })
         })
     }
 

@@ -10,11 +10,14 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::Ordering;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use symmpool_allocator::{Error, Result};
+
+use crate::signal::{Atomics, Native, Word};
+use crate::sync::{mutant, weakened};
 
 /// Bytes of the ring of entries, and of the ring of large messages.
 const ENTRIES: u64 = 1 << 20;
@@ -79,20 +82,20 @@ struct Line<T>(T);
 
 /// The counts and flags in front of the rings.
 #[repr(C)]
-struct Counts {
-    entries_written: Line<AtomicU64>,
-    entries_read: Line<AtomicU64>,
-    bulk_written: Line<AtomicU64>,
-    bulk_read: Line<AtomicU64>,
+struct Counts<A: Atomics> {
+    entries_written: Line<A::U64>,
+    entries_read: Line<A::U64>,
+    bulk_written: Line<A::U64>,
+    bulk_read: Line<A::U64>,
     /// Bytes of small messages that the receiver has taken for good.
-    released: Line<AtomicU64>,
+    released: Line<A::U64>,
     /// Whether the sender, and the receiver, sleeps until it is woken.
-    asleep: [Line<AtomicU32>; 2],
+    asleep: [Line<A::U32>; 2],
     /// Whether the sender, and the receiver, has ended in good order.
-    ended: [Line<AtomicU32>; 2],
+    ended: [Line<A::U32>; 2],
 }
 
-const _: () = assert!(size_of::<Counts>() as u64 <= RINGS);
+const _: () = assert!(size_of::<Counts<Native>>() as u64 <= RINGS);
 
 /// Which end of a segment a rank is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,8 +115,12 @@ impl End {
 
 /// A mapped segment.
 #[derive(Debug)]
-pub(super) struct RingSegment {
-    base: NonNull<u8>,
+pub(super) struct RingSegment<A: Atomics = Native> {
+    counts: NonNull<Counts<A>>,
+    /// Where the rings begin.
+    rings: NonNull<u8>,
+    /// Owner of the memory, where this one has mapped it.
+    _mapping: Option<Mapping>,
     end: End,
     /// This end's own counts, which a faulty peer cannot change.
     entries: u64,
@@ -122,7 +129,18 @@ pub(super) struct RingSegment {
 
 // SAFETY: the memory is mapped until the value is dropped, whichever thread uses it. Shared words are atomics, and rings are
 // written and read through `&mut self` alone.
-unsafe impl Send for RingSegment {}
+unsafe impl<A: Atomics> Send for RingSegment<A> {}
+
+/// The memory of a segment, mapped for as long as this lives.
+#[derive(Debug)]
+struct Mapping(NonNull<u8>);
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map`, and nobody has a view of it any more.
+        let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), BYTES as usize) };
+    }
+}
 
 impl RingSegment {
     /// A new segment, and the file to hand to the receiver.
@@ -156,18 +174,23 @@ impl RingSegment {
         };
         let base = base.map_err(|error| Error::system("mapping memory for messages", error))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::invalid_state("mapped at 0"))?;
-        Ok(Self { base, end, entries: 0, bulk: 0 })
+        let counts = base.cast();
+        // SAFETY: inside the mapping.
+        let rings = unsafe { base.add(RINGS as usize) };
+        Ok(Self { counts, rings, _mapping: Some(Mapping(base)), end, entries: 0, bulk: 0 })
     }
+}
 
-    fn counts(&self) -> &Counts {
+impl<A: Atomics> RingSegment<A> {
+    fn counts(&self) -> &Counts<A> {
         // SAFETY: mapped, aligned to a page, zero at first, and made of atomics.
-        unsafe { self.base.cast::<Counts>().as_ref() }
+        unsafe { self.counts.as_ref() }
     }
 
     /// Where an entry of that count begins.
     fn entry_at(&self, count: u64) -> *mut u8 {
         // SAFETY: inside the mapping.
-        unsafe { self.base.as_ptr().add((RINGS + count % ENTRIES) as usize) }
+        unsafe { self.rings.as_ptr().add((count % ENTRIES) as usize) }
     }
 
     /// Whether a writer can put an entry with so many bytes into the ring, which is so far free; with how many bytes to
@@ -182,7 +205,7 @@ impl RingSegment {
             () if at + length > ENTRIES => ENTRIES - at,
             () => 0,
         };
-        (used + skip + length <= ENTRIES).then_some(skip)
+        (used + skip + length <= ENTRIES || mutant("mutant_ring_overrun")).then_some(skip)
     }
 
     /// Writes an entry, and `entry.bytes` bytes from `data` on. Returns false if there is no room for it. [`Self::wakes`]
@@ -203,7 +226,8 @@ impl RingSegment {
         // one piece, which the reader does not read before it is counted.
         unsafe { std::ptr::copy_nonoverlapping(data, to, entry.bytes as usize) };
         self.entries += HEADER + entry.bytes.next_multiple_of(HEADER);
-        self.counts().entries_written.0.store(self.entries, Ordering::Release);
+        let order = weakened("mutant_relaxed_entry", Ordering::Release);
+        self.counts().entries_written.0.store(self.entries, order);
         true
     }
 
@@ -251,7 +275,8 @@ impl RingSegment {
     /// The reader is done with an entry.
     pub(super) fn pass(&mut self, entry: &Entry) {
         self.entries += HEADER + entry.bytes.next_multiple_of(HEADER);
-        self.counts().entries_read.0.store(self.entries, Ordering::Release);
+        let order = weakened("mutant_relaxed_pass", Ordering::Release);
+        self.counts().entries_read.0.store(self.entries, order);
     }
 
     /// Writes as much of `bytes` bytes from `data` on as there is room for. Returns how much. [`Self::wakes`] must
@@ -297,7 +322,7 @@ impl RingSegment {
 
     fn bulk_at(&self) -> *mut u8 {
         // SAFETY: inside the mapping.
-        unsafe { self.base.as_ptr().add((RINGS + ENTRIES + self.bulk % BULK) as usize) }
+        unsafe { self.rings.as_ptr().add((ENTRIES + self.bulk % BULK) as usize) }
     }
 
     /// Bytes of small messages that the receiver has taken.
@@ -307,15 +332,17 @@ impl RingSegment {
 
     /// The receiver has taken small messages of so many bytes.
     pub(super) fn release(&self, bytes: u64) {
-        self.counts().released.0.fetch_add(bytes, Ordering::Relaxed);
+        self.counts().released.0.add(bytes, Ordering::Relaxed);
     }
 
     /// Whether the other end sleeps and is to be woken, by whoever has written or read. Says so once.
     pub(super) fn wakes(&self) -> bool {
-        // Pairs with the fence in `fall_asleep`.
-        fence(Ordering::SeqCst);
+        // Pairs with the fence in `before_sleep`.
+        if !mutant("mutant_ring_wake_unfenced") {
+            A::fence();
+        }
         let asleep = &self.counts().asleep[self.end.other() as usize].0;
-        asleep.load(Ordering::Relaxed) != 0 && asleep.swap(0, Ordering::Relaxed) != 0
+        asleep.load(Ordering::Relaxed) != 0 && asleep.replace(1, 0)
     }
 
     /// This end is about to sleep. It must look once more at what is there before it does, behind a fence
@@ -341,8 +368,8 @@ impl RingSegment {
 }
 
 /// Orders a sleeper's flags before what it looks at.
-pub(super) fn before_sleep() {
-    fence(Ordering::SeqCst);
+pub(super) fn before_sleep<A: Atomics>() {
+    A::fence();
 }
 
 #[cold]
@@ -350,12 +377,8 @@ fn damaged() -> Error {
     Error::mismatch("the memory that a peer sends messages through is damaged")
 }
 
-impl Drop for RingSegment {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `map`, and nobody has a view of it any more.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), BYTES as usize) };
-    }
-}
+#[cfg(test)]
+mod models;
 
 #[cfg(test)]
 mod tests {
@@ -419,7 +442,7 @@ mod tests {
             // SAFETY: `data` is longer than 64 bytes.
             assert!(unsafe { from.write(entry(0, 64), data.as_ptr()) });
             let (found, at) = to.next().unwrap().unwrap();
-            assert_eq!(at as u64 - to.base.as_ptr() as u64, RINGS + HEADER, "at the beginning");
+            assert_eq!(at as u64 - to.rings.as_ptr() as u64, HEADER, "at the beginning");
             to.pass(&found);
         }
     }

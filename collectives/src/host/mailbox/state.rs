@@ -13,6 +13,7 @@ use super::operation::Op;
 use super::peer::{PairLink, PassingMessage, Peer, Queued, Unexpected};
 use super::segment::{Entry, Kind, RingSegment, before_sleep};
 use crate::call::p2p::{Afterwards, Direction, Payload, payloads_differ};
+use crate::signal::Native;
 
 /// Messages up to this length are sent whole, wherever the receiver is.
 pub(super) const WHOLE: u64 = 1 << 16;
@@ -509,7 +510,7 @@ impl MailboxState {
             if asleep { link.segment.fall_asleep() } else { link.segment.wake_up() }
         }
         if asleep {
-            before_sleep();
+            before_sleep::<Native>();
         }
     }
 
