@@ -13,12 +13,11 @@ const LAYERS: [&[&str]; 4] =
 const PROGRAMS: &str = "python/symmpool/bench/";
 
 /// Names that types have had, with the better ones.
-const FORMER: [(&str, &str); 13] = [
+const FORMER: [(&str, &str); 12] = [
     ("Bell", "CallWakeup"),
     ("MadeKernel", "GeneratedKernel"),
     ("Maker", "ProcessId"),
     ("Mark", "StreamPosition"),
-    ("Meeting", "HostBarrier"),
     ("Mesh", "TopologyKind"),
     ("Note", "BarrierMessage"),
     ("Notice", "AsyncError"),
