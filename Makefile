@@ -44,7 +44,7 @@ TORCH ?= $(TYPED_TORCH)
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-loom test-long-variants test-long-emulated test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-loom test-long-variants test-long-emulated test-long-hosts test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
 .PHONY: test-engines engines-wheel
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
@@ -63,12 +63,18 @@ check: ready
 
 ## What takes too long for `make test`: more random programs, every kernel compiled anew, long checks on emulated devices.
 test-long: ready
-	@+$(MAKE) --no-print-directory test-long-plans test-long-loom test-long-variants test-long-emulated
+	@+$(MAKE) --no-print-directory test-long-plans test-long-loom test-long-variants test-long-emulated test-long-hosts
 
 test-long-plans:
 	$(call begin,long-plans)
 	SYMMPOOL_RANDOM_PLANS=20000,$(SEED) $(CARGO_TEST) --test host plans::random -- --nocapture
 	$(call passed,long-plans)
+
+# All of PyTorch's own tests on two pretended hosts of two ranks each.
+test-long-hosts: test-extension torch
+	$(call begin,long-hosts)
+	SYMMPOOL_SUITE_OVER_HOSTS=all $(VENV)/bin/python -m pytest -q python/tests/test_torch_suite.py -k two_hosts
+	$(call passed,long-hosts)
 
 # Without what is recorded, and without what is kept of earlier runs: all must need what is recorded.
 test-long-variants: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)

@@ -3,7 +3,7 @@
 | module | what it has |
 | --- | --- |
 | `cli` | the command line, and `bench allreduce`; `arguments`: types of options |
-| `collectives`, `alltoallv`, `overlap` | the other benchmarks; `matrices`: traffic matrices |
+| `collectives`, `hosts`, `alltoallv`, `overlap` | the other benchmarks; `matrices`: traffic matrices |
 | `session` | what every benchmark does at its beginning and end |
 | `peers` | the contenders: symmpool and other libraries, each with its own memory |
 | `rounds` | the order in which contenders are measured |

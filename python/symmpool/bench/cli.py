@@ -16,6 +16,7 @@ from symmpool.bench import (
     collectives,
     experts,
     fused,
+    hosts,
     order,
     overlap,
     peers,
@@ -63,6 +64,7 @@ def parser():
     collectives.add_options(commands)
     experts.add_options(commands)
     fused.add_options(commands)
+    hosts.add_options(commands)
     order.add_options(commands)
     overlap.add_options(commands)
     training.add_options(commands)
@@ -197,6 +199,8 @@ def main(arguments=None):
             return collectives.run(options, arguments)
         if options.command == "fused":
             return fused.run(options, arguments)
+        if options.command == "hosts":
+            return hosts.run(options, arguments)
         if options.command == "experts":
             return experts.run(options, arguments)
         if options.command == "order":
