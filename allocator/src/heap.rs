@@ -256,6 +256,12 @@ impl Heap {
         lock_leaf(&self.mapped).peers.insert(offset, bytes);
     }
 
+    /// Where peers' segments are mapped.
+    #[cfg(test)]
+    pub(crate) fn mapped_of_peers(&self) -> Vec<u64> {
+        lock_leaf(&self.mapped).peers.keys().copied().collect()
+    }
+
     /// Unmaps every peer's segment at `offset`, if peers' segments are mapped there.
     pub(crate) fn unmap_peers(&self, offset: u64) -> Result<()> {
         let Some(bytes) = lock_leaf(&self.mapped).peers.remove(&offset) else { return Ok(()) };

@@ -39,7 +39,7 @@ thread_local! {
 pub const ALL: usize = 255;
 
 /// Adds to the bounds of all models.
-const DEEPER: &str = "SYMMPOOL_DEEPER_MODELS";
+pub(crate) const DEEPER: &str = "SYMMPOOL_DEEPER_MODELS";
 
 /// Whether loom watches this thread. It does not while a model that failed is taken down, as no thread is its turn then.
 fn is_running() -> bool {
@@ -49,6 +49,14 @@ fn is_running() -> bool {
 /// Whether a model runs with the fault of this name.
 pub fn mutant(name: &str) -> bool {
     MUTANT.get() == Some(name)
+}
+
+/// Runs code on this thread with the fault of this name, outside of models.
+pub fn with_fault<T>(name: Option<&'static str>, run: impl FnOnce() -> T) -> T {
+    let before = MUTANT.replace(name);
+    let done = run();
+    MUTANT.set(before);
+    done
 }
 
 /// `order`, which the fault of this name makes relaxed.

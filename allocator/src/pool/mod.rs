@@ -53,6 +53,8 @@ mod together;
 mod vote;
 
 #[cfg(test)]
+mod explored;
+#[cfg(test)]
 mod models;
 
 use std::fmt;

@@ -16,6 +16,7 @@ use crate::rendezvous::message::{Message, decode, decode_all, encode};
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::sockets::PeerSockets;
 use crate::rendezvous::status::{Status, all_ok, encode_status};
+use crate::sync::mutant;
 use crate::{Deadline, Error, Result};
 
 /// A rank that failed still waits for the others for at least this long, so that all of them agree on the
@@ -75,8 +76,13 @@ impl Pool {
             .exchange_handles(peers, &own, ready, fresh, &mut mapping, exchange_by)
             .and_then(|silent| self.driver().at_step(Step::CommitConfirm).map(|()| silent));
         // If the exchange broke the connections, peers know the reason, and nothing can be confirmed.
-        let confirmed =
-            if peers.can_talk() { self.confirm(peers, &outcome, deadline) } else { Ok(()) };
+        let leaves = outcome.is_err() && mutant("mutant_leaves_unconfirmed");
+        let confirmed = if peers.can_talk() && !leaves {
+            self.confirm(peers, &outcome, deadline)
+        } else {
+            Ok(())
+        };
+        let confirmed = if mutant("mutant_unconfirmed") { Ok(()) } else { confirmed };
         let shared = match (confirmed, outcome) {
             (Ok(()), Ok(silent)) if silent.is_empty() => {
                 mapping.keep(fresh);
@@ -106,8 +112,10 @@ impl Pool {
 
     /// Step 4: succeeds if every rank has mapped its peers' segments; else the same error on all ranks.
     fn confirm<T>(&self, peers: &mut Peers, outcome: &Result<T>, deadline: Deadline) -> Result<()> {
-        let deadline = Deadline::after(deadline.remaining().max(GRACE));
+        let most = if mutant("mutant_waits_longer") { deadline.budget() * 2 } else { GRACE };
+        let deadline = Deadline::after(deadline.remaining().max(most));
         let status = outcome.as_ref().map(drop).map_err(|error| error.kind().clone());
+        let status = if mutant("mutant_failure_unreported") { Ok(()) } else { status };
         let status = encode_status(Mapped, status)?;
         let gathered = peers.all_gather(&self.0.group, "mapped", &status, deadline)?;
         let statuses: Vec<Mapped> = decode_all(&gathered)?;
@@ -373,6 +381,9 @@ impl Mapping<'_> {
 
 impl Drop for Mapping<'_> {
     fn drop(&mut self) {
+        if mutant("mutant_not_undone") {
+            return;
+        }
         for (slot, offset, bytes) in self.done.drain(..).rev() {
             if let Err(error) = self.heap.unmap(slot, offset, bytes) {
                 tracing::error!(%error, slot, offset, "a mapping of a failed commit could not be undone");

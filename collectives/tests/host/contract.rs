@@ -163,7 +163,7 @@ fn a_refused_argument_on_one_rank_is_reported_to_all() {
     assert!(errors[1].is_invalid_argument(), "{}", errors[1]);
     for rank in [0, 2] {
         assert!(errors[rank].is_diverged());
-        assert!(errors[rank].to_string().contains("rank 1: a call with arguments"));
+        assert!(errors[rank].to_string().contains("rank 1: a call that the rank itself declined"));
     }
 }
 
