@@ -58,7 +58,7 @@ mod splits;
 
 use std::fmt;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use symmpool_allocator::topology::TopologyKind;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
@@ -66,6 +66,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 use crate::cuda::Area;
 use crate::host::HostOneSided;
 use crate::host::nursery::Nursery;
+use crate::sync::MutexGuard;
 use crate::types::timeout::Timeout;
 use crate::{CommunicatorMemory, Element, Place, ReduceOp, StandardCollective};
 use call_lock::CallLock;

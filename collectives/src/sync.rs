@@ -1,10 +1,16 @@
-//! Faults that models of what threads and processes share must notice. There are none outside of unit tests.
+//! Locks and threads of calls, and faults that models of what is shared must notice. Locks and threads are std's, and in
+//! unit tests those that models watch.
 
 #[cfg(not(test))]
 use std::sync::atomic::Ordering;
+#[cfg(not(test))]
+pub(crate) use std::{
+    sync::{Condvar, Mutex, MutexGuard},
+    thread,
+};
 
 #[cfg(test)]
-pub(crate) use symmpool_allocator::models::{mutant, weakened};
+pub(crate) use symmpool_allocator::models::{Condvar, Mutex, MutexGuard, mutant, thread, weakened};
 
 /// Whether a model runs with the fault of this name. It never does outside of unit tests.
 #[cfg(not(test))]

@@ -1,12 +1,13 @@
 //! State that a communicator's calls share: what one call at a time may use, and the memory that it needs.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, OnceLock, PoisonError, TryLockError};
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
 use super::Inner;
 use crate::engine::FailureHandle;
 use crate::host::nursery::NestedMemory;
+use crate::sync::{Mutex, MutexGuard};
 
 /// State that one call at a time may use, and the memory that it needs. It lives until the last call has ended, also
 /// one that a background thread makes.

@@ -5,7 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use symmpool_allocator::{Error, Pool, Result, Stream};
 
@@ -17,6 +17,7 @@ use crate::algorithm::{
 };
 use crate::call::StandardCall;
 use crate::cuda::fits_lamport;
+use crate::sync::MutexGuard;
 
 /// Chooses algorithms for a collective's calls. Functions are selectors.
 pub trait Selector: Send + Sync {

@@ -4,7 +4,6 @@
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use symmpool_allocator::{CONTROL_LANE, Error, Result, Stream};
@@ -15,6 +14,7 @@ use crate::call::experts::{
     ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP,
 };
 use crate::call::{Call, OpType};
+use crate::sync::MutexGuard;
 use crate::{
     CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization, ReceivedSizes,
 };

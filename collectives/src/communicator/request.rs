@@ -428,7 +428,7 @@ impl Communicator {
     /// Runs an algorithm of a collective of the program's own.
     fn call_own(
         &self,
-        mut inner: std::sync::MutexGuard<'_, Inner>,
+        mut inner: crate::sync::MutexGuard<'_, Inner>,
         algorithm: &Algorithm,
         request: &Request<'_>,
         size: Size,

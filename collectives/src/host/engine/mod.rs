@@ -263,6 +263,12 @@ impl HostEngine {
         select(self.isa, dtype, op)
     }
 
+    /// How many calls were made.
+    #[cfg(test)]
+    pub(crate) fn next_epoch(&self) -> u64 {
+        self.epoch
+    }
+
     /// The parity of the next call, which says which half of scratch it uses.
     #[inline]
     fn parity(&self) -> u64 {
