@@ -65,7 +65,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
 use crate::cuda::Area;
 use crate::host::HostOneSided;
-use crate::host::nursery::Nursery;
+use crate::host::subgroup_memory::SubgroupMemory;
 use crate::sync::MutexGuard;
 use crate::types::timeout::Timeout;
 use crate::{CommunicatorMemory, Element, Place, ReduceOp, StandardCollective};
@@ -156,7 +156,7 @@ pub struct Communicator {
     /// engine's.
     one_sided: Option<HostOneSided>,
     /// Memory from which communicators of some of the ranks are made.
-    nursery: Option<Arc<Nursery>>,
+    subgroup_memory: Option<Arc<SubgroupMemory>>,
 }
 
 /// State that only one call at a time may use.

@@ -25,7 +25,7 @@
 //! | `on_host` | the ranks of one host among themselves |
 //! | `nested` | pools of some of another pool's ranks, which are made without a word to the others |
 //! | `resync` | returning to a common state after a divergence |
-//! | `together` | one block on every rank, or on none, without a wait for devices |
+//! | `joint_block` | one block on every rank, or on none, without a wait for devices |
 //! | `vote` | whether all ranks are ready for a step |
 
 mod access;
@@ -40,6 +40,7 @@ mod committer;
 mod early_handles;
 mod free_queue;
 mod host_barrier;
+mod joint_block;
 mod lane;
 mod lane_memory;
 mod nccl_windows;
@@ -49,7 +50,6 @@ mod on_host;
 mod resync;
 mod share;
 mod shared_lane;
-mod together;
 mod vote;
 
 #[cfg(test)]
@@ -66,8 +66,8 @@ pub use block::Block;
 pub use builder::{PoolBuilder, PreparedPool};
 pub use commit::CommitReport;
 pub use host_barrier::BarrierId;
+pub use joint_block::JointBlock;
 pub use lane::Lane;
-pub use together::JointBlock;
 
 use crate::driver::{DeviceIdentity, Driver, Stream};
 use crate::fork::ProcessId;

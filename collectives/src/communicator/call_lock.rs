@@ -6,7 +6,7 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
 use super::Inner;
 use crate::engine::FailureHandle;
-use crate::host::nursery::NestedMemory;
+use crate::host::subgroup_memory::NestedMemory;
 use crate::sync::{Mutex, MutexGuard};
 
 /// State that one call at a time may use, and the memory that it needs. It lives until the last call has ended, also

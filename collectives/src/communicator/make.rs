@@ -19,7 +19,7 @@ use crate::cuda::{
 };
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
-use crate::host::nursery::Nursery;
+use crate::host::subgroup_memory::SubgroupMemory;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostEngine, HostEngineOptions};
 
 /// How long a rank that cannot make its communicator waits for the others. Those that are there come in less, and
@@ -65,8 +65,8 @@ impl Communicator {
             let made = Made { engine, control: ControlMemory::Block(control), one_sided: None };
             return Ok(Self::of(pool, options, made, choices?));
         }
-        let (made, nursery) = Self::in_host_memory(pool, options, valid)?;
-        Ok(Self { nursery, ..Self::of(pool, options, made, choices?) })
+        let (made, subgroup_memory) = Self::in_host_memory(pool, options, valid)?;
+        Ok(Self { subgroup_memory, ..Self::of(pool, options, made, choices?) })
     }
 
     /// Makes a communicator of the parts that were made.
@@ -87,7 +87,7 @@ impl Communicator {
             mesh: options.links.as_ref().unwrap_or(pool.topology()).kind(),
             shared: Arc::new(CallLock::new(Inner { engine, choices, windows }, control)),
             one_sided,
-            nursery: None,
+            subgroup_memory: None,
         }
     }
 
@@ -107,7 +107,7 @@ impl Communicator {
         pool: &Pool,
         options: &CommunicatorOptions,
         valid: Result<()>,
-    ) -> Result<(Made, Option<Arc<Nursery>>)> {
+    ) -> Result<(Made, Option<Arc<SubgroupMemory>>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(
@@ -120,10 +120,10 @@ impl Communicator {
         let engine_options = host_options(pool, options, alive.clone());
         let bytes = valid.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
         let zeroed = HostEngine::zeroed_bytes(pool.world(), &engine_options);
-        let (mut one_sided, mut nursery) = (None, None);
+        let (mut one_sided, mut subgroup_memory) = (None, None);
         let prepare = |block: &Block<u8>| {
             if options.serves_subgroups && pool.world() > 1 {
-                nursery = Some(Nursery::allocate(&pool.lane(CONTROL_LANE)?)?);
+                subgroup_memory = Some(SubgroupMemory::allocate(&pool.lane(CONTROL_LANE)?)?);
             }
             block.write(&vec![0; zeroed? as usize])
         };
@@ -139,7 +139,7 @@ impl Communicator {
             Ok(AnyEngine::Host(Box::new(engine)))
         })?;
         let made = Made { engine, control: ControlMemory::Block(control), one_sided };
-        Ok((made, nursery.map(|block| Nursery::new(pool, block))))
+        Ok((made, subgroup_memory.map(|block| SubgroupMemory::new(pool, block))))
     }
 
     fn on_device(

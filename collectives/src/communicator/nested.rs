@@ -13,7 +13,7 @@ use super::engine::AnyEngine;
 use super::make::{Made, all_to_all_of, host_options};
 use super::peers::still_nested;
 use super::{Communicator, CommunicatorOptions};
-use crate::host::nursery::{Arrivals, GroupKey, NestedMemory, Offer};
+use crate::host::subgroup_memory::{Arrivals, GroupKey, NestedMemory, Offer};
 use crate::{HostEngine, HostEngineOptions};
 
 /// Offer of a rank to the other ranks of a group: that it makes a communicator of them.
@@ -42,7 +42,7 @@ impl Communicator {
         key: GroupKey,
         options: &CommunicatorOptions,
     ) -> Result<Option<GroupOffer>> {
-        let Some(nursery) = &self.nursery else { return Ok(None) };
+        let Some(subgroup_memory) = &self.subgroup_memory else { return Ok(None) };
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         sorted.dedup();
@@ -62,7 +62,7 @@ impl Communicator {
         let host = HostEngineOptions { timeout, scratch_bytes, ..HostEngineOptions::default() };
         let bytes = HostEngine::control_bytes(world, &host)?;
         let zeroed = HostEngine::zeroed_bytes(world, &host)?;
-        let offer = nursery.offer(ranks.to_vec(), key, (bytes, zeroed))?;
+        let offer = subgroup_memory.offer(ranks.to_vec(), key, (bytes, zeroed))?;
         Ok(offer.map(|offer| GroupOffer { offer, options: options.clone() }))
     }
 }

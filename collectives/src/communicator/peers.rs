@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open, test_kill_process};
 use symmpool_allocator::Pool;
 
-use crate::host::nursery::NestedMemory;
+use crate::host::subgroup_memory::NestedMemory;
 
 /// Each other rank's process, where this one can see it.
 pub(super) fn pids(pool: &Pool) -> Vec<Option<Pid>> {

@@ -8,7 +8,7 @@
 //! | `kernels` | the loops over memory: reductions and copies |
 //! | `engine` | one rank's side of a communicator: its state, and the phases of a call: handshake and steps |
 //! | `ops` | the collectives and the other operations, one file or folder each |
-//! | `nursery` | memory from which communicators of some ranks are made |
+//! | `subgroup_memory` | memory from which communicators of some ranks are made |
 //! | `mailbox` | point-to-point messages of pairs of ranks, which need no communicator |
 //! | `interface` | all of it as an `Engine` |
 
@@ -17,8 +17,8 @@ mod interface;
 pub(crate) mod kernels;
 mod layout;
 mod mailbox;
-pub(crate) mod nursery;
 mod ops;
+pub(crate) mod subgroup_memory;
 mod wait;
 
 pub use engine::HostEngine;
@@ -26,7 +26,7 @@ pub use engine::options::HostEngineOptions;
 pub(crate) use kernels::{Isa, ReduceFn, select};
 pub(crate) use layout::place::{checked, disjoint};
 pub use mailbox::{Mailbox, PendingMessage};
-pub use nursery::{Arrivals, GroupKey};
 pub(crate) use ops::calls::expect_length;
 pub(crate) use ops::one_sided::{HostChannels, HostOneSided};
+pub use subgroup_memory::{Arrivals, GroupKey};
 pub(crate) use wait::cores;

@@ -6,9 +6,9 @@
 //! | `segment` | the memory through which one rank sends to another |
 //! | `state` | which message is for which receive, and what moves messages on |
 //! | `peer` | what waits for one peer, and how bytes pass |
-//! | `own` | messages of a rank to itself |
+//! | `self_messages` | messages of a rank to itself |
 //! | `operation` | one message that was begun |
-//! | `attendant` | the thread that moves on what nobody waits for |
+//! | `progress_thread` | the thread that moves on what nobody waits for |
 //!
 //! A message of up to 64 KiB is sent whole: its send is done when it lies in the receiver's segment, wherever the
 //! receiver is. There it waits in the receiver's list of unexpected messages until somebody receives it. A larger one, and
@@ -25,11 +25,11 @@
 
 #![allow(unsafe_code)] // takes callers' memory
 
-mod attendant;
 mod operation;
-mod own;
 mod peer;
+mod progress_thread;
 mod segment;
+mod self_messages;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -74,7 +74,7 @@ struct Shared {
     rank: u32,
     world: u32,
     state: Mutex<MailboxState>,
-    /// Wakes the thread when there is something to attend to.
+    /// Wakes the thread when there is something to move on.
     begun: Condvar,
     /// Threads that wait for operations, and those of them that sleep.
     waiting: AtomicU32,
@@ -257,7 +257,7 @@ impl Shared {
         let op = Arc::new(Op::new(key, payload, memory, held));
         state.begin(&op)?;
         if op.outcome().is_none() {
-            self.attend(&mut state);
+            self.ensure_progress(&mut state);
         }
         Ok(PendingMessage { op, shared: Arc::clone(self) })
     }
@@ -280,7 +280,7 @@ impl Shared {
             // However the sleep ends, what is there is looked at.
             let _ = rustix::event::poll(&mut polled, Some(&limit));
             state = self.lock()?;
-            state.attend();
+            state.look_at_sockets();
             state.advance();
         }
         if self.sleeping.fetch_sub(1, Ordering::Relaxed) == 1 {
@@ -296,7 +296,7 @@ impl PendingMessage {
         if self.op.outcome().is_none() {
             let Ok(mut state) = self.shared.lock() else { return true };
             if !state.advance() {
-                state.attend();
+                state.look_at_sockets();
             }
         }
         self.op.outcome().is_some()
@@ -390,7 +390,7 @@ impl PendingMessage {
             _ => Error::timeout(format!("in a {what}"), timeout, missing),
         };
         let mut state = self.shared.lock()?;
-        state.attend();
+        state.look_at_sockets();
         state.advance();
         match self.op.outcome() {
             Some(_) => Ok(()),
@@ -399,7 +399,7 @@ impl PendingMessage {
                 state.cancel(&self.op, &error);
                 if state.is_busy() {
                     // The peer is still to be told.
-                    self.shared.attend(&mut state);
+                    self.shared.ensure_progress(&mut state);
                 }
                 Err(error)
             }

@@ -410,7 +410,7 @@ impl MailboxState {
     }
 
     /// Accepts connections, takes what has woken this rank, and notices ranks that have ended.
-    pub(super) fn attend(&mut self) {
+    pub(super) fn look_at_sockets(&mut self) {
         self.accept();
         for rank in self.others() {
             let peer = &self.peers[rank as usize];

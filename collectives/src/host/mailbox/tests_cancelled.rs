@@ -136,7 +136,7 @@ fn a_peer_is_told_why_bytes_that_were_passing_ended() {
             receiver.cancel(&received, &why);
             (1, &mut sender, &sent)
         };
-        other.attend();
+        other.look_at_sockets();
         let error = open.outcome().unwrap().clone().unwrap_err();
         let expected = format!("rank {giver} has given up a large message");
         assert!(error.is_peer_lost() && error.ranks() == [giver], "{error}");
@@ -158,7 +158,7 @@ fn an_ended_mailbox_leaves_nothing_behind() {
     all[1].shared.lock().unwrap().accept();
     all[1].shared.lock().unwrap().advance();
     all.remove(0);
-    all[0].shared.lock().unwrap().attend();
+    all[0].shared.lock().unwrap().look_at_sockets();
     assert!(recv(&all[0], 11, Some(0), 1).unwrap().wait().unwrap_err().is_diverged());
     assert!(!all[0].shared.lock().unwrap().is_busy());
 }

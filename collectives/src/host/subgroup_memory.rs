@@ -56,7 +56,7 @@ struct Entry {
 }
 
 /// Memory of a communicator's ranks for communicators of some of them.
-pub(crate) struct Nursery {
+pub(crate) struct SubgroupMemory {
     pool: Pool,
     /// `None` only while dropping.
     block: Option<Block<u8>>,
@@ -86,7 +86,7 @@ struct Chunk {
     is_left: bool,
 }
 
-impl Nursery {
+impl SubgroupMemory {
     /// Allocates the memory of this rank, which a commit must share before it is used.
     pub(crate) fn allocate(lane: &Lane) -> Result<Block<u8>> {
         let block = lane.alloc_sparsely(BYTES as usize, PAGE)?;
@@ -94,7 +94,7 @@ impl Nursery {
         Ok(block)
     }
 
-    /// Makes a nursery of memory that [`Self::allocate`] has made on every rank, and a commit has shared.
+    /// Makes it of memory that [`Self::allocate`] has made on every rank, and a commit has shared.
     pub(crate) fn new(pool: &Pool, block: Block<u8>) -> Arc<Self> {
         let (state, maker) = (Mutex::default(), ProcessId::here());
         let windows = pool.windows();
@@ -178,8 +178,8 @@ impl Nursery {
         }
         entry.word.store(word, Ordering::Release);
         let found = vec![None; ranks.len()];
-        let (nursery, entry) = (Arc::clone(self), place as u64);
-        Ok(Some(Offer { nursery, ranks, key, entry, offset, bytes, control, found }))
+        let (memory, entry) = (Arc::clone(self), place as u64);
+        Ok(Some(Offer { memory, ranks, key, entry, offset, bytes, control, found }))
     }
 
     /// A place for a chunk: the first gap between those that some rank has not let go of.
@@ -223,7 +223,7 @@ impl Nursery {
     }
 }
 
-impl Drop for Nursery {
+impl Drop for SubgroupMemory {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         if !self.maker.is_here() {
@@ -251,7 +251,7 @@ fn left<'a>(chunk: u64, rank: u32) -> &'a AtomicU32 {
 
 /// Offer of a rank to a group, whose other ranks it has not all found yet.
 pub(crate) struct Offer {
-    nursery: Arc<Nursery>,
+    memory: Arc<SubgroupMemory>,
     /// The group's ranks, as the pool around them numbers them.
     ranks: Vec<u32>,
     key: GroupKey,
@@ -285,7 +285,7 @@ impl Offer {
                 if found.is_some() {
                     continue;
                 }
-                match self.nursery.said(*rank, self.key) {
+                match self.memory.said(*rank, self.key) {
                     Some(DECLINED) => return Arrivals::Declined,
                     Some(word) => *found = Some(word & OFFSET),
                     None => {}
@@ -293,7 +293,7 @@ impl Offer {
             }
             if self.found.iter().all(Option::is_some) {
                 // One that was found long ago may have gone.
-                let declines = |rank: &u32| self.nursery.said(*rank, self.key) == Some(DECLINED);
+                let declines = |rank: &u32| self.memory.said(*rank, self.key) == Some(DECLINED);
                 return if self.ranks.iter().any(declines) {
                     Arrivals::Declined
                 } else {
@@ -320,7 +320,7 @@ impl Offer {
     /// Says to the group's other ranks that this one comes another way, for good: a rank that has found the offer before
     /// may go on with it, and is not answered.
     pub(crate) fn decline(&self) {
-        let own = self.nursery.entry(self.nursery.pool.rank(), self.entry);
+        let own = self.memory.entry(self.memory.pool.rank(), self.entry);
         own.word.store(DECLINED, Ordering::Release);
         // The entry stays, as ranks may come late. So does the chunk, which they may signal.
     }
@@ -337,33 +337,33 @@ impl Offer {
 
     /// Says in the chunks of all ranks that were found that this one does not use them.
     fn let_go(&self) {
-        let Self { nursery, ranks, found, .. } = self;
-        let own = ranks.iter().position(|rank| *rank == nursery.pool.rank()).unwrap_or(0) as u32;
+        let Self { memory, ranks, found, .. } = self;
+        let own = ranks.iter().position(|rank| *rank == memory.pool.rank()).unwrap_or(0) as u32;
         for (rank, found) in ranks.iter().zip(found) {
             // A chunk's head is within the memory of its rank, whatever that has said.
             if let Some(at) = found.filter(|at| *at >= BOARD && at + PAGE <= BYTES) {
-                left(nursery.base(*rank) + at, own).store(1, Ordering::Release);
+                left(memory.base(*rank) + at, own).store(1, Ordering::Release);
             }
         }
-        nursery.take_back(self.offset);
+        memory.take_back(self.offset);
     }
 
     fn map(&self, group: &Group) -> Result<(Pool, Arc<NestedMemory>)> {
-        let Self { nursery, ranks, entry, offset, bytes, control, found, .. } = self;
+        let Self { memory, ranks, entry, offset, bytes, control, found, .. } = self;
         let (world, bytes) = (ranks.len() as u32, *bytes);
-        let pool = nursery.pool.nested(group, ranks, STRIDE, bytes)?;
+        let pool = memory.pool.nested(group, ranks, STRIDE, bytes)?;
         let chunks = ranks.iter().zip(found).map(|(&rank, found)| {
             let fits =
-                |at: &u64| *at >= BOARD && at + bytes <= BYTES && nursery.cut(*at, bytes).is_none();
+                |at: &u64| *at >= BOARD && at + bytes <= BYTES && memory.cut(*at, bytes).is_none();
             let found = found.filter(fits);
             let found = found.ok_or_else(|| {
                 Error::invalid_state(format!("rank {rank} has said nothing that can be"))
             });
-            Ok(nursery.base(rank) + found?)
+            Ok(memory.base(rank) + found?)
         });
         let chunks: Vec<u64> = chunks.collect::<Result<_>>()?;
         let memory = NestedMemory {
-            nursery: Arc::clone(nursery),
+            memory: Arc::clone(memory),
             pool: pool.clone(),
             chunks,
             entry: *entry,
@@ -372,7 +372,7 @@ impl Offer {
             world,
             is_entry_free: AtomicBool::new(false),
         };
-        // SAFETY: each is a chunk of a rank's block of the nursery, a window for as long as that lives.
+        // SAFETY: each is a chunk of a rank's block of that memory, a window for as long as that lives.
         unsafe { pool.map_room(&memory.chunks, bytes)? };
         Ok((pool, Arc::new(memory)))
     }
@@ -380,7 +380,7 @@ impl Offer {
 
 /// The control memory of a communicator of some ranks. Dropping it says so to the others.
 pub(crate) struct NestedMemory {
-    nursery: Arc<Nursery>,
+    memory: Arc<SubgroupMemory>,
     /// The pool of those ranks.
     pool: Pool,
     /// Where the ranks' chunks are in this process, in the memory of the pool around it.
@@ -414,9 +414,9 @@ impl NestedMemory {
         if self.is_entry_free.swap(true, Ordering::AcqRel) {
             return;
         }
-        let own = self.nursery.entry(self.nursery.pool.rank(), self.entry);
+        let own = self.memory.entry(self.memory.pool.rank(), self.entry);
         own.word.store(SILENT, Ordering::Release);
-        if let Some(used) = self.nursery.state().entries.get_mut(self.entry as usize) {
+        if let Some(used) = self.memory.state().entries.get_mut(self.entry as usize) {
             *used = false;
         }
     }
@@ -425,13 +425,13 @@ impl NestedMemory {
 impl Drop for NestedMemory {
     fn drop(&mut self) {
         // A forked child would say so in its parent's name.
-        if !self.nursery.maker.is_here() {
+        if !self.memory.maker.is_here() {
             return;
         }
         for &chunk in &self.chunks {
             left(chunk, self.pool.rank()).store(1, Ordering::Release);
         }
-        self.nursery.take_back(self.offset);
+        self.memory.take_back(self.offset);
     }
 }
 

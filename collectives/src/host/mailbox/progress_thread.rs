@@ -11,14 +11,14 @@ use super::state::MailboxState;
 const EVERY: Duration = Duration::from_millis(2);
 /// How long a thread without messages stays.
 const STAY: Duration = Duration::from_secs(1);
-/// How often it looks for peers that have ended.
-const ATTEND_EVERY: u32 = 16;
+/// How often it looks at the sockets, as for peers that have ended.
+const SOCKETS_EVERY: u32 = 16;
 /// How often it looks again, in vain, for the next part of a large message.
 const TRIES: u32 = 200;
 
 impl Shared {
     /// Has a thread look after the messages that are open.
-    pub(super) fn attend(self: &Arc<Self>, state: &mut MailboxState) {
+    pub(super) fn ensure_progress(self: &Arc<Self>, state: &mut MailboxState) {
         if state.has_thread {
             self.begun.notify_one();
             return;
@@ -34,7 +34,7 @@ impl Shared {
     }
 
     /// Moves messages on for a while. Returns false if the thread is to end.
-    fn attend_once(&self, round: u32) -> bool {
+    fn progress_once(&self, round: u32) -> bool {
         let Ok(mut state) = self.lock() else { return false };
         while state.ended.is_none() && !state.is_busy() {
             let waited = self.begun.wait_timeout(state, STAY);
@@ -55,8 +55,8 @@ impl Shared {
         // Whoever waits moves everything on itself.
         while tries < TRIES && self.waiting.load(Ordering::Relaxed) == 0 {
             let Ok(mut state) = self.lock() else { return false };
-            if tries == 0 && round.is_multiple_of(ATTEND_EVERY) {
-                state.attend();
+            if tries == 0 && round.is_multiple_of(SOCKETS_EVERY) {
+                state.look_at_sockets();
             } else if tries == 0 {
                 state.accept();
             }
@@ -75,7 +75,7 @@ impl Shared {
 fn run(shared: &Weak<Shared>) {
     for round in 0_u32.. {
         let Some(shared) = shared.upgrade() else { return };
-        if !shared.attend_once(round % (1 << 20)) {
+        if !shared.progress_once(round % (1 << 20)) {
             return;
         }
     }
