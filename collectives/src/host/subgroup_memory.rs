@@ -16,12 +16,16 @@
 
 #![allow(unsafe_code)] // atomics in shared memory, and a control block that is filled with zeros
 
+mod entry;
+
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use symmpool_allocator::{Block, Deadline, Error, Group, Lane, Pool, ProcessId, Result};
+
+use entry::{BoardEntry, SILENT};
 
 /// Key of a group: the same on its ranks, and no other group's.
 pub type GroupKey = [u64; 2];
@@ -30,7 +34,7 @@ pub type GroupKey = [u64; 2];
 const BYTES: u64 = 512 << 20;
 /// How many groups may be on a board.
 const ENTRIES: u64 = 512;
-const ENTRY: u64 = size_of::<Entry>() as u64;
+const ENTRY: u64 = size_of::<BoardEntry>() as u64;
 const BOARD: u64 = (ENTRIES * ENTRY).next_multiple_of(PAGE);
 const PAGE: u64 = 4096;
 /// Chunks are mapped in pieces of this size, the host driver's granularity.
@@ -42,18 +46,9 @@ const STRIDE: u64 = 32 << 30;
 const YIELDS: u32 = 200;
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// Word of a rank that says nothing.
-const SILENT: u64 = 0;
-/// That it comes another way. All other words are an address in the rank's slot and a number that makes them differ.
+/// Word of a rank that comes another way. All other words are an address in the rank's slot and a number that makes them differ.
 const DECLINED: u64 = 1;
 const OFFSET: u64 = (1 << 48) - 1;
-
-/// Entry of a rank for a group.
-#[repr(C, align(64))]
-struct Entry {
-    word: AtomicU64,
-    key: [AtomicU64; 2],
-}
 
 /// Memory of a communicator's ranks for communicators of some of them.
 pub(crate) struct SubgroupMemory {
@@ -114,9 +109,9 @@ impl SubgroupMemory {
         self.pool.layout().address(rank, offset)
     }
 
-    fn entry(&self, rank: u32, index: u64) -> &Entry {
+    fn entry(&self, rank: u32, index: u64) -> &BoardEntry {
         debug_assert!(index < ENTRIES);
-        let at = (self.base(rank) + index * ENTRY) as *const Entry;
+        let at = (self.base(rank) + index * ENTRY) as *const BoardEntry;
         // SAFETY: within the board, which is a window of every rank for as long as the block lives; aligned, as blocks
         // are to pages; nothing but atomics, valid for any bits.
         unsafe { &*at }
@@ -124,17 +119,7 @@ impl SubgroupMemory {
 
     /// Returns the word of `rank` for a group, if there is one.
     fn said(&self, rank: u32, key: GroupKey) -> Option<u64> {
-        (0..ENTRIES).find_map(|index| {
-            let entry = self.entry(rank, index);
-            let word = entry.word.load(Ordering::Acquire);
-            if word == SILENT {
-                return None;
-            }
-            let [a, b] = &entry.key;
-            let is_it = [a.load(Ordering::Acquire), b.load(Ordering::Acquire)] == key;
-            // Where the entry was made another one meanwhile, it says another word.
-            (is_it && entry.word.load(Ordering::Acquire) == word).then_some(word)
-        })
+        (0..ENTRIES).find_map(|index| self.entry(rank, index).said(key))
     }
 
     /// Says to a group that this rank is here, with room for a control block of so many bytes, of which the first
@@ -171,12 +156,7 @@ impl SubgroupMemory {
         // SAFETY: a range of this rank's own memory that no other chunk has, and that no rank uses: those of its last
         // group have let go of it.
         unsafe { std::ptr::write_bytes(start as *mut u8, 0, (head(world) + zeroed) as usize) };
-        let entry = self.entry(self.pool.rank(), place as u64);
-        for (half, value) in entry.key.iter().zip(key) {
-            // Behind the word before, so that nobody takes the old word for the new key's.
-            half.store(value, Ordering::Release);
-        }
-        entry.word.store(word, Ordering::Release);
+        self.entry(self.pool.rank(), place as u64).say(key, word);
         let found = vec![None; ranks.len()];
         let (memory, entry) = (Arc::clone(self), place as u64);
         Ok(Some(Offer { memory, ranks, key, entry, offset, bytes, control, found }))
@@ -321,7 +301,7 @@ impl Offer {
     /// may go on with it, and is not answered.
     pub(crate) fn decline(&self) {
         let own = self.memory.entry(self.memory.pool.rank(), self.entry);
-        own.word.store(DECLINED, Ordering::Release);
+        own.say_then(DECLINED);
         // The entry stays, as ranks may come late. So does the chunk, which they may signal.
     }
 
@@ -415,7 +395,7 @@ impl NestedMemory {
             return;
         }
         let own = self.memory.entry(self.memory.pool.rank(), self.entry);
-        own.word.store(SILENT, Ordering::Release);
+        own.say_then(SILENT);
         if let Some(used) = self.memory.state().entries.get_mut(self.entry as usize) {
             *used = false;
         }
