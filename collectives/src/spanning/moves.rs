@@ -8,13 +8,18 @@ use super::exchange::{pack, unpack};
 use super::ranks::Route;
 use super::staging::{PACKED_BYTES, STAGING, elements_of};
 use super::state::SpanningEngine;
-use crate::ReduceOp;
 use crate::algorithm::StandardCollective;
 use crate::call::Arguments;
 use crate::outer::Transfer;
+use crate::types::place::Place;
+use crate::{DType, ReduceOp};
 
 /// Broadcasts of up to so many bytes leave the root's host over one connection to each other host.
 const SMALL_BROADCAST: usize = 64 << 10;
+
+/// Bytes of a part from which on an all-to-all sends each rank its own message: below, one message to a host takes as long or
+/// less.
+const DIRECT_BYTES: usize = 128 << 10;
 
 impl SpanningEngine {
     /// All-gather of `count` elements of each rank.
@@ -144,11 +149,16 @@ impl SpanningEngine {
             return unsafe { self.transfer(route, exchange) };
         }
         let (inside, hosts) = (self.ranks.local_world(), self.ranks.host_count());
+        // Where parts for other hosts are large, and one piece in input and output, nothing needs to be copied.
+        let home = self.ranks.host as usize;
+        if self.ranks.is_blocked && hosts == 2 && count * size >= DIRECT_BYTES {
+            // SAFETY: the caller promised that input and output are there and do not overlap.
+            return unsafe { self.all_to_all_directly((input, output), count, dtype) };
+        }
         let in_place = self.ranks.is_blocked
             && world * count * size > PACKED_BYTES
             && count <= elements_of(STAGING, world, size);
         // Parts of this host go to the output at once, if those of the others are one piece then.
-        let home = self.ranks.host as usize;
         let stays = in_place && (home == 0 || home + 1 == hosts);
         let most = if in_place { count } else { elements_of(STAGING, 4 * world, size).min(count) };
         let (order, by_host) = (self.ranks.by_index(route), self.ranks.by_host());
@@ -211,5 +221,40 @@ impl SpanningEngine {
             done += some;
         }
         Ok(())
+    }
+
+    /// All-to-all between two hosts: parts for the other host go there straight from the input, while those of this host go
+    /// by shared memory.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of the engine's methods, for input and output of parts of `count` elements.
+    unsafe fn all_to_all_directly(
+        &mut self,
+        (input, output): (Place, Place),
+        count: usize,
+        dtype: DType,
+    ) -> Result<()> {
+        let (world, inside, bytes) =
+            (self.ranks.world(), self.ranks.local_world(), count * dtype.size());
+        let host = self.ranks.host as usize;
+        // Parts of host 0 come first.
+        let (here, there) = (host * inside * bytes, (1 - host) * inside * bytes);
+        let mut parts = vec![0; world];
+        parts[(1 - host) * inside..][..inside].fill(bytes);
+        let exchange = Transfer::AllToAll {
+            output: self.address(output).wrapping_add(there),
+            input: self.address(input).wrapping_add(there),
+            send: &parts,
+            receive: &parts,
+        };
+        // SAFETY: the caller promised that input and output are there for all parts, of which these are half; the call
+        // finishes the transfer, or ends it.
+        let ticket = unsafe { self.begin(Route::Flat, exchange) }?;
+        let places = (input.offset_by(here as u64), output.offset_by(here as u64));
+        let what = (count, dtype, ReduceOp::Sum);
+        // SAFETY: the caller promised that input and output are there for all parts; these are the other half.
+        unsafe { self.inside(StandardCollective::AllToAll, places, what, 0) }?;
+        self.finish(Route::Flat, ticket)
     }
 }

@@ -6,8 +6,11 @@ say what each engine costs the processors.
 
 import os
 
-from symmpool.bench import collectives, plot, session, table
+from symmpool.bench import collectives, plot, session, table, timing
 from symmpool.bench.arguments import add_measuring, positive, size_list
+
+#: About how many bytes a span of calls moves.
+SPAN_BYTES = 16 << 20
 
 
 def add_options(commands):
@@ -44,8 +47,9 @@ def run(options, arguments):
     pretend(options)
     ranks = session.connect(options)
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
-    # Ranks share cores.
+    # Ranks share cores, so calls take long.
     ranks.torch.set_num_threads(1)
+    timing.SPAN_BYTES = SPAN_BYTES
     sizes = options.sizes
     session.require_parts(options, sizes, dtype, ranks.world)
     requested = session.requested_peers(options)
