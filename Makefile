@@ -89,6 +89,8 @@ test-long-emulated: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 4 --algorithms random_plans --programs 40 --seed $(SEED)
 	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 5 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) $(COLLECTIVES) soak $(LONG_PATIENCE) --ranks 3 --calls 2000
+	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 3 --narrow \
+		--algorithms $(EMULATED_CHECKS)
 	$(call passed,long-emulated)
 else
 test-long-emulated:
@@ -231,6 +233,8 @@ emulated-settings: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --grows --algorithms growth,fused
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms epochs,threads
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms explain
+	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --narrow \
+		--algorithms all_reduce,all_gather_broadcast,reduce_scatter,fused
 	$(EMULATED) EMULATED_PROCESSORS=3 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_few
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed

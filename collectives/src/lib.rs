@@ -47,6 +47,8 @@ pub use communicator::{
     CallPlan, Callee, ChannelSet, Communicator, CommunicatorOptions, ExpertBuffer, Explanation,
     GroupOffer, ReceivedParts, Request, Selector, Splits,
 };
+#[cfg(feature = "testing")]
+pub use cuda::take_sms;
 #[doc(hidden)]
 pub use cuda::{Cases, CheckedAllReduce};
 pub use cuda::{end_watching, share_sms, share_sms_of_several};

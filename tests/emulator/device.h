@@ -68,6 +68,8 @@ T shuffled(T value, unsigned from, char kind) {
 }
 }  // namespace emulated
 
+// Each thread goes on by itself.
+inline unsigned __activemask() { return 1u << emulated::lane(); }
 inline void __syncwarp(unsigned = ~0u) {
     unsigned ended = 0;
     emulated::emulated_warp(0, 's', &ended);
@@ -127,6 +129,21 @@ template <typename T, typename V>
 T atomicExch(T* at, V value) {
     emulated::emulated_act();
     return __atomic_exchange_n(at, static_cast<T>(value), __ATOMIC_SEQ_CST);
+}
+template <typename T, typename E, typename V>
+T atomicCAS(T* at, E expected, V value) {
+    emulated::emulated_act();
+    T seen = static_cast<T>(expected);
+    __atomic_compare_exchange_n(at, &seen, static_cast<T>(value), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return seen;
+}
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+    emulated::emulated_act();
+    unsigned seen = __atomic_load_n(at, __ATOMIC_SEQ_CST);
+    while (!__atomic_compare_exchange_n(at, &seen, seen >= most ? 0 : seen + 1, false, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST)) {
+    }
+    return seen;
 }
 template <typename T, typename V>
 T atomicMin(T* at, V value) {

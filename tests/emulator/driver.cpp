@@ -436,6 +436,12 @@ int cuMemFreeHost(void* memory) {
     pinned.erase(found);
     return OK;
 }
+int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+    void* memory = nullptr;
+    const int code = cuMemHostAlloc(&memory, bytes, 0);
+    return *address = reinterpret_cast<uint64_t>(memory), code;
+}
+int cuMemFree_v2(uint64_t address) { return cuMemFreeHost(reinterpret_cast<void*>(address)); }
 
 int cuStreamCreate(void** stream, unsigned flags) { return *stream = new_stream((flags & 1) == 0), OK; }
 // The members of CUstreamBatchMemOpParams that are read.

@@ -219,22 +219,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     WorkAssignment& sends = NEEDS_ROWS ? shared[0][threadIdx.x / 32] : mine[0];
     WorkAssignment& receives = NEEDS_ROWS ? shared[1][threadIdx.x / 32] : mine[1];
     u32 direct_blocks = 0;
-    // The kernel before this one may still be running.
-    if (!DEVICE_COUNTS) {
-        if (DIRECT) {
-            direct_blocks = count_direct_blocks(comm, traffic, [&](u32 pair) {
-                const u32 peer = pair % WORLD;
-                return pair < WORLD ? traffic.send[peer] : pair < 2 * WORLD ? traffic.receive[peer] : 0;
-            });
+    auto assign = [&] {
+        if (!DEVICE_COUNTS) {
+            if (DIRECT) {
+                direct_blocks = count_direct_blocks(comm, traffic, [&](u32 pair) {
+                    const u32 peer = pair % WORLD;
+                    return pair < WORLD ? traffic.send[peer] : pair < 2 * WORLD ? traffic.receive[peer] : 0;
+                });
+            }
+            sends = assign_work<true>(comm, traffic, direct_blocks);
+            __syncwarp();
         }
-        sends = assign_work<true>(comm, traffic, direct_blocks);
-        __syncwarp();
-    }
-    if (!NEEDS_ROWS) {
-        receives = assign_work<false>(comm, traffic, direct_blocks);
-    }
+        if (!NEEDS_ROWS) {
+            receives = assign_work<false>(comm, traffic, direct_blocks);
+        }
+    };
+    // The kernel before this one may still be running.
+    guess_all_blocks();
+    assign();
     begin_kernel(comm.early);
     Session session(comm);
+    if (SHARES_SMS) {
+        __syncthreads();  // all threads have used the guess
+    }
+    const SmGrant grant(comm);
+    if (grant.is_over()) {
+        return;
+    }
+    if (grant.is_narrow()) {
+        assign();
+    }
     // A peer that sees where this rank's output is may write it, so this fence comes first; it is short while no stores
     // are under way. Counts on the device are loaded here too, before the state that the session loads is looked at.
     if (NEEDS_ROWS && is_leader_block() && sends_place()) {

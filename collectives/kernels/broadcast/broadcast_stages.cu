@@ -265,7 +265,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ char* outputs[WORLD];
     begin_kernel(comm.early);
     Session session(comm);
-    if (session.failed) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed) {
         return;
     }
     if (is_leader_block()) {

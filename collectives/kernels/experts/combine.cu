@@ -210,8 +210,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Session session(comm);
     // It is loaded while the communicator's state is.
     const u32 word = Sources::load(work);
+    const SmGrant grant(comm);
     // All threads find the same: some of them would go on without what others put into shared memory.
-    if (__syncthreads_or(session.failed)) {
+    if (grant.is_over() || __syncthreads_or(session.failed)) {
         return;
     }
     sources.keep(work, word);

@@ -235,8 +235,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                       const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);
     const Session session(comm);
+    const SmGrant grant(comm);
     // All threads find the same: some of them would go on without what others put into shared memory.
-    if (__syncthreads_or(session.failed)) {
+    if (grant.is_over() || __syncthreads_or(session.failed)) {
         return;
     }
     const Routing routing(work);

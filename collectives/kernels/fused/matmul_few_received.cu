@@ -10,12 +10,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_matmul_few_received(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin_kernel(comm.early);
     Session session(comm);
+    const SmGrant grant(comm);
+    if (grant.is_over()) {
+        return;
+    }
     // The session is that of the launch before, which has gone on to the next one.
     session.epoch = load_relaxed(comm.local()).x;
     session.lamport_turn = session.lamport_turn == 0 ? 2 : session.lamport_turn - 1;
     const u64 each = call.bytes / 16;
     const Inbox inbox(session, INBOX_SLOTS * each);
-    for (u64 at = blockIdx.x * THREADS + threadIdx.x; at < each && !session.failed; at += gridDim.x * THREADS) {
+    for (u64 at = blockIdx.x * THREADS + threadIdx.x; at < each && !session.failed; at += grid_blocks() * THREADS) {
         if (!add_ranks(session, inbox, call, at, each)) {
             return;
         }

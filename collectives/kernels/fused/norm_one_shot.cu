@@ -26,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ float of_warps[2][ROW_WARPS];
     Norm<true> norm(call, work, units, of_warps);
     Session session(comm);
-    if (session.failed) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed) {
         return;
     }
     const u64 each = static_cast<u64>(work.tokens) * units.vectors();

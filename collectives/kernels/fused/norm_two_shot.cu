@@ -21,7 +21,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Inputs come first in the inbox, results behind them.
     const u64 results = INBOX_SLOTS * each;
     Session session(comm);
-    if (session.failed) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed) {
         return;
     }
     const Inbox inbox(session, 2 * results);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <symmpool/comm_layout.cuh>
+#include <symmpool/sm_grant.cuh>
 #include <symmpool/vector.cuh>
 
 namespace symmpool {
@@ -104,7 +105,7 @@ struct Session {
             return;
         }
         LocalState* local = comm.local();
-        if (atomicAdd(&local->blocks_arrived, 1) == gridDim.x - 1) {
+        if (atomicAdd(&local->blocks_arrived, 1) == grid_blocks() - 1) {
             local->blocks_arrived = 0;
             local->lamport[comm.area] = lamport_turn | lamport_used << 2;
             local->epoch = epoch;

@@ -85,6 +85,14 @@ struct LocalState {
 };
 static_assert(sizeof(LocalState) == 136, "the host has another layout");
 
+// The lock of a device's SMs, which communicators of a process share (`symmpool/sm_grant.cuh`). Kernels alone write it.
+struct SmLock {
+    u64 word;
+    // Blocks that have ended of each member's narrow kernel.
+    u32 ended_blocks[40];
+};
+static_assert(sizeof(SmLock) == 168, "the host has another layout");
+
 // The communicator, as a kernel is given it.
 struct CommFields {
     // The address of slot 0.
@@ -121,8 +129,14 @@ struct CommFields {
     unsigned short early;
     // The number of the area of memory that the call uses (`engine/areas.rs`).
     unsigned short area;
+    // The lock of the device's SMs, and the communicator's place and tag there.
+    SmLock* sm_lock;
+    unsigned short member;
+    unsigned short sm_tag;
+    // Blocks of a kernel that work while the lock is another communicator's.
+    u32 narrow_blocks;
 };
-static_assert(sizeof(CommFields) == 184, "the host has another layout");
+static_assert(sizeof(CommFields) == 200, "the host has another layout");
 
 // The arguments of a call.
 struct Call {

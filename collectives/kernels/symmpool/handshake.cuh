@@ -161,7 +161,7 @@ __device__ __noinline__ void expire_escape_marks(const Session& session) {
 
 __device__ __forceinline__ bool is_leader_block() { return blockIdx.x == 0; }
 
-__device__ __forceinline__ u32 worker_blocks() { return gridDim.x - 1; }
+__device__ __forceinline__ u32 worker_blocks() { return grid_blocks() - 1; }
 __device__ __forceinline__ u32 worker_block() { return blockIdx.x - 1; }
 __device__ __forceinline__ u32 worker_threads() { return worker_blocks() * blockDim.x; }
 __device__ __forceinline__ u32 worker_thread() { return worker_block() * blockDim.x + threadIdx.x; }

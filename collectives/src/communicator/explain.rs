@@ -425,7 +425,8 @@ fn in_words(obstacle: Obstacle, inner: &Inner, call: &Explained<'_>, seen: &Rehe
                 .to_owned()
         }
         Obstacle::Company => format!(
-            "calls of {others} other communicator{} of the process may be under way on the device",
+            "calls of {others} other communicator{} of the process may be under way on the device, which has most SMs for one of \
+             them at a time",
             if others == 1 { "" } else { "s" }
         ),
         Obstacle::Options => "`sm_budget` or `beside_compute` leaves SMs to others".to_owned(),

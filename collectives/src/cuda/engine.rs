@@ -191,14 +191,11 @@ impl CudaEngine {
         self.switch_to(stream)?;
         let driver = self.pool.driver();
         let is_captured = LazyCell::new(|| driver.is_capturing(stream));
-        let budget = match self.rehearsed_budget(stream, || *is_captured) {
-            None => self.kernels.begin(stream, || *is_captured),
-            Some(budget) => {
-                self.kernels.set_budget(budget);
-                budget
-            }
-        };
-        self.comm.early = budget.early.into();
+        match self.rehearsed_budget(stream, || *is_captured) {
+            None => drop(self.kernels.begin(stream, || *is_captured)),
+            Some(budget) => self.kernels.set_budget(budget),
+        }
+        self.kernels.share(&mut self.comm);
         Ok(())
     }
 

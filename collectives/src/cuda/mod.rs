@@ -29,6 +29,8 @@ pub(crate) use self::all_reduce::constraints::fits_lamport;
 pub use self::all_reduce::row::{Cases, CheckedAllReduce};
 pub(crate) use self::engine::failure::Failure as CudaFailure;
 pub use self::engine::memory_operations::end_watching;
+#[cfg(feature = "testing")]
+pub use self::kernel::modules::take_sms;
 pub(crate) use self::kernel::sm_budget::BudgetOptions;
 pub use self::kernel::sm_budget::{share_sms, share_sms_of_several};
 pub(crate) use self::layout::footprint::{

@@ -12,6 +12,8 @@ pub(crate) struct Kernel<'a> {
     /// The entry point.
     pub(crate) entry: &'a str,
     pub(crate) source: &'a str,
+    /// Whether its blocks ask for a grant where communicators share SMs (`symmpool/sm_grant.cuh`).
+    pub(crate) asks_for_blocks: bool,
     /// The variants that tests compile: for each row, every combination of the values of its macros.
     #[cfg_attr(not(test), expect(dead_code, reason = "tests compile them"))]
     pub(crate) variants: &'static [&'static [Axis]],
@@ -76,6 +78,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/ptx.cuh",
     "symmpool/ptx_tensor.cuh",
     "symmpool/reduce.cuh",
+    "symmpool/sm_grant.cuh",
     "symmpool/span.cuh",
     "symmpool/types.cuh",
     "symmpool/vector.cuh",
@@ -153,6 +156,23 @@ const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
 const ANY_TOKENS: Axis = ("ONLY_FEW", &["0"]);
 const ONLY_FEW: Axis = ("ONLY_FEW", &["1"]);
 
+/// Whether a kernel's source makes an `SmGrant`.
+pub(crate) const fn asks_for_blocks(source: &str) -> bool {
+    let (text, wanted) = (source.as_bytes(), b"SmGrant ");
+    let mut at = 0;
+    while at + wanted.len() <= text.len() {
+        let mut same = 0;
+        while same < wanted.len() && text[at + same] == wanted[same] {
+            same += 1;
+        }
+        if same == wanted.len() {
+            return true;
+        }
+        at += 1;
+    }
+    false
+}
+
 /// A kernel whose file lies beside the source file that has this: the folder and the name by which compilers know it, and its
 /// variants.
 macro_rules! kernel_beside {
@@ -162,6 +182,9 @@ macro_rules! kernel_beside {
             path: concat!($folder, "/", $name, ".cu"),
             entry: concat!("symmpool_", $name),
             source: include_str!(concat!($name, ".cu")),
+            asks_for_blocks: $crate::jit::sources::asks_for_blocks(include_str!(concat!(
+                $name, ".cu"
+            ))),
             variants: &[$(&[$($axis),+]),+],
         }
     };
@@ -179,6 +202,13 @@ macro_rules! collective {
             path: concat!($folder, "/", $name, ".cu"),
             entry: $entry,
             source: include_str!(concat!("../../kernels/", $folder, "/", $name, ".cu")),
+            asks_for_blocks: asks_for_blocks(include_str!(concat!(
+                "../../kernels/",
+                $folder,
+                "/",
+                $name,
+                ".cu"
+            ))),
             variants: &[$(&[$($axis),+]),+],
         }
     };
@@ -368,6 +398,7 @@ pub(crate) const REDUCE_LOCAL: Kernel<'static> = Kernel {
     path: "reduce_local/reduce_local.cu",
     entry: "symmpool_reduce_local",
     source: include_str!("../../kernels/reduce_local/reduce_local.cu"),
+    asks_for_blocks: false,
     variants: &[
         &[DTYPE, OP],
         // The code of devices older than 8.9 for 8-bit floats, which tests compare on newer ones.

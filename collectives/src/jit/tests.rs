@@ -98,6 +98,7 @@ const EMPTY: Kernel<'static> = Kernel {
     path: "empty.cu",
     entry: "empty",
     source: "extern \"C\" __global__ void empty() {}",
+    asks_for_blocks: false,
     variants: &[],
 };
 
@@ -154,6 +155,7 @@ fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
         path: "wrong.cu",
         entry: "wrong",
         source: "#include <symmpool/types.cuh>\nextern \"C\" __global__ void wrong() { undeclared = WIDTH; }",
+        asks_for_blocks: false,
         variants: &[],
     };
     for nvrtc in compilers() {
@@ -180,6 +182,7 @@ fn a_warning_is_an_error_only_to_the_strict() {
         path: "hasty.cu",
         entry: "hasty",
         source: "extern \"C\" __global__ void hasty() { int never_used; }",
+        asks_for_blocks: false,
         variants: &[],
     };
     for nvrtc in compilers() {
@@ -237,6 +240,7 @@ fn usage_has_stack_and_shared_memory() {
             __syncthreads();
             p[2] = shared[p[3]];
         }",
+        asks_for_blocks: false,
         variants: &[],
     };
     for nvrtc in compilers() {

@@ -66,7 +66,8 @@ impl Writer<'_> {
         line!(self, "                  const __grid_constant__ PlanWork work) {{");
         line!(self, "    begin_kernel(comm.early);");
         line!(self, "    Session session(comm);");
-        line!(self, "    if (session.failed) {{\n        return;\n    }}");
+        line!(self, "    const SmGrant grant(comm);");
+        line!(self, "    if (grant.is_over() || session.failed) {{\n        return;\n    }}");
         line!(self, "    if (is_leader_block()) {{");
         line!(self, "        run_leader_block<{release}>(session, call, Run::used(call, work));");
         line!(self, "        return;\n    }}");

@@ -3,7 +3,7 @@
 A kernel that waits for a peer keeps its multiprocessors. With calls of several groups under way on streams of
 their own, one that takes all of them keeps the others from starting, ours and NCCL's, and ranks that began
 with different ones wait for each other until their time is over. Communicators of one process know of each
-other and divide the device. Of NCCL's kernels they know what `share_sms` says: the backend calls it before
+other and have the device by turns. Of NCCL's kernels they know what `share_sms` says: the backend calls it before
 NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls. So the device
 is shared as soon as there are several such groups. Where there is one, several communicators of ours share
 it with that group, and one alone takes the device.

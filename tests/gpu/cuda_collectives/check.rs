@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, take_sms,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -82,6 +82,9 @@ const PARTS: [(&str, When, Part); 30] = [
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let (mut cases, mut wrong) = (0, 0);
+    if options.narrow && pool.rank() > 0 {
+        take_sms(pool)?;
+    }
     // Runs before any other call.
     if options.wants("first_calls") {
         (cases, wrong) = first_calls::run(pool, options)?;

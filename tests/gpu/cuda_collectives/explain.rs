@@ -336,7 +336,7 @@ enum Before {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Left {
     All,
-    /// The equal part of one of so many communicators.
+    /// The wide grid of one of so many communicators.
     OneOf(u32),
     /// Two thirds: other libraries may need the rest.
     TwoThirds,
@@ -347,7 +347,12 @@ impl Left {
     fn blocks(self, sms: u32) -> u32 {
         match self {
             Self::All => u32::MAX,
-            Self::OneOf(communicators) => ((sms - sms / 16) / communicators).max(2),
+            Self::OneOf(communicators) => {
+                // Two blocks for each other one, of eight where there are many SMs, and two more for four of these.
+                let expected = if sms < 40 { communicators } else { communicators.max(8) };
+                let narrow = 2 * (expected - 1) + if sms < 96 { 0 } else { 8 };
+                (sms - sms / 16 - narrow).max(2)
+            }
             Self::TwoThirds => (2 * sms / 3).max(2),
         }
     }
@@ -355,8 +360,8 @@ impl Left {
 
 /// Orders of calls, and what they leave to a captured call.
 ///
-/// TODAY: communicators that rest in graphs count as if their calls were under way. Where the budget's rule changes, these
-/// rows become `Left::All`.
+/// TODAY: beside communicators that rest in graphs, kernels have most SMs and not all. Where the budget's rule changes, these rows
+/// become `Left::All`.
 const ORDERS: [(Before, Left); 8] = [
     (Before::Nothing, Left::All),
     (Before::SmallCaptured, Left::All),

@@ -166,6 +166,10 @@ struct Options {
     /// Communicators begin with little memory, and take more before their first large call (check, soak, bench).
     #[arg(long)]
     grows: bool,
+    /// Another communicator has most SMs all the time, so kernels work with their narrow grids, on all ranks but the first one
+    /// (check). Communicators are of two that run at once, or of as many as `--concurrent` says.
+    #[arg(long)]
+    narrow: bool,
     /// How long calls wait for a peer that does not come, in seconds (faults).
     #[arg(long, default_value_t = 1.5)]
     timeout: f64,
@@ -224,7 +228,7 @@ impl Options {
     fn communicator(&self) -> CommunicatorOptions {
         let configured = self.concurrent.iter().cycle().nth(self.rank as usize);
         // There may be several communicators, but their calls run one after the other.
-        let concurrent = Some(configured.copied().unwrap_or(1));
+        let concurrent = Some(configured.copied().unwrap_or(if self.narrow { 2 } else { 1 }));
         let links = self.emulated.then(|| Topology::host(self.ranks));
         let usual = CommunicatorOptions {
             concurrent,

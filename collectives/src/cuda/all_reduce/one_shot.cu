@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         own = input.load(at);  // under way while the session's state is read
     }
     Session session(comm);
-    if (session.failed) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed) {
         return;
     }
     const Inbox inbox(session, INBOX_SLOTS * vectors);

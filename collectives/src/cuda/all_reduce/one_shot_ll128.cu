@@ -13,7 +13,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     begin_kernel(comm.early);
     const u64 lines = lines_of(call.bytes);
     const u32 thread = line_thread();
-    const u64 step = worker_threads() / LINE_THREADS;
     u64 line = is_leader_block() ? 0 : worker_thread() / LINE_THREADS;
     auto load = [&](u64 at) {
         return load_piece(call.input + at * LINE_PAYLOAD + thread * 16,
@@ -24,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         own = load(line);  // under way while the session's state is read
     }
     const Session session(comm);
-    if (session.failed) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed) {
         return;
     }
     const u64 inbox = comm.ll128 + session.parity() * (comm.ll128_bytes / 2);
@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         run_leader_block<false>(session, call, used);
         return;
     }
+    const u64 step = worker_threads() / LINE_THREADS;
     // All threads of a warp take as many rounds, also those whose lines are past the end.
     const u64 rounds = lines == 0 ? 1 : (lines + step - 1) / step;
     for (u64 round = 0; round < rounds; ++round, line += step) {

@@ -32,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // Inputs come first in the inbox, results behind them.
     const u64 results = SCATTERS ? INBOX_SLOTS * vectors : 0;
     Session session(comm);
-    if (session.failed) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed) {
         return;
     }
     const Inbox inbox(session, results + (GATHERS ? INBOX_SLOTS * vectors : 0));

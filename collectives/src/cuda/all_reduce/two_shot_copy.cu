@@ -37,7 +37,7 @@ __device__ __forceinline__ bool pass_copy_barrier(const Session& session) {
     CopyBarrier* own = copy_barrier(comm, comm.rank);
     const u64 number = *static_cast<volatile u64*>(&own->passed) + 1;
     __syncthreads();
-    if (threadIdx.x == blockDim.x - 1 && atomicAdd(&own->blocks, 1ull) == gridDim.x - 1) {
+    if (threadIdx.x == blockDim.x - 1 && atomicAdd(&own->blocks, 1ull) == grid_blocks() - 1) {
         own->blocks = 0;
         own->passed = number;
     }
@@ -59,12 +59,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_copy(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     // Its epoch is used only for the record of a failure.
     const Session session(comm);
-    if (session.failed || (call.root == AWAITS_BARRIER && !pass_copy_barrier(session))) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed || (call.root == AWAITS_BARRIER && !pass_copy_barrier(session))) {
         return;
     }
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
-    const Split split(input.vectors(), gridDim.x);
+    const Split split(input.vectors(), grid_blocks());
     const Range range = split[blockIdx.x];
     if (WORLD == 2 && call.root == IN_OUTPUT) {
         const Source theirs(call.output, call.bytes);

@@ -191,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_stages(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin_kernel(comm.early);
     Session session(comm);
-    if (session.failed) {
+    const SmGrant grant(comm);
+    if (grant.is_over() || session.failed) {
         return;
     }
     if (is_leader_block()) {

@@ -25,7 +25,7 @@ impl CudaEngine {
     pub(in super::super) fn generated_kernel(
         &mut self,
         key: GeneratedKernel,
-        source: impl FnOnce() -> GeneratedSource,
+        source: impl Fn() -> GeneratedSource,
     ) -> Result<LoadedKernel> {
         match &self.rehearsal {
             None => self.kernels.get_generated(key, source),

@@ -21,6 +21,7 @@ use crate::cuda::all_reduce::constraints::{AllReduceShape, are_nvlinked};
 use crate::cuda::driver::api::{Api, cuda};
 use crate::cuda::kernel::kernels::Kernels;
 use crate::cuda::kernel::modules::Modules;
+use crate::cuda::kernel::sm_budget::has_communicators;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::p2p_layout::{P2p, P2pLayout, prepare};
 use crate::cuda::layout::params::Control;
@@ -81,6 +82,7 @@ impl CudaEngine {
         let layouts: Vec<Control> = std::iter::once(control).chain(grown).collect();
         let list =
             KernelSpec::ready((&usual, options.requested), &layouts, &measured_table(pool)?)?;
+        let list = Modules::in_company(&list, has_communicators(driver.facts().ordinal));
         modules.make_ready((pool.rank(), pool.world()), &list)?;
         Ok(ReadyKernels(modules))
     }

@@ -14,12 +14,15 @@ pub(in crate::cuda) struct GeneratedKernel {
     pub(in crate::cuda) dtype: u8,
     pub(in crate::cuda) op: u8,
     pub(in crate::cuda) threads: u32,
+    /// Whether blocks ask for a grant, as in [`KernelSpec`].
+    pub(in crate::cuda) shares_sms: bool,
 }
 
 impl GeneratedKernel {
     pub(in crate::cuda) fn spec(&self) -> KernelSpec {
         // Nothing of the kernel that is named here is used.
-        KernelSpec { dtype: self.dtype, op: self.op, ..KernelSpec::new(&BARRIER, self.threads) }
+        let spec = KernelSpec::new(&BARRIER, self.threads);
+        KernelSpec { dtype: self.dtype, op: self.op, shares_sms: self.shares_sms, ..spec }
     }
 }
 

@@ -120,31 +120,52 @@ impl Kernels {
 
     /// Compiles and loads kernels ahead of calls, several at a time.
     pub(in crate::cuda) fn prepare(&self, rank: u32, specs: &[KernelSpec]) -> Result<()> {
-        self.modules.make_ready((rank, self.world), specs)
+        let specs = Modules::in_company(specs, self.has_company());
+        self.modules.make_ready((rank, self.world), &specs)
+    }
+
+    /// Lets kernels of a call share the device's SMs with others as its budget says.
+    pub(in crate::cuda) fn share(&self, comm: &mut Comm) {
+        let budget = self.budget;
+        comm.early = budget.early.into();
+        comm.narrow_blocks = budget.narrow_blocks.unwrap_or(0);
+        comm.sm_lock = self.modules.sm_lock();
+        (comm.member, comm.sm_tag) = self.member.place();
     }
 
     /// The kernel with its budget. Compiles and loads it if need be.
     pub(in crate::cuda) fn get(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
-        let budget = self.budget;
+        let (alone, sharing) = (self.load(spec)?, spec.sharing(self.budget.shares()));
+        let loaded = if sharing == spec { alone } else { self.load(sharing)?.sharing(alone) };
+        Ok(loaded.with_budget(self.budget))
+    }
+
+    fn load(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
         if let Some(loaded) = self.known.get(&spec) {
-            return Ok(loaded.with_budget(budget));
+            return Ok(*loaded);
         }
         let loaded = self.modules.get(self.world, spec)?;
         self.known.insert(spec, loaded);
-        Ok(loaded.with_budget(budget))
+        Ok(loaded)
     }
 
     /// The kernel with its budget, if some communicator of the process has loaded it.
     pub(in crate::cuda) fn find(&self, spec: KernelSpec) -> Option<LoadedKernel> {
-        let known = self.known.get(&spec).copied();
-        let loaded = known.or_else(|| self.modules.find(self.world, spec))?;
+        let found = |spec: KernelSpec| {
+            self.known.get(&spec).copied().or_else(|| self.modules.find(self.world, spec))
+        };
+        let (alone, sharing) = (found(spec)?, spec.sharing(self.budget.shares()));
+        let loaded = if sharing == spec { alone } else { found(sharing)?.sharing(alone) };
         Some(loaded.with_budget(self.budget))
     }
 
     /// [`Self::find`] for a kernel whose source is no file of ours.
     pub(in crate::cuda) fn find_generated(&self, key: &GeneratedKernel) -> Option<LoadedKernel> {
-        let known = self.known_made.get(key).copied();
-        let loaded = known.or_else(|| self.modules.find_generated(key))?;
+        let found = |key: &GeneratedKernel| {
+            self.known_made.get(key).copied().or_else(|| self.modules.find_generated(key))
+        };
+        let alone = found(&GeneratedKernel { shares_sms: false, ..*key })?;
+        let loaded = if key.shares_sms { found(key)?.sharing(alone) } else { alone };
         Some(loaded.with_budget(self.budget))
     }
 
@@ -152,15 +173,25 @@ impl Kernels {
     pub(in crate::cuda) fn get_generated(
         &mut self,
         key: GeneratedKernel,
+        source: impl Fn() -> GeneratedSource,
+    ) -> Result<LoadedKernel> {
+        let alone = self.load_generated(GeneratedKernel { shares_sms: false, ..key }, &source)?;
+        let loaded =
+            if key.shares_sms { self.load_generated(key, source)?.sharing(alone) } else { alone };
+        Ok(loaded.with_budget(self.budget))
+    }
+
+    fn load_generated(
+        &mut self,
+        key: GeneratedKernel,
         source: impl FnOnce() -> GeneratedSource,
     ) -> Result<LoadedKernel> {
-        let budget = self.budget;
         if let Some(loaded) = self.known_made.get(&key) {
-            return Ok(loaded.with_budget(budget));
+            return Ok(*loaded);
         }
         let loaded = self.modules.get_generated(key, source)?;
         self.known_made.insert(key, loaded);
-        Ok(loaded.with_budget(budget))
+        Ok(loaded)
     }
 
     /// Compiles kernels whose sources are no files of ours, so many at a time, and loads none.
@@ -266,7 +297,7 @@ impl Kernels {
         let code = unsafe {
             (self.api.launch)(
                 &raw const config,
-                kernel.function,
+                kernel.function_for(blocks),
                 arguments.as_mut_ptr(),
                 std::ptr::null_mut(),
             )

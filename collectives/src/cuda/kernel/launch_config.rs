@@ -1,6 +1,7 @@
 //! The launch configuration of a kernel: how many blocks of how many threads.
 
-use super::loaded_kernel::LoadedKernel;
+use super::loaded_kernel::{LoadedKernel, SIZES};
+use crate::cuda::layout::params::MAX_RANKS;
 
 /// How many blocks of how many threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +21,7 @@ impl LaunchConfig {
         most: u32,
     ) -> Self {
         let most_blocks = u64::from(kernel.budget.most_blocks);
+        let threads = threads.max(least_threads(kernel, vectors));
         let few = vectors.div_ceil(u64::from(threads)) >= most_blocks;
         let mut threads = if few { kernel.threads } else { threads };
         let blocks = loop {
@@ -53,6 +55,16 @@ impl LaunchConfig {
     pub(in crate::cuda) fn worker_blocks(self) -> u32 {
         self.blocks - 1
     }
+}
+
+/// The fewest threads of a block where blocks must ask for a grant. Blocks of more threads are so few that they need none, where
+/// that is possible. A narrow grid has a warp for each rank at least.
+fn least_threads(kernel: &LoadedKernel, vectors: u64) -> u32 {
+    let Some(narrow) = kernel.budget.narrow_blocks else { return 0 };
+    let workers = u64::from(narrow - 1);
+    let fits = |threads: &u32| vectors.div_ceil(u64::from(*threads)) <= workers;
+    let sizes = SIZES.into_iter().filter(|size| *size <= kernel.threads);
+    sizes.into_iter().find(fits).unwrap_or((32 * MAX_RANKS).min(kernel.threads))
 }
 
 /// The fewest worker blocks that do `items`, one each at a time, in as few rounds as `most` blocks do, where the budget does not

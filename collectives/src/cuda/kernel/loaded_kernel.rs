@@ -10,6 +10,8 @@ pub(in crate::cuda) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct LoadedKernel {
     pub(in crate::cuda) function: Handle,
+    /// The function for grids that are no larger than the narrow one of the budget: it asks for no grant.
+    pub(in crate::cuda) small: Handle,
     /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
     resident: [u32; SIZES.len()],
     /// Most threads of a block.
@@ -29,7 +31,19 @@ impl LoadedKernel {
         threads: u32,
         sm_count: u32,
     ) -> Self {
-        Self { function, resident, threads, sm_count, shared_bytes: 0, budget: SmBudget::ALL }
+        let budget = SmBudget::ALL;
+        Self { function, small: function, resident, threads, sm_count, shared_bytes: 0, budget }
+    }
+
+    /// The kernel that shares SMs, of which `small` is the form that does not.
+    pub(super) fn sharing(self, small: Self) -> Self {
+        Self { small: small.function, ..self }
+    }
+
+    /// The function for a grid of so many blocks.
+    pub(super) fn function_for(&self, blocks: u32) -> Handle {
+        let narrow = self.budget.narrow_blocks.is_some_and(|narrow| blocks <= narrow);
+        if narrow { self.small } else { self.function }
     }
 
     /// The kernel with the budget of a call.

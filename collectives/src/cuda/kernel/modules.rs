@@ -22,6 +22,7 @@ use super::generated_kernel::{GeneratedKernel, GeneratedSource};
 use super::loaded_kernel::{LoadedKernel, SIZES};
 use super::spec::KernelSpec;
 use crate::cuda::driver::api::{Api, Handle, cuda};
+use crate::cuda::layout::params::SmLock;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 
 /// Compiling and loading a kernel that takes longer has waited for something, and is logged.
@@ -42,6 +43,8 @@ pub(in crate::cuda) struct Modules {
     loaded: Mutex<BTreeMap<Key, (LoadedKernel, Handle)>>,
     /// Kernels whose sources are no files of ours.
     made: Mutex<BTreeMap<GeneratedKernel, (LoadedKernel, Handle)>>,
+    /// The address of the [`SmLock`] of the process's communicators on the device.
+    sm_lock: u64,
     /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
     loading: Mutex<()>,
 }
@@ -63,7 +66,9 @@ fn compile_with(
     world: u32,
     spec: &KernelSpec,
 ) -> Result<(Image, String)> {
-    let KernelSpec { dtype, op, mode, lamport, threads, min_blocks_per_sm: blocks, .. } = *spec;
+    let KernelSpec {
+        dtype, op, mode, lamport, threads, min_blocks_per_sm: blocks, shares_sms, ..
+    } = *spec;
     let numbers = [
         ("WORLD", u64::from(world)),
         ("DTYPE", u64::from(dtype)),
@@ -76,6 +81,9 @@ fn compile_with(
         numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
     defines.push(("PROTOCOL", if lamport { "LAMPORT" } else { "LL" }));
     defines.extend(mode.defines());
+    if shares_sms {
+        defines.push(("SHARES_SMS", "1"));
+    }
     let variant = Variant { kernel, defines: &defines };
     let image = jit.compile(&variant, arch)?;
     tracing::debug!(%variant, kind = ?image.kind, compiled = jit.compiled(), "kernel");
@@ -90,7 +98,7 @@ pub(in crate::cuda) fn compile_without_device(
     static JIT: OnceLock<Jit> = OnceLock::new();
     let jit = JIT.get_or_init(|| Jit::new(JitOptions::from_env()));
     let GeneratedSource { name, path, entry, source } = source;
-    let kernel = Kernel { name, path, entry, source, variants: &[] };
+    let kernel = Kernel { name, path, entry, source, asks_for_blocks: false, variants: &[] };
     let (image, _) = compile_with(jit, Arch::new(major, minor)?, &kernel, key.world, &key.spec())?;
     Ok(image)
 }
@@ -138,8 +146,11 @@ impl Modules {
         let number = |which: Attribute| {
             device.attribute(which as u32).map(|number| u32::try_from(number).unwrap_or(0))
         };
+        let api = Api::get()?;
+        let sm_lock = device.with_context_unordered(|| api.zeroed(size_of::<SmLock>()))?;
         Ok(Self {
-            api: Api::get()?,
+            api,
+            sm_lock,
             driver: driver.clone(),
             arch: Arch::new(
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -154,6 +165,17 @@ impl Modules {
 
     pub(in crate::cuda) fn sm_count(&self) -> u32 {
         self.sm_count
+    }
+
+    /// The address of the device's [`SmLock`].
+    pub(in crate::cuda) fn sm_lock(&self) -> u64 {
+        self.sm_lock
+    }
+
+    /// The kernels, and in company the forms of them that share SMs, too.
+    pub(in crate::cuda) fn in_company(specs: &[KernelSpec], has_company: bool) -> Vec<KernelSpec> {
+        let sharing = specs.iter().map(|spec| spec.sharing(true)).filter(|spec| spec.shares_sms);
+        specs.iter().copied().chain(sharing.filter(|_| has_company)).collect()
     }
 
     /// The device's compute capability.
@@ -232,8 +254,14 @@ impl Modules {
             return Ok(kernel);
         }
         let GeneratedSource { name, path, entry, source } = source();
-        let kernel =
-            Kernel { name: &name, path: &path, entry: &entry, source: &source, variants: &[] };
+        let kernel = Kernel {
+            name: &name,
+            path: &path,
+            entry: &entry,
+            source: &source,
+            asks_for_blocks: false,
+            variants: &[],
+        };
         let made = cuda(&self.driver)?.with_context_unordered(|| {
             let (image, variant) = self.compile_as(&kernel, key.world, &key.spec())?;
             self.load_image(&image, (kernel.entry, key.threads, 0), &variant)
@@ -250,7 +278,8 @@ impl Modules {
     ) {
         at_once(kernels.len(), threads, |nth| {
             let (key, GeneratedSource { name, path, entry, source }) = &kernels[nth];
-            let kernel = Kernel { name, path, entry, source, variants: &[] };
+            let kernel =
+                Kernel { name, path, entry, source, asks_for_blocks: false, variants: &[] };
             let _ = self.compile_as(&kernel, key.world, &key.spec());
         });
     }
@@ -372,6 +401,8 @@ impl Drop for Modules {
             driver.with_context_unordered(|| {
                 let both = loaded.into_values().chain(made.into_values());
                 both.for_each(|(_, module)| self.unload(module));
+                // SAFETY: the memory is of `zeroed`, and no kernel runs any more that knows it.
+                unsafe { self.api.free(self.sm_lock) };
                 Ok(())
             })
         });
@@ -379,4 +410,25 @@ impl Drop for Modules {
             tracing::debug!(%error, "at the end of a device's last communicator");
         }
     }
+}
+
+/// Takes the lock of the SMs of a pool's device for ever. From now on all kernels of the process that share them are narrow, as
+/// beside another communicator's wide kernel.
+///
+/// # Errors
+///
+/// The driver's errors, and that the pool is on no device.
+#[cfg(feature = "testing")]
+pub fn take_sms(pool: &symmpool_allocator::Pool) -> Result<()> {
+    let modules = Modules::of(pool.driver())?;
+    let (api, word) = (modules.api, u32::from(u8::MAX));
+    cuda(pool.driver())?.with_context_unordered(|| {
+        let stream = api.stream()?;
+        // SAFETY: the lock is longer than a word, and kernels access it with atomic operations.
+        unsafe { api.fill(modules.sm_lock, word, 1, stream) }?;
+        api.synchronize(stream)
+    })?;
+    // Communicators that come later find the same.
+    std::mem::forget(modules);
+    Ok(())
 }

@@ -61,6 +61,8 @@ impl NativeKernel {
             dtype: dtype as u8,
             op: op as u8,
             threads: self.threads,
+            // Blocks of all ranks have equal numbers, whatever each rank has room for.
+            shares_sms: false,
         }
     }
 

@@ -2,8 +2,10 @@
 //!
 //! A kernel stays resident on the device while it waits for a peer. If one kernel occupies the whole device,
 //! the kernel of another communicator cannot start, and ranks that began with different ones wait for each
-//! other until the timeout. So the communicators of a process that are on one device divide it. Each rank
-//! decides that for itself: kernels of one call work together whatever their grids are.
+//! other until the timeout. So the communicators of a process that are on one device share it: one kernel at a
+//! time is wide, and has most SMs, and those of other communicators are narrow meanwhile. The device decides which
+//! one is wide when kernels begin (`symmpool/sm_grant.cuh`). Each rank decides that for itself: kernels of one call
+//! work together whatever their grids are.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,6 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use symmpool_allocator::Stream;
+
+use crate::cuda::layout::params::SM_LOCK_MEMBERS;
 
 /// The last of the handles of default streams: 0, `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
 const LAST_DEFAULT: u64 = Stream::PER_THREAD.raw();
@@ -27,6 +31,32 @@ const SMS_BESIDE_COMPUTE: u32 = 48;
 
 /// One of so many SMs of a device is left to kernels that have no budget.
 const LEFT: u32 = 16;
+
+/// Narrow grids of communicators: of the first [`FIRST`] on a device with many SMs, and of all others. Each has a leader block.
+const NARROW: [u32; 2] = [4, 2];
+const FIRST: u32 = 4;
+/// Communicators for which wide grids leave room, whether there are so many yet or not: graphs keep their grids.
+const EXPECTED: u32 = 8;
+/// SMs from which on a device has many, and those from which on it leaves room for communicators that are not there yet.
+const MANY_SMS: u32 = 96;
+const SOME_SMS: u32 = 40;
+
+/// Tags of communicators in the lock of SMs: the primes from 1031 on, which is more than the blocks of any wide grid.
+const TAGS: [u16; SM_LOCK_MEMBERS] = {
+    let (mut tags, mut found, mut number) = ([0; SM_LOCK_MEMBERS], 0, 1031);
+    while found < SM_LOCK_MEMBERS {
+        let mut divisor = 2;
+        while number % divisor != 0 {
+            divisor += 1;
+        }
+        if divisor == number {
+            tags[found] = number;
+            found += 1;
+        }
+        number += 1;
+    }
+    tags
+};
 
 /// Options of a communicator about its SM budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -106,11 +136,18 @@ pub fn share_sms_of_several(ordinal: u32) {
     device(ordinal).several_share_sms.store(true, Ordering::Relaxed);
 }
 
+/// Whether the process has communicators on the device.
+pub(in crate::cuda) fn has_communicators(ordinal: u32) -> bool {
+    device(ordinal).communicators.load(Ordering::Relaxed) > 0
+}
+
 /// Part of a device that a communicator's kernels may occupy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct SmBudget {
     /// Most blocks of a kernel.
     pub(in crate::cuda) most_blocks: u32,
+    /// How many of these work while another communicator's kernel is wide. `None` where all do.
+    pub(in crate::cuda) narrow_blocks: Option<u32>,
     /// Whether the stream's next kernel may start while this one still waits for peers (programmatic dependent launch). Two
     /// kernels are resident at once then.
     pub(in crate::cuda) early: bool,
@@ -127,6 +164,7 @@ impl SmBudget {
     /// The whole device.
     pub(in crate::cuda) const ALL: Self = Self {
         most_blocks: u32::MAX,
+        narrow_blocks: None,
         early: true,
         starts_early: true,
         concurrent: false,
@@ -138,27 +176,51 @@ impl SmBudget {
         self.most_blocks < u32::MAX
     }
 
+    /// Whether kernels ask for a grant.
+    pub(in crate::cuda) fn shares(&self) -> bool {
+        self.narrow_blocks.is_some()
+    }
+
     /// So many blocks, but at least two, where so many communicators may have calls under way at once.
     fn limited_to(most_blocks: u32, concurrent: u32) -> Self {
         let (most_blocks, concurrent) = (most_blocks.max(2), concurrent > 1);
         Self { most_blocks, early: false, concurrent, ..Self::ALL }
     }
 
-    /// The budget of one of so many communicators, all of which may have calls under way at once: an equal part of the SMs, but
-    /// for a sixteenth. That is for kernels without a budget, as waits for signals. While all others wait, the part of one is
-    /// free for kernels of the program, which may stand in front of a call of this one.
-    fn equal_part(communicators: u32, sm_count: u32) -> Self {
-        Self::limited_to((sm_count - sm_count / LEFT) / communicators, communicators)
+    /// The budget of one of so many communicators, all of which may have calls under way at once: all SMs but a sixteenth, by
+    /// turns. That is for kernels without a budget, as waits for signals, and for kernels of the program, which may stand in
+    /// front of a call of a communicator.
+    fn by_turns(communicators: u32, sm_count: u32) -> Self {
+        Self::wide_or_narrow(sm_count - sm_count / LEFT, communicators, sm_count)
     }
 
     /// The budget of one communicator beside kernels of other libraries, where `concurrent` of `communicators` may have calls
-    /// under way at once. Together they get two thirds of the processors, so that a kernel of another library, such as NCCL, which
-    /// may need whole processors, can always start. The two thirds are divided by the mean of the two numbers:
-    /// when communicators leave a common stream one by one, kernels that run already have the larger budgets of
-    /// fewer concurrent ones. Divided by `concurrent` alone, six or more would have more than the device
-    /// together; with the mean, they have less than 2/3 of 2 ln 2, which is 0.92 of it.
+    /// under way at once. Together they get two thirds of the processors, so that a kernel of another library, such as NCCL,
+    /// which may need whole processors, can always start.
     fn among(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
-        Self::limited_to(4 * sm_count / (3 * (concurrent + communicators)), concurrent)
+        let free = 2 * sm_count / 3;
+        if concurrent == 1 {
+            return Self::limited_to(free, concurrent);
+        }
+        Self::wide_or_narrow(free, communicators, sm_count)
+    }
+
+    /// The budget of one of so many communicators that have so many SMs together. Each block may need an SM of its own. Besides
+    /// the wide grid of one communicator there is room for the narrow grids of all others.
+    fn wide_or_narrow(free: u32, communicators: u32, sm_count: u32) -> Self {
+        let has_many = sm_count >= MANY_SMS;
+        let [first, later] = NARROW;
+        let expected =
+            if sm_count < SOME_SMS { communicators } else { communicators.max(EXPECTED) };
+        let more = if has_many { FIRST * (first - later) } else { 0 };
+        let wide = free.saturating_sub((expected - 1) * later + more);
+        let equal = free / communicators;
+        // Places in the lock are few, and so are SMs.
+        if wide <= equal.max(first) || communicators > SM_LOCK_MEMBERS as u32 {
+            return Self::limited_to(equal, communicators);
+        }
+        let narrow = if has_many && communicators <= FIRST { first } else { later };
+        Self { narrow_blocks: Some(narrow), ..Self::limited_to(wide, communicators) }
     }
 
     /// The budget of kernels that start when all before them on the stream has ended.
@@ -191,7 +253,7 @@ impl BudgetMember {
         let mut number = None;
         if world > 1 {
             device.change(|streams| {
-                let next = streams.last_key_value().map_or(0, |(last, _)| last + 1);
+                let next = (0..).find(|number| !streams.contains_key(number)).unwrap_or(0);
                 streams.insert(next, None);
                 number = Some(next);
             });
@@ -208,6 +270,12 @@ impl BudgetMember {
     pub(in crate::cuda) fn others(&self) -> u32 {
         let all = self.device.communicators.load(Ordering::Relaxed);
         all.saturating_sub(self.number.is_some().into())
+    }
+
+    /// The communicator's place in the device's lock of SMs, and its tag there.
+    pub(in crate::cuda) fn place(&self) -> (u16, u16) {
+        let member = self.number.unwrap_or(0).min(SM_LOCK_MEMBERS as u64 - 1);
+        (member as u16, TAGS[member as usize])
     }
 
     /// Makes this process's communicators on the device leave a third of it to others from now on, if there are several. That
@@ -337,7 +405,7 @@ impl BudgetMember {
         if shares || self.device.several_share_sms.load(Ordering::Relaxed) {
             SmBudget::among(concurrent, communicators, self.sm_count)
         } else {
-            SmBudget::equal_part(communicators, self.sm_count)
+            SmBudget::by_turns(communicators, self.sm_count)
         }
     }
 

@@ -40,6 +40,8 @@ pub(in crate::cuda) struct KernelSpec {
     pub(in crate::cuda) threads: u32,
     /// Blocks that an SM must have registers for at the same time.
     pub(in crate::cuda) min_blocks_per_sm: u32,
+    /// Whether blocks ask for a grant, as other communicators of the process may have the SMs.
+    pub(in crate::cuda) shares_sms: bool,
 }
 
 impl KernelSpec {
@@ -54,7 +56,16 @@ impl KernelSpec {
             lamport: false,
             threads,
             min_blocks_per_sm: 1,
+            shares_sms: false,
         }
+    }
+
+    /// The kernel as it shares SMs with other communicators, if it can.
+    pub(in crate::cuda) fn sharing(self, shares_sms: bool) -> Self {
+        let shares_sms = shares_sms && self.kernel.asks_for_blocks;
+        // Each of its blocks may have an SM of its own.
+        let min_blocks_per_sm = if shares_sms { 1 } else { self.min_blocks_per_sm };
+        Self { shares_sms, min_blocks_per_sm, ..self }
     }
 
     /// A handshake alone, which notifies a companion kernel or not.

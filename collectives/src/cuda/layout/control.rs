@@ -147,6 +147,10 @@ impl Control {
             rank: layout.rank,
             early: 0,
             area: 0,
+            sm_lock: 0,
+            member: 0,
+            sm_tag: 0,
+            narrow_blocks: 0,
         }
     }
 

@@ -8,7 +8,7 @@ use symmpool_allocator::Result;
 use super::fault::{AsyncError, Record};
 use super::params::{
     AreaFlags, CallParams, Comm, Departure, LocalState, MatmulFewWork, MatmulProduct, MatmulWork,
-    NormWork, PlanWork, Split, Traffic,
+    NormWork, PlanWork, SmLock, Split, Traffic,
 };
 use crate::call::experts::ExpertsWork;
 use crate::jit::tests::{compilers, options};
@@ -49,6 +49,7 @@ fn headers() -> Vec<Header> {
                 layout::<Departure>(),
                 layout::<AreaFlags>(),
                 layout::<LocalState>(),
+                layout::<SmLock>(),
                 layout::<Comm>(),
                 layout::<CallParams>(),
             ],
@@ -146,7 +147,8 @@ const OFFSETOF: &str = "\
 pub(in crate::cuda) fn compile_assertions(source: &str, defines: &[(&str, &str)]) -> Result<()> {
     let source = format!("{OFFSETOF}{source}extern \"C\" __global__ void assertions() {{}}\n");
     let (name, path) = ("assertions", "assertions.cu");
-    let kernel = Kernel { name, path, entry: name, source: &source, variants: &[] };
+    let kernel =
+        Kernel { name, path, entry: name, source: &source, asks_for_blocks: false, variants: &[] };
     compilers().into_iter().try_for_each(|nvrtc| {
         let variant = Variant { kernel: &kernel, defines };
         Jit::new(options(nvrtc, None)).compile(&variant, Arch::new(9, 0)?).map(|_| ())

@@ -17,6 +17,8 @@ pub(in crate::cuda) const LL128_PAYLOAD: u64 = 120;
 pub(in crate::cuda) const ITEM: u64 = 512;
 /// Areas of memory for data: `AREAS` in `symmpool/comm.cuh`.
 const AREAS: usize = 2;
+/// Communicators of a process that may share a device's SMs by turns: so many have a mark in [`SmLock`].
+pub(in crate::cuda) const SM_LOCK_MEMBERS: usize = 40;
 /// Bytes of [`LocalState`], rounded up to whole cache lines.
 pub(in crate::cuda) const LOCAL: u64 = size_of::<LocalState>().next_multiple_of(128) as u64;
 /// Where `failed` of [`LocalState`] lies in a control block.
@@ -79,6 +81,13 @@ kernel_structs! {
         areas: [AreaFlags; AREAS],
     }
 
+    /// The lock of a device's SMs, which communicators of a process share (`symmpool/sm_grant.cuh`). Kernels alone write it.
+    pub(in crate::cuda) struct SmLock as "SmLock" {
+        word: u64,
+        /// Blocks that have ended of each member's narrow kernel.
+        ended_blocks: [u32; SM_LOCK_MEMBERS],
+    }
+
     /// The layout of a control block: offsets from it, and the lengths of all parities together, in bytes. The parts for data
     /// are the call's area. Once a communicator's memory has grown they may lie in another block, also in front of this one:
     /// offsets are added modulo 2^64.
@@ -124,6 +133,12 @@ kernel_structs! {
         pub(in crate::cuda) early: u16,
         /// The number of the area of memory that the call uses (`engine/areas.rs`).
         pub(in crate::cuda) area: u16,
+        /// The lock of the device's SMs, and the communicator's place and tag there.
+        pub(in crate::cuda) sm_lock: u64 as "SmLock*",
+        pub(in crate::cuda) member: u16,
+        pub(in crate::cuda) sm_tag: u16,
+        /// Blocks of a kernel that work while the lock is another communicator's.
+        pub(in crate::cuda) narrow_blocks: u32,
     }
 
     /// The arguments of a call.

@@ -183,6 +183,7 @@ mod tests {
                         let early = most_blocks > 100;
                         let budget = SmBudget {
                             most_blocks,
+                            narrow_blocks: None,
                             early,
                             starts_early: true,
                             concurrent: !early,

@@ -113,7 +113,8 @@ impl CudaEngine {
         let (rank, world, plan) = (self.rank(), self.world(), checked.plan());
         self.note_algorithm(&plan.name, None);
         let of_plan = (rank + world - arguments.root) % world;
-        let key = plan_kernel::key(checked, world, of_plan, (arguments.dtype, arguments.op));
+        let of = (arguments.dtype, arguments.op);
+        let key = plan_kernel::key(checked, world, of_plan, of, self.kernels().budget().shares());
         let schedule = checked.schedule();
         let source = || plan_kernel::source(checked, of_plan);
         let kernel = match self.generated_kernel(key, source) {

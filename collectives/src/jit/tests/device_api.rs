@@ -32,6 +32,7 @@ fn kernels_of_the_document_compile_for_every_architecture() {
                         path: "kernels.md",
                         entry: name,
                         source: text,
+                        asks_for_blocks: false,
                         variants: &[],
                     };
                     let defines =

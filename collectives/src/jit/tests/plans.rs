@@ -25,8 +25,14 @@ fn kernels_of_plans_compile_for_every_architecture() {
                 let rank = if checked.plan().name.len() % 2 == 0 { 0 } else { world / 2 };
                 let text = source(&checked, checked.schedule(), rank);
                 let name = &checked.plan().name;
-                let kernel =
-                    Kernel { name, path: "plan.cu", entry: ENTRY, source: &text, variants: &[] };
+                let kernel = Kernel {
+                    name,
+                    path: "plan.cu",
+                    entry: ENTRY,
+                    source: &text,
+                    asks_for_blocks: false,
+                    variants: &[],
+                };
                 // One program for all architectures, and every one for one of them.
                 let all = PROCESSORS.iter().enumerate();
                 let some = all.filter(|(nth, _)| {

@@ -314,6 +314,16 @@ fn every_variant_compiles_spills_nothing_and_fits() {
                 }
             }
         }
+        // Every mode as it shares SMs, of which each block has one.
+        if kernel.asks_for_blocks {
+            let sharing = |defines: &Defines| -> Defines {
+                let alone = defines.iter().filter(|(name, _)| *name != "BLOCKS").copied();
+                let one = number(defines, "BLOCKS").map(|_| ("BLOCKS", "1"));
+                alone.chain(one).chain([("SHARES_SMS", "1")]).collect()
+            };
+            let all: BTreeSet<Defines> = modes.iter().map(sharing).collect();
+            jobs.extend(all.iter().map(|defines| job(defines, newest, (9, 0))));
+        }
         // A device gets this code whose compiler is older than itself.
         if newest > 0 {
             jobs.push(job(&modes[0], 0, (10, 0)));

@@ -4,12 +4,15 @@
 //! A rank's host makes its calls one after the other, in an order of its own between communicators. A kernel takes the free SMs
 //! of its device as soon as the kernel before it on its stream, and the call before it of its communicator, have ended. It may
 //! get a part of what it needs, and keeps that. It ends when it has all that it needs on every rank.
+//!
+//! The grid of a kernel is decided when its first block begins (`symmpool/sm_grant.cuh`): its wide grid, if no other kernel of the
+//! device is wide, and its narrow grid otherwise. The blocks behind a narrow grid end at once, but each needs an SM for that.
 
 use std::collections::BTreeSet;
 
 use symmpool_allocator::Stream;
 
-use super::{BudgetMember, BudgetOptions};
+use super::{BudgetMember, BudgetOptions, SmBudget};
 
 const SMS: u32 = 132;
 
@@ -24,6 +27,8 @@ struct Kernel {
     /// Which call of its communicator it is.
     nth: usize,
     needs: u32,
+    /// SMs that it needs while another kernel is wide.
+    narrow: Option<u32>,
     /// Whether the host waits for all kernels before it: its communicator was made just before.
     behind_all: bool,
     /// The stream of the communicator's last call, if this call changes it: it is behind all that the host had put there
@@ -89,21 +94,66 @@ fn kernels(
         let leaves = leaves.filter(|(last, shares)| last != stream && !shares && follows_stream);
         let leaves = leaves.map(|(last, _)| last);
         let (nth, needs) = (counts[*comm] - 1, budget.most_blocks.min(SMS));
-        Kernel { comm: *comm, stream: *stream, nth, needs, behind_all, leaves }
+        let narrow = budget.narrow_blocks;
+        Kernel { comm: *comm, stream: *stream, nth, needs, narrow, behind_all, leaves }
     };
     calls.iter().map(kernel).collect()
 }
 
-/// State of each rank: how many kernels its host has launched, and for each of them how many SMs it has; `None` once it
-/// has ended.
-type State = Vec<(usize, Vec<Option<u32>>)>;
+/// A kernel's grid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Grid {
+    /// None of its blocks has begun.
+    Unknown,
+    Whole,
+    Wide,
+    /// Whether the blocks behind the narrow grid have ended.
+    Narrow {
+        is_alone: bool,
+    },
+}
+
+/// SMs of a kernel that has not ended, and its grid.
+type Held = (u32, Grid);
+
+/// State of each rank: how many kernels its host has launched, and what each of them has; `None` once it has ended.
+type State = Vec<(usize, Vec<Option<Held>>)>;
+
+/// How a device gives SMs to kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Device {
+    /// Whether blocks of a kernel begin only when all blocks of kernels that were launched before, and could begin, have begun.
+    in_order: bool,
+    /// Whether kernels wait until no other kernel is wide.
+    waits_for_lock: bool,
+}
+
+const DEVICES: [Device; 2] = [
+    Device { in_order: true, waits_for_lock: false },
+    Device { in_order: false, waits_for_lock: false },
+];
+
+impl Kernel {
+    /// SMs that it needs with that grid.
+    fn needs(&self, grid: Grid) -> u32 {
+        match (grid, self.narrow) {
+            (Grid::Narrow { .. }, Some(narrow)) => narrow,
+            _ => self.needs,
+        }
+    }
+}
 
 /// A state in which nothing can go on, though not all is done.
 fn finds_a_circle(ranks: &[Vec<Kernel>]) -> Option<State> {
-    let first: State = ranks.iter().map(|all| (0, vec![Some(0); all.len()])).collect();
+    DEVICES.into_iter().find_map(|device| finds_a_circle_on(device, ranks))
+}
+
+fn finds_a_circle_on(device: Device, ranks: &[Vec<Kernel>]) -> Option<State> {
+    let unknown = Some((0, Grid::Unknown));
+    let first: State = ranks.iter().map(|all| (0, vec![unknown; all.len()])).collect();
     let (mut seen, mut left) = (BTreeSet::from([first.clone()]), vec![first]);
     while let Some(state) = left.pop() {
-        let next = steps(ranks, &state);
+        let next = steps(device, ranks, &state);
         let is_done = state.iter().all(|(_, kernels)| kernels.iter().all(Option::is_none));
         if next.is_empty() && !is_done {
             return Some(state);
@@ -113,8 +163,39 @@ fn finds_a_circle(ranks: &[Vec<Kernel>]) -> Option<State> {
     None
 }
 
+/// SMs and grid of a kernel behind its next block, where so many SMs are free. `None` if nothing can begin.
+fn next_block(
+    device: Device,
+    kernel: &Kernel,
+    (has, grid): Held,
+    free: u32,
+    is_locked: bool,
+) -> Option<Held> {
+    if free == 0 {
+        return None;
+    }
+    let grid = match (grid, kernel.narrow) {
+        (Grid::Unknown, None) => Grid::Whole,
+        (Grid::Unknown, Some(_)) if is_locked && device.waits_for_lock => return None,
+        (Grid::Unknown, Some(_)) if is_locked => Grid::Narrow { is_alone: false },
+        (Grid::Unknown, Some(_)) => Grid::Wide,
+        _ => grid,
+    };
+    let needs = kernel.needs(grid);
+    match grid {
+        _ if has < needs => Some((needs.min(has + free), grid)),
+        Grid::Narrow { is_alone: false } => Some((has, Grid::Narrow { is_alone: true })),
+        _ => None,
+    }
+}
+
+/// Whether all blocks of a kernel have begun.
+fn has_begun(kernel: &Kernel, (has, grid): Held) -> bool {
+    grid != Grid::Unknown && has == kernel.needs(grid) && grid != Grid::Narrow { is_alone: false }
+}
+
 /// All states that may come next.
-fn steps(ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
+fn steps(device: Device, ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
     let mut found = Vec::new();
     for (rank, kernels) in ranks.iter().enumerate() {
         let (launched, held) = &state[rank];
@@ -125,7 +206,8 @@ fn steps(ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
             next[rank].0 += 1;
             found.push(next);
         }
-        let free = SMS - held.iter().flatten().sum::<u32>();
+        let free = SMS - held.iter().flatten().map(|(has, _)| has).sum::<u32>();
+        let is_locked = held.iter().flatten().any(|(_, grid)| *grid == Grid::Wide);
         for (nth, kernel) in kernels[..*launched].iter().enumerate() {
             let Some(has) = held[nth] else { continue };
             let is_behind = |other: usize| {
@@ -135,10 +217,16 @@ fn steps(ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
                         || before.comm == kernel.comm
                         || kernel.leaves == Some(before.stream))
             };
-            if has < kernel.needs && free > 0 && !(0..nth).any(is_behind) {
+            if (0..nth).any(is_behind) {
+                continue;
+            }
+            if let Some(has) = next_block(device, kernel, has, free, is_locked) {
                 let mut next = state.clone();
-                next[rank].1[nth] = Some(kernel.needs.min(has + free));
+                next[rank].1[nth] = Some(has);
                 found.push(next);
+            }
+            if device.in_order && !has_begun(kernel, has) {
+                break;
             }
         }
     }
@@ -151,7 +239,9 @@ fn steps(ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
         let places: Vec<usize> = (0..ranks.len()).map(at).collect();
         let is_met = places.iter().enumerate().all(|(rank, nth)| {
             let (launched, held) = &state[rank];
-            nth < launched && held[*nth] == Some(ranks[rank][*nth].needs)
+            let kernel = &ranks[rank][*nth];
+            let has_all = |(has, grid): Held| grid != Grid::Unknown && has == kernel.needs(grid);
+            nth < launched && held[*nth].is_some_and(has_all)
         });
         if is_met {
             let mut next = state.clone();
@@ -269,20 +359,73 @@ fn a_communicator_that_leaves_a_common_stream_is_behind_what_is_there() {
     assert!(found > 0, "none of {tried}: docs/gpus.md says that there are some");
 }
 
+fn whole(comm: usize) -> Kernel {
+    let stream = comm as u64;
+    Kernel { comm, stream, nth: 0, needs: SMS, narrow: None, behind_all: false, leaves: None }
+}
+
 /// The model finds a circle where there is one: two kernels that each take the whole device.
 #[test]
 fn whole_devices_in_opposite_orders_are_a_circle() {
-    let whole = |comm| Kernel {
-        comm,
-        stream: comm as u64,
-        nth: 0,
-        needs: SMS,
-        behind_all: false,
-        leaves: None,
-    };
     let ranks = [vec![whole(0), whole(1)], vec![whole(1), whole(0)]];
     assert!(finds_a_circle(&ranks).is_some());
     let part = |comm| Kernel { needs: 44, ..whole(comm) };
     assert!(finds_a_circle(&[vec![part(0), part(1)], vec![part(1), part(0)]]).is_none());
     assert!(finds_a_circle(&[vec![whole(0), part(1)], vec![part(1), whole(0)]]).is_some());
+}
+
+/// Programs of ranks of which each begins with another communicator.
+fn rotated(
+    ranks: usize,
+    communicators: usize,
+    kernel: impl Fn(usize) -> Kernel,
+) -> Vec<Vec<Kernel>> {
+    let program =
+        |rank| (0..communicators).map(|nth| kernel((rank + nth) % communicators)).collect();
+    (0..ranks).map(program).collect()
+}
+
+/// Kernels are wide by turns, so there must be room for one wide grid, all other narrow ones, and one block behind those.
+#[test]
+fn kernels_that_are_wide_by_turns_get_through_where_all_have_room() {
+    for (ranks, communicators) in [(2, 2), (2, 3), (3, 3), (2, 4)] {
+        let of = |count: u32| {
+            let budget = SmBudget::by_turns(count, SMS);
+            rotated(ranks, communicators, |comm| Kernel {
+                needs: budget.most_blocks,
+                narrow: budget.narrow_blocks,
+                ..whole(comm)
+            })
+        };
+        assert!(finds_a_circle(&of(communicators as u32)).is_none(), "{ranks} {communicators}");
+        let others = communicators as u32 - 1;
+        let filled = |left| {
+            let wide =
+                |comm| Kernel { needs: SMS - 2 * others - left, narrow: Some(2), ..whole(comm) };
+            finds_a_circle(&rotated(ranks, communicators, wide))
+        };
+        assert!(filled(1).is_none(), "{ranks} ranks, {communicators} communicators");
+    }
+}
+
+/// Without an SM for the blocks behind a narrow grid, these keep back the kernels behind them.
+#[test]
+fn blocks_behind_narrow_grids_need_an_sm() {
+    let wide = |comm| Kernel { needs: SMS - 6, narrow: Some(2), ..whole(comm) };
+    // Each rank has begun with two communicators of its own, the second of which is narrow.
+    let ranks = [[0, 1, 2, 3], [2, 3, 0, 1]].map(|order| order.map(wide).to_vec());
+    assert!(finds_a_circle(&ranks).is_none(), "there is room for all four");
+    let wide = |comm| Kernel { needs: SMS - 2, narrow: Some(2), ..whole(comm) };
+    let ranks = [[0, 1, 2, 3], [2, 3, 0, 1]].map(|order| order.map(wide).to_vec());
+    assert!(finds_a_circle(&ranks).is_some());
+}
+
+/// A lock for which kernels wait has circles of its own, as ranks take it in different orders.
+#[test]
+fn waiting_for_the_lock_is_a_circle() {
+    let wide = |comm| Kernel { needs: 100, narrow: Some(2), ..whole(comm) };
+    let ranks = [vec![wide(0), wide(1)], vec![wide(1), wide(0)]];
+    let waits = Device { in_order: false, waits_for_lock: true };
+    assert!(finds_a_circle_on(waits, &ranks).is_some());
+    assert!(finds_a_circle(&ranks).is_none());
 }

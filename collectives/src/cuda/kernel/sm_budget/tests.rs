@@ -17,31 +17,66 @@ fn blocks(member: &mut BudgetMember, stream: u64) -> u32 {
     budget(member, stream).most_blocks
 }
 
-fn part(most_blocks: u32) -> SmBudget {
-    SmBudget { most_blocks, concurrent: true, ..SmBudget::among(1, 1, 3) }
+/// The budget of kernels with that wide and that narrow grid.
+fn turns(most_blocks: u32, narrow_blocks: u32) -> SmBudget {
+    let narrow_blocks = Some(narrow_blocks);
+    SmBudget { most_blocks, narrow_blocks, concurrent: true, ..SmBudget::among(1, 1, 3) }
+}
+
+/// Most SMs that kernels of communicators with these budgets have at once: one is wide.
+fn at_once(budgets: &[SmBudget]) -> u32 {
+    let of = |wide: usize| -> u32 {
+        let grid = |(nth, budget): (usize, &SmBudget)| match budget.narrow_blocks {
+            Some(narrow) if nth != wide => narrow,
+            _ => budget.most_blocks,
+        };
+        budgets.iter().enumerate().map(grid).sum()
+    };
+    (0..budgets.len()).map(of).max().unwrap_or(0)
 }
 
 #[test]
-fn communicators_on_several_streams_divide_the_device() {
+fn communicators_on_several_streams_have_the_device_by_turns() {
     let new = |configured| member(1000, 2, configured);
     let mut first = new(None);
     assert_eq!(budget(&mut first, 7), SmBudget::ALL);
     let mut second = new(None);
-    assert_eq!(budget(&mut first, 7), part(62), "the second's first call may be on any stream");
+    let shared = turns(102, 4);
+    assert_eq!(budget(&mut first, 7), shared, "the second's first call may be on any stream");
     assert_eq!(budget(&mut second, 7), SmBudget::ALL, "one after the other");
     let mut third = new(None);
-    assert_eq!(budget(&mut first, 7), part(41));
-    assert_eq!(budget(&mut third, 8), part(41));
-    assert_eq!(budget(&mut second, 9), part(41));
-    assert_eq!(budget(&mut second, 8), part(41), "what has changed its stream may change it again");
+    assert_eq!(budget(&mut first, 7), shared);
+    assert_eq!(budget(&mut third, 8), shared);
+    assert_eq!(budget(&mut second, 9), shared);
+    assert_eq!(budget(&mut second, 8), shared, "what has changed its stream may change it again");
     drop(third);
-    assert_eq!(budget(&mut first, 7), part(62));
+    assert_eq!(budget(&mut first, 7), shared);
     drop(second);
     assert_eq!(budget(&mut first, 8), SmBudget::ALL);
     assert_eq!(budget(&mut first, 9), SmBudget::ALL, "it may change its stream while it is alone");
     let mut fourth = new(None);
     assert_eq!(budget(&mut fourth, 9), SmBudget::ALL);
     assert_eq!(budget(&mut first, 9), SmBudget::ALL);
+}
+
+/// Graphs keep the grids of their capture, so communicators that come later must fit beside those.
+#[test]
+fn communicators_that_come_one_by_one_have_less_than_the_device() {
+    for (ordinal, sm_count) in [(1200, 132), (1201, 148), (1202, 66)] {
+        let options = BudgetOptions::default();
+        let mut all = vec![BudgetMember::new(ordinal, sm_count, 2, options)];
+        let mut budgets = Vec::new();
+        for count in 2..=EXPECTED {
+            all.push(BudgetMember::new(ordinal, sm_count, 2, options));
+            let captured =
+                |each: &mut BudgetMember| each.budget_in_call(Stream::numbered(7), || true);
+            // Those that were there have captured nothing before, or at each number since.
+            budgets.extend((count == 2).then(|| captured(&mut all[0])));
+            budgets.extend(all.last_mut().map(captured));
+            assert!(at_once(&budgets) <= sm_count - sm_count / LEFT, "{budgets:?} of {sm_count}");
+        }
+        assert_eq!(budgets.len() as u32, EXPECTED);
+    }
 }
 
 #[test]
@@ -56,9 +91,10 @@ fn communicators_that_leave_a_stream_one_by_one_have_less_than_the_device() {
             budget(each, 0);
         }
         assert_eq!(budget(&mut all[0], 0), SmBudget::ALL);
-        let left: u32 =
-            (1..several).map(|nth| blocks(&mut all[nth as usize], u64::from(nth))).sum();
-        let together = left + blocks(&mut all[0], 0);
+        let mut budgets: Vec<SmBudget> =
+            (1..several).map(|nth| budget(&mut all[nth as usize], u64::from(nth))).collect();
+        budgets.push(budget(&mut all[0], 0));
+        let together = at_once(&budgets);
         assert!(together <= 124, "{several} take {together} blocks, shared: {shares}");
     }
 }
@@ -69,15 +105,15 @@ fn asking_for_a_budget_changes_nothing() {
     let asked = |member: &BudgetMember, stream, is_captured| {
         member.budget_if_called(Stream::numbered(stream), is_captured, Lifted::default())
     };
-    assert_eq!(budget(&mut first, 7), part(62), "the second one made no call yet");
+    assert_eq!(budget(&mut first, 7), turns(102, 4), "the second one made no call yet");
     for _ in 0..2 {
         assert_eq!(asked(&second, 7, false), SmBudget::ALL, "one stream");
-        assert_eq!(asked(&second, 8, false), part(62), "two streams");
-        assert_eq!(asked(&second, 7, true), part(62), "in a graph");
-        assert_eq!(asked(&first, 7, false), part(62), "the second one made no call still");
+        assert_eq!(asked(&second, 8, false), turns(102, 4), "two streams");
+        assert_eq!(asked(&second, 7, true), turns(102, 4), "in a graph");
+        assert_eq!(asked(&first, 7, false), turns(102, 4), "the second one made no call still");
     }
     assert_eq!(budget(&mut second, 7), SmBudget::ALL);
-    assert_eq!(asked(&first, 8, false), part(62), "it would change its stream");
+    assert_eq!(asked(&first, 8, false), turns(102, 4), "it would change its stream");
     assert_eq!(budget(&mut first, 7), SmBudget::ALL, "it did not");
     // A call gets the budget that was asked for, whatever the options and the call.
     for concurrent in [None, Some(1), Some(3)] {
@@ -100,11 +136,11 @@ fn asking_for_a_budget_changes_nothing() {
 fn calls_in_graphs_may_be_on_any_stream() {
     let [mut first, mut second] = [1001; 2].map(|ordinal| member(ordinal, 2, None));
     let stream = Stream::numbered(7);
-    assert_eq!(second.budget_in_call(stream, || true).most_blocks, 62);
-    assert_eq!(first.budget_in_call(stream, || false).most_blocks, 62);
-    assert_eq!(second.budget_in_call(stream, || panic!("is asked once")).most_blocks, 62);
+    assert_eq!(second.budget_in_call(stream, || true).most_blocks, 102);
+    assert_eq!(first.budget_in_call(stream, || false).most_blocks, 102);
+    assert_eq!(second.budget_in_call(stream, || panic!("is asked once")).most_blocks, 102);
     let mut per_thread = member(1001, 2, None);
-    assert_eq!(blocks(&mut per_thread, Stream::PER_THREAD.raw()), 41);
+    assert_eq!(blocks(&mut per_thread, Stream::PER_THREAD.raw()), 102);
 }
 
 #[test]
@@ -117,7 +153,7 @@ fn single_ranks_do_not_count_and_options_hold() {
         (SmBudget::ALL, SmBudget::ALL)
     );
     let mut limited = member(1002, 2, Some(4));
-    assert_eq!(budget(&mut limited, 1), part(31));
+    assert_eq!(budget(&mut limited, 1), turns(102, 4));
     // They wait for nobody, but would be resident while the kernel before them on the stream waits.
     let late = SmBudget::ALL.in_turn();
     assert_eq!(
@@ -132,10 +168,11 @@ fn single_ranks_do_not_count_and_options_hold() {
 fn a_third_is_left_to_other_libraries() {
     let mut first = member(1003, 2, None);
     share_sms(1003);
-    assert_eq!(budget(&mut first, 1), SmBudget { concurrent: false, ..part(88) });
+    let alone = SmBudget { concurrent: false, narrow_blocks: None, ..turns(88, 0) };
+    assert_eq!(budget(&mut first, 1), alone);
     assert!(!first.budget_outside_calls().early);
     let mut second = member(1003, 2, None);
-    assert_eq!(blocks(&mut second, 2), 44);
+    assert_eq!(budget(&mut second, 2), turns(66, 4));
 }
 
 #[test]
@@ -144,28 +181,32 @@ fn several_leave_a_third_where_they_are_told_to() {
     share_sms_of_several(1006);
     assert_eq!(budget(&mut first, 1), SmBudget::ALL, "alone");
     let mut second = member(1006, 2, None);
-    assert_eq!([budget(&mut first, 1), budget(&mut second, 2)], [part(44); 2]);
+    assert_eq!([budget(&mut first, 1), budget(&mut second, 2)], [turns(66, 4); 2]);
     // A kernel that has as many blocks on all ranks says so by itself.
     let [mut one, mut other] = [1007; 2].map(|ordinal| member(ordinal, 2, None));
-    assert_eq!(budget(&mut one, 1), part(62));
+    assert_eq!(budget(&mut one, 1), turns(102, 4));
     one.share_sms_of_several();
-    assert_eq!([budget(&mut one, 1), budget(&mut other, 2)], [part(44); 2]);
+    assert_eq!([budget(&mut one, 1), budget(&mut other, 2)], [turns(66, 4); 2]);
 }
 
 #[test]
 fn together_they_fit_whatever_the_device() {
-    for sm_count in [1, 46, 108, 132, 148] {
-        for count in 1..=16 {
+    for sm_count in [1, 24, 46, 66, 108, 132, 148] {
+        for count in 1..=60 {
             let two_thirds = SmBudget::among(count, count, sm_count);
-            let equal = SmBudget::equal_part(count, sm_count);
+            let all = SmBudget::by_turns(count, sm_count);
             for (budget, most) in
-                [(two_thirds, sm_count * 2 / 3), (equal, sm_count - sm_count / LEFT)]
+                [(two_thirds, sm_count * 2 / 3), (all, sm_count - sm_count / LEFT)]
             {
-                let SmBudget { most_blocks, early, concurrent, .. } = budget;
+                let SmBudget { most_blocks, narrow_blocks, early, concurrent, .. } = budget;
                 assert!(!early && most_blocks >= 2 && concurrent == (count > 1));
+                assert!(narrow_blocks.is_none_or(|narrow| narrow >= 2 && narrow < most_blocks));
                 // Two blocks are the smallest grid.
                 let is_least = most_blocks == 2 && 2 * count > most - most % count;
-                assert!(is_least || most_blocks * count <= most, "{count} on {sm_count}");
+                let together = at_once(&vec![budget; count as usize]);
+                assert!(is_least || together <= most, "{budget:?}: {count} on {sm_count}");
+                // Nobody has less than an equal part.
+                assert!(most_blocks >= most / count, "{budget:?}: {count} on {sm_count}");
             }
         }
     }
@@ -197,5 +238,5 @@ fn calls_beside_compute_take_few_sms() {
     assert_eq!(budget(&mut chosen, 7), few);
     drop(chosen);
     let mut shared = new(Some(50), Some(3));
-    assert_eq!(blocks(&mut shared, 7), 41);
+    assert_eq!(blocks(&mut shared, 7), 50);
 }

@@ -116,8 +116,15 @@ impl CudaEngine {
         self.switch_to(stream)?;
         // When peers have made the call, their streams are past whatever used their outputs before.
         if companion_runs {
-            self.fork(stream, companion)?;
+            // Beside other communicators it takes no SMs while its call waits for peers.
+            let begins_early = !kernel.budget.concurrent;
+            if begins_early {
+                self.fork(stream, companion)?;
+            }
             self.handshake_with_companion(call, stream)?;
+            if !begins_early {
+                self.fork(stream, companion)?;
+            }
             let params = CallParams {
                 input: from,
                 output: to + u64::from(self.rank()) * part,
