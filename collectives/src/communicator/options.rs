@@ -63,12 +63,12 @@ pub struct CommunicatorOptions {
     /// On a device: how many communicators may have calls under way there at once, on several streams; 1 to 16.
     /// A kernel stays resident on the device while it waits for a peer. If it occupies the whole device, another
     /// communicator's kernel cannot start, and ranks that began with different communicators wait for each other
-    /// until the timeout. So kernels have the SMs by turns: one of them has most, and those that begin meanwhile have 2 to
-    /// 4 each, which makes large calls a little slower. 1 says that no other communicator has calls. `None`, the default: as many as there are streams that communicators of this
+    /// until the timeout. So kernels have the SMs by turns: one of them has most, and those that begin meanwhile divide two
+    /// elevenths, which makes large calls a little slower. 1 says that no other communicator has calls. `None`, the default: as many as there are streams that communicators of this
     /// process have their calls on there, and one more for each communicator that has made no call yet, has
     /// changed its stream, or has calls in graphs, as its next call may be on any stream. If that is one, it uses
     /// the whole device, unless [`share_sms`](crate::share_sms) was called. A graph keeps the budget that its
-    /// calls were captured with: make a second communicator before capturing, or set this. Ranks may differ.
+    /// calls were captured with: make all communicators before capturing, or set this. Ranks may differ.
     pub concurrent: Option<u32>,
     /// On a device: the most SMs that a kernel of a call takes, 2 or more. What communicators on one device leave each
     /// other (`concurrent`) still holds. `None`, the default: all of them, or, in calls that `beside_compute` is about,

@@ -357,6 +357,7 @@ impl Drop for CudaEngine {
             // thread that ends their waits.
             self.failure.leak();
             self.kernels.keep();
+            self.kernels.keep_place();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
             return;
         }

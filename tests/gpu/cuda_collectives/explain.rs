@@ -348,9 +348,7 @@ impl Left {
         match self {
             Self::All => u32::MAX,
             Self::OneOf(communicators) => {
-                // Two blocks for each other one, of eight where there are many SMs, and two more for four of these.
-                let expected = if sms < 40 { communicators } else { communicators.max(8) };
-                let narrow = 2 * (expected - 1) + if sms < 96 { 0 } else { 8 };
+                let narrow = (2 * sms / 11 / (communicators - 1)).max(2) * (communicators - 1);
                 (sms - sms / 16 - narrow).max(2)
             }
             Self::TwoThirds => (2 * sms / 3).max(2),

@@ -208,6 +208,11 @@ impl Kernels {
         std::mem::forget(Arc::clone(&self.modules));
     }
 
+    /// Keeps the communicator among those of the device for as long as the process runs, for the same reason.
+    pub(in crate::cuda) fn keep_place(&mut self) {
+        self.member.keep();
+    }
+
     /// Puts a kernel on a stream. The device's context must be current.
     ///
     /// # Safety

@@ -60,7 +60,7 @@ impl LoadedKernel {
 
     /// The kernel with the budget that its communicator has when it is alone on the device.
     pub(in crate::cuda) fn alone(self) -> Self {
-        Self { budget: SmBudget::ALL, ..self }
+        Self { budget: SmBudget::ALL, function: self.small, ..self }
     }
 
     /// The kernel with no more blocks than that, if the call runs beside compute.

@@ -32,14 +32,11 @@ const SMS_BESIDE_COMPUTE: u32 = 48;
 /// One of so many SMs of a device is left to kernels that have no budget.
 const LEFT: u32 = 16;
 
-/// Narrow grids of communicators: of the first [`FIRST`] on a device with many SMs, and of all others. Each has a leader block.
-const NARROW: [u32; 2] = [4, 2];
-const FIRST: u32 = 4;
-/// Communicators for which wide grids leave room, whether there are so many yet or not: graphs keep their grids.
-const EXPECTED: u32 = 8;
-/// SMs from which on a device has many, and those from which on it leaves room for communicators that are not there yet.
-const MANY_SMS: u32 = 96;
-const SOME_SMS: u32 = 40;
+/// Narrow grids of all communicators but one have so many elevenths of the SMs together: 24 of 132. A kernel that finds the lock
+/// taken is slow, and one that finds it free has most SMs.
+const NARROW_ELEVENTHS: u32 = 2;
+/// Smallest grid: a leader block and a worker block.
+const SMALLEST: u32 = 2;
 
 /// Tags of communicators in the lock of SMs: the primes from 1031 on, which is more than the blocks of any wide grid.
 const TAGS: [u16; SM_LOCK_MEMBERS] = {
@@ -208,19 +205,25 @@ impl SmBudget {
     /// The budget of one of so many communicators that have so many SMs together. Each block may need an SM of its own. Besides
     /// the wide grid of one communicator there is room for the narrow grids of all others.
     fn wide_or_narrow(free: u32, communicators: u32, sm_count: u32) -> Self {
-        let has_many = sm_count >= MANY_SMS;
-        let [first, later] = NARROW;
-        let expected =
-            if sm_count < SOME_SMS { communicators } else { communicators.max(EXPECTED) };
-        let more = if has_many { FIRST * (first - later) } else { 0 };
-        let wide = free.saturating_sub((expected - 1) * later + more);
+        let others = communicators.saturating_sub(1).max(1);
+        let narrow = (NARROW_ELEVENTHS * sm_count / 11 / others).max(SMALLEST);
+        let wide = free.saturating_sub(others * narrow);
         let equal = free / communicators;
         // Places in the lock are few, and so are SMs.
-        if wide <= equal.max(first) || communicators > SM_LOCK_MEMBERS as u32 {
+        if wide <= equal.max(narrow) || communicators > SM_LOCK_MEMBERS as u32 {
             return Self::limited_to(equal, communicators);
         }
-        let narrow = if has_many && communicators <= FIRST { first } else { later };
         Self { narrow_blocks: Some(narrow), ..Self::limited_to(wide, communicators) }
+    }
+
+    /// The budget of the communicator of that number. Those without a place in the lock have narrow grids alone.
+    fn at_place(self, number: Option<u64>) -> Self {
+        match self.narrow_blocks {
+            Some(narrow) if number.is_some_and(|number| number >= SM_LOCK_MEMBERS as u64) => {
+                Self { most_blocks: narrow, narrow_blocks: None, ..self }
+            }
+            _ => self,
+        }
     }
 
     /// The budget of kernels that start when all before them on the stream has ended.
@@ -282,6 +285,11 @@ impl BudgetMember {
     /// is for calls whose kernels have as many blocks on all ranks, whatever a rank's budget is.
     pub(in crate::cuda) fn share_sms_of_several(&self) {
         self.device.several_share_sms.store(true, Ordering::Relaxed);
+    }
+
+    /// Stays among the device's communicators for ever: a kernel of this one may never end.
+    pub(in crate::cuda) fn keep(&mut self) {
+        self.number = None;
     }
 
     /// The most SMs of kernels from now on, whatever the options said before.
@@ -403,9 +411,9 @@ impl BudgetMember {
             None => return SmBudget::ALL,
         };
         if shares || self.device.several_share_sms.load(Ordering::Relaxed) {
-            SmBudget::among(concurrent, communicators, self.sm_count)
+            SmBudget::among(concurrent, communicators, self.sm_count).at_place(self.number)
         } else {
-            SmBudget::by_turns(communicators, self.sm_count)
+            SmBudget::by_turns(communicators, self.sm_count).at_place(self.number)
         }
     }
 
