@@ -24,7 +24,10 @@ constexpr bool GATHERS = RUN != Collective::REDUCE_SCATTER;
 // Whether a warp's threads, which find their vectors at different looks, go on together, where registers suffice.
 constexpr bool TOGETHER = BLOCKS == 1;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+// Blocks that share SMs with other communicators may have one each.
+constexpr int RESIDENT = SHARES_SMS ? 1 : BLOCKS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     symmpool_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin_kernel(comm.early);
     const RankChunks<(RUN == Collective::ALL_REDUCE)> chunks(call);

@@ -50,7 +50,7 @@ unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Resul
     for piece in call.work.pieces(most, 128 * shares) {
         let wanted = piece.bytes.div_ceil(16).div_ceil(shares);
         let config = LaunchConfig::new(&loaded.alone(), wanted, THREADS, MAX_PUSH_BLOCKS)
-            .with_leader_place(&loaded, wanted);
+            .with_leader_place(&loaded.alone(), wanted);
         // SAFETY: the caller promised that the input and output of the call are there until the stream has done it; a piece
         // lies within them.
         unsafe { engine.launch_peer_blocks(loaded, config, &piece) }?;

@@ -82,8 +82,12 @@ impl CudaEngine {
         let layouts: Vec<Control> = std::iter::once(control).chain(grown).collect();
         let list =
             KernelSpec::ready((&usual, options.requested), &layouts, &measured_table(pool)?)?;
-        let list = Modules::in_company(&list, has_communicators(driver.facts().ordinal));
+        let has_company = has_communicators(driver.facts().ordinal);
+        let list = Modules::in_company(&list, has_company);
         modules.make_ready((pool.rank(), pool.world()), &list)?;
+        if has_company {
+            modules.make_sharing_forms_ready()?;
+        }
         Ok(ReadyKernels(modules))
     }
 

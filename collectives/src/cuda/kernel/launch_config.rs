@@ -140,6 +140,24 @@ mod tests {
         }
     }
 
+    /// Ranks compare numbers of blocks, and may be alone or in company.
+    #[test]
+    fn forms_that_share_sms_are_divided_like_those_that_do_not() {
+        let (plain, sharing) = (kernel(132, 2048, 32), kernel(132, 1024, 16));
+        let budget = SmBudget { most_blocks: 100, narrow_blocks: Some(24), ..SmBudget::ALL };
+        let company = sharing.sharing(plain).with_budget(budget);
+        for vectors in [1, 1000, 131_072, 1 << 24] {
+            let [alone, beside] =
+                [plain, company.alone()].map(|of| LaunchConfig::new(&of, vectors, 256, 1056));
+            assert_eq!(alone, beside, "{vectors} vectors");
+        }
+        // The form that asks for a grant is launched where more blocks than the narrow grid are.
+        let other = LoadedKernel::new(1, [132; SIZES.len()], 512, 132).sharing(plain);
+        let company = other.with_budget(budget);
+        assert_eq!([24, 25].map(|blocks| company.function_for(blocks)), [0, 1]);
+        assert_eq!(company.alone().function_for(200), 0);
+    }
+
     #[test]
     fn blocks_are_as_small_as_requested_where_they_fit() {
         let loaded = kernel(132, 2048, 32);

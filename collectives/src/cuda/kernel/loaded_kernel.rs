@@ -14,6 +14,8 @@ pub(in crate::cuda) struct LoadedKernel {
     pub(in crate::cuda) small: Handle,
     /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
     resident: [u32; SIZES.len()],
+    /// The same for `small`.
+    small_resident: [u32; SIZES.len()],
     /// Most threads of a block.
     pub(in crate::cuda) threads: u32,
     /// Processors of the device.
@@ -32,12 +34,22 @@ impl LoadedKernel {
         sm_count: u32,
     ) -> Self {
         let budget = SmBudget::ALL;
-        Self { function, small: function, resident, threads, sm_count, shared_bytes: 0, budget }
+        let (small, small_resident) = (function, resident);
+        Self {
+            function,
+            small,
+            resident,
+            small_resident,
+            threads,
+            sm_count,
+            shared_bytes: 0,
+            budget,
+        }
     }
 
     /// The kernel that shares SMs, of which `small` is the form that does not.
     pub(super) fn sharing(self, small: Self) -> Self {
-        Self { small: small.function, ..self }
+        Self { small: small.function, small_resident: small.resident, ..self }
     }
 
     /// The function for a grid of so many blocks.
@@ -58,9 +70,11 @@ impl LoadedKernel {
         self.resident[at].max(1)
     }
 
-    /// The kernel with the budget that its communicator has when it is alone on the device.
+    /// The kernel as its communicator has it when it is alone on the device. Ranks may differ in that, so numbers that they
+    /// compare follow from this form.
     pub(in crate::cuda) fn alone(self) -> Self {
-        Self { budget: SmBudget::ALL, function: self.small, ..self }
+        let Self { small: function, small_resident: resident, .. } = self;
+        Self { budget: SmBudget::ALL, function, resident, ..self }
     }
 
     /// The kernel with no more blocks than that, if the call runs beside compute.

@@ -172,6 +172,16 @@ impl Modules {
         self.sm_lock
     }
 
+    /// Loads the forms that share SMs of all kernels that are loaded. For communicators that were alone until now: their next
+    /// calls need these, while kernels may run that wait for other ranks.
+    pub(in crate::cuda) fn make_sharing_forms_ready(&self) -> Result<()> {
+        let loaded: Vec<Key> = lock(&self.loaded).keys().copied().collect();
+        let sharing = loaded.into_iter().map(|(world, spec)| (world, spec.sharing(true)));
+        sharing
+            .filter(|(_, spec)| spec.shares_sms)
+            .try_for_each(|(world, spec)| self.get(world, spec).map(drop))
+    }
+
     /// The kernels, and in company the forms of them that share SMs, too.
     pub(in crate::cuda) fn in_company(specs: &[KernelSpec], has_company: bool) -> Vec<KernelSpec> {
         let sharing = specs.iter().map(|spec| spec.sharing(true)).filter(|spec| spec.shares_sms);

@@ -62,10 +62,8 @@ impl KernelSpec {
 
     /// The kernel as it shares SMs with other communicators, if it can.
     pub(in crate::cuda) fn sharing(self, shares_sms: bool) -> Self {
-        let shares_sms = shares_sms && self.kernel.asks_for_blocks;
-        // Each of its blocks may have an SM of its own.
-        let min_blocks_per_sm = if shares_sms { 1 } else { self.min_blocks_per_sm };
-        Self { shares_sms, min_blocks_per_sm, ..self }
+        // Where data lies in inboxes follows from `min_blocks_per_sm`, so that is equal in both forms.
+        Self { shares_sms: shares_sms && self.kernel.asks_for_blocks, ..self }
     }
 
     /// A handshake alone, which notifies a companion kernel or not.

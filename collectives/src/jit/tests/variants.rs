@@ -267,7 +267,9 @@ fn flaws((job, used): &Done<'_>) -> Vec<String> {
         flaws.push("registers are spilled".to_owned());
     }
     if let Some(threads) = number(&job.defines, "THREADS") {
-        let wanted = number(&job.defines, "BLOCKS").unwrap_or(1);
+        let shares_sms = value(&job.defines, "SHARES_SMS").is_some();
+        let blocks = number(&job.defines, "BLOCKS").filter(|_| !shares_sms);
+        let wanted = blocks.unwrap_or(1);
         let is_like = |arch: &(u32, u32)| {
             *arch == job.arch || (OLDER.contains(arch) && OLDER.contains(&job.arch))
         };
@@ -316,13 +318,11 @@ fn every_variant_compiles_spills_nothing_and_fits() {
         }
         // Every mode as it shares SMs, of which each block has one.
         if kernel.asks_for_blocks {
-            let sharing = |defines: &Defines| -> Defines {
-                let alone = defines.iter().filter(|(name, _)| *name != "BLOCKS").copied();
-                let one = number(defines, "BLOCKS").map(|_| ("BLOCKS", "1"));
-                alone.chain(one).chain([("SHARES_SMS", "1")]).collect()
-            };
-            let all: BTreeSet<Defines> = modes.iter().map(sharing).collect();
-            jobs.extend(all.iter().map(|defines| job(defines, newest, (9, 0))));
+            jobs.extend(modes.iter().map(|defines| {
+                let sharing: Defines =
+                    defines.iter().copied().chain([("SHARES_SMS", "1")]).collect();
+                job(&sharing, newest, (9, 0))
+            }));
         }
         // A device gets this code whose compiler is older than itself.
         if newest > 0 {

@@ -14,20 +14,13 @@ impl Writer<'_> {
     pub(super) fn ll_program(&mut self) {
         let levels = &self.schedule.ranks[self.rank as usize];
         let items: Vec<&Item> = levels.iter().flat_map(|level| &level.items).collect();
-        // Blocks have several slices where they are fewer than the call was divided for.
-        line!(
-            self,
-            "    for (u32 index = run.blocks.first; index < run.blocks.end; ++index) {{\n    \
-             const Slice slice = run.slice(index, 0);"
-        );
-        let advance = "    if (index == run.blocks.first) {\n        session.advance();\n    }";
         let mut left = items.as_slice();
         // The atomic operation in it takes some time, so data that waits for nobody is sent before.
         let mut is_advanced = false;
         while let Some(first) = left.first() {
             let count = if first.srcs.len() == 1 { self.copies_at_once(left) } else { 1 };
             if !is_advanced && left[..count].iter().any(|item| self.waits(item)) {
-                line!(self, "{advance}");
+                line!(self, "    session.advance();");
                 is_advanced = true;
             }
             if let &[_] = first.srcs.as_slice() {
@@ -51,9 +44,8 @@ impl Writer<'_> {
             left = &left[copies + 1..];
         }
         if !is_advanced {
-            line!(self, "{advance}");
+            line!(self, "    session.advance();");
         }
-        line!(self, "    }}");
     }
 
     /// Whether an operation waits for a peer in the LL protocol.
@@ -87,7 +79,13 @@ impl Writer<'_> {
         stores: &[(usize, Cell, u32)],
     ) {
         let count = sources.len();
-        line!(self, "    {{");
+        // A block has several slices where there are fewer than the call was divided for. It does each operation for all of them
+        // before the next one, so among threads that wait for each other one is at the earliest operation.
+        line!(
+            self,
+            "    for (u32 index = run.blocks.first; index < run.blocks.end; ++index) {{\n        \
+             const Slice slice = run.slice(index, 0);"
+        );
         line!(self, "        const LlSource from[{count}] = {{");
         for (cell, place) in sources {
             let bytes = format!("run.bytes(slice, {place})");

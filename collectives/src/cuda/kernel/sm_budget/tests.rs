@@ -229,7 +229,7 @@ fn a_communicator_without_a_place_in_the_lock_is_narrow() {
     let captured = |each: &mut BudgetMember| each.budget_in_call(Stream::numbered(7), || true);
     let narrow = SmBudget { narrow_blocks: None, ..turns(12, 12) };
     assert_eq!([captured(&mut last), captured(&mut all[0])], [narrow, turns(100, 12)]);
-    // What may still run keeps its place, and others leave it room.
+    // A communicator that may still run keeps its place, and others leave it room.
     all[1].keep();
     drop((all, last));
     let mut next = member(1300, 2, None);
