@@ -14,7 +14,7 @@ pub(in crate::cuda) struct LoadedKernel {
     pub(in crate::cuda) small: Handle,
     /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
     resident: [u32; SIZES.len()],
-    /// The same for `small`.
+    /// Blocks that the device runs at once of `small`.
     small_resident: [u32; SIZES.len()],
     /// Most threads of a block.
     pub(in crate::cuda) threads: u32,
