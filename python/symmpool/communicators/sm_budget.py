@@ -3,10 +3,10 @@
 A kernel that waits for a peer keeps its multiprocessors. With calls of several groups under way on streams of
 their own, one that takes all of them keeps the others from starting, ours and NCCL's, and ranks that began
 with different ones wait for each other until their time is over. Communicators of one process know of each
-other and have the device by turns. Of NCCL's kernels they know what `share_sms` says: the backend calls it before
-NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls. So the device
-is shared as soon as there are several such groups. Where there is one, several communicators of ours share
-it with that group, and one alone takes the device.
+other and have the device by turns. Of NCCL's kernels they know what `share_sms` says: the backend calls it
+before NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls. So the
+device is shared as soon as there are several such groups. Where there is one, several communicators of ours
+share it with that group, and one alone takes the device.
 
 A call that runs beside the program's own kernels, on a side stream with `async_op` or on a stream of FSDP's,
 takes few SMs: as many as keep the links busy. SYMMPOOL_SM_BUDGET says another number, for all calls.
