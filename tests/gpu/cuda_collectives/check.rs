@@ -122,6 +122,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             if algorithm == AllReduceAlgorithm::Auto {
                 check.halves(memory, options.seed)?;
             }
+            if algorithm == AllReduceAlgorithm::TwoShotLamport {
+                check.in_company(memory, algorithm)?;
+            }
         }
         if algorithm == AllReduceAlgorithm::Auto {
             check.graphs(&memories[0], options.seed)?;
@@ -230,6 +233,25 @@ impl Check<'_> {
                 })?;
             }
             graph.destroy(self.pool)?;
+        }
+        Ok(())
+    }
+
+    /// Calls of more than 4 MiB, where data lies otherwise in inboxes, of ranks that are alone or in company: all agree on the
+    /// places, though kernels differ.
+    fn in_company(&mut self, memory: &Memory, algorithm: AllReduceAlgorithm) -> Result<()> {
+        let (dtype, op, count) = (DType::F32, ReduceOp::Sum, 1_150_000);
+        for company in [[1, 1], [1, 2], [2, 1], [2, 2]] {
+            let concurrent = Some(company[self.pool.rank() as usize % 2]);
+            // As much memory as it has by default.
+            let options =
+                CommunicatorOptions { algorithm, concurrent, ..self.options.communicator() };
+            self.comm = Communicator::with_options(self.pool, &options)?;
+            let case = Case { dtype, op, count, in_place: false, from: 0, to: 0 };
+            // The inbox's thirds take turns.
+            for nth in 0..4 {
+                self.all_reduce(memory, case, random(self.options.seed, nth))?;
+            }
         }
         Ok(())
     }

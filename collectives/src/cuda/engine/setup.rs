@@ -86,7 +86,7 @@ impl CudaEngine {
         let list = Modules::in_company(&list, has_company);
         modules.make_ready((pool.rank(), pool.world()), &list)?;
         if has_company {
-            modules.make_sharing_forms_ready()?;
+            modules.make_sharing_forms_ready(pool.rank())?;
         }
         Ok(ReadyKernels(modules))
     }

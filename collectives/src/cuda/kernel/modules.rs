@@ -174,12 +174,17 @@ impl Modules {
 
     /// Loads the forms that share SMs of all kernels that are loaded. For communicators that were alone until now: their next
     /// calls need these, while kernels may run that wait for other ranks.
-    pub(in crate::cuda) fn make_sharing_forms_ready(&self) -> Result<()> {
-        let loaded: Vec<Key> = lock(&self.loaded).keys().copied().collect();
-        let sharing = loaded.into_iter().map(|(world, spec)| (world, spec.sharing(true)));
-        sharing
-            .filter(|(_, spec)| spec.shares_sms)
-            .try_for_each(|(world, spec)| self.get(world, spec).map(drop))
+    pub(in crate::cuda) fn make_sharing_forms_ready(&self, rank: u32) -> Result<()> {
+        let mut by_world: BTreeMap<u32, Vec<KernelSpec>> = BTreeMap::new();
+        for (world, spec) in lock(&self.loaded).keys() {
+            let sharing = spec.sharing(true);
+            if sharing.shares_sms {
+                by_world.entry(*world).or_default().push(sharing);
+            }
+        }
+        let ready =
+            |(world, list): (u32, Vec<KernelSpec>)| self.make_ready((rank % world, world), &list);
+        by_world.into_iter().try_for_each(ready)
     }
 
     /// The kernels, and in company the forms of them that share SMs, too.
