@@ -181,7 +181,7 @@ def names_that_are_none(group):
     for wrong, error in ((3, TypeError), ("\ud800", symmpool.InvalidArgumentError)):
         comm = symmpool.Communicator(pool, timeout=30)
         expected = error if comm.rank == 0 else symmpool.DivergedError
-        with pytest.raises(expected, match="algorithm|refused"):
+        with pytest.raises(expected, match="algorithm|declined"):
             comm.all_reduce(np.ones(3), algorithm=wrong if comm.rank == 0 else None)
 
 
