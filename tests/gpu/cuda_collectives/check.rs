@@ -243,7 +243,7 @@ impl Check<'_> {
         let (dtype, op, count) = (DType::F32, ReduceOp::Sum, 1_150_000);
         for company in [[1, 1], [1, 2], [2, 1], [2, 2]] {
             let concurrent = Some(company[self.pool.rank() as usize % 2]);
-            // As much memory as it has by default.
+            // Memory as by default.
             let options =
                 CommunicatorOptions { algorithm, concurrent, ..self.options.communicator() };
             self.comm = Communicator::with_options(self.pool, &options)?;
