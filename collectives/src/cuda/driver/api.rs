@@ -86,15 +86,6 @@ impl Api {
         Ok(unsafe { Stream::from_raw(handle as u64) })
     }
 
-    /// Gives back a stream that nothing uses any more. The device's context must be current.
-    fn end_stream(&self, stream: Stream) {
-        // SAFETY: made by `stream`, and given back once.
-        let code = unsafe { (self.stream_destroy)(stream.raw() as Handle) };
-        if let Err(error) = CudaDriver::check(code, || "giving back a stream".to_owned()) {
-            tracing::debug!(%error, "after a device's memory was filled");
-        }
-    }
-
     /// An event without timing. The device's context must be current.
     pub(in crate::cuda) fn event(&self) -> Result<Handle> {
         let mut handle: Handle = 0;
@@ -105,34 +96,22 @@ impl Api {
         Ok(handle)
     }
 
-    /// Makes so many bytes of device memory, zeros, a multiple of 4. The device's context must be current. [`Self::free`] gives
-    /// them back.
-    pub(in crate::cuda) fn zeroed(&self, bytes: usize) -> Result<u64> {
+    /// Makes so many bytes of device memory. The device's context must be current. [`Self::free`] gives them back.
+    pub(in crate::cuda) fn memory(&self, bytes: usize) -> Result<u64> {
         let mut address = 0;
         // SAFETY: writes one address through a valid pointer.
         let code = unsafe { (self.alloc)(&raw mut address, bytes) };
         CudaDriver::check(code, || format!("making {bytes} bytes of device memory"))?;
-        let filled = self.stream().and_then(|stream| {
-            // SAFETY: so many words are mapped there, and nobody else has the memory yet.
-            let filled = unsafe { self.fill(address, 0, bytes as u64 / 4, stream) };
-            let filled = filled.and_then(|()| self.synchronize(stream));
-            self.end_stream(stream);
-            filled
-        });
-        if filled.is_err() {
-            // SAFETY: the memory was just made, and what filled it has ended or was never put on a stream.
-            unsafe { self.free(address) };
-        }
-        filled.map(|()| address)
+        Ok(address)
     }
 
     /// Frees device memory. The device's context must be current.
     ///
     /// # Safety
     ///
-    /// `address` is of [`Self::zeroed`], and nothing uses the memory from now on.
+    /// `address` is of [`Self::memory`], and nothing uses the memory from now on.
     pub(in crate::cuda) unsafe fn free(&self, address: u64) {
-        // SAFETY: the caller promised that the memory is of `zeroed`, and that nothing uses it from now on.
+        // SAFETY: the caller promised that the memory is of `memory`, and that nothing uses it from now on.
         let code = unsafe { (self.release)(address) };
         if let Err(error) = CudaDriver::check(code, || "freeing device memory".to_owned()) {
             tracing::debug!(%error, "at the end of a device's last communicator");

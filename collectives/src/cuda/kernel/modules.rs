@@ -147,7 +147,17 @@ impl Modules {
             device.attribute(which as u32).map(|number| u32::try_from(number).unwrap_or(0))
         };
         let api = Api::get()?;
-        let sm_lock = device.with_context_unordered(|| api.zeroed(size_of::<SmLock>()))?;
+        let sm_lock = device.with_context_unordered(|| api.memory(size_of::<SmLock>()))?;
+        // SAFETY: so many words are mapped there, and nobody else has the memory yet.
+        let filled = unsafe { device.fill(sm_lock, 0, size_of::<SmLock>() as u64 / 4) };
+        if let Err(error) = filled {
+            device.with_context_unordered(|| {
+                // SAFETY: the memory is of `memory`, and nothing uses it.
+                unsafe { api.free(sm_lock) };
+                Ok(())
+            })?;
+            return Err(error);
+        }
         Ok(Self {
             api,
             sm_lock,
@@ -416,7 +426,7 @@ impl Drop for Modules {
             driver.with_context_unordered(|| {
                 let both = loaded.into_values().chain(made.into_values());
                 both.for_each(|(_, module)| self.unload(module));
-                // SAFETY: the memory is of `zeroed`, and no kernel runs any more that knows it.
+                // SAFETY: the memory is of `memory`, and no kernel runs any more that knows it.
                 unsafe { self.api.free(self.sm_lock) };
                 Ok(())
             })
@@ -436,13 +446,8 @@ impl Drop for Modules {
 #[cfg(feature = "testing")]
 pub fn take_sms(pool: &symmpool_allocator::Pool) -> Result<()> {
     let modules = Modules::of(pool.driver())?;
-    let (api, word) = (modules.api, u32::from(u8::MAX));
-    cuda(pool.driver())?.with_context_unordered(|| {
-        let stream = api.stream()?;
-        // SAFETY: the lock is longer than a word, and kernels access it with atomic operations.
-        unsafe { api.fill(modules.sm_lock, word, 1, stream) }?;
-        api.synchronize(stream)
-    })?;
+    // SAFETY: the lock is longer than a word, and kernels access it with atomic operations.
+    unsafe { cuda(pool.driver())?.fill(modules.sm_lock, u8::MAX.into(), 1) }?;
     // Communicators that come later find the same.
     std::mem::forget(modules);
     Ok(())
