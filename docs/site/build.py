@@ -31,6 +31,7 @@ MODULES = (
     "symmpool.ops",
     "symmpool.backend",
     "symmpool.handle",
+    "symmpool.symmetric_memory",
     "symmpool.fused",
     "symmpool.experts",
     "symmpool.deep_ep",

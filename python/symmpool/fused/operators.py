@@ -272,6 +272,8 @@ _installed: list[torch.library.Library] = []
 # torch's own function, while ours is in its place.
 _torchs_enabled: list[Any] = []
 _reported: set[str] = set()
+# Not empty while ours serve every group.
+_for_all: list[bool] = []
 
 
 def install() -> None:
@@ -305,6 +307,20 @@ def uninstall() -> None:
             _installed.pop()._destroy()
         if _torchs_enabled:
             _module_of_torch().is_symm_mem_enabled_for_group = _torchs_enabled.pop()
+
+
+def install_for_all() -> None:
+    """Installs ours as `install` does, on all groups: one without a pool gets it at its first call. Called by
+    `symmpool.symmetric_memory.install`, after which torch's own kernels would find no memory."""
+    was_installed = bool(_installed)
+    install()
+    _for_all.append(not was_installed)
+
+
+def end_for_all() -> None:
+    """Ends `install_for_all`."""
+    if _for_all.pop():
+        uninstall()
 
 
 def _enable_for_inductor(theirs: Any) -> None:
@@ -363,6 +379,8 @@ def _is_ours(tensor: torch.Tensor, name: str, theirs: Any) -> bool:
     are."""
     if getattr(theirs, "_is_test_mode", False):
         return False
+    if _for_all:
+        return True
     group = group_of(name)
     if process_groups.backends_of(group).get(tensor.device.type) == "symmpool":
         return True

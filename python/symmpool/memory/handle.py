@@ -6,6 +6,7 @@ signal each other with. Names and meaning are those of torch's `_SymmetricMemory
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import operator
@@ -38,6 +39,8 @@ CHANNELS = 16
 # reason. The commit finds pads of different sizes.
 RECORD = struct.Struct("<4q224s")
 REFUSED = -1
+# In place of an offset: the tensor has none yet, and gets it where all ranks bring such a tensor.
+NO_PLACE = -2
 
 
 def _sizes_of(sizes: Any) -> tuple[int, ...]:
@@ -67,15 +70,19 @@ def rendezvous(
         pool = _holding(tensor, group, candidates)
     except InvalidArgumentError as refusal:
         if len(candidates) == 1:
-            _refuse(candidates[0], signal_pad_size, refusal)
+            refuse(candidates[0], signal_pad_size, refusal)
         raise
+    check_hosts(pool)
+    return SymmetricMemory(pool, HandleMemory.of_tensor(pool, tensor), size)
+
+
+def check_hosts(pool: Pool) -> None:
+    """Raises UnsupportedError for a pool whose ranks are on several hosts, on every rank alike."""
     if len(pool.hosts) > 1:
-        # Every rank finds this alike.
         raise UnsupportedError(
             f"symmpool: rendezvous on rank {pool.rank}: the pool's ranks are on {len(pool.hosts)} hosts "
             f"({pool.hosts}), and a handle reaches the memory of one; make a pool of the ranks of one host"
         )
-    return SymmetricMemory(pool, tensor, size)
 
 
 def _pad_size(size: Any) -> int:
@@ -84,7 +91,7 @@ def _pad_size(size: Any) -> int:
     return size
 
 
-def _refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> None:
+def refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> None:
     """Takes part in a rendezvous that this rank refuses, so that the other ranks raise its reason."""
     import torch
 
@@ -108,12 +115,7 @@ def _place_channels(pad: int, world: int) -> tuple[int, int]:
 def _share(torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, ...]]) -> tuple[Any, Block]:
     """Memory for what this rank says, and for a pad and channels of zeros, and its Block, once every rank has
     it."""
-    try:
-        block = pool.block(_place_channels(pad, pool.world)[1], "uint8")
-    except Error:
-        # The other ranks are in this commit, which reports the failure to them.
-        pool.commit()
-        raise
+    block = take_block(pool, _place_channels(pad, pool.world)[1])
     memory = torch.from_dlpack(block)
     memory[RECORD.size :].zero_()
     record = bytearray(RECORD.pack(*say(block)))
@@ -124,6 +126,17 @@ def _share(torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, .
     # Also where no commit is due: this is where ranks wait for each other.
     pool.commit()
     return memory, block
+
+
+def take_block(pool: Pool, bytes: int) -> Block:
+    """A block of a pool that all ranks take before they commit. Where this rank gets none, the commit says so
+    to the others."""
+    try:
+        return pool.block(bytes, "uint8")
+    except Error:
+        # The other ranks are in this commit, which reports the failure to them.
+        pool.commit()
+        raise
 
 
 def _holding(tensor: Any, group: Any, candidates: list[Pool]) -> Pool:
@@ -163,6 +176,48 @@ def _candidates(group: Any) -> list[Pool]:
     return pool_registry.pools_of(group)
 
 
+@dataclasses.dataclass(frozen=True)
+class HandleMemory:
+    """Memory of a pool that a handle is made of: this rank's copy, and where the other ranks have theirs."""
+
+    pool: Pool
+    #: Its address, and how many bytes it has.
+    base: int
+    bytes: int
+    #: Bytes from its beginning to the tensor, bytes of the tensor, and its type.
+    start: int
+    taken: int
+    dtype: str
+    #: The pool's rank for each rank of the handle.
+    ranks: Sequence[int]
+    #: What keeps the memory.
+    owner: Any
+    #: Its offset in the pool; None where the handle's own memory lies in that pool, and tells it.
+    place: int | None = None
+    #: Takes the memory, for a tensor that lies in no pool before all ranks have agreed on it: all of them do.
+    take: Callable[[], HandleMemory] | None = None
+
+    @staticmethod
+    def of_tensor(pool: Pool, tensor: torch.Tensor) -> HandleMemory:
+        """The storage of a tensor in a pool, for a handle of all of the pool's ranks."""
+        storage = tensor.untyped_storage()
+        # An empty tensor has no address.
+        return HandleMemory(
+            pool,
+            base=storage.data_ptr(),
+            bytes=int(storage.nbytes()),
+            start=int(tensor.storage_offset()) * tensor.itemsize,
+            taken=tensor.numel() * tensor.itemsize,
+            dtype=str(tensor.dtype),
+            ranks=range(pool.world),
+            owner=tensor,
+        )
+
+    def place_beside(self, block: Block) -> int:
+        """Its offset in the pool, as a block of the same pool tells it."""
+        return self.base - block.data_ptr + block.offset if self.place is None else self.place
+
+
 class SymmetricMemory:
     """Where every rank has its copy of a tensor, and what ranks signal each other with.
 
@@ -172,26 +227,24 @@ class SymmetricMemory:
     allocation, which the handles of its tensors share; there a channel holds one signal, and here they are
     counted.) Keep a handle until streams are past its signals on all ranks."""
 
-    def __init__(self, pool: Pool, tensor: torch.Tensor, signal_pad_size: int):
+    def __init__(self, pool: Pool, buffer: HandleMemory, signal_pad_size: int):
         import torch
 
-        self._torch, self._pool, self._tensor = torch, pool, tensor
-        storage = tensor.untyped_storage()
-        self._base, self._bytes = storage.data_ptr(), int(storage.nbytes())
-        # An empty tensor has no address.
-        self._offset = int(tensor.storage_offset()) * tensor.itemsize
-        taken, dtype = tensor.numel() * tensor.itemsize, str(tensor.dtype).encode()
+        self._torch, self._pool, self._buffer = torch, pool, buffer
 
         def say(block: Block) -> tuple[Any, ...]:
-            place = self._base - block.data_ptr + block.offset
-            return place, self._bytes, self._offset, taken, dtype
+            place = buffer.place_beside(block)
+            return place, buffer.bytes, buffer.start, buffer.taken, buffer.dtype.encode()
 
         memory, block = _share(torch, pool, signal_pad_size, say)
         self._pad = memory[RECORD.size : RECORD.size + signal_pad_size]
         ranks = range(pool.world)
         self._check_same(memory, block)
+        if buffer.take is not None:
+            self._buffer = buffer = buffer.take()
+        self._place = buffer.place_beside(block)
         address, size = self._pad.data_ptr(), signal_pad_size
-        self._buffers = [pool.peer_ptr(rank, self._base, self._bytes) for rank in ranks]
+        self._buffers = [buffer.pool.peer_ptr(rank, buffer.base, buffer.bytes) for rank in buffer.ranks]
         self._pads = [pool.peer_ptr(rank, address, size) for rank in ranks]
         device = self._pad.device
         self._buffers_there = torch.tensor(self._buffers, dtype=torch.int64, device=device)
@@ -223,9 +276,10 @@ class SymmetricMemory:
         (usual, _), *_ = Counter(found).most_common(1)
         descriptions = []
         for rank, (offset, length, start, taken, _) in enumerate(found):
+            where = "in no pool yet" if offset == NO_PLACE else f"at offset {offset:#x}"
             descriptions.append(
-                f"rank {rank}: {taken} bytes of {texts[rank]}, {start} bytes into a buffer of {length} at "
-                f"offset {offset:#x}"
+                f"rank {rank}: {taken} bytes of {texts[rank]}, {start} bytes into a buffer of {length} "
+                f"{where}"
             )
         error = DivergedError(
             "rendezvous: ranks bring different tensors; each brings its copy of the same one, at the "
@@ -233,6 +287,11 @@ class SymmetricMemory:
         )
         error.ranks = tuple(rank for rank, each in enumerate(found) if each != usual)
         raise error
+
+    @property
+    def buffer(self) -> HandleMemory:
+        """The memory that the handle is of."""
+        return self._buffer
 
     @property
     def rank(self) -> int:
@@ -278,7 +337,7 @@ class SymmetricMemory:
     @property
     def buffer_size(self) -> int:
         """Bytes of a rank's buffer."""
-        return self._bytes
+        return self._buffer.bytes
 
     @property
     def signal_pad_size(self) -> int:
@@ -288,18 +347,40 @@ class SymmetricMemory:
     @property
     def offset(self) -> int:
         """Bytes from the beginning of the buffer to the tensor's first element."""
-        return self._offset
+        return self._buffer.start
+
+    def buffer_for(self, ranks: Sequence[int]) -> HandleMemory:
+        """The handle's memory for a handle of some of its ranks, by their numbers here."""
+        of = self._buffer
+        return dataclasses.replace(of, ranks=[of.ranks[rank] for rank in ranks], place=self._place)
+
+    def boxed(self) -> Any:
+        """Raises UnsupportedError: operators that take torch's own handle look into it in C++."""
+        raise self._without("boxed", "call the handle's methods, or operators that take a group's name")
+
+    def get_peer_cft_handle(self, peer: int) -> Any:
+        """Raises UnsupportedError: the memory is no NCCL window."""
+        raise self._without(
+            "get_peer_cft_handle", "use buffer_ptrs, or Pool.register_nccl for NCCL's windows"
+        )
+
+    def get_multimem_cft_handle(self) -> Any:
+        """Raises UnsupportedError: there is no multicast address."""
+        raise self._without("get_multimem_cft_handle", "use buffer_ptrs")
+
+    @staticmethod
+    def _without(name: str, instead: str) -> UnsupportedError:
+        return UnsupportedError(f"symmpool: {name} of a handle of symmetric memory is not served: {instead}")
 
     def get_buffer(
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
         """A tensor over `rank`'s buffer, of these sizes, from element `storage_offset` on."""
-        return self._view(rank, self._base, self._bytes, sizes, dtype, storage_offset, self._tensor)
+        return self._view(rank, 0, sizes, dtype, storage_offset)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """`peer`'s copy of the tensor that the handle was made of, or as much as sizes say."""
-        base, length = self._base + self._offset, self._bytes - self._offset
-        return self._view(peer, base, length, sizes, dtype, 0, self._tensor)
+        return self._view(peer, self._buffer.start, sizes, dtype, 0)
 
     def get_signal_pad(
         self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype | None = None, storage_offset: int = 0
@@ -310,11 +391,19 @@ class SymmetricMemory:
         sizes = _sizes_of(sizes)
         if not sizes and isinstance(dtype, self._torch.dtype):
             sizes = (self.signal_pad_size // dtype.itemsize - storage_offset,)
-        base, length = self._pad.data_ptr(), self.signal_pad_size
-        return self._view(rank, base, length, sizes, dtype, storage_offset, self._pad)
-
-    def _view(self, rank: int, base: int, length: int, sizes: Any, dtype: Any, start: int, owner: Any) -> Any:
         self._check_rank(rank)
+        memory = (self._pool, rank, self._pad.data_ptr(), self.signal_pad_size, self._pad)
+        return self._tensor_at(memory, sizes, dtype, storage_offset)
+
+    def _view(self, rank: int, skipped: int, sizes: Any, dtype: Any, start: int) -> Any:
+        """A tensor over a rank's buffer, without its first bytes."""
+        self._check_rank(rank)
+        of, begin, length = self._buffer, self._buffer.base + skipped, self._buffer.bytes - skipped
+        return self._tensor_at((of.pool, of.ranks[rank], begin, length, of.owner), sizes, dtype, start)
+
+    def _tensor_at(self, memory: tuple[Any, ...], sizes: Any, dtype: Any, start: int) -> Any:
+        """A tensor over a pool's memory on a rank: of a number of bytes from an address on."""
+        pool, rank, base, length, owner = memory
         if not isinstance(dtype, self._torch.dtype):
             raise InvalidArgumentError(f"dtype: {dtype!r} is no torch.dtype")
         sizes = _sizes_of(sizes)
@@ -328,7 +417,7 @@ class SymmetricMemory:
             raise InvalidArgumentError(f"{dtype} does not begin at {base + begin:#x}")
         if count == 0:
             return self._torch.empty(sizes, dtype=dtype, device=self.device)
-        capsule = self._pool.peer_bytes(rank, base + begin, bytes, owner)
+        capsule = pool.peer_bytes(rank, base + begin, bytes, owner)
         return self._torch.utils.dlpack.from_dlpack(capsule).view(dtype).view(sizes)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:

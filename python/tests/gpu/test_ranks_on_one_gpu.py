@@ -61,3 +61,8 @@ def test_what_engines_call(run):
 def test_what_groups_hold_of_memory(run):
     said = run(2, "ranks_memory.py")
     assert "groups on 2 ranks, 0 wrong" in said and "WRONG" not in said
+
+
+def test_torchs_symmetric_memory_on_pools(run):
+    said = run(2, "ranks_symmetric_memory.py")
+    assert "symmetric memory on 2 ranks, 0 wrong" in said and "WRONG" not in said
