@@ -14,7 +14,7 @@ import reprlib
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmpool._symmpool import Block, Channels, Communicator, Group, Pool
 from symmpool.communicators import cache
@@ -354,17 +354,17 @@ class SymmetricMemory:
         of = self._buffer
         return dataclasses.replace(of, ranks=[of.ranks[rank] for rank in ranks], place=self._place)
 
-    def boxed(self) -> Any:
+    def boxed(self) -> NoReturn:
         """Raises UnsupportedError: operators that take torch's own handle look into it in C++."""
         raise self._without("boxed", "call the handle's methods, or operators that take a group's name")
 
-    def get_peer_cft_handle(self, peer: int) -> Any:
+    def get_peer_cft_handle(self, peer: int) -> NoReturn:
         """Raises UnsupportedError: the memory is no NCCL window."""
         raise self._without(
             "get_peer_cft_handle", "use buffer_ptrs, or Pool.register_nccl for NCCL's windows"
         )
 
-    def get_multimem_cft_handle(self) -> Any:
+    def get_multimem_cft_handle(self) -> NoReturn:
         """Raises UnsupportedError: there is no multicast address."""
         raise self._without("get_multimem_cft_handle", "use buffer_ptrs")
 
